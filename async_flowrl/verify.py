@@ -9,27 +9,31 @@ import json
 import re
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from async_flowrl.config.compose import read_config
 from async_flowrl.config.messages import first_line
 from async_flowrl.data.load import load_data
 from async_flowrl.observability.events import Event, effective, read_events
 from async_flowrl.training.checkpoint import (
+    RANKS,
     Checkpoint,
     DamagedCheckpoint,
     checkpoint_step,
     find_checkpoint,
     read_checkpoint,
 )
+from async_flowrl.training.shard_saving import joined_digest
 from async_flowrl.types import EVALUATION, TRAIN
-from checkpoint_engine import Draft, Layout, weights_digest
+from checkpoint_engine import Draft, Layout, ShardedHeader, weights_digest
+from checkpoint_engine.shards import shard_rows, share_digests
 from separation.table import format_table
 
 FINAL_STATES = ("TRAINED", "SKIPPED")
@@ -165,7 +169,7 @@ def digests(run: RunFiles) -> str:
     if path is None:
         raise Broken("there is no sound checkpoint")
     checkpoint = read_checkpoint(path)
-    digest = weights_digest(checkpoint.tensors["weights"])
+    digest = _masters(checkpoint)
     if digest != checkpoint.trainer["weights_digest"]:
         raise Broken(f"{path.name} holds weights {digest[:16]}, says {checkpoint.trainer['weights_digest'][:16]}")
     if checkpoint_step(path) != run.steps:
@@ -179,6 +183,20 @@ def digests(run: RunFiles) -> str:
     return f"{path.name}: {digest[:16]}"
 
 
+def _masters(checkpoint: Checkpoint) -> str:
+    """The digest of the float32 masters; where each of several ranks has a share of them, that of the shares'."""
+    masters, ranks = checkpoint.tensors["weights"], checkpoint.trainer.get(RANKS)
+    if ranks is None:
+        return weights_digest(masters)
+    whole = dict(masters)
+    return joined_digest([weights_digest(_share(whole, ranks, rank)) for rank in range(ranks)])
+
+
+def _share(tensors: Mapping[str, Tensor], ranks: int, rank: int) -> dict[str, Tensor]:
+    rows = {name: shard_rows(len(tensor), ranks, rank) for name, tensor in tensors.items()}
+    return {name: tensor[rows[name].start : rows[name].stop] for name, tensor in tensors.items()}
+
+
 def _check_last_version(name: str, checkpoint: Checkpoint, run: RunFiles) -> None:
     """The last version, as it was sent, is the masters (or the sampling average) in the dtypes it is computed in."""
     version, lora = checkpoint.trainer["version"], checkpoint.trainer["lora"] or {}  # none with tune=full
@@ -190,7 +208,10 @@ def _check_last_version(name: str, checkpoint: Checkpoint, run: RunFiles) -> Non
             raise Broken(f"{name}: version {version} is not its masters rounded to {tensor.dtype}, at {tensor_name}")
     layout = Layout.of(kept)
     draft = Draft("policy", version, layout, lora.get("alpha"), lora.get("rank"))
-    digest = draft.sealed(layout.digests(layout.packed(kept))).digest
+    header = draft.sealed(layout.digests(layout.packed(kept)))
+    if (ranks := checkpoint.trainer.get(RANKS)) is not None:
+        header = ShardedHeader.sealed_from(draft, share_digests(layout, ranks, torch.from_numpy(layout.packed(kept))))
+    digest = header.digest
     if {digest} != run.sent.get(("policy", version)):
         raise Broken(f"{name} holds other bytes as version {version} ({digest[:16]}) than were sent")
 

@@ -38,6 +38,7 @@ from checkpoint_engine.errors import (
 from checkpoint_engine.layout import Layout
 from checkpoint_engine.publisher import Publisher
 from checkpoint_engine.receiver import Receiver
+from checkpoint_engine.shards import ShardedHeader, ShardReceiver
 
 __all__ = [
     "CANARY_VERSION",
@@ -57,6 +58,8 @@ __all__ = [
     "Receiver",
     "ReceiverEndpoint",
     "SenderEndpoint",
+    "ShardReceiver",
+    "ShardedHeader",
     "TransferCorrupted",
     "TransferFailed",
     "Verdict",

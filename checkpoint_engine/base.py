@@ -6,7 +6,9 @@ A *stream* is a sequence of versions of the same tensors. To *seal* a version is
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from checkpoint_engine.digest import combine
+from torch import Tensor
+
+from checkpoint_engine.digest import ByteArray, combine
 from checkpoint_engine.fanout import MAX_FAN_OUT, NODE_FAN_OUT
 from checkpoint_engine.layout import Layout
 
@@ -47,6 +49,11 @@ class Header(Draft):
     """16 bytes per tensor, in layout order."""
     digest: str
     """SHA-256 (hex) over all other fields; it identifies these weights."""
+
+    def digest_of(self, buffer: Tensor) -> str:
+        """Returns what `digest` would be with the bytes of a buffer uint8 [nbytes], on any device."""
+        data: ByteArray = buffer.cpu().numpy()
+        return self.sealed(self.layout.digests(data)).digest
 
     def is_consistent(self) -> bool:
         """Returns True if `digest` matches the other fields."""

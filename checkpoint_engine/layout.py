@@ -1,5 +1,6 @@
 """Layout of many named tensors in one flat byte buffer, the form in which a version is sent and stored."""
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -52,7 +53,7 @@ class Layout:
             dtype = tensor.dtype if dtypes is None else dtypes[name]
             nbytes = tensor.numel() * dtype.itemsize
             entries.append(Entry(name, tuple(tensor.shape), str(dtype).removeprefix("torch."), offset, nbytes))
-            offset = _padded(offset + nbytes)
+            offset = padded(offset + nbytes)
         return cls(tuple(entries), offset)
 
     @cached_property
@@ -155,6 +156,11 @@ def dtype_of(entry: Entry) -> torch.dtype:
     return kind
 
 
+def row_bytes(entry: Entry) -> int:
+    """Returns the size in bytes of one index of the tensor's first dimension."""
+    return math.prod(entry.shape[1:]) * dtype_of(entry).itemsize
+
+
 def as_bytes(buffer: Tensor | ByteArray) -> ByteArray:
     """Returns a host buffer as array uint8 [n], without a copy. Raises ValueError if it is not contiguous uint8 [n]."""
     array = buffer.numpy() if isinstance(buffer, Tensor) else buffer
@@ -163,7 +169,8 @@ def as_bytes(buffer: Tensor | ByteArray) -> ByteArray:
     return array
 
 
-def _padded(size: int) -> int:
+def padded(size: int) -> int:
+    """Returns the offset at which a tensor after `size` bytes begins."""
     return -(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 

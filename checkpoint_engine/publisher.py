@@ -193,6 +193,13 @@ class Publisher:
                 )
             return self._sealed[version]
 
+    def piece(self, version: int, start: int, size: int) -> tuple[int, ByteArray]:
+        """Returns the number of, and the bytes uint8 [n] themselves of a retained version from byte `start` on, at most
+        `size`; they must not be changed. Raises VersionGone if the version is not retained."""
+        _, data = self.payload(version)
+        piece = data[start : start + size]
+        return piece.shape[0], piece
+
     def retained(self) -> tuple[int, ...]:
         """Returns the sealed versions that can be sent, oldest first."""
         with self._changed:

@@ -59,6 +59,7 @@ class Receiver:
         self._read: dict[int, Any] = {}
         """Address of a slot → CUDA event after its last activation, on a GPU."""
         self._active: Activation | None = None
+        self._active_header: Header | None = None
         self._lock = threading.Lock()
 
     @property
@@ -90,8 +91,7 @@ class Receiver:
             return intake.accept(header)
         finally:
             if not intake.retained:
-                with self._lock:
-                    self._spare.append(intake.storage)
+                self.give_back(intake.storage)
 
     def expect(self, draft: Draft, slot: str = RING) -> Intake:
         """Returns the Intake of a version that arrives piece by piece. Raises WeightsMismatch if it does not fit."""
@@ -114,9 +114,14 @@ class Receiver:
         if difference:
             raise WeightsMismatch(f"{_title(draft)} doesn't fit the receiver: {difference}")
 
+    def give_back(self, storage: Tensor) -> None:
+        """Reuses the storage of an Intake that was not accepted, and into which nothing writes any more."""
+        with self._lock:
+            self._spare.append(storage)
+
     def _accept(self, header: Header, intake: Intake) -> Ack:
         self._check_digests(header, intake.digests)
-        self._retain(header, intake.storage, intake.slot)
+        self.retain(header, intake.storage, intake.slot)
         return Ack(header.stream, header.version, header.digest, intake.slot)
 
     def export(self, stream: str, version: int, slot: str = RING) -> tuple[Header, ByteArray]:
@@ -141,7 +146,7 @@ class Receiver:
             header, storage = self._find(stream, version, slot)
             self._live.copy_(storage)
             self._read[storage.data_ptr()] = recorded(self.device)
-            self._active = Activation(stream, version, header.digest)
+            self._active, self._active_header = Activation(stream, version, header.digest), header
             return header.digest
 
     def check_bound(self) -> None:
@@ -154,18 +159,16 @@ class Receiver:
     def live_digest(self) -> str:
         """Recomputes the active version's digest from the live bytes. Raises WeightsMismatch if none is active."""
         with self._lock:
-            active, data = self._active, self._live.cpu().numpy()
-        if active is None:
-            raise WeightsMismatch("no version is active yet")
-        draft = Draft(active.stream, active.version, self.layout, self.alpha, self.rank)
-        return draft.sealed(self.layout.digests(data)).digest
+            if self._active_header is None:
+                raise WeightsMismatch("no version is active yet")
+            return self._active_header.digest_of(self._live)
 
     def clear(self) -> None:
         """Forgets all versions. The live tensors keep their bytes, but no version is active."""
         with self._lock:
             self._spare += [storage for _, storage in self._retained.values()]
             self._retained.clear()
-            self._active = None
+            self._active = self._active_header = None
 
     def _check_scaling(self, header: Draft) -> None:
         for name, sent, expected in (("alpha", header.alpha, self.alpha), ("rank", header.rank, self.rank)):
@@ -195,7 +198,11 @@ class Receiver:
             if arrived != expected:
                 raise TransferCorrupted(f"{_title(header)} arrived with wrong bytes in {entry.name}")
 
-    def _retain(self, header: Header, storage: Tensor, slot: str) -> None:
+    def retain(self, header: Header, storage: Tensor, slot: str) -> None:
+        """Retains the bytes uint8 [nbytes] in `storage`, which were verified.
+
+        Raises WeightsMismatch for a version that is retained with other bytes, or is older than all that are.
+        """
         key = (slot, header.stream, header.version)
         with self._lock:
             same = self._retained.get(key)

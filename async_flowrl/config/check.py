@@ -146,10 +146,10 @@ def _check_tune(config: Config) -> None:
             f"lora.path={config.lora.path} is for tune=lora: to start tune=full at a LoRA, write it into a model's "
             "weights (async-flowrl export … --merged) and give that folder as model.path"
         )
-    if trainer.shard in ("full", "hybrid"):
+    if trainer.shard == "hybrid":
         raise ConfigError(
-            "tune=full has every trainer rank hold all of the weights, so trainer.shard must be none or auto, got "
-            f"{trainer.shard}"
+            "tune=full has every trainer rank hold all of the weights (trainer.shard=none) or one share of them "
+            "(full); trainer.shard=hybrid is for tune=lora"
         )
     if trainer.cpu_offload:
         raise ConfigError("trainer.cpu_offload=true offloads a frozen base, and tune=full has none: set it to false")

@@ -277,12 +277,14 @@ class TrainerConfig:
     environment: dict[str, str] = field(default_factory=dict, metadata=_FREE)
     """Environment variables of the pool's processes, e.g. {NCCL_DEBUG: WARN, PYTORCH_CUDA_ALLOC_CONF: …}."""
     shard: str = setting("auto", choices=("auto", "none", "full", "hybrid"), changes=NOTHING)
-    """How several ranks hold the frozen base. full: each holds a share (FSDP2), and blocks are gathered one by one.
-    none: each holds all of it, so nothing is gathered, and a rank that dies costs only its share of one step. hybrid:
-    each set of shard_size ranks holds it once, and ends together. auto: none on CPUs, with placement=shared, and if the
-    planned memory of a trainer rank, activations included, takes at most 90 % of its GPU (with the rollout worker where
-    placement=colocated); otherwise hybrid over the ranks of a node if workers_per_node is above 1, else full. The start
-    and `plan --memory` say which."""
+    """How several ranks hold the frozen base, with tune=full the trained weights and their optimizer. full: each holds
+    a share (FSDP2), and blocks are gathered one by one; with tune=full the ranks add up their gradients as floats, so
+    the weights depend on num_workers then (docs/guarantees.md). none: each holds all of it, so nothing is gathered, and
+    a rank that dies costs only its share of one step. hybrid, not with tune=full: each set of shard_size ranks holds it
+    once, and ends together. auto: none on CPUs, with placement=shared, and if the planned memory of a trainer rank,
+    activations included, takes at most 90 % of its GPU (with the rollout worker where placement=colocated); otherwise
+    hybrid over the ranks of a node if workers_per_node is above 1, else full. The start and `plan --memory` say
+    which."""
     shard_size: int | None = setting(None, at_least=1, changes=NOTHING)
     """Ranks that share one copy of the base with shard=hybrid, e.g. those of a node; must divide num_workers."""
     micro_batch_size: int = setting(16, at_least=1, changes=ROUNDING)
@@ -338,6 +340,9 @@ class CheckpointEngineConfig:
     """Seconds for setting up a group of a collective transport, plus 0.1 for each member."""
     ready_seconds: float = setting(10.0, above=0)
     """Seconds within which each member of a group must answer that it is ready for the next version."""
+    bucket_bytes: int = setting(64 << 20, at_least=256)
+    """Bytes that a trainer rank sends at a time where each has a share of the weights (tune=full, trainer.shard=full);
+    these go by the object store, whatever `transport` says."""
     max_members: int = setting(64, at_least=1)
     """Rollout workers in one group of a collective transport, at most. If there are more, only one worker of each node
     is a member; it passes every version on to the others through the node's memory."""

@@ -18,6 +18,7 @@ from async_flowrl.config.schema import FULL, Config
 from async_flowrl.controller.context import Context
 from async_flowrl.controller.fingerprint import config_hash, differences, numerics
 from async_flowrl.controller.inputs import inputs_of, other_inputs, other_prompts
+from async_flowrl.controller.shard_checkpoints import check_shares, write_shares
 from async_flowrl.controller.trainer import TrainerGroup
 from async_flowrl.data.curriculum import UNKNOWN, read_outcomes
 from async_flowrl.observability.run_directory import RunDirectory
@@ -135,9 +136,12 @@ class Checkpoints:
         which does if the first dies.
 
         With tune=full the first alone: a copy of whole weights with their optimizer is host memory that a second rank
-        of the same node may not have.
+        of the same node may not have. Of ranks with a share each, all copy their own, and the first is returned.
         """
         living = self.trainers.living
+        if self.trainers.sharded:
+            await self.trainers.all("snapshot")
+            return [living.first]
         while True:
             writers = [living.first, *([] if self.config.tune == FULL else living.heirs[:1])]
             try:
@@ -153,7 +157,7 @@ class Checkpoints:
         for place, writer in enumerate(writers):
             try:
                 async with deadline(self.config.deadlines.update, f"update: writing checkpoint {version}"):
-                    await writer.call("save", str(self.directory.checkpoints), controller, self.spare(), lane="save")
+                    await self._written_by(writer, controller)
             except WorkerDied as error:
                 lost = error
                 await self.trainers.living.bury(ctx, error)
@@ -171,6 +175,13 @@ class Checkpoints:
             return
         assert lost is not None
         self._missed(version, f"the ranks that had a copy of it died: {lost}", lost)
+
+    async def _written_by(self, writer: Worker, controller: dict[str, Any]) -> None:
+        directory, spare = str(self.directory.checkpoints), self.spare()
+        if self.trainers.sharded:
+            await write_shares(self.trainers.living.workers, directory, controller, self.config.save.keep, spare)
+        else:
+            await writer.call("save", directory, controller, spare, lane="save")
 
     def _missed(self, version: int, why: str, error: Exception) -> None:
         """Counts a checkpoint that does not exist. Raises SaveFailed for one too many in a row."""
@@ -235,6 +246,7 @@ def find_resume(requests: RequestBuilder, directory: RunDirectory) -> Resume:
         raise ConfigError(str(error)) from error
     if resume.path is None:
         return resume
+    check_shares(config, resume.path)
     now = inputs_of(requests)
     sentences = []
     if resume.controller["config_hash"] != config_hash(config):

@@ -4,29 +4,27 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from async_flowrl.controller.endpoints import EmaEndpoint
-from async_flowrl.controller.living import Attempt, Living
-from checkpoint_engine import Ack, Delivery, DeliveryOptions, Header, ReceiverEndpoint
+from async_flowrl.controller.shard_endpoints import ShardedEmaEndpoint
+from checkpoint_engine import Ack, Delivery, DeliveryOptions, ReceiverEndpoint
 
 
 class EmaWeights:
     """Retains the EMA of a version when it is due for evaluation, and delivers it when its evaluation begins.
 
-    `replace` is awaited with the name of a worker to which the EMA cannot be delivered, and the error. `sealed` is
-    called with the header of each retained EMA, `acknowledged` with a worker's name and its acknowledgement.
+    `replace` is awaited with the name of a worker to which the EMA cannot be delivered, and the error; `acknowledged`
+    is called with a worker's name and its acknowledgement.
     PublishedWeights (weights.py) uses this class.
     """
 
     def __init__(
         self,
-        living: Living,
-        attempt: Attempt,
+        sender: EmaEndpoint | ShardedEmaEndpoint,
         *,
         options: DeliveryOptions,
         replace: Callable[[str, BaseException], Coroutine[Any, Any, None]],
-        sealed: Callable[[Header], None],
         acknowledged: Callable[[str, Ack], None],
     ) -> None:
-        self._sender = EmaEndpoint(living, attempt, sealed)
+        self._sender = sender
         self.delivery = Delivery(self._sender, replace=replace, options=options)
         self.delivery.on_ack(acknowledged)
         self._current: int | None = None

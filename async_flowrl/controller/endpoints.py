@@ -186,9 +186,13 @@ class RolloutEndpoint:
 
     async def receive(self, header: Header, payload: Any, slot: str = RING) -> Ack:
         began = self._observer.now()
-        ack: Ack = await self._deliver("receiver.receive", header, payload, slot)
+        ack = await self._received(header, payload, slot)
         ended = self._observer.now()
         self._observer.event("span", worker=self.name, name="receive", start=began, end=ended, version=header.version)
+        return ack
+
+    async def _received(self, header: Header, payload: Any, slot: str) -> Ack:
+        ack: Ack = await self._deliver("receiver.receive", header, payload, slot)
         return ack
 
     async def relay(self, header: Header, slot: str = RING) -> Any:

@@ -29,12 +29,19 @@ def idle_ranks(ranks: int, groups: int, parts: int) -> str | None:
     )
 
 
-def repeating_ranks(per_replica: int, groups: int, parts: int) -> str | None:
+def repeating_ranks(per_replica: int, groups: int, parts: int, *, by_group: bool = False) -> str | None:
     """Returns a sentence if a call of `groups` groups has fewer parts than a replica has ranks, else None.
 
-    All ranks of a replica compute at the same time, so some of them then repeat parts that another rank has.
+    All ranks of a replica compute at the same time, so some of them then repeat parts that another rank has. With
+    `by_group` they do so within each group (see `Place.by_group`).
     """
-    if groups * parts >= per_replica:
+    if by_group and parts % per_replica:
+        return (
+            f"the {per_replica} trainer ranks that share the trained weights compute each group side by side, and its "
+            f"{parts} parts leave {-parts % per_replica} of them without one of their own: a trainer.micro_batch_size "
+            f"that cuts a group into a multiple of {per_replica} parts wastes nothing"
+        )
+    if by_group or groups * parts >= per_replica:
         return None
     return (
         f"{per_replica - groups * parts} of the {per_replica} trainer ranks that share one copy of the base compute "
@@ -52,11 +59,14 @@ class Owners:
     seconds, on a clock of the caller.
     """
 
-    def __init__(self, ranks: int, per_replica: int = 1) -> None:
-        """`per_replica` is the number of ranks per replica; raises ValueError if it does not divide `ranks`."""
+    def __init__(self, ranks: int, per_replica: int = 1, *, by_group: bool = False) -> None:
+        """`per_replica` is the number of ranks per replica; raises ValueError if it does not divide `ranks`.
+
+        With `by_group`, the ranks of a replica take the parts of each group in turn, whatever other work they have.
+        """
         if ranks % per_replica:
             raise ValueError(f"{ranks} trainer ranks cannot form replicas of {per_replica}")
-        self._per_replica, self._replicas = per_replica, ranks // per_replica
+        self._per_replica, self._replicas, self._by_group = per_replica, ranks // per_replica, by_group
         self._load = [0] * ranks
         """Rank → number of images that it has got in this optimizer step."""
         self._done_at = [0.0] * self._replicas
@@ -89,9 +99,10 @@ class Owners:
         """
         whole = self._next(sum(samples), now) if self._whole else None
         owners = []
-        for size in samples:
+        for part, size in enumerate(samples):
             replica = self._next(size, now) if whole is None else whole
-            owner = min(self._ranks(replica), key=lambda rank: self._load[rank])
+            ranks = self._ranks(replica)
+            owner = ranks[part % len(ranks)] if self._by_group else min(ranks, key=lambda rank: self._load[rank])
             self._load[owner] += size
             owners.append(owner)
         return tuple(owners)

@@ -27,6 +27,9 @@ class ReplicaCalls:
         self.workers = workers
         self.layout: Layout | None = None
         """Layout that the ranks get when they load; None means the settings of the configuration."""
+        self.sharded = False
+        """True if each rank has a share of the trained weights (tune=full, shard=full); known when they have loaded. The
+        ranks then add up gradients part by part (`Place.by_group`)."""
         self._idle_since = 0.0
         """Time, on the loop's clock, at which the last call of a replica ended."""
         self._sums = Sums(-1, StepPlan(rows=0))
@@ -35,10 +38,10 @@ class ReplicaCalls:
 
     def _arrange(self, per_replica: int) -> None:
         """Makes the replicas anew, of `per_replica` ranks each, all of them alive."""
-        ranks = len(self.workers.workers)
-        self._owners = Owners(ranks, per_replica)
+        ranks, by_group = len(self.workers.workers), self.sharded
+        self._owners = Owners(ranks, per_replica, by_group=by_group)
         starts = range(0, ranks, per_replica)
-        self._replicas = [Replica(range(start, start + per_replica), ranks) for start in starts]
+        self._replicas = [Replica(range(start, start + per_replica), ranks, by_group=by_group) for start in starts]
         self.living = Living(self.workers, per_replica, self._died, self.layout)
         self._attempts = 0
         """Number of attempts at optimizer steps so far; it numbers them."""

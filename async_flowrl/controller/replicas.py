@@ -33,6 +33,8 @@ class Replica:
     """The numbers of its ranks."""
     size: int
     """Number of all trainer ranks."""
+    by_group: bool = False
+    """As `Place.by_group`."""
     begun: bool = False
     """True once its ranks know the plan of the present optimizer step."""
     waiting: int = 0
@@ -45,7 +47,7 @@ class Replica:
     """Held during a call: a replica gets its calls one after another."""
 
     def places(self) -> list[Place]:
-        return [Place(rank, self.size, len(self.ranks)) for rank in self.ranks]
+        return [Place(rank, self.size, len(self.ranks), self.by_group) for rank in self.ranks]
 
     def owns(self, group: HandedGroup) -> bool:
         """Returns True if one of its ranks trains a part of the group."""

@@ -20,13 +20,14 @@ EVERYONE = 1 << 30
 """Receivers that a sender serves where nothing is sent: nobody passes anything on."""
 
 
-def delivery_options(config: Config, stream: str) -> DeliveryOptions:
-    """How the versions of a stream are brought to the workers, or announced."""
+def delivery_options(config: Config, stream: str, *, sharded: bool = False) -> DeliveryOptions:
+    """How the versions of a stream are brought to the workers, or announced; `sharded`: in buckets of each rank."""
     options = DeliveryOptions(
         retries=config.checkpoint_engine.retries, deadline=config.deadlines.publish, retain=config.live_versions
     )
     announced = config.placement == SHARED and stream == POLICY
-    return replace(options, max_fan_out=EVERYONE, node_fan_out=EVERYONE) if announced else options
+    direct = announced or sharded
+    return replace(options, max_fan_out=EVERYONE, node_fan_out=EVERYONE) if direct else options
 
 
 def occupy(ctx: Context, ranks: Iterable[int], *, trains: bool) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from async_flowrl.algorithms.base import Algorithm
-from async_flowrl.config.schema import Config
+from async_flowrl.config.schema import FULL, Config
 from async_flowrl.controller.collect import Stepped, Sums, add_up, complete, lacking, take_step
 from async_flowrl.controller.context import Context, book_span
 from async_flowrl.controller.handed import HandedGroup, hand_over
@@ -50,12 +50,13 @@ class TrainerGroup(ReplicaCalls):
 
         Logs a warning if some ranks have nothing to train, or must compute parts that another rank has.
         """
+        self.sharded = config.tune == FULL and ranks_per_replica > 1
         self._arrange(ranks_per_replica)
         groups = config.prompts_per_step // config.trainer.updates_per_batch
         parts = len(cut(self._most_selected(config), config.trainer.micro_batch_size))
         at_once = min(groups, MAX_GROUPS_PER_CALL) if config.hand_over == "batch" else 1
         said = idle_ranks(len(self.workers.workers), groups, parts)
-        if said := said or repeating_ranks(ranks_per_replica, at_once, parts):
+        if said := said or repeating_ranks(ranks_per_replica, at_once, parts, by_group=self.sharded):
             logger.warning("%s", said)
 
     def _most_selected(self, config: Config) -> list[int]:

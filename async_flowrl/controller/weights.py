@@ -14,8 +14,15 @@ from async_flowrl.config.schema import Config
 from async_flowrl.controller.context import Observer, Signal
 from async_flowrl.controller.corruption import CorruptionWatch
 from async_flowrl.controller.ema import EmaWeights
-from async_flowrl.controller.endpoints import PUBLISHING, RolloutEndpoint, TrainerEndpoint
+from async_flowrl.controller.endpoints import PUBLISHING, EmaEndpoint, RolloutEndpoint, TrainerEndpoint
 from async_flowrl.controller.own_versions import endpoint_of
+from async_flowrl.controller.shard_endpoints import (
+    SenderLost,
+    ShardedEmaEndpoint,
+    ShardedRolloutEndpoint,
+    ShardedTrainerEndpoint,
+    sharded_sender,
+)
 from async_flowrl.controller.shared import delivery_options
 from async_flowrl.controller.trainer import TrainerGroup
 from async_flowrl.tickets.table import TicketTable
@@ -90,6 +97,11 @@ class PublishedWeights:
     _sealed: dict[int, asyncio.Event] = field(default_factory=dict)
     _unsent: set[int] = field(default_factory=set)
     """Versions that no trainer rank can send any more, though a ticket that was trained before has named them."""
+
+    @property
+    def sharded(self) -> bool:
+        """Whether every trainer rank sends a share of the weights."""
+        return self.trainers.sharded
 
     async def publish_first(self) -> None:
         """Checks all present workers with the canary, then publishes the versions that the first tickets name.
@@ -202,11 +214,16 @@ class PublishedWeights:
 
     async def _start(self) -> None:
         config, living = self.config, self.trainers.living
-        sender = TrainerEndpoint(living, self, self.transport, self.sealed, on_moved=self._moved)
+        sender: TrainerEndpoint | ShardedTrainerEndpoint
         async with deadline(config.deadlines.publish, "publish: the trainer's canary"):
-            self.canary = await Canary.of(living.first)
+            if self.sharded:
+                sender = await sharded_sender(living, config, self.sealed)
+                self.canary = Canary(*await sender.canary())
+            else:
+                sender = TrainerEndpoint(living, self, self.transport, self.sealed, on_moved=self._moved)
+                self.canary = await Canary.of(living.first)
         broadcast = None
-        if self.transport != OBJECT_STORE:
+        if isinstance(sender, TrainerEndpoint) and self.transport != OBJECT_STORE:
             broadcast = CollectiveBroadcast(
                 sender,
                 name=self.transport,
@@ -215,17 +232,16 @@ class PublishedWeights:
                 sender_seconds=config.deadlines.publish,
                 max_members=config.checkpoint_engine.max_members,
             )
-        self.delivery = Delivery(
-            sender, replace=self._give_up, options=delivery_options(config, POLICY), broadcast=broadcast
-        )
+        options = delivery_options(config, POLICY, sharded=self.sharded)
+        self.delivery = Delivery(sender, replace=self._give_up, options=options, broadcast=broadcast)
         self.delivery.on_ack(self._acknowledged)
         if config.trainer.ema_decay is not None:
             self.ema = EmaWeights(
-                living,
-                self,
-                options=delivery_options(config, EMA),
+                await sharded_sender(living, config, self._sent, ShardedEmaEndpoint)
+                if self.sharded
+                else EmaEndpoint(living, self, self._sent),
+                options=delivery_options(config, EMA, sharded=self.sharded),
                 replace=self._give_up,
-                sealed=self._sent,
                 acknowledged=self._acknowledged,
             )
         self._started.set()
@@ -239,13 +255,16 @@ class PublishedWeights:
         """Checks a worker and adds it to the deliveries; kills one that dies or hangs, so that the pool replaces it."""
         try:
             await self._prove(worker)
+        except SenderLost:
+            raise
         except (WorkerDied, DeadlineExceeded) as lost:
             await self._give_up(worker.name, lost)
         else:
             await self._join(worker, [])
 
     async def _join(self, worker: Worker, versions: list[int]) -> None:
-        end = endpoint_of(self.config)(worker, self.observer, self.transport)
+        kind = ShardedRolloutEndpoint if self.sharded else endpoint_of(self.config)
+        end = kind(worker, self.observer, self.transport)
         await self.delivery.join(end, versions)
         if self.ema is not None:
             await self.ema.join(end)
@@ -255,7 +274,8 @@ class PublishedWeights:
 
         Raises WeightsMismatch, which names the module that differs, WorkerDied or DeadlineExceeded.
         """
-        end = RolloutEndpoint(worker, self.observer, self.transport)
+        kind = ShardedRolloutEndpoint if self.sharded else RolloutEndpoint
+        end = kind(worker, self.observer, self.transport)
         for attempt in range(self.config.checkpoint_engine.retries + 1):
             try:
                 await self._in_time(f"canary to {worker.name}", end.receive(self.canary.header, self.canary.payload))
@@ -271,7 +291,12 @@ class PublishedWeights:
         check_binding(self.canary.probe, proof, who=worker.name)
 
     async def _canary_again(self) -> Canary:
-        """By the first rank, or, where that dies meanwhile, by the next one. Raises WorkerDied where none is left."""
+        """By the first rank, or, where that dies meanwhile, by the next one. Raises WorkerDied where none is left.
+
+        Ranks that have a share each retain it, and send it once more.
+        """
+        if self.sharded:
+            return self.canary
         living = self.trainers.living
         while True:
             try:

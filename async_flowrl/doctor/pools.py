@@ -55,7 +55,7 @@ class Worked:
 def check(setting: Setting, seconds: float) -> Iterator[Finding]:
     """Yields memory and speed of both pools. An error in a pool ends the check."""
     prepared = prepare(configuration(setting))
-    plan = plan_memory(prepared.at_largest, torch.cuda.get_device_properties(0).total_memory)
+    plan = plan_memory(prepared.at_largest)
     rollout, trajectories = rolled_out(prepared, setting.sizes.rounds)
     yield memory_finding("rollout worker", rollout, plan.rollout, pretended=setting.pretended)
     yield speed_finding("rollout worker", rollout, setting, what="images")

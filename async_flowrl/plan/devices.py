@@ -182,7 +182,7 @@ def footprint(
     title: str, config: Config, model: MetaModel, device: Device, *, training: int = 0, sampling: int = 0
 ) -> Footprint:
     """Returns the planned memory of a process; `training` and `sampling` are the peak bytes of its activations."""
-    trainer = trainer_footprint(config, model, device.memory, training)
+    trainer = trainer_footprint(config, model, training)
     rollout = rollout_footprint(config, model, sampling)
     if title == TRAINER:
         return trainer
@@ -225,14 +225,14 @@ def changes(title: str, config: Config, family: str = "") -> Sequence[Change]:
     trainer, rollout = config.trainer, config.rollout
     found = []
     full = config.tune == FULL
-    if title != ROLLOUT and not full:
+    if title != ROLLOUT:
         found += _shared(config)
     if title != TRAINER:
         left = {"resident": ("offload", "cached"), "offload": ("cached",), "cached": ()}[rollout.text_encoder]
         found += [Change("rollout.text_encoder", where) for where in left]
     if title != ROLLOUT and not trainer.cpu_offload and not full:
         found.append(Change("trainer.cpu_offload", True))
-    if title != ROLLOUT and full and trainer.num_workers > 1:
+    if title != ROLLOUT and full and trainer.num_workers > 1 and trainer.shard != "full":
         found.append(Change("trainer.num_workers", 1))  # A single rank needs no buffer for the sum of other ranks.
     if config.model.dtype == "float32":
         found.append(Change("model.dtype", "bfloat16"))

@@ -9,14 +9,16 @@ import json
 import math
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from async_flowrl.config.check import ConfigError, check
 from async_flowrl.config.compose import compose_config
 from async_flowrl.config.schema import FULL, Config
 from async_flowrl.config.shared import SHARED
+from async_flowrl.plan.devices import TIGHT
 from async_flowrl.plan.fit_shared import shared_layouts
 from async_flowrl.plan.largest import at_largest
+from async_flowrl.plan.layout import AUTO
 from async_flowrl.plan.memory import (
     Footprint,
     beside,
@@ -102,10 +104,17 @@ class Recipe:
             self._sampling[chunk] = sampling_peak(config, self._model)
         if size not in self._training:  # Checkpointing cannot be removed from a network, so this takes a new one.
             self._training[size] = training_peak(config, build_meta_model(config))
-        return (
-            trainer_footprint(config, self._model, device, self._training[size]),
-            rollout_footprint(config, self._model, self._sampling[chunk]),
-        )
+        tried = [trainer_footprint(each, self._model, self._training[size]) for each in with_layouts(config)]
+        trained = next((one for one in tried if one.total <= TIGHT * device), tried[-1])
+        return trained, rollout_footprint(config, self._model, self._sampling[chunk])
+
+
+def with_layouts(config: Config) -> list[Config]:
+    """Returns the configuration with each value that `trainer.shard=auto` may have, cheapest first."""
+    trainer = config.trainer
+    if trainer.shard != AUTO or trainer.num_workers == 1:
+        return [config]
+    return [replace(config, trainer=replace(trainer, shard=shard)) for shard in ("none", "full")]
 
 
 def answer(recipe: Recipe, hardware: Hardware) -> Answer:

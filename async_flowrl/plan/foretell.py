@@ -79,7 +79,7 @@ def device_memory(config: Config, memory: Mapping[str, int]) -> str:
         device = min(sizes)
         needs = [
             f"{one.title} {one.footprint.total / GIB:.3g} of {one.available(device / GIB) / GIB:.3g} GiB"
-            for one in processes(plan_memory(config, device), config)
+            for one in processes(plan_memory(config), config)
             if one.footprint.parts
         ]
     except ValueError as error:

@@ -1,7 +1,7 @@
 """The choice of the trainer's layout on given devices if `trainer.shard` or `trainer.gradient_checkpointing` is `auto`.
 
 Plan, rehearsal, doctor and run all call `resolved`, so a plan counts what the run does. If the kernels are
-deterministic, the choice does not change a bit of the weights.
+deterministic, the choice does not change a bit of the weights, except that with tune=full the choice of `shard` does.
 """
 
 import logging
@@ -73,7 +73,7 @@ def on_devices(config: Config, device_bytes: int) -> dict[str, int]:
 def _asked(config: Config) -> list[str]:
     """Returns the settings that are `auto` and make a difference."""
     trainer = config.trainer
-    free = trainer.num_workers > 1 and config.tune != FULL and not trainer.cpu_offload and config.placement != SHARED
+    free = trainer.num_workers > 1 and not trainer.cpu_offload and config.placement != SHARED
     found = [SHARD] if trainer.shard == AUTO and free else []
     return found + ([CHECKPOINTING] if trainer.gradient_checkpointing == AUTO else [])
 
@@ -146,7 +146,7 @@ def _chosen(layout: Layout, asked: list[str], why: str) -> Chosen:
 
 def _shared(config: Config) -> str:
     """Returns how ranks share the base: within a node if the number of ranks per node is known, else over all ranks."""
-    per_node = config.trainer.workers_per_node
+    per_node = config.trainer.workers_per_node if config.tune != FULL else None
     return "hybrid" if per_node is not None and 1 < per_node < config.trainer.num_workers else "full"
 
 

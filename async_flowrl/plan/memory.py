@@ -16,10 +16,11 @@ from async_flowrl.algorithms.ema import samples_from_average
 from async_flowrl.algorithms.registry import build_algorithm
 from async_flowrl.config.schema import Config
 from async_flowrl.plan.footprint import Allocations, fused_attention
+from async_flowrl.plan.full_shares import of_one_rank
 from async_flowrl.plan.meta_model import MetaModel, build_meta_model, conditioning
 from async_flowrl.tickets.arithmetic import stored_bytes, ticket_bytes, trained_steps
 from async_flowrl.tickets.request import sampling
-from async_flowrl.training.fsdp import checkpoint_blocks, is_sharded, ranks_per_replica, resident_bytes, unplanned
+from async_flowrl.training.fsdp import checkpoint_blocks, is_sharded, ranks_per_replica, unplanned
 
 FLOAT32_BYTES = 4
 INT64_BYTES = 8
@@ -31,8 +32,6 @@ MAX_GATHERED_BLOCKS = 3
 """Blocks that FSDP holds whole at once: the one that computes, the next one, and the buffer it is gathered in."""
 
 
-DEVICE_BYTES = 79 * 2**30
-"""Default memory of a device: that of a card sold as 80 GB."""
 PASSING = ("activations", "gathered blocks")
 """Parts of a footprint that take memory only at times; all other parts last."""
 
@@ -110,15 +109,18 @@ class MemoryPlan:
     peaks: Peaks
 
 
-def plan_memory(config: Config, device_bytes: int = DEVICE_BYTES) -> MemoryPlan:
-    """Plans the memory on devices of `device_bytes`. Raises ValueError if the model cannot be built without weights."""
+def plan_memory(config: Config) -> MemoryPlan:
+    """Plans the memory of a configuration with a layout (see `trainer_footprint`).
+
+    Raises ValueError if the model cannot be built without weights.
+    """
     model = build_meta_model(config)
     sampling_bytes = sampling_peak(config, model)
     activations = training_peak(config, model)
     shapes = model.policy.shapes(config.rollout.resolution)
     return MemoryPlan(
         model=model,
-        trainer=trainer_footprint(config, model, device_bytes, activations),
+        trainer=trainer_footprint(config, model, activations),
         rollout=rollout_footprint(config, model, sampling_bytes),
         host=host_bytes(config, model),
         ticket_bytes=ticket_bytes(config, shapes),
@@ -137,19 +139,21 @@ def host_bytes(config: Config, model: MetaModel) -> int:
     adapter's are small.)"""
     if model.full:
         streams = 2 if config.trainer.ema_decay is not None else 1
-        return streams * (config.live_versions + 2) * model.version_bytes
+        sharded = config.trainer.num_workers > 1 and is_sharded(config)
+        # A share of each, and of the canary, which every rank keeps for workers that come later.
+        versions = streams * (config.live_versions + 2) + sharded
+        return -(-versions * model.version_bytes // (config.trainer.num_workers if sharded else 1))
     return _share(config, model) if config.trainer.cpu_offload else 0
 
 
-def trainer_footprint(config: Config, model: MetaModel, device_bytes: int, activations: int = 0) -> Footprint:
+def trainer_footprint(config: Config, model: MetaModel, activations: int = 0) -> Footprint:
     """Returns the memory of a trainer rank; `activations` is the peak of its activations in bytes.
 
-    `device_bytes` is the memory of its device, by which `trainer.shard=auto` decides whether to shard the base.
+    `trainer.shard=auto` counts as none: give a configuration with the layout that was chosen for it.
     """
     trainer, vector = config.trainer, model.adapter_parameters * FLOAT32_BYTES
     joined = trainer.num_workers > 1 or trainer.cpu_offload
-    held = resident_bytes(config, model.adapter_parameters)
-    sharded = joined and is_sharded(config, model.base_bytes, device_bytes, held)
+    sharded = joined and is_sharded(config)
     averaged = samples_from_average(config.algorithm.name, config.algorithm.old_policy_decay)
     streams = 2 if trainer.ema_decay is not None else 1
     # `streams`: the policy, and its moving average (EMA) if there is one. `versions`: those retained, and two slots per
@@ -160,7 +164,8 @@ def trainer_footprint(config: Config, model: MetaModel, device_bytes: int, activ
     # Of several ranks also the weights at the start of the batch, where a later optimizer step may look back at them.
     masters += trainer.num_workers > 1 and trainer.updates_per_batch > 1
     if model.full:
-        return Footprint(_full_parts(config, model, activations, versions, masters))
+        whole = _full_parts(config, model, activations, versions, masters)
+        return Footprint(of_one_rank(whole, model, trainer.num_workers) if sharded else whole)
     parts = {
         "base weights": model.base_bytes + model.buffer_bytes,
         "adapter and its gradient": 2 * vector,

@@ -189,7 +189,7 @@ def main(arguments: Sequence[str]) -> int:
         chosen = resolved(config, on_devices(config, round(given.device * GIB)))
         cheapest = cheapest_layout(config, round(given.device * GIB))
         config = chosen.applied(config)
-        plan = plan_memory(config, round(given.device * GIB))
+        plan = plan_memory(config)
     except (ConfigError, ValueError) as error:
         sys.stderr.write(f"plan: {error}\n")
         return 2

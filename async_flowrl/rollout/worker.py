@@ -39,7 +39,7 @@ from async_flowrl.types import (
     Trajectory,
 )
 from checkpoint_engine import EVALUATION as EVALUATION_SLOT
-from checkpoint_engine import RING, Activation, Receiver
+from checkpoint_engine import RING, Activation, Receiver, ShardReceiver
 from checkpoint_engine.ends import ReceivingEnd
 from separation.numa import bind
 
@@ -73,6 +73,7 @@ class RolloutWorker:
         self.engine: RolloutEngine
         self.receiver: Receiver
         self.collective: ReceivingEnd
+        self.shards: ShardReceiver
 
     def load(self) -> dict[str, str]:
         """Loads the model and returns {"base_digest": digest of the base weights}; the trainer's must be equal."""
@@ -98,6 +99,7 @@ class RolloutWorker:
             rank=tuning.rank,
         )
         self.collective = ReceivingEnd(self.receiver)
+        self.shards = ShardReceiver(self.receiver)
         return {"base_digest": self.base_digest}
 
     def prove(self, version: int) -> dict[str, Tensor]:

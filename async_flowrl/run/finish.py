@@ -4,11 +4,12 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from async_flowrl.config.schema import Config
 from async_flowrl.controller.build import ROLLOUT
@@ -25,7 +26,8 @@ from async_flowrl.run.prepare import Prepared
 from async_flowrl.run.recovery import Run
 from async_flowrl.run.tools import Predict, Report
 from async_flowrl.tickets.table import State, TicketTable
-from async_flowrl.training.checkpoint import DamagedCheckpoint
+from async_flowrl.training.checkpoint import DamagedCheckpoint, read_checkpoint
+from async_flowrl.training.shard_saving import joined_digest
 from separation.group import Worker
 from separation.supervise import deadline
 
@@ -41,9 +43,13 @@ async def finish(run: Run, ctx: Context, report: Report | None) -> dict[str, Any
     living = run.trainers.living
     average = config.trainer.ema_decay is not None
     async with deadline(config.deadlines.update, "update: the weights at the end of the run"):
-        digest = await living.on_first(ctx, "weights_digest")
-        arrays = await living.on_first(ctx, "tensors", average)
-    tensors = {name: torch.from_numpy(value.copy()) for name, value in arrays.items()}
+        if run.trainers.sharded:
+            digest = joined_digest(await run.trainers.all("weights_digest"))
+            tensors = last_weights(directory, ctx.table.step, digest, average=average)
+        else:
+            digest = await living.on_first(ctx, "weights_digest")
+            arrays = await living.on_first(ctx, "tensors", average)
+            tensors = {name: torch.from_numpy(value.copy()) for name, value in arrays.items()}
     outcome = Outcome(
         wall_seconds=pools.wall_seconds,
         weights_digest=digest,
@@ -86,6 +92,19 @@ async def finish(run: Run, ctx: Context, report: Report | None) -> dict[str, Any
         return summary
 
     return await asyncio.to_thread(write)
+
+
+def last_weights(directory: RunDirectory, version: int, digest: str, *, average: bool) -> Mapping[str, Tensor]:
+    """Returns the float32 masters of a version, or their EMA, from its checkpoint: no process has all of them.
+
+    Tensors are read one at a time. Raises RuntimeError unless the checkpoint's masters have this digest.
+    """
+    checkpoint = read_checkpoint(directory.checkpoints / f"step_{version}")
+    if (saved := checkpoint.trainer["weights_digest"]) != digest:
+        raise RuntimeError(
+            f"the checkpoint of version {version} holds weights {saved}, the trainer ranks hold {digest}"
+        )
+    return checkpoint.tensors["ema" if average else "weights"]
 
 
 def prompts_of(prepared: Prepared) -> dict[str, Any]:

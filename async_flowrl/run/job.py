@@ -52,6 +52,7 @@ from async_flowrl.run.stopping import StopRequest, listening
 from async_flowrl.run.tools import Tools
 from async_flowrl.run.transport import choose_transport
 from async_flowrl.training.checkpoint import checkpoint_step, find_checkpoint
+from checkpoint_engine.transports import OBJECT_STORE
 from separation.group import WorkerDied, WorkerFailed
 from separation.placement import ResourcesMissing, StoreTooSmall
 from separation.supervise import deadline
@@ -174,6 +175,8 @@ async def train_until(ending: Ending, resume: Resume, display: Display, tools: T
             display.phase("loading the models")
             transport = await choose_transport(config, groups[TRAINER].workers[0])
             info = await load_pools(config, groups, trainers)
+            if trainers.sharded:
+                transport = OBJECT_STORE  # which alone takes shares of several ranks
             resume = check_base_weights(config, resume, info["base_digest"])
             warn_of_differences(config, resume, info["device"])
             async with deadline(config.deadlines.load, "load: negative prompts, and the checkpoint to go on from"):

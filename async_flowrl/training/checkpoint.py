@@ -8,11 +8,13 @@ checkpoints/step_N/
     optimizer.safetensors    exp_avg/<name>, exp_avg_sq/<name>
     retained.safetensors     <version>/<name>: the last max_staleness + 1 versions, from which rollouts sample
     ema.safetensors, sampling.safetensors, algorithm.safetensors    if the run has them
+    shards/                  instead of all these, where each rank has a share of the weights (shard_checkpoint.py)
     trainer.json             counters, LoRA rank and alpha
     controller.json          state of the controller
 checkpoints/latest           name of the last one, for people; no code reads it
 """
 
+import errno
 import hashlib
 import json
 import logging
@@ -28,13 +30,17 @@ from typing import Any
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
+from async_flowrl.training.shard_checkpoint import FOLDER, read_shards, whole_parts
 from checkpoint_engine import base_digest
 
 logger = logging.getLogger(__name__)
 
 FORMAT = 4
 MANIFEST, TRAINER, CONTROLLER = "manifest.json", "trainer.json", "controller.json"
+RANKS = "ranks"
+"""Key of trainer.json, only where each of so many ranks has a share of the weights."""
 _WORK = ".unfinished-"
 _REPLACED = ".replaced-"
 """Prefix of an old checkpoint's name while a new one of the same step replaces it."""
@@ -56,6 +62,11 @@ class Checkpoint:
     controller: Mapping[str, Any]
     """State of the controller, as JSON values."""
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(tensor.nbytes for tensors in self.tensors.values() for tensor in tensors.values())
+
 
 def write_checkpoint(
     directory: Path, step: int, checkpoint: Checkpoint, *, keep: int, spare: Collection[int] = ()
@@ -65,12 +76,41 @@ def write_checkpoint(
     The newest `keep` - 1 older checkpoints and those with a step in `spare` are kept, the other older ones removed.
     Newer ones are removed, too, because the run has returned to this step. Files are synced to disk before the rename.
     """
+    work = begin_checkpoint(directory, checkpoint.nbytes)
+    # safetensors refuses views that share memory, and the trainer's tensors are views of one vector.
+    for part, tensors in checkpoint.tensors.items():
+        save_file({name: tensor.contiguous().clone() for name, tensor in tensors.items()}, work / f"{part}.safetensors")
+    return end_checkpoint(work, step, checkpoint.trainer, checkpoint.controller, keep=keep, spare=spare)
+
+
+def begin_checkpoint(directory: Path, nbytes: int) -> Path:
+    """Returns a new folder for the files of a checkpoint, which nobody reads before `end_checkpoint` renames it.
+
+    What earlier calls have left unfinished is removed. Raises OSError if there is no room for `nbytes` of tensors then:
+    whole weights would take minutes to find that out.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     put_back_replaced(directory)
     _remove_unfinished(directory)
+    if (free := shutil.disk_usage(directory).free) < nbytes:
+        raise OSError(errno.ENOSPC, f"a checkpoint needs {nbytes:,} bytes, and there are {free:,} left", str(directory))
     work = directory / f"{_WORK}{uuid.uuid4().hex}"
     work.mkdir()
-    _write_parts(work, checkpoint)
+    return work
+
+
+def end_checkpoint(
+    work: Path,
+    step: int,
+    trainer: Mapping[str, Any],
+    controller: Mapping[str, Any],
+    *,
+    keep: int,
+    spare: Collection[int] = (),
+) -> Path:
+    """Makes the folder of `begin_checkpoint`, which has tensors, the checkpoint of a step; as `write_checkpoint`."""
+    directory = work.parent
+    _describe_all(work, trainer, controller)
     target = directory / f"step_{step}"
     if target.exists():
         target.rename(directory / f"{_REPLACED}{target.name}")
@@ -110,6 +150,9 @@ def _original(replaced: Path) -> Path:
 def read_checkpoint(path: Path) -> Checkpoint:
     """Returns the contents of a checkpoint after checking all digests. Raises DamagedCheckpoint."""
     files = verify_checkpoint(path)
+    trainer, controller = json.loads((path / TRAINER).read_text()), json.loads((path / CONTROLLER).read_text())
+    if RANKS in trainer:
+        return Checkpoint(whole_parts(path / FOLDER), trainer, controller)
     tensors = {}
     for name in files:
         if name.endswith(".safetensors"):
@@ -117,7 +160,33 @@ def read_checkpoint(path: Path) -> Checkpoint:
                 tensors[name.removesuffix(".safetensors")] = load_file(path / name)
             except SafetensorError as error:
                 raise DamagedCheckpoint(f"checkpoint {path}: {name} cannot be read: {error}") from error
-    return Checkpoint(tensors, json.loads((path / TRAINER).read_text()), json.loads((path / CONTROLLER).read_text()))
+    return Checkpoint(tensors, trainer, controller)
+
+
+def read_share(path: Path, mesh: DeviceMesh) -> Checkpoint:
+    """Returns what a rank of `mesh` has of a sharded checkpoint, whose digests the first one checks alone.
+
+    Raises DamagedCheckpoint, and ValueError, which names them, for another number of ranks.
+    """
+    if mesh.get_local_rank() == 0:
+        verify_checkpoint(path)
+    trainer, controller = json.loads((path / TRAINER).read_text()), json.loads((path / CONTROLLER).read_text())
+    check_ranks(path, trainer, mesh.size())
+    return Checkpoint(read_shards(path / FOLDER, mesh), trainer, controller)
+
+
+def check_ranks(path: Path, trainer: Mapping[str, Any], ranks: int | None) -> None:
+    """Raises ValueError if a checkpoint was written by another number of ranks that have a share each.
+
+    `ranks`: None where each has all of the weights.
+    """
+    if (wrote := trainer.get(RANKS)) != ranks:
+        how = "ranks with all of the weights each" if wrote is None else f"{wrote} ranks with a share each"
+        now = "trainer.shard=none" if ranks is None else f"trainer.shard=full and {ranks} ranks"
+        raise ValueError(
+            f"checkpoint {path} was written by {how}, and this run has {now}, which leads to other weights: "
+            f"set trainer.shard={'none' if wrote is None else f'full and trainer.num_workers={wrote}'}"
+        )
 
 
 def digest_of(checkpoint: Checkpoint) -> str:
@@ -192,16 +261,14 @@ def written(directory: Path) -> list[Path]:
     return sorted(checkpoints, key=checkpoint_step, reverse=True)
 
 
-def _write_parts(work: Path, checkpoint: Checkpoint) -> None:
-    for part, tensors in checkpoint.tensors.items():
-        # safetensors refuses views that share memory, and the trainer's tensors are views of one vector.
-        save_file({name: tensor.contiguous().clone() for name, tensor in tensors.items()}, work / f"{part}.safetensors")
-    (work / TRAINER).write_text(_json(checkpoint.trainer))
-    (work / CONTROLLER).write_text(_json(checkpoint.controller))
+def _describe_all(work: Path, trainer: Mapping[str, Any], controller: Mapping[str, Any]) -> None:
+    (work / TRAINER).write_text(_json(trainer))
+    (work / CONTROLLER).write_text(_json(controller))
     files = {}
-    for file in sorted(work.iterdir()):
+    for file in sorted(work.rglob("*")):
         _sync(file)
-        files[file.name] = _describe(file)
+        if file.is_file():
+            files[file.relative_to(work).as_posix()] = _describe(file)
     (work / MANIFEST).write_text(_json({"format": FORMAT, "digest": _manifest_digest(files), "files": files}))
     _sync(work / MANIFEST)
     _sync(work)

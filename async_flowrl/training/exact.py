@@ -138,6 +138,12 @@ class ExactSum:
         world.sum(self._whole)
         return _read(tail.tolist())
 
+    def _reduce_account(self, world: World) -> Account:
+        """Adds up the accounts of all ranks alone."""
+        tail = upload(torch.tensor(_written(self._account)), self._values.device)
+        world.sum(tail)
+        return _read(tail.tolist())
+
     def mean(self, out: Tensor, rows: int) -> None:
         """Writes the total of all ranks divided by `rows` to `out` [numel] float32; it divides in float64."""
         for start in range(0, self._numel, self._chunk):

@@ -25,11 +25,7 @@ class FlatParameters:
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], device: torch.device) -> None:
         self._shapes = {name: parameter.shape for name, parameter in sorted(parameters.items())}
-        self._offsets: dict[str, int] = {}
-        end = 0
-        for name, shape in self._shapes.items():
-            self._offsets[name] = end
-            end += -(-shape.numel() // _ALIGN) * _ALIGN
+        self._offsets, end = padded(self._shapes)
         self.values = nn.Parameter(torch.zeros(end, device=device))
         self.gradients = torch.zeros(end, device=device)
         self.values.grad = self.gradients
@@ -49,6 +45,17 @@ class FlatParameters:
                 parameter.data = parameter.data.to(device)
                 parameter.register_post_accumulate_grad_hook(_moved_to(gradients[name]))  # type: ignore[no-untyped-call]
                 self._copies[name] = parameter
+
+    sharded = False
+    """True for ShardedParameters: `values` is this rank's share."""
+
+    def norm(self, flat: Tensor) -> float:
+        """Returns the L2 norm of a flat vector, computed in float64; of shares, of those of all ranks together."""
+        return float(torch.linalg.vector_norm(flat, dtype=torch.float64))
+
+    def total(self, count: int) -> int:
+        """Returns a number of elements that was counted in flat vectors; of shares, in those of all ranks together."""
+        return count
 
     def named(self, flat: Tensor) -> dict[str, Tensor]:
         """Returns views of a flat vector by tensor name."""
@@ -122,6 +129,15 @@ class FlatParameters:
             yield
         finally:
             self.load(live)
+
+
+def padded(shapes: Mapping[str, torch.Size]) -> tuple[dict[str, int], int]:
+    """Returns tensor name → its first element in a flat vector, and the length of the vector."""
+    offsets, end = dict[str, int](), 0
+    for name, shape in shapes.items():
+        offsets[name] = end
+        end += -(-shape.numel() // _ALIGN) * _ALIGN
+    return offsets, end
 
 
 def _moved_to(gradient: Tensor) -> Callable[[Tensor], None]:

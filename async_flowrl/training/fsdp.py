@@ -1,6 +1,7 @@
 """The trainer ranks among each other: their collectives, and how the frozen base weights are spread over them.
 
 FSDP2 shards the base, or each rank holds all of it. Each rank holds all trained tensors; FSDP does not touch them.
+(How it shards trained weights is in full_shards.py.)
 """
 
 import functools
@@ -14,14 +15,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
-from async_flowrl.config.schema import FULL, Config
+from async_flowrl.config.schema import Config
 from async_flowrl.policies.base import Policy
 from async_flowrl.training.parts import Place
 from separation.rendezvous import sum_ranks
-
-WHOLE_SHARE = 0.6
-"""trainer.shard=auto shards the base if base, trained tensors and optimizer would take more than this share of a GPU's
-memory; activations need the rest."""
 
 
 @dataclass(frozen=True)
@@ -65,35 +62,13 @@ def let_go(network: nn.Module) -> None:
             module.reshard()
 
 
-def is_sharded(config: Config, base_bytes: int, memory: int | None, adapter_bytes: int = 0) -> bool:
-    """Returns True if the base is sharded over the ranks of a process group, by `trainer.shard`.
+def is_sharded(config: Config) -> bool:
+    """Returns True if the ranks of a process group share the base, and with tune=full all weights.
 
-    `base_bytes` is the size of the base; `memory` is that of the ranks' smallest GPU in bytes, None on the CPU;
-    `adapter_bytes` is the memory that each rank needs anyway (see `resident_bytes`).
+    `trainer.shard=auto` was replaced by what it means on the run's devices (plan/layout.py) before; where nobody has
+    done that, each rank holds all.
     """
-    trainer = config.trainer
-    if config.tune == FULL:
-        return False  # each rank updates all weights
-    if trainer.cpu_offload or trainer.shard in ("full", "hybrid"):
-        return True
-    if trainer.shard == "none":
-        return False
-    if config.placement == "shared":
-        return False  # the rollout worker of the same process computes with it, too
-    # A rollout worker on the same device holds the base, too.
-    copies = 2 if config.placement == "colocated" else 1
-    return memory is not None and copies * base_bytes + adapter_bytes > WHOLE_SHARE * memory
-
-
-def resident_bytes(config: Config, trained: int) -> int:
-    """Returns the bytes that one of several ranks always needs for `trained` parameters.
-
-    These are values, gradient and two moments in float32; the gradient sums of the rank and of all ranks in int64; the
-    versions that are kept or sent (counted as float32); moving averages; and the weights at the start of the batch.
-    """
-    trainer = config.trainer
-    whole = (config.max_staleness + 1) + 2 + (trainer.ema_decay is not None) + (trainer.updates_per_batch > 1) + 1
-    return trained * (4 * 4 + 2 * 8 + 4 * whole)
+    return config.trainer.cpu_offload or config.trainer.shard in ("full", "hybrid")
 
 
 def ranks_per_replica(config: Config, ranks: int, *, sharded: bool) -> int:
@@ -108,14 +83,6 @@ def ranks_per_replica(config: Config, ranks: int, *, sharded: bool) -> int:
     if trainer.shard == "auto" and trainer.workers_per_node and trainer.workers_per_node > 1:
         return trainer.workers_per_node
     return (trainer.shard_size or ranks) if trainer.shard == "hybrid" else ranks
-
-
-def smallest_memory(world: World, device: torch.device) -> int | None:
-    """Returns the memory in bytes of the smallest GPU of all ranks, equal on all ranks; None on the CPU."""
-    if device.type != "cuda":
-        return None
-    mine = torch.tensor([torch.cuda.get_device_properties(device).total_memory], device=device)
-    return min(int(memory) for memory in world.gather(mine))
 
 
 def shard(

@@ -165,7 +165,8 @@ class PartStats:
     sums: Mapping[str, float]
     """Sums over its rows of the metrics of the algorithm's loss."""
     squared: float
-    """Squared L2 norm of its gradient, before the division by the number of rows of the step."""
+    """Squared L2 norm of its gradient, before the division by the number of rows of the step. NaN where no rank has
+    that gradient (tune=full with shard=full); `gradient_snr` is left out then."""
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,7 @@ class Optimizer:
 
     def gradient_norm(self) -> float:
         """Returns the L2 norm of the whole gradient, computed in float64."""
-        return float(torch.linalg.vector_norm(self._parameters.gradients, dtype=torch.float64))
+        return self._parameters.norm(self._parameters.gradients)
 
     def step(self, learning_rate: float, norm: float) -> dict[str, float]:
         """Clips the gradient, whose norm is `norm`, to max_grad_norm, makes a step, and returns metrics."""
@@ -97,7 +97,7 @@ def step_over_lr(before: Tensor, parameters: FlatParameters, rate: float) -> flo
     For Adam it is at most about 1, and small if consecutive gradients disagree. It overwrites the gradient's memory.
     """
     change = torch.sub(parameters.values.data, before, out=parameters.gradients)
-    length = float(torch.linalg.vector_norm(change, dtype=torch.float64))
+    length = parameters.norm(change)
     return length / (rate * math.sqrt(parameters.numel))
 
 

@@ -23,6 +23,9 @@ class Place:
     """Number of all ranks."""
     per_replica: int = 1
     """Number of ranks that share one copy (replica) of the base weights; they run all collectives together."""
+    by_group: bool = False
+    """True: the ranks of a replica add up their gradients part by part (tune=full with shard=full), so which parts are
+    computed side by side must be a function of the group alone. False: each rank has a sum of its own."""
 
     @property
     def replica(self) -> range:
@@ -53,11 +56,18 @@ def parts_of(metas: Sequence[GroupMeta], place: Place, samples: int) -> list[Par
 
     All ranks of a replica must compute the same number of parts, because they gather the sharded base together. A rank
     with fewer repeats its last part, and a rank without parts computes those of another; such parts do not count.
+    With `place.by_group` that holds for each group of the call, so no part is computed beside one of another group.
     Raises ValueError if a group's owners do not fit the number of its parts or the ranks.
     """
+    positions = [[position] for position in range(len(metas))] if place.by_group else [list(range(len(metas)))]
+    return [part for together in positions for part in _side_by_side(metas, together, place, samples)]
+
+
+def _side_by_side(metas: Sequence[GroupMeta], positions: Sequence[int], place: Place, samples: int) -> list[Part]:
+    """Returns this rank's parts of the groups at these positions of a call, as many as every rank of its replica."""
     by_rank: dict[int, list[Part]] = {rank: [] for rank in place.replica}
-    for position, meta in enumerate(metas):
-        for part, owner in enumerate(_owners(meta, place, samples)):
+    for position in positions:
+        for part, owner in enumerate(_owners(metas[position], place, samples)):
             if owner in by_rank:
                 by_rank[owner].append(Part(position, part))
     longest, mine = max(by_rank.values(), key=len), by_rank[place.rank]

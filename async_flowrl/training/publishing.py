@@ -50,7 +50,7 @@ class PublishedStreams:
     def __init__(self, config: Config, policy: Policy, parameters: FlatParameters, versions: Versions) -> None:
         self._config, self._policy, self._parameters, self._versions = config, policy, parameters, versions
         self._tuning = tuning_of(config)
-        tensors, dtypes = parameters.named(parameters.values.data), self._tuning.dtypes(policy.transformer)
+        tensors, dtypes = parameters.named(parameters.values.data), versions.dtypes
         self.policy = DebugPublisher(config, tensors, POLICY, dtypes=dtypes)
         self.ema = None if versions.ema is None else DebugPublisher(config, tensors, EMA, dtypes=dtypes)
         self.collective = SendingEnd(self.policy, parameters.values.device)
@@ -101,7 +101,7 @@ class PublishedStreams:
         """Header and bytes of the canary, for when those that were sent are lost with their node. For any rank."""
         # Of host memory, so that nothing more is taken on a GPU for it.
         tensors = self._parameters.named(self._canary().cpu())
-        dtypes, tuning = self._tuning.dtypes(self._policy.transformer), self._tuning
+        dtypes, tuning = self._versions.dtypes, self._tuning
         again = Publisher(tensors, POLICY, dtypes=dtypes, alpha=tuning.alpha, rank=tuning.rank, retain=1)
         again.stage(CANARY_VERSION)
         again.seal(CANARY_VERSION)

@@ -8,7 +8,6 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from itertools import accumulate, groupby
 
 import torch
 from torch import Tensor
@@ -18,6 +17,7 @@ from async_flowrl.observability.profiler import StepProfiler
 from async_flowrl.training.exact import Account, ExactSum, fitting_exponent, mark_of
 from async_flowrl.training.forward_passes import ForwardPasses, UpdateInputs
 from async_flowrl.training.fsdp import let_go
+from async_flowrl.training.groups import groups_of
 from async_flowrl.training.messages import (
     GAP,
     Fetched,
@@ -31,7 +31,8 @@ from async_flowrl.training.messages import (
 )
 from async_flowrl.training.micro_batches import Group
 from async_flowrl.training.optimizer import learning_rate, step_over_lr
-from async_flowrl.training.parts import Part, cut, parts_of
+from async_flowrl.training.parts import Part, cut
+from async_flowrl.training.shard_sum import ShardSum
 from async_flowrl.training.trust_region import TrustRegion
 from async_flowrl.training.update_metrics import GRADIENT, SQUARED, PartSums, UpdateMetrics, on_host
 from async_flowrl.types import Conditioning, Span, Trajectory, Wording
@@ -48,7 +49,8 @@ class Update:
         self._inputs = inputs
         self._passes = ForwardPasses(inputs)
         self._region = TrustRegion(inputs, self._passes)
-        self._sum = ExactSum(len(inputs.parameters.gradients), inputs.device)
+        kind = ShardSum if inputs.parameters.sharded else ExactSum
+        self._sum = kind(len(inputs.parameters.gradients), inputs.device)
         self._next_exponent: int | None = None
         """Of the next beginning, where this sum could have left its range. Not before: a rank that adds up once more,
         because one died before all ranks had the whole, must find the same again."""
@@ -275,62 +277,61 @@ class Update:
     def _mine(
         self, metas: Sequence[GroupMeta], trajectories: Sequence[Trajectory], tickets: Sequence[Sequence[int]]
     ) -> Iterator[tuple[Group, list[Part]]]:
-        """This rank's parts by group."""
-        held = tickets or [range(meta.tickets) for meta in metas]
-        if sum(map(len, held)) != len(trajectories):
-            raise ValueError(
-                f"{len(metas)} groups have {sum(map(len, held))} tickets, got {len(trajectories)} trajectories"
-            )
-        parts = parts_of(metas, self._inputs.world, self._inputs.config.trainer.micro_batch_size)
-        starts = list(accumulate(map(len, held), initial=0))
-        for place, of_group in groupby(parts, key=lambda part: part.group):
-            own = trajectories[starts[place] : starts[place + 1]]
-            yield Group(metas[place], own, device=self._inputs.device, held=held[place]), list(of_group)
+        samples = self._inputs.config.trainer.micro_batch_size
+        return groups_of(metas, trajectories, tickets, self._inputs.world, samples, self._inputs.device)
 
     def _train(self, group: Group, parts: Sequence[Part], step: int, *, probing: bool) -> None:
         """Computes parts of one group and adds the gradient of those that count; one wait for the device."""
         sums = [self._contribution(group, part, probing=probing and index == 0) for index, part in enumerate(parts)]
-        found = on_host([of_part for of_part in sums if of_part is not None])
-        counted = [part for part in parts if part.counts]
-        for part, of_part, values in zip(counted, [of_part for of_part in sums if of_part], found, strict=True):
+        added = [(part, of_part) for part, of_part in zip(parts, sums, strict=True) if of_part is not None]
+        found = on_host([of_part for _, of_part in added])
+        for (part, of_part), values in zip(added, found, strict=True):
             # Here and not only on the summed gradient, so that the message can name the group.
             for what in ("loss", GRADIENT):
                 if not math.isfinite(values[what]):
                     raise NonFiniteError(f"step {step}, group {group.meta.group}: the {what} is {values[what]}")
-            self._book(group, part, values, of_part.rows, step)
+            if part.counts:
+                self._book(group, part, values, of_part.rows, step)
+            elif isinstance(self._sum, ShardSum):
+                self._sum.witness(values[GRADIENT])
 
     def _contribution(self, group: Group, part: Part, *, probing: bool) -> PartSums | None:
         """Adds the gradient of one part to the sum; None, and nothing added, where the part does not count.
+
+        Of sharded weights, what is added is the sum of the parts that the ranks compute side by side, to which one that
+        does not count adds zeros.
 
         `probing`: every rank of the replica does so at once; what the lowest group's first part finds is reported.
         """
         inputs, passes, plan, measured = self._inputs, self._passes, self._plan, self._measured
         batches = passes.batches(group, part)
         frozen = passes.predict_frozen(group, part, batches, plan, measured, probing=probing)
-        sums, gap = PartSums(), None
+        sums, gap, sharded = PartSums(), None, inputs.parameters.sharded
         for index, batch in enumerate(batches):
             shape = batch.latents.shape, tuple(value.shape for value in group.conditioning.values())
             with self._meter.measure(shape):
                 with measured.span("forward"):
                     output, behaviour = passes.train(group, index, batch, frozen)
                 with measured.span("backward"):
-                    output.loss.sum().backward()  # type: ignore[no-untyped-call]
+                    loss = output.loss.sum() if part.counts or not sharded else output.loss.sum() * 0.0
+                    loss.backward()  # type: ignore[no-untyped-call]
             measured.spans[-1] = replace(measured.spans[-1], flops=self._meter.flops(shape))
             sums.add(output)
             if probing and index == 0 and behaviour is not None:
                 gap = passes.behaviour_gap(batch, behaviour)
         gradients = inputs.parameters.gradients
-        if not part.counts:
+        if not part.counts and not sharded:
             gradients.zero_()
             return None
-        if probing and part.part == 0 and group.meta.group == self._lowest:
+        if part.counts and probing and part.part == 0 and group.meta.group == self._lowest:
             sums.set_mean(GAP, gap)
-        sums.set(SQUARED, torch.linalg.vector_norm(gradients, dtype=torch.float64).square())
+        if not sharded:  # there it would be that of a share of several parts
+            sums.set(SQUARED, torch.linalg.vector_norm(gradients, dtype=torch.float64).square())
         sums.set(GRADIENT, self._sum.add(gradients))
         return sums
 
     def _book(self, group: Group, part: Part, values: dict[str, float], rows: int, step: int) -> None:
-        meta, squared, largest = group.meta, values.pop(SQUARED), values.pop(GRADIENT)
+        meta, squared, largest = group.meta, values.pop(SQUARED, math.nan), values.pop(GRADIENT)
         self._sum.book(mark_of(step, self._plan.update, meta.group, part.part), largest)
         start = min(group.train_steps)
         self._measured.parts.append(

@@ -24,7 +24,7 @@ class Versions:
 
     def __init__(self, config: Config, parameters: FlatParameters, dtypes: Mapping[str, torch.dtype]) -> None:
         """`dtypes` maps the name of a tensor to the dtype in which the network uses it and in which it is sent."""
-        self._config, self._parameters, self._dtypes = config, parameters, dtypes
+        self._config, self._parameters, self.dtypes = config, parameters, dtypes
         self.dtype = functools.reduce(torch.promote_types, dtypes.values())
         """Dtype in which versions are kept: the widest of `dtypes`."""
         algorithm = config.algorithm
@@ -112,7 +112,9 @@ class Versions:
 
         Returns None without a version before, and for float32 versions, in which every change is visible.
         """
-        return None if self._changed is None else int(self._changed) / self._parameters.numel
+        if self._changed is None:
+            return None
+        return self._parameters.total(int(self._changed)) / self._parameters.numel
 
     def of(self, version: int) -> Tensor:
         """Returns the weights of a version. Raises KeyError if they are no longer kept."""
@@ -125,7 +127,7 @@ class Versions:
         parts = {"retained": {}, **{n: self._named(t) for n, t in self._averages().items()}}
         for version, flat in self._retained.items():
             tensors = self._named(flat).items()
-            parts["retained"] |= {f"{version}/{name}": tensor.to(self._dtypes[name]) for name, tensor in tensors}
+            parts["retained"] |= {f"{version}/{name}": tensor.to(self.dtypes[name]) for name, tensor in tensors}
         return parts
 
     def load(self, parts: Mapping[str, Mapping[str, Tensor]]) -> None:

@@ -27,7 +27,8 @@ from async_flowrl.policies.registry import ResolvedModel, check_revision, load_p
 from async_flowrl.policies.tuning import tuning_of
 from async_flowrl.tickets.request import sampling
 from async_flowrl.training.base_weights import digest_of_stored, stream_base
-from async_flowrl.training.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
+from async_flowrl.training.changed_share import ChangedShare
+from async_flowrl.training.checkpoint import Checkpoint, check_ranks, read_checkpoint, read_share, write_checkpoint
 from async_flowrl.training.flat import FlatParameters
 from async_flowrl.training.forward_passes import UpdateInputs
 from async_flowrl.training.fsdp import (
@@ -36,15 +37,17 @@ from async_flowrl.training.fsdp import (
     is_sharded,
     prefetch,
     ranks_per_replica,
-    resident_bytes,
     shard,
-    smallest_memory,
     unplanned,
 )
+from async_flowrl.training.full_shards import shard_trained
 from async_flowrl.training.messages import Layout, Manifest, Summed, TrainRequest, UpdateStats
 from async_flowrl.training.optimizer import Optimizer
 from async_flowrl.training.peer_state import PeerState
 from async_flowrl.training.publishing import PublishedStreams
+from async_flowrl.training.shard_publishing import ShardedStreams
+from async_flowrl.training.shard_saving import ShardSaving
+from async_flowrl.training.sharded_parameters import ShardedParameters
 from async_flowrl.training.update import Update
 from async_flowrl.training.versions import Versions
 from async_flowrl.types import FloatArray, Resolution, Trajectory
@@ -52,9 +55,6 @@ from checkpoint_engine import base_digest, weights_digest
 from separation.numa import bind
 
 logger = logging.getLogger(__name__)
-
-MIN_CHANGED_SHARE = 0.01
-"""A step that changes a smaller share of what is trained, as it is computed with, is worth a warning."""
 
 
 @runtime_checkable
@@ -67,7 +67,10 @@ class Stateful(Protocol):
 
 
 class TrainerWorker:
-    """Ranks hold the same trained tensors, bit for bit; of a frozen base each holds all or a share."""
+    """Ranks hold the same trained tensors, bit for bit; of a frozen base each holds all or a share.
+
+    With tune=full and trainer.shard=full each holds a share of the trained tensors (`World.by_group`).
+    """
 
     def __init__(
         self,
@@ -99,10 +102,12 @@ class TrainerWorker:
         self.optimizer: Optimizer
         self.versions: Versions
         self.update: Update
+        self.saving: ShardSaving
+        """Only of a rank that has a share of the trained weights."""
         self._sender: PublishedStreams | None = None
         self._becoming_sender = threading.Lock()
         self._snapshot: tuple[int, Checkpoint] | None = None
-        self._warned_of_changes = False
+        self._changes = ChangedShare(config.model.dtype)
 
     def load(self, ranks: int = 1, layout: Layout | None = None) -> dict[str, Any]:
         """Builds the model with what is trained, as a rank of the process group if this process joined one, else alone.
@@ -129,22 +134,26 @@ class TrainerWorker:
         self._check_schedules(policy)
         base = dict(policy.transformer.named_parameters())
         count = sum(parameter.numel() for parameter in base.values())
-        size = sum(parameter.nbytes for parameter in base.values())
         digest = self._digest(base)
         tuning.attach(policy, config.seed)
         tuning.warm_start(policy)
         checkpoint_blocks(policy, unplanned(trainer.gradient_checkpointing, self.device))
         if trainer.compile:
             compile_blocks(policy)
-        layout = self._place(policy, set(tuning.parameters(policy.transformer).values()), size)
+        dtypes = tuning.dtypes(policy.transformer)  # now: those that are sharded become float32
+        layout = self._place(policy, set(tuning.parameters(policy.transformer).values()))
         # Now: of several ranks, the base's parameters are other objects since they have memory.
         trained = tuning.parameters(policy.transformer)
-        self.parameters = FlatParameters(trained, self.device)
+        if self.world.by_group:
+            self.parameters = ShardedParameters(trained, policy.transformer, self.world, self.device)
+            self.saving = ShardSaving.of(self.world, self.parameters.wholes)
+        else:
+            self.parameters = FlatParameters(trained, self.device)
         prefetch(policy, trainer.prefetch)
         self.policy = policy
         self.optimizer = Optimizer(trainer, self.parameters)
-        self.versions = Versions(config, self.parameters, tuning.dtypes(policy.transformer))
-        if self.world.rank == 0 and ranks == 1:
+        self.versions = Versions(config, self.parameters, dtypes)
+        if (self.world.rank == 0 and ranks == 1) or self.world.by_group:
             _ = self.sender  # now, so that its memory is part of what loading takes
         self.update = Update(self._inputs())
         return {
@@ -169,7 +178,11 @@ class TrainerWorker:
         versions on their way, and one rank alone sends them."""
         with self._becoming_sender:
             if self._sender is None:
-                self._sender = PublishedStreams(self.config, self.policy, self.parameters, self.versions)
+                parts = self.config, self.policy
+                if isinstance(self.parameters, ShardedParameters):
+                    self._sender = ShardedStreams(*parts, self.parameters, self.versions)
+                else:
+                    self._sender = PublishedStreams(*parts, self.parameters, self.versions)
             return self._sender
 
     def _check_schedules(self, policy: Policy) -> None:
@@ -181,17 +194,17 @@ class TrainerWorker:
                 where = f"images of {in_pixels(resolution)}: " if len(self._sizes) > 1 else ""
                 raise ValueError(f"{where}{error}") from error
 
-    def _place(self, policy: Policy, adapter: set[torch.nn.Parameter], base_bytes: int) -> str:
+    def _place(self, policy: Policy, adapter: set[torch.nn.Parameter]) -> str:
         """Gives the base its memory on this rank and, of several ranks, its weights. Says how the ranks hold it."""
         config, device = self.config, self.device
         offload = config.trainer.cpu_offload
-        sharded, own = False, resident_bytes(config, sum(each.numel() for each in adapter))
-        if self.world.joined:
-            sharded = is_sharded(config, base_bytes, smallest_memory(self.world, device), own)
-        world = self.world = replace(
-            self.world, per_replica=ranks_per_replica(config, self.world.size, sharded=sharded)
-        )
-        layout = shard(policy, adapter, world, device=device, sharded=sharded, offload=offload)
+        sharded = self.world.joined and is_sharded(config)
+        per_replica = ranks_per_replica(config, self.world.size, sharded=sharded)
+        world = self.world = replace(self.world, per_replica=per_replica, by_group=sharded and config.tune == FULL)
+        if world.by_group:
+            layout = shard_trained(policy, adapter, world, device)
+        else:
+            layout = shard(policy, adapter, world, device=device, sharded=sharded, offload=offload)
         if world.joined and self._one_base is None:
             stream_base(policy.transformer, self.model, world, device=device, offload=offload)
         return layout
@@ -252,28 +265,11 @@ class TrainerWorker:
             self.versions.after_optimizer_step(self.optimizer.steps)
         if stats.update == self.config.trainer.updates_per_batch - 1:
             self.versions.after_batch(stats.step)
-            return self._with_changed_share(stats)
+            return self._changes.added(stats, self.versions.changed_share())
         return stats
 
-    def _with_changed_share(self, stats: UpdateStats) -> UpdateStats:
-        """Adds how much of the new version differs from the one before, where it is narrower than the masters."""
-        share = self.versions.changed_share()
-        if stats.skipped or share is None:
-            return stats
-        if share < MIN_CHANGED_SHARE and not self._warned_of_changes:
-            self._warned_of_changes = True
-            logger.warning(
-                "step %d changed only %.2g %% of the trained values as rollouts compute with them (%s): the float32 "
-                "masters moved, but most of that is lost in rounding until it adds up; consider a larger "
-                "trainer.learning_rate, or model.dtype=float32",
-                stats.step,
-                100 * share,
-                self.config.model.dtype,
-            )
-        return replace(stats, metrics={**stats.metrics, "adapter/changed_share": share})
-
     def weights_digest(self) -> str:
-        """SHA-256 of the trainable float32 weights; equal on all ranks."""
+        """SHA-256 of the trainable float32 weights; equal on all ranks, or that of this rank's share."""
         return weights_digest(self._live())
 
     def tensors(self, average: bool = False) -> dict[str, FloatArray]:
@@ -289,6 +285,8 @@ class TrainerWorker:
         is not in the weights, so nothing that is written may stand there.
         """
         self._snapshot = self.versions.newest, self._state()
+        if self.world.by_group:
+            self.saving.snapshot, self._snapshot = self._snapshot, None
         return self.versions.newest
 
     def forget_snapshot(self) -> None:
@@ -347,7 +345,11 @@ class TrainerWorker:
 
     def restore(self, path: str) -> int:
         """Goes on where the checkpoint was taken; returns its version. Raises DamagedCheckpoint or ValueError."""
-        checkpoint = read_checkpoint(Path(path))
+        if self.world.by_group:
+            checkpoint = read_share(Path(path), self.saving.mesh)
+        else:
+            checkpoint = read_checkpoint(Path(path))
+            check_ranks(Path(path), checkpoint.trainer, None)
         check_revision(checkpoint.trainer, self.model, path)
         if odd := sorted(checkpoint.tensors["weights"].keys() ^ self._live().keys()):
             raise ValueError(

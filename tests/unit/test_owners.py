@@ -83,6 +83,25 @@ def test_ranks_that_repeat_work_are_told_of() -> None:
     )
 
 
+def test_ranks_that_add_up_part_by_part_see_each_group_alone() -> None:
+    """What is computed side by side is a function of the group: not of what came before, nor of what else is called."""
+    owners = Owners(3, 3, by_group=True)
+    owners.begin(3)
+    assert [owners.of([1] * parts) for parts in (2, 4, 1)] == [(0, 1), (0, 1, 2, 0), (0,)]
+    first, second = meta(0, (0, 1)), meta(1, (0, 1, 2, 0))
+    for calls in ([[first, second]], [[second, first]], [[first], [second]]):
+        beside: dict[int, set[tuple[int, ...]]] = {}
+        for call in calls:
+            of_rank = [parts_of(call, Place(rank, 3, 3, by_group=True), 2) for rank in range(3)]
+            for together in zip(*of_rank, strict=True):
+                (group,) = {call[part.group].group for part in together}
+                beside.setdefault(group, set()).add(tuple(part.part for part in together if part.counts))
+        assert beside == {0: {(0, 1)}, 1: {(0, 1, 2), (3,)}}
+    said = repeating_ranks(3, 4, 4, by_group=True)
+    assert said is not None and "its 4 parts leave 2 of them without one of their own" in said
+    assert repeating_ranks(2, 1, 4, by_group=True) is None
+
+
 def test_a_rank_is_sent_the_tickets_of_its_parts_alone() -> None:
     """Of four images in two tickets: parts of one image on ranks 0 and 1; a rank without any repeats another's."""
     given = replace(meta(3, (0, 1, 1)), advantages=(1.0,) * 4, selected=(3, 0, 1), tickets=2)

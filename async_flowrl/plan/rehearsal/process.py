@@ -58,7 +58,7 @@ def _restore(environment: Mapping[str, str]) -> None:
 
 def _stand_ins(model: FakeModel, ledger: Ledger) -> list[tuple[Any, str, Any]]:
     """Returns (owner, attribute, stand-in); mock raises AttributeError for an attribute that no longer exists."""
-    load_policy, memory = partial(model.load_policy, ledger.aside), int(ledger.card.memory)
+    load_policy = partial(model.load_policy, ledger.aside)
     return [
         (torch.cuda, "is_available", lambda: False),
         (torch.Tensor, "numpy", _numpy),
@@ -69,7 +69,6 @@ def _stand_ins(model: FakeModel, ledger: Ledger) -> list[tuple[Any, str, Any]]:
         (training, "base_digest", lambda _: ""),
         (training, "digest_of_stored", lambda *_: ""),
         (training, "check_schedule", lambda *_, **__: None),
-        (training, "smallest_memory", lambda *_: memory),
         (base_weights, "_stored", lambda _: _Files()),
         (base_weights, "_same_names", lambda *_: None),
         (one_base, "load_policy", load_policy),

@@ -38,7 +38,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Callable[[Config, Layout], int]:
 
     def needed(given: Config, wanted: Layout) -> int:
         now = replace(given, trainer=wanted.applied(given.trainer))
-        return int(trainer_footprint(now, model, 0, peak(now)).total / TIGHT) + 2
+        return int(trainer_footprint(now, model, peak(now)).total / TIGHT) + 2
 
     return needed
 
@@ -72,6 +72,14 @@ def test_ranks_share_the_base_where_nothing_else_fits(counted: Callable[[Config,
     assert (shared.shard, shared.shard_size) == ("hybrid", 2)
     both = config("trainer.num_workers=2", "trainer.gradient_checkpointing=auto")
     assert resolved(both, {"trainer": whole - 5}).layout == Layout("none", None, "every_4")
+
+
+def test_whole_weights_are_shared_by_all_ranks_where_one_cannot_hold_them() -> None:
+    by_node = config("tune=full", "trainer.num_workers=4", "trainer.workers_per_node=2", AUTO)
+    size = trainer_footprint(replace(by_node, trainer=WHOLE.applied(by_node.trainer)), build_meta_model(by_node)).total
+    assert resolved(by_node, {"trainer": 2 * size}).layout.shard == "none"
+    found = resolved(by_node, {"trainer": size // 4})
+    assert (found.layout.shard, found.layout.shard_size) == ("full", None), "hybrid is for a frozen base"
 
 
 def test_without_gpus_and_where_nothing_is_auto_nothing_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:

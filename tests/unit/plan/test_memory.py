@@ -14,7 +14,7 @@ from async_flowrl.config.compose import compose_config
 from async_flowrl.config.schema import Config
 from async_flowrl.plan import __main__ as planner
 from async_flowrl.plan.footprint import Allocations, fused_attention
-from async_flowrl.plan.memory import DEVICE_BYTES, host_bytes, plan_memory, trainer_footprint, training_peak
+from async_flowrl.plan.memory import host_bytes, plan_memory, trainer_footprint, training_peak
 from async_flowrl.plan.memory_report import describe
 from async_flowrl.plan.meta_model import MetaModel, build_meta_model
 from async_flowrl.policies.architectures import KNOWN
@@ -44,9 +44,7 @@ def test_the_recipes_are_planned_from_their_published_shapes(name: str) -> None:
     assert plan.model.base_parameters == RECIPES[name]
     buffers = plan.model.buffer_bytes
     assert plan.trainer.parts["base weights"] == plan.rollout.parts["base weights"] == 2 * RECIPES[name] + buffers
-    sharded = trainer_footprint(
-        replace(config, trainer=replace(config.trainer, shard="full")), plan.model, DEVICE_BYTES
-    )
+    sharded = trainer_footprint(replace(config, trainer=replace(config.trainer, shard="full")), plan.model)
     assert sharded.parts["base weights"] == -(-2 * RECIPES[name] // config.trainer.num_workers) + buffers
     assert sharded.parts["gathered blocks"] > max(plan.model.block_bytes)
     assert "fits a device of 79 GiB" in describe(plan, config, 79.0)
@@ -114,7 +112,7 @@ def test_meta_counts_what_a_real_run_allocates(family: str, checkpointing: str) 
 def test_the_sum_of_the_gradients_is_planned_as_a_rank_holds_it(tune: str, ranks: int) -> None:
     config = compose_config("one_step_off", ["model=tiny", f"tune={tune}", f"trainer.num_workers={ranks}"])
     model = build_meta_model(config)
-    planned = trainer_footprint(config, model, DEVICE_BYTES).parts["sum of the gradients"]
+    planned = trainer_footprint(config, model).parts["sum of the gradients"]
     total = ExactSum(model.adapter_parameters, torch.device("cpu"))
     total.reduce(World(0, ranks))
     of_gradients = slice(model.adapter_parameters)  # behind them is the account

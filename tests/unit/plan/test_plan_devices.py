@@ -39,7 +39,7 @@ def test_what_a_refusal_names_does_fit() -> None:
     pair = ("trainer.num_workers=2", "trainer.shard=none")
     short = plan_memory(small(*pair)).trainer.resident - 1
     for change in ("trainer.shard=full", "model.dtype=bfloat16", "lora.rank=32"):
-        assert plan_memory(small(*pair, change), short).trainer.resident <= short
+        assert plan_memory(small(*pair, change)).trainer.resident <= short
 
 
 def test_a_refusal_names_no_setting_that_would_be_refused_itself() -> None:

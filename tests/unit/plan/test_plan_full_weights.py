@@ -37,3 +37,22 @@ def test_the_plan_is_what_a_rank_holds(dtype: str) -> None:
     assert plan.rollout.parts["versions of the weights"] == 5 * plan.adapter_bytes
     assert plan.rollout.parts["base weights"] == plan.model.buffer_bytes
     assert f"full weights: {numel / 1e6:.1f} M trained" in describe(plan, config, 79)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_share_is_what_a_rank_of_four_holds(dtype: str) -> None:
+    config = rig.tiny_config(num_workers=4, shard="none", ema_decay=0.9)
+    config.tune, config.model.dtype = "full", dtype
+    whole = plan_memory(config)
+    config.trainer.shard = "full"
+    plan = plan_memory(config)
+    trained, frozen = plan.model.adapter_parameters, plan.model.base_bytes - plan.model.version_bytes
+    assert frozen == 0
+    for name in ("masters and their gradient", "optimizer", "versions of the weights"):
+        assert plan.trainer.parts[name] == -(-whole.trainer.parts[name] // 4)
+    assert plan.trainer.parts["sum of the gradients"] == 2 * trained, "int64, one of them"
+    assert plan.trainer.parts["base weights"] - plan.model.buffer_bytes == trained, "float32, beside the masters"
+    assert plan.trainer.resident < whole.trainer.resident / 3
+    assert plan.trainer.parts["gathered blocks"] > max(plan.model.block_bytes)
+    assert plan.rollout == whole.rollout
+    assert plan.host < whole.host / 3

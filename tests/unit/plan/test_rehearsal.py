@@ -50,7 +50,7 @@ def worker_alone(*overrides: str) -> RolloutRehearsal:
 
 
 def agrees_with_the_plan(done: Rehearsal) -> None:
-    plan = plan_memory(done.config, int(done.roofline.card.memory))
+    plan = plan_memory(done.config)
     for phases, planned in ((done.rank.phases, plan.trainer), (done.rollout.phases, plan.rollout)):
         assert sum(planned.parts.values()) == pytest.approx(peak(phases.values()).peak, rel=0.1)
 

@@ -119,18 +119,14 @@ def test_ranks_that_hold_the_whole_base_make_the_same_weights(two: dict[str, lis
     assert one["metrics"] == two["plain"][0]["metrics"]
 
 
-def test_what_auto_does_with_the_base() -> None:
+def test_which_ranks_share_the_base() -> None:
     auto = rig.tiny_config()
-    assert not is_sharded(auto, 60, 100) and is_sharded(auto, 61, 100)
-    assert is_sharded(auto, 55, 100, 6) and not is_sharded(auto, 55, 100, 5)
-    assert not is_sharded(auto, 1 << 60, None), "on CPUs a rank that dies costs its share of one step"
+    assert not is_sharded(auto), "what auto is on given devices was decided before (plan/layout.py)"
+    assert is_sharded(rig.tiny_config(shard="full")) and not is_sharded(rig.tiny_config(shard="none"))
+    assert is_sharded(rig.tiny_config(cpu_offload=True))
     assert ranks_per_replica(auto, 8, sharded=True) == 8 and ranks_per_replica(auto, 8, sharded=False) == 1
     by_node = rig.tiny_config(num_workers=8, workers_per_node=4)
     assert ranks_per_replica(by_node, 8, sharded=True) == 4
-    colocated = replace(auto, placement="colocated")
-    assert not is_sharded(colocated, 30, 100) and is_sharded(colocated, 31, 100)
-    assert is_sharded(rig.tiny_config(shard="full"), 1, 100) and not is_sharded(rig.tiny_config(shard="none"), 99, 100)
-    assert is_sharded(rig.tiny_config(cpu_offload=True), 1, 100)
 
 
 def test_the_next_block_is_gathered_while_one_computes(two: dict[str, list[Outcome]]) -> None:

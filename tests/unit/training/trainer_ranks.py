@@ -87,7 +87,7 @@ def _train(worker: TrainerWorker, job: Job, exponent: int) -> Outcome:
     config, batches = job
     info, stats, counted = worker.load(), [], []
     worker.update.exponent = exponent
-    owners = Owners(worker.world.size, info["ranks_per_replica"])
+    owners = Owners(worker.world.size, info["ranks_per_replica"], by_group=worker.world.by_group)
     updates = config.trainer.updates_per_batch
     if config.rollout.true_cfg_scale > 1:
         worker.update.set_negatives(rig.Sampler(config).negatives())

@@ -1,0 +1,42 @@
+"""Checkpoints of weights that lie in shares on all trainer ranks (tune=full with trainer.shard=full)."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from async_flowrl.config.check import ConfigError
+from async_flowrl.config.schema import FULL, Config
+from async_flowrl.training.checkpoint import TRAINER, check_ranks
+from separation.group import Worker
+from separation.supervise import together
+
+LANE = "save"
+"""Lane of a trainer rank for writing checkpoints, which runs beside the next update."""
+
+
+async def write_shares(
+    ranks: Sequence[Worker], directory: str, controller: Mapping[str, Any], keep: int, spare: Sequence[int]
+) -> None:
+    """Has every rank write its share of the last snapshot, and the first one make the checkpoint of them all.
+
+    Until then nobody reads what is there. Raises WorkerDied, or WorkerFailed as TrainerWorker.save does.
+    """
+    work = await ranks[0].call("saving.begin", directory, lane=LANE)
+    digests = await together(*(rank.call("saving.write", work, lane=LANE) for rank in ranks))
+    await ranks[0].call("saving.end", work, controller, digests, keep, spare, lane=LANE)
+
+
+def check_shares(config: Config, path: Path) -> None:
+    """Raises ConfigError, one sentence, if the ranks that wrote a checkpoint shared the weights in another way.
+
+    With `trainer.shard=auto` it is not known yet how the ranks of this run will; they look themselves.
+    """
+    trainer = config.trainer
+    if config.tune != FULL or (trainer.shard == "auto" and trainer.num_workers > 1):
+        return
+    ranks = trainer.num_workers if trainer.shard == "full" and trainer.num_workers > 1 else None
+    try:
+        check_ranks(path, json.loads((path / TRAINER).read_text()), ranks)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error

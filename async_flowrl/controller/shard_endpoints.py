@@ -1,0 +1,180 @@
+"""The two ends of a delivery of weights that lie in shares on all trainer ranks (tune=full with trainer.shard=full).
+
+Every rank stages, digests and sends its own share, in buckets of `checkpoint_engine.bucket_bytes`; no rank ever has the
+whole model. A bucket goes by the object store from the rank to the rollout workers, which put it in its place. The
+classes stand beside those of endpoints.py, and implement the same protocols of checkpoint_engine/base.py.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from async_flowrl.config.schema import Config
+from async_flowrl.controller.endpoints import PUBLISHING, RolloutEndpoint
+from async_flowrl.controller.living import Living
+from async_flowrl.types import EMA, POLICY
+from checkpoint_engine import CANARY_VERSION, Ack, Header, Layout, ShardedHeader
+from checkpoint_engine.shards import shard_layout
+from separation.group import RefLost, Worker, WorkerDied
+from separation.supervise import together
+
+MAX_KEPT_BUCKETS = 4
+"""Buckets of one version that stay in the object store for receivers that ask for them a little later."""
+
+
+class SenderLost(WorkerDied):
+    """Raised where a bucket is asked for and its trainer rank has died: the receiver is not to blame."""
+
+    kind = "SenderLost"
+    """By this name checkpoint_engine judges it, as an error that it cannot cure."""
+
+
+@dataclass
+class ShardedPayload:
+    """The bytes of one version on all ranks, fetched bucket by bucket when receivers ask for them."""
+
+    ranks: Sequence[Worker]
+    """By shard."""
+    method: str
+    """Method of the ranks that returns a bucket: (version, first byte, number of bytes) → (size, bytes)."""
+    version: int
+    bucket_bytes: int
+    _buckets: "dict[tuple[int, int], asyncio.Future[Any]]" = field(default_factory=dict)
+
+    async def bucket(self, shard: int, start: int) -> Any:
+        """Returns a reference to the bucket of a shard that begins at byte `start` of it.
+
+        Receivers that ask for the same one share it while it is among the newest MAX_KEPT_BUCKETS. Raises SenderLost,
+        WorkerFailed (VersionGone in it), or RefLost.
+        """
+        key = shard, start
+        if key not in self._buckets:
+            for old in list(self._buckets)[: len(self._buckets) + 1 - MAX_KEPT_BUCKETS]:
+                del self._buckets[old]
+            self._buckets[key] = asyncio.ensure_future(self._fetch(shard, start))
+        try:
+            return await asyncio.shield(self._buckets[key])
+        except Exception:
+            self._buckets.pop(key, None)
+            raise
+
+    def forget(self, shard: int, start: int) -> None:
+        """Has the bucket fetched again when it is asked for next: its reference was lost with a node."""
+        self._buckets.pop((shard, start), None)
+
+    async def _fetch(self, shard: int, start: int) -> Any:
+        arguments = self.version, start, self.bucket_bytes
+        try:
+            _, (ref,) = await self.ranks[shard].call_split(self.method, *arguments, returns=2, lane=PUBLISHING)
+        except WorkerDied as error:
+            raise SenderLost(error.worker, error.reason) from error
+        return ref
+
+
+class ShardedTrainerEndpoint:
+    """All trainer ranks as the sender of one stream. If one of them dies, all are rebuilt (run/recovery.py), so nothing
+    is published again here."""
+
+    _stream = POLICY
+
+    def __init__(
+        self,
+        ranks: Sequence[Worker],
+        layout: Layout,
+        bucket_bytes: int,
+        on_sealed: Callable[[Header], None],
+    ) -> None:
+        """`layout` is that of whole tensors; `on_sealed` as in TrainerEndpoint."""
+        self._ranks, self._layout, self._bucket_bytes = ranks, layout, bucket_bytes
+        self._on_sealed = on_sealed
+
+    async def stage(self, version: int) -> None:
+        await self._all("sender.stage", version, self._stream, lane="main")
+
+    async def canary(self) -> tuple[Header, ShardedPayload, dict[str, Any]]:
+        """Header, bytes and probe of the canary (checkpoint_engine/binding_proof.py), whose bytes the ranks retain."""
+        probes = await self._all("sender.canary", lane="main")
+        header = await self._sealed(CANARY_VERSION)
+        await self.hold(CANARY_VERSION)
+        return header, await self.payload(CANARY_VERSION), probes[0]
+
+    async def seal(self, version: int) -> Header:
+        header = await self._sealed(version)
+        self._on_sealed(header)
+        return header
+
+    async def _sealed(self, version: int) -> Header:
+        return ShardedHeader.of(self._layout, await self._publish("seal", version))
+
+    async def payload(self, version: int) -> ShardedPayload:
+        return ShardedPayload(self._ranks, f"sender.{self._stream}.piece", version, self._bucket_bytes)
+
+    async def hold(self, version: int) -> None:
+        await self._publish("hold", version)
+
+    async def release(self, version: int) -> None:
+        await self._publish("release", version)
+
+    async def _publish(self, method: str, version: int) -> list[Any]:
+        return await self._all(f"sender.{self._stream}.{method}", version, lane=PUBLISHING)
+
+    async def _all(self, method: str, *arguments: Any, lane: str) -> list[Any]:
+        return await together(*(rank.call(method, *arguments, lane=lane) for rank in self._ranks))
+
+
+class ShardedEmaEndpoint(ShardedTrainerEndpoint):
+    """The sender of the EMA. A version is staged and sealed by `retain`, before its delivery."""
+
+    _stream = EMA
+
+    async def retain(self, version: int) -> None:
+        """Stages and seals the EMA as it is now, and retains it until `release`."""
+        await super().stage(version)
+        await self.seal(version)
+        await self.hold(version)
+
+    async def stage(self, version: int) -> None:
+        """Does nothing: `retain` has staged this version, and the trainer's EMA has changed since."""
+
+
+E = TypeVar("E", bound=ShardedTrainerEndpoint)
+
+
+async def sharded_sender(
+    living: Living,
+    config: Config,
+    on_sealed: Callable[[Header], None],
+    kind: type[E] = ShardedTrainerEndpoint,  # type: ignore[assignment]
+) -> E:
+    """Returns all ranks as the sender of a stream."""
+    layout: Layout = await living.first.call("sender.whole_layout")
+    return kind(living.workers, layout, config.checkpoint_engine.bucket_bytes, on_sealed)
+
+
+class ShardedRolloutEndpoint(RolloutEndpoint):
+    """One rollout worker as a receiver of shares: it asks for one bucket of each shard after the other."""
+
+    async def _received(self, header: Header, payload: Any, slot: str) -> Ack:
+        assert isinstance(header, ShardedHeader)
+        assert isinstance(payload, ShardedPayload)
+        await self._deliver("shards.begin", header, slot)
+        shards = len(header.shares)
+        # The next bucket is fetched while the worker puts this one in its place.
+        coming = [
+            (shard, start)
+            for shard in range(shards)
+            for start in range(0, shard_layout(header.layout, shards, shard).nbytes, payload.bucket_bytes)
+        ]
+        for place, (shard, start) in enumerate(coming):
+            ref = await payload.bucket(shard, start)
+            ahead = [asyncio.ensure_future(payload.bucket(*following)) for following in coming[place + 1 : place + 2]]
+            try:
+                await self._deliver("shards.take", header.version, shard, start, ref)
+            except RefLost:
+                payload.forget(shard, start)
+                raise
+            finally:
+                await asyncio.gather(*ahead, return_exceptions=True)
+        ack: Ack = await self._deliver("shards.finish", header.version)
+        return ack

@@ -1,0 +1,31 @@
+"""Memory of a trainer rank that has a share of the trained weights (tune=full with trainer.shard=full)."""
+
+import math
+from collections.abc import Mapping
+
+from async_flowrl.plan.meta_model import MetaModel
+
+FLOAT32_BYTES = 4
+GATHERED_BLOCKS = 3
+"""Blocks that FSDP2 holds whole at once: the one that computes, the next one, and the buffer it is gathered in."""
+REDUCED_BLOCKS = 2
+"""Blocks whose gradient is whole at once, in the dtype that is computed in and as the input of a reduce-scatter."""
+
+
+def of_one_rank(parts: Mapping[str, int], model: MetaModel, ranks: int) -> dict[str, int]:
+    """Returns the parts of a footprint in bytes, from those of a rank that has all of the weights.
+
+    FSDP2 keeps the trained weights in float32 beside the masters, and frozen ones as they are. There is one sum of
+    gradients, because none outlives the death of a rank.
+    """
+    trained, frozen = model.adapter_parameters, model.base_bytes - model.version_bytes
+    counted = {"base weights", "activations", "sum of the gradients"}
+    shares = {name: math.ceil(size / ranks) for name, size in parts.items() if name not in counted}
+    blocks = GATHERED_BLOCKS + REDUCED_BLOCKS * (1 + FLOAT32_BYTES / model.itemsize)
+    return {
+        "base weights": model.buffer_bytes + math.ceil((frozen + FLOAT32_BYTES * trained) / ranks),
+        **shares,
+        "sum of the gradients": math.ceil(2 * FLOAT32_BYTES * trained / ranks),
+        "activations": parts["activations"],
+        "gathered blocks": model.root_bytes + math.ceil(blocks * max(model.block_bytes)),
+    }

@@ -1,0 +1,123 @@
+"""Tensors of checkpoints that lie in shares on several ranks, in the format of torch.distributed.checkpoint.
+
+Each rank writes a file of its own into the folder `shards` of the checkpoint, and the first one the metadata. Anybody
+can read whole tensors of it, one at a time (`ShardedTensors`); ranks read their shares only.
+"""
+
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from async_flowrl.training.shard_reader import SafeReader
+
+FOLDER = "shards"
+REPLICATED = "algorithm"
+"""Part of a checkpoint of which every rank has all: the state of an algorithm."""
+Parts = Mapping[str, Mapping[str, Tensor]]
+"""Part → name → CPU tensor, as in `Checkpoint.tensors`; a name ends with `/` and the name of a trained tensor, or is
+one."""
+Shapes = Mapping[str, tuple[int, ...]]
+"""Trained tensor → its whole shape."""
+
+
+def write_shards(folder: Path, parts: Parts, shapes: Shapes, mesh: DeviceMesh, group: dist.ProcessGroup) -> None:
+    """Writes this rank's shares and syncs them to the disk; all ranks of `group` must call it together.
+
+    `mesh` are the ranks as hosts. Raises OSError on every rank if one of them cannot write.
+    """
+    state = {
+        f"{part}/{name}": tensor if part == REPLICATED else _sharded(tensor, shapes[_tensor(name)], mesh)
+        for part, tensors in parts.items()
+        for name, tensor in tensors.items()
+    }
+    writer = FileSystemWriter(str(folder), single_file_per_rank=True, sync_files=True)
+    try:
+        save(state, storage_writer=writer, process_group=group)
+    except CheckpointException as error:
+        first = next(iter(error.failures.values()))[0]
+        if isinstance(first, OSError):
+            raise OSError(f"a trainer rank cannot write its share of a checkpoint: {first}") from error
+        raise
+
+
+def read_shards(folder: Path, mesh: DeviceMesh) -> dict[str, dict[str, Tensor]]:
+    """Returns this rank's shares by part and name. No rank waits for another."""
+    reader = SafeReader(str(folder))
+    state: dict[str, Tensor] = {}
+    for key, (shape, dtype) in _stored(reader).items():
+        if key.startswith(f"{REPLICATED}/"):
+            state[key] = torch.empty(shape, dtype=dtype)
+        else:
+            rows = torch.chunk(torch.empty(shape, dtype=dtype, device="meta"), mesh.size())
+            own = rows[mesh.get_local_rank()] if mesh.get_local_rank() < len(rows) else rows[0][:0]
+            state[key] = _sharded(torch.empty_like(own, device="cpu"), shape, mesh)
+    _load(state, reader)
+    parts: dict[str, dict[str, Tensor]] = {"optimizer": {}}  # of a checkpoint before the first optimizer step
+    for key, tensor in state.items():
+        part, name = key.split("/", 1)
+        parts.setdefault(part, {})[name] = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return parts
+
+
+class ShardedTensors(Mapping[str, Tensor]):
+    """The whole tensors of one part by name; each access reads the tensor from the files of all ranks."""
+
+    def __init__(self, folder: Path, part: str) -> None:
+        self._reader, self._part = SafeReader(str(folder)), part
+        self._stored = {
+            key.removeprefix(f"{part}/"): value
+            for key, value in _stored(self._reader).items()
+            if key.startswith(f"{part}/")
+        }
+
+    def __getitem__(self, name: str) -> Tensor:
+        shape, dtype = self._stored[name]
+        whole = torch.empty(shape, dtype=dtype)
+        _load({f"{self._part}/{name}": whole}, self._reader)
+        return whole
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(sorted(self._stored))
+
+    def __len__(self) -> int:
+        return len(self._stored)
+
+
+def whole_parts(folder: Path) -> dict[str, Mapping[str, Tensor]]:
+    """Returns all parts of a checkpoint, whose tensors are read when they are asked for."""
+    parts = sorted({key.split("/", 1)[0] for key in _stored(SafeReader(str(folder)))})
+    return {part: ShardedTensors(folder, part) for part in parts}
+
+
+def _load(state: dict[str, Tensor], reader: SafeReader) -> None:
+    """Fills the tensors, whole ones or this rank's shares, from the files; no rank waits for another."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as is meant here
+        load(state, storage_reader=reader, no_dist=True)
+
+
+def _stored(reader: SafeReader) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    metadata = reader.read_metadata().state_dict_metadata
+    tensors = {key: cast("TensorStorageMetadata", each) for key, each in metadata.items()}
+    return {key: (each.size, each.properties.dtype) for key, each in tensors.items()}
+
+
+def _sharded(own: Tensor, shape: tuple[int, ...], mesh: DeviceMesh) -> DTensor:
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(own, mesh, [Shard(0)], run_check=False, shape=torch.Size(shape), stride=stride)
+
+
+def _tensor(name: str) -> str:
+    return name.rpartition("/")[2]

@@ -1,0 +1,136 @@
+"""Runs with tune=full whose weights lie in shares on two trainer ranks, on Ray."""
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from async_flowrl.config.check import ConfigError
+from async_flowrl.config.compose import read_config
+from async_flowrl.evaluate import evaluate, job_of_run
+from async_flowrl.generate import from_config, open_pipeline, sample
+from async_flowrl.policies import trained_file
+from async_flowrl.policies.registry import resolve_model
+from async_flowrl.policies.stored import StoredWeights
+from async_flowrl.training.checkpoint import read_checkpoint
+from async_flowrl.verify import verify
+from tests.integration.runs import DELAYS, Run, start, train_here_on_ray, wait_until
+
+SHARDED = (
+    "tune=full",
+    "trainer.num_workers=2",
+    "trainer.shard=full",
+    "trainer.micro_batch_size=2",
+    "trainer.learning_rate=1e-3",
+    "trainer.ema_decay=0.9",
+    "trainer.ema_every=1",
+    "model.tiny.heads=2",
+    "model.tiny.layers=2",
+    "save.every=1",
+    "checkpoint_engine.bucket_bytes=65536",
+)
+PROMPT = "red red red red"
+
+
+@pytest.fixture(scope="module")
+def plain(ray_here: None, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Three steps, undisturbed."""
+    return train_here_on_ray(tmp_path_factory.mktemp("shards") / "run", "one_step_off", *SHARDED, "total_steps=3")
+
+
+def base_of(run: Run) -> StoredWeights:
+    return StoredWeights(resolve_model(read_config(run.root / "config.yaml").model).path, dtype=torch.float32)
+
+
+def whole(run: Run) -> dict[str, torch.Tensor]:
+    return dict(load_file(run.root / "transformer" / "diffusion_pytorch_model.safetensors"))
+
+
+def test_every_parameter_changed_and_the_whole_model_was_delivered(plain: Run) -> None:
+    base, written = base_of(plain), whole(plain)
+    assert written.keys() == base.keys()
+    same = {name for name in base if torch.equal(base[name], written[name])}
+    assert all(name.startswith("transformer_blocks.1.") for name in same), "dead branches of the last block alone"
+    assert len(same) < len(base) / 4
+    parameters = sum(tensor.nbytes for tensor in written.values())
+    assert plain.summary["sync"]["bytes"] >= 4 * parameters and plain.summary["sync"]["publishes"] == 4
+    assert plain.summary["sync"]["transport"] == "object_store"
+    assert len(set(plain.digests)) == 4
+    assert plain.column("staleness/max") == [0, 1, 1]
+    assert max(line["behaviour_gap"] for line in plain.metrics) < 1e-6, "rollouts compute with what was trained"
+    busy = {e["worker"] for e in plain.events if e["event"] == "span" and e["name"] == "backward"}
+    assert busy == {"trainer-0", "trainer-1"}
+    assert [row for row in verify(plain.root) if not row[1]] == []
+
+
+def test_a_checkpoint_has_a_file_of_each_rank_and_verify_reads_them(plain: Run, tmp_path: Path) -> None:
+    step = plain.root / "checkpoints" / "step_3"
+    sizes = [(step / "shards" / f"__{rank}_0.distcp").stat().st_size for rank in (0, 1)]
+    weights = read_checkpoint(step).tensors["ema"]
+    assert min(sizes) > 0.45 * sum(sizes) and set(weights) == set(base_of(plain))
+    assert all(torch.equal(weights[name], tensor) for name, tensor in whole(plain).items()), "the average is exported"
+
+
+def test_diffusers_own_pipeline_makes_the_runs_images(plain: Run) -> None:
+    """`evaluate` scores the exported weights as the run's last evaluation did."""
+    config = read_config(plain.root / "config.yaml")
+    found = evaluate(job_of_run(config, plain.root / "transformer")).rows["reward"]
+    assert found.after is not None
+    assert found.after.mean == pytest.approx(plain.metrics[-1]["evaluation/reward/mean"], abs=1e-4)
+    settings = from_config(config)
+    pipeline: Any = open_pipeline(settings, "cpu")
+    before = sample(pipeline, settings, PROMPT, [0, 1])
+    trained_file.apply(pipeline, plain.root / "transformer")
+    after = sample(pipeline, settings, PROMPT, [0, 1])
+    from diffusers import AutoModel
+
+    pipeline.transformer = AutoModel.from_pretrained(str(plain.root / "transformer"))
+    assert np.array_equal(sample(pipeline, settings, PROMPT, [0, 1]), after) and not np.array_equal(before, after)
+
+
+def test_workers_delays_buckets_and_a_resume_change_no_bit(plain: Run, tmp_path: Path, ray_here: None) -> None:
+    other = ("rollout.num_workers=2", "checkpoint_engine.bucket_bytes=5000", *DELAYS)
+    train_here_on_ray(tmp_path, "one_step_off", *SHARDED, *other, "total_steps=2")
+    again = train_here_on_ray(tmp_path, "one_step_off", *SHARDED, "total_steps=3", "resume=auto")
+    assert again.digest == plain.digest and again.digests[-1] == plain.digests[-1]
+    ours, theirs = whole(again), whole(plain)
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs), "the average, too"
+    assert [row for row in verify(tmp_path) if not row[1]] == []
+
+
+@pytest.mark.parametrize("other", [("trainer.num_workers=1",), ("trainer.num_workers=3",), ("trainer.shard=none",)])
+def test_a_resume_with_other_shares_is_refused_by_name(plain: Run, tmp_path: Path, other: tuple[str, ...]) -> None:
+    resume = f"resume={plain.root / 'checkpoints' / 'step_3'}"
+    with pytest.raises(ConfigError, match=r"was written by 2 ranks with a share each, .* trainer.num_workers=2"):
+        train_here_on_ray(tmp_path, "one_step_off", *SHARDED, "total_steps=3", resume, *other)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", ["trainer-1", "rollout-0", "driver"])
+def test_a_killed_process(tmp_path: Path, victim: str) -> None:
+    settings = (*SHARDED, "total_steps=4", "rollout.num_workers=2", "debug.delays.update=0.3")
+    calm, folder = tmp_path / "calm", tmp_path / "run"
+    process = start(calm, "one_step_off", *settings)
+    assert process.wait(timeout=300) == 0
+    process = start(folder, "one_step_off", *settings)
+    wait_until(process, (folder / "checkpoints" / "step_2").exists, "its second checkpoint")
+    if victim == "driver":
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        process = start(folder, "one_step_off", *settings, "resume=auto")
+    else:
+        pids = [
+            event["pid"] for event in Run(folder).events if event["event"] == "worker" and event["worker"] == victim
+        ]
+        os.kill(pids[-1], signal.SIGKILL)
+    assert process.wait(timeout=300) == 0
+    again = Run(folder)
+    assert again.digest == Run(calm).digest and again.digests[-1] == Run(calm).digests[-1]
+    back = [event["step"] for event in again.events if event["event"] == "rollback"]
+    assert bool(back) == (victim != "rollout-0"), "a trainer rank's death goes back to the checkpoint"
+    assert [row for row in verify(folder) if not row[1]] == []

@@ -1,0 +1,119 @@
+"""Shares on real processes: a sender or a receiver is killed in the middle of a bucket, and nothing torn is served."""
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+
+from async_flowrl.controller.endpoints import DELIVERIES
+from async_flowrl.controller.shard_endpoints import SenderLost, ShardedRolloutEndpoint, ShardedTrainerEndpoint
+from checkpoint_engine import Delivery, DeliveryOptions, Header, Layout
+from separation.group import WorkerDied
+from tests.support.process_pool import ProcessPool
+from tests.support.share_ends import weights
+from tests.support.toy_pool import ListObserver
+
+RANKS, BUCKET = 2, 256
+"""Each rank's share of a version is six or seven buckets."""
+SECONDS = 120.0
+DeathsAt = Mapping[str, tuple[int, int]]
+
+
+class Site:
+    """Two trainer ranks, two rollout workers, and the delivery between them."""
+
+    def __init__(self, senders: DeathsAt, receivers: DeathsAt) -> None:
+        sender = {"ranks": RANKS, "dies_at": senders}
+        self.ranks = ProcessPool("trainer", RANKS, "tests.support.share_ends:ShareSender", sender)
+        self.workers = ProcessPool("rollout", 2, "tests.support.share_ends:ShareReceiver", {"dies_at": receivers})
+        self.replaced: list[tuple[str, str]] = []
+        self.headers: dict[int, Header] = {}
+        self.delivery: Delivery
+
+    async def start(self) -> None:
+        layout: Layout = await self.ranks.workers[0].call("sender.whole_layout")
+        sender = ShardedTrainerEndpoint(self.ranks.workers, layout, BUCKET, self.sealed)
+        options = DeliveryOptions(deadline=SECONDS, max_fan_out=99, node_fan_out=99)
+        self.delivery = Delivery(sender, replace=self.replace, options=options)  # type: ignore[arg-type]
+        for worker in self.workers.workers:
+            await self.delivery.join(self.end(worker))
+
+    def end(self, worker: Any) -> ShardedRolloutEndpoint:
+        return ShardedRolloutEndpoint(worker, ListObserver(), "object_store")
+
+    def sealed(self, header: Header) -> None:
+        self.headers[header.version] = header
+
+    async def replace(self, name: str, error: BaseException) -> None:
+        self.replaced.append((name, type(error).__name__))
+        index = next(worker.index for worker in self.workers.workers if worker.name == name)
+        fresh = await self.workers.replace(index)
+        assert await self.delivery.join(self.end(fresh), sorted(self.headers))
+
+    async def publish(self, *versions: int) -> None:
+        for version in versions:
+            await self.delivery.publish(version)
+        async with asyncio.timeout(SECONDS):
+            await self.delivery.drain()
+
+    async def serves(self, version: int) -> None:
+        """Every worker has the whole version, and computes with its bytes."""
+        for worker in self.workers.workers:
+            digest, live_digest, live = await worker.call("serve", version)
+            assert digest == live_digest == self.headers[version].digest
+            assert all(torch.equal(live[name], tensor) for name, tensor in weights(version).items())
+
+    async def close(self) -> None:
+        await self.delivery.close()
+        await self.ranks.close()
+        await self.workers.close()
+
+
+def held(*versions: int) -> tuple[tuple[str, int, str], ...]:
+    return tuple(("policy", version, "ring") for version in versions)
+
+
+async def with_receiver_killed(at: int) -> None:
+    site = Site({}, {"rollout-1": (1, at)})
+    try:
+        await site.start()
+        await site.publish(0, 1)
+        assert site.replaced == [("rollout-1", "WorkerDied")]
+        assert [worker.name for worker in site.workers.workers] == ["rollout-0", "rollout-1.1"]
+        for worker in site.workers.workers:
+            assert await worker.call("held", lane=DELIVERIES) == held(0, 1)
+        await site.serves(1)
+        await site.serves(0)
+        await site.publish(2)
+        await site.serves(2)
+        assert site.delivery.stats.corrupt == 0
+    finally:
+        await site.close()
+
+
+async def with_sender_killed(rank: str, at: int) -> None:
+    site = Site({rank: (1, at)}, {})
+    try:
+        await site.start()
+        await site.publish(0)
+        with pytest.raises(WorkerDied, match=f"{rank} died") as raised:
+            await site.publish(1)
+        assert isinstance(raised.value, SenderLost) and raised.value.worker == rank
+        assert site.replaced == [], "receivers are not to blame"
+        for worker in site.workers.workers:
+            assert await worker.call("held", lane=DELIVERIES) == held(0)
+        await site.serves(0)
+    finally:
+        await site.close()
+
+
+@pytest.mark.parametrize("bucket", [0, 9])
+def test_a_receiver_killed_in_a_bucket_is_replaced_and_gets_all(bucket: int) -> None:
+    asyncio.run(with_receiver_killed(bucket))
+
+
+@pytest.mark.parametrize(("rank", "bucket"), [("trainer-0", 3), ("trainer-1", 0)])
+def test_a_sender_killed_in_a_bucket_leaves_the_version_before(rank: str, bucket: int) -> None:
+    asyncio.run(with_sender_killed(rank, bucket))
