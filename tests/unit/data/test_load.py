@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from async_flowrl.config.schema import DataConfig
-from async_flowrl.data import tables
+from async_flowrl.data import parquet
 from async_flowrl.data.load import Data, load_data
 from async_flowrl.data.messages import PromptError
 from async_flowrl.data.prompts import MAX_CHARACTERS, digest, text_key
@@ -123,14 +123,14 @@ def test_a_large_parquet_file_that_is_damaged_is_what_is_named(tmp_path: Path, o
 
 def test_a_copy_has_no_name_while_it_is_written(tmp_path: Path, on_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that is killed in the middle leaves nothing behind."""
-    written, batches = list[Path](), tables._batches
+    written, batches = list[Path](), parquet._batches
 
     def watched(*given: Any) -> Iterator[Any]:
         for batch in batches(*given):
             yield batch
             written.extend(on_disk.iterdir())
 
-    monkeypatch.setattr(tables, "_batches", watched)
+    monkeypatch.setattr(parquet, "_batches", watched)
     assert len(load(some(tmp_path, "parquet"), held_out=0).train) == len(SOME)
     assert not written
 
