@@ -5,6 +5,7 @@ Datasets are memory-mapped. Parquet files are read by parquet.py.
 
 import json
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -90,6 +91,8 @@ def _table(path: Path, keep_bytes: int) -> tuple[Any, list[str]]:
             left_out = _bytes_columns(table.schema)
             return table.drop_columns(left_out), left_out
         file = open_file(path)
+        if twice := [name for name, count in Counter(file.schema_arrow.names).items() if count > 1]:
+            raise PromptError(f"{path}: several of its columns are called {twice[0]!r}; each needs a name of its own")
         left_out = _bytes_columns(file.schema_arrow)
         kept = tuple(name for name in file.schema_arrow.names if name not in left_out)
         return read_table(ParquetColumns(path, file, kept), keep_bytes), left_out

@@ -112,6 +112,17 @@ def test_a_large_file_that_changes_under_a_run_is_noticed(kind: str, tmp_path: P
         prompts[21]
 
 
+@pytest.mark.parametrize("kind", ["txt", "jsonl"])
+def test_a_line_without_end_is_refused_before_it_is_in_memory(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_disk: Path
+) -> None:
+    monkeypatch.setattr("async_flowrl.data.rows.MAX_LINE_BYTES", 2**20)
+    fits = "x" * 2**20
+    path = lines(tmp_path / f"long.{kind}", "{}", fits[1:], fits)
+    with pytest.raises(PromptError, match=rf"long\.{kind}:3: the line has more than 1 MiB$"):
+        load(path)
+
+
 def test_a_large_parquet_file_that_is_damaged_is_what_is_named(tmp_path: Path, on_disk: Path) -> None:
     path = some(tmp_path, "parquet")
     written = bytearray(path.read_bytes())

@@ -135,6 +135,16 @@ def test_what_cannot_be_decoded_in_bounded_memory_is_refused_by_name(
         load_data(DataConfig(train=str(path)), needs_target=False)
 
 
+def test_columns_that_cannot_be_told_apart_or_read_are_named(tmp_path: Path) -> None:
+    twice = pyarrow.Table.from_arrays([pyarrow.array(texts(2))] * 2, names=["prompt", "prompt"])
+    pyarrow.parquet.write_table(twice, tmp_path / "twice.parquet")
+    with pytest.raises(PromptError, match=r"twice\.parquet: several of its columns are called 'prompt'; each needs"):
+        load_data(DataConfig(train=str(tmp_path / "twice.parquet")), needs_target=False)
+    path = write(tmp_path / "bytes.parquet", {"prompt": [b"a"]})
+    with pytest.raises(PromptError, match=r"data\.prompt_key=prompt is a column of bytes"):
+        load_data(DataConfig(train=str(path)), needs_target=False)
+
+
 def test_many_small_files_are_not_all_kept_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = [write(tmp_path / f"train-{part}-of-3.parquet", {"prompt": texts(100)}) for part in range(3)]
     one = pyarrow.table({"prompt": texts(100)}).nbytes
