@@ -151,7 +151,7 @@ def _decoded(columns: ParquetColumns, group: int, count: int) -> Iterator[Any]:
     coded, schema = columns.categories, columns.schema
     plain = [name for name in columns.names if name not in coded]
     try:
-        categories = columns.file.read_row_group(group, list(coded)) if coded else None
+        categories: Any = columns.file.read_row_group(group, list(coded)) if coded else None
         start = 0
         for found, length in _plain(columns, group, plain, count):
             for name in coded:

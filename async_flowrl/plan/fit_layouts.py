@@ -43,18 +43,28 @@ def layouts(words: Sequence[str], config: Config, devices: int, staff: Staff) ->
     if devices == 1:
         yield from _one_device(words, config, staff)
         return
-    for workers in range(devices, 1, -1):
-        splits = sorted(range(1, workers), key=lambda trainer: (abs(workers - 2 * trainer), trainer))
-        fitting = [
-            trainer
-            for trainer in splits
-            if gpus_taken(with_workers(config, trainer, workers - trainer, staff)) <= devices
-        ]
-        for trainer in fitting:
-            given = _counts(config, trainer, workers - trainer, staff)
-            yield ["--config-name one_step_off", *words, *given]
-        if fitting:
-            return
+    for trainer, rollout in splits(config, devices, staff):
+        yield ["--config-name one_step_off", *words, *_counts(config, trainer, rollout, staff)]
+
+
+def splits(config: Config, devices: int, staff: Staff) -> list[tuple[int, int]]:
+    """Returns (trainer ranks, rollout workers) that fit the devices and leave no room for one more, even splits first.
+
+    Rollout brings its workers of the shared reward pool along, so if these have whole GPUs the sum is not the same in
+    every split.
+    """
+
+    def fits(trainer: int, rollout: int) -> bool:
+        return gpus_taken(with_workers(config, trainer, rollout, staff)) <= devices
+
+    fitting = {
+        (trainer, rollout)
+        for trainer in range(1, devices)
+        for rollout in range(1, devices - trainer + 1)
+        if fits(trainer, rollout)
+    }
+    largest = [(t, r) for t, r in fitting if (t + 1, r) not in fitting and (t, r + 1) not in fitting]
+    return sorted(largest, key=lambda split: (-min(split), -sum(split), split))
 
 
 def savings(config: Config) -> Iterator[str]:

@@ -105,7 +105,7 @@ def test_every_value_is_what_was_written(tmp_path: Path, monkeypatch: pytest.Mon
     expected = pyarrow.table(given).to_pylist()
     assert list(rows.scan()) == expected == [rows.row(index) for index in range(count)]
     only = write(tmp_path / "only.parquet", {"prompt": pyarrow.array(texts(20)).dictionary_encode()})
-    assert [row["prompt"] for row in TableRows(only, [only], "prompt").scan()] == texts(20)  # type: ignore[call-overload]
+    assert [row["prompt"] for row in TableRows(only, [only], "prompt").scan()] == texts(20)
 
 
 def test_the_first_page_says_how_long_a_repeated_text_can_be(tmp_path: Path) -> None:

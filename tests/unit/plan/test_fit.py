@@ -10,7 +10,7 @@ from async_flowrl.config.reward_pools import scoring_pools
 from async_flowrl.config.schema import Config
 from async_flowrl.plan import fit
 from async_flowrl.plan.fit import Hardware, Recipe, answer
-from async_flowrl.plan.fit_layouts import candidates, layouts, staffs
+from async_flowrl.plan.fit_layouts import candidates, layouts, splits, staffs
 from async_flowrl.plan.memory import Footprint
 from async_flowrl.plan.seats import gpus_by_pool, gpus_taken, reward_seats
 
@@ -104,6 +104,15 @@ def test_workers_that_a_term_takes_from_the_shared_pool_do_not_grow_with_the_dev
     many = answer(recipe, Hardware("2 nodes x 8 x 80 GB", 79, 8, 2))
     assert pools(many.words) == {"trainer": 7, "rollout": 7, "reward/judge": 1, "held_out/pick": 2}
     assert many.seats == "reward/judge 1, held_out/pick 2 x 0.5"
+
+
+def test_splits_are_even_and_leave_no_device_idle() -> None:
+    plain = Recipe("sd35_ocr").plain
+    assert splits(plain, 5, {})[:2] == [(2, 3), (3, 2)] and all(sum(split) == 5 for split in splits(plain, 5, {}))
+    seated = Recipe("sd35_ocr", ["reward.gpus_per_worker=1"]).plain
+    # Each rollout worker brings a reward worker with a GPU of its own along.
+    assert splits(seated, 8, {}) == [(4, 2), (2, 3), (6, 1)]
+    assert splits(seated, 2, {}) == []
 
 
 def test_one_device_holds_a_held_out_pool_with_a_share() -> None:
