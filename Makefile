@@ -150,4 +150,4 @@ e2e: setup
 	PYTHON=$(RUN) bash tests/e2e/run_one_step_off_tiny_qwen_image.sh
 
 clean:
-	rm -rf $(VENV) $(VLLM_OMNI_VENV) $(DOCS_VENV) build dist
+	rm -rf $(VENV) $(VLLM_OMNI_VENV) $(VLM_SERVER_VENV) $(DOCS_VENV) build dist

@@ -21,6 +21,8 @@ IN_MEMORY_BYTES = 32 * 2**20
 """Largest txt or jsonl file whose bytes are kept in memory."""
 BUFFER_BYTES = 2**20
 """Bytes that are read at a time where all rows of a file are read."""
+MAX_LINE_BYTES = 64 * 2**20
+"""Longest line that is read; a longer one would be in memory as a whole before anything could be said about it."""
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 Row = Mapping[str, Any]
@@ -51,7 +53,8 @@ class Rows(Protocol):
 class LineRows:
     """The lines of a txt or jsonl file; blank lines are skipped. In a txt file, each line is the column `key`.
 
-    A large file stays open, and everything is read from it, so that a file that replaces it changes nothing.
+    A large file stays open, and everything is read from it, so that a file that replaces it changes nothing. Raises
+    PromptError for a line of more than MAX_LINE_BYTES.
     """
 
     left_out: tuple[str, ...] = ()
@@ -67,7 +70,9 @@ class LineRows:
         self._starts, self._lengths, self._numbers = array("q"), array("I"), array("I")
         start = 0
         with self._opened() as file:
-            for number, line in enumerate(file, start=1):
+            for number, line in enumerate(iter(lambda: file.readline(MAX_LINE_BYTES + 1), b""), start=1):
+                if len(line) > MAX_LINE_BYTES:
+                    raise PromptError(f"{path}:{number}: the line has more than {MAX_LINE_BYTES / 2**20:g} MiB")
                 if not _blank(line):
                     mark = len(BYTE_ORDER_MARK) if start == 0 and line.startswith(BYTE_ORDER_MARK) else 0
                     self._starts.append(start + mark)

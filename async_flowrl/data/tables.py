@@ -1,14 +1,11 @@
 """Rows of tables: parquet files, and datasets that `save_to_disk` of the library `datasets` wrote (Arrow IPC streams).
 
-Datasets are memory-mapped. A large parquet file, whose compressed columns give no access to single rows, is copied to a
-temporary Arrow file, which is memory-mapped, too. That file has no name, so nothing is left of it, however the process
-ends.
+Datasets are memory-mapped. Parquet files are read by parquet.py.
 """
 
 import json
-import mmap
-import tempfile
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,11 +14,14 @@ import numpy as np
 
 from async_flowrl.config.messages import first_line, unknown_name
 from async_flowrl.data.messages import PromptError
+from async_flowrl.data.parquet import ParquetColumns, open_file, read_table
 
+IN_MEMORY_BYTES = 32 * 2**20
+"""Largest size of decoded parquet columns, of all files together, that is kept in memory."""
 BATCH_ROWS = 1024
 """Largest number of table rows that are Python objects at the same time during a scan."""
-IN_MEMORY_BYTES = 32 * 2**20
-"""Largest parquet file, by its uncompressed size, whose columns are kept in memory."""
+BATCH_BYTES = 4 * 2**20
+"""Largest size of rows, as they are in the table, that become Python objects at the same time, unless one is larger."""
 
 
 class TableRows:
@@ -34,7 +34,9 @@ class TableRows:
         import pyarrow
 
         self.path, self._files = path, files
-        tables = [_table(file) for file in files]
+        tables: list[tuple[Any, list[str]]] = []
+        for file in files:
+            tables.append(_table(file, IN_MEMORY_BYTES - sum(table.nbytes for table, _ in tables)))
         ends = np.cumsum([table.num_rows for table, _ in tables])
         self._starts = [0, *(int(end) for end in ends[:-1])]
         try:
@@ -61,7 +63,9 @@ class TableRows:
 
     def scan(self) -> Iterator[Mapping[str, Any] | PromptError]:
         for batch in self._table.to_batches(max_chunksize=BATCH_ROWS):
-            yield from batch.to_pylist()
+            rows = max(1, BATCH_BYTES * batch.num_rows // max(1, batch.nbytes))
+            for start in range(0, batch.num_rows, rows):
+                yield from batch.slice(start, rows).to_pylist()
 
 
 def dataset_files(folder: Path) -> list[Path]:
@@ -73,10 +77,12 @@ def dataset_files(folder: Path) -> list[Path]:
         raise PromptError(f"{folder} is not a dataset that save_to_disk wrote: {first_line(error)}") from error
 
 
-def _table(path: Path) -> tuple[Any, list[str]]:
-    """Returns a file's columns, and the names of those that hold bytes and are left out."""
+def _table(path: Path, keep_bytes: int) -> tuple[Any, list[str]]:
+    """Returns a file's columns, and the names of those that hold bytes and are left out.
+
+    Columns of a parquet file are kept in memory if they take at most `keep_bytes` decoded.
+    """
     import pyarrow
-    import pyarrow.parquet
 
     parquet = path.suffix == ".parquet"
     try:
@@ -84,54 +90,16 @@ def _table(path: Path) -> tuple[Any, list[str]]:
             table = _mapped(path)
             left_out = _bytes_columns(table.schema)
             return table.drop_columns(left_out), left_out
-        file = pyarrow.parquet.ParquetFile(path, pre_buffer=False)
+        file = open_file(path)
+        if twice := [name for name, count in Counter(file.schema_arrow.names).items() if count > 1]:
+            raise PromptError(f"{path}: several of its columns are called {twice[0]!r}; each needs a name of its own")
         left_out = _bytes_columns(file.schema_arrow)
-        kept = [name for name in file.schema_arrow.names if name not in left_out] if left_out else None
-        size = sum(file.metadata.row_group(index).total_byte_size for index in range(file.num_row_groups))
-        return (file.read(kept) if size <= IN_MEMORY_BYTES else _copied(path, file, kept)), left_out
+        kept = tuple(name for name in file.schema_arrow.names if name not in left_out)
+        return read_table(ParquetColumns(path, file, kept), keep_bytes), left_out
     except (pyarrow.ArrowException, OSError) as error:
         raise PromptError(
             f"{path} is not {'a parquet' if parquet else 'an Arrow'} file: {first_line(error)}"
         ) from error
-
-
-def _copied(path: Path, file: Any, columns: list[str] | None) -> Any:
-    """Returns `columns` (None: all) of an open parquet file, memory-mapped from a temporary Arrow file.
-
-    Raises PromptError if that file cannot be written.
-    """
-    import pyarrow
-    import pyarrow.ipc
-
-    schema = file.schema_arrow if columns is None else _chosen(file.schema_arrow, columns)
-    try:
-        with tempfile.TemporaryFile() as copy:
-            with pyarrow.ipc.new_stream(copy, schema) as writer:
-                for batch in _batches(path, file, columns):
-                    writer.write_batch(batch)
-            copy.flush()
-            pyarrow.default_memory_pool().release_unused()
-            mapped = mmap.mmap(copy.fileno(), 0, access=mmap.ACCESS_READ)
-        return pyarrow.ipc.open_stream(pyarrow.py_buffer(mapped)).read_all()
-    except OSError as error:
-        raise PromptError(
-            f"{path} is large, and a copy of it for random access cannot be written to {tempfile.gettempdir()}: "
-            f"{first_line(error)}; the variable TMPDIR names another folder"
-        ) from error
-
-
-def _batches(path: Path, file: Any, columns: list[str] | None) -> Iterator[Any]:
-    """Yields the batches of an open parquet file. Raises PromptError, which its writer does not take for its own."""
-    try:
-        yield from file.iter_batches(columns=columns)
-    except OSError as error:
-        raise PromptError(f"{path} is not a parquet file: {first_line(error)}") from error
-
-
-def _chosen(schema: Any, columns: Sequence[str]) -> Any:
-    import pyarrow
-
-    return pyarrow.schema([schema.field(name) for name in columns], metadata=schema.metadata)
 
 
 def _mapped(path: Path) -> Any:

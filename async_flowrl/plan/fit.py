@@ -1,12 +1,12 @@
-"""Command `python -m async_flowrl.plan --fit [EXPERIMENT ...]`: a table of recipes and the hardware that they fit.
+"""Command `python -m async_flowrl.plan --fit [EXPERIMENT ...] [KEY=VALUE ...]`: recipes and the hardware they fit.
 
-A recipe is an experiment of the configuration folder. Every row is a computed memory plan of the command line that it
-shows; no worker is started and no model is downloaded.
+A recipe is an experiment of the configuration folder, with the overrides that are given. Every row is a computed memory
+plan of the command line that it shows; no worker is started and no model is downloaded.
 """
 
 import argparse
 import json
-import math
+import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -16,7 +16,7 @@ from async_flowrl.config.compose import compose_config
 from async_flowrl.config.schema import FULL, Config
 from async_flowrl.config.shared import SHARED
 from async_flowrl.plan.devices import TIGHT
-from async_flowrl.plan.fit_shared import shared_layouts
+from async_flowrl.plan.fit_layouts import candidates
 from async_flowrl.plan.largest import at_largest
 from async_flowrl.plan.layout import AUTO
 from async_flowrl.plan.memory import (
@@ -29,8 +29,7 @@ from async_flowrl.plan.memory import (
     training_peak,
 )
 from async_flowrl.plan.meta_model import MetaModel, build_meta_model
-from async_flowrl.plan.seats import gpus_taken, reward_seats
-from async_flowrl.rewards.served import served_terms
+from async_flowrl.plan.seats import describe_pools, gpus_taken, reward_seats
 from async_flowrl.tickets.arithmetic import check_batching
 
 GIB = 2**30
@@ -83,13 +82,21 @@ class Answer:
     """Memory that the tightest kind of process lacks; 0 or negative if all fit."""
     lacking: str = ""
     """Name of that kind of process."""
+    seats: str = ""
+    """Workers of the reward pools and servers that have GPUs, in words; empty if there are none."""
 
 
 class Recipe:
-    """Recipe with a cache: its network is built once, and peaks of activations are counted once for each setting."""
+    """Recipe with a cache: its network is built once, and peaks of activations are counted once for each setting.
 
-    def __init__(self, experiment: str) -> None:
+    Raises ConfigError for a recipe that cannot work on any machine.
+    """
+
+    def __init__(self, experiment: str, overrides: Sequence[str] = ()) -> None:
         self.experiment = experiment
+        self.words = [f"experiment={experiment}", *overrides]
+        self.plain = compose_config("one_step_off", self.words)
+        check(self.plain)
         self._model: MetaModel | None = None
         self._training: dict[tuple[int, str], int] = {}
         self._sampling: dict[int, int] = {}
@@ -123,7 +130,7 @@ def answer(recipe: Recipe, hardware: Hardware) -> Answer:
     The answer has no words if every candidate is refused by the checks or takes more devices than the hardware has.
     """
     found: list[Answer] = []
-    for words in candidates(recipe.experiment, hardware):
+    for words in candidates(recipe.words, recipe.plain, hardware.devices):
         try:
             config = compose_config(words[0].removeprefix("--config-name "), words[1:])
             check(config)
@@ -156,6 +163,7 @@ def judged(recipe: Recipe, hardware: Hardware, words: Sequence[str], config: Con
         config.placement == "colocated",
         missing / GIB,
         lacking,
+        describe_pools(config, without=("trainer", "rollout", "trainer and rollout", "shared")),
     )
 
 
@@ -177,55 +185,6 @@ def shortages(config: Config, trainer: Footprint, rollout: Footprint, device: in
         yield seat.footprint.total - device * min(1.0, seat.gpus), seat.title
 
 
-def candidates(experiment: str, hardware: Hardware) -> Iterator[list[str]]:
-    """Yields the arguments of `async-flowrl train` to try: for each layout the plain recipe, then with more savings."""
-    plain = compose_config("one_step_off", [f"experiment={experiment}"])
-    seated = plain.reward.gpus_per_worker
-    servers = sum(serve.gpus * serve.replicas for _, serve in served_terms(plain))
-    for layout in layouts(experiment, plain, hardware.devices - math.ceil(servers), seated):
-        saved: list[str] = []
-        yield layout
-        for saving in savings(plain):
-            saved.append(saving)
-            yield [*layout, *saved]
-
-
-def layouts(experiment: str, config: Config, devices: int, seated: float) -> Iterator[list[str]]:
-    """Yields the arguments for each split of `devices` into rollout and trainer ones, even splits first, then shared.
-
-    A single device has one process that samples and trains, or both pools, and the reward worker if it has GPUs
-    (`seated`, its share of one).
-    """
-    if devices == 1:
-        yield from shared_layouts(experiment, 1, 1, seated)
-        colocated = ["--config-name sync", f"experiment={experiment}", "placement=colocated"]
-        colocated += ["rollout.num_workers=1", "trainer.num_workers=1", "reward.num_workers=1"]
-        left = [f"{pool}.gpus_per_worker={1 - seated:g}" for pool in ("trainer", "rollout")] if seated else []
-        yield [*colocated, *left]
-        return
-    for trainer in sorted(range(1, devices), key=lambda count: (abs(devices - 2 * count), count)):
-        rollout = devices - trainer
-        words = ["--config-name one_step_off", f"experiment={experiment}"]
-        given = {
-            "rollout.num_workers": (rollout, config.rollout.num_workers),
-            "trainer.num_workers": (trainer, config.trainer.num_workers),
-            "reward.num_workers": (rollout, config.reward.num_workers),
-        }
-        yield [*words, *(f"{key}={value}" for key, (value, usual) in given.items() if value != usual)]
-    yield from shared_layouts(experiment, devices, devices, seated)
-
-
-def savings(config: Config) -> Iterator[str]:
-    """Yields settings that reduce memory, in the order in which they are added."""
-    yield "rollout.text_encoder=cached"
-    yield "rollout.batch_size=1"
-    if config.trainer.gradient_checkpointing != "full":
-        yield "trainer.gradient_checkpointing=full"
-    yield "trainer.micro_batch_size=1"
-    yield "trainer.shard=full"
-    yield "trainer.cpu_offload=true"
-
-
 def markdown(answers: Sequence[Answer]) -> str:
     """Returns the answers as a Markdown table, memory in GiB."""
     lines = ["| recipe | hardware | fits | trainer rank | rollout worker | type |", "|---|---|---|---|---|---|"]
@@ -234,10 +193,16 @@ def markdown(answers: Sequence[Answer]) -> str:
             lines.append(f"| `{one.experiment}` | {one.hardware} | **no** | – | – | it takes more devices |")
             continue
         both = f"{one.trainer:.1f} | {one.rollout:.1f}"
-        typed = f"`async-flowrl train {' '.join(one.words)}`"
-        typed = typed if one.fits else f"at the least {one.missing:.1f} GiB are missing: {one.lacking}"
+        typed = typed_words(one) if one.fits else f"at the least {one.missing:.1f} GiB are missing: {one.lacking}"
         lines.append(f"| `{one.experiment}` | {one.hardware} | {'yes' if one.fits else '**no**'} | {both} | {typed} |")
     return "\n".join(lines) + "\n"
+
+
+def typed_words(one: Answer) -> str:
+    """Returns the command line of a row as a shell reads it, and in brackets the seats of reward pools and servers."""
+    config_name, *overrides = one.words
+    command = f"`async-flowrl train {config_name} {shlex.join(overrides)}`"
+    return f"{command} ({one.seats})" if one.seats else command
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -246,10 +211,13 @@ def main(arguments: Sequence[str]) -> int:
         prog="python -m async_flowrl.plan --fit", description="Which recipes fit which hardware, and what to type."
     )
     parser.add_argument("--json", action="store_true", help="print the answers as JSON")
-    parser.add_argument("experiments", nargs="*", metavar="EXPERIMENT", help=f"default: {' '.join(RECIPES)}")
+    parser.add_argument("words", nargs="*", metavar="EXPERIMENT", help=f"default: {' '.join(RECIPES)}")
+    parser.epilog = "Words with = are overrides of all recipes, such as evaluate.reward.terms.judge.workers=2."
     given = parser.parse_args(arguments)
+    experiments = [word for word in given.words if "=" not in word]
+    overrides = [word for word in given.words if "=" in word]
     try:
-        recipes = [Recipe(experiment) for experiment in given.experiments or RECIPES]
+        recipes = [Recipe(experiment, overrides) for experiment in experiments or RECIPES]
         answers = [answer(recipe, hardware) for recipe in recipes for hardware in HARDWARE]
     except (ConfigError, ValueError) as error:
         sys.stderr.write(f"plan: {error}\n")

@@ -1,7 +1,7 @@
 """GPUs that a configuration takes, and the device memory of reward workers as far as the rewards declare it."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from async_flowrl.config.reward_pools import held_out_by_pool, scoring_pools
@@ -103,6 +103,14 @@ def gpus_taken(config: Config) -> float:
 
 def describe_gpus(config: Config) -> str:
     """Returns one clause: how many devices the run takes, and how many workers each pool has."""
-    taken, shares = gpus_taken(config), gpus_by_pool(config)
-    pools = [f"{pool} {len(each)}" + ("" if each[0] == 1 else f" x {each[0]:g}") for pool, each in shares.items()]
-    return f"the run takes {taken:g} device{'' if taken == 1 else 's'}: {', '.join(pools) or 'all of it runs on CPUs'}"
+    taken = gpus_taken(config)
+    pools = describe_pools(config) or "all of it runs on CPUs"
+    return f"the run takes {taken:g} device{'' if taken == 1 else 's'}: {pools}"
+
+
+def describe_pools(config: Config, without: Collection[str] = ()) -> str:
+    """Returns the pools that have GPUs, and how many workers; those named in `without` are left out."""
+    shares = {pool: each for pool, each in gpus_by_pool(config).items() if pool not in without}
+    return ", ".join(
+        f"{pool} {len(each)}" + ("" if each[0] == 1 else f" x {each[0]:g}") for pool, each in shares.items()
+    )

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from PIL import Image
 
 from async_flowrl.rewards.device import check_model_options, choose_device
-from async_flowrl.rewards.weights import check_path, loading
+from async_flowrl.rewards.weights import FailedLoad, check_path, loading
 from async_flowrl.types import ByteArray
 
 if TYPE_CHECKING:
@@ -71,6 +71,7 @@ class Clip:
     processor_revision: str | None = None
     """Commit of `processor` on the hub if that is not `model`; None means the newest."""
     _loaded: Loaded | None = field(default=None, init=False)
+    _failed: FailedLoad = field(default_factory=FailedLoad, init=False)
 
     def __post_init__(self) -> None:
         check_model_options(self.reward, device=self.device, batch_size=self.batch_size)
@@ -102,11 +103,14 @@ class Clip:
             return [float(x) for batch in self.image_embeddings(images) for x in (batch @ prompt).double().cpu()]
 
     def load(self) -> Loaded:
-        """Returns the model, loaded in the first call. Raises ValueError if files or the wanted GPU are missing."""
+        """Returns the model, loaded in the first call.
+
+        Raises ValueError if files or the wanted GPU are missing; for a while after that also without looking again.
+        """
         if self._loaded is None:
             from async_flowrl.policies.loading import ONE_AT_A_TIME
 
-            with ONE_AT_A_TIME:
+            with ONE_AT_A_TIME, self._failed:
                 self._loaded = self._load()
         return self._loaded
 

@@ -1,13 +1,18 @@
 """Access to the weights of rewards: checks of packages, paths and revisions, and reading of files."""
 
 import importlib.util
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
+
+LOAD_AGAIN_SECONDS = 300.0
+"""Seconds after a failure to load weights before the same reward tries to load them again."""
 
 
 def check_package(reward: str, package: str, extra: str) -> None:
@@ -58,6 +63,27 @@ def loading(reward: str, place: str) -> Iterator[None]:
             f"the weights of the {reward} reward cannot be loaded from {place}: {lines[0].rstrip('.')}; they come from "
             f"{where} (to fetch them before a run: hf download {place})"
         ) from error
+
+
+@dataclass
+class FailedLoad:
+    """Remembers that weights could not be loaded: further calls fail at once, and don't wait for the hub each time.
+
+    Use it as the context of the loading, which raises ValueError if it fails, as `loading` does.
+    """
+
+    sentence: str = ""
+    """The last failure; empty if there was none."""
+    at: float = 0.0
+    """When it was, in seconds of the monotonic clock."""
+
+    def __enter__(self) -> None:
+        if self.sentence and time.monotonic() - self.at < LOAD_AGAIN_SECONDS:
+            raise ValueError(self.sentence)
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, ValueError):
+            self.sentence, self.at = str(error), time.monotonic()
 
 
 def weights_file(place: str, filename: str, revision: str | None) -> Path:

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from async_flowrl.config.schema import DataConfig
-from async_flowrl.data import tables
+from async_flowrl.data import parquet
 from async_flowrl.data.load import Data, load_data
 from async_flowrl.data.messages import PromptError
 from async_flowrl.data.prompts import MAX_CHARACTERS, digest, text_key
@@ -112,6 +112,17 @@ def test_a_large_file_that_changes_under_a_run_is_noticed(kind: str, tmp_path: P
         prompts[21]
 
 
+@pytest.mark.parametrize("kind", ["txt", "jsonl"])
+def test_a_line_without_end_is_refused_before_it_is_in_memory(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_disk: Path
+) -> None:
+    monkeypatch.setattr("async_flowrl.data.rows.MAX_LINE_BYTES", 2**20)
+    fits = "x" * 2**20
+    path = lines(tmp_path / f"long.{kind}", "{}", fits[1:], fits)
+    with pytest.raises(PromptError, match=rf"long\.{kind}:3: the line has more than 1 MiB$"):
+        load(path)
+
+
 def test_a_large_parquet_file_that_is_damaged_is_what_is_named(tmp_path: Path, on_disk: Path) -> None:
     path = some(tmp_path, "parquet")
     written = bytearray(path.read_bytes())
@@ -123,14 +134,14 @@ def test_a_large_parquet_file_that_is_damaged_is_what_is_named(tmp_path: Path, o
 
 def test_a_copy_has_no_name_while_it_is_written(tmp_path: Path, on_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that is killed in the middle leaves nothing behind."""
-    written, batches = list[Path](), tables._batches
+    written, batches = list[Path](), parquet._batches
 
     def watched(*given: Any) -> Iterator[Any]:
         for batch in batches(*given):
             yield batch
             written.extend(on_disk.iterdir())
 
-    monkeypatch.setattr(tables, "_batches", watched)
+    monkeypatch.setattr(parquet, "_batches", watched)
     assert len(load(some(tmp_path, "parquet"), held_out=0).train) == len(SOME)
     assert not written
 

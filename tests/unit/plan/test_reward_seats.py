@@ -10,11 +10,10 @@ import torch
 from async_flowrl.config.check import ConfigError
 from async_flowrl.config.compose import compose_config
 from async_flowrl.config.schema import Config, RewardTerm
-from async_flowrl.plan import fit, memory_report
+from async_flowrl.plan import memory_report
 from async_flowrl.plan.devices import ROLLOUT, Device, check_devices, refusal
-from async_flowrl.plan.fit import Hardware, Recipe, answer, layouts
 from async_flowrl.plan.footprint import Allocations, fused_attention
-from async_flowrl.plan.memory import Footprint, rollout_footprint
+from async_flowrl.plan.memory import rollout_footprint
 from async_flowrl.plan.meta_model import MetaModel
 from async_flowrl.plan.seats import describe_gpus, gpus_taken, reward_seats
 from async_flowrl.rewards.clip import VIT_H, memory_gib
@@ -145,58 +144,3 @@ def test_tensor_parallel_changes_what_a_gpu_holds_and_how_many_there_are() -> No
     one, four = (rollout_footprint(each, large_model()).parts["base weights"] for each in (config, spread))
     assert four == -(-one // 4)
     assert (gpus_taken(config), gpus_taken(spread)) == (2, 5)
-
-
-class Sized(Recipe):
-    """A recipe of given footprints, in GiB: what saves memory is only the micro-batch."""
-
-    def footprints(self, config: Config, device: int) -> tuple[Footprint, Footprint]:
-        trainer = 10 + 4 * config.trainer.micro_batch_size
-        return Footprint({"all": trainer * GIB}), Footprint({"all": 16 * GIB})
-
-
-def test_the_table_gives_the_first_command_that_fits_or_what_is_missing() -> None:
-    found = {kind.name: answer(Sized("sd35_ocr"), kind) for kind in fit.HARDWARE}
-    assert found["4 x 80 GB"].words == ("--config-name one_step_off", "experiment=sd35_ocr")
-    assert found["2 x 24 GB"].fits and found["2 x 24 GB"].words[-1] == "trainer.micro_batch_size=1"
-    assert not found["1 x 24 GB"].fits and found["1 x 24 GB"].missing > 5
-    assert "placement=colocated" in found["1 x 80 GB"].words
-    page = fit.markdown(list(found.values()))
-    assert "| `sd35_ocr` | 1 x 24 GB | **no** |" in page and "`async-flowrl train --config-name one_step_off" in page
-
-
-def test_what_is_missing_is_missing_of_a_share_of_a_device() -> None:
-    """Each kind of process has its own share, and the one that lacks most is named."""
-    clip = "+reward.terms.clip={name: clip_score, options: {batch_size: 400}}"  # 1.6 GiB of weights, 6.5 of activations
-    words = ["experiment=sd35_ocr", "trainer.micro_batch_size=1", clip]
-    kind, rollout = Hardware("1 x 24 GB", 24, 1), Footprint({"all": 16 * GIB}).total / GIB
-
-    def lacks(rollout_share: float, reward_share: float) -> tuple[float, str]:
-        shares = [f"rollout.gpus_per_worker={rollout_share}", f"reward.gpus_per_worker={reward_share}"]
-        config = compose_config("one_step_off", [*words, *shares])
-        found = fit.judged(Sized("sd35_ocr"), kind, words, config)
-        assert found.fits == (found.missing <= 0)
-        assert found.fits or f"{found.missing:.1f} GiB are missing: {found.lacking} |" in fit.markdown([found])
-        return found.missing, found.lacking
-
-    seat = reward_seats(compose_config("one_step_off", [*words, "reward.gpus_per_worker=0.1"]))[0].footprint.total / GIB
-    assert lacks(0.5, 0.1) == (pytest.approx(seat - 2.4), "worker of the pool reward")
-    assert lacks(0.5, 0.9) == (pytest.approx(rollout - 12), "rollout worker")
-    assert lacks(1.0, 0.9)[0] < 0
-
-
-def test_servers_of_a_judge_have_devices_of_their_own_in_the_table() -> None:
-    found = [answer(Sized("qwen_image_ocr_vlm"), kind) for kind in fit.HARDWARE]
-    words = {one.hardware: one.words for one in found}
-    assert words["2 x 80 GB"] == ()
-    for kind in ("4 x 80 GB", "8 x 80 GB"):
-        assert gpus_taken(compose_config("one_step_off", words[kind][1:])) <= int(kind[0])
-    assert "| `qwen_image_ocr_vlm` | 2 x 80 GB | **no** | – | – | it takes more devices |" in fit.markdown(found)
-
-
-def test_one_device_is_shared_with_the_rewards_seat() -> None:
-    (words,) = layouts("flux_pickscore", compose_config("one_step_off", ["experiment=flux_pickscore"]), 1, 0.1)
-    config = compose_config("sync", words[1:])
-    assert gpus_taken(config) == 1 and reward_seats(config)[0].gpus == 0.1
-    assert gpus_taken(compose_config("one_step_off", ["experiment=flux_pickscore"])) == 8
-    assert Hardware("2 nodes", 79, 8, 2).devices == 16

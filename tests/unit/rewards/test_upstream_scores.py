@@ -243,6 +243,22 @@ def test_weights_that_cannot_be_had_are_one_sentence(tmp_path: Path, folders: di
     assert "\n" not in str(error.value)
 
 
+def test_weights_that_could_not_be_had_are_not_looked_for_with_every_retry(
+    tmp_path: Path, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The hub's own client tries for half a minute; the retries of a group would each wait for it again."""
+    reward, said = ClipScore(str(tmp_path)), list[str]()
+    for attempt in range(2):
+        with pytest.raises(ValueError, match=r"weights of the .* reward cannot be loaded from") as error:
+            reward(inputs.images(48, 48), ANY)
+        said.append(str(error.value))
+        if attempt == 0:
+            shutil.copytree(folders["clip_score"], tmp_path, dirs_exist_ok=True)
+    assert said[0] == said[1]
+    monkeypatch.setattr("async_flowrl.rewards.weights.LOAD_AGAIN_SECONDS", 0.0)
+    assert len(reward(inputs.images(48, 48), ANY)) == len(inputs.images(48, 48))
+
+
 def test_a_missing_package_is_named_with_its_extra() -> None:
     with pytest.raises(ValueError, match=r"HPSv2 reward needs the package no_such_one.*async-flowrl\[hps\]'"):
         check_package("HPSv2", "no_such_one", "hps")

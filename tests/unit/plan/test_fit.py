@@ -1,0 +1,156 @@
+"""`python -m async_flowrl.plan --fit`: which recipes fit which hardware, and the workers of every pool it tries."""
+
+import json
+from typing import Any
+
+import pytest
+
+from async_flowrl.config.compose import compose_config
+from async_flowrl.config.reward_pools import scoring_pools
+from async_flowrl.config.schema import Config
+from async_flowrl.plan import fit
+from async_flowrl.plan.fit import Hardware, Recipe, answer
+from async_flowrl.plan.fit_layouts import candidates, layouts, splits, staffs
+from async_flowrl.plan.memory import Footprint
+from async_flowrl.plan.seats import gpus_by_pool, gpus_taken, reward_seats
+
+GIB = 2**30
+PICK = "+evaluate.reward.terms={pick: {name: pickscore, workers: 2, gpus_per_worker: 1}}"
+"""A held-out judge with two GPUs of its own."""
+
+
+class Sized(Recipe):
+    """A recipe of given footprints, in GiB: what saves memory is only the micro-batch."""
+
+    def footprints(self, config: Config, device: int) -> tuple[Footprint, Footprint]:
+        trainer = 10 + 4 * config.trainer.micro_batch_size
+        return Footprint({"all": trainer * GIB}), Footprint({"all": 16 * GIB})
+
+
+def test_the_table_gives_the_first_command_that_fits_or_what_is_missing() -> None:
+    found = {kind.name: answer(Sized("sd35_ocr"), kind) for kind in fit.HARDWARE}
+    assert found["4 x 80 GB"].words == ("--config-name one_step_off", "experiment=sd35_ocr")
+    assert found["2 x 24 GB"].fits and found["2 x 24 GB"].words[-1] == "trainer.micro_batch_size=1"
+    assert not found["1 x 24 GB"].fits and found["1 x 24 GB"].missing > 5
+    assert "placement=colocated" in found["1 x 80 GB"].words
+    page = fit.markdown(list(found.values()))
+    assert "| `sd35_ocr` | 1 x 24 GB | **no** |" in page and "`async-flowrl train --config-name one_step_off" in page
+
+
+def test_what_is_missing_is_missing_of_a_share_of_a_device() -> None:
+    """Each kind of process has its own share, and the one that lacks most is named."""
+    clip = "+reward.terms.clip={name: clip_score, options: {batch_size: 400}}"  # 1.6 GiB of weights, 6.5 of activations
+    words = ["experiment=sd35_ocr", "trainer.micro_batch_size=1", clip]
+    kind, rollout = Hardware("1 x 24 GB", 24, 1), Footprint({"all": 16 * GIB}).total / GIB
+
+    def lacks(rollout_share: float, reward_share: float) -> tuple[float, str]:
+        shares = [f"rollout.gpus_per_worker={rollout_share}", f"reward.gpus_per_worker={reward_share}"]
+        config = compose_config("one_step_off", [*words, *shares])
+        found = fit.judged(Sized("sd35_ocr"), kind, words, config)
+        assert found.fits == (found.missing <= 0)
+        assert found.fits or f"{found.missing:.1f} GiB are missing: {found.lacking} |" in fit.markdown([found])
+        return found.missing, found.lacking
+
+    seat = reward_seats(compose_config("one_step_off", [*words, "reward.gpus_per_worker=0.1"]))[0].footprint.total / GIB
+    assert lacks(0.5, 0.1) == (pytest.approx(seat - 2.4), "worker of the pool reward")
+    assert lacks(0.5, 0.9) == (pytest.approx(rollout - 12), "rollout worker")
+    assert lacks(1.0, 0.9)[0] < 0
+
+
+def test_servers_of_a_judge_have_devices_of_their_own_in_the_table() -> None:
+    found = [answer(Sized("qwen_image_ocr_vlm"), kind) for kind in fit.HARDWARE]
+    words = {one.hardware: one.words for one in found}
+    assert words["2 x 80 GB"] == ()
+    for kind in ("4 x 80 GB", "8 x 80 GB"):
+        assert gpus_taken(compose_config("one_step_off", words[kind][1:])) <= int(kind[0])
+    assert "| `qwen_image_ocr_vlm` | 2 x 80 GB | **no** | – | – | it takes more devices |" in fit.markdown(found)
+
+
+def test_one_device_is_shared_with_the_rewards_seat() -> None:
+    recipe = Recipe("flux_pickscore")
+    (words,) = layouts(recipe.words, recipe.plain, 1, {})
+    config = compose_config("sync", words[1:])
+    assert gpus_taken(config) == 1 and reward_seats(config)[0].gpus == 0.1
+    assert gpus_taken(compose_config("one_step_off", ["experiment=flux_pickscore"])) == 8
+    assert Hardware("2 nodes", 79, 8, 2).devices == 16
+
+
+def pools(words: Any) -> dict[str, int]:
+    """The workers of each pool that has GPUs, of a row of the table."""
+    config = compose_config(words[0].removeprefix("--config-name "), words[1:])
+    return {pool: len(each) for pool, each in gpus_by_pool(config).items()}
+
+
+def test_a_held_out_pool_has_its_seats_before_the_others_share_what_is_left() -> None:
+    found = {kind.name: answer(Sized("sd35_ocr", [PICK]), kind) for kind in fit.HARDWARE}
+    assert pools(found["8 x 80 GB"].words) == {"trainer": 3, "rollout": 3, "held_out/pick": 2}
+    assert pools(found["4 x 80 GB"].words) == {"trainer": 1, "rollout": 1, "held_out/pick": 2}
+    # Three devices would be one too few for both of its workers, and two are too few for any.
+    three = answer(Sized("sd35_ocr", [PICK]), Hardware("3 x 80 GB", 79, 3))
+    assert pools(three.words) == {"trainer": 1, "rollout": 1, "held_out/pick": 1}
+    assert "evaluate.reward.terms.pick.workers=1" in three.words
+    assert not found["2 x 80 GB"].words and not found["1 x 80 GB"].words
+    page = fit.markdown([found["8 x 80 GB"], found["2 x 80 GB"]])
+    assert "reward.num_workers=3` (held_out/pick 2) |" in page and "it takes more devices" in page
+    assert f"train --config-name one_step_off experiment=sd35_ocr '{PICK}' rollout" in page, "a shell can read it"
+    assert answer(Sized("sd35_ocr"), Hardware("3 x 80 GB", 79, 3)).seats == ""
+
+
+def test_workers_that_a_term_takes_from_the_shared_pool_do_not_grow_with_the_devices() -> None:
+    """Without `workers` a term's pool has as many as `reward.num_workers`, which is set to that of rollout workers."""
+    term = "+evaluate.reward.terms={pick: {name: pickscore, gpus_per_worker: 0.5}}"
+    own = "+reward.terms.judge={name: pickscore, gpus_per_worker: 1, workers: 1}"
+    recipe = Sized("sd35_ocr", ["reward.num_workers=2", term, own])
+    many = answer(recipe, Hardware("2 nodes x 8 x 80 GB", 79, 8, 2))
+    assert pools(many.words) == {"trainer": 7, "rollout": 7, "reward/judge": 1, "held_out/pick": 2}
+    assert many.seats == "reward/judge 1, held_out/pick 2 x 0.5"
+
+
+def test_splits_are_even_and_leave_no_device_idle() -> None:
+    plain = Recipe("sd35_ocr").plain
+    assert splits(plain, 5, {})[:2] == [(2, 3), (3, 2)] and all(sum(split) == 5 for split in splits(plain, 5, {}))
+    seated = Recipe("sd35_ocr", ["reward.gpus_per_worker=1"]).plain
+    # Each rollout worker brings a reward worker with a GPU of its own along.
+    assert splits(seated, 8, {}) == [(4, 2), (2, 3), (6, 1)]
+    assert splits(seated, 2, {}) == []
+
+
+def test_one_device_holds_a_held_out_pool_with_a_share() -> None:
+    recipe = Recipe("sd35_ocr", ["+evaluate.reward.terms={pick: {name: pickscore, workers: 2, gpus_per_worker: 0.1}}"])
+    plans = [words for staff in staffs(recipe.plain) for words in layouts(recipe.words, recipe.plain, 1, staff)]
+    configs = [compose_config("sync", words[1:]) for words in plans]
+    assert [(config.trainer.gpus_per_worker, gpus_taken(config)) for config in configs] == [(0.8, 1), (0.9, 1)]
+    assert [scoring_pools(config)[-1].workers for config in configs] == [2, 1]
+
+
+def test_fewer_held_out_workers_are_tried_after_everything_that_saves_memory() -> None:
+    plain = Recipe("sd35_ocr", [PICK])
+    tried = list(candidates(plain.words, plain.plain, 4))
+    few = ["evaluate.reward.terms.pick.workers=1" in words for words in tried]
+    assert few == sorted(few) and 0 < sum(few) < len(few)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["nothing"], "experiment"),
+        (["sd35_ocr", "evaluate.reward.terms.pick.workers=2"], "pick"),
+        (["sd35_ocr", PICK.replace("1}}", "1.5}}")], "gpus_per_worker above 1 must be a whole number"),
+    ],
+)
+def test_a_recipe_that_cannot_be_read_is_refused(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert fit.main(words) == 2
+    written = capsys.readouterr().err
+    assert written.startswith("plan: ") and said in written and written.count("\n") == 1
+
+
+def test_the_command_takes_overrides_of_all_recipes(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fit, "Recipe", Sized)
+    monkeypatch.setattr(fit, "HARDWARE", (Hardware("4 x 80 GB", 79, 4),))
+    assert fit.main(["--json", "sd35_ocr", PICK]) == 0
+    (row,) = json.loads(capsys.readouterr().out)
+    assert row["seats"] == "held_out/pick 2" and PICK in row["words"]
