@@ -183,7 +183,8 @@ async def ask(worker: Worker, requests: list[RolloutRequest]) -> tuple[Sequence[
 
 
 def accept(ctx: Context, worker: Worker, ticket: Ticket, report: RolloutReport, payload: object) -> bool:
-    """Checks a result at the table's door and books its spans; False for a duplicate."""
+    """Checks a result at the table's door and books its spans and swaps; False for a duplicate."""
+    ctx.swaps.add(report.swaps)
     for span in report.spans:
         book_span(ctx.observer, worker.name, span, ordinal=ticket.ordinal)
     return ctx.table.generated(ticket, version=report.version, digest=report.digest, payload=payload)

@@ -1,9 +1,12 @@
 """Toy workers that sample and train, in virtual time, under the real controller and pools of parts."""
 
 import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 from async_flowrl.config.reward_pools import scoring_pools
 from async_flowrl.config.schema import Config
@@ -61,9 +64,27 @@ class ToyBoth:
 
 
 class ToySharedWorker(ToyWorker):
-    """Computes one thing at a time, training first; faults know it by the name of the part that is called."""
+    """Computes one thing at a time, training first; faults know it by its own name, whichever part is called."""
+
+    def __init__(self, *args: Any, **more: Any) -> None:
+        super().__init__(*args, **more)
+        self.died: float | None = None
+        """When its process ended."""
+        self.stopped = False
+        """Whether the process is there and never answers again, on no lane."""
+
+    def kill(self) -> None:
+        if not self.dead.is_set():
+            self.died = self.world.observer.now()
+        super().kill()
 
     async def serve(self, method: str, args: tuple[Any, ...]) -> Any:
+        result = await self.compute(method, args)
+        if self.stopped:
+            await asyncio.Event().wait()
+        return result
+
+    async def compute(self, method: str, args: tuple[Any, ...]) -> Any:
         name, both = name_of(method, args), self.target
         if name not in (*SAMPLING, *TRAINING):
             return await super().serve(method, args)
@@ -89,6 +110,24 @@ class ToySharedPool(ToyPool):
         worker = ToySharedWorker(pool, index, None, incarnation=self.incarnations[index], world=self.world)
         worker.target = self.factory(index=index, name=worker.name)
         return worker
+
+
+@contextmanager
+def shared_toys() -> Iterator[None]:
+    """In the block, controllers of toy runs have shared pools, whose ranks add up without a process group: those that
+    meet are those whose sums are added."""
+
+    async def meet(pool: Any, timeout: float, members: Any = None, apart: bool = False) -> None:
+        targets = [worker.whole.target.trainer for worker in (members or pool.workers)]
+        for target in targets:
+            target.ranks = lambda: targets
+
+    with (
+        mock.patch("async_flowrl.controller.living.join_process_group", meet),
+        mock.patch("async_flowrl.run.launch.join_process_group", meet),
+        mock.patch("tests.support.toy_recovery.toy_groups", shared_groups),
+    ):
+        yield
 
 
 def shared_config(k: int, workers: int, **changes: Any) -> Config:
