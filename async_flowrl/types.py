@@ -163,6 +163,8 @@ class RolloutReport:
     images: int
     """Number of images."""
     spans: tuple[Span, ...]
+    swaps: int = 0
+    """1 if the worker had other weights before, and these are not simply a newer version of them; else 0."""
 
 
 @dataclass(frozen=True)

@@ -457,13 +457,16 @@ class DeadlinesConfig:
     load: float = setting(900.0, above=0, infinite=True)
     """Seconds until a new worker has its model and serves."""
     generate: float = setting(600.0, above=0, infinite=True)
-    """Seconds for the images of one ticket."""
+    """Seconds for the images of one ticket. With placement=shared without the time that it waits for training: the
+    worker is asked, and one that hangs is found within twice as long for each of its tickets."""
     score: float = setting(300.0, above=0, infinite=True)
     """Seconds for the rewards of one group."""
     publish: float = setting(120.0, above=0, infinite=True)
     """Seconds for one delivery of weights."""
     update: float = setting(1800.0, above=0, infinite=True)
-    """Seconds for one group's share of an update, for its end, or for writing a checkpoint."""
+    """Seconds for one group's share of an update, for its end, or for writing a checkpoint. With placement=shared, a
+    call to train may take 5 * deadlines.generate * rollout.tickets_per_batch longer, because it waits for the ticket
+    under way, and that may have to be found hanging first."""
     stall: float = setting(60.0, above=0, infinite=True)
     """Seconds without any change after which the controller's log says which tickets wait for what."""
 

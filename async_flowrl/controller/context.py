@@ -53,6 +53,21 @@ class Signal:
             await self._event.wait()
 
 
+class Tally:
+    """A count since it was last taken."""
+
+    def __init__(self) -> None:
+        self._count = 0
+
+    def add(self, number: int) -> None:
+        self._count += number
+
+    def take(self) -> int:
+        """Returns the count, which then begins at 0 again."""
+        count, self._count = self._count, 0
+        return count
+
+
 class Observer(Protocol):
     """Recorder to which the controller reports events and states. No decision of a run depends on it."""
 
@@ -221,6 +236,8 @@ class Context:
     """The rollout workers that have joined the pool during the run and get no tickets: not yet, or not at all."""
     training: set[int] = field(default_factory=set)
     """Indices of the rollout workers whose process trains now (`placement=shared`)."""
+    swaps: Tally = field(default_factory=Tally)
+    """How often rollout workers exchanged their weights for an average, for an older version, or back (types.py)."""
     work: Signal = field(default_factory=Signal)
     """Notified when a rollout worker may get a ticket: tickets were issued or returned, or versions acknowledged."""
     ready: Signal = field(default_factory=Signal)

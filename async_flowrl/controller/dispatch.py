@@ -200,10 +200,11 @@ async def ask(worker: Worker, requests: list[RolloutRequest]) -> tuple[Sequence[
 
 
 def accept(ctx: Context, worker: Worker, ticket: Ticket, report: RolloutReport, payload: object) -> bool:
-    """Records the spans of a result and gives it to the table. Returns False for a duplicate.
+    """Records the spans and swaps of a result and gives it to the table. Returns False for a duplicate.
 
     Raises Refused if the images were made by other weights than the ticket's.
     """
+    ctx.swaps.add(report.swaps)
     for span in report.spans:
         book_span(ctx.observer, worker.name, span, ordinal=ticket.ordinal)
     return ctx.table.generated(ticket, version=report.version, digest=report.digest, payload=payload)

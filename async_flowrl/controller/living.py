@@ -56,10 +56,13 @@ class Attempt(Protocol):
 async def dead_among(workers: Sequence[Worker]) -> list[Worker]:
     """Returns those of the workers whose death shows within DEATH_DETECTION_SECONDS; returns as soon as one has."""
     watches = {asyncio.create_task(worker.watch()): worker for worker in workers}
-    done, pending = await asyncio.wait(watches, timeout=DEATH_DETECTION_SECONDS, return_when=asyncio.FIRST_COMPLETED)
-    for task in pending:
-        task.cancel()
-    return [watches[task] for task in done if isinstance(task.exception(), WorkerDied)]
+    try:
+        done, _ = await asyncio.wait(watches, timeout=DEATH_DETECTION_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+        return [watches[task] for task in done if isinstance(task.exception(), WorkerDied)]
+    finally:
+        for task in watches:
+            task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # nobody else asks for it
+            task.cancel()
 
 
 def group_timeout(config: Config) -> float:

@@ -44,8 +44,7 @@ def occupy(ctx: Context, ranks: Iterable[int], *, trains: bool) -> None:
 
 @asynccontextmanager
 async def ticket_deadline(config: Config, worker: Worker, tickets: int, what: str) -> AsyncIterator[None]:
-    """Raises DeadlineExceeded if the worker's tickets take too long; what is trained before them counts only where it
-    takes longer than all of a step may."""
+    """Raises DeadlineExceeded if the worker's tickets take too long, without what is trained before them."""
     async with deadline(generate_seconds(config, tickets), what):
         if config.placement != SHARED:
             yield
@@ -65,9 +64,15 @@ async def _hung(worker: Worker, seconds: float, what: str) -> None:
 
 
 def generate_seconds(config: Config, tickets: int) -> float:
-    """That a worker may take for so many tickets; of a worker that trains, too, all of a step may come between."""
+    """That a worker may take for so many tickets.
+
+    Of a worker that trains, too, a step may come between, and one more call to train, which hangs: that call's own
+    deadline is to come first, so that it is named and not the ticket that waits for it.
+    """
     alone = config.deadlines.generate * tickets
-    return alone + config.deadlines.update * (config.prompts_per_step + 1) if config.placement == SHARED else alone
+    if config.placement != SHARED:
+        return alone
+    return alone + 2 * update_seconds(config, config.prompts_per_step + 1)
 
 
 def update_seconds(config: Config, calls: int) -> float:

@@ -9,6 +9,7 @@ import logging
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
@@ -38,8 +39,8 @@ from async_flowrl.types import (
     Span,
     Trajectory,
 )
+from checkpoint_engine import CANARY_VERSION, RING, Activation, Receiver, ShardReceiver
 from checkpoint_engine import EVALUATION as EVALUATION_SLOT
-from checkpoint_engine import RING, Activation, Receiver, ShardReceiver
 from checkpoint_engine.ends import ReceivingEnd
 from separation.numa import bind
 
@@ -113,12 +114,12 @@ class RolloutWorker:
         Raises the receiver's error if this worker does not hold the request's version.
         """
         began = time.time()
-        digest = self._activate(request)
+        digest, swaps = self._activate(request)
         activated = time.time()
         with self._profiled(request):
             rollout = self.engine.generate(request)
         spans = (Span("activate", began, activated), *rollout.spans, *self._delay(request, time.time() - began))
-        report = RolloutReport(request.ordinal, request.version, digest, len(request.images), spans)
+        report = RolloutReport(request.ordinal, request.version, digest, len(request.images), spans, swaps)
         return report, rollout.images, rollout.trajectory
 
     def generate_together(self, requests: Sequence[RolloutRequest]) -> tuple[Any, ...]:
@@ -127,7 +128,7 @@ class RolloutWorker:
         The first report has the spans of all tickets. Raises as `generate`.
         """
         began = time.time()
-        first, digest = requests[0], self._activate(requests[0])
+        first, (digest, swaps) = requests[0], self._activate(requests[0])
         activated = time.time()
         with self._profiled(first):
             rollouts = cast("BatchEngine", self.engine).generate_together(requests)
@@ -137,17 +138,23 @@ class RolloutWorker:
             RolloutReport(request.ordinal, request.version, digest, len(request.images), () if index else spans)
             for index, request in enumerate(requests)
         ]
+        reports[0] = replace(reports[0], swaps=swaps)
         payloads = [part for rollout in rollouts for part in (rollout.images, rollout.trajectory)]
         return reports, *payloads
 
-    def _activate(self, request: RolloutRequest) -> str:
-        """Activates the request's version and returns its digest. Evaluations use the EMA, if there is one, or the
-        version in the evaluation slot."""
+    def _activate(self, request: RolloutRequest) -> tuple[str, int]:
+        """Activates the request's version; returns its digest, and 1 for a swap (see `RolloutReport.swaps`), else 0.
+
+        Evaluations use the EMA, if there is one, or the version in the evaluation slot.
+        """
+        before = self.receiver.active
         if request.kind != EVALUATION:
-            return self._adopt(POLICY, request.version)
-        if self.config.trainer.ema_decay is not None:
-            return self._adopt(EMA, request.version)
-        return self._adopt(POLICY, request.version, slot=EVALUATION_SLOT)
+            digest = self._adopt(POLICY, request.version)
+        elif self.config.trainer.ema_decay is not None:
+            digest = self._adopt(EMA, request.version)
+        else:
+            digest = self._adopt(POLICY, request.version, slot=EVALUATION_SLOT)
+        return digest, is_swap(before, self.receiver.active)
 
     def _adopt(self, stream: str, version: int, slot: str = RING) -> str:
         digest = self.receiver.activate(stream, version, slot=slot)
@@ -172,6 +179,13 @@ class RolloutWorker:
         slowed = time.time()
         debug_delay(delays, "generate", self.config.seed, self.name, request.ordinal)
         return (Span("slow", began, slowed),) if slow else ()
+
+
+def is_swap(before: Activation | None, now: Activation | None) -> int:
+    """1 where the weights are neither the same as before nor a newer version of the same stream, else 0."""
+    if before is None or now is None or before.digest == now.digest or before.version == CANARY_VERSION:
+        return 0
+    return int(before.stream != now.stream or before.version > now.version)
 
 
 def device() -> str:

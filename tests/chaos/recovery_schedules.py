@@ -252,18 +252,22 @@ def outcome(seed: int) -> Ended:
 
 
 def check(root: Path, schedule: RecoverySchedule) -> None:
+    """What `check_left` says, and that only as many checkpoints are left as are asked for."""
+    check_left(root, schedule.config, undisturbed(schedule.config.max_staleness))
+    torn = any(fault == "torn" for _, fault in schedule.hits)
+    assert len(written(root / "checkpoints")) <= schedule.config.save.keep + torn
+
+
+def check_left(root: Path, config: Config, expected: Left) -> None:
     """The same weights, logged rewards and tickets, each once; evaluations, as far as their weights are there."""
-    expected = undisturbed(schedule.config.max_staleness)
     assert [row for row in verify(root) if not row[1]] == []
     assert summary(root)["weights_digest"] == expected.digest
     assert logged(root) == expected.lines
     evaluated = evaluations(root)
     assert evaluated == {version: expected.evaluations[version] for version in evaluated}
-    due = {version for version in range(STEPS + 1) if evaluation_due(schedule.config, version)}
-    gone = {v for v in due for back in rollbacks(root) if v < back - schedule.config.max_staleness}
+    due = {version for version in range(STEPS + 1) if evaluation_due(config, version)}
+    gone = {v for v in due for back in rollbacks(root) if v < back - config.max_staleness}
     assert due - gone <= set(evaluated) <= due, f"evaluated {sorted(evaluated)}, due were {sorted(due)}"
-    torn = any(fault == "torn" for _, fault in schedule.hits)
-    assert len(written(root / "checkpoints")) <= schedule.config.save.keep + torn
 
 
 def report(ended: list[Ended]) -> str:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from async_flowrl.observability.intervals import intersect, length, union
+from tests.integration import stuck_color
 from tests.integration.runs import DELAYS, Run, finish, start, train, train_here_on_ray, wait_until
 
 SHARED = "placement=shared"
@@ -43,6 +44,20 @@ def test_the_weights_of_separate_pools(tmp_path: Path, case: str) -> None:
     assert shared.column("staleness/max") == separate.column("staleness/max")
     evaluated = [[line.get("evaluation/reward/mean") for line in run.metrics] for run in (separate, shared)]
     assert evaluated[0] == evaluated[1]
+    swaps = [run.column("pool/rollout/swaps") for run in (separate, shared)]
+    assert [sum(each) > 0 for each in swaps] == ["ema" in case] * 2, "only what is evaluated is swapped in, and out"
+
+
+@pytest.mark.slow
+def test_one_process_goes_on_while_a_reward_is_stuck_and_evaluations_are_due(tmp_path: Path) -> None:
+    stuck_color.calls.clear()
+    name = "tests.integration.stuck_color:StuckColor"
+    terms = ("~reward.terms.color", f"+reward.terms={{stuck: {{name: '{name}'}}}}")
+    given = ("evaluate.every=1", "evaluate.before_training=true")
+    run = train(tmp_path / "stuck", "one_step_off", SHARED, *given, *terms, "deadlines.score=3", "reward.retries=3")
+    assert len(stuck_color.calls) > max(stuck_color.STUCK)
+    assert [event["kind"] for event in run.events if event["event"] == "fault"] == ["DeadlineExceeded"] * 2
+    assert run.digests == train(tmp_path / "calm", "one_step_off", *given).digests
 
 
 @pytest.mark.slow

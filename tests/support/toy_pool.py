@@ -19,6 +19,8 @@ from tests.support.toy_models import Torn
 
 SLOW_FACTOR = 100.0
 """Factor on the duration of a call with the fault "slow"."""
+DELAY_SECONDS = 5.0
+"""What the fault "delay" adds to a call, less than any deadline of `toy_config`."""
 REBUILD_SECONDS = 2.0
 """Virtual seconds until a replacement is built; its loading comes after that."""
 
@@ -58,7 +60,7 @@ Fault = Callable[[str, str, int], str | None]
 """A function (worker, method, call number from 1) → the call's fault, or None.
 
 The method of an evaluation ticket is "generate/evaluation", that of a call that ends an optimizer step "train_last".
-Faults are kill, hang, raise and slow; for `receive` also corrupt and truncate; for `generate` lose-images and
+Faults are kill, hang, raise, slow and delay; for `receive` also corrupt and truncate; for `generate` lose-images and
 lose-trajectory; for `score` nan and count; for `save` torn (death while writing) and full (no space left).
 """
 
@@ -181,7 +183,8 @@ class ToyWorker(VirtualWorker):
         if fault is not None:
             self.world.observer.event("injected", worker=self.name, method=called, fault=fault)
         seconds = self.world.timing.duration(self.name, name, number, args)
-        await asyncio.sleep(seconds * (SLOW_FACTOR if fault == "slow" else 0.5 if fault == "kill" else 1.0))
+        factor = SLOW_FACTOR if fault == "slow" else 0.5 if fault == "kill" else 1.0
+        await asyncio.sleep(seconds * factor + (DELAY_SECONDS if fault == "delay" else 0.0))
         if fault == "kill":
             self.kill()
         if fault in ("kill", "hang"):

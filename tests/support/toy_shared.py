@@ -4,9 +4,12 @@ The pool is divided into its two parts by the real code (separation/shared.py).
 """
 
 import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 from async_flowrl.config.reward_pools import scoring_pools
 from async_flowrl.config.schema import Config
@@ -67,7 +70,25 @@ class ToyBoth:
 class ToySharedWorker(ToyWorker):
     """A worker that makes one call at a time, calls of training first. Faults name it by the part that is called."""
 
+    def __init__(self, *args: Any, **more: Any) -> None:
+        super().__init__(*args, **more)
+        self.died: float | None = None
+        """When its process ended."""
+        self.stopped = False
+        """Whether the process is there and never answers again, on no lane."""
+
+    def kill(self) -> None:
+        if not self.dead.is_set():
+            self.died = self.world.observer.now()
+        super().kill()
+
     async def serve(self, method: str, args: tuple[Any, ...]) -> Any:
+        result = await self.compute(method, args)
+        if self.stopped:
+            await asyncio.Event().wait()
+        return result
+
+    async def compute(self, method: str, args: tuple[Any, ...]) -> Any:
         name, both = name_of(method, args), self.target
         if name not in (*SAMPLING, *TRAINING):
             return await super().serve(method, args)
@@ -93,6 +114,24 @@ class ToySharedPool(ToyPool):
         worker = ToySharedWorker(pool, index, None, incarnation=self.incarnations[index], world=self.world)
         worker.target = self.factory(index=index, name=worker.name)
         return worker
+
+
+@contextmanager
+def shared_toys() -> Iterator[None]:
+    """In the block, controllers of toy runs have shared pools, whose ranks add up without a process group: those that
+    meet are those whose sums are added."""
+
+    async def meet(pool: Any, timeout: float, members: Any = None, apart: bool = False) -> None:
+        targets = [worker.whole.target.trainer for worker in (members or pool.workers)]
+        for target in targets:
+            target.ranks = lambda: targets
+
+    with (
+        mock.patch("async_flowrl.controller.living.join_process_group", meet),
+        mock.patch("async_flowrl.run.launch.join_process_group", meet),
+        mock.patch("tests.support.toy_recovery.toy_groups", shared_groups),
+    ):
+        yield
 
 
 def shared_config(k: int, workers: int, **changes: Any) -> Config:

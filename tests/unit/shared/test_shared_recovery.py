@@ -2,30 +2,19 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
-from unittest import mock
 
 import pytest
 
 from tests.support.toy_pool import Fault, ListObserver, Timing, World, once
 from tests.support.toy_recovery import events, logged, rollbacks, run_controller, summary
-from tests.support.toy_shared import shared_config, shared_groups
+from tests.support.toy_shared import shared_config, shared_toys
 
 SHAKEN = Timing(seed=3, spread=0.8, update=0.3)
 
 
 @pytest.fixture(autouse=True)
 def _toys() -> Iterator[None]:
-    async def meet(pool: Any, timeout: float, members: Any = None, apart: bool = False) -> None:
-        targets = [worker.whole.target.trainer for worker in (members or pool.workers)]
-        for target in targets:
-            target.ranks = lambda: targets
-
-    with (
-        mock.patch("async_flowrl.controller.living.join_process_group", meet),
-        mock.patch("async_flowrl.run.launch.join_process_group", meet),
-        mock.patch("tests.support.toy_recovery.toy_groups", shared_groups),
-    ):
+    with shared_toys():
         yield
 
 

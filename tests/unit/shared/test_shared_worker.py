@@ -1,8 +1,10 @@
 """A process that samples and trains: one base in memory, the model of two processes, versions of its own."""
 
+import threading
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -30,6 +32,16 @@ def worker(config: Config, *, first: str = "rollout") -> SharedWorker:
     for side in (first, "trainer" if first == "rollout" else "rollout"):
         getattr(one, side).load()
     return one
+
+
+class Sampling(rig.Sampler):
+    """Makes groups with the network that a worker samples with."""
+
+    def __init__(self, config: Config, one: SharedWorker) -> None:
+        self.config, self.engine = config, one.rollout.engine  # type: ignore[assignment]
+
+    def latents(self) -> Any:
+        return np.stack([self.group(0, group)[1][0].latents for group in range(self.config.prompts_per_step)])
 
 
 @pytest.fixture(scope="module", params=["rollout", "trainer"])
@@ -61,6 +73,54 @@ def test_it_is_the_same_model_as_in_two_processes(loaded: SharedWorker) -> None:
     assert weights_digest(base_tensors(loaded.trainer.policy.transformer)) == weights_digest(
         base_tensors(trainer.policy.transformer)
     )
+
+
+def test_it_samples_while_it_loads_what_trains(loaded: SharedWorker) -> None:
+    """A newcomer does. Neither takes a turn for that: what either computes has the same bits as alone."""
+    one = SharedWorker(loaded.trainer.config, loaded.trainer.model, 0, "shared-0")
+    one.rollout.load()
+    sampler = Sampling(loaded.trainer.config, one)
+    calm, made, ended = sampler.latents(), list[Any](), threading.Event()
+
+    def sample() -> None:
+        while not ended.is_set():
+            made.append(sampler.latents())
+
+    beside = threading.Thread(target=sample, daemon=True)
+    beside.start()
+    try:
+        for _ in range(3):
+            one.trainer.load()
+    finally:
+        ended.set()
+        beside.join(60.0)
+    assert made and all(np.array_equal(calm, latents) for latents in made)
+    assert one.trainer.weights_digest() == loaded.trainer.weights_digest()
+
+
+def test_a_newcomer_takes_over_all_that_a_peer_is() -> None:
+    """Weights, moments, both averages, the exponent of the sums, and the ring, which it samples with itself."""
+    config = shared_config(max_staleness=2)
+    config.trainer.ema_decay, config.algorithm.old_policy_decay = 0.9, "slow"
+    config.algorithm.name, config.algorithm.sde_type = "diffusion_nft", "ode"
+    peer, newcomer = worker(config), worker(config)
+    sampler = rig.Sampler(config)
+    sampler.load(peer.trainer.tensors())
+    handed = [sampler.group(0, group) for group in range(config.prompts_per_step)]
+    peer.trainer.update.exponent += 3
+    rig.update(peer.trainer, 0, handed)
+    for version in (1, 2):
+        peer.trainer.versions.retain(version)
+    digest, state = peer.trainer.state()
+    assert {"weights", "optimizer", "ema", "sampling", "retained"} <= state.checkpoint.tensors.keys()
+    newcomer.trainer.take_over(digest, state)
+    assert newcomer.trainer.state()[0] == digest
+    assert newcomer.trainer.update.exponent == peer.trainer.update.exponent
+    for version in peer.trainer.versions.retained:
+        peer.trainer.sender.stage(version)
+        header = peer.trainer.sender.policy.seal(version)
+        ack = newcomer.rollout.keep_own(header)
+        assert ack is not None and ack.digest == header.digest
 
 
 def test_whole_weights_that_are_trained_are_not_sampled_with() -> None:
