@@ -31,7 +31,7 @@ def by_placement(plan: MemoryPlan, config: Config, device_gib: float) -> list[Pl
     device = round(device_gib * GIB)
     return [
         Placed(name, {title: one.total for title, (one, _) in found.items()}, _fit(found, device))
-        for name, found in _processes(plan, config, device)
+        for name, found in _processes(plan, config)
     ]
 
 
@@ -39,16 +39,14 @@ def _fit(processes: dict[str, tuple[Footprint, float]], device: int) -> bool:
     return all(one.total <= round(device * (min(1.0, share) or 1.0)) for one, share in processes.values())
 
 
-def _processes(
-    plan: MemoryPlan, config: Config, device: int
-) -> Iterator[tuple[str, dict[str, tuple[Footprint, float]]]]:
+def _processes(plan: MemoryPlan, config: Config) -> Iterator[tuple[str, dict[str, tuple[Footprint, float]]]]:
     """Yields placement → kind of process → (memory, GPUs)."""
     trainer, rollout = config.trainer.gpus_per_worker, config.rollout.gpus_per_worker
     yield SEPARATE, {"trainer rank": (plan.trainer, trainer), "rollout worker": (plan.rollout, rollout)}
     if config.rollout.engine != "diffusers":
         return
     whole = replace(config, placement=SHARED, trainer=replace(config.trainer, shard="none", cpu_offload=False))
-    rank = trainer_footprint(whole, plan.model, device, plan.peaks.training)
+    rank = trainer_footprint(whole, plan.model, plan.peaks.training)
     yield SHARED, {"process with one base": (in_one(rank, plan.rollout, full=plan.model.full), max(trainer, rollout))}
     yield COLOCATED, {"two processes": (beside(plan.trainer, plan.rollout), max(trainer, rollout))}
 
