@@ -1,4 +1,4 @@
-"""Compares all algorithms on the same words with the same tuning budget: trains what is missing, then writes the page.
+"""Comparison of all algorithms on the same words with the same tuning budget: trains what is missing, writes the page.
 
 python -m examples.glyphs.league                                  # every run without a result
 python -m examples.glyphs.league --algorithms glyphs flow_grpo    # these algorithms only
@@ -26,7 +26,7 @@ from examples.glyphs.league_page import draw, page
 from examples.glyphs.league_results import League, best_rate, load_league, named
 from examples.glyphs.words import TEST
 
-RATES = (5e-4, 1.5e-3, 4e-3)
+RATES = (5e-4, 1.5e-3, 4e-3, 1e-2)
 """Learning rates that every algorithm is tuned over; each falls linearly to zero during a run."""
 TUNING_SEED, SEEDS, PACE_SEED = 0, (11, 12, 13), 11
 PACE_STEPS = 12
