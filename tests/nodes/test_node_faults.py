@@ -170,4 +170,6 @@ def test_without_the_head_the_run_ends_with_a_sentence(ray_nodes: Make) -> None:
     run.after_step(3)
     nodes.head.power_off()
     printed = run.finish(1, seconds=HEADLESS)
-    assert "async_flowrl: the run failed: " in printed and "head" in printed.splitlines()[-1]
+    # On a busy machine Ray's own line about the lost head comes after it.
+    (said,) = (line for line in printed.splitlines() if line.startswith("async_flowrl: the run failed: "))
+    assert "HeadLost: Ray's head node" in said
