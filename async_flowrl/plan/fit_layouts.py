@@ -39,17 +39,20 @@ def layouts(words: Sequence[str], config: Config, devices: int, staff: Staff) ->
     """Yields the arguments for each split of the devices into rollout and trainer workers, even splits first.
 
     The reward pools of `staff` and the servers have their seats first; trainer and rollout take all that is left. After
-    the splits comes `placement=shared` on all of them. A single device is shared by all pools.
+    the splits comes `placement=shared` on all of them, on a single one only where the pools of `staff` cannot be
+    smaller; a recipe that has this placement itself has no split. A single device is shared by all pools.
     """
     if devices == 1:
         yield from _one_device(words, config, staff)
         return
-    for trainer, rollout in splits(config, devices, staff):
-        yield ["--config-name one_step_off", *words, *_counts(config, trainer, rollout, staff)]
+    if config.placement != ONE_POOL:
+        for trainer, rollout in splits(config, devices, staff):
+            yield ["--config-name one_step_off", *words, *_counts(config, trainer, rollout, staff)]
     together = replace(config, placement=ONE_POOL)
-    for each in range(devices, 1, -1):
+    fewest = 1 if config.placement == ONE_POOL or max(staff.values(), default=1) == 1 else 2
+    for each in range(devices, fewest - 1, -1):
         if gpus_taken(with_workers(together, each, each, staff)) <= devices:
-            yield _shared(words, [*_numbers(each), *_staff(config, each, staff)])
+            yield _shared(words, config, _counts(config, each, each, staff))
             return
 
 
@@ -114,12 +117,13 @@ def _one_device(words: Sequence[str], config: Config, staff: Staff) -> Iterator[
         return
     given = [*_numbers(1), *_staff(config, 1, staff)]
     given += [f"{pool}.gpus_per_worker={1 - seated:g}" for pool in ("trainer", "rollout")] if seated else []
-    yield _shared(words, given)
+    yield _shared(words, config, given)
     yield ["--config-name sync", words[0], "placement=colocated", *words[1:], *given]
 
 
-def _shared(words: Sequence[str], given: Sequence[str]) -> list[str]:
-    return ["--config-name one_step_off", words[0], f"placement={ONE_POOL}", *words[1:], *given]
+def _shared(words: Sequence[str], config: Config, given: Sequence[str]) -> list[str]:
+    placement = [] if config.placement == ONE_POOL else [f"placement={ONE_POOL}"]
+    return ["--config-name one_step_off", words[0], *placement, *words[1:], *given]
 
 
 def _numbers(workers: int) -> list[str]:

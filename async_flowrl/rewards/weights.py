@@ -24,14 +24,18 @@ def check_package(reward: str, package: str, extra: str) -> None:
         )
 
 
+class MissingPath(ValueError):
+    """Raised for a local path that does not exist, whatever the prompt."""
+
+
 def check_path(reward: str, option: str, place: str) -> None:
-    """Raises ValueError if `place` is a local path that does not exist.
+    """Raises MissingPath if `place` is a local path that does not exist.
 
     A name of the form owner/name may be a hub repository, and is first looked up when the weights are loaded.
     """
     path = Path(place).expanduser()
     if not path.exists() and (path.is_absolute() or place.startswith((".", "~")) or place.count("/") != 1):
-        raise ValueError(
+        raise MissingPath(
             f"the {reward} reward's {option} {place!r} is no file or folder here, and no owner/name of the hub"
         )
 

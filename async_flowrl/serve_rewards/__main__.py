@@ -14,6 +14,8 @@ from async_flowrl.config.compose import DEFAULT, compose_config
 from async_flowrl.config.schema import RewardConfig
 from async_flowrl.data.prompts import quoted_target
 from async_flowrl.rewards.registry import build_reward
+from async_flowrl.rewards.weights import MissingPath
+from async_flowrl.serve_rewards.scorer import PromptRefused
 from async_flowrl.types import ByteArray, Prompt, Scores
 
 PACKAGES = ("fastapi", "uvicorn", "python_multipart")
@@ -56,8 +58,15 @@ def scorer(config: RewardConfig) -> Callable[[ByteArray, Prompt], Awaitable[Sequ
     async def score(images: ByteArray, prompt: Prompt) -> Sequence[object]:
         asked = replace(prompt, target=prompt.target or quoted_target(prompt.text))
         if reward.needs_target and not asked.target:
-            raise ValueError(f"the reward needs a target, but {prompt.text!r:.80} has none, also not in double quotes")
-        reward.check([asked])
+            raise PromptRefused(
+                f"the reward needs a target, but {prompt.text!r:.80} has none, also not in double quotes"
+            )
+        try:
+            reward.check([asked])
+        except ValueError as error:
+            if isinstance(error.__cause__, MissingPath):
+                raise
+            raise PromptRefused(str(error)) from error
         return results(await reward.score(asked, images, executor), config)
 
     return score

@@ -74,6 +74,7 @@ async def _answer(
             try:
                 body = await _body(request, settings.limits.body_bytes, share)
                 asked = Asked(await read(request, body, settings.limits), request.is_disconnected, held.pop_all())
+                del body  # what is reserved for it is given back as soon as `asked` is released
             except ContractError as error:
                 raise refused(error) from error
         return Response(write(await scorer.reply(asked)), media_type="application/json")

@@ -1,12 +1,13 @@
 """Scoring of the requests of a reward server: one at a time, in order of arrival.
 
-`app.py` reads the requests and writes the replies.
+`app.py` reads the requests and writes the replies. The contract is the format of both that http_contract.py reads and
+writes; a dialect is the format of another trainer, which http_dialects.py turns into the same requests.
 """
 
 import asyncio
 import inspect
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -24,12 +25,22 @@ from async_flowrl.types import ByteArray, Prompt
 logger = logging.getLogger(__name__)
 
 Score = Callable[[ByteArray, Prompt], Sequence[Any] | Awaitable[Sequence[Any]]]
-"""A reward: images uint8 [n, H, W, 3] of one prompt → one result per image. It is called for one group at a time."""
+"""A reward: images uint8 [n, H, W, 3] of one prompt → one result per image.
+
+It is called for one group at a time: neighbouring images of a request with the same size and prompt. It raises
+PromptRefused for a prompt that it does not score; any other exception is a failure of the reward.
+"""
 
 OWN = "async_flowrl"
-"""Name of our own contract among the dialects."""
+"""Name of the contract among the dialects."""
+NOTHING = ScoreRequest((), ())
+"""What is left of a request whose memory was given back."""
 HUNG_UP = 499
 """Status of a request whose client has hung up, as nginx logs it; nobody receives it."""
+
+
+class PromptRefused(ValueError):
+    """Raised by a reward for a prompt that it does not score; the client gets its sentence with the status 422."""
 
 
 class Refused(Exception):
@@ -48,9 +59,9 @@ def refused(error: ContractError) -> Refused:
 class Settings:
     """Settings of the application; server.py makes them from the command line.
 
-    `dialect` is served beside our own contract. `waiting` is the number of requests that may wait beside the one being
-    scored. `all_bytes` limits the bodies of all requests that arrive, wait or are scored, together. `token=None` asks
-    for no token.
+    `dialect` names what is served beside the contract; OWN means nothing else. `waiting` is the number of requests that
+    may wait beside the one being scored. `all_bytes` limits the bodies of all requests that arrive, wait or are scored,
+    together. `token=None` asks for no token.
     """
 
     token: str | None = None
@@ -62,22 +73,30 @@ class Settings:
 
 @dataclass(eq=False)
 class Asked:
-    """A request that waits for its turn or is being scored, and `held`, which is closed at its end."""
+    """A request that waits for its turn or is being scored."""
 
     request: ScoreRequest
     gone: Callable[[], Awaitable[bool]]
     """Returns True if the client has hung up."""
     held: ExitStack
+    """What the request has reserved of the server's memory (`Scorer.room`); closing it gives the bytes back."""
     cancelled: bool = False
+    """True if nobody waits for the reply any more."""
     scored: bool = False
     """True from its turn on."""
+
+    def release(self) -> None:
+        """Forgets the images and gives their bytes back; later calls do nothing."""
+        self.request = NOTHING
+        self.held.close()
 
 
 class Scorer:
     """Scores requests one at a time, in order of arrival, so a reward need not be thread-safe.
 
     A request whose client hangs up, or whose handler is cancelled, is not scored if it is still waiting. If it is being
-    scored already, the next one waits for its end: a call in a thread cannot be ended.
+    scored already, it ends after the group that is being scored, and the next one waits for that: a call in a thread
+    cannot be ended.
     """
 
     def __init__(self, score: Score, settings: Settings) -> None:
@@ -88,82 +107,139 @@ class Scorer:
         self._tasks: set[asyncio.Task[ScoreReply]] = set()
 
     async def reply(self, asked: Asked) -> ScoreReply:
-        """Scores a request.
+        """Scores a request, and releases it however that ends.
 
-        Raises Refused: 429 if too many requests wait, 400, 413 or 422 for bad input, 499 if the client hung up before
-        its turn, 500 if the reward fails.
+        Raises Refused: 429 if too many requests wait, 400 or 413 for images that are damaged or too large, 422 for a
+        prompt that the reward refuses, 499 if the client hung up before the last group, 500 if the reward fails.
         """
-        if (waiting := len(self._asked)) > self._settings.waiting:
-            asked.held.close()
-            raise Refused(429, f"{waiting} requests are waiting already; ask again later", retry_after=1)
+        try:
+            if self._full:
+                await self.forget_gone()
+            if self._full:
+                waiting = f"a request is being scored and {self._settings.waiting} are waiting already"
+                raise Refused(429, f"{waiting}; ask again later", retry_after=1)
+        except BaseException:
+            asked.release()
+            raise
         self._asked.add(asked)
         task = asyncio.create_task(self._in_turn(asked))
         self._tasks.add(task)
-        task.add_done_callback(self._ended)
+        task.add_done_callback(lambda ended: self._ended(asked, ended))
         try:
             return await asyncio.shield(task)
         except asyncio.CancelledError:
-            asked.cancelled = True
+            self._forget(asked)
             raise
 
     async def forget_gone(self) -> None:
         """Frees the places and the memory of waiting requests whose clients have hung up; others can have them."""
         for asked in list(self._asked):
-            if (asked.cancelled or await asked.gone()) and not asked.scored:
-                asked.cancelled = True
-                asked.held.close()
-                self._asked.discard(asked)
+            if await asked.gone():
+                self._forget(asked)
+
+    @property
+    def _full(self) -> bool:
+        return len(self._asked) > self._settings.waiting
+
+    def _forget(self, asked: Asked) -> None:
+        """Marks a request for whose reply nobody waits; it keeps its place and memory only if it is being scored."""
+        asked.cancelled = True
+        if not asked.scored:
+            self._asked.discard(asked)
+            asked.release()
 
     async def _in_turn(self, asked: Asked) -> ScoreReply:
-        try:
-            with asked.held:
-                async with self._turn:
-                    if asked.cancelled or await asked.gone():
-                        raise Refused(HUNG_UP, "the client hung up before its turn")
-                    asked.scored = True
-                    return await self._scored(asked.request)
-        finally:
-            self._asked.discard(asked)
+        async with self._turn:
+            await _check_there(asked, "before its turn")
+            asked.scored = True
+            return await self._scored(asked)
 
-    def _ended(self, task: "asyncio.Task[ScoreReply]") -> None:
+    def _ended(self, asked: Asked, task: "asyncio.Task[ScoreReply]") -> None:
+        """Ends a request, whose task may have been cancelled before it began."""
         self._tasks.discard(task)
+        self._asked.discard(asked)
+        asked.release()
         if not task.cancelled():
             task.exception()  # nobody else looks at it if the handler was cancelled
 
-    async def _scored(self, request: ScoreRequest) -> ScoreReply:
+    async def _scored(self, asked: Asked) -> ScoreReply:
+        request, results = asked.request, list[Result]()
         try:
             images = await asyncio.to_thread(contract.decode_images, request.images, self._settings.limits)
+            groups = _groups(images, request.prompts)
         except ContractError as error:
             raise refused(error) from error
-        pairs = list(zip(images, request.prompts, strict=True))
-        results = [
-            await self._group(np.stack([image for image, _ in group]), group[0][1])
-            for group in (list(members) for _, members in groupby(pairs, key=_group_key))
-        ]
+        for members, prompt in groups:
+            await _check_there(asked, f"after {sum(len(result.scores) for result in results)} of its images")
+            results.append(await self._group(np.stack(members), prompt))
         scores = tuple(score for result in results for score in result.scores)
         extras = tuple(extra for result in results for extra in _per_image(result))
         return ScoreReply(scores, extras if any(extras) else ())
 
     async def _group(self, images: ByteArray, prompt: Prompt) -> Result:
         try:
-            returned = await asyncio.to_thread(self._score, images, prompt)
-            if inspect.isawaitable(returned):
-                returned = await returned
-            return group_result("the reward", returned, len(images))
+            return group_result("the reward", await call(self._score, images, prompt), len(images))
+        except PromptRefused as error:
+            raise Refused(422, str(error)) from error
         except RewardError as error:
             logger.exception("a group could not be scored")
             raise Refused(500, str(error)) from error
-        except ValueError as error:
-            raise Refused(422, str(error)) from error
         except Exception as error:
             logger.exception("a group could not be scored")
             raise Refused(500, f"the reward failed: {type(error).__name__}: {error}") from error
 
 
+async def call(score: Score, images: ByteArray, prompt: Prompt) -> Any:
+    """Calls a reward in a thread, awaits its result if it is asynchronous, and returns it; raises what it raises."""
+
+    def called() -> Any:
+        try:
+            return score(images, prompt)
+        except StopIteration as error:  # a future cannot hold it, so the caller would wait for ever
+            raise RuntimeError("StopIteration left the reward") from error
+
+    returned = await asyncio.to_thread(called)
+    return await returned if inspect.isawaitable(returned) else returned
+
+
+async def _check_there(asked: Asked, when: str) -> None:
+    """Raises Refused if the client has hung up, also if others find that out while it is looked at here."""
+    if asked.cancelled or await asked.gone() or asked.cancelled:
+        raise Refused(HUNG_UP, f"the client hung up {when}")
+
+
+def _groups(images: Sequence[ByteArray], prompts: Sequence[Prompt]) -> list[tuple[list[ByteArray], Prompt]]:
+    """Returns the neighbouring images of equal size and prompt, which are scored in one call, with that prompt.
+
+    Raises ContractError if the metadata of a prompt is nested too deeply to be compared.
+    """
+    try:
+        pairs = [list(group) for _, group in groupby(zip(images, prompts, strict=True), key=_group_key)]
+    except RecursionError as error:
+        raise ContractError("the metadata of a prompt is nested too deeply") from error
+    return [([image for image, _ in group], group[0][1]) for group in pairs]
+
+
 def _group_key(pair: tuple[ByteArray, Prompt]) -> tuple[Any, ...]:
-    """Returns the key of a group: neighbouring images of equal size and prompt are scored in one call."""
     image, prompt = pair
-    return image.shape, prompt.text, prompt.target, prompt.negative, repr(prompt.metadata)
+    return image.shape, prompt.text, prompt.target, prompt.negative, _exact(prompt.metadata)
+
+
+def _exact(value: object) -> tuple[object, ...]:
+    """Returns a value that is equal for equal metadata only, whatever the order of a mapping's keys.
+
+    1, 1.0 and True are not equal here, NaN is equal to itself, and arrays are compared as a whole: as text, large ones
+    are abridged.
+    """
+    if isinstance(value, Mapping):
+        return "mapping", frozenset((_exact(key), _exact(each)) for key, each in value.items())
+    if isinstance(value, list | tuple):
+        return type(value).__name__, *(_exact(each) for each in value)
+    if hasattr(value, "__array__"):
+        array = np.asarray(value)
+        whole = _exact(array.tolist()) if array.dtype.hasobject else array.tobytes()
+        return "array", array.dtype.str, array.shape, whole
+    return type(value).__name__, repr(value)
 
 
 def _per_image(result: Result) -> list[dict[str, float | str]]:

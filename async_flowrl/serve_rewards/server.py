@@ -5,7 +5,6 @@
 
 import argparse
 import asyncio
-import inspect
 import logging
 import socket
 import sys
@@ -20,7 +19,7 @@ from async_flowrl.rewards.http_contract import HEALTH, PATH, Limits
 from async_flowrl.rewards.http_dialects import DIALECTS
 from async_flowrl.serve_rewards.app import build_app
 from async_flowrl.serve_rewards.connections import Connection
-from async_flowrl.serve_rewards.scorer import OWN, Score, Settings
+from async_flowrl.serve_rewards.scorer import OWN, PromptRefused, Score, Settings, call
 from async_flowrl.types import Prompt
 
 ALL = 4
@@ -112,13 +111,11 @@ def serve(score: Score, given: argparse.Namespace, what: str) -> int:
 def warm_up(score: Score, prompt: str) -> None:
     """Scores one grey image, so that the reward loads its weights now. Raises ServeError if that fails."""
 
-    async def once() -> None:
-        returned = await asyncio.to_thread(score, np.full((1, 64, 64, 3), 128, dtype=np.uint8), Prompt(0, prompt))
-        if inspect.isawaitable(returned):
-            await returned
-
+    grey = np.full((1, 64, 64, 3), 128, dtype=np.uint8)
     try:
-        asyncio.run(once())
+        asyncio.run(call(score, grey, Prompt(0, prompt)))
+    except PromptRefused as error:
+        raise ServeError(f"--warm-up {prompt!r}: {error}") from error
     except Exception as error:
         raise ServeError(f"--warm-up {prompt!r}: {type(error).__name__}: {error}") from error
 

@@ -20,6 +20,7 @@ from typing import Any
 from PIL import Image
 
 from async_flowrl.serve_rewards import server
+from async_flowrl.serve_rewards.scorer import PromptRefused
 from async_flowrl.types import ByteArray, Prompt
 
 REPOSITORY, COMMIT = "https://github.com/yifan123/reward-server", "92ac29fb322c028f8840db8f93c950422931710d"
@@ -36,7 +37,7 @@ benchmark's own judgement. It returns the scores, the judgement (0 or 1), the st
 
 
 def scorer(compute: Compute) -> Callable[[ByteArray, Prompt], list[dict[str, float]]]:
-    """Returns the scoring function, which returns one dictionary per image and raises ValueError for an incomplete row.
+    """Returns the scoring function: one dictionary per image. It raises PromptRefused for an incomplete row.
 
     `score` is the share of the requested things in the image, which flow_grpo trains on: 1 at most, and below 0 if the
     image has more than twice as many objects as requested. `correct` is the benchmark's judgement, and `strict` is the
@@ -46,7 +47,7 @@ def scorer(compute: Compute) -> Callable[[ByteArray, Prompt], list[dict[str, flo
     def score(images: ByteArray, prompt: Prompt) -> list[dict[str, float]]:
         row = {**prompt.metadata, "prompt": prompt.text}
         if missing := [key for key in ("tag", "include") if key not in row]:
-            raise ValueError(f"{prompt.text!r:.80} is no row of GenEval: it has no {' and no '.join(missing)}")
+            raise PromptRefused(f"{prompt.text!r:.80} is no row of GenEval: it has no {' and no '.join(missing)}")
         pictures = [Image.fromarray(image) for image in images]
         shares, correct, strict, *_ = compute(pictures, [row] * len(pictures), False)
         return [

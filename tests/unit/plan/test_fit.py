@@ -1,10 +1,11 @@
 """`python -m async_flowrl.plan --fit`: which recipes fit which hardware, and the workers of every pool it tries."""
 
 import json
-from typing import Any
+from collections.abc import Sequence
 
 import pytest
 
+from async_flowrl.config.check import check
 from async_flowrl.config.compose import compose_config
 from async_flowrl.config.reward_pools import scoring_pools
 from async_flowrl.config.schema import Config
@@ -32,7 +33,7 @@ def test_the_table_gives_the_first_command_that_fits_or_what_is_missing() -> Non
     assert found["4 x 80 GB"].words == ("--config-name one_step_off", "experiment=sd35_ocr")
     assert found["2 x 24 GB"].fits and found["2 x 24 GB"].words[-1] == "trainer.micro_batch_size=1"
     assert not found["1 x 24 GB"].fits and found["1 x 24 GB"].missing > 5
-    assert "placement=colocated" in found["1 x 80 GB"].words
+    assert "placement=shared" in found["1 x 80 GB"].words
     page = fit.markdown(list(found.values()))
     assert "| `sd35_ocr` | 1 x 24 GB | **no** |" in page and "`async-flowrl train --config-name one_step_off" in page
 
@@ -68,29 +69,41 @@ def test_servers_of_a_judge_have_devices_of_their_own_in_the_table() -> None:
 
 def test_one_device_is_shared_with_the_rewards_seat() -> None:
     recipe = Recipe("flux_pickscore")
-    (words,) = layouts(recipe.words, recipe.plain, 1, {})
-    config = compose_config("sync", words[1:])
-    assert gpus_taken(config) == 1 and reward_seats(config)[0].gpus == 0.1
+    found = list(layouts(recipe.words, recipe.plain, 1, {}))
+    assert [placement(words) for words in found] == ["shared", "colocated"]
+    for words in found:
+        assert gpus_taken(composed(words)) == 1 and reward_seats(composed(words))[0].gpus == 0.1
     assert gpus_taken(compose_config("one_step_off", ["experiment=flux_pickscore"])) == 8
     assert Hardware("2 nodes", 79, 8, 2).devices == 16
 
 
-def pools(words: Any) -> dict[str, int]:
-    """The workers of each pool that has GPUs, of a row of the table."""
+def composed(words: Sequence[str]) -> Config:
+    """The configuration that a row of the table names, after the checks of a run."""
     config = compose_config(words[0].removeprefix("--config-name "), words[1:])
-    return {pool: len(each) for pool, each in gpus_by_pool(config).items()}
+    check(config)
+    return config
+
+
+def placement(words: Sequence[str]) -> str:
+    return composed(words).placement
+
+
+def pools(words: Sequence[str]) -> dict[str, int]:
+    """The workers of each pool that has GPUs, of a row of the table."""
+    return {pool: len(each) for pool, each in gpus_by_pool(composed(words)).items()}
 
 
 def test_a_held_out_pool_has_its_seats_before_the_others_share_what_is_left() -> None:
     found = {kind.name: answer(Sized("sd35_ocr", [PICK]), kind) for kind in fit.HARDWARE}
     assert pools(found["8 x 80 GB"].words) == {"trainer": 3, "rollout": 3, "held_out/pick": 2}
     assert pools(found["4 x 80 GB"].words) == {"trainer": 1, "rollout": 1, "held_out/pick": 2}
-    # Three devices would be one too few for both of its workers, and two are too few for any.
+    # Three devices would be one too few for both of its workers, and two are too few for two pools beside one.
     three = answer(Sized("sd35_ocr", [PICK]), Hardware("3 x 80 GB", 79, 3))
     assert pools(three.words) == {"trainer": 1, "rollout": 1, "held_out/pick": 1}
     assert "evaluate.reward.terms.pick.workers=1" in three.words
-    assert not found["2 x 80 GB"].words and not found["1 x 80 GB"].words
-    page = fit.markdown([found["8 x 80 GB"], found["2 x 80 GB"]])
+    assert pools(found["2 x 80 GB"].words) == {"shared": 1, "held_out/pick": 1}
+    assert not found["1 x 80 GB"].words
+    page = fit.markdown([found["8 x 80 GB"], found["1 x 80 GB"]])
     assert "reward.num_workers=3` (held_out/pick 2) |" in page and "it takes more devices" in page
     assert f"train --config-name one_step_off experiment=sd35_ocr '{PICK}' rollout" in page, "a shell can read it"
     assert answer(Sized("sd35_ocr"), Hardware("3 x 80 GB", 79, 3)).seats == ""
@@ -118,9 +131,43 @@ def test_splits_are_even_and_leave_no_device_idle() -> None:
 def test_one_device_holds_a_held_out_pool_with_a_share() -> None:
     recipe = Recipe("sd35_ocr", ["+evaluate.reward.terms={pick: {name: pickscore, workers: 2, gpus_per_worker: 0.1}}"])
     plans = [words for staff in staffs(recipe.plain) for words in layouts(recipe.words, recipe.plain, 1, staff)]
-    configs = [compose_config("sync", words[1:]) for words in plans]
-    assert [(config.trainer.gpus_per_worker, gpus_taken(config)) for config in configs] == [(0.8, 1), (0.9, 1)]
-    assert [scoring_pools(config)[-1].workers for config in configs] == [2, 1]
+    configs = [composed(words) for words in plans]
+    assert [config.placement for config in configs] == ["shared", "colocated"] * 2
+    found = [(config.trainer.gpus_per_worker, config.rollout.gpus_per_worker, gpus_taken(config)) for config in configs]
+    assert found == [(0.8, 0.8, 1)] * 2 + [(0.9, 0.9, 1)] * 2
+    assert [scoring_pools(config)[-1].workers for config in configs] == [2, 2, 1, 1]
+
+
+class OneBase(Recipe):
+    """A recipe whose processes have nothing but a base of 50 GiB, so that two do not fit a card of 79 GiB."""
+
+    def footprints(self, config: Config, device: int) -> tuple[Footprint, Footprint]:
+        base = Footprint({"base weights": 50 * GIB})
+        return base, base
+
+
+def test_one_card_has_one_base_and_several_cards_one_pool_after_the_splits() -> None:
+    """The memory of `placement=shared` counts a base once, that of `colocated` twice."""
+    recipe = OneBase("sd35_ocr")
+    one = answer(recipe, Hardware("1 x 80 GB", 79, 1))
+    assert one.fits and placement(one.words) == "shared" and not one.colocated
+    words = list(layouts(recipe.words, recipe.plain, 1, {}))[1]
+    two_bases = fit.judged(recipe, Hardware("1 x 80 GB", 79, 1), words, composed(words))
+    assert not two_bases.fits and two_bases.colocated and two_bases.lacking == "trainer rank and rollout worker"
+    tried = list(layouts(recipe.words, recipe.plain, 4, {}))
+    assert [placement(words) for words in tried] == ["separate"] * (len(tried) - 1) + ["shared"]
+    assert pools(tried[-1]) == {"shared": 4}
+    small = answer(recipe, Hardware("1 x 24 GB", 24, 1))
+    assert not small.fits and small.lacking == "process that samples and trains"
+
+
+def test_a_recipe_of_one_pool_takes_all_devices() -> None:
+    """Each of its processes is a trainer rank and a rollout worker: as a split, they would be half as many."""
+    found = {kind.name: answer(Sized("qwen_image_8x80gb_shared"), kind) for kind in fit.HARDWARE[2:]}
+    assert found["8 x 80 GB"].words == ("--config-name one_step_off", "experiment=qwen_image_8x80gb_shared")
+    assert [pools(found[name].words) for name in ("1 x 80 GB", "2 x 80 GB", "4 x 80 GB", "2 nodes x 8 x 80 GB")] == [
+        {"shared": count} for count in (1, 2, 4, 16)
+    ]
 
 
 def test_fewer_held_out_workers_are_tried_after_everything_that_saves_memory() -> None:

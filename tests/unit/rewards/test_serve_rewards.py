@@ -12,6 +12,7 @@ import time
 import zlib
 from collections.abc import Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -26,7 +27,7 @@ from async_flowrl.rewards.http_contract import Limits, encode_image
 from async_flowrl.rewards.http_post import ServerError
 from async_flowrl.serve_rewards import __main__ as command
 from async_flowrl.serve_rewards.app import build_app
-from async_flowrl.serve_rewards.scorer import Settings
+from async_flowrl.serve_rewards.scorer import PromptRefused, Settings
 from async_flowrl.types import ByteArray, Prompt
 from tests.support.reward_server import served
 
@@ -41,7 +42,13 @@ def brightness(images: ByteArray, prompt: Prompt) -> list[Any]:
     if prompt.text == "nan":
         return [float("nan")] * len(images)
     if prompt.text == "no":
-        raise ValueError("such prompts are not scored")
+        raise PromptRefused("such prompts are not scored")
+    if prompt.text == "value":
+        raise ValueError("could not convert string to float")
+    if prompt.text == "few":
+        return [1.0] * (len(images) - 1)
+    if prompt.text == "stop":
+        return next(iter(()))
     return [{"score": float(image.mean()), "group": len(images), "prompt": prompt.text} for image in images]
 
 
@@ -112,6 +119,13 @@ def gif() -> str:
     return base64.b64encode(file.getvalue()).decode()
 
 
+def nested(depth: int) -> dict[str, Any]:
+    value: dict[str, Any] = {}
+    for _ in range(depth):
+        value = {"a": value}
+    return value
+
+
 REFUSED = {
     "version": (body(version=2), 400, "version must be 1, got 2"),
     "no images": (body(images=[]), 400, "images must be a list of at least one image"),
@@ -133,6 +147,10 @@ REFUSED = {
     "nan": (b'{"version": NaN}', 400, "NaN is not a JSON number"),
     "422": (body(prompts=["no"]), 422, "such prompts are not scored"),
     "500": (body(prompts=["fail"]), 500, "the reward failed: ConnectionError: the model is away"),
+    "value": (body(prompts=["value"]), 500, "the reward failed: ValueError: could not convert string to float"),
+    "few": (body(images=[png()] * 2, prompts=["few"]), 500, "the reward must return 2 finite numbers, got shape [1]"),
+    "stop": (body(prompts=["stop"]), 500, "the reward failed: RuntimeError: StopIteration left the reward"),
+    "deep": (body(prompts=[{"text": "x", "metadata": nested(900)}]), 400, "metadata of a prompt is nested too deeply"),
     "not finite": (body(prompts=["nan"]), 500, "the reward must return one finite number, got [nan]"),
 }  # fmt: skip
 
@@ -142,6 +160,20 @@ def test_refusals_are_sentences(url: str, name: str) -> None:
     asked, status, message = REFUSED[name]
     reply = post(f"{url}/v1/score", asked, headers={"Content-Type": "application/json"})
     assert reply.status_code == status and message in reply.json()["error"], reply.text
+
+
+def test_a_fault_of_the_reward_is_logged_with_its_traceback(url: str, caplog: pytest.LogCaptureFixture) -> None:
+    assert post(f"{url}/v1/score", body(prompts=["value"])).status_code == 500
+    (record,) = [record for record in caplog.records if record.exc_info]
+    assert record.exc_info and isinstance(record.exc_info[1], ValueError)
+
+
+def test_weights_that_are_not_there_are_a_fault_of_the_server(tmp_path: Path) -> None:
+    terms = f"{{clip_score: {{options: {{model: {tmp_path / 'none'}}}}}}}"
+    config = compose_config("one_step_off", ["~reward", f"+reward={{terms: {terms}}}"]).reward
+    with served(command.scorer(config)) as url:
+        reply = post(f"{url}/v1/score")
+    assert reply.status_code == 500 and "is no file or folder here" in reply.json()["error"]
 
 
 def test_other_content_types_methods_and_pickles_are_refused(url: str) -> None:
@@ -410,7 +442,7 @@ def test_any_reward_of_ours_is_served_with_its_terms() -> None:
         (["--token-file", "/no/such"], "--token-file /no/such cannot be read: No such file"),
         (["--max-all-bytes", "99"], "--max-all-bytes 99 is less than one request, --max-bytes 268435456"),
         (["--max-pixels", "0"], "--max-pixels must be at least 1, got 0"),
-        (["reward=color", "--warm-up", "purple"], "--warm-up 'purple': ValueError: reward 'color': the first word"),
+        (["reward=color", "--warm-up", "purple"], "--warm-up 'purple': reward 'color': the first word"),
         (["reward=colour"], "did you mean 'color'"),
         (["--host", "192.0.2.1", "--token-env", "HOME"], "cannot listen at 192.0.2.1"),
         (["~reward", "+reward={terms: {x: {serve: {command: 'a {port}'}}}}"], "servers are started by runs"),
