@@ -186,6 +186,7 @@ async def generate(ctx: Context, slot: Slot, batch: Sequence[Ticket]) -> list[Ti
             reports, payload = await ask(worker, [ctx.requests.request(ticket) for ticket in batch])
     finally:
         slot.given -= len(batch)
+    ctx.swaps.add(sum(report.swaps for report in reports))  # of those computed along, too
     parts = [payload[2 * index : 2 * index + 2] for index in range(len(batch))]
     results = [(t, r, p) for t, r, p in zip(batch, reports, parts, strict=True) if t in wanted]
     return [ticket for ticket, report, part in results if accept(ctx, worker, ticket, report, part)]
@@ -200,11 +201,10 @@ async def ask(worker: Worker, requests: list[RolloutRequest]) -> tuple[Sequence[
 
 
 def accept(ctx: Context, worker: Worker, ticket: Ticket, report: RolloutReport, payload: object) -> bool:
-    """Records the spans and swaps of a result and gives it to the table. Returns False for a duplicate.
+    """Records the spans of a result and gives it to the table. Returns False for a duplicate.
 
     Raises Refused if the images were made by other weights than the ticket's.
     """
-    ctx.swaps.add(report.swaps)
     for span in report.spans:
         book_span(ctx.observer, worker.name, span, ordinal=ticket.ordinal)
     return ctx.table.generated(ticket, version=report.version, digest=report.digest, payload=payload)

@@ -6,7 +6,7 @@ neither the model nor the rewards of the run's configuration are imported.
 
 import json
 from collections.abc import Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -115,14 +115,18 @@ def calibrate(run: Path, *, last: int | None = None) -> Run:
 def load(run: Path) -> tuple[Config, int, list[Event], list[dict[str, Any]]]:
     """Returns the configuration, and the first step, events and metrics since the run was last resumed.
 
-    Raises ValueError if a file is missing or broken.
+    The placement is that which the events say these steps were made with: a run that is being resumed with another one
+    has written its configuration by now. Raises ValueError if a file is missing or broken.
     """
     try:
-        first, attempt = last_attempt(effective(read_events(run / "events.jsonl")))
+        whole = effective(read_events(run / "events.jsonl"))
         lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     except FileNotFoundError as error:
         raise ValueError(f"{error.filename} is missing: {run} is not the directory of a run") from error
-    return read_config(run / "config.yaml"), first, list(attempt), [line for line in lines if line["step"] >= first]
+    config, (first, attempt) = read_config(run / "config.yaml"), last_attempt(whole)
+    placements = [event["placement"] for event in whole if event["event"] == "inputs" and "placement" in event]
+    config = replace(config, placement=(placements or [config.placement])[-1])
+    return config, first, list(attempt), [line for line in lines if line["step"] >= first]
 
 
 def layout_of(config: Config, slow: Mapping[str, float]) -> Layout:

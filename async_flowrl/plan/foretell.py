@@ -46,7 +46,9 @@ def step_time(config: Config, run_directory: Path) -> str:
         return "no step time: the planner failed"
     done = sum(1 for _ in read_events(run_directory / "metrics.jsonl"))
     left = max(0, config.total_steps - done)
-    return f"{seconds:.3g} s per step, as earlier steps took, {duration(seconds * left)} for the {left} that are left"
+    before = learnt.layout.placement
+    how = "as earlier steps took" if before == config.placement else f"from what earlier steps did with {before} pools"
+    return f"{seconds:.3g} s per step, {how}, {duration(seconds * left)} for the {left} that are left"
 
 
 def workers_of(config: Config) -> dict[str, int]:

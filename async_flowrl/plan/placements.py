@@ -23,6 +23,8 @@ class Placements:
     """One for each of SHARED_DEPTHS; empty where it is not possible."""
     one_pool: Prediction | None
     """The one to use of `shared`."""
+    shared_overlap: Prediction | None
+    """The one to use of those of `shared` whose phases overlap."""
     colocated: Prediction | None
 
     @property
@@ -34,8 +36,7 @@ class Placements:
     @property
     def overlapping(self) -> Prediction | None:
         """The best one whose phases overlap: separate pools, unless a shared one is faster."""
-        shared = [p for p in _there(self.one_pool) if not _is_in_turn(p)]
-        return _preferred([*_there(self.separate), *shared])
+        return _preferred([*_there(self.separate), *_there(self.shared_overlap)])
 
     @property
     def best(self) -> Prediction | None:
@@ -47,7 +48,9 @@ def compare_placements(work: Work, separate: Prediction | None, limits: Limits) 
     """Simulates the placements that the limits allow; `separate` is the best layout of two pools."""
     shared = [simulated(work, _shared(limits, *how), limits) for how in SHARED_DEPTHS] if limits.share else []
     colocated = predict_colocated(work, limits) if limits.colocate else None
-    return Placements(separate, tuple(shared), choose(shared, limits) if shared else None, colocated)
+    overlapping = [p for p in shared if not _is_in_turn(p)]
+    one_pool, shared_overlap = (choose(each, limits) if each else None for each in (shared, overlapping))
+    return Placements(separate, tuple(shared), one_pool, shared_overlap, colocated)
 
 
 def _shared(limits: Limits, max_staleness: int, hand_over: str) -> Layout:
@@ -84,7 +87,7 @@ def on_overlap(placements: Placements, devices: int) -> list[str]:
     if in_turn is None:
         return []
     placed = f"{in_turn.layout.mode} placement={in_turn.layout.placement} on the same {_count(devices)}"
-    if other is None:
+    if other is None or (placements.separate is None and not worth_it(placements)):
         return [f"Don't use async here: {_no_gain(placements, in_turn)}."]
     gain = in_turn.step_seconds / other.step_seconds
     if not worth_it(placements):
@@ -138,7 +141,7 @@ def _settled(prediction: Prediction) -> str:
 
 def _in_words(layout: Layout) -> str:
     if layout.placement != SEPARATE:
-        return f"placement={layout.placement}"
+        return f"placement={layout.placement}, max_staleness={layout.max_staleness}"
     return f"{layout.rollout} rollout, {layout.trainer} trainer"
 
 

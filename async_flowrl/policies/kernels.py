@@ -1,6 +1,7 @@
 """Choice of a network's kernels: deterministic ones, diffusers' attention backends, and torch.compile per block."""
 
 import os
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -8,6 +9,14 @@ from torch import nn
 
 from async_flowrl.config.messages import unknown_name
 from async_flowrl.policies.base import Policy
+
+MAX_COMPILATIONS = 64
+"""Number of times that the code of one kind of block may be compiled in a process, for other shapes, with and without
+gradients. torch's own limit is 8, which trainer rank and rollout worker of one process would share."""
+
+
+class TooManyCompilations(RuntimeError):
+    """Raised if a block would have to be compiled more than MAX_COMPILATIONS times."""
 
 
 def repeatable_kernels() -> None:
@@ -47,7 +56,7 @@ def use_attention(transformer: nn.Module, name: str) -> None:
         raise ValueError(f"model.attention_backend={name} cannot be used: {error}") from error
 
 
-def compile_blocks(policy: Policy, backend: str = "inductor") -> None:
+def compile_blocks(policy: Policy, backend: str | Callable[..., Any] = "inductor") -> None:
     """Compiles each block in place with torch.compile, so names of parameters stay.
 
     Call it after gradient checkpointing is set up and before FSDP shards the network. Blocks of one kind share the
@@ -55,3 +64,28 @@ def compile_blocks(policy: Policy, backend: str = "inductor") -> None:
     """
     for block in policy.blocks:
         block.compile(backend=backend)
+        block._compiled_call_impl = _never_eager(cast("Callable[..., Any]", block._compiled_call_impl))
+
+
+def _never_eager(compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns `compiled` with the limit MAX_COMPILATIONS, at which it raises TooManyCompilations.
+
+    Otherwise torch would go on without compiling, which rounds differently, with no more than a line in the log. The
+    limit is set at each call, and stays, because dynamo's settings are those of the calling thread.
+    """
+    from torch._dynamo import config
+    from torch._dynamo.exc import FailOnRecompileLimitHit
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not config.fail_on_recompile_limit_hit:
+            config.recompile_limit, config.fail_on_recompile_limit_hit = MAX_COMPILATIONS, True
+        try:
+            return compiled(*args, **kwargs)
+        except FailOnRecompileLimitHit as error:
+            raise TooManyCompilations(
+                f"a block was compiled {MAX_COMPILATIONS} times in this process and came with something new again "
+                "(TORCH_LOGS=recompiles says what); torch would go on without compiling it, which rounds differently: "
+                "set trainer.compile=false and rollout.compile=false, or use fewer resolutions"
+            ) from error
+
+    return call

@@ -226,7 +226,9 @@ def open_ledgers(
         forget_scores(directory.scores, step=resume.version)
     if continued:
         events.event("rollback", step=resume.version)
-    events.event("inputs", **inputs_of(prepared.requests), forced=list(resume.forced))
+    events.event(
+        "inputs", **inputs_of(prepared.requests), forced=list(resume.forced), placement=prepared.config.placement
+    )
     monitor = Monitor(config.monitor, directory.root, name=config.name, settings=asdict(config), display=display)
     return Ledgers(events, pools, metrics, evaluations, monitor)
 

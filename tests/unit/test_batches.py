@@ -1,7 +1,13 @@
 """Tickets that share a batch: always the same ones, whoever makes them and whatever is lost."""
 
+import asyncio
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
 import pytest
 
+from async_flowrl.controller.context import Tally
 from async_flowrl.controller.dispatch import TicketLost
 from tests.support.toy import ToyRun, toy_config, virtual
 from tests.support.toy_pool import Fault, Timing
@@ -10,6 +16,17 @@ from tests.support.toy_pool import Fault, Timing
 def shared(size: int, fault: Fault | None = None, *, workers: int = 2, timing: Timing | None = None) -> ToyRun:
     config = toy_config(1, steps=5, ticket_size=2, rollout__tickets_per_batch=size, rollout__num_workers=workers)
     return virtual(config, timing, *([fault] if fault else []))
+
+
+def swapping(generate_together: Callable[..., Any], calls: list[bool]) -> Callable[..., Any]:
+    """Returns the method with a swap in its first report; each call is noted in `calls`."""
+
+    def call(requests: Any) -> Any:
+        calls.append(True)
+        (first, *others), *payloads = generate_together(requests)
+        return [replace(first, swaps=1), *others], *payloads
+
+    return call
 
 
 def test_a_batch_is_the_next_tickets_of_a_step() -> None:
@@ -33,6 +50,26 @@ def test_what_is_lost_is_made_again_in_the_same_company(what: str, number: int) 
     found = shared(2, lambda *call: what if call == ("rollout-0", "generate_together", number) else None)
     assert found.observer.of("injected") and found.table.retried > 0
     assert found.digest == shared(2).digest
+
+
+def test_a_swap_counts_also_where_its_ticket_is_only_computed_along() -> None:
+    """The first report says it for the whole batch. Group 1 is the tickets 2 and 3, of batches (0, 1, 2), (3, 4, 5)."""
+    tallies, calls = list[Tally](), list[bool]()
+
+    async def lose_one(ctx: Any, groups: Any) -> None:
+        tallies.append(ctx.swaps)
+        for worker in groups["rollout"].workers:
+            worker.target.generate_together = swapping(worker.target.generate_together, calls)
+        while True:
+            if lost := [ticket for ticket in ctx.table.live() if ticket.ordinal == 2 and ticket.payload]:
+                lost[0].payload[1].lost = True
+                return
+            await asyncio.sleep(0.01)
+
+    config = toy_config(1, steps=5, ticket_size=2, rollout__tickets_per_batch=3, rollout__num_workers=2)
+    found = virtual(config, disturb=lose_one)
+    assert found.table.retried == 2
+    assert tallies[0].take() == len(calls) == 5 * 3 + 2
 
 
 @pytest.mark.parametrize("size", [2, 3])

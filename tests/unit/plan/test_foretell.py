@@ -117,6 +117,21 @@ def test_processes_that_sample_and_train_are_learnt_from_by_what_ran(tmp_path: P
     assert compared["predicted"]["rollout"] == pytest.approx(3 / 7, rel=0.03)
 
 
+def test_a_resume_with_another_placement_reads_the_earlier_steps_as_they_were_made(tmp_path: Path) -> None:
+    """config.yaml has the new placement by then; two pools of these durations take 4 s."""
+    write_shared_run(tmp_path / "run", 20)
+    inputs = json.dumps({"time": 0.0, "event": "inputs", "placement": "shared"})
+    with (tmp_path / "run/events.jsonl").open("a") as file:
+        file.write(f"{inputs}\n")
+    written = tmp_path / "run/config.yaml"
+    written.write_text(written.read_text().replace("placement: shared", "placement: separate"))
+    learnt = calibrate(tmp_path / "run")
+    assert learnt.layout.placement == "shared"
+    assert (learnt.work.generate.mean, learnt.work.update.mean) == pytest.approx((3.0, 3.5))
+    said = step_time(config("placement=separate", "total_steps=30"), tmp_path / "run")
+    assert re.match(r"4\S* s per step, from what earlier steps did with shared pools, ", said)
+
+
 def test_a_run_without_a_span_of_training_teaches_nothing(tmp_path: Path) -> None:
     write_shared_run(tmp_path / "run", 20)
     lines = (tmp_path / "run/events.jsonl").read_text().splitlines()

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +91,15 @@ def test_one_pool_is_recommended_where_no_split_fits_and_rewards_take_their_time
     use = next(s for s in advice.sentences if s.startswith("Use "))
     assert "--config-name one_step_off placement=shared rollout.num_workers=2 trainer.num_workers=2" in use
     assert any(s.startswith("If the pools have to be separate: ") for s in advice.sentences)
+
+
+def test_in_turn_is_compared_with_the_fastest_that_overlaps() -> None:
+    """One pool that overlaps takes 10 s, too; two pools at 3 : 1 take 15 s."""
+    advice = advise(work(15, 5), Limits(2))
+    found = advice.placements
+    assert found.best is found.in_turn and found.overlapping is found.shared_overlap is not None
+    assert found.separate is not None and found.overlapping.step_seconds < 0.8 * found.separate.step_seconds
+    assert re.search(r"overlaps them \(placement=shared, max_staleness=\d\) 10\S* s", advice.sentences[0])
 
 
 def test_two_pools_stay_where_a_split_fits() -> None:

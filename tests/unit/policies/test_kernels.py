@@ -1,10 +1,16 @@
 """Attention backends and compiled blocks compute the same; what cannot be had is refused."""
 
+import itertools
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 
+from async_flowrl.policies import kernels
+from async_flowrl.policies.base import Policy
 from async_flowrl.policies.kernels import compile_blocks, use_attention
 from async_flowrl.policies.lora import lora_parameters
 from async_flowrl.policies.registry import ResolvedModel, check_revision, load_policy, resolve_model
@@ -33,6 +39,51 @@ def test_compiled_blocks_give_the_same_gradients(checkpointed: bool) -> None:
     compiled = gradients("flux", compiled=True, checkpointed=checkpointed)
     assert len(plain) == len(compiled) > 10
     assert all(torch.allclose(a, b, rtol=1e-4, atol=1e-4) for a, b in zip(plain, compiled, strict=True))
+
+
+class Block(torch.nn.Module):
+    """Is compiled again for each combination of global settings that its graph depends on."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+
+def settings_in_turn(block: Block) -> int:
+    """Calls the block under 12 combinations of settings, in a thread as a worker's calls are; returns their number."""
+    combinations = list(itertools.product((False, True), (torch.float32, torch.float64, torch.bfloat16), (1, 2)))
+
+    def call() -> None:
+        for gradients, dtype, axes in combinations:
+            with torch.set_grad_enabled(gradients):
+                block(torch.ones((2,) * axes, dtype=dtype))
+
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(call).result()
+    return len(combinations)
+
+
+def counted(graphs: list[Any]) -> Any:
+    """Returns a backend for torch.compile that notes each graph and computes it as it is."""
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    return backend
+
+
+def test_a_block_is_compiled_more_often_than_torch_would(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What trains and what samples in one process share that number; beyond it, nothing is computed uncompiled."""
+    torch._dynamo.reset()
+    block, graphs = Block(), list[Any]()
+    compile_blocks(cast("Policy", SimpleNamespace(blocks=[block])), backend=counted(graphs))
+    assert settings_in_turn(block) == len(graphs) == 12  # torch's own limit is 8
+    torch._dynamo.reset()
+    graphs.clear()
+    monkeypatch.setattr(kernels, "MAX_COMPILATIONS", 10)
+    with pytest.raises(kernels.TooManyCompilations, match="compiled 10 times in this process"):
+        settings_in_turn(block)
+    assert len(graphs) == 10
 
 
 @pytest.mark.parametrize("family", NAMES)
