@@ -6,23 +6,32 @@ EXPANDING = frozenset({"PLAIN_DICTIONARY", "RLE_DICTIONARY", "DELTA_BYTE_ARRAY"}
 """Encodings of texts that write a text, or its beginning, once however often it occurs."""
 NEXT_FIELD_IS_I32 = b"\x15"
 """First byte of a field of a page's header: the number of the field is one higher, and it is an integer."""
+INDEX_BYTES = 4
+"""Largest number of bytes of a value that refers to the dictionary."""
+USUAL_PAGE_BYTES = 2**20
+"""Size at which writers close a page of texts in full, so that only a page of a single text is larger."""
 VARINT_BYTES = 5
 """Largest number of bytes of a 32-bit integer in a page's header."""
 
 
 def longest_value(opened: BinaryIO, chunk: Any) -> int:
-    """Returns an upper bound of the bytes of one text in a column chunk; 0 for numbers.
+    """Returns how many bytes one text of a column chunk may have, as far as the file tells it; 0 for numbers.
 
     `opened` is the parquet file, `chunk` a pyarrow.parquet.ColumnChunkMetaData. No text is longer than the page that
-    writes it once: the dictionary, or with DELTA_BYTE_ARRAY a page as large as the first. Texts that are written in
-    full take as much of the file, so for those the average is returned.
+    writes it once: the dictionary, or with DELTA_BYTE_ARRAY a page as large as the first. A writer whose dictionary is
+    full goes on with pages of texts in full; they are longer than references to the dictionary would be, and their
+    texts count as USUAL_PAGE_BYTES. If all texts are written in full, it is their average length.
     """
     if chunk.physical_type != "BYTE_ARRAY":
         return 0
     if EXPANDING.isdisjoint(chunk.encodings):
         return int(chunk.total_uncompressed_size // max(1, chunk.num_values))
+    whole = int(chunk.total_uncompressed_size)
     size = _first_page_bytes(opened, chunk)
-    return int(chunk.total_uncompressed_size if size is None else min(size, chunk.total_uncompressed_size))
+    if size is None:
+        return whole
+    in_full = chunk.has_dictionary_page and whole - size > 2 * INDEX_BYTES * chunk.num_values
+    return min(whole, max(size, USUAL_PAGE_BYTES if in_full else 0))
 
 
 def _first_page_bytes(opened: BinaryIO, chunk: Any) -> int | None:

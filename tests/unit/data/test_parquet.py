@@ -86,6 +86,19 @@ def test_long_repeated_texts_are_decoded_in_bounded_memory(
     assert not list(tmp_path.glob("tmp*"))
 
 
+def test_long_texts_after_a_full_dictionary_are_decoded_in_bounded_memory(tmp_path: Path) -> None:
+    """The dictionary has the short texts; the long ones, which the file compresses well, are written in full."""
+    size, count = 2**20, 300
+    short, long = texts(4000), [f"{number:04d}" + "s" * (size - 4) for number in range(count)]
+    options = {"compression": "zstd", "dictionary_pagesize_limit": 32 * 1024}
+    path = write(tmp_path / "uneven.parquet", {"prompt": texts(4000 + count), "note": short + long}, **options)
+    whole = columns(path)
+    chunk = whole.file.metadata.row_group(0).column(1)
+    assert chunk.has_dictionary_page and chunk.total_uncompressed_size > 2 * parquet.DECODED_BYTES
+    assert rows_at_a_time(whole, 0) * size <= parquet.DECODED_BYTES
+    assert sum(batch.num_rows for batch in parquet._batches(whole)) == 4000 + count, "and no batch is refused"
+
+
 @pytest.mark.parametrize("kept", [0, 2**30])
 def test_every_value_is_what_was_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kept: int) -> None:
     """In pieces of few rows, from several row groups, with categories, missing values, lists and numbers."""
