@@ -8,7 +8,7 @@ from typing import Any
 from async_flowrl.config.check import ConfigError
 from async_flowrl.config.schema import FULL, Config
 from async_flowrl.training.checkpoint import TRAINER, check_ranks
-from separation.group import Worker
+from separation.group import Worker, WorkerFailed
 from separation.supervise import together
 
 LANE = "save"
@@ -20,11 +20,16 @@ async def write_shares(
 ) -> None:
     """Has every rank write its share of the last snapshot, and the first one make the checkpoint of them all.
 
-    Until then nobody reads what is there. Raises WorkerDied, or WorkerFailed as TrainerWorker.save does.
+    Until then nobody reads what is there. Raises WorkerDied, or WorkerFailed as TrainerWorker.save does; all ranks have
+    dropped their copies then.
     """
-    work = await ranks[0].call("saving.begin", directory, lane=LANE)
-    digests = await together(*(rank.call("saving.write", work, lane=LANE) for rank in ranks))
-    await ranks[0].call("saving.end", work, controller, digests, keep, spare, lane=LANE)
+    try:
+        work = await ranks[0].call("saving.begin", directory, lane=LANE)
+        digests = await together(*(rank.call("saving.write", work, lane=LANE) for rank in ranks))
+        await ranks[0].call("saving.end", work, controller, digests, keep, spare, lane=LANE)
+    except WorkerFailed:
+        await together(*(rank.call("forget_snapshot", lane=LANE) for rank in ranks))
+        raise
 
 
 def check_shares(config: Config, path: Path) -> None:
