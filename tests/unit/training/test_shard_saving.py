@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from async_flowrl.controller.checkpoints import DISK_ERRORS
-from async_flowrl.controller.shard_checkpoints import write_shares
+from async_flowrl.controller.shard_checkpoints import DISK_ERRORS, write_shares
 from async_flowrl.policies.registry import resolve_model
 from async_flowrl.training.checkpoint import find_checkpoint, read_checkpoint
 from separation.group import WorkerFailed
