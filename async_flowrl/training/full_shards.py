@@ -43,12 +43,12 @@ def shard_trained(policy: Policy, trained: set[nn.Parameter], world: World, devi
 
 def check_rows(shapes: Collection[tuple[int, ...]], ranks: int) -> None:
     """Raises ValueError, equal on all ranks, if the last one would have no row of any trained tensor."""
-    # Earlier ranks have no fewer rows of a tensor than later ones.
-    if not any(shard_rows(shape[0], ranks, ranks - 1) for shape in shapes):
+    # Earlier ranks have no fewer rows of a tensor than later ones. Of a number without rows FSDP2 says so itself.
+    if not any(not shape or shard_rows(shape[0], ranks, ranks - 1) for shape in shapes):
         most = max(shape[0] for shape in shapes)
         raise ValueError(
-            f"tune=full with trainer.shard=full gives each rank rows of what is trained, and {ranks} ranks are too many "
-            f"for tensors of at most {most} rows: set trainer.shard=none, or freeze less by full.freeze"
+            f"tune=full with trainer.shard=full gives each rank rows of what is trained, and {ranks} ranks are too "
+            f"many for tensors of at most {most} rows: set trainer.shard=none, or freeze less by full.freeze"
         )
 
 
