@@ -4,6 +4,8 @@ Each rank writes a file of its own into the folder `shards` of the checkpoint, a
 can read whole tensors of it, one at a time (`ShardedTensors`); ranks read their shares only.
 """
 
+import errno
+import socket
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -56,7 +58,18 @@ def write_shards(folder: Path, parts: Parts, shapes: Shapes, mesh: DeviceMesh, g
 
 
 class _Writer(FileSystemWriter):
-    """A FileSystemWriter that raises the OSError of a write, over which torch.save raises a RuntimeError of its own."""
+    """A FileSystemWriter that raises the OSError of a write, over which torch.save raises a RuntimeError of its own.
+
+    It makes no folder but its own: on a node that does not see the others' it would write where nobody looks.
+    """
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        if not (folder := Path(self.path).parent).is_dir():
+            where = (
+                f"{socket.gethostname()} does not see this folder; output_dir must be one that all trainer ranks share"
+            )
+            raise FileNotFoundError(errno.ENOENT, where, str(folder))
+        return super().prepare_local_plan(plan)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         try:

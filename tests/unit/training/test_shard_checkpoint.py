@@ -89,6 +89,15 @@ def test_a_disk_that_is_full_in_the_middle_of_a_write_is_named_as_that(
     assert torch.equal(whole_parts(tmp_path / FOLDER)["weights"]["b"], torch.ones(1000, 1000))
 
 
+def test_a_rank_that_does_not_see_the_checkpoints_folder_writes_none_of_its_own(
+    tmp_path: Path, one_rank: tuple[DeviceMesh, dist.ProcessGroup]
+) -> None:
+    """The first rank has made it, on a disk that this one's node does not have."""
+    with pytest.raises(OSError, match="does not see this folder; output_dir must be one that all trainer ranks share"):
+        write_shards(tmp_path / "work" / FOLDER, {"weights": {"a": torch.ones(2, 2)}}, {"a": (2, 2)}, *one_rank)
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize(
     "says",
     [SimpleNamespace(total=0, used=0, free=0), OSError(errno.ENOSYS, "Function not implemented")],
