@@ -52,7 +52,11 @@ class Delivery:
         self._retained: dict[int, Header] = {}
         self._evaluated: Header | None = None
         self._events = QueueEvents(
-            acknowledged=self._acknowledged, retired=self._retire, failed=self._fail, payload=self._payload
+            acknowledged=self._acknowledged,
+            retired=self._retire,
+            failed=self._fail,
+            payload=self._payload,
+            superseded=self._superseded,
         )
         self._tasks: set[asyncio.Task[None]] = set()
         self._listeners: list[Callable[[str, Ack], None]] = []
@@ -259,6 +263,10 @@ class Delivery:
 
     async def _payload(self, header: Header) -> Any:
         return await self._call(self._sender.payload(header.version))
+
+    async def _superseded(self, job: Job) -> bool:
+        async with self._sealing:  # A sender drops a version when it seals a newer one, before its header is here.
+            return job.slot == RING and job.header.version not in self._headers
 
     async def _settle(self, jobs: Sequence[Job]) -> bool:
         """Waits for all jobs; returns True if all were acknowledged. Raises an error that must stop the run."""

@@ -1,6 +1,7 @@
 """ReceiverQueue sends versions to one receiver, in order; delivery.py has one queue per receiver.
 
 A version is sent until the receiver acknowledges it or all retries have failed; then the receiver must be replaced.
+A version that the sender has dropped for newer ones, while its payload came in pieces, is left out.
 """
 
 import asyncio
@@ -21,7 +22,10 @@ RELAY_SECONDS = 2.0
 
 @dataclass
 class Job:
-    """The sending of one version to one receiver. `done` becomes True when it is acknowledged, False when given up."""
+    """The sending of one version to one receiver.
+
+    `done` becomes True when it is acknowledged, False when it is given up or has become needless.
+    """
 
     header: Header
     slot: str
@@ -56,6 +60,8 @@ class QueueEvents:
     """Called with an error that must stop the run."""
     payload: Callable[[Header], Awaitable[Any]]
     """Returns the sender's payload of a version once more, after the one of a job was lost with its node."""
+    superseded: Callable[["Job"], Awaitable[bool]]
+    """Returns True if newer versions have replaced the one of a job, so that nobody waits for it any more."""
 
 
 class ReceiverQueue:
@@ -111,7 +117,7 @@ class ReceiverQueue:
             self._events.failed(error)
 
     async def _serve(self, job: Job) -> BaseException | None:
-        """Sends a job until it is acknowledged; returns the last error if the receiver must be replaced.
+        """Sends a job until it is acknowledged or needless; returns the last error if the receiver must be replaced.
 
         Raises errors that must stop the run.
         """
@@ -128,7 +134,12 @@ class ReceiverQueue:
                 error = raised
                 judged = verdict(raised)
                 if judged is Verdict.STOP:
-                    raise
+                    if "VersionGone" not in error_names(raised) or not await self._events.superseded(job):
+                        raise
+                    title = f"version {job.header.version} of stream {job.header.stream}"
+                    logger.info("%s goes on without %s, for which it was too late: %s", self.name, title, raised)
+                    job.settle(False)
+                    return None
                 self._stats.corrupt += "TransferCorrupted" in error_names(raised)
                 if judged is Verdict.REPLACE:
                     break

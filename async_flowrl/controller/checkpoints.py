@@ -18,7 +18,7 @@ from async_flowrl.config.schema import FULL, Config
 from async_flowrl.controller.context import Context
 from async_flowrl.controller.fingerprint import config_hash, differences, numerics
 from async_flowrl.controller.inputs import inputs_of, other_inputs, other_prompts
-from async_flowrl.controller.shard_checkpoints import check_shares, write_shares
+from async_flowrl.controller.shard_checkpoints import DISK_ERRORS, check_shares, write_shares
 from async_flowrl.controller.trainer import TrainerGroup
 from async_flowrl.data.curriculum import UNKNOWN, read_outcomes
 from async_flowrl.observability.run_directory import RunDirectory
@@ -29,8 +29,6 @@ from separation.supervise import deadline, together
 
 logger = logging.getLogger(__name__)
 
-DISK_ERRORS = {"OSError", "PermissionError", "FileNotFoundError", "BlockingIOError", "SafetensorError"}
-"""Names of the exceptions that mean that a file could not be written; any other exception of a writer ends the run."""
 MAX_MISSED_CHECKPOINTS = 3
 """Number of checkpoints in a row that could not be written after which the run ends; fewer are only warnings."""
 RETRY_SECONDS = 1.0

@@ -8,9 +8,11 @@ from typing import Any
 from async_flowrl.config.check import ConfigError
 from async_flowrl.config.schema import FULL, Config
 from async_flowrl.training.checkpoint import TRAINER, check_ranks
-from separation.group import Worker
+from separation.group import Worker, WorkerFailed
 from separation.supervise import together
 
+DISK_ERRORS = {"OSError", "PermissionError", "FileNotFoundError", "BlockingIOError", "SafetensorError"}
+"""Names of the exceptions that mean that a file could not be written; any other exception of a writer ends the run."""
 LANE = "save"
 """Lane of a trainer rank for writing checkpoints, which runs beside the next update."""
 
@@ -20,11 +22,17 @@ async def write_shares(
 ) -> None:
     """Has every rank write its share of the last snapshot, and the first one make the checkpoint of them all.
 
-    Until then nobody reads what is there. Raises WorkerDied, or WorkerFailed as TrainerWorker.save does.
+    Until then nobody reads what is there. Raises WorkerDied, or WorkerFailed as TrainerWorker.save does; for one of
+    DISK_ERRORS, with which the run goes on, all ranks have dropped their copies.
     """
-    work = await ranks[0].call("saving.begin", directory, lane=LANE)
-    digests = await together(*(rank.call("saving.write", work, lane=LANE) for rank in ranks))
-    await ranks[0].call("saving.end", work, controller, digests, keep, spare, lane=LANE)
+    try:
+        work = await ranks[0].call("saving.begin", directory, lane=LANE)
+        digests = await together(*(rank.call("saving.write", work, lane=LANE) for rank in ranks))
+        await ranks[0].call("saving.end", work, controller, digests, keep, spare, lane=LANE)
+    except WorkerFailed as error:
+        if error.kind in DISK_ERRORS:
+            await together(*(rank.call("forget_snapshot", lane=LANE) for rank in ranks))
+        raise
 
 
 def check_shares(config: Config, path: Path) -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from async_flowrl.config.schema import Config
+from async_flowrl.controller.context import Observer
 from async_flowrl.controller.endpoints import PUBLISHING, RolloutEndpoint
 from async_flowrl.controller.living import Living
 from async_flowrl.types import EMA, POLICY
@@ -153,11 +154,22 @@ async def sharded_sender(
 
 
 class ShardedRolloutEndpoint(RolloutEndpoint):
-    """One rollout worker as a receiver of shares: it asks for one bucket of each shard after the other."""
+    """One rollout worker as a receiver of shares: it asks for one bucket of each shard after the other.
+
+    It takes one version at a time, also of two streams, whose deliveries know nothing of each other.
+    """
+
+    def __init__(self, worker: Worker, observer: Observer, transport: str) -> None:
+        super().__init__(worker, observer, transport)
+        self._receiving = asyncio.Lock()
 
     async def _received(self, header: Header, payload: Any, slot: str) -> Ack:
         assert isinstance(header, ShardedHeader)
         assert isinstance(payload, ShardedPayload)
+        async with self._receiving:
+            return await self._in_buckets(header, payload, slot)
+
+    async def _in_buckets(self, header: ShardedHeader, payload: ShardedPayload, slot: str) -> Ack:
         await self._deliver("shards.begin", header, slot)
         shards = len(header.shares)
         # The next bucket is fetched while the worker puts this one in its place.

@@ -6,7 +6,7 @@ effect in its network as in the trainer's.
 """
 
 import asyncio
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -220,8 +220,8 @@ class PublishedWeights:
                 sender = await sharded_sender(living, config, self.sealed)
                 self.canary = Canary(*await sender.canary())
             else:
+                self.canary = await self._by_first(Canary.of)
                 sender = TrainerEndpoint(living, self, self.transport, self.sealed, on_moved=self._moved)
-                self.canary = await Canary.of(living.first)
         broadcast = None
         if isinstance(sender, TrainerEndpoint) and self.transport != OBJECT_STORE:
             broadcast = CollectiveBroadcast(
@@ -291,16 +291,18 @@ class PublishedWeights:
         check_binding(self.canary.probe, proof, who=worker.name)
 
     async def _canary_again(self) -> Canary:
-        """By the first rank, or, where that dies meanwhile, by the next one. Raises WorkerDied where none is left.
+        """The same canary; ranks that have a share each retain it, and send it once more."""
+        return self.canary if self.sharded else await self._by_first(self.canary.again)
 
-        Ranks that have a share each retain it, and send it once more.
+    async def _by_first(self, make: Callable[[Worker], Awaitable[Canary]]) -> Canary:
+        """The canary that the first rank makes, or, where that dies meanwhile, the next one.
+
+        Raises WorkerDied where none is left.
         """
-        if self.sharded:
-            return self.canary
         living = self.trainers.living
         while True:
             try:
-                return await self.canary.again(living.first)
+                return await make(living.first)
             except WorkerDied as error:
                 await living.bury(self, error)
 

@@ -87,16 +87,27 @@ def begin_checkpoint(directory: Path, nbytes: int) -> Path:
     """Returns a new folder for the files of a checkpoint, which nobody reads before `end_checkpoint` renames it.
 
     What earlier calls have left unfinished is removed. Raises OSError if there is no room for `nbytes` of tensors then:
-    whole weights would take minutes to find that out.
+    whole weights would take minutes to find that out. A file system that does not know its room is written to.
     """
     directory.mkdir(parents=True, exist_ok=True)
     put_back_replaced(directory)
     _remove_unfinished(directory)
-    if (free := shutil.disk_usage(directory).free) < nbytes:
+    if (free := _free_bytes(directory)) is not None and free < nbytes:
         raise OSError(errno.ENOSPC, f"a checkpoint needs {nbytes:,} bytes, and there are {free:,} left", str(directory))
     work = directory / f"{_WORK}{uuid.uuid4().hex}"
     work.mkdir()
     return work
+
+
+def _free_bytes(directory: Path) -> int | None:
+    """Returns the room of a file system; None where it does not say, as some that are mounted over a network."""
+    try:
+        usage = shutil.disk_usage(directory)
+    except OSError as error:
+        if error.errno in (errno.ENOSYS, errno.EOPNOTSUPP):
+            return None
+        raise
+    return usage.free if usage.total else None
 
 
 def end_checkpoint(

@@ -1,6 +1,7 @@
 """The layout of tune=full with trainer.shard=full: FSDP2 shards the trained weights, in float32, over all ranks."""
 
 import warnings
+from collections.abc import Collection
 
 import torch
 from torch import nn
@@ -9,6 +10,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from async_flowrl.policies.base import Policy
 from async_flowrl.training.fsdp import World
+from checkpoint_engine.shards import shard_rows
 
 
 def shard_trained(policy: Policy, trained: set[nn.Parameter], world: World, device: torch.device) -> str:
@@ -16,9 +18,11 @@ def shard_trained(policy: Policy, trained: set[nn.Parameter], world: World, devi
 
     `trained` become float32. Blocks are gathered in the dtype that the network computes in; gradients are cast to
     float32 before a reduce-scatter adds them up over the ranks, without dividing the sum. Frozen parameters are
-    sharded, too, in their own dtype. Raises ValueError for parameters of several dtypes: a gathered block has one.
+    sharded, too, in their own dtype. Raises ValueError for parameters of several dtypes, because a gathered block has
+    one, and where a rank would have nothing to train.
     """
     transformer = policy.transformer
+    check_rows([tuple(parameter.shape) for parameter in trained], world.size)
     dtype = one_dtype(transformer)
     for parameter in trained:
         parameter.data = parameter.data.float()
@@ -35,6 +39,17 @@ def shard_trained(policy: Policy, trained: set[nn.Parameter], world: World, devi
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
     return f"fsdp2 over {world.size}, trained weights and optimizer with it"
+
+
+def check_rows(shapes: Collection[tuple[int, ...]], ranks: int) -> None:
+    """Raises ValueError, equal on all ranks, if the last one would have no row of any trained tensor."""
+    # Earlier ranks have no fewer rows of a tensor than later ones. Of a number without rows FSDP2 says so itself.
+    if not any(not shape or shard_rows(shape[0], ranks, ranks - 1) for shape in shapes):
+        most = max(shape[0] for shape in shapes)
+        raise ValueError(
+            f"tune=full with trainer.shard=full gives each rank rows of what is trained, and {ranks} ranks are too "
+            f"many for tensors of at most {most} rows: set trainer.shard=none, or freeze less by full.freeze"
+        )
 
 
 def one_dtype(transformer: nn.Module) -> torch.dtype:

@@ -4,6 +4,8 @@ Each rank writes a file of its own into the folder `shards` of the checkpoint, a
 can read whole tensors of it, one at a time (`ShardedTensors`); ranks read their shares only.
 """
 
+import errno
+import socket
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -15,10 +17,13 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
+from torch.futures import Future
 
 from async_flowrl.training.shard_reader import SafeReader
 
@@ -42,7 +47,7 @@ def write_shards(folder: Path, parts: Parts, shapes: Shapes, mesh: DeviceMesh, g
         for part, tensors in parts.items()
         for name, tensor in tensors.items()
     }
-    writer = FileSystemWriter(str(folder), single_file_per_rank=True, sync_files=True)
+    writer = _Writer(str(folder), single_file_per_rank=True, sync_files=True)
     try:
         save(state, storage_writer=writer, process_group=group)
     except CheckpointException as error:
@@ -50,6 +55,32 @@ def write_shards(folder: Path, parts: Parts, shapes: Shapes, mesh: DeviceMesh, g
         if isinstance(first, OSError):
             raise OSError(f"a trainer rank cannot write its share of a checkpoint: {first}") from error
         raise
+
+
+class _Writer(FileSystemWriter):
+    """A FileSystemWriter that raises the OSError of a write, over which torch.save raises a RuntimeError of its own.
+
+    It makes no folder but its own: on a node that does not see the others' it would write where nobody looks.
+    """
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        if not (folder := Path(self.path).parent).is_dir():
+            where = (
+                f"{socket.gethostname()} does not see this folder; output_dir must be one that all trainer ranks share"
+            )
+            raise FileNotFoundError(errno.ENOENT, where, str(folder))
+        return super().prepare_local_plan(plan)
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        try:
+            return super().write_data(plan, planner)
+        except RuntimeError as error:
+            cause: BaseException | None = error
+            while cause is not None and not isinstance(cause, OSError):
+                cause = cause.__cause__ or cause.__context__
+            if cause is None:
+                raise
+            raise cause from error
 
 
 def read_shards(folder: Path, mesh: DeviceMesh) -> dict[str, dict[str, Tensor]]:

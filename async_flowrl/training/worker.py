@@ -290,8 +290,10 @@ class TrainerWorker:
         return self.versions.newest
 
     def forget_snapshot(self) -> None:
-        """Drops what `snapshot` has copied: another rank has written the checkpoint."""
+        """Drops what `snapshot` has copied: another rank has written the checkpoint, or nobody will."""
         self._snapshot = None
+        if self.world.by_group:
+            self.saving.snapshot = None
 
     def state(self) -> tuple[str, PeerState]:
         """What another rank needs to take this one's part, and its digest."""

@@ -15,7 +15,7 @@ from separation.group import PoolSpec, WorkerDied, WorkerFailed
 from separation.host import RemoteError, resolve
 from tests.support.forked import CONTEXT
 
-LANES = ("main", "control", "publish", "sync")
+LANES = ("main", "control", "publish", "save", "sync")
 
 
 def serve(lanes: dict[str, Connection], factory: str, arguments: dict[str, Any]) -> None:

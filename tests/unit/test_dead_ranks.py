@@ -379,6 +379,21 @@ def test_a_canary_that_is_lost_with_its_sender_is_made_by_the_next_rank() -> Non
     assert [e["worker"] for e in found.observer.of("replaced")] == ["rollout-0", "trainer-0"]
 
 
+@pytest.mark.parametrize("method", ["canary", "seal", "payload"])
+def test_the_first_canary_is_made_by_the_next_rank_if_its_maker_dies(method: str) -> None:
+    """Before anything is published there is nothing that another rank would have to send in its place."""
+    found = virtual(config("stream", 3), SHAKEN, killing(("trainer-0", method, 1)))
+    check(found, "stream")
+    assert [event["worker"] for event in found.observer.of("fault")] == ["trainer-0"]
+    assert [event["worker"] for event in found.observer.of("rejoined")] == ["trainer-0.1"]
+    assert not found.observer.of("sender")
+
+
+def test_without_a_rank_that_makes_the_first_canary_the_attempt_ends_by_name() -> None:
+    with pytest.raises(WorkerDied, match=r"trainer-[01] died"):
+        virtual(config("batch", 2), SHAKEN, killing(("trainer-0", "canary", 1), ("trainer-1", "canary", 1)))
+
+
 def test_a_checkpoint_is_copied_by_ranks_that_do_not_end_together(tmp_path: Path) -> None:
     arrange = ReplicaCalls._arrange
 

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Mapping
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import torch
 from async_flowrl.controller.endpoints import DELIVERIES
 from async_flowrl.controller.shard_endpoints import SenderLost, ShardedRolloutEndpoint, ShardedTrainerEndpoint
 from checkpoint_engine import Delivery, DeliveryOptions, Header, Layout
-from separation.group import WorkerDied
+from separation.group import WorkerDied, WorkerFailed
 from tests.support.process_pool import ProcessPool
 from tests.support.share_ends import weights
 from tests.support.toy_pool import ListObserver
@@ -107,6 +108,81 @@ async def with_sender_killed(rank: str, at: int) -> None:
         await site.serves(0)
     finally:
         await site.close()
+
+
+async def with_receiver_late() -> None:
+    """rollout-1 gets nothing until its first version, and half of its second, are too old for the ranks to retain."""
+    site, gate = Site({}, {}), asyncio.Event()
+
+    class Late(ShardedRolloutEndpoint):
+        async def _deliver(self, method: str, *arguments: Any) -> Any:
+            if self.name == "rollout-1" and method == "shards.take" and arguments[2] > 0:
+                await gate.wait()
+            return await super()._deliver(method, *arguments)
+
+    with mock.patch.object(Site, "end", lambda site, worker: Late(worker, ListObserver(), "object_store")):
+        try:
+            await site.start()
+            acknowledged: list[tuple[str, int]] = []
+            site.delivery.on_ack(lambda name, ack: acknowledged.append((name, ack.version)))
+            for version in range(4):
+                await site.delivery.publish(version)
+                async with asyncio.timeout(SECONDS):
+                    while ("rollout-0", version) not in acknowledged:  # noqa: ASYNC110
+                        await asyncio.sleep(0.01)
+            gate.set()
+            async with asyncio.timeout(SECONDS):
+                await site.delivery.drain()
+            assert site.replaced == [] and site.delivery.stats.corrupt == 0
+            assert [version for name, version in acknowledged if name == "rollout-1"] == [2, 3]
+            for worker in site.workers.workers:
+                assert await worker.call("held", lane=DELIVERIES) == held(2, 3)
+            await site.serves(3)
+        finally:
+            await site.close()
+
+
+def test_a_receiver_that_is_too_late_for_a_version_goes_on_with_those_that_are_retained() -> None:
+    asyncio.run(with_receiver_late())
+
+
+async def with_a_version_gone_that_is_needed() -> None:
+    site = Site({}, {})
+    try:
+        await site.start()
+        await site.publish(0)
+        for worker in site.ranks.workers:
+            await worker.call("policy.clear")
+        await site.workers.replace(1)
+        with pytest.raises(WorkerFailed, match="version 0 of stream policy is not retained"):
+            await site.delivery.join(site.end(site.workers.workers[1]), [0])
+    finally:
+        await site.close()
+
+
+def test_a_version_that_the_ranks_lost_though_it_is_needed_ends_the_delivery_by_name() -> None:
+    asyncio.run(with_a_version_gone_that_is_needed())
+
+
+async def with_two_at_once() -> None:
+    """As the versions of two streams come, whose deliveries know nothing of each other."""
+    site = Site({}, {})
+    try:
+        await site.start()
+        await site.publish(0, 1)
+        fresh = await site.workers.replace(1)
+        end, sender = site.end(fresh), ShardedTrainerEndpoint(site.ranks.workers, Layout.of(weights(0)), BUCKET, print)
+        both = [end.receive(site.headers[version], await sender.payload(version)) for version in (0, 1)]
+        async with asyncio.timeout(SECONDS):
+            assert [ack.version for ack in await asyncio.gather(*both)] == [0, 1]
+        assert await fresh.call("held", lane=DELIVERIES) == held(0, 1)
+        await site.serves(1)
+    finally:
+        await site.close()
+
+
+def test_versions_of_two_deliveries_come_to_a_receiver_one_after_the_other() -> None:
+    asyncio.run(with_two_at_once())
 
 
 @pytest.mark.parametrize("bucket", [0, 9])

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from async_flowrl.config.schema import Config
+from async_flowrl.training.full_shards import check_rows
 from tests.support import trainer_rig as rig
 from tests.unit.training.trainer_ranks import NARROW, Job, Outcome, run_alone, run_ranks
 
@@ -123,3 +124,10 @@ def test_bfloat16_is_computed_with_and_float32_is_kept(jobs: dict[str, Job], two
     wide, _ = copy.deepcopy(jobs["bfloat16"])
     wide.model.dtype = "float32"
     assert rig.distance(run_alone((wide, jobs["bfloat16"][1]))["tensors"], alone["tensors"]) > 0
+
+
+def test_ranks_without_a_row_of_anything_trained_are_refused_by_name() -> None:
+    check_rows([(3,), (7, 24)], 4)
+    check_rows([(9, 2)], 3)
+    with pytest.raises(ValueError, match=r"8 ranks are too many for tensors of at most 9 rows: set trainer.shard=none"):
+        check_rows([(3,), (9, 2)], 8)

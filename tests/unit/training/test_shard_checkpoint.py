@@ -1,14 +1,21 @@
 """Checkpoints in shares: what one process can say of them without several ranks."""
 
+import errno
 import io
 import os
 import pickle
+import resource
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.device_mesh import DeviceMesh
 
 from async_flowrl.training.checkpoint import (
     RANKS,
@@ -19,7 +26,9 @@ from async_flowrl.training.checkpoint import (
     find_checkpoint,
     read_checkpoint,
 )
-from async_flowrl.training.shard_checkpoint import FOLDER, whole_parts
+from async_flowrl.training.fsdp import World
+from async_flowrl.training.full_shards import host_mesh
+from async_flowrl.training.shard_checkpoint import FOLDER, whole_parts, write_shards
 from async_flowrl.training.shard_reader import SafeReader
 
 PARTS = {"weights/a": torch.arange(6.0).reshape(3, 2), "weights/b.c": torch.ones(2), "retained/4/a": torch.zeros(3, 2)}
@@ -53,6 +62,57 @@ def test_a_disk_without_room_is_named_before_anything_is_written(tmp_path: Path)
     with pytest.raises(OSError, match=r"a checkpoint needs 1,152,921,504,606,846,976 bytes, and there are .* left"):
         begin_checkpoint(tmp_path, 1 << 60)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", good.name]
+
+
+@pytest.fixture
+def one_rank() -> Iterator[tuple[DeviceMesh, dist.ProcessGroup]]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield host_mesh(World(0, 1)), dist.new_group(backend="gloo")
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("size", [200, 5_000, 6_000_000])
+def test_a_disk_that_is_full_in_the_middle_of_a_write_is_named_as_that(
+    tmp_path: Path, one_rank: tuple[DeviceMesh, dist.ProcessGroup], size: int
+) -> None:
+    """Large tensors are not buffered: torch.save finds their place wrong afterwards, and says only that."""
+    shapes = dict.fromkeys("ab", (1000, 1000))
+    parts = {"weights": {name: torch.ones(shape) for name, shape in shapes.items()}}
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        with pytest.raises(OSError, match=r"a trainer rank cannot write its share of a checkpoint: .*too large"):
+            write_shards(tmp_path / FOLDER, parts, shapes, *one_rank)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    write_shards(tmp_path / FOLDER, parts, shapes, *one_rank)
+    assert torch.equal(whole_parts(tmp_path / FOLDER)["weights"]["b"], torch.ones(1000, 1000))
+
+
+def test_a_rank_that_does_not_see_the_checkpoints_folder_writes_none_of_its_own(
+    tmp_path: Path, one_rank: tuple[DeviceMesh, dist.ProcessGroup]
+) -> None:
+    """The first rank has made it, on a disk that this one's node does not have."""
+    with pytest.raises(OSError, match="does not see this folder; output_dir must be one that all trainer ranks share"):
+        write_shards(tmp_path / "work" / FOLDER, {"weights": {"a": torch.ones(2, 2)}}, {"a": (2, 2)}, *one_rank)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "says",
+    [SimpleNamespace(total=0, used=0, free=0), OSError(errno.ENOSYS, "Function not implemented")],
+    ids=["zeros", "error"],
+)
+def test_a_file_system_that_does_not_say_its_room_is_written_to(tmp_path: Path, says: object) -> None:
+    """As some that are mounted over a network do."""
+    with mock.patch("shutil.disk_usage", side_effect=[says]):
+        assert begin_checkpoint(tmp_path, 1 << 60).is_dir()
+
+
+def test_a_disk_that_cannot_be_read_is_no_room(tmp_path: Path) -> None:
+    broken = OSError(errno.EIO, "Input/output error")
+    with mock.patch("shutil.disk_usage", side_effect=broken), pytest.raises(OSError, match="Input/output"):
+        begin_checkpoint(tmp_path, 1)
 
 
 @pytest.mark.parametrize("file", ["__0_0.distcp", ".metadata"])

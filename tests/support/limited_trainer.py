@@ -1,0 +1,15 @@
+"""LimitedTrainer is a trainer rank that may write only so much into a file, as on a full disk."""
+
+import resource
+
+from async_flowrl.training.worker import TrainerWorker
+
+
+class LimitedTrainer(TrainerWorker):
+    def limit(self, size: int) -> None:
+        """Sets the size in bytes at which the system refuses to write on, with an OSError; -1: none."""
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+
+    def has_copy(self) -> bool:
+        """Whether host memory holds a copy for a checkpoint."""
+        return self.saving.snapshot is not None
