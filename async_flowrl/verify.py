@@ -30,9 +30,9 @@ from async_flowrl.training.checkpoint import (
     find_checkpoint,
     read_checkpoint,
 )
-from async_flowrl.training.shard_saving import joined_digest
 from async_flowrl.types import EVALUATION, TRAIN
 from checkpoint_engine import Draft, Layout, ShardedHeader, weights_digest
+from checkpoint_engine.digest import joined_digest
 from checkpoint_engine.shards import shard_rows, share_digests
 from separation.table import format_table
 

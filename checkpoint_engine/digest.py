@@ -7,7 +7,7 @@ accidents, but not forgery: it is not cryptographic, and the header with the dig
 """
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -39,6 +39,11 @@ def combine(parts: Iterable[bytes | str]) -> str:
         state.update(len(data).to_bytes(8, "little"))
         state.update(data)
     return state.hexdigest()
+
+
+def joined_digest(of_ranks: Sequence[str]) -> str:
+    """Returns the digest of weights that lie in shares on several ranks, from the shares' digests in rank order."""
+    return combine(of_ranks)
 
 
 def weights_digest(tensors: Mapping[str, Tensor]) -> str:

@@ -27,7 +27,7 @@ from async_flowrl.run.recovery import Run
 from async_flowrl.run.tools import Predict, Report
 from async_flowrl.tickets.table import State, TicketTable
 from async_flowrl.training.checkpoint import DamagedCheckpoint, read_checkpoint
-from async_flowrl.training.shard_saving import joined_digest
+from checkpoint_engine.digest import joined_digest
 from separation.group import Worker
 from separation.supervise import deadline
 

@@ -32,7 +32,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from async_flowrl.training.shard_checkpoint import FOLDER, read_shards, whole_parts
 from checkpoint_engine import base_digest
 
 logger = logging.getLogger(__name__)
@@ -163,6 +162,8 @@ def read_checkpoint(path: Path) -> Checkpoint:
     files = verify_checkpoint(path)
     trainer, controller = json.loads((path / TRAINER).read_text()), json.loads((path / CONTROLLER).read_text())
     if RANKS in trainer:
+        from async_flowrl.training.shard_checkpoint import FOLDER, whole_parts  # loads much of torch.distributed
+
         return Checkpoint(whole_parts(path / FOLDER), trainer, controller)
     tensors = {}
     for name in files:
@@ -179,6 +180,8 @@ def read_share(path: Path, mesh: DeviceMesh) -> Checkpoint:
 
     Raises DamagedCheckpoint, and ValueError, which names them, for another number of ranks.
     """
+    from async_flowrl.training.shard_checkpoint import FOLDER, read_shards
+
     if mesh.get_local_rank() == 0:
         verify_checkpoint(path)
     trainer, controller = json.loads((path / TRAINER).read_text()), json.loads((path / CONTROLLER).read_text())

@@ -12,7 +12,7 @@ from async_flowrl.training.checkpoint import RANKS, Checkpoint, begin_checkpoint
 from async_flowrl.training.fsdp import World
 from async_flowrl.training.full_shards import host_mesh
 from async_flowrl.training.shard_checkpoint import FOLDER, Shapes, write_shards
-from checkpoint_engine.digest import combine
+from checkpoint_engine.digest import joined_digest
 
 
 @dataclass
@@ -65,8 +65,3 @@ class ShardSaving:
         self.snapshot = None
         trainer = {**checkpoint.trainer, RANKS: self.world.size, "weights_digest": joined_digest(digests)}
         return str(end_checkpoint(Path(work), version, trainer, controller, keep=keep, spare=spare))
-
-
-def joined_digest(of_ranks: Sequence[str]) -> str:
-    """Returns the digest of weights that lie in shares, from those of the shares in rank order."""
-    return combine(of_ranks)

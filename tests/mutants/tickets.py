@@ -213,10 +213,11 @@ def labelled_newest(issue: Any) -> Any:
 
 
 def weights_kept(activate: Any) -> Any:
-    def fault(worker: Any, request: Any) -> str:
+    def fault(worker: Any, request: Any) -> tuple[str, int]:
         if request.kind == EVALUATION or worker.receiver.active is None:
-            return str(activate(worker, request))
-        return str(worker.receiver.active.digest)
+            digest, swaps = activate(worker, request)
+            return str(digest), int(swaps)
+        return str(worker.receiver.active.digest), 0
 
     return fault
 

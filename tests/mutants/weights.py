@@ -100,7 +100,7 @@ WEIGHT_FAULTS = (
     Mutant("the label is taken when the ticket is finished", {f"{WORKER}.generate": labelled_at_the_end}, LABEL),
     Mutant(
         "weights arrive in the live tensors at once",
-        {f"{RECEIVER}._retain": after(lambda receiver, header, storage, slot: receiver._live.copy_(storage))},
+        {f"{RECEIVER}.retain": after(lambda receiver, header, storage, slot: receiver._live.copy_(storage))},
         LABEL,
     ),
     Mutant(

@@ -1,5 +1,6 @@
 """The memory plan against what real tensors take."""
 
+import json
 import os
 import subprocess
 import sys
