@@ -102,7 +102,14 @@ def test_workers_delays_buckets_and_a_resume_change_no_bit(plain: Run, tmp_path:
     assert [row for row in verify(tmp_path) if not row[1]] == []
 
 
-@pytest.mark.parametrize("other", [("trainer.num_workers=1",), ("trainer.num_workers=3",), ("trainer.shard=none",)])
+@pytest.mark.parametrize(
+    "other",
+    [
+        ("trainer.num_workers=3",),
+        pytest.param(("trainer.num_workers=1",), marks=pytest.mark.slow),
+        pytest.param(("trainer.shard=none",), marks=pytest.mark.slow),
+    ],
+)
 def test_a_resume_with_other_shares_is_refused_by_name(
     plain: Run, tmp_path: Path, other: tuple[str, ...], capfd: pytest.CaptureFixture[str]
 ) -> None:
