@@ -22,6 +22,8 @@ COLUMNS = {
     "sharpness": "sharpness",
 }
 """Key of `Result.final` to column heading."""
+SEEDS_EACH = 3
+"""Number of seeds with which every algorithm is judged."""
 NOT_RUN = "not run"
 NOTHING = (
     "**No judged run of the league has been made yet**, so this page has no scores, no picture and no order of the\n"
@@ -39,7 +41,16 @@ def page(league: League, picture: str) -> str:
     if not any(league.judged.values()):
         return "\n\n".join([NOTHING, *(tuning if any(league.tuning.values()) else [])])
     scores = ["### Scores at the end", scores_table(league), f"![{CAPTION}]({picture})"]
-    return "\n\n".join([*scores, "### Images and seconds to a score", goals_table(league), *tuning])
+    return "\n\n".join([*missing(league), *scores, "### Images and seconds to a score", goals_table(league), *tuning])
+
+
+def missing(league: League) -> list[str]:
+    """Returns a paragraph about the algorithms that are not judged with SEEDS_EACH seeds; empty if all are."""
+    left = [name for name in league.algorithms if len(league.judged[name]) < SEEDS_EACH]
+    if not left:
+        return []
+    names = ", ".join(f"`{name}`" for name in left)
+    return [f"**The league is not finished.** Not yet judged with {SEEDS_EACH} seeds: {names}."]
 
 
 def ranked(league: League) -> list[str]:

@@ -10,7 +10,16 @@ from async_flowrl.config.compose import compose_config
 from async_flowrl.main import command_line
 from examples.glyphs.compare import ROOT, complete, overrides
 from examples.glyphs.league import RATES, SEEDS, STEPS, UPDATES, play, show, variant
-from examples.glyphs.league_page import NOTHING, draw, goals_table, pace_of, page, scores_table, tuning_table
+from examples.glyphs.league_page import (
+    NOTHING,
+    SEEDS_EACH,
+    draw,
+    goals_table,
+    pace_of,
+    page,
+    scores_table,
+    tuning_table,
+)
 from examples.glyphs.league_results import best_rate, load_league, named
 from examples.glyphs.result import Result, load_all
 
@@ -153,6 +162,9 @@ def test_without_a_judged_run_the_page_says_so_and_shows_no_picture(tmp_path: Pa
     show(load_league(tmp_path, list(UPDATES), RATES), picture, to)
     said = to.read_text(encoding="utf-8")
     assert NOTHING not in said and f"]({PICTURE})" in said and picture.is_file()
+    assert "**The league is not finished.** Not yet judged with 3 seeds: `glyphs`, `glyphs_flow_grpo`, `diff" in said
+    whole = load_league(tmp_path, ["flow_grpo"], RATES)
+    assert len(SEEDS) == SEEDS_EACH and "not finished" not in page(whole, PICTURE)
 
 
 @pytest.mark.slow
