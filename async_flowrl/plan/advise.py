@@ -14,8 +14,6 @@ from async_flowrl.plan.rewards import cures, limit_sentence, with_workers
 from async_flowrl.plan.simulate import Prediction
 from async_flowrl.plan.work import HAND_OVERS, Layout, Work, balance, bounds
 
-__all__ = ["Advice", "Limits", "advise"]
-
 MIN_DEVICE_USE = 0.95
 """Share of the devices; if the best split uses less, the advice says so."""
 MAX_STALENESS = 8

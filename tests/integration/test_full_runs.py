@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from safetensors.torch import load_file
 
 from async_flowrl.config.compose import read_config
 from async_flowrl.evaluate import evaluate, job_of_run
@@ -17,10 +16,9 @@ from async_flowrl.export.__main__ import main as export
 from async_flowrl.generate import from_config, generate, open_pipeline, sample
 from async_flowrl.generate import main as generate_command
 from async_flowrl.policies import trained_file
-from async_flowrl.policies.registry import resolve_model
-from async_flowrl.policies.stored import StoredWeights
 from async_flowrl.verify import verify
 from tests.integration.runs import Run, start, train, wait_until
+from tests.integration.whole_weights import check_all_changed_and_delivered, whole
 
 FULL = (
     "tune=full",
@@ -40,24 +38,8 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return train(tmp_path_factory.mktemp("full") / "run", "one_step_off", *FULL, "total_steps=3")
 
 
-def base_of(run: Run) -> StoredWeights:
-    return StoredWeights(resolve_model(read_config(run.root / "config.yaml").model).path, dtype=torch.float32)
-
-
-def whole(run: Run) -> dict[str, torch.Tensor]:
-    return dict(load_file(run.root / "transformer" / "diffusion_pytorch_model.safetensors"))
-
-
 def test_every_parameter_changed_and_the_whole_model_was_delivered(plain: Run) -> None:
-    base, written = base_of(plain), whole(plain)
-    assert written.keys() == base.keys()
-    same = {name for name in base if torch.equal(base[name], written[name])}
-    assert all(name.startswith("transformer_blocks.1.") for name in same), "dead branches of the last block alone"
-    assert len(same) < len(base) / 4
-    parameters = sum(tensor.nbytes for tensor in written.values())
-    sync = plain.summary["sync"]
-    assert sync["bytes"] >= 4 * parameters and sync["publishes"] == 4, "versions 0 to 3, each all of it"
-    assert len(set(plain.digests)) == 4
+    check_all_changed_and_delivered(plain)
     assert plain.column("staleness/max") == [0, 1, 1]
     assert max(line["behaviour_gap"] for line in plain.metrics) < 1e-6
     assert [row for row in verify(plain.root) if not row[1]] == []

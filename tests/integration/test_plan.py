@@ -5,9 +5,10 @@ from pathlib import Path
 import pytest
 
 from async_flowrl.config.compose import compose_config
-from async_flowrl.plan.advise import Limits, advise
+from async_flowrl.plan.advise import advise
 from async_flowrl.plan.calibrate import actual, calibrate
 from async_flowrl.plan.foretell import step_time
+from async_flowrl.plan.limits import Limits
 from async_flowrl.plan.simulate import simulate
 from async_flowrl.plan.work import Layout
 from tests.integration.runs import LOCAL, train

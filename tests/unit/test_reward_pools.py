@@ -14,9 +14,10 @@ from async_flowrl.observability.bottleneck import verdict
 from async_flowrl.observability.pool_size import configured_pools
 from async_flowrl.observability.reward_bound import reward_bound
 from async_flowrl.observability.timeline import tracks
-from async_flowrl.plan.advise import Limits, advise
+from async_flowrl.plan.advise import advise
 from async_flowrl.plan.calibrate import calibrate
 from async_flowrl.plan.laws import Law
+from async_flowrl.plan.limits import Limits
 from async_flowrl.plan.simulate import simulate
 from async_flowrl.plan.work import Layout, Work
 from async_flowrl.report.document import document

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from async_flowrl.plan import __main__ as plan
-from async_flowrl.plan.advise import Limits, advise
+from async_flowrl.plan.advise import advise
 from async_flowrl.plan.calibrate import NothingToLearn, calibrate
 from async_flowrl.plan.laws import Law
+from async_flowrl.plan.limits import Limits
 from async_flowrl.plan.prediction import predicted_against_actual
 from async_flowrl.plan.simulate import simulate
 from async_flowrl.plan.work import Layout, Work
