@@ -111,7 +111,8 @@ class Clip:
             from async_flowrl.policies.loading import ONE_AT_A_TIME
 
             with ONE_AT_A_TIME, self._failed:
-                self._loaded = self._load()
+                if self._loaded is None:  # another thread may have loaded it while this one waited
+                    self._loaded = self._load()
         return self._loaded
 
     def _load(self) -> Loaded:

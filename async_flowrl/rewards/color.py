@@ -32,7 +32,7 @@ class Color:
         return [float(value) for value in named - others]
 
     def _channel(self, prompt: Prompt) -> int:
-        word = self.channel or prompt.text.split(maxsplit=1)[0].lower()
+        word = self.channel or next(iter(prompt.text.lower().split()), "")
         if word not in CHANNELS:
             raise ValueError(unknown_name(f"the first word of prompt {prompt.text!r}", word, CHANNELS))
         return CHANNELS[word]

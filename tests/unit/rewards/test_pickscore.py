@@ -1,6 +1,8 @@
 """PickScore on a tiny random CLIP: the formula, chunks, and what is refused."""
 
 from pathlib import Path
+from threading import Event, Thread
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,6 +11,7 @@ from transformers import CLIPConfig, CLIPImageProcessor, CLIPModel, CLIPProcesso
 
 from async_flowrl.config.schema import RewardConfig, RewardTerm
 from async_flowrl.policies.tiny.parts import clip_tokenizer
+from async_flowrl.rewards.clip import Clip
 from async_flowrl.rewards.pickscore import PickScore
 from async_flowrl.rewards.registry import build_reward, check_rewards
 from async_flowrl.types import Prompt
@@ -92,3 +95,25 @@ def test_a_gpu_that_the_process_does_not_see_is_refused(folder: Path, monkeypatc
     with pytest.raises(ValueError, match=r"device is cuda, and this process sees no GPU.* use auto or cpu"):
         PickScore(str(folder), str(folder), device="cuda")(pictures(1), PROMPT)
     assert len(PickScore(str(folder), str(folder), device="auto")(pictures(1), PROMPT)) == 1
+
+
+def test_two_threads_that_ask_at_once_load_the_model_once(folder: Path) -> None:
+    built: list[CLIPModel] = []
+    waits, go_on = Event(), Event()
+
+    def build() -> Any:
+        waits.set()
+        assert go_on.wait(60)
+        built.append(CLIPModel.from_pretrained(folder))
+        return built[-1]
+
+    clip = Clip("PickScore", str(folder), build=build)
+    threads = [Thread(target=clip.load) for _ in range(2)]
+    threads[0].start()
+    assert waits.wait(60)
+    threads[1].start()
+    threads[1].join(0.2)  # long enough to come to the lock that the first thread holds
+    go_on.set()
+    for thread in threads:
+        thread.join(60)
+    assert len(built) == 1

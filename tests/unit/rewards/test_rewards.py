@@ -90,6 +90,8 @@ def test_color_refuses_what_names_no_channel() -> None:
         Color(channel="gren")
     with pytest.raises(ValueError, match="first word of prompt 'a red house' must be one of"):
         Color().check(Prompt(0, "a red house"))
+    with pytest.raises(ValueError, match="first word of prompt '  ' must be one of blue, green, red, got ''"):
+        Color().check(Prompt(0, "  "))
 
 
 def test_sharpness_is_the_variance_of_the_laplacian() -> None:
