@@ -35,7 +35,7 @@ class SharedWorker:
     ) -> None:
         """`sizes` is passed on to TrainerWorker, and `upcoming` to RolloutWorker.
 
-        `name` is the process's name in the pool, e.g. `rollout-0`; its number becomes part of the names of both workers.
+        `name` is that of the process in its pool; both workers get the number at its end.
         """
         turns, place = Turns(), name.rpartition("-")[2]
         base = OneBase(model, parts=PARTS[config.rollout.text_encoder], device=device())

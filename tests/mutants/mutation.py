@@ -20,7 +20,7 @@ class Mutant:
 
     name: str
     faults: Mapping[str, Fault]
-    """Target → fault. A target is "package.module:Class.method", or "package.module:name" of a function or constant."""
+    """Target → fault. A target is "package.module:Class.method", or "package.module:name" of any other object."""
     caught_by: str
     """The test, as "package.module:test_name"."""
     arguments: Mapping[str, Any] = field(default_factory=dict)
