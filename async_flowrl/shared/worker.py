@@ -46,7 +46,7 @@ class SharedWorker:
 
 
 class SharedTrainer(TrainerWorker):
-    """Trainer rank of a shared process; its work goes before all tickets that have not begun."""
+    """Computes before any further ticket is made."""
 
     turns: Turns
 
