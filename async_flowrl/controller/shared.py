@@ -16,7 +16,7 @@ from checkpoint_engine import DeliveryOptions
 from separation.group import Worker, seated
 from separation.supervise import DeadlineExceeded, deadline, supervised
 
-EVERYONE = 1 << 30
+UNLIMITED_FAN_OUT = 1 << 30
 """Number of receivers that the sender serves itself, larger than any pool: no receiver passes a version on."""
 
 
@@ -30,7 +30,7 @@ def delivery_options(config: Config, stream: str, *, sharded: bool = False) -> D
     )
     announced = config.placement == SHARED and stream == POLICY
     direct = announced or sharded
-    return replace(options, max_fan_out=EVERYONE, node_fan_out=EVERYONE) if direct else options
+    return replace(options, max_fan_out=UNLIMITED_FAN_OUT, node_fan_out=UNLIMITED_FAN_OUT) if direct else options
 
 
 def occupy(ctx: Context, ranks: Iterable[int], *, trains: bool) -> None:

@@ -10,13 +10,13 @@ from async_flowrl.observability.reward_bound import reward_bound
 from async_flowrl.observability.summary import warnings_of
 from async_flowrl.report.records import Records
 
-RECENT = 50
+RECENT_STEPS = 50
 """Number of last steps over which a metric is averaged."""
 
 
 @dataclass(frozen=True)
 class Rule:
-    """Warns if `holds` is true for the mean of the metric `key` over the last RECENT steps.
+    """Warns if `holds` is true for the mean of the metric `key` over the last RECENT_STEPS steps.
 
     `text` is a template with {value} and {steps}, `todo` the advice, `panel` the id of the chart that shows the metric.
     """
