@@ -90,7 +90,7 @@ def advice_for(run: Records, evaluations: Mapping[str, Any] | None) -> list[dict
 
 
 def _applied(rule: Rule, metrics: Sequence[Metrics]) -> dict[str, Any] | None:
-    known = [line[rule.key] for line in metrics if line.get(rule.key) is not None][-RECENT:]
+    known = [line[rule.key] for line in metrics if line.get(rule.key) is not None][-RECENT_STEPS:]
     if len(known) < MIN_STEPS.get(rule.key, 1) or not rule.holds(value := fmean(known)):
         return None
     text = rule.text.format(value=value, steps=len(known))
