@@ -98,7 +98,7 @@ def foretell_memory(config: Config, memory: Mapping[str, int]) -> str:
 
 
 def choose_layout(config: Config, memory: Mapping[str, int]) -> "tuple[Layout, Sequence[str]]":
-    """Returns the trainer's layout without `auto`, for devices of `memory` (pool → bytes), and sentences on the reasons."""
+    """Returns the trainer's layout without `auto`, for devices of `memory` (pool → bytes), and the reasons."""
     from async_flowrl.plan import layout
 
     chosen = layout.resolved(config, memory)
