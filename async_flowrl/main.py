@@ -98,7 +98,7 @@ def foretell_memory(config: Config, memory: Mapping[str, int]) -> str:
 
 
 def choose_layout(config: Config, memory: Mapping[str, int]) -> "tuple[Layout, Sequence[str]]":
-    """What `auto` is in the trainer's layout on devices of `memory` (pool → bytes), and a sentence on why."""
+    """Returns the trainer's layout without `auto`, for devices of `memory` (pool → bytes), and the reasons."""
     from async_flowrl.plan import layout
 
     chosen = layout.resolved(config, memory)

@@ -108,7 +108,7 @@ def accepted(member: Field[Any]) -> str:
 
 
 def changes_of(member: Field[Any], section: str) -> str:
-    """What a field changes; a section's mark is that of everything in it."""
+    """Returns what the field changes; a section's mark holds for all of its fields."""
     return rule_of(member).changes if section == WEIGHTS else section
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 class _Inside:
     threads: int = 0
     enabled: bool = True
-    """Whether the collector was on before the first of the threads entered."""
+    """True if the garbage collector was on before the first thread entered."""
     turn: threading.Lock = field(default_factory=threading.Lock)
 
 

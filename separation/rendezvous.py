@@ -13,7 +13,7 @@ from typing import Any
 from separation.group import Worker, WorkerGroup
 from separation.supervise import deadline, together
 
-LONGEST_TIMEOUT = 20 * 86_400.0
+MAX_TIMEOUT_SECONDS = 20 * 86_400.0
 """Largest time-out in seconds: torch accepts no infinity, and stores some waits as milliseconds in 31 bits."""
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 """Environment variable with the name of gloo's network interface."""
@@ -181,7 +181,7 @@ async def join_process_group(
     seconds, is that of joining and of every later collective of the group. Raises DeadlineExceeded.
     """
     workers = group.workers if members is None else members
-    world, timeout = len(workers), min(timeout, LONGEST_TIMEOUT)
+    world, timeout = len(workers), min(timeout, MAX_TIMEOUT_SECONDS)
     async with deadline(timeout, f"joining the {world} ranks of {group.spec.name}"):
         if not apart:
             await together(*(worker.call("separation.rendezvous:leave") for worker in workers))

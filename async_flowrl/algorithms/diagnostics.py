@@ -14,7 +14,7 @@ from async_flowrl.config.algorithm_schema import AlgorithmConfig
 
 MIN_EFFECTIVE_SAMPLE_SIZE = 0.5
 MIN_GRADIENT_KEPT = 0.8
-SURVIVED_KL = 2e-3
+MAX_QUIET_NATS_PER_ELEMENT = 2e-3
 """Largest KL of an update, in nats per latent element, without a warning. In the glyphs example (1,024 elements), runs
 with 1 nat per image were stable, and runs with 3 to 4 nats were not."""
 BETTER_THAN = {"tis": "correction=mask", "rollout_tis": "engines that agree better (behaviour_gap)"}
@@ -96,7 +96,7 @@ def warnings(
             f"importance weights have an effective sample size of {size:.2f}: {BETTER_THAN[correction]} or a smaller "
             "max_staleness would use the samples better"
         )
-    survived = SURVIVED_KL * elements
+    survived = MAX_QUIET_NATS_PER_ELEMENT * elements
     if elements and metrics.get("kl_per_update", 0.0) > survived:
         sentences.append(
             f"an update moved the policy by {metrics['kl_per_update']:.1f} nats per image (kl_per_update), more than "

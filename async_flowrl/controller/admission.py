@@ -1,4 +1,4 @@
-"""A rollout worker's way into the run: its model, the same base weights as the trainer's, and proven live weights."""
+"""Admission of a rollout worker to the run: it loads its model, its base weights are compared, its live ones proven."""
 
 import asyncio
 
@@ -9,14 +9,17 @@ from separation.supervise import deadline
 
 
 class StartError(RuntimeError):
-    """A worker came up, but it does not fit the others."""
+    """Raised if a worker has started but holds other base weights than the others."""
 
 
 async def admit(ctx: Context, worker: Worker, *, newcomer: bool = False) -> None:
-    """Brings a worker that was just built to where the gate gives it tickets. Raises StartError and what `load`,
-    downloads and the proof of its weights raise. One that is cancelled leaves no worker behind: what goes on after
-    the death of a trainer rank would take it for one whose base weights were compared. `newcomer`: it takes nobody's
-    place, and its event says so."""
+    """Loads and checks a worker that was just built; afterwards the gate may give it tickets.
+
+    `newcomer` means that it is an additional worker, not a replacement; the event `worker` records that. Raises
+    StartError, and the errors of the download, of `load` and of the proof of its weights. If this call is cancelled,
+    it kills the worker: otherwise a recovery after the death of a trainer rank would find the worker in the pool and
+    assume that its base weights were compared.
+    """
     ctx.observer.event("worker", worker=worker.name, pid=worker.pid, node=worker.node, newcomer=newcomer)
     try:
         await download_model(model_of(ctx.rollout), loaders([worker]), seconds=ctx.config.deadlines.download)
@@ -30,14 +33,14 @@ async def admit(ctx: Context, worker: Worker, *, newcomer: bool = False) -> None
 
 
 async def load_rollout(worker: Worker, *, seconds: float) -> str:
-    """Builds the worker's model; returns the digest of its base weights."""
+    """Has the worker build its model, within `seconds`; returns the digest of its base weights."""
     async with deadline(seconds, f"load: model of {worker.name}"):
         loaded = await worker.call("load")
     return str(loaded["base_digest"])
 
 
 def check_base(worker: Worker, digest: str, expected: str) -> None:
-    """Raises StartError unless the worker's base weights are those that the run began with, the trainer's."""
+    """Raises StartError if `digest`, of the worker's base weights, differs from `expected`, of the trainer's."""
     if digest != expected:
         raise StartError(
             f"{worker.name} holds other base weights ({digest}) than the run began with ({expected}): model.path or "

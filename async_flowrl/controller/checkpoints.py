@@ -130,11 +130,12 @@ class Checkpoints:
             self._writing.exception()  # Marks the error as seen: the attempt has already ended for another reason.
 
     async def _copied(self, ctx: Context) -> list[Worker]:
-        """The ranks that hold a copy of the present state: the first, which writes it, and one of another replica,
-        which does if the first dies.
+        """Has ranks copy the present state to host memory, and returns those that may write it, in order.
 
-        With tune=full the first alone: a copy of whole weights with their optimizer is host memory that a second rank
-        of the same node may not have. Of ranks with a share each, all copy their own, and the first is returned.
+        These are the first rank and one of another replica, which writes the copy if the first dies. With tune=full
+        only the first rank makes a copy, because the node may not have the memory for a second copy of all weights with
+        their optimizer. If every rank has a share of the weights, each copies its share, and only the first rank is
+        returned.
         """
         living = self.trainers.living
         if self.trainers.sharded:
@@ -150,7 +151,10 @@ class Checkpoints:
                 return writers
 
     async def _write(self, ctx: Context, version: int, controller: dict[str, Any], writers: Sequence[Worker]) -> None:
-        """Has the first of the writers that lives write its copy, and the others drop theirs."""
+        """Has the first living one of the `writers` write its copy, and the others drop theirs.
+
+        Raises SaveFailed, WorkerFailed or DeadlineExceeded, as `written` says.
+        """
         lost: WorkerDied | None = None
         for place, writer in enumerate(writers):
             try:
@@ -168,7 +172,7 @@ class Checkpoints:
                 self.misses = 0
                 self.saved.append(version)
             for other in writers[place + 1 :]:
-                with suppress(WorkerDied):  # the next call to it shows that
+                with suppress(WorkerDied):  # the next call to this rank reports its death
                     await other.call("forget_snapshot", lane="save")
             return
         assert lost is not None
@@ -182,7 +186,7 @@ class Checkpoints:
             await writer.call("save", directory, controller, spare, lane="save")
 
     def _missed(self, version: int, why: str, error: Exception) -> None:
-        """Counts a checkpoint that does not exist. Raises SaveFailed for one too many in a row."""
+        """Counts a checkpoint that could not be written. Raises SaveFailed after MAX_MISSED_CHECKPOINTS in a row."""
         self.misses += 1
         logger.warning("checkpoint %d could not be written (%d in a row): %s", version, self.misses, why)
         if self.misses >= MAX_MISSED_CHECKPOINTS:

@@ -1,8 +1,8 @@
-"""The rollout workers of `placement=shared` as receivers: they need not be sent the versions that they make themselves.
+"""Receiving end of a rollout worker with `placement=shared`, which takes versions from the trainer rank of its process.
 
-Every worker makes each version itself, because all ranks step by the same exact sum. So a version is announced, not
-sent: the worker takes it from its own trainer rank and compares it with the digest of the first rank's. Only who has
-not made it, a newcomer, gets its bytes.
+All ranks step by the same exact sum, so each makes every version itself. A version is therefore announced, not sent:
+the rollout worker takes it from its own trainer rank and compares its digest with that of the first rank's version. If
+its rank has not made the version, e.g. in a process that has just joined, the bytes are sent to it.
 """
 
 from typing import Any
@@ -15,10 +15,14 @@ from checkpoint_engine import RING, Ack, Header
 
 
 class OwnVersions(RolloutEndpoint):
-    """A worker that trains, too, as a receiver."""
+    """Receiver in a process that also trains; only versions that its trainer rank has not made are sent to it."""
 
     async def receive(self, header: Header, payload: Any, slot: str = RING) -> Ack:
-        """Raises WeightsMismatch where the worker has made something else of the version."""
+        """Delivers the version and returns the worker's acknowledgement.
+
+        Raises WeightsMismatch if the process's own trainer rank has made other weights of this version, and the errors
+        of RolloutEndpoint.
+        """
         if header.stream == POLICY:
             own: Ack | None = await self._deliver("keep_own", header, slot)
             if own is not None:
@@ -27,5 +31,5 @@ class OwnVersions(RolloutEndpoint):
 
 
 def endpoint_of(config: Config) -> type[RolloutEndpoint]:
-    """How the rollout workers of this run get their versions."""
+    """Returns the class of the rollout workers' receiving ends for this `config`."""
     return OwnVersions if config.placement == SHARED else RolloutEndpoint

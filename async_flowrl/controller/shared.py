@@ -1,6 +1,6 @@
-"""The controller's side of `placement=shared`: how versions are announced, and how long calls may take.
+"""The controller's side of `placement=shared`: options of deliveries, and deadlines of calls that may wait for others.
 
-How a worker takes a version that it has made itself is in own_versions.py.
+own_versions.py describes how a worker takes a version that it has made itself.
 """
 
 import asyncio
@@ -16,22 +16,28 @@ from checkpoint_engine import DeliveryOptions
 from separation.group import Worker, seated
 from separation.supervise import DeadlineExceeded, deadline, supervised
 
-EVERYONE = 1 << 30
-"""Receivers that a sender serves where nothing is sent: nobody passes anything on."""
+UNLIMITED_FAN_OUT = 1 << 30
+"""Number of receivers that the sender serves itself, larger than any pool: no receiver passes a version on."""
 
 
 def delivery_options(config: Config, stream: str, *, sharded: bool = False) -> DeliveryOptions:
-    """How the versions of a stream are brought to the workers, or announced; `sharded`: in buckets of each rank."""
+    """Returns the options with which the versions of `stream` are delivered to the rollout workers, or only announced.
+
+    `sharded` means that every trainer rank sends the buckets of its own share.
+    """
     options = DeliveryOptions(
         retries=config.checkpoint_engine.retries, deadline=config.deadlines.publish, retain=config.live_versions
     )
     announced = config.placement == SHARED and stream == POLICY
     direct = announced or sharded
-    return replace(options, max_fan_out=EVERYONE, node_fan_out=EVERYONE) if direct else options
+    return replace(options, max_fan_out=UNLIMITED_FAN_OUT, node_fan_out=UNLIMITED_FAN_OUT) if direct else options
 
 
 def occupy(ctx: Context, ranks: Iterable[int], *, trains: bool) -> None:
-    """Notes which of the workers that sample, too, have something to train; those that have not may want tickets."""
+    """Records that these trainer ranks have work (`trains`) or have none; does nothing unless `placement=shared`.
+
+    A process without training work can make tickets again, so its rollout worker is notified.
+    """
     if ctx.config.placement != SHARED:
         return
     for rank in ranks:
@@ -44,7 +50,11 @@ def occupy(ctx: Context, ranks: Iterable[int], *, trains: bool) -> None:
 
 @asynccontextmanager
 async def ticket_deadline(config: Config, worker: Worker, tickets: int, what: str) -> AsyncIterator[None]:
-    """Raises DeadlineExceeded if the worker's tickets take too long, without what is trained before them."""
+    """Raises DeadlineExceeded if the body, which waits for so many `tickets` of the worker, takes too long.
+
+    With `placement=shared`, the time in which the worker's process trains does not count. `what` names the call in the
+    error.
+    """
     async with deadline(generate_seconds(config, tickets), what):
         if config.placement != SHARED:
             yield
@@ -54,7 +64,10 @@ async def ticket_deadline(config: Config, worker: Worker, tickets: int, what: st
 
 
 async def _hung(worker: Worker, seconds: float, what: str) -> None:
-    """Runs until it is cancelled. Asks the worker, which trains, too, how long the ticket under way has computed."""
+    """Asks the worker every `seconds` for how long it has computed its present ticket; runs until it is cancelled.
+
+    Raises DeadlineExceeded if that is longer than `seconds`, or if the worker does not answer within `seconds`.
+    """
     while True:
         await asyncio.sleep(seconds)
         async with deadline(seconds, f"{what}: {worker.name}'s answer how long it has been at that"):
@@ -64,10 +77,11 @@ async def _hung(worker: Worker, seconds: float, what: str) -> None:
 
 
 def generate_seconds(config: Config, tickets: int) -> float:
-    """That a worker may take for so many tickets.
+    """Returns the seconds that a worker may take for so many tickets.
 
-    Of a worker that trains, too, a step may come between, and one more call to train, which hangs: that call's own
-    deadline is to come first, so that it is named and not the ticket that waits for it.
+    With `placement=shared`, the tickets may have to wait for a whole training step, and after it for one more call to
+    train. If that call hangs, its own deadline must pass before this one, so that the error names the call that hangs
+    and not the ticket that waits for it.
     """
     alone = config.deadlines.generate * tickets
     if config.placement != SHARED:
@@ -76,10 +90,12 @@ def generate_seconds(config: Config, tickets: int) -> float:
 
 
 def update_seconds(config: Config, calls: int) -> float:
-    """That a trainer rank may take for so many calls, each of one group, or the end of an optimizer step.
+    """Returns the seconds that a trainer rank may take for so many calls; a call trains a group or ends a step.
 
-    In a worker that samples, too, they may wait for the ticket under way. `_hung` finds one that hangs within twice
-    `deadlines.generate` for each of the worker's tickets, at most TICKETS_PER_WORKER batches: before what waits for it.
+    With `placement=shared`, these calls may have to wait for the ticket that the process is making. If that ticket
+    hangs, `_hung` finds it within two times `deadlines.generate` per ticket of the worker, which has at most
+    TICKETS_PER_WORKER batches of tickets. This deadline is longer, so that the error names the ticket that hangs and
+    not the call that waits for it.
     """
     alone = config.deadlines.update * calls
     if config.placement != SHARED:

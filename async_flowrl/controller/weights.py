@@ -56,14 +56,14 @@ class Canary:
 
     @classmethod
     async def of(cls, rank: Worker) -> "Canary":
-        """The canary that this trainer rank makes. All make the same."""
+        """Has a trainer rank make the canary; every rank makes the same one."""
         probe = await rank.call("sender.canary")
         header = await rank.call("sender.policy.seal", CANARY_VERSION, lane=PUBLISHING)
         _, (payload,) = await rank.call_split("sender.policy.payload", CANARY_VERSION, returns=2, lane=PUBLISHING)
         return cls(header, payload, probe)
 
     async def again(self, rank: Worker) -> "Canary":
-        """The same, for when its payload is lost with the node that held it."""
+        """Has a trainer rank send the payload once more, for the case that the node that held it is lost."""
         _, (payload,) = await rank.call_split("sender.canary_again", returns=2, lane=PUBLISHING)
         return Canary(self.header, payload, self.probe)
 
@@ -85,7 +85,7 @@ class PublishedWeights:
     """Notified when a version is published or acknowledged, and when a worker is given up."""
     transport: str = OBJECT_STORE
     base_digest: str = ""
-    """Of the base weights that every worker holds."""
+    """Digest of the base weights, which all workers hold."""
     delivery: Delivery = field(init=False)
     canary: Canary = field(init=False)
     ema: EmaWeights | None = None
@@ -96,11 +96,11 @@ class PublishedWeights:
     _started: asyncio.Event = field(default_factory=asyncio.Event)
     _sealed: dict[int, asyncio.Event] = field(default_factory=dict)
     _unsent: set[int] = field(default_factory=set)
-    """Versions that no trainer rank can send any more, though a ticket that was trained before has named them."""
+    """Versions that no living trainer rank can send; only tickets that are already trained have named them."""
 
     @property
     def sharded(self) -> bool:
-        """Whether every trainer rank sends a share of the weights."""
+        """True if every trainer rank sends its own share of the weights."""
         return self.trainers.sharded
 
     async def publish_first(self) -> None:
@@ -213,6 +213,7 @@ class PublishedWeights:
         }
 
     async def _start(self) -> None:
+        """Makes the canary, the sender and the deliveries of the policy and of its EMA."""
         config, living = self.config, self.trainers.living
         sender: TrainerEndpoint | ShardedTrainerEndpoint
         async with deadline(config.deadlines.publish, "publish: the trainer's canary"):
@@ -247,7 +248,10 @@ class PublishedWeights:
         self._started.set()
 
     def _moved(self, lost: Sequence[int]) -> None:
-        """Another trainer rank sends from now on; it cannot send these versions, which no ticket waits for."""
+        """Records that another trainer rank sends from now on, and that it lacks the versions `lost`.
+
+        No ticket waits for these versions.
+        """
         self._unsent |= set(lost)
         self.delivery.moved(lost)
 
@@ -291,13 +295,13 @@ class PublishedWeights:
         check_binding(self.canary.probe, proof, who=worker.name)
 
     async def _canary_again(self) -> Canary:
-        """The same canary; ranks that have a share each retain it, and send it once more."""
+        """Returns the canary with a new payload; if ranks have shares, the same object, because they still hold it."""
         return self.canary if self.sharded else await self._by_first(self.canary.again)
 
     async def _by_first(self, make: Callable[[Worker], Awaitable[Canary]]) -> Canary:
-        """The canary that the first rank makes, or, where that dies meanwhile, the next one.
+        """Returns the canary that the first rank makes, or the next rank if the first dies meanwhile.
 
-        Raises WorkerDied where none is left.
+        Raises WorkerDied if no rank is left.
         """
         living = self.trainers.living
         while True:
@@ -312,7 +316,7 @@ class PublishedWeights:
 
     def _acknowledged(self, worker: str, ack: Ack) -> None:
         if worker not in self.table.held:
-            return  # it was declared dead while its acknowledgement was under way
+            return  # The worker was declared dead while its acknowledgement was under way.
         self._corruption.acknowledged(ack.version)
         for_evaluation = ack.slot == EVALUATION or ack.stream == EMA
         self.table.acknowledge(worker, ack.version, ack.digest, evaluation=for_evaluation)

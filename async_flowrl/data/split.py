@@ -12,9 +12,9 @@ from async_flowrl.seeds import derive
 
 MIN_DISTINCT = 64
 """Smallest number of distinct prompts with which some are held out by default."""
-DEFAULT_HELD_OUT = 16
+MAX_DEFAULT_HELD_OUT = 16
 """Largest number of distinct prompts that are held out by default."""
-DEFAULT_SHARE = 8
+MIN_PROMPTS_PER_HELD_OUT = 8
 """By default, at most one distinct prompt in this many is held out."""
 
 
@@ -32,7 +32,7 @@ def held_out_by_default(texts: TextKeys, seed: int) -> npt.NDArray[np.bool_] | N
     distinct = np.unique(numbers)
     if len(distinct) < MIN_DISTINCT:
         return None
-    return np.asarray(numbers < distinct[min(DEFAULT_HELD_OUT, len(distinct) // DEFAULT_SHARE)])
+    return np.asarray(numbers < distinct[min(MAX_DEFAULT_HELD_OUT, len(distinct) // MIN_PROMPTS_PER_HELD_OUT)])
 
 
 def _numbers(texts: TextKeys, seed: int) -> TextKeys:

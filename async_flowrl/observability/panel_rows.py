@@ -9,10 +9,10 @@ from rich.text import Text
 
 from async_flowrl.observability.progress import Progress, duration, number, with_change
 
-LABEL = 11
+LABEL_CHARACTERS = 11
 """Columns for the name of a row; the plain lines at the start and the end of a run use the same width."""
 MIN_BAR, MAX_BAR = 8, 40
-MIN_SPARK, MAX_SPARK = 8, 40
+MIN_SPARK_CHARACTERS, MAX_SPARK_CHARACTERS = 8, 40
 WORDS = {
     "busy": {"rollout": "generating", "trainer": "training"},
     "wait_data": {"rollout": "waiting for prompts", "trainer": "waiting for images"},
@@ -93,7 +93,7 @@ def rows(progress: Progress, now: Now, width: int, height: int, glyphs: Glyphs) 
 
 def _row(label: str, parts: Sequence[Text], width: int) -> Text:
     """A row with its name and as many parts as fit; the first part is cut if it does not fit."""
-    row = Text(f"{label:{LABEL}}"[: LABEL - 1] + " ", "dim", no_wrap=True, end="")
+    row = Text(f"{label:{LABEL_CHARACTERS}}"[: LABEL_CHARACTERS - 1] + " ", "dim", no_wrap=True, end="")
     for index, part in enumerate(parts):
         if index and len(row) + 3 + part.cell_len > width:
             break
@@ -122,7 +122,7 @@ def _steps(progress: Progress, now: Now, width: int, glyphs: Glyphs) -> Text:
     left = max(0.0, (progress.seconds_left or 0.0) - (0.0 if now.ended else progress.since_step))
     parts = [count, Text(f"ETA {duration(left)}")]
     pace = Text(f"{progress.step_seconds or 0.0:.3g} s/step")
-    taken = LABEL + sum(part.cell_len + 3 for part in parts)
+    taken = LABEL_CHARACTERS + sum(part.cell_len + 3 for part in parts)
     if (room := min(MAX_BAR, width - taken - pace.cell_len - 3)) >= MIN_BAR:
         parts.insert(1, _bar(progress.done / max(1, progress.total), room, glyphs))
         parts.append(pace)
@@ -139,8 +139,8 @@ def _reward(progress: Progress, width: int, glyphs: Glyphs) -> list[Text]:
         return [_row("reward", [Text("none yet")], width)]
     values = [value for _, value in progress.rewards]
     parts = [Text(number(progress.line.get("reward/mean")), "bold")]
-    room = min(MAX_SPARK, width - LABEL - parts[0].cell_len - 3)
-    if room >= MIN_SPARK and len(values) > 1:
+    room = min(MAX_SPARK_CHARACTERS, width - LABEL_CHARACTERS - parts[0].cell_len - 3)
+    if room >= MIN_SPARK_CHARACTERS and len(values) > 1:
         parts.append(Text(spark(values, room, glyphs), "cyan"))
     parts.append(Text(f"first {values[0]:.4f}, highest {max(values):.4f}", "dim"))
     return [_row("reward", parts, width)]

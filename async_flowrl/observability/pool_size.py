@@ -22,7 +22,9 @@ def configured_pools(config: Config) -> dict[str, tuple[int, float]]:
 
 
 def rollout_size(config: Config, attempt: Iterable[Event]) -> dict[str, int]:
-    """How many `joined` and `left` in the last attempt, and the `fewest` and the `most` that served at a time.
+    """Returns the numbers of rollout workers that `joined` and `left` in the last attempt, and were there at a time.
+
+    `fewest` and `most` are the smallest and the largest number of workers that served at the same time.
 
     A newcomer that was turned away is not counted.
     """
@@ -46,11 +48,11 @@ def rollout_size(config: Config, attempt: Iterable[Event]) -> dict[str, int]:
 
 
 def _of_the_start(event: Event) -> bool:
-    """Whether the event names a rollout worker of the start, or one that replaces another."""
+    """Returns True if the event names a rollout worker of the start, or a replacement."""
     return event["event"] == "worker" and pool_of(event["worker"]) == "rollout" and not event.get("newcomer")
 
 
 def places(attempt: Iterable[Event]) -> int:
-    """Places of the rollout pool that ever had a worker in the attempt, at least one."""
+    """Returns the number of places of the rollout pool that ever had a worker in the attempt; at least 1."""
     named = {place_of(event["worker"]) for event in attempt if event["event"] == "worker"}
     return max(1, sum(pool_of(place) == "rollout" for place in named))

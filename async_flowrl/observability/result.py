@@ -10,7 +10,7 @@ from async_flowrl.observability.evaluations import HELD_OUT, Evaluation, between
 from async_flowrl.observability.metrics import Metrics
 from async_flowrl.observability.statistics import Change
 
-CERTAIN = 0.025
+MAX_P_VALUE = 0.025
 """A change is significant if its one-sided p-value, in either direction, is at most this."""
 REWARD = "reward"
 PROMPTS = {"held_out": "held-out prompts", "training": "training prompts"}
@@ -80,8 +80,8 @@ def training_sentence(first: float | None, last: float | None) -> str:
 
 
 def certain(moved: Change) -> bool:
-    """True if the change is significant (see CERTAIN)."""
-    return min(moved.p_above(), moved.p_below()) <= CERTAIN
+    """True if the change is significant (see MAX_P_VALUE)."""
+    return min(moved.p_above(), moved.p_below()) <= MAX_P_VALUE
 
 
 def _means(name: str, ends: Ends) -> str:

@@ -18,7 +18,7 @@ from async_flowrl.types import ByteArray
 Numbers = npt.NDArray[np.float64]
 ByPrompt = Mapping[int, Sequence[float]]
 """Index of the prompt → one score per image, in image order."""
-LEVEL = 0.95
+CONFIDENCE_LEVEL = 0.95
 """Confidence level of all intervals."""
 CHANGE_FIELDS = ("change", "change_stderr", "change_low", "change_high")
 DIVERSITY_SIDE = 64
@@ -145,4 +145,4 @@ def _tail(mean: float, stderr: float | None, freedom: int) -> float:
 def _quantile(freedom: int) -> float:
     from scipy.special import stdtrit
 
-    return float(stdtrit(freedom, (1.0 + LEVEL) / 2))
+    return float(stdtrit(freedom, (1.0 + CONFIDENCE_LEVEL) / 2))

@@ -19,7 +19,7 @@ from checkpoint_engine import LoraModule, binding_probe, tensor_probe
 
 
 class Tuning(Protocol):
-    """What is trained; an object holds only settings, never tensors."""
+    """Choice of the trained tensors: a LoRA or the full weights. An object holds only settings, never tensors."""
 
     alpha: float | None
     """Alpha of the LoRA, which is sent with every version; None without a LoRA."""

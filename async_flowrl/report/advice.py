@@ -10,13 +10,13 @@ from async_flowrl.observability.reward_bound import reward_bound
 from async_flowrl.observability.summary import warnings_of
 from async_flowrl.report.records import Records
 
-RECENT = 50
+RECENT_STEPS = 50
 """Number of last steps over which a metric is averaged."""
 
 
 @dataclass(frozen=True)
 class Rule:
-    """Warns if `holds` is true for the mean of the metric `key` over the last RECENT steps.
+    """Warns if `holds` is true for the mean of the metric `key` over the last RECENT_STEPS steps.
 
     `text` is a template with {value} and {steps}, `todo` the advice, `panel` the id of the chart that shows the metric.
     """
@@ -90,7 +90,7 @@ def advice_for(run: Records, evaluations: Mapping[str, Any] | None) -> list[dict
 
 
 def _applied(rule: Rule, metrics: Sequence[Metrics]) -> dict[str, Any] | None:
-    known = [line[rule.key] for line in metrics if line.get(rule.key) is not None][-RECENT:]
+    known = [line[rule.key] for line in metrics if line.get(rule.key) is not None][-RECENT_STEPS:]
     if len(known) < MIN_STEPS.get(rule.key, 1) or not rule.holds(value := fmean(known)):
         return None
     text = rule.text.format(value=value, steps=len(known))

@@ -40,7 +40,7 @@ def facts_of(run: Records) -> list[Row]:
 
 
 def _size(size: Mapping[str, int]) -> str | None:
-    """Of a pool that has changed its size."""
+    """Returns the changes of the rollout pool's size in words; None if it has not changed."""
     if not (size.get("joined") or size.get("left")):
         return None
     return f"{size['fewest']} to {size['most']} workers: {size['joined']} joined, {size['left']} left"

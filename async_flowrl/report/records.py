@@ -20,9 +20,9 @@ from async_flowrl.observability.timeline import Track, tracks
 
 NOT_READ = ('"event": "ticket"', '"event": "version"')
 """Kinds of events that reports do not need and skip, since they are the largest part of the file."""
-LOG_TAIL = 200_000
+LOG_TAIL_BYTES = 200_000
 """Bytes at the end of the controller's log that are searched for the cause of a failure."""
-MAX_CAUSE = 400
+MAX_CAUSE_CHARACTERS = 400
 """Largest number of characters of the cause that are shown."""
 CAUSE = re.compile(r"^[\s|+-]*((?:[A-Za-z_]\w*\.)*[A-Z]\w*): (.+)$")
 """The last line of a traceback: type and message of an exception; in exception groups it is indented with bars."""
@@ -89,7 +89,7 @@ class Records:
         """One line with the cause of the last attempt's failure, from the controller's log; None if there is none."""
         _, error, told = _log(self.root).rpartition(" ERROR ")
         causes = [match for line in told.splitlines() if (match := CAUSE.match(line))]
-        return f"{causes[-1][1]}: {causes[-1][2]}"[:MAX_CAUSE] if error and causes else None
+        return f"{causes[-1][1]}: {causes[-1][2]}"[:MAX_CAUSE_CHARACTERS] if error and causes else None
 
 
 def read_run(root: Path) -> Records:
@@ -155,10 +155,10 @@ def _state(root: Path, summary: dict[str, Any], steps: int) -> str:
 
 
 def _log(root: Path) -> str:
-    """The end of the controller's log, from the beginning of its last attempt; at most LOG_TAIL bytes."""
+    """The end of the controller's log, from the beginning of its last attempt; at most LOG_TAIL_BYTES bytes."""
     log = root / "logs" / "controller.log"
     if not log.exists():
         return ""
     with log.open("rb") as file:
-        file.seek(max(0, log.stat().st_size - LOG_TAIL))
+        file.seek(max(0, log.stat().st_size - LOG_TAIL_BYTES))
         return file.read().decode(errors="replace").rpartition(ATTEMPT)[2]

@@ -4,7 +4,7 @@ from typing import Any
 
 from async_flowrl.observability.evaluations import between
 from async_flowrl.observability.result import (
-    CERTAIN,
+    MAX_P_VALUE,
     REWARD,
     ends_of,
     held_out_sentences,
@@ -92,6 +92,6 @@ def _training(run: Records) -> str:
 
 
 def _tone(moved: Change) -> str:
-    if moved.p_above() <= CERTAIN:
+    if moved.p_above() <= MAX_P_VALUE:
         return "good"
-    return "bad" if moved.p_below() <= CERTAIN else "neutral"
+    return "bad" if moved.p_below() <= MAX_P_VALUE else "neutral"

@@ -29,6 +29,6 @@ def jpeg_incompressibility(images: ByteArray, prompt: Prompt) -> Sequence[float]
 def jpeg_compressibility(images: ByteArray, prompt: Prompt) -> Sequence[float]:
     """Returns minus the JPEG size in kilobytes: flat areas score high.
 
-    flow_grpo divides this reward by 500; the term's weight 0.002 gives its scale.
+    flow_grpo divides this reward by 500. To have the same scale here, set the term's weight to 1/500 = 0.002.
     """
     return [-size for size in jpeg_kilobytes(images)]

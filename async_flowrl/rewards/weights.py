@@ -71,7 +71,7 @@ def loading(reward: str, place: str) -> Iterator[None]:
 
 @dataclass
 class FailedLoad:
-    """Remembers that weights could not be loaded: further calls fail at once, and don't wait for the hub each time.
+    """Remembers that weights could not be loaded: further calls fail at once, and do not wait for the hub each time.
 
     Use it as the context of the loading, which raises ValueError if it fails, as `loading` does.
     """
@@ -79,7 +79,7 @@ class FailedLoad:
     sentence: str = ""
     """The last failure; empty if there was none."""
     at: float = 0.0
-    """When it was, in seconds of the monotonic clock."""
+    """Time of the last failure, in seconds of the monotonic clock."""
 
     def __enter__(self) -> None:
         if self.sentence and time.monotonic() - self.at < LOAD_AGAIN_SECONDS:

@@ -20,7 +20,7 @@ from async_flowrl.run.prepare import Prepared
 from async_flowrl.run.stopping import StopRequest
 from async_flowrl.training.checkpoint import checkpoint_step, find_checkpoint
 
-LABEL = 8
+LABEL_CHARACTERS = 8
 """Width of the label before each line, in characters."""
 MAX_WARNINGS = 5
 """Most warnings of the summary that are printed."""
@@ -42,7 +42,7 @@ class Ending:
 
     def say(self, label: str, text: object, *, whole: bool = False) -> None:
         """Prints a line. `whole`: it is not wrapped, because it is a path or a command that people copy."""
-        say(f"{label:{LABEL}} {text}\n" if whole else named_lines([(label, text)], LABEL))
+        say(f"{label:{LABEL_CHARACTERS}} {text}\n" if whole else named_lines([(label, text)], LABEL_CHARACTERS))
 
     @property
     def goes_on(self) -> str:
@@ -109,14 +109,14 @@ def following(ending: Ending, summary: Mapping[str, Any], *, early: bool) -> str
     if early and ending.stop.code == exit_codes.HACKING:
         return (
             f"look whether the images are better, too: {shown(ending.directory.images)} and docs/reward_hacking.md\n"
-            f"{'':{LABEL}} to go on all the same: {ending.goes_on} evaluate.on_hacking=warn"
+            f"{'':{LABEL_CHARACTERS}} to go on all the same: {ending.goes_on} evaluate.on_hacking=warn"
         )
     if early:
         return ending.goes_on
     if summary["failed"]:
         return (
             f"async-flowrl evaluate {root} (trained weights and summary are whole: it scores them)\n"
-            f"{'':{LABEL}} async-flowrl report {root} (writes the report anew)"
+            f"{'':{LABEL_CHARACTERS}} async-flowrl report {root} (writes the report anew)"
         )
     prompts = ending.prepared.requests.evaluation or ending.prepared.requests.train
     size = "" if prompts[0].resolution is None else f" --resolution {written(prompts[0].resolution)}"
@@ -125,7 +125,7 @@ def following(ending: Ending, summary: Mapping[str, Any], *, early: bool) -> str
     out = shlex.quote(shown(ending.directory.root / "before_after.png"))
     return (
         f"async-flowrl generate {trained} --prompt {shlex.quote(prompts[0].text)}{size} --out {out}\n"
-        f"{'':{LABEL}} async-flowrl evaluate {root}"
+        f"{'':{LABEL_CHARACTERS}} async-flowrl evaluate {root}"
     )
 
 

@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 OUR_CODE = ("async_flowrl", "separation", "checkpoint_engine")
 """Packages whose code must be the same on every node."""
-LABEL = 10
+LABEL_CHARACTERS = 10
 """Width of the label before each line, in characters."""
 
 
@@ -38,7 +38,7 @@ async def look_at_nodes(config: Config, groups: Mapping[str, WorkerGroup], folde
             logger.info("node %s: %s", address, workers)
         if config.console != "quiet":
             rows = [("" if index else "nodes", f"{node}: {names}") for index, (node, names) in enumerate(table.items())]
-            say(named_lines(rows, LABEL))
+            say(named_lines(rows, LABEL_CHARACTERS))
     await check_run_directory(config, groups, folder)
 
 

@@ -34,7 +34,7 @@ PromptRefused for a prompt that it does not score; any other exception is a fail
 OWN = "async_flowrl"
 """Name of the contract among the dialects."""
 NOTHING = ScoreRequest((), ())
-"""What is left of a request whose memory was given back."""
+"""Empty request that replaces one whose memory was given back."""
 HUNG_UP = 499
 """Status of a request whose client has hung up, as nginx logs it; nobody receives it."""
 
@@ -79,7 +79,7 @@ class Asked:
     gone: Callable[[], Awaitable[bool]]
     """Returns True if the client has hung up."""
     held: ExitStack
-    """What the request has reserved of the server's memory (`Scorer.room`); closing it gives the bytes back."""
+    """The bytes of the server's memory that the request has reserved (`Scorer.room`); closing it gives them back."""
     cancelled: bool = False
     """True if nobody waits for the reply any more."""
     scored: bool = False

@@ -22,7 +22,7 @@ from async_flowrl.serve_rewards.connections import Connection
 from async_flowrl.serve_rewards.scorer import OWN, PromptRefused, Score, Settings, call
 from async_flowrl.types import Prompt
 
-ALL = 4
+ALL_BYTES_FACTOR = 4
 """Default of --max-all-bytes, as a multiple of --max-bytes."""
 
 
@@ -59,7 +59,7 @@ def settings_of(given: argparse.Namespace) -> Settings:
     Raises ServeError for limits below 1, a missing token, or an address that other machines reach without a token.
     """
     if given.max_all_bytes is None:
-        given.max_all_bytes = ALL * given.max_bytes
+        given.max_all_bytes = ALL_BYTES_FACTOR * given.max_bytes
     for name in ("max_bytes", "max_images", "max_pixels", "max_all_pixels", "max_waiting"):
         if getattr(given, name) < 1:
             raise ServeError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(given, name)}")

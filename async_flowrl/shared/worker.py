@@ -1,7 +1,7 @@
-"""A process that samples and trains: a rollout worker and a trainer rank on one copy of the base.
+"""Worker of `placement=shared`: a process that samples and trains, with a rollout worker and a trainer rank.
 
-The two are the classes of the separate pools, on threads of their own. They share the frozen base and the device,
-which they use in turns; nothing else, so that the same calls give the same bits as in two processes.
+Both are the classes of the separate pools, and each has a thread of its own. They share only the frozen base weights
+and the device, which they use in turns (turns.py). So the same calls give the same bits as in two processes.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ from checkpoint_engine.errors import TransferCorrupted, WeightsMismatch
 
 
 class SharedWorker:
-    """Worker `index` of the rollout pool, and rank `index` of the trainer."""
+    """Rollout worker `index` and trainer rank `index` in one process."""
 
     def __init__(
         self,
@@ -33,7 +33,10 @@ class SharedWorker:
         sizes: Sequence[Resolution] = (),
         upcoming: Sequence[Asked] = (),
     ) -> None:
-        """`sizes` and `upcoming` as the two workers have them."""
+        """`sizes` is passed on to TrainerWorker, and `upcoming` to RolloutWorker.
+
+        `name` is that of the process in its pool; both workers get the number at its end.
+        """
         turns, place = Turns(), name.rpartition("-")[2]
         base = OneBase(model, parts=PARTS[config.rollout.text_encoder], device=device())
         self.trainer = SharedTrainer(config, model, index, f"trainer-{place}", sizes, base=base, turn=turns.training)
@@ -53,13 +56,16 @@ class SharedTrainer(TrainerWorker):
 
 
 class SharedRollout(RolloutWorker):
-    """Makes tickets when its trainer rank has nothing to compute, and keeps the versions that this rank makes."""
+    """Rollout worker of a shared process; it makes tickets while the trainer rank has nothing to compute.
+
+    It takes the versions that this trainer rank has made.
+    """
 
     turns: Turns
     trainer: TrainerWorker
 
     def load(self) -> dict[str, str]:
-        """Builds the model, or, where it was built before, forgets all versions."""
+        """Builds the model, or forgets all versions if the model was built before; returns as RolloutWorker.load."""
         if not hasattr(self, "receiver"):
             return super().load()
         self.receiver.clear()
@@ -74,13 +80,17 @@ class SharedRollout(RolloutWorker):
             return super().generate_together(requests)
 
     def seconds_at_work(self) -> float:
-        """How long the ticket under way has computed by now, without its wait for training; any lane may ask."""
+        """Returns the seconds for which the present ticket has computed, without its wait for training; 0.0 if none.
+
+        It may be called from any lane.
+        """
         return self.turns.sampled_for()
 
     def keep_own(self, header: Header, slot: str = RING) -> Ack | None:
-        """Retains a version as this process's trainer rank has made it; None where it has not, or not any more.
+        """Puts the version that this process's trainer rank has made into `slot`, and returns the acknowledgement.
 
-        Raises WeightsMismatch where that is not what the first rank has made.
+        Returns None if the trainer rank has not made this version or no longer holds it. Raises WeightsMismatch if its
+        digest differs from the one in `header`, which is that of the first rank's version.
         """
         versions: Versions | None = getattr(self.trainer, "versions", None)
         flat = None if versions is None else versions.retained.get(header.version)

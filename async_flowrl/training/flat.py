@@ -6,10 +6,10 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-_ALIGN = 64
+_ALIGN_ELEMENTS = 64
 """Tensors start at multiples of this many elements (256 bytes), as in rollout workers, because matrix products round
 differently on memory that is not aligned."""
-_CHUNK = 1 << 20
+_CHUNK_ELEMENTS = 1 << 20
 _SPREAD = 0x9E3779B97F4A7C15 - (1 << 64)
 """2^64 divided by the golden ratio, as an odd int64: a hash factor that gives neighbouring numbers different bits."""
 
@@ -90,8 +90,8 @@ class FlatParameters:
         It is an integer sum, computed on the device, so the order of additions does not matter; the host waits once.
         """
         bits, sums = self.values.data.view(torch.int32), []
-        for start in range(0, len(bits), _CHUNK):
-            part = bits[start : start + _CHUNK].to(torch.int64)
+        for start in range(0, len(bits), _CHUNK_ELEMENTS):
+            part = bits[start : start + _CHUNK_ELEMENTS].to(torch.int64)
             places = torch.arange(start, start + len(part), dtype=torch.int64, device=part.device)
             sums.append(part.mul_(places.mul_(_SPREAD).bitwise_or_(1)).sum())
         return f"{int(torch.stack(sums).sum()) % (1 << 64):016x}"
@@ -136,7 +136,7 @@ def padded(shapes: Mapping[str, torch.Size]) -> tuple[dict[str, int], int]:
     offsets, end = dict[str, int](), 0
     for name, shape in shapes.items():
         offsets[name] = end
-        end += -(-shape.numel() // _ALIGN) * _ALIGN
+        end += -(-shape.numel() // _ALIGN_ELEMENTS) * _ALIGN_ELEMENTS
     return offsets, end
 
 

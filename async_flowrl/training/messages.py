@@ -13,7 +13,7 @@ from async_flowrl.types import Sampling, Span, Trajectory, Wording
 
 @dataclass(frozen=True)
 class Layout:
-    """How trainer ranks hold the base and what they recompute, by the settings of `trainer`."""
+    """The settings of `trainer` for the place of the base weights on the ranks and for recomputed activations."""
 
     shard: str
     shard_size: int | None
@@ -21,11 +21,11 @@ class Layout:
 
     @classmethod
     def named(cls, trainer: TrainerConfig) -> "Layout":
-        """As the configuration has it, `auto` included."""
+        """Returns the layout as the configuration has it, which may contain `auto`."""
         return cls(trainer.shard, trainer.shard_size, trainer.gradient_checkpointing)
 
     def applied(self, trainer: TrainerConfig) -> TrainerConfig:
-        """A copy of the settings with this layout."""
+        """Returns a copy of the settings with this layout."""
         return replace(trainer, **asdict(self))
 
     def in_shard(self) -> str:

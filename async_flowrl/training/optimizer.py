@@ -14,7 +14,7 @@ from async_flowrl.training.flat import FlatParameters
 logger = logging.getLogger(__name__)
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-EPS_RULES = 10.0
+MIN_RMS_OVER_EPS = 10.0
 """A warning is logged if the RMS of the gradient is below this many times eps."""
 
 
@@ -57,7 +57,7 @@ class Optimizer:
 
     def _warn_of_eps(self, over_eps: float) -> None:
         """Warns once if eps noticeably shrinks the steps."""
-        if over_eps < EPS_RULES and not self._warned:
+        if over_eps < MIN_RMS_OVER_EPS and not self._warned:
             self._warned = True
             logger.warning(
                 "trainer.eps=%g shrinks Adam's steps: the gradient's RMS is only %.3g times it; a smaller eps with a "

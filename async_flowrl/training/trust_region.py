@@ -26,11 +26,11 @@ MEASURED_EVERY = 10
 """Without a limit, every 10th optimizer step is measured; with a limit, every step."""
 SHARPEST = MIN_GAUSSIAN_STD
 """Denoising steps with a smaller standard deviation of the noise are not measured, because their density is useless."""
-SEARCHES = 4
+MAX_SCALINGS = 4
 """Largest number of scalings of one step; one is usually enough, because the KL is nearly quadratic in the step."""
-NOT_FINITE = 0.1
+NOT_FINITE_FACTOR = 0.1
 """Factor by which a step is scaled if its KL is not finite."""
-AIM = 0.95
+AIM_SHARE = 0.95
 """A scaling aims at this share of the allowed KL, so that the next measurement is below the limit."""
 
 
@@ -160,15 +160,15 @@ def shorten(
     """Scales the step from `before` to `values`, in place, until the sum of its KL is at most `limit` (nats per image).
 
     `found` is the result of `measure` for the whole step. Returns its result for the scaled step, and the share of the
-    step that is kept. If SEARCHES scalings are not enough, or the KL stays infinite or NaN, the step is undone. `room`
+    step that is kept. If MAX_SCALINGS are not enough, or the KL stays infinite or NaN, the step is undone. `room`
     is memory for the step, of the size of `values`; None allocates it.
     """
     full, scale = torch.sub(values, before, out=room), 1.0
-    for _ in range(SEARCHES):
+    for _ in range(MAX_SCALINGS):
         kl = sum(found.values())
         if kl <= limit:
             return found, scale
-        scale *= math.sqrt(AIM * limit / kl) if math.isfinite(kl) else NOT_FINITE
+        scale *= math.sqrt(AIM_SHARE * limit / kl) if math.isfinite(kl) else NOT_FINITE_FACTOR
         torch.add(before, full, alpha=scale, out=values)
         found = measure()
     if sum(found.values()) <= limit:

@@ -11,7 +11,7 @@ from async_flowrl.config.schema import Config
 from async_flowrl.training.flat import FlatParameters
 from async_flowrl.types import EMA, POLICY
 
-_COMPARED = 1 << 26
+_COMPARED_ELEMENTS = 1 << 26
 """Number of elements of two versions that are compared at a time; the comparison needs one byte per element."""
 
 
@@ -69,7 +69,7 @@ class Versions:
         self._changed = None
         if before is not None and self.dtype != torch.float32:
             # The changes are counted now, because with max_staleness=0 the version before is not kept.
-            pairs = zip(torch.split(before, _COMPARED), torch.split(now, _COMPARED), strict=True)
+            pairs = zip(torch.split(before, _COMPARED_ELEMENTS), torch.split(now, _COMPARED_ELEMENTS), strict=True)
             self._changed = torch.stack([torch.count_nonzero(old.ne(new)) for old, new in pairs]).sum()
         self._retained[version] = now
         self._forget_before(oldest)

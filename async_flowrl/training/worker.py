@@ -1,6 +1,7 @@
-"""One trainer rank: a plain class with the model, its optimizer and the sending end of the weights.
+"""The trainer rank: a plain class with the model, its optimizer and the sending end of the weights.
 
-Everything but sealing, sending and writing runs on the main lane, one call at a time.
+Its calls run one at a time on the main lane. Only sealing and sending a version, and writing a checkpoint, run on lanes
+of their own, beside the next update.
 """
 
 import logging
@@ -59,7 +60,7 @@ logger = logging.getLogger(__name__)
 
 @runtime_checkable
 class Stateful(Protocol):
-    """An algorithm that carries something from batch to batch."""
+    """An algorithm with state that goes from batch to batch, and therefore into checkpoints."""
 
     def state_dict(self) -> Mapping[str, Tensor]: ...
 
@@ -67,9 +68,10 @@ class Stateful(Protocol):
 
 
 class TrainerWorker:
-    """Ranks hold the same trained tensors, bit for bit; of a frozen base each holds all or a share.
+    """One rank of the trainer; `load` must be called first.
 
-    With tune=full and trainer.shard=full each holds a share of the trained tensors (`World.by_group`).
+    All ranks hold the same trained tensors, bit for bit, and all or a share of the frozen base weights. With tune=full
+    and trainer.shard=full, each rank holds a share of the trained tensors instead (`World.by_group`).
     """
 
     def __init__(
@@ -83,9 +85,10 @@ class TrainerWorker:
         base: OneBase | None = None,
         turn: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        """`sizes`: of the images that are trained; without, those that the configuration names.
+        """`sizes` are the sizes of the trained images; if empty, those that the configuration names.
 
-        `base` and `turn`: what it shares with the rollout worker of its process, where it has one there.
+        `base` (the base weights) and `turn` (the turn on the device) are shared with the rollout worker of the same
+        process; without such a worker, both keep their defaults.
         """
         self.config, self.model, self.index, self.name = config, model, index, name
         self._one_base, self._turn = base, turn
@@ -103,18 +106,18 @@ class TrainerWorker:
         self.versions: Versions
         self.update: Update
         self.saving: ShardSaving
-        """Only of a rank that has a share of the trained weights."""
+        """Set only if this rank has a share of the trained weights."""
         self._sender: PublishedStreams | None = None
         self._becoming_sender = threading.Lock()
         self._snapshot: tuple[int, Checkpoint] | None = None
         self._changes = ChangedShare(config.model.dtype)
 
     def load(self, ranks: int = 1, layout: Layout | None = None) -> dict[str, Any]:
-        """Builds the model with what is trained, as a rank of the process group if this process joined one, else alone.
+        """Builds the model, the adapter and the optimizer, as a rank of the process group if this process joined one.
 
-        `ranks`: of how many it is one, where it takes the place of a rank that held all of the base and died.
-        `layout`: what the settings of `trainer` mean here, where they say `auto`. Returns the base's digest, how it is
-        laid out, and parameter counts.
+        `ranks` is above 1 only for a successor, which takes the place of a dead rank that held the whole base: it is
+        the number of ranks, whose process group the successor joins later. `layout` replaces the settings of `trainer`
+        that are `auto`. Returns the digest of the base weights, their layout, the numbers of parameters and the device.
         """
         if layout is not None:
             self.config = replace(self.config, trainer=layout.applied(self.config.trainer))
@@ -167,15 +170,17 @@ class TrainerWorker:
         }
 
     def _digest(self, base: Mapping[str, Tensor]) -> str:
-        """Of the base; of several ranks that read it together, only the first has it."""
+        """Returns the digest of the base weights; of several ranks that read them together, only the first has it."""
         if self._one_base is not None:
             return self._one_base.digest
         return digest_of_stored(self.model, self.world, set(base)) if self.world.joined else base_digest(base)
 
     @property
     def sender(self) -> PublishedStreams:
-        """The sending end of the weights, on any lane. It is made when it is first asked for: it takes memory for
-        versions on their way, and one rank alone sends them."""
+        """The sending end of the weights; it may be used on any lane.
+
+        It is made on the first access, because it needs memory for the versions to send and only one rank sends.
+        """
         with self._becoming_sender:
             if self._sender is None:
                 parts = self.config, self.policy
@@ -195,7 +200,10 @@ class TrainerWorker:
                 raise ValueError(f"{where}{error}") from error
 
     def _place(self, policy: Policy, adapter: set[torch.nn.Parameter]) -> str:
-        """Gives the base its memory on this rank and, of several ranks, its weights. Says how the ranks hold it."""
+        """Gives the base weights their memory on this rank and, with several ranks, reads them from the files.
+
+        Returns how the ranks hold the base, in words.
+        """
         config, device = self.config, self.device
         offload = config.trainer.cpu_offload
         sharded = self.world.joined and is_sharded(config)
@@ -225,16 +233,21 @@ class TrainerWorker:
         )
 
     def _reference(self) -> Tensor | None:
-        """The weights that a KL is taken to; None where it is the base model with the adapter off, or nothing."""
+        """Returns the weights of the reference for the KL, a flat tensor.
+
+        Returns None if the reference is the base model with the adapter switched off, or if there is none.
+        """
         if self.config.lora.path is not None:
             return self.parameters.snapshot()  # a warm start is the policy to stay close to, not the bare base model
         # A version is never written to, so that this one stays what the run started at.
         return self.versions.of(0) if self.config.tune == FULL and self.algorithm.needs_reference else None
 
     def train(self, request: TrainRequest, *trajectories: Trajectory) -> UpdateStats | Summed | Manifest:
-        """Begins an optimizer step, adds groups to it, finishes it: whatever `request` says, in one call.
+        """Begins an optimizer step, adds the gradients of groups, or finishes the step, as `request` says.
 
-        Returns what was added until now; at the end what the step did, or why it must begin again.
+        `trajectories` are those of the request's tickets, then those of its probe. Returns a Manifest of the gradients
+        added until now; at the end of the step UpdateStats, or Summed if the step must begin again. Raises
+        NonFiniteError if a loss or gradient is not finite.
         """
         if request.begins is not None:
             self.update.begin(request.step, request.begins)
@@ -247,15 +260,19 @@ class TrainerWorker:
         return self.take_step() if summed.overflow is None else summed
 
     def add_up(self, request: TrainRequest, *trajectories: Trajectory) -> Summed:
-        """What `train` does at the end of an optimizer step, as far as ranks wait for each other. Repeatable."""
+        """Adds up the gradient sums of all ranks: the first phase of the end of an optimizer step.
+
+        Here all ranks wait for each other. The weights stay unchanged, so the call can be repeated with the ranks that
+        are left if one dies.
+        """
         if request.begins is not None:
             self.update.begin(request.step, request.begins)
         return self.update.add_up(request, *trajectories)
 
     def take_step(self) -> UpdateStats:
-        """The rest: changes the weights by what was added up.
+        """Changes the weights by the result of `add_up`: the second phase, which waits for no other replica.
 
-        After the last optimizer step of a batch the next version exists (see `PublishedStreams.stage`).
+        After the last optimizer step of a batch, the next version exists (see `PublishedStreams.stage`).
         """
         stats = self.update.take_step()
         if self.world.size > 1:
@@ -269,20 +286,23 @@ class TrainerWorker:
         return stats
 
     def weights_digest(self) -> str:
-        """SHA-256 of the trainable float32 weights; equal on all ranks, or that of this rank's share."""
+        """Returns the SHA-256 of the trained float32 weights or of this rank's share of them, as hex.
+
+        It is equal on all ranks unless they have shares.
+        """
         return weights_digest(self._live())
 
     def tensors(self, average: bool = False) -> dict[str, FloatArray]:
-        """The float32 masters by layout name; with `average` their EMA, where the run has one."""
+        """Returns name → trained weights, float32 on the host; with `average` their EMA, if the run has one."""
         ema = self.versions.ema
         source = self._live() if ema is None or not average else self.parameters.named(ema)
         return {name: tensor.to("cpu", copy=True).numpy() for name, tensor in source.items()}
 
     def snapshot(self) -> int:
-        """Copies to host memory what a checkpoint holds (main lane), for `save` to write beside the next update.
+        """Copies the state of a checkpoint to host memory (main lane); `save` writes it beside the next update.
 
-        Returns the version it stands at. Raises RuntimeError while an optimizer step is under way: what was added to it
-        is not in the weights, so nothing that is written may stand there.
+        Returns the version of the state. Raises RuntimeError while an optimizer step is under way, because the weights
+        lack the gradients that it has added.
         """
         self._snapshot = self.versions.newest, self._state()
         if self.world.by_group:
@@ -290,20 +310,20 @@ class TrainerWorker:
         return self.versions.newest
 
     def forget_snapshot(self) -> None:
-        """Drops what `snapshot` has copied: another rank has written the checkpoint, or nobody will."""
+        """Drops the copy made by `snapshot`, because another rank has written the checkpoint or none will."""
         self._snapshot = None
         if self.world.by_group:
             self.saving.snapshot = None
 
     def state(self) -> tuple[str, PeerState]:
-        """What another rank needs to take this one's part, and its digest."""
+        """Returns the state from which another rank can go on as this one, and the state's digest."""
         found = PeerState(self._state(), self.update.negatives, dict(self.versions.kept))
         return found.digest(), found
 
     def take_over(self, digest: str, state: PeerState) -> str:
-        """Goes on where another rank is, from what its `state` returned. Returns the weights' fingerprint.
+        """Takes over another rank's state, with the digest that its `state` returned; returns the weights' fingerprint.
 
-        Raises RuntimeError where that is not what was sent.
+        Raises RuntimeError if the state that has arrived has another digest.
         """
         if (came := state.digest()) != digest:
             raise RuntimeError(f"the state of another rank came with digest {came}, was sent with {digest}")
@@ -334,9 +354,10 @@ class TrainerWorker:
         return Checkpoint(parts, trainer, {})
 
     def save(self, directory: str, controller: Mapping[str, Any], spare: Sequence[int] = ()) -> str:
-        """Writes the last snapshot as `directory`/step_N (N its version) with the controller's JSON.
+        """Writes the last snapshot to the folder `directory`/step_N (N is its version); returns that path.
 
-        `spare`: steps of older checkpoints that are kept besides the newest.
+        `controller` is the controller's part, as JSON. `spare` are the versions of older checkpoints that are kept
+        besides the newest. Raises RuntimeError without a snapshot, and OSError if the disk cannot be written.
         """
         if self._snapshot is None:
             raise RuntimeError("save was called without a snapshot")
@@ -346,7 +367,11 @@ class TrainerWorker:
         return str(write_checkpoint(Path(directory), version, whole, keep=self.config.save.keep, spare=spare))
 
     def restore(self, path: str) -> int:
-        """Goes on where the checkpoint was taken; returns its version. Raises DamagedCheckpoint or ValueError."""
+        """Takes over the state of the checkpoint in the folder `path`; returns its version.
+
+        Raises DamagedCheckpoint if a file differs from its digest, and ValueError if the checkpoint is of another model
+        revision, of other trained tensors, or of another number of ranks that have shares.
+        """
         if self.world.by_group:
             checkpoint = read_share(Path(path), self.saving.mesh)
         else:

@@ -16,7 +16,7 @@ COLUMNS = (
     ("loop lag p99 ms", "loop_lag_p99_ms", "{:.1f}"),
 )
 BEGIN, END = "<!-- numbers: begin -->", "<!-- numbers: end -->"
-LARGE = 50.0
+LARGE_MB = 50.0
 """The targets hold for payloads of at least this many megabytes."""
 TARGETS: tuple[tuple[str, str, Callable[[float], bool]], ...] = (
     ("fraction >= 0.8", "fraction_of_primitive", lambda value: value >= 0.8),
@@ -24,7 +24,7 @@ TARGETS: tuple[tuple[str, str, Callable[[float], bool]], ...] = (
     ("worker stall <= 1.5 copies", "worker_stall_memcpys", lambda value: value <= 1.5),
     ("loop lag p99 < 100 ms", "loop_lag_p99_ms", lambda value: value < 100.0),
 )
-KILL_LIMIT = 5.0
+MAX_SURVIVOR_SECONDS = 5.0
 """Target: largest number of seconds after a SIGKILL until the survivors have the version."""
 
 
@@ -71,17 +71,17 @@ def _kills(kills: list[dict[str, Any]]) -> list[str]:
 
 
 def _targets(result: dict[str, Any]) -> list[str]:
-    large = [_with_milliseconds(cell) for cell in result["cells"] if cell["megabytes"] >= LARGE]
+    large = [_with_milliseconds(cell) for cell in result["cells"] if cell["megabytes"] >= LARGE_MB]
     lines = []
     for title, key, met in TARGETS:
         missed = [f"{c['transport']} {c['megabytes']:g} MB to {c['receivers']}" for c in large if not met(c[key])]
         which = f", not by {'; '.join(missed)}" if missed else ""
         lines.append(
-            f"- {title} at {LARGE:g} MB and above: met by {len(large) - len(missed)} of {len(large)} rows{which}"
+            f"- {title} at {LARGE_MB:g} MB and above: met by {len(large) - len(missed)} of {len(large)} rows{which}"
         )
     kills = result["after_kill"]
-    met_kills = sum(kill["seconds"] <= KILL_LIMIT for kill in kills)
-    return [*lines, f"- survivors served within {KILL_LIMIT:g} s of a SIGKILL: {met_kills} of {len(kills)}"]
+    met_kills = sum(kill["seconds"] <= MAX_SURVIVOR_SECONDS for kill in kills)
+    return [*lines, f"- survivors served within {MAX_SURVIVOR_SECONDS:g} s of a SIGKILL: {met_kills} of {len(kills)}"]
 
 
 def _with_milliseconds(cell: dict[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Fault schedules, each drawn from a seed: what is injected where, and how the run must end.
+"""Schedules of faults, each drawn from a seed: the place and kind of each fault, and the end that the run must have.
 
 `python -m tests.chaos.fault_schedules FIRST LAST` runs a range of seeds and prints the coverage.
 """

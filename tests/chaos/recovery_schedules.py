@@ -1,4 +1,4 @@
-"""Schedules of what ends an attempt: deaths of trainer ranks and controllers, checkpoints that cannot be used.
+"""Schedules of events that end an attempt: deaths of trainer ranks and of controllers, and unusable checkpoints.
 
 `python -m tests.chaos.recovery_schedules FIRST LAST` runs a range of seeds and prints the coverage.
 """

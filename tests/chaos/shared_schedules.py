@@ -1,4 +1,4 @@
-"""Schedules of faults that befall processes which sample and train (`placement=shared`), each drawn from a seed.
+"""Schedules of faults in runs with `placement=shared`, each drawn from a seed.
 
 Whole controllers run, with real checkpoints and ledgers, so that the death of the last process goes back to its
 checkpoint. `python -m tests.chaos.shared_schedules FIRST LAST` runs a range of seeds and prints the coverage.

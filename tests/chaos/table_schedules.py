@@ -1,4 +1,4 @@
-"""Random schedules of the ticket table alone: starts, results in any order and twice, deaths, losses, slow messages."""
+"""Random schedules of the ticket table alone: starts, repeated and unordered results, deaths, losses, slow messages."""
 
 import random
 from collections import Counter

@@ -1,4 +1,4 @@
-"""More than a thousand seeded fault schedules: each ends with the undisturbed weights or with a named error."""
+"""Tests of seeded fault schedules: each run ends with the undisturbed weights or with a named error."""
 
 from collections.abc import Callable, Iterable
 

@@ -1,4 +1,4 @@
-"""Hundreds of runs whose trainers, controllers and checkpoints die: each goes on as if nothing had been."""
+"""Tests of runs whose trainers, controllers and checkpoints fail: each run goes on and ends in the same weights."""
 
 from collections import Counter
 from collections.abc import Callable

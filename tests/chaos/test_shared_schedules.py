@@ -1,4 +1,4 @@
-"""Hundreds of runs of `placement=shared` whose processes die, hang or are late: each ends as if nothing had been."""
+"""Tests of fault schedules with `placement=shared`: each run ends in the undisturbed weights or with a named error."""
 
 from collections import Counter
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Weights over NCCL, torch's and cupy's: on one device, and between processes that own a device each.
+"""Tests of weights sent over NCCL by torch and by cupy, on one device and between processes with a device each.
 
 Several processes need three devices, real or pretended. What only the pretended device can arrange (a remote error, who
 waits for whom on the device) is asked of it alone.

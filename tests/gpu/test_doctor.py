@@ -1,4 +1,4 @@
-"""The doctor's quick pass from its first line to its report, on the devices that are here."""
+"""Test of the doctor's quick pass, from its first line to its report, on the devices of this machine."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""On one GPU, real or pretended: guidance without a mask, in rollout and replay alike."""
+"""Test on one GPU, real or pretended: with guidance and no mask, the trainer replays what the rollout computed."""
 
 from typing import Any
 from unittest.mock import patch

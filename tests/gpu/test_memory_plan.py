@@ -1,4 +1,4 @@
-"""The rehearsal and the memory plan against the allocator's peak, on one GPU: a middle-sized model, hundreds of MB."""
+"""Tests of rehearsal and memory plan against the peak of torch's allocator, on one GPU with a model of some 100 MB."""
 
 import gc
 from collections.abc import Callable, Iterator

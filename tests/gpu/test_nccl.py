@@ -1,4 +1,4 @@
-"""On one GPU: both NCCL links at world size 1, and a flat buffer under a captured CUDA graph."""
+"""Tests on one GPU of both NCCL links with one rank, and of a flat buffer under a captured CUDA graph."""
 
 import statistics
 import threading

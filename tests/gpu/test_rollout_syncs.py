@@ -1,4 +1,4 @@
-"""On one GPU, real or pretended: a ticket's host waits, its noise, and the text encoders out of the way."""
+"""Tests on one GPU, real or pretended: host waits and noise of a ticket, and text encoders that are offloaded."""
 
 import gc
 from collections.abc import Iterator

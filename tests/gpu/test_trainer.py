@@ -1,4 +1,4 @@
-"""On one GPU, real or pretended: a trainer rank's base weights, kernels and optimizer, and the waits of its host."""
+"""Tests of a trainer rank on one GPU, real or pretended: base weights, kernels, optimizer and host waits."""
 
 import warnings
 from collections.abc import Callable, Iterator

@@ -1,4 +1,4 @@
-"""Integration tests run the real engine on the tiny model, offline."""
+"""Fixtures of the integration tests, which run the real engine on the tiny model without network."""
 
 import logging
 import os

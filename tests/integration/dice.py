@@ -1,4 +1,4 @@
-"""A reward that is not deterministic."""
+"""A reward that is not deterministic, for tests."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""The color reward behind a server that hangs at every call while a file's number is above 0, which it counts down."""
+"""The color reward behind a server that hangs at a call if the number in a file is above 0, and lowers it by 1."""
 
 import os
 import signal

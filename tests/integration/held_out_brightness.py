@@ -1,4 +1,4 @@
-"""Held-out rewards of test runs: one that a run on brightness must ruin, one that never answers."""
+"""Held-out rewards for tests: one falls when a run trains on brightness, and one never answers."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""A judge that is down for some prompts: those that a file names, one word per line."""
+"""A reward for tests that fails for the prompts that a file lists, one word per line."""
 
 import os
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The processes that a run started and that name its folder: reward servers and their keepers."""
+"""`left_behind` finds processes of a run that still live after its end: reward servers and their keepers."""
 
 import os
 import time

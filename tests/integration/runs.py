@@ -1,4 +1,4 @@
-"""Short real runs and what they leave behind, shared by the integration tests."""
+"""Short real runs for the integration tests, and access to the files that such a run writes."""
 
 import json
 import os

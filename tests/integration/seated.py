@@ -1,4 +1,4 @@
-"""Rewards that tell what their worker sees of the machine."""
+"""Rewards for tests that report the devices and the threads that their worker may use."""
 
 import os
 from typing import Any

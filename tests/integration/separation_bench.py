@@ -1,4 +1,4 @@
-"""Pools of toys on one event loop, for the tests of separation."""
+"""Pools of toy workers on one event loop, for the tests of separation."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping

@@ -1,4 +1,4 @@
-"""Real worker processes whose engines sleep: durations drawn by named laws, everything else as in a run."""
+"""Real worker processes whose engines sleep for random durations of given laws; all else is as in a run."""
 
 import asyncio
 import time

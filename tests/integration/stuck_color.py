@@ -1,4 +1,4 @@
-"""The color reward, some of whose calls are stuck for longer than a deadline; for workers that are threads."""
+"""The color reward with some calls that take longer than a deadline, for workers that are threads."""
 
 import time
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""A falsifier's reward: the prompts' colours exchanged."""
+"""The color reward with the colours of the two prompts exchanged, for a test that must see the effect exchanged."""
 
 from collections.abc import Sequence
 from dataclasses import replace

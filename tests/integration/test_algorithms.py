@@ -1,4 +1,4 @@
-"""Every algorithm through the whole pipeline: the policy follows its reward, and flees it when negated."""
+"""Tests of every algorithm in a whole run: the reward rises, and with a negated reward it falls."""
 
 from collections.abc import Sequence
 from pathlib import Path

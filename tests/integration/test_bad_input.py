@@ -1,4 +1,4 @@
-"""What cannot run is refused in one clear line: no traceback, exit code 2, nothing written, nothing started."""
+"""Tests of refused input: one clear line, no traceback, exit code 2, and nothing is written or started."""
 
 import os
 import subprocess

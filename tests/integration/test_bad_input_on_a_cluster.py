@@ -1,4 +1,4 @@
-"""What somebody else's cluster cannot hold is refused in words of the one who asked, and nothing is started on it."""
+"""Tests of requests that an existing cluster cannot fulfil: refused in one sentence, with nothing started there."""
 
 import sys
 from pathlib import Path

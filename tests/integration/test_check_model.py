@@ -1,4 +1,4 @@
-"""check-model against the stock pipelines of all families, and against families of one's own that are wrong."""
+"""Tests of check-model against diffusers' pipelines of all families, and against wrong families of a user."""
 
 import sys
 from collections.abc import Callable

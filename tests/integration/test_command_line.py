@@ -1,4 +1,4 @@
-"""The command line beside a plain run: Hydra's own commands, a sweep, and the console command."""
+"""Tests of the command line besides a plain run: options of Hydra, a sweep, and the console command."""
 
 import importlib.util
 import subprocess

@@ -1,4 +1,4 @@
-"""Ten steps with every block compiled, in the rollout worker and in the trainer."""
+"""Tests of ten steps with all blocks compiled, in the rollout worker and in the trainer."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""What a person reads of a real run: on a terminal, in a pipe, quiet, and after Ctrl-C."""
+"""Tests of the output of a real run on a terminal, in a pipe, with little output, and after Ctrl-C."""
 
 import logging
 import os

@@ -1,4 +1,4 @@
-"""Real processes, really killed: a rollout worker, a trainer rank, the driver. The weights do not notice."""
+"""Tests with SIGKILL on real processes: after the death of any of them, the weights are the undisturbed ones."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""The Dockerfile: what hadolint says, what is copied, and its steps in a fresh environment, without Docker."""
+"""Tests of the Dockerfile without Docker: hadolint, the copied files, and its steps in a fresh environment."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""KubeRay: pods that Kubernetes takes, a cluster whose seats Ray reads, and a command that composes."""
+"""Tests of the files for KubeRay: Kubernetes accepts the pods, Ray reads their seats, the job's command composes."""
 
 import io
 import logging

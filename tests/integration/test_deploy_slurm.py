@@ -1,4 +1,4 @@
-"""The script for Slurm, on Debian's Slurm and two pretended nodes: it is stopped, goes back into the queue, and on."""
+"""Tests of the Slurm script on Debian's Slurm and two pretended nodes: stopped, queued again, and resumed."""
 
 import json
 import os

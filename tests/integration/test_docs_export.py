@@ -1,4 +1,4 @@
-"""The commands and the Python of docs/export.md and docs/evaluate_command.md, run as they are written."""
+"""Tests that run the commands and the Python code of docs/export.md and docs/evaluate_command.md."""
 
 import importlib
 import re

@@ -1,4 +1,4 @@
-"""`make docs-release` keeps a site per version on a branch of its own. Needs the environment that `make docs` makes."""
+"""Test of `make docs-release`, which keeps a site per version on a branch; it needs the environment of `make docs`."""
 
 import json
 import shutil

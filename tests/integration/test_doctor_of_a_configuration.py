@@ -1,4 +1,4 @@
-"""`doctor` with a configuration, and `preflight=true`: what is found, what is refused, and the exit codes."""
+"""Tests of `doctor` with a configuration and of `preflight=true`: findings, refusals and exit codes."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""Every key, file and event of a real run stands on the page that explains it, and every key on the page is written."""
+"""Tests that every key, file and event of a real run is documented, and that every documented key is written."""
 
 import ast
 import json

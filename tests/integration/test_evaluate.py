@@ -1,4 +1,4 @@
-"""Rewards measured in a fresh pipeline are those that the rollout engine's evaluation images get."""
+"""Tests of `evaluate`: scores from a fresh pipeline equal those of the rollout engine's evaluation images."""
 
 import json
 from dataclasses import asdict, replace

@@ -1,4 +1,4 @@
-"""`evaluate` with rewards that have a server: started for it, the scores of a run's evaluations, nothing left."""
+"""Test of `evaluate` with a reward that has a server: started for it, scores as in the run, and ended afterwards."""
 
 import asyncio
 import json

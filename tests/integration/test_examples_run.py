@@ -1,4 +1,4 @@
-"""The commands of the examples' READMEs: those for a CPU run, those for GPUs are composed, checked and prepared."""
+"""Tests of the commands in the examples' READMEs: CPU commands run; GPU commands are composed, checked and prepared."""
 
 import io
 import os

@@ -1,4 +1,4 @@
-"""The exported LoRA gives, in a fresh diffusers pipeline, what the trained model gives."""
+"""Tests of export: in a fresh diffusers pipeline, the exported LoRA gives the trained model's output."""
 
 import hashlib
 import json

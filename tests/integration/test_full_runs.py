@@ -1,4 +1,4 @@
-"""Runs with tune=full: the promises of an adapter's, and a model that diffusers loads."""
+"""Tests of runs with tune=full: they keep the promises of LoRA runs, and diffusers loads their models."""
 
 import os
 import signal

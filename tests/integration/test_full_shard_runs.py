@@ -1,4 +1,4 @@
-"""Runs with tune=full whose weights lie in shares on two trainer ranks, on Ray."""
+"""Tests of runs on Ray with tune=full, in which each of two trainer ranks has a share of the weights."""
 
 import os
 import signal

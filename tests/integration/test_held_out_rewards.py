@@ -1,4 +1,4 @@
-"""A real run that ruins what it does not train on: it is told, stops in order, keeps its best version and goes on."""
+"""Tests of a real run whose held-out score falls: it warns, stops in order, keeps the best version, and can go on."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""`async-flowrl <verb> --help` answers for every verb, at once and without starting anything."""
+"""Tests of `async-flowrl <verb> --help`: every verb answers quickly and starts nothing."""
 
 import sys
 from pathlib import Path

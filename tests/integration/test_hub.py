@@ -1,4 +1,4 @@
-"""A whole run on Ray with a model of the hub: four workers of one node, and every file is fetched once."""
+"""Test of a run on Ray with a model of the hub: the four workers of one node fetch every file once."""
 
 import os
 import shutil

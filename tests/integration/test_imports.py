@@ -1,4 +1,4 @@
-"""Tools import the run, never the reverse: what a whole run has imported when it ends, and what it never needs."""
+"""Test of the modules that a whole run imports: no tool, no test, no tracker, and no Ray in a run of threads."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Training is never lost to what happens beside it: evaluations, pictures, monitors, the report."""
+"""Tests of failures beside the training (evaluations, pictures, monitors, report): the trained weights are kept."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""A resume with edited prompts is refused, one with an edited reward warns, and `verify` says what was forced."""
+"""Tests of a resume with changed inputs: edited prompts are refused, an edited reward warns, `verify` reports force."""
 
 import json
 import shutil

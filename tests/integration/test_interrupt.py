@@ -1,4 +1,4 @@
-"""Ending early: at once by Ctrl-C, in order by SIGTERM or time_limit; going on gives an undisturbed run's weights."""
+"""Tests of an early end by Ctrl-C, SIGTERM or time_limit: a resumed run has the weights of an undisturbed one."""
 
 import os
 import signal

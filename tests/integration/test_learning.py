@@ -1,4 +1,4 @@
-"""That the job does what it is for: the images get better at what is rewarded, and for that reason."""
+"""Tests that training raises the reward, and that it does not if the reward or the advantages are falsified."""
 
 from pathlib import Path
 

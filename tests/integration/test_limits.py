@@ -1,4 +1,4 @@
-"""Runs end, save and evaluate exactly where they should, also where the numbers do not divide."""
+"""Tests of the steps at which runs end, save and evaluate, also if the numbers do not divide."""
 
 from collections import Counter
 from pathlib import Path

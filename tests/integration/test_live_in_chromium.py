@@ -1,4 +1,4 @@
-"""The live report of a run that goes on beside it, in a real browser: new points and images appear without a reload."""
+"""Test of the live report in a real browser: new points and images of the running run appear without a reload."""
 
 import re
 import subprocess

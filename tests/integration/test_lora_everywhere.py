@@ -1,5 +1,4 @@
-"""One LoRA in every format, loaded by the library it is for, gives the trained model's outputs; what does not fit is
-refused."""
+"""Tests of one LoRA in every format: its target library gets the trained model's output, and others are refused."""
 
 import json
 import logging

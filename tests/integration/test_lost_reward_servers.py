@@ -1,4 +1,4 @@
-"""Reward servers that are lost for good or hang: who needs them, and what goes on without them."""
+"""Tests of reward servers that are lost for good or hang: the run ends by name or goes on without their term."""
 
 import json
 import re

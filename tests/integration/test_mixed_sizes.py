@@ -1,4 +1,4 @@
-"""A job whose groups have different sizes: the same weights after a resume, the right pixels, FLOPs by size."""
+"""Tests of a run whose groups have different image sizes: resume, pixels, and FLOPs by size."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Every model family in the whole job, and a family of one's own whose latents are videos."""
+"""Tests of whole runs with every model family, and with a user's family whose latents are videos."""
 
 from pathlib import Path
 

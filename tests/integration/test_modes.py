@@ -1,4 +1,4 @@
-"""What the modes promise, on the real engine: bounded staleness, and the same weights whatever the timing."""
+"""Tests of all modes on the real engine: staleness stays within the bound, and timing does not change the weights."""
 
 from pathlib import Path
 

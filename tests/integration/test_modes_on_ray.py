@@ -1,4 +1,4 @@
-"""The same promises of processes, trainer ranks and gloo. A run on Ray costs ten times one of threads."""
+"""Tests of the modes with processes on Ray, several trainer ranks and gloo; each run costs ten times one of threads."""
 
 from pathlib import Path
 

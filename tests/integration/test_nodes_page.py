@@ -1,4 +1,4 @@
-"""docs/do/nodes.md from its first command to its last, each on the pretended node that its mark names."""
+"""Tests that run the commands of docs/do/nodes.md in order, each on the pretended node that its mark names."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""That generation and training really happen at the same time, and that time is booked where it is spent."""
+"""Tests of overlap: generation and training run at the same time, and each second is booked for its own stage."""
 
 from collections.abc import Callable
 from itertools import pairwise

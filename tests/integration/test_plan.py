@@ -1,4 +1,4 @@
-"""The planner against real worker processes: laws from one synchronous run predict depths and splits it never saw."""
+"""Tests of the planner against real processes: one synchronous run predicts the times of other modes and splits."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The report of real runs in a real browser: it asks nobody, logs no error, fits its window and works by keyboard."""
+"""Tests of reports in a real browser: no request to other hosts, no logged error, fitting layout, keyboard use."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""Seats of reward workers on a Ray cluster, whose custom resources stand in for devices."""
+"""Tests of the seats of reward workers on a Ray cluster; custom resources stand for devices."""
 
 import asyncio
 import time

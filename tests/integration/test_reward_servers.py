@@ -1,4 +1,4 @@
-"""Rewards whose server the run starts: the weights of the same reward in the run, and nothing left behind."""
+"""Tests of rewards whose server the run starts: the weights are those of the in-process reward; no process is left."""
 
 import json
 import os

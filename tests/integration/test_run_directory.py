@@ -1,4 +1,4 @@
-"""What a run leaves behind, file by file and key by key, and that it can be gone on with."""
+"""Tests of the files of a run directory and their keys, and of a resume from it."""
 
 import json
 import math

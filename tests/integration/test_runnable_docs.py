@@ -1,4 +1,4 @@
-"""Every block of the documents that is marked runnable runs, page by page, in a folder of its own."""
+"""Tests that run every block of the documentation marked runnable, page by page, in a folder of its own."""
 
 import os
 import re

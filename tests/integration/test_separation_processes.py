@@ -1,4 +1,4 @@
-"""What only processes can suffer: signals, lost nodes, missing resources, a driver that dies."""
+"""Tests of events that only processes can have: signals, lost nodes, missing resources, a driver that dies."""
 
 import asyncio
 import logging

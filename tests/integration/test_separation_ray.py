@@ -1,4 +1,4 @@
-"""The same behaviour from threads and from Ray actors."""
+"""Tests of pools that behave alike as threads and as Ray actors."""
 
 import asyncio
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""`placement=shared`: the weights of separate pools, bit for bit, from one process that samples and trains."""
+"""Tests of `placement=shared`: processes that sample and train make the weights of separate pools, bit for bit."""
 
 import os
 import signal

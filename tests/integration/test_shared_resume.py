@@ -1,4 +1,4 @@
-"""Resume of `placement=shared` with another number of processes: the weights of a run that was never interrupted."""
+"""Tests of a resume with `placement=shared` and another number of processes: the weights are the undisturbed ones."""
 
 from pathlib import Path
 

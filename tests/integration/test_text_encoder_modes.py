@@ -1,4 +1,4 @@
-"""A run's weights do not depend on where its text encoder is, nor on a kill; a cached one is loaded for new prompts."""
+"""Tests of the places of the text encoder: none of them, nor a kill, changes the weights of a run."""
 
 import json
 import os

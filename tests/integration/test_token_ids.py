@@ -1,4 +1,4 @@
-"""A whole job on prompts that were tokenised beforehand."""
+"""Test of a whole run on prompts that were tokenised beforehand."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Runs whose reward is a judge at a server: one that lies, one that dies, one that has changed its mind at a resume."""
+"""Tests of runs with a judge at a server that answers wrongly, dies, or scores differently after a resume."""
 
 import base64
 import io

@@ -1,4 +1,4 @@
-"""What a command loads before it answers: each module named here costs every start of it a second or more."""
+"""Tests of the modules that a command imports before it answers; each of those listed costs it a second or more."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""Wheel and sdist hold everything that a run needs: installed beside the dependencies, they train from any folder."""
+"""Test of wheel and sdist: each is installed in a clean environment and trains from any folder."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Weights of runs with tune=full: those before, those that were written, and the check that all of them changed."""
+"""Helpers for tests of tune=full: weights of a run before and after training, and a check that all have changed."""
 
 import torch
 from safetensors.torch import load_file

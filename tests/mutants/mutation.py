@@ -1,4 +1,4 @@
-"""Planted faults: a function, method or constant behaves otherwise for as long as a test runs."""
+"""Planted faults: while a test runs, a function, method or constant is replaced by a faulty one."""
 
 import importlib
 import inspect
@@ -11,37 +11,36 @@ from typing import Any
 from unittest import mock
 
 Fault = Callable[[Any], Any]
-"""From what is there to what takes its place: usually from a function to one that calls it, but not quite rightly."""
+"""Takes the original object and returns its replacement, usually a function that calls the original in a wrong way."""
 
 
 @dataclass(frozen=True)
 class Mutant:
-    """A planted fault and the test that must fail because of it.
-
-    `faults` by target: "package.module:Class.method", or the name of a module's function or constant.
-    `raises`: names of the exceptions by which the test may fail. Anything else (a TypeError, say) is a fault of the
-    mutant.
-    """
+    """A planted fault and the test that must fail because of it."""
 
     name: str
     faults: Mapping[str, Fault]
+    """Target → fault. A target is "package.module:Class.method", or "package.module:name" of any other object."""
     caught_by: str
+    """The test, as "package.module:test_name"."""
     arguments: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of the test function."""
     raises: tuple[str, ...] = ("AssertionError",)
+    """Names of the exceptions by which the test may fail. Any other, e.g. TypeError, shows an error in the mutant."""
 
 
 def nothing(original: Any) -> Callable[..., None]:
-    """The function does nothing: what it checks is never refused, what it removes stays."""
+    """Fault: the function does nothing, so a check refuses nothing and a removal removes nothing."""
     return lambda *args, **options: None
 
 
 def nothing_awaited(original: Any) -> Any:
-    """The same for a coroutine function."""
+    """Fault: the coroutine function does nothing."""
     return mock.AsyncMock(return_value=None)
 
 
 def before(first: Callable[..., Any]) -> Fault:
-    """Does `first`, with the function's own arguments, before the function."""
+    """Returns a fault that calls `first` with the function's own arguments before the function."""
 
     def fault(original: Any) -> Any:
         def wrapper(*args: Any, **options: Any) -> Any:
@@ -54,7 +53,10 @@ def before(first: Callable[..., Any]) -> Fault:
 
 
 def after(then: Callable[..., Any]) -> Fault:
-    """Does `then`, with the function's own arguments, after the function; awaits it after a coroutine function."""
+    """Returns a fault that calls `then` with the function's own arguments after the function.
+
+    After a coroutine function, `then` is awaited.
+    """
 
     def fault(original: Any) -> Any:
         def wrapper(*args: Any, **options: Any) -> Any:
@@ -73,11 +75,13 @@ def after(then: Callable[..., Any]) -> Fault:
 
 
 def no_limit(original: int) -> int:
+    """Fault: a limit is so large that nothing reaches it."""
     return 10**9
 
 
 @contextmanager
 def planted(faults: Mapping[str, Fault]) -> Iterator[None]:
+    """Puts the faults (target → fault) in place for the time of the `with` block."""
     with ExitStack() as stack:
         for target, fault in faults.items():
             module_name, _, path = target.partition(":")
@@ -90,7 +94,10 @@ def planted(faults: Mapping[str, Fault]) -> Iterator[None]:
 
 
 def find_test(path: str) -> Any:
-    """The test function "tests.unit.package.module:test_name"; modules beside it can be imported as in a pytest run."""
+    """Returns the test function that a path such as "tests.unit.package.module:test_name" names.
+
+    The test's folder is added to `sys.path`, so that the test can import modules beside it as in a run of pytest.
+    """
     module_name, _, name = path.partition(":")
     root = Path(__file__).parents[2]
     folder = str((root / module_name.replace(".", "/")).parent)

@@ -1,4 +1,4 @@
-"""Planted faults in replacing workers and in what ends an attempt of a run and begins the next."""
+"""Mutants: planted faults in the replacement of workers and in the change from one attempt of a run to the next."""
 
 import asyncio
 import math

@@ -1,4 +1,4 @@
-"""Planted faults in processes that sample and train."""
+"""Mutants: planted faults in processes that sample and train (`placement=shared`)."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Every planted fault is caught by the test that the table names, and by what it promises to fail with."""
+"""Tests that every planted fault is caught by the test and the exception that its Mutant names."""
 
 import inspect
 import tempfile

@@ -1,4 +1,4 @@
-"""Planted faults in which ticket is made when and from which weights, and in which order tickets are trained."""
+"""Mutants: planted faults in the issue of tickets, in the choice of their weights, and in the order of training."""
 
 from dataclasses import replace
 from typing import Any

@@ -1,4 +1,4 @@
-"""Planted faults in delivering weights and computing with them, and in the arithmetic of the losses."""
+"""Mutants: planted faults in the delivery and use of weights, and in the arithmetic of losses."""
 
 from dataclasses import replace
 from typing import Any

@@ -1,4 +1,4 @@
-"""These tests need a process with pretended GPUs, which `make test-pretend-gpu` starts; elsewhere none is collected."""
+"""Collection of the tests on pretended GPUs: only in a process that `make test-pretend-gpu` starts."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""Starts Python on pretended GPUs: `python -m tests.pretend_gpu.launch -m async_flowrl.main --config-name sync ...`.
+"""Launcher of Python on pretended GPUs: `python -m tests.pretend_gpu.launch -m async_flowrl.main --config-name sync`.
 
 The libraries are built by g++ where they are missing, in build/pretend_gpu/, by a hash of their sources and of torch.
 """

@@ -1,4 +1,4 @@
-"""What pytest does on pretended GPUs, whichever tests it runs: `-p tests.pretend_gpu.plugin`."""
+"""Plugin of pytest for every test that runs on pretended GPUs: `-p tests.pretend_gpu.plugin`."""
 
 import os
 from collections.abc import Iterator

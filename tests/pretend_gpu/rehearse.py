@@ -1,4 +1,4 @@
-"""The whole program on pretended GPUs, as people start it, and what its processes report."""
+"""Runs of the whole program on pretended GPUs, as a user starts it, and the reports of its processes."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""The pretended device is as strict as CUDA: each thing that a GPU would punish is noticed."""
+"""Tests of the pretended device: it notices each error that CUDA would punish."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""A run on devices that cannot hold its weights is refused before any of them is loaded."""
+"""Test of a run on devices that cannot hold its weights: it is refused before any weights are loaded."""
 
 import os
 from pathlib import Path

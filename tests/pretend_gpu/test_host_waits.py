@@ -1,4 +1,4 @@
-"""How often a host waits for its device, by what it does more of: 0 per denoising step, at most 1 per micro-batch."""
+"""Tests of host waits for the device: none per denoising step, at most one per micro-batch."""
 
 from collections import Counter
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""The whole program on Ray with pretended GPUs, in everything that can be configured of it: short runs, slow tier."""
+"""Tests of short whole runs on Ray with pretended GPUs, over all settings that matter there (slow tier)."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Which operators both pools dispatch to the device: none of them lacks a deterministic CUDA form, in any family."""
+"""Tests of the operators that both pools run on the device: each has a deterministic CUDA form, in every family."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""Faults that only a GPU punishes, planted beneath the checkpoint engine: each is caught while it delivers."""
+"""Tests of planted faults in the checkpoint engine that only a GPU shows: each is caught during a delivery."""
 
 import time
 from collections.abc import Callable

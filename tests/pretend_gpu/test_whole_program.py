@@ -1,4 +1,4 @@
-"""one_step_off on Ray: two rollout workers, two trainer ranks with FSDP2, weights over NCCL, bfloat16."""
+"""Test of one_step_off on Ray: two rollout workers, two trainer ranks with FSDP2, weights over NCCL, bfloat16."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""LimitedTrainer is a trainer rank that may write only so much into a file, as on a full disk."""
+"""LimitedTrainer is a trainer rank whose files may have only a given number of bytes, as on a full disk."""
 
 import resource
 

@@ -1,4 +1,4 @@
-"""What the work after a step warns of, and that it does so once."""
+"""Test of a warning after a step, which is given once."""
 
 import logging
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""Tickets that share a batch: always the same ones, whoever makes them and whatever is lost."""
+"""Tests of tickets that share a batch: always the same ones, whichever worker makes them and whatever is lost."""
 
 import asyncio
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""How long trainer ranks wait for each other: longer than the controller waits for them, and never for ever."""
+"""Test of the time-out of trainer ranks' collectives: finite, and longer than the controller's deadlines."""
 
 import math
 from datetime import timedelta

@@ -1,4 +1,4 @@
-"""data.curriculum in whole runs: neither timing, nor workers, nor a kill has a part in which prompts are trained."""
+"""Tests of whole runs with data.curriculum: timing, workers and kills do not change which prompts are trained."""
 
 from collections import Counter
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A trainer rank that dies in a step: the others compute its share again, a successor comes, the weights do not notice.
+"""Tests of a trainer rank that dies in a step: the others compute its share, a successor joins, the weights are equal.
 
 In virtual time; `tests/unit/training/test_killed_ranks.py` kills real processes.
 """

@@ -1,4 +1,4 @@
-"""A model that is loaded in one thread sets torch's default dtype for all; what the others compute stays the same.
+"""Tests of a model loaded in one thread, which sets torch's default dtype for all: other threads' results stay equal.
 
 With rollout.text_encoder=cached text encoders are loaded in mid-run, beside the other tickets of a batch, and with
 runtime.backend=local beside every other worker.

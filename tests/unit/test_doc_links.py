@@ -1,4 +1,4 @@
-"""Headings are in order, links lead to headings, code names pages that exist, and every example has a page."""
+"""Tests of the documentation's headings and links, of pages that code names, and of a page for every example."""
 
 import re
 import tomllib

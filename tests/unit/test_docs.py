@@ -1,4 +1,4 @@
-"""What the documents name exists: commands, verbs, settings, files, tests, and the loop that a page quotes."""
+"""Tests of the names in the documentation: commands, verbs, settings, files, tests, and the loop that a page quotes."""
 
 import importlib.util
 import json

@@ -1,4 +1,4 @@
-"""dry_run=true says what would run, and starts nothing."""
+"""Tests of dry_run=true, which describes the run and starts nothing."""
 
 from async_flowrl.config.compose import compose_config
 from async_flowrl.run.describe import describe_inputs

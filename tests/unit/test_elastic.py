@@ -1,4 +1,4 @@
-"""A rollout pool that grows and shrinks: whoever comes or goes, and when, the weights are those of a fixed pool."""
+"""Tests of a rollout pool that grows and shrinks: the weights are those of a pool of fixed size."""
 
 import asyncio
 from collections.abc import Mapping

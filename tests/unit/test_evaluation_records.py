@@ -1,4 +1,4 @@
-"""Held-out terms in the loop, and what is made of an evaluation: record, metrics, warnings, and the best version."""
+"""Tests of evaluations: held-out terms, records, metrics, warnings, and the best version."""
 
 import json
 import logging

@@ -1,4 +1,4 @@
-"""When workers die, hang, lose values or answer nonsense: the same weights, or an error with a name."""
+"""Tests of workers that die, hang, lose values or return nonsense: the same weights, or a named error."""
 
 import asyncio
 from collections.abc import Callable, Mapping

@@ -1,4 +1,4 @@
-"""Every promise of docs/guarantees.md names a test that exists, and one of them runs in the default lane."""
+"""Tests of docs/guarantees.md: every promise names a test that exists, and one of them runs in the default lane."""
 
 import ast
 import re

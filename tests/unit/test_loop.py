@@ -1,4 +1,4 @@
-"""The real controller in virtual time: bounds, equalities, order, back-pressure, overlap. Deaths: test_faults.py."""
+"""Tests of the real controller in virtual time: bounds, equalities, order, back-pressure and overlap."""
 
 import asyncio
 from collections import defaultdict

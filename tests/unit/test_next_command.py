@@ -1,4 +1,4 @@
-"""The command that a run names to go on: it must find the same configuration and the same folder again."""
+"""Tests of the command that a run prints for going on: it finds the same configuration and the same folder."""
 
 import shlex
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Who fetches a hub model's files: one worker of each node, before any worker loads, under a deadline of its own."""
+"""Tests of the download of a hub model: by one worker of each node, before any worker loads, with its own deadline."""
 
 import asyncio
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""A term with `required: false`: a group that it cannot score is trained on the others, the same after a resume."""
+"""Tests of terms with `required: false`: a group without such a score is trained on the others, also after a resume."""
 
 import json
 from collections import Counter

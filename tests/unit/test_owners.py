@@ -1,4 +1,4 @@
-"""How the parts of a step's groups are spread over ranks."""
+"""Tests of the distribution of the parts of a step's groups over trainer ranks."""
 
 from collections import Counter
 from dataclasses import replace

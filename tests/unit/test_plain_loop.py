@@ -1,4 +1,4 @@
-"""The weights of the asynchronous controller are those of a plain loop without controller, workers or delivery."""
+"""Tests of the asynchronous controller against a plain loop without controller, workers or delivery: equal weights."""
 
 import numpy as np
 import pytest

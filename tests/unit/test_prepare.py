@@ -1,4 +1,4 @@
-"""What is known and what is refused before anything is started, for every family of models."""
+"""Tests of the checks of `prepare`, before anything is started, for every family of models."""
 
 import json
 from pathlib import Path

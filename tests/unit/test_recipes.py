@@ -1,4 +1,4 @@
-"""Every shipped recipe composes, would run, and says where each of its lines comes from."""
+"""Tests of shipped recipes: each composes, would run, and names the source of each of its settings."""
 
 import re
 import shutil

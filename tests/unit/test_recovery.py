@@ -1,4 +1,4 @@
-"""The end of an attempt and the beginning of the next: dead trainer ranks, killed controllers, failing checkpoints."""
+"""Tests of attempts that end and of the next ones: dead trainer ranks, killed controllers, failing checkpoints."""
 
 import asyncio
 import json

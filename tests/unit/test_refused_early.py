@@ -1,4 +1,4 @@
-"""What nobody may read is refused in a sentence, as what is not there."""
+"""Test of a folder that may not be read: refused in one sentence, like a missing one."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Pools of single terms beside the shared one: who scores what, what a slow judge costs, and who says so."""
+"""Tests of reward terms with pools of their own: scores, the cost of a slow judge, and the messages about it."""
 
 import json
 from dataclasses import replace

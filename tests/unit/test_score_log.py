@@ -1,4 +1,4 @@
-"""scores.jsonl: what is read back is what was written, to the last bit."""
+"""Tests of scores.jsonl: scores that are read back equal those written, to the last bit."""
 
 import asyncio
 from pathlib import Path

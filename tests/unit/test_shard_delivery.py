@@ -1,4 +1,4 @@
-"""Shares on real processes: a sender or a receiver is killed in the middle of a bucket, and nothing torn is served."""
+"""Tests of shares on real processes: a sender or receiver dies within a bucket, and no torn version is used."""
 
 import asyncio
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""Sizes of images: what people may write, which one a group gets, and what is refused before anything starts."""
+"""Tests of image sizes: accepted notations, the size of each group, and early refusals."""
 
 import json
 from collections import Counter

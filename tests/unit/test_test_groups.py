@@ -1,4 +1,4 @@
-"""Which process runs a test: with `-n`, as `make test` has it, a lane stays in one, and so do a file's other tests."""
+"""Tests of conftest.py: with `-n`, the tests of a lane run in one process, and so do the other tests of a file."""
 
 from types import SimpleNamespace
 from typing import Any, cast

@@ -1,4 +1,4 @@
-"""The ticket table alone: the gate, the door, retries, conservation."""
+"""Tests of the ticket table alone: the gate, the trainer's door, retries, conservation."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""The transport of a run is chosen where the weights are, in the trainer's process."""
+"""Tests of the choice of a run's transport, which is made in the trainer's process."""
 
 import asyncio
 from dataclasses import dataclass, field

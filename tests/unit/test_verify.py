@@ -1,4 +1,4 @@
-"""`verify` passes what the controller leaves behind and notices every kind of tampering."""
+"""Tests of `verify`: it accepts a real run's files and finds each kind of tampering."""
 
 import json
 from collections.abc import Callable

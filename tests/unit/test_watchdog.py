@@ -1,4 +1,4 @@
-"""Where nothing happens, the run says what waits for what, and ends by name."""
+"""Tests of the watchdog: a run in which nothing happens reports what waits, and ends with a named error."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What a run will encode, in the order of its need, is what its tickets then ask for."""
+"""Tests of the list of texts that a run will encode: the same as its tickets ask for, in the same order."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""One real engine for all tests of the lane: vllm-omni claims its process's torch.distributed world."""
+"""Fixture of the one real engine of these tests; vllm-omni claims the torch.distributed world of its process."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""Starts the engine with one model family after another and prints, as JSON, how far it is from diffusers."""
+"""Program that starts the engine with one family after another and prints, as JSON, the differences from diffusers."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""The real vllm-omni on a CPU, in float32, against diffusers: images, trajectories, adapters, failures."""
+"""Tests of the real vllm-omni on a CPU, in float32, against diffusers: images, trajectories, adapters, failures."""
 
 import gc
 import os

@@ -1,4 +1,4 @@
-"""Every family that the engine generates with, against diffusers; Qwen-Image's own tests are `test_vllm_engine.py`."""
+"""Tests of every family of the engine against diffusers; those of Qwen-Image are in test_vllm_engine.py."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""The whole job with the real vllm-omni on a CPU: staleness, delivery, reproducibility."""
+"""Tests of whole runs with the real vllm-omni on a CPU: staleness, delivery, reproducibility."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Tensor parallel over two processes: the same trajectories, and none of them left behind when the worker is killed."""
+"""Test of tensor parallelism over two processes: equal trajectories, and both processes end with their worker."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""A rollout worker whose engine spreads its network over two ranks; prints its findings as JSON, then waits."""
+"""Program with a rollout worker whose engine spreads its network over two ranks; prints results as JSON, then waits."""
 
 import json
 import signal

@@ -1,4 +1,4 @@
-"""A tiny random Qwen2.5-VL in a folder, as a server of published weights loads it."""
+"""A tiny random Qwen2.5-VL written to a folder, from which a server loads it like published weights."""
 
 import json
 from pathlib import Path

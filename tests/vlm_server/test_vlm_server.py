@@ -1,4 +1,4 @@
-"""`vlm_judge` at vllm's own server, with a real model behind it: probabilities, a grammar, and a run that starts it."""
+"""Tests of `vlm_judge` at vllm's own server with a real model: probabilities, a grammar, and a run that starts it."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""Found by every Python that has this folder on its path, Ray's workers too: torch, once imported, has CUDA devices."""
+"""Start-up module of every Python with this folder on its path, Ray's workers included: gives torch CUDA devices."""
 
 import importlib.abc
 import importlib.machinery

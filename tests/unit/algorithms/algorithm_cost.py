@@ -1,4 +1,4 @@
-"""What algorithm code costs in an update of the tiny model: `python tests/unit/algorithms/algorithm_cost.py`.
+"""Cost of the algorithms' code in an update of the tiny model: `python tests/unit/algorithms/algorithm_cost.py`.
 
 For each algorithm, one forward and backward pass over 80 rows with the network, and the same with a network that costs
 nothing (one multiplication). The ratio is the share of everything that is not the network; medians, one thread.

@@ -1,4 +1,4 @@
-"""Advantages against plain formulas; constant groups, offsets, several rewards, falsifiers."""
+"""Tests of advantages against plain formulas: constant groups, offsets, several rewards, falsified rewards."""
 
 import statistics
 

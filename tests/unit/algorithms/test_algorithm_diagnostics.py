@@ -1,4 +1,4 @@
-"""Metrics by window, and warnings."""
+"""Tests of the metrics by window, and of warnings."""
 
 import pytest
 

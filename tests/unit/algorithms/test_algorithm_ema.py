@@ -1,4 +1,4 @@
-"""Moving averages and what Adam's eps does to small gradients."""
+"""Tests of moving averages of weights, and of the effect of Adam's eps on small gradients."""
 
 import pytest
 import torch

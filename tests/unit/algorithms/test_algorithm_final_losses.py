@@ -1,4 +1,4 @@
-"""DiffusionNFT and DPO against independent implementations; their draws; their fixed points."""
+"""Tests of DiffusionNFT and DPO against independent implementations: losses, random draws, fixed points."""
 
 import math
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Each policy-gradient algorithm trains the linear-Gaussian flow with samples one version old; the exact reward judges.
+"""Tests that each policy-gradient algorithm trains a linear-Gaussian flow, judged by the flow's exact expected reward.
 
 Right way, wrong way when the reward is negated, nowhere when the advantages are permuted.
 """

@@ -1,4 +1,4 @@
-"""Policy-gradient losses: values and gradients against an independent float64 implementation, one row at a time."""
+"""Tests of policy-gradient losses and their gradients against an independent float64 implementation, row by row."""
 
 import math
 from dataclasses import replace

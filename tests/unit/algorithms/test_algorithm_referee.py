@@ -1,4 +1,4 @@
-"""The estimators of the policy-gradient algorithms against the exact gradient of a linear-Gaussian flow."""
+"""Tests of the policy-gradient estimators against the exact gradient of a linear-Gaussian flow."""
 
 from collections.abc import Callable
 from typing import Any, cast

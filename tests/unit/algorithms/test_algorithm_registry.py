@@ -1,4 +1,4 @@
-"""Names, defaults and refusals of the registry."""
+"""Tests of the registry of algorithms: names, defaults and refusals."""
 
 import sys
 import types

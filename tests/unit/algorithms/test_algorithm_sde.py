@@ -1,4 +1,4 @@
-"""Denoising steps against an independent float64 implementation, and the invariants of the schedule's maths."""
+"""Tests of denoising steps against an independent float64 implementation, and of invariants of the schedule."""
 
 import math
 from itertools import pairwise

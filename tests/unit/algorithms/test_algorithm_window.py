@@ -1,4 +1,4 @@
-"""Windows: supports, frequencies, purity, and what is refused."""
+"""Tests of windows: their support, their frequencies, that they depend on nothing else, and refusals."""
 
 import math
 from collections import Counter

@@ -1,4 +1,4 @@
-"""The benchmark's arithmetic, what it reads from a run, and its single-process parts on the tiny model."""
+"""Tests of the benchmark: its arithmetic, its reading of a run, and its single-process parts on the tiny model."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""The comparison of rollout engines: its table, what it refuses, and once a whole run of it."""
+"""Tests of the comparison of rollout engines: its table, its refusals, and one whole run of it."""
 
 from pathlib import Path
 

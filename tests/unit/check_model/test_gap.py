@@ -1,4 +1,4 @@
-"""The difference of two arrays, as check_model measures it."""
+"""Tests of the difference of two arrays as check_model measures it."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""A sender and receivers of one process that meet over gloo, with faults of the link to order."""
+"""A sender and receivers in one process that meet over gloo, with link faults that a test chooses."""
 
 import asyncio
 import contextlib

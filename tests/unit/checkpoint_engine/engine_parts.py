@@ -1,4 +1,4 @@
-"""Small adapters and in-memory ends, with faults to order."""
+"""Small adapters, and in-memory ends of a delivery with faults that a test chooses."""
 
 import asyncio
 from collections.abc import Callable, Mapping

@@ -1,4 +1,4 @@
-"""Receivers in processes of their own, with deaths to order, and what their owners find out about them."""
+"""Receivers in processes of their own, which die where a test says, and their owners' view of them."""
 
 import asyncio
 import contextlib

@@ -1,4 +1,4 @@
-"""Two trainer ranks with FSDP on their default group; rank 0 serves a collective delivery beside it."""
+"""Two trainer ranks with FSDP on their default group; beside it, rank 0 serves a collective delivery."""
 
 import threading
 from multiprocessing.connection import Connection

@@ -1,4 +1,4 @@
-"""A delivery whose ends are in memory, for virtual time, with faults to order."""
+"""A delivery in virtual time whose ends are in memory, with faults that a test chooses."""
 
 import asyncio
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""The benchmark measures what it says, between Ray actors, on payloads small enough for a test."""
+"""Tests of the transport benchmark between Ray actors, on payloads small enough for a test."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""What sits in which module, with which scale: the proof that digests can't give."""
+"""Tests of the binding proof: it shows in which module a tensor arrived, and with which scale, as no digest can."""
 
 from collections.abc import Callable, Mapping
 

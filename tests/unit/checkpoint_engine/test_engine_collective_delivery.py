@@ -1,4 +1,4 @@
-"""The controller's part of a collective: who may be in one, when it begins, and in which order."""
+"""Tests of the controller's part of collective deliveries: their members, when they begin, and their order."""
 
 import asyncio
 from typing import Any

@@ -1,4 +1,4 @@
-"""Each kind of damage ends in a resend or a stop that names the tensor, and in silence once its check is taken out."""
+"""Tests of damaged deliveries: resend, or stop with the tensor's name; without its check, damage stays unnoticed."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace

@@ -1,4 +1,4 @@
-"""Every version is acknowledged by every receiver, or sent again, or the receiver is replaced, or the run stops."""
+"""Tests of deliveries: acknowledged, sent again, the receiver replaced, or the run stopped."""
 
 import asyncio
 from typing import Any

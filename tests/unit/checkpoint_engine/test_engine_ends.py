@@ -1,3 +1,5 @@
+"""Tests of Publisher and Receiver, the two ends of a delivery, in one process."""
+
 import dataclasses
 import pickle
 import threading

@@ -1,4 +1,4 @@
-"""The package's example runs as it reads, and ends."""
+"""Test of the package's example, which runs as it is printed, and ends."""
 
 import os
 import re

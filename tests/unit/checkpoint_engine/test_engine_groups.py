@@ -1,4 +1,4 @@
-"""Groups beside other groups: a default group with FSDP, another run's secret, a second engine, silent peers."""
+"""Tests of process groups beside others: FSDP's default group, another run's secret, a second engine, silent peers."""
 
 import asyncio
 import subprocess

@@ -1,4 +1,4 @@
-"""Payload memory is used again, never while somebody still reads it, and goes when its owner does."""
+"""Tests of payload memory: reused only after its last reader, and freed with its owner."""
 
 import subprocess
 import sys

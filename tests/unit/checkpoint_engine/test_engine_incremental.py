@@ -1,4 +1,4 @@
-"""A version is digested beside its transfer, at both ends, and lands where it stays."""
+"""Tests of digests computed beside the transfer at both ends, and of bytes that are received in their final place."""
 
 import asyncio
 import threading

@@ -1,3 +1,5 @@
+"""Tests of layouts (names, shapes and offsets of a flat buffer) and of digests."""
+
 import hashlib
 import pickle
 import re

@@ -1,4 +1,4 @@
-"""Groups that are larger than allowed: one receiver per node is in the collective and serves its neighbours."""
+"""Tests of groups above the allowed size: one receiver per node is in the collective and serves its neighbours."""
 
 import asyncio
 from typing import Any

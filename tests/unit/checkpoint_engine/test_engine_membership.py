@@ -1,4 +1,4 @@
-"""Receivers come, go and pass versions on to each other; a joiner gets every version that live work needs."""
+"""Tests of receivers that join, leave and pass versions on; a new one gets every version that live work needs."""
 
 import asyncio
 import logging

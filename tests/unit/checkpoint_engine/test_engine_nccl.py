@@ -1,4 +1,4 @@
-"""What is done to NCCL, by stand-ins of its classes: which settings it is made with, and whose errors are named."""
+"""Tests of the use of NCCL, with stand-ins for its classes: its settings, and the errors that are named."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""Deliveries between real processes: the same bytes by every transport, deaths in every phase, churn."""
+"""Tests of deliveries between real processes: every transport, deaths in every phase, changing receivers."""
 
 import asyncio
 import logging

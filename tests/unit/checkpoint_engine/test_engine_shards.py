@@ -1,4 +1,4 @@
-"""Versions in shares: every row comes from the sender that has it, and nothing is retained before all are verified."""
+"""Tests of versions in shares: each row comes from the rank that has it; all are verified before any is retained."""
 
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Which workers may share a device, and what the pools' environments may say."""
+"""Tests of workers that may share a device, and of the variables that the pools' environments may set."""
 
 from dataclasses import replace
 

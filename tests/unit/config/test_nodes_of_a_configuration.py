@@ -1,4 +1,4 @@
-"""Workers per node: every configuration that can't be placed is refused in one sentence."""
+"""Tests of workers per node: a configuration that cannot be placed is refused in one sentence."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Every field of the configuration says what it means, what it takes and what changing it does; and that is so."""
+"""Tests of the configuration's fields: each has a text, and its bounds and effects are as the text says."""
 
 import math
 import re

@@ -1,4 +1,4 @@
-"""Settings that placement=shared cannot be combined with."""
+"""Tests of settings that placement=shared cannot be combined with."""
 
 import pytest
 

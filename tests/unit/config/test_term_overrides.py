@@ -1,4 +1,4 @@
-"""`reward.terms={…}` on the command line replaces the terms of the configuration; nothing is trained unseen."""
+"""Tests of `reward.terms={…}` on the command line, which replaces the terms of the configuration."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What `tune` does not go with is refused before anything starts, in one sentence."""
+"""Tests of settings that `tune` cannot be combined with: each is refused in one sentence before anything starts."""
 
 from collections.abc import Callable
 

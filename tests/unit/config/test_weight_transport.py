@@ -1,4 +1,4 @@
-"""What of a transport of weights is refused before anything starts, beside devices that are shared."""
+"""Tests of transport settings that are refused before anything starts, besides those on shared devices."""
 
 import pytest
 

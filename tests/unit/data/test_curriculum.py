@@ -1,4 +1,4 @@
-"""data.curriculum: which prompts are left out, when they come back, and that only certain outcomes decide it."""
+"""Tests of data.curriculum: the prompts that it leaves out, their return, and that only certain outcomes decide."""
 
 from collections import Counter
 

@@ -1,4 +1,4 @@
-"""`async-flowrl data FILE`: what it says of a file, and its exit code."""
+"""Tests of `async-flowrl data FILE`: its report on a file, and its exit code."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""From a configuration to training and evaluation prompts: folders, held-out prompts, weights, digests, memory."""
+"""Tests of loading prompts by a configuration: folders, held-out prompts, weights, digests, memory."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Parquet files that take far more memory decoded than their size says, and what cannot be read in bounded memory."""
+"""Tests of Parquet files that decode to far more memory than their size, and of those that are refused for it."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""Prompt files: what is read from them, and what is refused with file and line."""
+"""Tests of prompt files: their contents, and refusals that name file and line."""
 
 import json
 from pathlib import Path

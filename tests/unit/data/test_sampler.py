@@ -1,4 +1,4 @@
-"""The prompt sampler is a pure function that visits every prompt once per epoch."""
+"""Tests of the prompt sampler: a pure function that visits every prompt once per epoch."""
 
 from collections import Counter
 

@@ -1,4 +1,4 @@
-"""Checks that the tests of the doctor start in its place."""
+"""Checks that tests of the doctor start in place of the real ones."""
 
 import subprocess
 import sys

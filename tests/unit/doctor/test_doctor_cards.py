@@ -1,4 +1,4 @@
-"""The memory plan of each pool against the GPUs of the nodes where its workers may sit."""
+"""Tests of the memory plan of each pool against the GPUs of the nodes on which its workers may sit."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Checks in processes of their own: limits, crashes, what was found before them, and what stays behind."""
+"""Tests of checks in processes of their own: limits, crashes, earlier findings, and processes left behind."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The command line and the report."""
+"""Tests of the doctor's command line and of its report."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What the checks conclude from numbers, without a device."""
+"""Tests of the conclusions that the doctor's checks draw from numbers, without a device."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Findings on machines: what differs, what does not fit, and who is named."""
+"""Tests of findings on machines: differences between nodes, and resources that are too small, by name."""
 
 from collections.abc import Mapping
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""The random model of the real layer's shape, and digests of what is computed on it."""
+"""Tests of the doctor's random model, whose layers have the real shape, and of digests of its results."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The example servers, with another scorer in the model's place, asked by the http reward."""
+"""Tests of the example reward servers with a small scorer instead of a model, called by the http reward."""
 
 import asyncio
 import hashlib

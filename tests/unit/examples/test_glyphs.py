@@ -1,3 +1,5 @@
+"""Tests of the example glyphs: its words, the training of its small model, its curves, and its OCR reward."""
+
 import json
 import random
 from pathlib import Path

@@ -1,3 +1,5 @@
+"""Tests of the comparisons of modes on glyphs: results, paired statistics, tables and pictures."""
+
 from dataclasses import replace
 from pathlib import Path
 

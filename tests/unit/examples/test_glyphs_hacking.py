@@ -1,4 +1,4 @@
-"""The kept runs of examples/glyphs/hacking.py: the alarm, as it is now, still tells hacked ones from honest ones."""
+"""Tests on the kept runs of examples/glyphs/hacking.py: the present alarm tells hacked runs from honest ones."""
 
 from dataclasses import replace
 

@@ -1,3 +1,5 @@
+"""Tests of the league of algorithms on glyphs: its entries, choice of learning rates, tables, picture and page."""
+
 import re
 from dataclasses import replace
 from pathlib import Path

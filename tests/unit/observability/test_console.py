@@ -1,4 +1,4 @@
-"""What a run says on stdout: lines, the rows of the panel, the first and the last screen."""
+"""Tests of a run's output on stdout: lines, the rows of the panel, the first and the last screen."""
 
 import io
 import logging

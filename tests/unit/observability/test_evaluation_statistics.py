@@ -1,4 +1,4 @@
-"""Means, errors and paired differences of evaluations, beside scipy's own tests; the log and what metrics say of it."""
+"""Tests of means, standard errors and paired differences of evaluations, against scipy, and of their records."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What is written down while a run goes on: events, metrics, and where every worker's time went."""
+"""Tests of the files that grow during a run: events, metrics, and the ledger of every worker's time."""
 
 import json
 from contextlib import closing

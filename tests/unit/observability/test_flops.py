@@ -1,4 +1,4 @@
-"""The FLOPs counter against torch's own (which sees no fused attention on CPUs), and that counting changes nothing."""
+"""Tests of the FLOPs counter against torch's own (which sees no fused attention on CPUs); counting changes nothing."""
 
 import threading
 from contextlib import nullcontext

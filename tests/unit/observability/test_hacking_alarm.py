@@ -1,4 +1,4 @@
-"""The alarm on synthetic evaluations: what it must see, what it must not, and how often it is wrong."""
+"""Tests of the alarm for reward hacking on synthetic evaluations: true alarms, no alarms, and false-alarm rates."""
 
 from collections.abc import Mapping, Sequence
 

@@ -1,4 +1,4 @@
-"""A run whose stdout or stderr nobody reads any more goes on: `tee` dies of the Ctrl-C that ends the run in order."""
+"""Test of a run whose stdout or stderr is closed, e.g. because `tee` died of Ctrl-C: the run goes on."""
 
 import subprocess
 import sys

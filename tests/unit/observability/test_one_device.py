@@ -1,4 +1,4 @@
-"""What limits processes that sample and train, as the report says it: devices, rewards, or the end of a step."""
+"""Tests of the report on shared processes: what limits them (devices, rewards, or the end of a step)."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The live panel on a real pseudo-terminal: what a person sees, and what is left behind however the program ends."""
+"""Tests of the live panel on a real pseudo-terminal: its screen, and the terminal after the program's end."""
 
 import re
 import signal

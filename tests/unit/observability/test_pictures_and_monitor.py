@@ -1,4 +1,4 @@
-"""Grids, the report page, and what people watch."""
+"""Tests of picture grids, of the named bottleneck, and of trackers (TensorBoard, W&B)."""
 
 import json
 import struct

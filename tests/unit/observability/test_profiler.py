@@ -1,4 +1,4 @@
-"""Profiler traces of chosen steps, by both kinds of workers."""
+"""Tests of profiler traces of chosen steps, by rollout workers and trainer ranks."""
 
 import json
 from pathlib import Path

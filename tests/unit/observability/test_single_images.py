@@ -1,4 +1,4 @@
-"""Images of evaluations as files of their own: whole where they are small, reduced where they are large."""
+"""Tests of the image files of evaluations: small images are kept bit for bit, large ones are reduced."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Intervals, the trace, and the numbers of summary.json, on a run whose times are known."""
+"""Tests of intervals, the trace, and the numbers of summary.json, on a run whose times are known."""
 
 import itertools
 import json

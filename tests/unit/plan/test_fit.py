@@ -1,4 +1,4 @@
-"""`python -m async_flowrl.plan --fit`: which recipes fit which hardware, and the workers of every pool it tries."""
+"""Tests of `python -m async_flowrl.plan --fit`: the recipes that fit a machine, and the pool sizes that it tries."""
 
 import json
 from collections.abc import Sequence

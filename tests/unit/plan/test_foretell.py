@@ -1,4 +1,4 @@
-"""What a run is told before its first step: from earlier steps of its directory, and of devices that were found."""
+"""Tests of predictions before a run's first step, from earlier steps of its directory and from the devices found."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""The trainer's layout with `auto`, by the same plan that `--memory` prints."""
+"""Tests of the trainer's layout with `auto`, which comes from the plan that `--memory` prints."""
 
 import json
 from collections.abc import Callable, Sequence

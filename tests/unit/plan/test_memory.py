@@ -1,4 +1,4 @@
-"""The memory plan against what real tensors take."""
+"""Tests of the memory plan against the bytes of real tensors."""
 
 import json
 import os

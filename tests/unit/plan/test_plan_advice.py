@@ -1,4 +1,4 @@
-"""What the planner recommends, and what it learns from a run."""
+"""Tests of the planner's recommendations, and of the durations that it learns from a run."""
 
 import asyncio
 import json

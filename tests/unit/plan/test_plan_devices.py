@@ -1,4 +1,4 @@
-"""Comparison of the plan with the devices found."""
+"""Tests of the comparison of the memory plan with the devices found."""
 
 import pytest
 

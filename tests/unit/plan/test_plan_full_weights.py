@@ -1,4 +1,4 @@
-"""The memory plan of tune=full against what a real rank and a real receiver hold."""
+"""Tests of the memory plan of tune=full against the memory of a real rank and a real receiver."""
 
 import pytest
 

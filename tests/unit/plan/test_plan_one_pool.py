@@ -1,4 +1,4 @@
-"""The planner's simulation of `placement=shared`: against (G + T)/N, against toy runs, and the rule of its devices."""
+"""Tests of the simulation of `placement=shared` against (G + T)/N and against toy runs, and of its rule for devices."""
 
 import asyncio
 import threading

@@ -1,4 +1,4 @@
-"""The planner's simulation against closed forms, against published simulation results, and against toy runs."""
+"""Tests of the planner's simulation against closed forms, published simulation results, and toy runs."""
 
 from itertools import pairwise
 

@@ -1,4 +1,4 @@
-"""Rehearsals on fake tensors: every shipped recipe at full size, the tiny families, and the ledger's own counting."""
+"""Tests of rehearsals on fake tensors: recipes at full size, tiny models of all families, and the memory accounting."""
 
 import json
 from collections import Counter

@@ -1,4 +1,4 @@
-"""Seats of reward workers in plans: GPUs counted, memory where it is known, refusals, and what recipes ask for."""
+"""Tests of the seats of reward workers in plans: GPUs, memory where it is known, refusals, and shipped recipes."""
 
 import math
 from dataclasses import replace

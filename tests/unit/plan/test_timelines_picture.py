@@ -1,4 +1,4 @@
-"""The picture of the placements in docs/modes.md shows what the simulation did, and nothing else."""
+"""Test of the picture of placements in docs/modes.md: it shows the simulation's spans and nothing else."""
 
 import importlib.util
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Which files of a hub model are fetched, from a stand-in of the hub: each once, and nothing is asked again."""
+"""Tests of downloads from a stand-in for the hub: only needed files, each once, with no second request."""
 
 import os
 import shutil

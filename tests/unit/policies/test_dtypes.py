@@ -1,4 +1,4 @@
-"""`model.dtype=auto`: read off the headers of the transformer's files, in a folder and on the hub."""
+"""Tests of `model.dtype=auto`, which reads the headers of the transformer's files, in a folder and on the hub."""
 
 import json
 import os

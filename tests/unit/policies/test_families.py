@@ -1,4 +1,4 @@
-"""What every model family must do, against diffusers' own pipeline. A new family is one more parameter."""
+"""Tests of the duties of every model family, against diffusers' pipelines; a new family is one more parameter."""
 
 import inspect
 import itertools

@@ -1,4 +1,4 @@
-"""Attention backends and compiled blocks compute the same; what cannot be had is refused."""
+"""Tests of attention backends and compiled blocks: equal results, and refusals of unavailable ones."""
 
 import itertools
 from concurrent.futures import ThreadPoolExecutor

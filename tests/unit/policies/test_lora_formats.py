@@ -1,4 +1,4 @@
-"""LoRA files in the names of ComfyUI and kohya, read back by diffusers' own loaders; other layers are refused."""
+"""Tests of LoRA files with the names of ComfyUI and kohya, read by diffusers' own loaders; other layers are refused."""
 
 from pathlib import Path
 

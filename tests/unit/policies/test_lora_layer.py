@@ -1,4 +1,4 @@
-"""The LoRA formula: against a referee in float64, against PEFT's own layer, and equal in rollout and trainer."""
+"""Tests of the LoRA formula against float64, against PEFT's layer, and between rollout and trainer."""
 
 from typing import Any, cast
 

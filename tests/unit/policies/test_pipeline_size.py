@@ -1,4 +1,4 @@
-"""Images of a stock pipeline are made at the size that was asked for."""
+"""Test of stock pipelines: images have the requested size."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The policy's maths against diffusers' own pipeline."""
+"""Tests of the Qwen-Image policy's maths against diffusers' own pipeline."""
 
 import itertools
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Images that are not square, against diffusers' own pipelines: schedule, latents and pixels, each family."""
+"""Tests of images that are not square against diffusers' pipelines, for each family: schedule, latents and pixels."""
 
 import itertools
 import math

@@ -1,4 +1,4 @@
-"""What `model.path` may be, and that every process gets the same weights."""
+"""Tests of `model.path`: accepted and refused values, and equal weights in every process."""
 
 import json
 import os

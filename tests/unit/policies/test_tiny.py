@@ -1,4 +1,4 @@
-"""The tiny model is the same bytes wherever and however often it is built."""
+"""Test of the tiny model: its bytes are the same wherever and however often it is built."""
 
 import hashlib
 import os

@@ -1,4 +1,4 @@
-"""Tests of pages are skipped where a program of Chromium's name only says how to install it."""
+"""Test of the search for a browser: a program named chromium that only explains how to install it does not count."""
 
 from pathlib import Path
 

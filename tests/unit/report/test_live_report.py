@@ -1,4 +1,4 @@
-"""The live report over real HTTP: who may ask, for what, how often files are read, and how it begins and ends."""
+"""Tests of the live report over real HTTP: access, contents, how often files are read, start and end."""
 
 import base64
 import fcntl

@@ -1,4 +1,4 @@
-"""The document of a report: from runs of any length, finished or not, always the same, of bounded size."""
+"""Tests of the report's document: for runs of any length, finished or not, repeatable and of bounded size."""
 
 import fcntl
 import json

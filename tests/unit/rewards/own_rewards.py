@@ -1,4 +1,4 @@
-"""Rewards of a user's own, named by path in the tests."""
+"""Rewards as a user writes them, which the tests name by their path."""
 
 import asyncio
 import threading

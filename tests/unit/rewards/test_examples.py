@@ -1,4 +1,4 @@
-"""The examples do what their README says."""
+"""Tests of the example rewards: they do what their README says."""
 
 import runpy
 import sys

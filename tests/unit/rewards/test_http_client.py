@@ -1,4 +1,4 @@
-"""The http reward against servers that are slow, wrong, busy or gone; each is a real one on loopback."""
+"""Tests of the http reward against real servers on loopback that are slow, wrong, busy or gone."""
 
 import asyncio
 import json

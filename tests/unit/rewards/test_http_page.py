@@ -1,4 +1,4 @@
-"""docs/rewards/http.md: its request, reply and refusal are what a server and the client say; its options exist."""
+"""Tests of docs/rewards/http.md: its request, reply, refusal and options are those of server and client."""
 
 import base64
 import io

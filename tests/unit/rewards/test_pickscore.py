@@ -1,4 +1,4 @@
-"""PickScore on a tiny random CLIP: the formula, chunks, and what is refused."""
+"""Tests of PickScore on a tiny random CLIP: the formula, chunks, and refusals."""
 
 from pathlib import Path
 from threading import Event, Thread

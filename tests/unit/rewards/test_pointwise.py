@@ -1,4 +1,4 @@
-"""Pointwise rewards: an image per call, several at a time, and only what failed is tried again."""
+"""Tests of pointwise rewards: one image per call, several calls at a time, and only failed calls are repeated."""
 
 import sys
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Every shipped reward and data group composes, builds, and accepts its own prompts."""
+"""Tests of the shipped reward and data groups: each composes, builds, and accepts its own prompts."""
 
 import re
 import shlex

@@ -1,4 +1,4 @@
-"""The rewards on docs/extending/reward.md, as they stand there, score images in a real worker."""
+"""Tests of docs/extending/reward.md: its rewards, as printed, score images in a real worker."""
 
 import re
 import sys

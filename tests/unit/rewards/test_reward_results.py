@@ -1,4 +1,4 @@
-"""What a reward may return, and what is refused in which words."""
+"""Tests of a reward's results: those that are accepted, and the messages for those that are refused."""
 
 from typing import Any
 

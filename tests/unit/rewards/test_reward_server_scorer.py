@@ -1,4 +1,4 @@
-"""The queue of a reward server: its places, its memory, and requests whose clients have gone."""
+"""Tests of a reward server's queue: its places, its memory, and requests whose clients have gone."""
 
 import asyncio
 import threading

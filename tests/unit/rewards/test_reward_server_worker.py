@@ -1,4 +1,4 @@
-"""Reward servers of a run: their ports, their workers' deaths, and who waits for them."""
+"""Tests of a run's reward servers: their ports, deaths of their workers, and the terms that wait for them."""
 
 import asyncio
 import re

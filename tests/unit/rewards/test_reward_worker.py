@@ -1,4 +1,4 @@
-"""The weighted sum, rewards of one's own, and everything that must be refused."""
+"""Tests of the reward worker: the weighted sum, a user's own rewards, and refusals."""
 
 import asyncio
 import re

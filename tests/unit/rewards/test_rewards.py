@@ -1,4 +1,4 @@
-"""Built-in rewards on images whose score is known."""
+"""Tests of built-in rewards on images whose score is known."""
 
 import io
 from typing import Any

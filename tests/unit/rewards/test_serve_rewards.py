@@ -1,4 +1,4 @@
-"""`serve-rewards`: what it scores, whom it refuses, and what its limits keep out."""
+"""Tests of `serve-rewards`: its scores, its refusals, and its limits."""
 
 import asyncio
 import base64

@@ -1,4 +1,4 @@
-"""Environments of reward servers: made once, by one, and again where they were not made to their end."""
+"""Tests of the Python environments of reward servers: made once, by one process, and again if left incomplete."""
 
 import subprocess
 import threading

@@ -1,4 +1,4 @@
-"""A run says at its start where a reward's calls may outlast `deadlines.score`, and how it comes to that."""
+"""Tests of the warning at a run's start that a reward's calls may take longer than `deadlines.score`."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Rewards with models score what the code of their authors scores, on the same weights, images and prompts."""
+"""Tests of rewards with models: their scores equal those of the authors' code for the same weights and images."""
 
 import json
 import os

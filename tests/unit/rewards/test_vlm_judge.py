@@ -1,4 +1,4 @@
-"""The judge of images at an OpenAI-compatible endpoint: what it asks, how it reads answers, what it refuses."""
+"""Tests of the judge at an OpenAI-compatible endpoint: its requests, its reading of answers, its refusals."""
 
 import asyncio
 import base64

@@ -1,4 +1,4 @@
-"""The judge with a real vision-language model behind a real server: scores are what the model says of the image."""
+"""Tests of the judge with a real vision-language model behind a real server: scores are the model's probabilities."""
 
 import asyncio
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Decoding one image at a time changes roundings alone; decoding by tiles gives other pixels; both take less memory."""
+"""Tests of decoding by parts: one image at a time changes only roundings, tiles change pixels; both save memory."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""A delivery costs no image: none is discarded, aborted or made again because weights arrive meanwhile."""
+"""Tests of deliveries during a ticket: no image is discarded, aborted, made again or changed."""
 
 import threading
 from collections import Counter

@@ -1,4 +1,4 @@
-"""The rollout engine: reproducible, seeds per image, noise only where asked, and a trajectory that replays exactly."""
+"""Tests of the rollout engine: repeatable, one seed per image, noise only in the window, exact replay."""
 
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Embeddings on disk: the resident encoder's bits, damage is found, and encoders are loaded for new prompts alone."""
+"""Tests of embeddings on disk: the bits of the resident encoder; damage is found; new prompts load the encoders."""
 
 import hashlib
 import shutil

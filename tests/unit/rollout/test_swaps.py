@@ -1,4 +1,4 @@
-"""What counts as an exchange of the weights that a rollout worker samples with, and not as the next version."""
+"""Tests of the count of weight swaps: a change to weights that are not simply the next version."""
 
 import pytest
 

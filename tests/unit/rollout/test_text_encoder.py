@@ -1,4 +1,4 @@
-"""Prompts are encoded once and together, and offloaded text encoders are on the device for that alone."""
+"""Tests of text encoders: prompts are encoded once, in batches; offloaded encoders use the device only meanwhile."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

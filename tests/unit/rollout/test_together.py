@@ -1,4 +1,4 @@
-"""Several tickets in one batch of the reference engine: each is what it is alone, always the same, and fails alone."""
+"""Tests of several tickets in one batch of the reference engine: results and failures are each ticket's own."""
 
 from dataclasses import replace
 from typing import Any

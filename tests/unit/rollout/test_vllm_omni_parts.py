@@ -1,4 +1,4 @@
-"""The vllm_omni engine without vllm: names, shapes, arguments and replies."""
+"""Tests of the vllm_omni engine's parts that do not need vllm: names, shapes, arguments and replies."""
 
 from collections.abc import Sequence
 from dataclasses import replace

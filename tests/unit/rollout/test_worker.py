@@ -1,4 +1,4 @@
-"""What a rollout worker says of its weights, while newer ones arrive."""
+"""Tests of the rollout worker: a ticket has the version that its label names, though newer weights arrive."""
 
 import time
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Workers per node: what is reserved, what is refused with a table, and what is compared between nodes."""
+"""Tests of workers per node: reservations, refusals with a table, and comparisons between nodes."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Imports without searches for garbage."""
+"""Tests of imports during which garbage collection is paused."""
 
 import gc
 import sys

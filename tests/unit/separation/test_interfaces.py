@@ -1,4 +1,4 @@
-"""What gloo is told of the network: the way to the peer, not what the machine's own name stands for."""
+"""Tests of gloo's network interface: the one on the way to the peer, not the one of the machine's own name."""
 
 import psutil
 import pytest

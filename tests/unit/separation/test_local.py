@@ -1,4 +1,4 @@
-"""Local workers under a loop whose clock jumps, and the host's own small parts."""
+"""Tests of local workers in virtual time, and of small helpers for the host."""
 
 import asyncio
 import os

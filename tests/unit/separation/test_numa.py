@@ -1,4 +1,4 @@
-"""NUMA binding, by a table of the kernel's in a folder of its own, in a process of its own."""
+"""Test of NUMA binding, with a made-up topology in a folder, in a process of its own."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""A gang whose one node was taken by others meanwhile gets several nodes, with nothing left of the first request."""
+"""Test of a group of workers that should share one node which others take meanwhile: it gets several nodes."""
 
 import asyncio
 from typing import Any

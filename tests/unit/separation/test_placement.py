@@ -1,4 +1,4 @@
-"""Reservations and the table of what is missing."""
+"""Tests of reservations, and of the table of missing resources."""
 
 import pytest
 

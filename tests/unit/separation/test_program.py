@@ -1,4 +1,4 @@
-"""A program ends with all that it started, whatever ends it or the process that started it."""
+"""Tests of a program that ends with all processes it started, whoever of them or of its parents dies."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""A worker's watch over Ray's head: it ends itself where nothing answers, and only there."""
+"""Tests of a worker's watch over Ray's head: it ends itself if, and only if, the head is silent for long enough."""
 
 import os
 import socket

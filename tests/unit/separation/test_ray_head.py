@@ -1,4 +1,4 @@
-"""Ray is started without what nobody reads, and all the same where another version of it does not allow that."""
+"""Tests of starting Ray without services that no run uses, and of starting it whole if that is impossible."""
 
 import logging
 import signal

@@ -1,4 +1,4 @@
-"""What Ray says of a token it wanted is turned into what to do; whatever else it says stays as it is."""
+"""Tests of joining a cluster that needs a token: a missing token is explained, other errors stay as they are."""
 
 import os
 

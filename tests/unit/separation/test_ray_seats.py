@@ -1,4 +1,4 @@
-"""Seats of a pool that grows and shrinks. Ray is not asked here: which nodes have room is what a test decides."""
+"""Tests of the seats of a pool that changes its size, without Ray: each test says which nodes have room."""
 
 import asyncio
 import math

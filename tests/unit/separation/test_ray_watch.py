@@ -1,4 +1,4 @@
-"""The watch over a cluster's head: as long as it answers nothing happens, and then there is a sentence."""
+"""Tests of the driver's watch over Ray's head: an error names a head that stays silent."""
 
 import asyncio
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""Two pools that share their workers: names, lanes, errors, and one replacement whoever asks for it."""
+"""Tests of two pools that share their workers: names, lanes, errors, and one replacement for all who ask."""
 
 import asyncio
 from collections.abc import Coroutine

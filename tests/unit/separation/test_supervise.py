@@ -1,4 +1,4 @@
-"""Supervision, deadlines and retries, in virtual time."""
+"""Tests of supervision, deadlines and retries, in virtual time."""
 
 import asyncio
 import pickle

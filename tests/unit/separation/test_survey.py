@@ -1,4 +1,4 @@
-"""A look at a cluster that is still growing."""
+"""Test of a survey of a cluster to which a node is just being added."""
 
 from collections.abc import Iterator
 from typing import Any

@@ -1,4 +1,4 @@
-"""The virtual-time loop that other tests stand on."""
+"""Tests of the event loop in virtual time on which other tests rely."""
 
 import asyncio
 import time

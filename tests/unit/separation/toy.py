@@ -1,4 +1,4 @@
-"""A worker's object for tests: small, and with every way to misbehave."""
+"""A small object for workers of tests, with methods for every kind of misbehaviour."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""Runs of workers that sample and train, in virtual time, and of separate pools, to which they must be equal."""
+"""Runs of `placement=shared` in virtual time, and runs of separate pools to which they must be equal."""
 
 import functools
 from typing import Any

@@ -1,4 +1,4 @@
-"""Compiled blocks in a process that samples and trains: those of two processes, bit for bit.
+"""Tests of compiled blocks in a process that samples and trains: the bits of two processes.
 
 The two networks share what is compiled, and one sees the shapes of tickets, the other those of micro-batches.
 """

@@ -1,4 +1,4 @@
-"""A newcomer among processes that sample and train: what it costs the others, in virtual time."""
+"""Tests of a process that joins others which sample and train: its cost for the others, in virtual time."""
 
 from collections.abc import Callable
 from typing import Any

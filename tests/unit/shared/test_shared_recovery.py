@@ -1,4 +1,4 @@
-"""Whole runs with workers that sample and train: with the last one that lives, the run goes back to its checkpoint."""
+"""Tests of whole runs of `placement=shared`: if the last process dies, the run goes back to its checkpoint."""
 
 from collections.abc import Iterator
 from pathlib import Path

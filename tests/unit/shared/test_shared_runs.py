@@ -1,4 +1,4 @@
-"""The real controller with workers that sample and train, in virtual time: weights, turns and faults."""
+"""Tests of the real controller with `placement=shared`, in virtual time: weights, turns and faults."""
 
 from typing import Any
 from unittest import mock

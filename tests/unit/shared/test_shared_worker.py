@@ -1,4 +1,4 @@
-"""A process that samples and trains: one base in memory, the model of two processes, versions of its own."""
+"""Tests of a process that samples and trains: one base in memory, the results of two processes, own versions."""
 
 import threading
 from dataclasses import replace

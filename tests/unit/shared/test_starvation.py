@@ -1,4 +1,4 @@
-"""One process that samples and trains: whatever is due, stuck or lost, it neither starves nor waits for itself."""
+"""Tests of one process that samples and trains: it never waits for itself, whatever is due, stuck or lost."""
 
 import asyncio
 from typing import Any

@@ -1,4 +1,4 @@
-"""Who computes next in a process that samples and trains."""
+"""Tests of the turns in a process that samples and trains."""
 
 import threading
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""What two ranks do in the tests of streamed weights; a module of its own, so that they can import it."""
+"""Code of the two ranks in tests of streamed base weights; a module of its own, so that processes can import it."""
 
 import pickle
 from dataclasses import replace

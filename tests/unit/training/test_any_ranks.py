@@ -1,4 +1,4 @@
-"""The same bits on any number of ranks, however they hold the base; and that adding floats would not give them."""
+"""Tests of any number of ranks and every layout of the base: the same bits, which adding floats would not give."""
 
 from pathlib import Path
 

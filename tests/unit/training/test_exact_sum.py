@@ -1,4 +1,4 @@
-"""The exact sum against Python's integers and fractions, its limits, and what a step does when it meets them."""
+"""Tests of the exact sum against Python's integers and fractions, of its limits, and of a step that reaches them."""
 
 import math
 import random

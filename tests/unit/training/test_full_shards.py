@@ -1,4 +1,4 @@
-"""tune=full with trainer.shard=full on two real ranks over gloo, against one process that has all of the weights."""
+"""Tests of tune=full with trainer.shard=full on two ranks over gloo, against one process with all weights."""
 
 import copy
 import math

@@ -1,4 +1,4 @@
-"""tune=full on one rank: what is trained, in which precision, what is sent, and whether it reached the network."""
+"""Tests of tune=full on one rank: trained tensors, precision, sent versions, and the canary."""
 
 import functools
 import re

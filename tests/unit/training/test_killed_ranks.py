@@ -1,4 +1,4 @@
-"""Real trainer ranks, killed with SIGKILL in the middle of a step: weights and metrics of one that nothing befell."""
+"""Tests of real trainer ranks killed by SIGKILL in a step: weights and metrics are those of an undisturbed step."""
 
 import asyncio
 from dataclasses import dataclass, replace

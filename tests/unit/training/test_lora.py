@@ -1,4 +1,4 @@
-"""Attaching, naming and switching the adapter; warm starts from diffusers and PEFT files."""
+"""Tests of the adapter: attaching, naming and switching it; warm starts from files of diffusers and PEFT."""
 
 import copy
 import json

@@ -1,4 +1,4 @@
-"""Checkpoints in shares: what one process can say of them without several ranks."""
+"""Tests of checkpoints in shares, as far as one process can run them."""
 
 import errno
 import io

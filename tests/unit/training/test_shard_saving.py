@@ -1,4 +1,4 @@
-"""Checkpoints in shares, written by two real ranks, one of which cannot write for a while."""
+"""Tests of checkpoints in shares by two real ranks, one of which cannot write for a while."""
 
 import asyncio
 from pathlib import Path

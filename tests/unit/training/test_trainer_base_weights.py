@@ -1,4 +1,4 @@
-"""Base weights read by the first rank alone and streamed to the others, against loading them directly."""
+"""Tests of base weights that only the first rank reads and streams to the others, against direct loading."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""What is refused before anything starts, and the learning rate."""
+"""Tests of counts that are refused before anything starts, and of the learning rate."""
 
 from typing import Any
 

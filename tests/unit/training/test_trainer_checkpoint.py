@@ -1,4 +1,4 @@
-"""A checkpoint is there whole or not at all, and a run goes on from it bit for bit."""
+"""Tests of checkpoints: complete or absent, and a resumed run has the bits of the undisturbed one."""
 
 import json
 import logging

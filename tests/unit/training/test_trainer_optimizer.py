@@ -1,4 +1,4 @@
-"""The flat vector and AdamW on it."""
+"""Tests of the flat vector of weights and of AdamW on it."""
 
 import logging
 

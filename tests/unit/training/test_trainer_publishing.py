@@ -1,4 +1,4 @@
-"""What the first rank sends is what it trained, bound to the same modules."""
+"""Tests of published versions: the trained weights, bound to the same modules."""
 
 from dataclasses import replace
 from typing import Any

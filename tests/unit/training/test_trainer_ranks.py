@@ -1,4 +1,4 @@
-"""Several ranks, each a process, over gloo: FSDP2 for the base, one all-reduce, the bits of one rank."""
+"""Tests of ranks in processes of their own, over gloo: FSDP2 for the base, one all-reduce, the bits of one rank."""
 
 import copy
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""One rank's optimizer step against a loop written out by hand, and the rules around it."""
+"""Tests of one rank's optimizer step against a loop written out by hand, and of the rules around it."""
 
 import functools
 from dataclasses import replace

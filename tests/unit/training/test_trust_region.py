@@ -1,4 +1,4 @@
-"""The measured KL of an optimizer step against another calculation of it, the bound on it, and what it prevents."""
+"""Tests of the KL of an optimizer step against another calculation of it, and of the bound on it."""
 
 import copy
 import math

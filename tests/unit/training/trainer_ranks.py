@@ -1,4 +1,4 @@
-"""What each trainer process does in the tests of several ranks; a module of its own, so that they can import it."""
+"""Code of the ranks in tests of several ranks; a module of its own, so that processes can import it."""
 
 import pickle
 from collections.abc import Sequence

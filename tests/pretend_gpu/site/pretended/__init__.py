@@ -1,4 +1,4 @@
-"""What a process with pretended CUDA devices runs: see tests/pretend_gpu/README.md."""
+"""Package that a process with pretended CUDA devices imports; tests/pretend_gpu/README.md describes it."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""torch.cuda for pretended devices, over torch's device-agnostic streams and events; what the project uses of it."""
+"""The part of torch.cuda that the project uses, for pretended devices, over torch's own streams and events."""
 
 import contextlib
 import os

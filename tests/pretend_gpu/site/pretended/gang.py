@@ -1,4 +1,4 @@
-"""The default process group "cuda:nccl,cpu:gloo" on pretended devices: gloo, on a stream of NCCL's for device tensors.
+"""The process group "cuda:nccl,cpu:gloo" on pretended devices; device tensors go by gloo on a stream of their own.
 
 Collectives are done when they return; they are ordered, and their memory is touched, on the group's stream.
 """

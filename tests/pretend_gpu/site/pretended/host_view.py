@@ -1,4 +1,4 @@
-"""Where the bytes of a pretended tensor are, for what stands in for NCCL."""
+"""Host addresses of the bytes of pretended tensors, for the code that stands in for NCCL."""
 
 import ctypes
 

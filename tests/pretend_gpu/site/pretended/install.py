@@ -1,4 +1,4 @@
-"""Imported right after torch: the pretended device takes torch.cuda's and NCCL's place in this process."""
+"""Installation of the pretended device: imported right after torch, it replaces torch.cuda and NCCL in this process."""
 
 from pretended import cuda, gang, nccl, nondeterministic, report
 

@@ -1,4 +1,4 @@
-"""The pretended device's library: its C functions, typed. Loaded before torch, whose libraries it brings in."""
+"""Typed C functions of the pretended device's library, which is loaded before torch and loads torch's libraries."""
 
 import ctypes
 import functools

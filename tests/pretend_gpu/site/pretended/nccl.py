@@ -1,4 +1,4 @@
-"""Stands in for torch's ProcessGroupNCCL on pretended devices: gloo carries the bytes, NCCL's manners are kept.
+"""Stand-in for torch's ProcessGroupNCCL on pretended devices: gloo carries the bytes; the behaviour is that of NCCL.
 
 A collective is enqueued on a stream of the group's own, behind what is queued on the caller's, and completes late. The
 communicator is made by the first collective or by `eager_connect_single_device`; it waits for every rank without a

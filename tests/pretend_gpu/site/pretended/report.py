@@ -1,4 +1,4 @@
-"""What the device saw in this process, with the place in the program where it happened."""
+"""Report of the events that the pretended device saw in this process, each with its place in the program."""
 
 import atexit
 import json

@@ -1,4 +1,4 @@
-"""Test support, never shipped: the official GPU wheels of vllm and vllm-omni on a machine that has only a CPU.
+"""Test support, never shipped: it runs the official GPU wheels of vllm and vllm-omni on a machine with only a CPU.
 
 vllm-omni has no CPU platform of its own but a documented hook for platforms from outside; `pyproject.toml` names these
 two functions there.

@@ -1,4 +1,4 @@
-"""Scaled-dot-product attention of PyTorch: vllm-omni's own implementation, called on a platform it doesn't know."""
+"""PyTorch's scaled-dot-product attention, by vllm-omni's own implementation, on a platform that it does not know."""
 
 import torch
 from vllm_omni.diffusion.attention.backends.abstract import AttentionMetadata

@@ -1,4 +1,4 @@
-"""The CPU as vllm-omni sees it: gloo, float32, no kernels of its own."""
+"""The CPU as a platform of vllm-omni: gloo, float32, no kernels of its own."""
 
 import psutil
 import torch

@@ -1,4 +1,4 @@
-"""Without a device, the output thread of vllm-omni has nothing to copy from it and no stream to do so on."""
+"""Replacement of vllm-omni's output thread, which has nothing to copy from a device on a CPU."""
 
 from typing import Any
 

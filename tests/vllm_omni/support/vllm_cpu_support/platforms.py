@@ -1,4 +1,4 @@
-"""The CPU as vllm sees it. Imported while vllm itself is half imported: nothing of vllm-omni may be named here."""
+"""The CPU as a platform of vllm. It is imported while vllm is half imported, so it must not import vllm-omni."""
 
 from vllm.platforms.cpu import CpuPlatform
 from vllm.platforms.interface import PlatformEnum

@@ -1,6 +1,6 @@
-"""PyPI's torchvision is linked against CUDA; next to a CPU torch its import stops at operators nobody here calls.
+"""Schemas of torchvision's CUDA operators, without which PyPI's torchvision cannot be imported beside a CPU torch.
 
-Declaring their schemas beforehand lets the import through. Run from a .pth file, so that spawned workers have it too.
+The schemas are declared before torchvision is imported. A .pth file runs this module, also in spawned workers.
 """
 
 import sys
