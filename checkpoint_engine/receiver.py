@@ -55,7 +55,8 @@ class Receiver:
         self.device = devices.pop()
         self.slot_device = torch.device("cpu") if on_host else self.device
         """Where versions are retained."""
-        self._side = SideStream.of(self.slot_device)
+        self.side = SideStream.of(self.slot_device)
+        """Stream of all copies to and from slots on a GPU; None for slots in host memory."""
         self._tensors = dict(tensors)
         self._live = self.layout.empty(self.device)
         for name, view in self.layout.views(self._live).items():
@@ -103,12 +104,12 @@ class Receiver:
     def expect(self, draft: Draft, slot: str = RING) -> Intake:
         """Returns the Intake of a version that arrives piece by piece. Raises WeightsMismatch if it does not fit."""
         self.check(draft, slot)
-        with self._lock, on(self._side):
+        with self._lock, on(self.side):
             storage = self._spare.pop() if self._spare else self._slot()
             read = self._read.pop(storage.data_ptr(), None)
-        if self._side is not None:
-            self._side.wait(read)
-        return Intake(draft, storage, slot, self._accept, side=self._side)
+        if self.side is not None:
+            self.side.wait(read)
+        return Intake(draft, storage, slot, self._accept, side=self.side)
 
     def _slot(self) -> Tensor:
         """Returns new memory for one version: uint8 [nbytes], page-locked if it is copied to a GPU from there."""
@@ -141,7 +142,7 @@ class Receiver:
 
         Raises VersionGone if the version is not retained (any more).
         """
-        with self._lock, on(self._side):
+        with self._lock, on(self.side):
             if (slot, stream, version) not in self._retained:
                 raise VersionGone(f"{stream} {version} ({slot}) is not held any more and can't be passed on")
             header, storage = self._find(stream, version, slot)
@@ -161,7 +162,7 @@ class Receiver:
             if self._active != activation:
                 self._active = None  # until all bytes are there
                 self._live.copy_(storage)
-                if self._side is not None:
+                if self.side is not None:
                     self._read[storage.data_ptr()] = recorded(self.device)
                 self._active, self._active_header = activation, header
             return header.digest
