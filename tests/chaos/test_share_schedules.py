@@ -8,7 +8,7 @@ from tests.chaos.share_schedules import PAIRS, hits, outcome
 
 pytestmark = pytest.mark.chaos
 
-SEEDS, FIRST = 30 * len(PAIRS), 3 * len(PAIRS)
+SEEDS, FIRST = 480, 48
 """Of `make test-slow`, and those of them that `make test` runs."""
 
 ended = cache(outcome)
