@@ -176,7 +176,8 @@ def outcome(seed: int, *, calm: bool = False) -> Ended:
         schedule.faults.clear()
 
     async def job() -> str | None:
-        site, error = Site(schedule), None
+        site = Site(schedule)
+        error: WorkerDied | None = None
         try:
             await site.publish()
         except WorkerDied as died:
