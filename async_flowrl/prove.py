@@ -1,4 +1,7 @@
-"""python -m async_flowrl.prove: one short run undisturbed, delayed, and killed; equal digests or exit code 1."""
+"""python -m async_flowrl.prove: one short run undisturbed, delayed, and killed; equal digests or exit code 1.
+
+So are two shorter runs that train whole weights (tune=full), one of them killed.
+"""
 
 import argparse
 import json
@@ -9,7 +12,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +26,13 @@ SHORT_RUN = (
     "console=quiet",
     "monitor.report=false",
 )
+WHOLE = ("tune=full", "trainer.learning_rate=1e-3", "model.tiny.layers=1", "model.tiny.heads=2", "total_steps=4")
 MAX_RUN_SECONDS = 300.0
 """For any one of the runs."""
+
+
+Case = Callable[[Path, Sequence[str]], str]
+"""Makes a run in a folder, disturbs it, and returns its digest."""
 
 
 class NotProven(RuntimeError):
@@ -39,27 +47,40 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as scratch:
         out = options.out or Path(scratch)
         try:
-            digests = prove(out, options.overrides)
+            families = prove(out, options.overrides)
         except NotProven as error:
             sys.stderr.write(f"not proven: {error}\n")
             return 1
-    equal = len(set(digests.values())) == 1
+    equal = all(len(set(digests.values())) == 1 for digests in families)
     sys.stdout.write("proven: the digests are equal\n" if equal else "NOT proven: the digests differ\n")
     return 0 if equal else 1
 
 
-def prove(out: Path, overrides: Sequence[str]) -> dict[str, str]:
-    """Digests of the runs by what was done to them."""
-    cases: dict[str, Callable[[Path, Sequence[str]], str]] = {
+def prove(out: Path, overrides: Sequence[str]) -> list[dict[str, str]]:
+    """Returns the digests of the runs by what was done to them: of a LoRA, or of what the overrides name, and of whole
+    weights, which are left out where the overrides say what is trained."""
+    cases: dict[str, Case] = {
         "1 rollout worker, undisturbed": undisturbed,
         "3 rollout workers, random delays in every stage": delayed,
         "2 rollout workers, one killed -9; driver killed -9, resumed": killed,
         "2 trainer ranks, one killed -9": rank_killed,
     }
+    whole: dict[str, Case] = {
+        "full weights: 1 rollout worker, undisturbed": undisturbed,
+        "full weights: 2 rollout workers, one killed -9": worker_killed,
+    }
+    found = [shown(cases, out, "run", overrides)]
+    if not any(override.startswith(("tune=", "lora.path=")) for override in overrides):
+        found.append(shown(whole, out, "whole", [*WHOLE, *overrides]))
+    return found
+
+
+def shown(cases: Mapping[str, Case], out: Path, name: str, overrides: Sequence[str]) -> dict[str, str]:
+    """Runs the cases in folders of that name and writes a line on each."""
     digests = {}
     for number, (title, case) in enumerate(cases.items()):
         began = time.monotonic()
-        digests[title] = case(out / f"run_{number}", overrides)
+        digests[title] = case(out / f"{name}_{number}", overrides)
         sys.stdout.write(f"{digests[title][:32]}  {title}  ({time.monotonic() - began:.0f} s)\n")
         sys.stdout.flush()
     return digests
@@ -90,6 +111,16 @@ def killed(folder: Path, overrides: Sequence[str]) -> str:
     finish(start(folder, [*overrides, "rollout.num_workers=2", "resume=auto"]), folder)
     if not any(event["step"] == 6 for event in events(folder, "rollback")):
         raise NotProven("the resumed run did not start from checkpoint 6")
+    return digest(folder)
+
+
+def worker_killed(folder: Path, overrides: Sequence[str]) -> str:
+    run = start(folder, [*overrides, "rollout.num_workers=2", "debug.delays.generate=0.2"])
+    victim = wait_for(run, folder, lambda: running_worker(folder, step=1), "a ticket of step 1 is RUNNING")
+    os.kill(victim, signal.SIGKILL)
+    finish(run, folder)
+    if not events(folder, "fault"):
+        raise NotProven("nobody noticed that a rollout worker died")
     return digest(folder)
 
 

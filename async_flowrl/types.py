@@ -138,6 +138,10 @@ class Trajectory:
         return sum(array.nbytes for array in (self.latents, self.log_probs, self.sigmas, *self.conditioning.values()))
 
 
+ACTIVATE = "activate"
+"""Name of the span in which a rollout worker puts a version into its network."""
+
+
 @dataclass(frozen=True)
 class Span:
     """A named part of a worker's time, for reports only; `start` and `end` are unix seconds (`time.time()`)."""

@@ -9,6 +9,7 @@ async_flowrl/controller/weights.py uses it. It runs in one asyncio loop and take
 """
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -28,6 +29,8 @@ from checkpoint_engine.errors import Verdict, VersionGone, error_names, verdict
 from checkpoint_engine.fanout import depth, parents
 from checkpoint_engine.receiver_queue import Job, QueueEvents, ReceiverQueue
 
+logger = logging.getLogger(__name__)
+
 T = TypeVar("T")
 
 
@@ -41,10 +44,15 @@ class Delivery:
         replace: Callable[[str, BaseException], Awaitable[None]],
         options: DeliveryOptions | None = None,
         broadcast: CollectiveBroadcast | None = None,
+        ahead: Callable[[int, Sequence[ReceiverEndpoint]], Awaitable[None]] | None = None,
     ) -> None:
-        """`replace(name, error)` is awaited after a receiver was given up; its successor must be added by `join`."""
+        """`replace(name, error)` is awaited after a receiver was given up; its successor must be added by `join`.
+
+        `ahead(version, idle receivers)` is awaited before a version is sealed: it may send bytes that a receiver's
+        `receive`, which is called in any case, then need not wait for.
+        """
         self.stats = DeliveryStats()
-        self._sender, self._replace, self._broadcast = sender, replace, broadcast
+        self._sender, self._replace, self._broadcast, self._ahead = sender, replace, broadcast, ahead
         self._options = options or DeliveryOptions()
         self._queues: dict[str, ReceiverQueue] = {}
         self._headers: dict[int, Header] = {}
@@ -174,6 +182,7 @@ class Delivery:
         async with self._sealing:
             queues = list(self._queues.values())
             results = await self._send_to_all(version)
+            await self._send_ahead(version, [queue.endpoint for queue in queues if queue.idle])
             header = await self._seal(version)
             holders = self._acknowledge(header, queues, results)
             left = [queue for queue in queues if not isinstance(results.get(queue.name), Ack)]
@@ -196,6 +205,14 @@ class Delivery:
             if isinstance(error, BaseException) and verdict(error) is Verdict.STOP:
                 raise error
         return results
+
+    async def _send_ahead(self, version: int, idle: Sequence[ReceiverEndpoint]) -> None:
+        if self._ahead is None:
+            return
+        try:
+            await self._call(self._ahead(version, idle))
+        except TimeoutError as error:  # a receiver that hangs is found by the deadline of its own `receive`
+            logger.warning("version %d is sealed before a receiver has its bytes: %s", version, error)
 
     async def _seal(self, version: int) -> Header:
         header = self._headers[version] = await self._call(self._sender.seal(version))

@@ -43,10 +43,11 @@ class ReceivingEnd:
         self._receiver: CollectiveReceiver | None = None
 
     def open(self, transport: str, epoch: Epoch, rank: int) -> None:
-        """Joins a group. Raises TransferFailed, and ValueError if the transport cannot reach the weights' device."""
+        """Joins a group. Raises TransferFailed; ValueError if the transport cannot write where versions are kept."""
         if self._receiver is None:
-            check_receiver(transport, self._retains.device)
-            self._receiver = CollectiveReceiver(self._retains, make_member(transport, self._retains.device))
+            device = self._retains.slot_device
+            check_receiver(transport, device)
+            self._receiver = CollectiveReceiver(self._retains, make_member(transport, device))
         self._receiver.open(epoch, rank)
 
     @property

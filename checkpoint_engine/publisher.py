@@ -4,7 +4,6 @@ It runs in the sending process (trainer rank 0): it copies the tensors aside as 
 its digests), and keeps it for sending.
 """
 
-import math
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,13 +17,12 @@ from checkpoint_engine.digest import ByteArray
 from checkpoint_engine.errors import TransferFailed, VersionGone, WeightsMismatch
 from checkpoint_engine.host_buffers import HostBuffer, HostBuffers
 from checkpoint_engine.incremental import Sealing
-from checkpoint_engine.layout import Entry, Layout, dtype_of
+from checkpoint_engine.layout import Layout
 from checkpoint_engine.side_stream import HostCopy, SideStream, recorded
+from checkpoint_engine.spot_check import check_sample, sample
 
 MAX_STAGED_VERSIONS = 2
 """Largest number of versions that are staged and not sealed yet."""
-MAX_SAMPLES_PER_TENSOR = 16
-"""Largest number of elements per tensor that are compared between the live tensors and the staged copy."""
 
 
 @dataclass
@@ -79,6 +77,7 @@ class Publisher:
         self._staged: dict[int, _Staged] = {}
         self._sealed: dict[int, tuple[Header, ByteArray]] = {}
         self._sealing: set[int] = set()
+        self._opened: dict[int, Sealing] = {}
         self._retained_longer: set[int] = set()
         self._changed = threading.Condition()
 
@@ -116,7 +115,15 @@ class Publisher:
         Two threads may seal the same version. Raises VersionGone if the version is neither staged nor retained, and
         WeightsMismatch, which names the tensor, if the staged bytes differ from the sample of the live tensors.
         """
-        return self.begin(version).finish()
+        return (self._opened.pop(version, None) or self.begin(version)).finish()
+
+    def open(self, version: int) -> None:
+        """Lets `piece` return bytes of a staged version that is not sealed yet; `seal` must follow. Raises as `seal`.
+
+        Each piece is digested before it is returned, so that the next one is digested while this one is sent.
+        """
+        if version not in self._opened:
+            self._opened[version] = self.begin(version)
 
     def begin(self, version: int) -> Sealing:
         """Returns a Sealing, by which the caller digests the version during a transfer; raises as `seal` does.
@@ -194,10 +201,15 @@ class Publisher:
             return self._sealed[version]
 
     def piece(self, version: int, start: int, size: int) -> tuple[int, ByteArray]:
-        """Returns the number of, and the bytes uint8 [n] themselves of a retained version from byte `start` on, at most
-        `size`; they must not be changed. Raises VersionGone if the version is not retained."""
-        _, data = self.payload(version)
+        """Returns the number of, and the bytes uint8 [n] themselves of a version from byte `start` on, at most `size`.
+
+        They must not be changed. Raises VersionGone if the version is neither retained nor opened.
+        """
+        opened = self._opened.get(version)
+        data = self.payload(version)[1] if opened is None else opened.data
         piece = data[start : start + size]
+        if opened is not None:
+            opened.feed(start + piece.shape[0])
         return piece.shape[0], piece
 
     def retained(self) -> tuple[int, ...]:
@@ -220,6 +232,8 @@ class Publisher:
 
     def clear(self) -> None:
         """Drops every version, sealed or staged, so that a run can publish again from an earlier version."""
+        while self._opened:
+            self._opened.popitem()[1].drop()
         with self._changed:
             self._free += [staged.slot for staged in self._staged.values()]
             self._staged.clear()
@@ -240,39 +254,15 @@ class Publisher:
             raise WeightsMismatch(f"can't publish on stream {self.stream}: {extra} is not in its layout")
         return sources
 
-    def _sample(self, sources: list[Tensor]) -> Tensor:
-        """Returns a few elements of every tensor, in the dtype that is sent, on the tensors' device."""
-        picked = []
-        for entry, source in zip(self.layout.entries, sources, strict=True):
-            flat = source if source.is_contiguous() else source.contiguous()
-            count, step = _sampling(entry)
-            picked.append(flat.as_strided((count,), (step,)).to(dtype_of(entry)))
-        return torch.cat(picked)
-
     def _check_sample(self, version: int, expected: Tensor, data: Tensor) -> None:
-        """Raises WeightsMismatch if the sample of the bytes uint8 [nbytes] differs from the live tensors' sample.
-
-        This finds bytes of an older version and bytes that changed while they were copied. `expected` is in host
-        memory, `data` on any device.
-        """
-        staged = self._sample(list(self.layout.views(data).values())).cpu()
-        if torch.equal(staged.view(torch.uint8), expected.view(torch.uint8)):
-            return
-        start = 0
-        for entry in self.layout.entries:
-            end = start + _sampling(entry)[0]
-            if not torch.equal(staged[start:end].view(torch.uint8), expected[start:end].view(torch.uint8)):
-                raise WeightsMismatch(
-                    f"the staged bytes of version {version} of stream {self.stream} are not the trainer's: "
-                    f"{entry.name} begins {staged[start].item():.6g}, was {expected[start].item():.6g}"
-                )
-            start = end
+        """Raises WeightsMismatch if bytes uint8 [nbytes] on any device are not those that `expected` was taken from."""
+        check_sample(self.layout, f"version {version} of stream {self.stream}", expected, data)
 
     def _copy(self, slot: int, sources: list[Tensor]) -> _Staged:
         host = self._buffers.take() if self._device.type == "cpu" else None
         views = self._views[slot] if host is None else host.views
         torch._foreach_copy_(views, sources)
-        return _Staged(slot, host, self._sample(sources), recorded(self._device))
+        return _Staged(slot, host, sample(self.layout, sources), recorded(self._device))
 
     def _give_back(self, slot: int) -> None:
         with self._changed:
@@ -284,10 +274,3 @@ class Publisher:
         newest = sorted(self._sealed)[-self.retain :]
         for version in self._sealed.keys() - set(newest) - self._retained_longer:
             del self._sealed[version]
-
-
-def _sampling(entry: Entry) -> tuple[int, int]:
-    """Returns the number of a tensor's elements that are compared, and their distance in elements."""
-    numel = math.prod(entry.shape)
-    count = min(MAX_SAMPLES_PER_TENSOR, numel)
-    return count, max(1, numel // max(1, count))

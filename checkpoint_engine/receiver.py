@@ -7,6 +7,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from checkpoint_engine.base import EVALUATION, RING, Ack, Activation, Draft, Header
@@ -25,6 +26,9 @@ class Receiver:
     `tensors` become views of one flat buffer, the live buffer. Their addresses never change, so compiled graphs and
     captured CUDA graphs stay valid. `receive` may run while other threads read the live tensors; on a GPU it uses a
     CUDA stream of its own. `activate` must be called between two uses of the live tensors, on the stream of these uses.
+
+    Versions are retained on the device of the live tensors, or with `on_host` in host memory (pinned for a GPU), where
+    a GPU has no room for several versions of a whole model beside the live one.
     """
 
     def __init__(
@@ -35,6 +39,7 @@ class Receiver:
         capacity: int = 2,
         alpha: float | None = None,
         rank: int | None = None,
+        on_host: bool = False,
     ) -> None:
         """`alpha` and `rank` are those of LoRA tensors, as in Draft.
 
@@ -48,7 +53,10 @@ class Receiver:
         self.layout = Layout.of(tensors)
         self.streams, self.capacity, self.alpha, self.rank = tuple(streams), capacity, alpha, rank
         self.device = devices.pop()
-        self._side = SideStream.of(self.device)
+        self.slot_device = torch.device("cpu") if on_host else self.device
+        """Where versions are retained."""
+        self.side = SideStream.of(self.slot_device)
+        """Stream of all copies to and from slots on a GPU; None for slots in host memory."""
         self._tensors = dict(tensors)
         self._live = self.layout.empty(self.device)
         for name, view in self.layout.views(self._live).items():
@@ -96,12 +104,17 @@ class Receiver:
     def expect(self, draft: Draft, slot: str = RING) -> Intake:
         """Returns the Intake of a version that arrives piece by piece. Raises WeightsMismatch if it does not fit."""
         self.check(draft, slot)
-        with self._lock, on(self._side):
-            storage = self._spare.pop() if self._spare else self.layout.empty(self.device)
+        with self._lock, on(self.side):
+            storage = self._spare.pop() if self._spare else self._slot()
             read = self._read.pop(storage.data_ptr(), None)
-        if self._side is not None:
-            self._side.wait(read)
-        return Intake(draft, storage, slot, self._accept, side=self._side)
+        if self.side is not None:
+            self.side.wait(read)
+        return Intake(draft, storage, slot, self._accept, side=self.side)
+
+    def _slot(self) -> Tensor:
+        """Returns new memory for one version: uint8 [nbytes], page-locked if it is copied to a GPU from there."""
+        pinned = self.slot_device.type == "cpu" and self.device.type == "cuda"
+        return self.layout.empty(self.slot_device, pinned=pinned)
 
     def check(self, draft: Draft, slot: str = RING) -> None:
         """Raises WeightsMismatch, which names the tensor, if a version does not fit; ValueError for an unknown slot."""
@@ -129,24 +142,29 @@ class Receiver:
 
         Raises VersionGone if the version is not retained (any more).
         """
-        with self._lock, on(self._side):
+        with self._lock, on(self.side):
             if (slot, stream, version) not in self._retained:
                 raise VersionGone(f"{stream} {version} ({slot}) is not held any more and can't be passed on")
             header, storage = self._find(stream, version, slot)
             return header, storage.to("cpu", copy=True).numpy()
 
     def activate(self, stream: str, version: int, *, slot: str = RING) -> str:
-        """Copies a retained version into the live tensors, by one device copy, and returns its digest.
+        """Copies a retained version into the live tensors, by one copy, and returns its digest.
 
-        Raises WeightsMismatch if the version is not retained, or if a tensor is no longer a view of the live buffer;
-        the version that was active stays active then.
+        A copy within a GPU is only queued when this returns; one from host memory is done. The version that is active
+        already is not copied again. Raises WeightsMismatch if the version is not retained, or if a tensor is no longer
+        a view of the live buffer; the version that was active stays active then.
         """
         self.check_bound()
         with self._lock:
             header, storage = self._find(stream, version, slot)
-            self._live.copy_(storage)
-            self._read[storage.data_ptr()] = recorded(self.device)
-            self._active, self._active_header = Activation(stream, version, header.digest), header
+            activation = Activation(stream, version, header.digest)
+            if self._active != activation:
+                self._active = None  # until all bytes are there
+                self._live.copy_(storage)
+                if self.side is not None:
+                    self._read[storage.data_ptr()] = recorded(self.device)
+                self._active, self._active_header = activation, header
             return header.digest
 
     def check_bound(self) -> None:

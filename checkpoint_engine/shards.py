@@ -6,9 +6,11 @@ that of its shares' digests, so nobody needs all of its bytes. A receiver puts t
 where they belong in the whole layout; it retains the version only if every row of every tensor has its digest there.
 """
 
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import xxhash
 from torch import Tensor
@@ -16,8 +18,9 @@ from torch import Tensor
 from checkpoint_engine.base import RING, Ack, Draft, Header
 from checkpoint_engine.digest import ByteArray, digest_span
 from checkpoint_engine.errors import TransferCorrupted
-from checkpoint_engine.layout import Entry, Layout, padded, row_bytes
+from checkpoint_engine.layout import Entry, Layout, RunningDigests, blocks, padded, row_bytes
 from checkpoint_engine.receiver import Receiver
+from checkpoint_engine.side_stream import on
 
 
 def shard_rows(rows: int, shards: int, index: int) -> range:
@@ -90,42 +93,46 @@ def share_digests(layout: Layout, shards: int, buffer: Tensor) -> tuple[tuple[by
 class ShardReceiver:
     """Takes versions in shares for a `Receiver`: `begin`, `take` for every piece of every shard, `finish`.
 
-    All calls come from one thread. A version that was begun and not finished is forgotten when the next one begins, and
-    was never visible to the receiver.
+    The digests may come last, so that the bytes can be sent while their senders still digest them. All calls come from
+    one thread. A version that was begun and not finished is forgotten when the next one begins, and was never visible
+    to the receiver.
     """
 
     def __init__(self, receiver: Receiver) -> None:
         self._receiver = receiver
         self._under_way: _UnderWay | None = None
 
-    def begin(self, header: ShardedHeader, slot: str = RING) -> None:
-        """Begins a version, in place of one that was not finished. Raises as `Receiver.receive`."""
+    def begin(self, draft: Draft, shards: int, slot: str = RING) -> None:
+        """Begins a version of `shards` shares, in place of one that was not finished. Raises as `Receiver.expect`."""
         self._abandon()
-        self._receiver.check(header, slot)
-        if not header.is_consistent():
-            raise TransferCorrupted(f"version {header.version} of stream {header.stream} arrived with a damaged header")
-        self._under_way = _UnderWay(header, slot, self._receiver.expect(header, slot).storage)
+        draft = Draft(draft.stream, draft.version, draft.layout, draft.alpha, draft.rank)
+        self._under_way = _UnderWay(draft, shards, slot, self._receiver.expect(draft, slot).storage)
 
     def take(self, version: int, shard: int, start: int, data: ByteArray) -> None:
-        """Puts bytes uint8 [n] of a shard, from its byte `start` on, in their place.
+        """Puts bytes uint8 [n] of a shard, from its byte `start` on, in their place, and digests them there.
 
         Raises TransferCorrupted for a version that was not begun, and for bytes that do not follow those before.
         """
-        self._of(version).take(shard, start, data)
+        work = self._of(version)
+        with on(self._receiver.side):
+            work.take(shard, start, data)
 
-    def finish(self, version: int) -> Ack:
+    def finish(self, header: ShardedHeader) -> Ack:
         """Retains the version if all its bytes have come and have the digests of its header.
 
         Raises TransferCorrupted, which names the tensor, or WeightsMismatch; the retained versions are then unchanged.
         """
-        work = self._of(version)
-        work.check()
-        self._receiver.retain(work.header, work.storage, work.slot)
+        work = self._of(header.version)
+        self._receiver.check(header, work.slot)
+        if self._receiver.side is not None:
+            self._receiver.side.synchronize()
+        work.check(header)
+        self._receiver.retain(header, work.storage, work.slot)
         self._under_way = None
-        return Ack(work.header.stream, version, work.header.digest, work.slot)
+        return Ack(header.stream, header.version, header.digest, work.slot)
 
     def _of(self, version: int) -> "_UnderWay":
-        if self._under_way is None or self._under_way.header.version != version:
+        if self._under_way is None or self._under_way.draft.version != version:
             raise TransferCorrupted(f"a piece of version {version} arrived, which was not begun here")
         return self._under_way
 
@@ -138,36 +145,61 @@ class ShardReceiver:
 class _UnderWay:
     """A version of which some bytes have come."""
 
-    def __init__(self, header: ShardedHeader, slot: str, storage: Tensor) -> None:
-        self.header, self.slot, self.storage = header, slot, storage
-        self._shards = len(header.shares)
-        self._layouts = [shard_layout(header.layout, self._shards, index) for index in range(self._shards)]
-        self._starts = [list(_places(header.layout, self._shards, index)) for index in range(self._shards)]
-        self._ends = [0] * self._shards
+    def __init__(self, draft: Draft, shards: int, slot: str, storage: Tensor) -> None:
+        self.draft, self.slot, self.storage = draft, slot, storage
+        self._title = f"version {draft.version} of stream {draft.stream}"
+        self._layouts = [shard_layout(draft.layout, shards, index) for index in range(shards)]
+        self._places = [list(_places(draft.layout, shards, index)) for index in range(shards)]
+        self._digests = [RunningDigests(layout) for layout in self._layouts]
 
     def take(self, shard: int, start: int, data: ByteArray) -> None:
-        title = f"version {self.header.version} of stream {self.header.stream}"
         end = start + data.shape[0]
-        if not 0 <= shard < self._shards or start != self._ends[shard] or end > self._layouts[shard].nbytes:
-            raise TransferCorrupted(f"{title}: bytes {start} to {end} of shard {shard} do not follow what came before")
-        for entry, place in zip(self._layouts[shard].entries, self._starts[shard], strict=True):
-            low, high = max(start, entry.offset), min(end, entry.end)
-            if low < high:
-                piece = torch.from_numpy(data[low - start : high - start])
-                self.storage[place + low - entry.offset : place + high - entry.offset].copy_(piece)
-        self._ends[shard] = end
+        follows = 0 <= shard < len(self._layouts) and start == self._digests[shard].end
+        if not follows or end > self._layouts[shard].nbytes:
+            raise TransferCorrupted(
+                f"{self._title}: bytes {start} to {end} of shard {shard} do not follow what came before"
+            )
+        for block in blocks(data):
+            self._put(shard, block)
 
-    def check(self) -> None:
+    def _put(self, shard: int, data: ByteArray) -> None:
+        """Puts the bytes that follow in their places. On a host, what is digested is what lies there then."""
+        entries, places, digests = self._layouts[shard].entries, self._places[shard], self._digests[shard]
+        start = digests.end
+        end = start + data.shape[0]
+        for index in range(bisect_right(entries, start, key=_end), len(entries)):
+            entry, place = entries[index], places[index]
+            low, high = max(start, entry.offset), min(end, entry.end)
+            if entry.offset >= end:
+                break
+            digests.feed(data[digests.end - start : low - start])  # padding
+            target = self.storage[place + low - entry.offset : place + high - entry.offset]
+            target.copy_(torch.from_numpy(data[low - start : high - start]))
+            digests.feed(data[low - start : high - start] if target.device.type != "cpu" else target.numpy())
+        digests.feed(data[digests.end - start :])
+
+    def check(self, header: ShardedHeader) -> None:
         """Raises TransferCorrupted unless all bytes have come, and each row has its digest where it now lies."""
-        header, title = self.header, f"version {self.header.version} of stream {self.header.stream}"
-        for shard, (end, layout) in enumerate(zip(self._ends, self._layouts, strict=True)):
-            if end != layout.nbytes:
-                raise TransferCorrupted(f"{title} ended at byte {end} of {layout.nbytes} of shard {shard}")
-        found = share_digests(header.layout, self._shards, self.storage)
-        for shard, (arrived, expected) in enumerate(zip(found, header.shares, strict=True)):
-            for entry, ours, theirs in zip(header.layout.entries, arrived, expected, strict=True):
+        if self.draft.stream != header.stream:
+            raise TransferCorrupted(f"{self._title} ends as one of stream {header.stream}")
+        if not header.is_consistent() or len(header.shares) != len(self._layouts):
+            raise TransferCorrupted(f"{self._title} arrived with a damaged header")
+        for shard, (digests, layout) in enumerate(zip(self._digests, self._layouts, strict=True)):
+            digests.feed(np.empty(0, np.uint8))  # of a share without rows, into which nothing was put
+            if digests.end != layout.nbytes:
+                raise TransferCorrupted(
+                    f"{self._title} ended at byte {digests.end} of {layout.nbytes} of shard {shard}"
+                )
+        for shard, (digests, expected) in enumerate(zip(self._digests, header.shares, strict=True)):
+            for entry, ours, theirs in zip(self.draft.layout.entries, digests.finish(), expected, strict=True):
                 if ours != theirs:
-                    raise TransferCorrupted(f"{title} arrived with wrong bytes in {entry.name}, in shard {shard} of it")
+                    raise TransferCorrupted(
+                        f"{self._title} arrived with wrong bytes in {entry.name}, in shard {shard} of it"
+                    )
+
+
+def _end(entry: Entry) -> int:
+    return entry.end
 
 
 def _places(layout: Layout, shards: int, index: int) -> Iterator[int]:

@@ -41,9 +41,12 @@ def resolve_transport(configured: str, device: torch.device | str) -> str:
 
 
 def check_receiver(transport: str, device: torch.device) -> None:
-    """Raises ValueError if a receiver with weights on `device` cannot take part in the transport's groups."""
+    """Raises ValueError if a receiver that keeps versions on `device` cannot take part in the transport's groups."""
     if transport in (NCCL, PYNCCL) and device.type != "cuda":
-        raise ValueError(f"transport {transport} needs receivers on a GPU, this one is on {device}: {ALTERNATIVES}")
+        raise ValueError(
+            f"transport {transport} needs receivers that keep versions on a GPU, this one has them on {device}: "
+            f"{ALTERNATIVES}"
+        )
 
 
 def make_member(transport: str, device: torch.device | str = "cpu") -> Member:

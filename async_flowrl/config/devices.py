@@ -22,6 +22,8 @@ def nccl_obstacle(config: Config) -> str | None:
         return "with placement=shared no weights are sent: each worker trains the weights that it samples with"
     if config.placement == "colocated":
         return "placement=colocated has a rollout worker and a trainer rank share each device"
+    if config.versions_on_host:
+        return "rollout workers keep their versions in host memory (rollout.versions_on)"
     if config.rollout.engine == "vllm_omni":
         return "rollout.engine=vllm_omni receives weights in host memory"
     for key, gpus in (("trainer.gpus_per_worker", trainer), ("rollout.gpus_per_worker", rollout)):

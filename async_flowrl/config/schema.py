@@ -111,6 +111,10 @@ class RolloutConfig:
     only while new prompts are encoded. cached: not in memory; embeddings are files in $ASYNC_FLOWRL_CACHE (or
     ~/.cache/async_flowrl), and the text encoders are loaded for prompts without a file, while the network is not on the
     device."""
+    versions_on: str = setting("auto", choices=("auto", "host", "device"), changes=NOTHING)
+    """Memory in which a rollout worker keeps the versions that it may need, beside the live weights: host (pinned where
+    there is a GPU; activating one is a copy to the GPU), or device. auto: host with tune=full, whose versions are whole
+    models, else device. Not host with the transports nccl and pynccl, which write into a GPU's memory."""
     encode_ahead: int = setting(1024, at_least=1, changes=NOTHING)
     """With text_encoder=cached: prompts that all workers together encode before they start; also the number of coming
     prompts that are encoded, too, when the text encoders are loaded for a new one."""
@@ -595,6 +599,12 @@ class Config:
     def live_versions(self) -> int:
         """Number of versions that unfinished tickets can need: the newest one and max_staleness before it."""
         return self.max_staleness + 1
+
+    @property
+    def versions_on_host(self) -> bool:
+        """Whether rollout workers keep their versions in host memory (`rollout.versions_on`)."""
+        where = self.rollout.versions_on
+        return where == "host" or (where == "auto" and self.tune == FULL)
 
 
 def mode_name(max_staleness: int, hand_over: str) -> str:

@@ -134,15 +134,16 @@ class AfterStep:
         self.checkpoints.abandon()
 
     def _timing(self, ctx: Context, seconds: float) -> dict[str, float]:
-        """Returns the step's seconds, the trainer's seconds waiting for staging, each pool's share of busy time, and
-        how often rollout workers swapped weights."""
+        """Returns the step's seconds, the trainer's seconds waiting for staging, a rollout worker's mean seconds of
+        activating versions, each pool's share of busy time, and how often rollout workers swapped weights."""
         before, self._stalled = self._stalled, stalled(ctx)
         shares = {
             f"pool/{pool}/busy": states["busy"] / max(sum(states.values()), 1e-9)
             for pool, states in self.pools.lap().items()
         }
-        swaps = {"pool/rollout/swaps": ctx.swaps.take()}
-        return {"timing/step": seconds, "timing/publish": self._stalled - before, **shares, **swaps}
+        activation = ctx.activation.take() / max(1, len(ctx.rollout.workers))
+        timing = {"timing/step": seconds, "timing/publish": self._stalled - before, "timing/activate": activation}
+        return timing | shares | {"pool/rollout/swaps": ctx.swaps.take()}
 
     def _warn(self, ctx: Context, line: dict[str, float]) -> None:
         """Logs each kind of warning about the updates (algorithms/diagnostics.py) once per attempt."""

@@ -54,18 +54,18 @@ class Signal:
 
 
 class Tally:
-    """A count since it was last taken."""
+    """A sum since it was last taken."""
 
     def __init__(self) -> None:
-        self._count = 0
+        self._sum = 0.0
 
-    def add(self, number: int) -> None:
-        self._count += number
+    def add(self, number: float) -> None:
+        self._sum += number
 
-    def take(self) -> int:
-        """Returns the count, which then begins at 0 again."""
-        count, self._count = self._count, 0
-        return count
+    def take(self) -> float:
+        """Returns the sum, which then begins at 0 again."""
+        taken, self._sum = self._sum, 0.0
+        return taken
 
 
 class Observer(Protocol):
@@ -238,6 +238,8 @@ class Context:
     """Indices of the rollout workers whose process trains now (`placement=shared`)."""
     swaps: Tally = field(default_factory=Tally)
     """How often rollout workers exchanged their weights for an average, for an older version, or back (types.py)."""
+    activation: Tally = field(default_factory=Tally)
+    """Seconds in which rollout workers put versions into their networks."""
     work: Signal = field(default_factory=Signal)
     """Notified when a rollout worker may get a ticket: tickets were issued or returned, or versions acknowledged."""
     ready: Signal = field(default_factory=Signal)

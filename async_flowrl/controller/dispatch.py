@@ -15,7 +15,7 @@ from async_flowrl.controller.pool_size import change_size, leave, refuse
 from async_flowrl.controller.scoring import Free, ask_reward, free_workers
 from async_flowrl.controller.shared import ticket_deadline
 from async_flowrl.tickets.table import TRAIN, State, Ticket, describe
-from async_flowrl.types import RolloutReport, RolloutRequest
+from async_flowrl.types import ACTIVATE, RolloutReport, RolloutRequest
 from separation.group import NoSeat, Ref, RefLost, Worker, WorkerDied, WorkerFailed, seated
 from separation.node_checks import OtherCode
 from separation.supervise import DeadlineExceeded, together
@@ -187,6 +187,7 @@ async def generate(ctx: Context, slot: Slot, batch: Sequence[Ticket]) -> list[Ti
     finally:
         slot.given -= len(batch)
     ctx.swaps.add(sum(report.swaps for report in reports))  # of those computed along, too
+    ctx.activation.add(sum(span.end - span.start for each in reports for span in each.spans if span.name == ACTIVATE))
     parts = [payload[2 * index : 2 * index + 2] for index in range(len(batch))]
     results = [(t, r, p) for t, r, p in zip(batch, reports, parts, strict=True) if t in wanted]
     return [ticket for ticket, report, part in results if accept(ctx, worker, ticket, report, part)]

@@ -234,7 +234,8 @@ class PublishedWeights:
                 max_members=config.checkpoint_engine.max_members,
             )
         options = delivery_options(config, POLICY, sharded=self.sharded)
-        self.delivery = Delivery(sender, replace=self._give_up, options=options, broadcast=broadcast)
+        ahead = sender.send_ahead if isinstance(sender, ShardedTrainerEndpoint) else None
+        self.delivery = Delivery(sender, replace=self._give_up, options=options, broadcast=broadcast, ahead=ahead)
         self.delivery.on_ack(self._acknowledged)
         if config.trainer.ema_decay is not None:
             self.ema = EmaWeights(

@@ -2,11 +2,11 @@
 
 from dataclasses import dataclass
 
-from async_flowrl.algorithms.ema import samples_from_average
 from async_flowrl.config.reward_pools import scoring_pools
 from async_flowrl.config.schema import Config
 from async_flowrl.config.shared import SHARED
-from async_flowrl.plan.memory import FLOAT32_BYTES, RUNTIME_BYTES, Footprint, MemoryPlan, in_one, plan_memory
+from async_flowrl.plan.host_memory import in_shares
+from async_flowrl.plan.memory import RUNTIME_BYTES, Footprint, MemoryPlan, in_one, plan_memory
 
 PROCESS_BYTES = 700_000_000
 """Host memory of a process without its model: Python, torch and diffusers; `ps` shows 530 to 710 MB on a CPU."""
@@ -84,25 +84,30 @@ def training_processes(config: Config, plan: MemoryPlan, *, on_gpus: bool) -> li
 
 
 def trainer_bytes(config: Config, plan: MemoryPlan, *, on_gpus: bool) -> int:
-    """Returns the host memory of a trainer worker in bytes: on a GPU only what is offloaded, on a CPU everything."""
+    """Returns the host memory of a trainer worker in bytes, with the copy that becomes a checkpoint.
+
+    Beside that copy, it is on a GPU only what is pinned, on a CPU everything.
+    """
     if on_gpus and config.trainer.gpus_per_worker > 0:
-        return PROCESS_BYTES + plan.host
-    return PROCESS_BYTES + on_host(plan.trainer)
+        return PROCESS_BYTES + plan.snapshot + plan.host
+    return PROCESS_BYTES + plan.snapshot + on_host(plan.trainer)
 
 
 def rollout_bytes(config: Config, plan: MemoryPlan, *, on_gpus: bool) -> int:
     """Returns the host memory of a rollout worker in bytes.
 
-    On a CPU, everything is in host memory. On a GPU worker, host memory holds the text encoder with
-    `rollout.text_encoder=offload`, and with `cached` the network while an encoder is on the GPU.
+    On a CPU, everything is in host memory. On a GPU worker, host memory holds the versions with
+    `rollout.versions_on=host`, the text encoder with `rollout.text_encoder=offload`, and with `cached` the network
+    while an encoder is on the GPU.
     """
     if on_gpus and config.rollout.gpus_per_worker > 0:
         text = plan.model.text_parameters * plan.model.itemsize
         return (
             PROCESS_BYTES
+            + plan.ring
             + {"resident": 0, "offload": text, "cached": plan.model.base_bytes}[config.rollout.text_encoder]
         )
-    return PROCESS_BYTES + on_host(plan.rollout)
+    return PROCESS_BYTES + plan.ring + on_host(plan.rollout)
 
 
 def shared_bytes(config: Config, plan: MemoryPlan, *, on_gpus: bool) -> int:
@@ -113,7 +118,8 @@ def shared_bytes(config: Config, plan: MemoryPlan, *, on_gpus: bool) -> int:
     if on_gpus and config.trainer.gpus_per_worker > 0:
         sampling = rollout_bytes(config, plan, on_gpus=True)
         return trainer_bytes(config, plan, on_gpus=True) + sampling - PROCESS_BYTES
-    return PROCESS_BYTES + on_host(in_one(plan.trainer, plan.rollout, full=plan.model.full))
+    both = in_one(plan.trainer, plan.rollout, full=plan.model.full)
+    return PROCESS_BYTES + plan.snapshot + plan.ring + on_host(both)
 
 
 def on_host(footprint: Footprint) -> int:
@@ -131,12 +137,8 @@ def run_directory_bytes(config: Config, plan: MemoryPlan) -> int:
 
 
 def checkpoint_bytes(config: Config, plan: MemoryPlan) -> int:
-    """Returns the bytes of weights and both Adam moments in float32, moving averages if used, and all kept versions."""
-    averages = (config.trainer.ema_decay is not None) + samples_from_average(
-        config.algorithm.name, config.algorithm.old_policy_decay
-    )
-    vectors = (3 + averages) * plan.model.adapter_parameters * FLOAT32_BYTES
-    return vectors + config.live_versions * plan.adapter_bytes
+    """Returns the bytes of a checkpoint, of all ranks' shares together."""
+    return plan.snapshot * (config.trainer.num_workers if in_shares(config) else 1)
 
 
 def model_bytes(config: Config, plan: MemoryPlan) -> int:

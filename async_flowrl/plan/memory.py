@@ -17,10 +17,11 @@ from async_flowrl.algorithms.registry import build_algorithm
 from async_flowrl.config.schema import Config
 from async_flowrl.plan.footprint import Allocations, fused_attention
 from async_flowrl.plan.full_shares import of_one_rank
+from async_flowrl.plan.host_memory import base_share, host_bytes, received_versions, ring_bytes, snapshot_bytes
 from async_flowrl.plan.meta_model import MetaModel, build_meta_model, conditioning
 from async_flowrl.tickets.arithmetic import stored_bytes, ticket_bytes, trained_steps
 from async_flowrl.tickets.request import sampling
-from async_flowrl.training.fsdp import checkpoint_blocks, is_sharded, ranks_per_replica, unplanned
+from async_flowrl.training.fsdp import checkpoint_blocks, is_sharded, unplanned
 
 FLOAT32_BYTES = 4
 INT64_BYTES = 8
@@ -99,7 +100,11 @@ class MemoryPlan:
     trainer: Footprint
     rollout: Footprint
     host: int
-    """Pinned host memory of a trainer rank; 0 without `trainer.cpu_offload`."""
+    """Pinned host memory of a trainer rank; 0 without `trainer.cpu_offload` and with a LoRA."""
+    ring: int
+    """Versions that a rollout worker keeps in host memory; 0 if it keeps them on its device."""
+    snapshot: int
+    """Copy in host memory of what a checkpoint holds, on each trainer rank that writes one."""
     ticket_bytes: int
     """Images and trajectory of one ticket in the object store."""
     payload: int
@@ -123,27 +128,13 @@ def plan_memory(config: Config) -> MemoryPlan:
         trainer=trainer_footprint(config, model, activations),
         rollout=rollout_footprint(config, model, sampling_bytes),
         host=host_bytes(config, model),
+        ring=ring_bytes(config, model),
+        snapshot=snapshot_bytes(config, model),
         ticket_bytes=ticket_bytes(config, shapes),
         payload=stored_bytes(config, shapes, model.adapter_parameters),
         adapter_bytes=model.version_bytes,
         peaks=Peaks(activations, sampling_bytes),
     )
-
-
-def _share(config: Config, model: MetaModel) -> int:
-    return -(-model.base_bytes // ranks_per_replica(config, config.trainer.num_workers, sharded=True))
-
-
-def host_bytes(config: Config, model: MetaModel) -> int:
-    """Pinned: of an offloaded base, or with tune=full of the versions that are sent and may be sent again. (An
-    adapter's are small.)"""
-    if model.full:
-        streams = 2 if config.trainer.ema_decay is not None else 1
-        sharded = config.trainer.num_workers > 1 and is_sharded(config)
-        # A share of each, and of the canary, which every rank keeps for workers that come later.
-        versions = streams * (config.live_versions + 2) + sharded
-        return -(-versions * model.version_bytes // (config.trainer.num_workers if sharded else 1))
-    return _share(config, model) if config.trainer.cpu_offload else 0
 
 
 def trainer_footprint(config: Config, model: MetaModel, activations: int = 0) -> Footprint:
@@ -175,7 +166,7 @@ def trainer_footprint(config: Config, model: MetaModel, activations: int = 0) ->
         "activations": activations,
     }
     if sharded:
-        parts["base weights"] = model.buffer_bytes + (0 if trainer.cpu_offload else _share(config, model))
+        parts["base weights"] = model.buffer_bytes + (0 if trainer.cpu_offload else base_share(config, model))
         parts["gathered blocks"] = model.root_bytes + MAX_GATHERED_BLOCKS * max(model.block_bytes)
     return Footprint(parts)
 
@@ -215,10 +206,7 @@ def rollout_footprint(config: Config, model: MetaModel, activations: int = 0) ->
     base = -(-frozen // rollout_ranks(config)) + model.buffer_bytes
     # An encoder that visits does so before there are activations, and one that is loaded has the network's place.
     visiting = {"resident": 0, "offload": text, "cached": text - base}[where]
-    streams = 2 if config.trainer.ema_decay is not None else 1
-    # The live version, the ring of each stream (one place for each version that a ticket may name), one version that is
-    # being received, and one slot for evaluation.
-    copies = 1 + streams * (config.max_staleness + 1) + 1 + 1
+    copies = 1 + (0 if config.versions_on_host else received_versions(config))
     return Footprint(
         {
             "base weights": base,

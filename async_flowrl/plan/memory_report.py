@@ -15,6 +15,7 @@ from async_flowrl.config.schema import Config
 from async_flowrl.config.shared import SHARED
 from async_flowrl.plan.devices import BOTH, ONE, ROLLOUT, TRAINER, Device, enough_gpus, refusal
 from async_flowrl.plan.fitting import advice
+from async_flowrl.plan.host_memory import in_shares
 from async_flowrl.plan.largest import at_largest
 from async_flowrl.plan.layout import Chosen, on_devices, resolved
 from async_flowrl.plan.memory import (
@@ -70,15 +71,26 @@ def describe(plan: MemoryPlan, config: Config, device_gib: float) -> str:
         rows.append((f"margin {MARGIN_SHARE:.0%} and {runtime:.1f} of runtime", f"{extra / GIB:.2f}"))
         rows.append(("together", f"{footprint.total / GIB:.2f}"))
         sections += [format_table((title, "GiB"), rows), ""]
-    if plan.host:
-        sections += [
-            f"the first trainer rank also pins {plan.host / GIB:.1f} GiB of host memory for versions to be sent"
-            if model.full
-            else f"each trainer rank also pins {plan.host / GIB:.1f} GiB of host memory for its share of the base",
-            "",
-        ]
+    if host := on_the_host(plan, config):
+        sections += [*host, ""]
     payload = f"{plan.ticket_bytes / 1e6:.1f} MB per ticket, at most {plan.payload / 1e9:.2f} GB in the object store"
     return "\n".join([*sections, payload, *(verdict(plan, config, device_gib))]) + "\n"
+
+
+def on_the_host(plan: MemoryPlan, config: Config) -> list[str]:
+    """Returns a sentence on each use of host memory; none for the few bytes of a LoRA."""
+    if not plan.model.full:
+        base = f"each trainer rank also pins {plan.host / GIB:.1f} GiB of host memory for its share of the base"
+        return [base] if plan.host else []
+    who = "each trainer rank" if in_shares(config) else "the first trainer rank"
+    ring = (
+        f"each rollout worker keeps its versions in {plan.ring / GIB:.1f} GiB of host memory, pinned where it has a GPU"
+    )
+    return [
+        f"{who} also pins {plan.host / GIB:.1f} GiB of host memory for versions to be sent",
+        f"{who} copies {plan.snapshot / GIB:.1f} GiB to host memory for each checkpoint, until it is written",
+        *([ring] if plan.ring else []),
+    ]
 
 
 def processes(plan: MemoryPlan, config: Config) -> list[Process]:
@@ -147,6 +159,8 @@ def as_json(plan: MemoryPlan, config: Config, device_gib: float) -> dict[str, An
         "adapter_parameters": plan.model.adapter_parameters,
         **parts,
         "host": plan.host,
+        "ring": plan.ring,
+        "snapshot": plan.snapshot,
         "resolution": config.rollout.resolution,
         "ticket_bytes": plan.ticket_bytes,
         "payload": plan.payload,

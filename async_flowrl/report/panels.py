@@ -159,7 +159,7 @@ PANELS = (
         "time",
         "Seconds of a step",
         "wait_rollout near 0: trainer-bound. Near step less update: rollout-bound.",
-        (r"timing/(step|wait_rollout|update|publish)", r"timing/(score/.+)"),
+        (r"timing/(step|wait_rollout|update|publish|activate)", r"timing/(score/.+)"),
     ),
     Panel("rate", "time", "Images per second", "Training images over the seconds of the step.", (r"(images_per_s)",)),
 )  # fmt: skip

@@ -29,6 +29,7 @@ from async_flowrl.rollout.registry import load_engine, open_embeddings
 from async_flowrl.rollout.stored_embeddings import StoredEmbeddings
 from async_flowrl.rollout.together import BatchEngine, merged_spans
 from async_flowrl.types import (
+    ACTIVATE,
     EMA,
     EVALUATION,
     POLICY,
@@ -98,6 +99,7 @@ class RolloutWorker:
             capacity=self.config.live_versions,
             alpha=tuning.alpha,
             rank=tuning.rank,
+            on_host=self.config.versions_on_host,
         )
         self.collective = ReceivingEnd(self.receiver)
         self.shards = ShardReceiver(self.receiver)
@@ -118,7 +120,7 @@ class RolloutWorker:
         activated = time.time()
         with self._profiled(request):
             rollout = self.engine.generate(request)
-        spans = (Span("activate", began, activated), *rollout.spans, *self._delay(request, time.time() - began))
+        spans = (Span(ACTIVATE, began, activated), *rollout.spans, *self._delay(request, time.time() - began))
         report = RolloutReport(request.ordinal, request.version, digest, len(request.images), spans, swaps)
         return report, rollout.images, rollout.trajectory
 
@@ -133,7 +135,7 @@ class RolloutWorker:
         with self._profiled(first):
             rollouts = cast("BatchEngine", self.engine).generate_together(requests)
         shared = merged_spans([rollout.spans for rollout in rollouts])
-        spans = (Span("activate", began, activated), *shared, *self._delay(first, time.time() - began))
+        spans = (Span(ACTIVATE, began, activated), *shared, *self._delay(first, time.time() - began))
         reports = [
             RolloutReport(request.ordinal, request.version, digest, len(request.images), () if index else spans)
             for index, request in enumerate(requests)

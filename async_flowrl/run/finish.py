@@ -27,6 +27,7 @@ from async_flowrl.run.recovery import Run
 from async_flowrl.run.tools import Predict, Report
 from async_flowrl.tickets.table import State, TicketTable
 from async_flowrl.training.checkpoint import DamagedCheckpoint, read_checkpoint
+from async_flowrl.types import ACTIVATE
 from checkpoint_engine.digest import joined_digest
 from separation.group import Worker
 from separation.supervise import deadline
@@ -172,7 +173,7 @@ def worker_stall(history: Sequence[Event], outcome: Outcome) -> float:
     Waiting and receiving count from the start of this process, activation only since the last rollback.
     """
     _, last = last_attempt(effective(history))
-    activated: float = sum(e["end"] - e["start"] for e in last if e["event"] == "span" and e["name"] == "activate")
+    activated: float = sum(e["end"] - e["start"] for e in last if e["event"] == "span" and e["name"] == ACTIVATE)
     waited = outcome.pools[ROLLOUT]
     return waited["wait_weights"] + waited["sync"] + activated / places(last)
 

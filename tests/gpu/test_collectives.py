@@ -293,19 +293,25 @@ def test_copies_by_pinned_blocks_are_the_bytes_in_their_order() -> None:
     assert torch.equal(there.cpu(), torch.from_numpy(data))
 
 
-def test_a_slot_is_not_written_while_an_activation_reads_it() -> None:
-    """The copy into the live tensors is only queued when `activate` returns. A pretended device reports a race."""
+@pytest.mark.parametrize("on_host", [False, True], ids=["ring on the device", "ring in pinned memory"])
+def test_a_slot_is_not_written_while_an_activation_reads_it(on_host: bool) -> None:
+    """Within a device, the copy into the live tensors is only queued when `activate` returns.
+
+    A pretended device reports a race, also with the host.
+    """
     publisher = Publisher(tensors(1000), retain=6)
     for version in range(6):
         publisher.stage(version)
         publisher.seal(version)
-    receiver = Receiver(tensors(1000, fill=0.0), capacity=1)
+    receiver = Receiver(tensors(1000, fill=0.0), capacity=1, on_host=on_host)
     for version in range(6):
         received = threading.Thread(target=receiver.receive, args=publisher.payload(version))
         received.start()
         received.join()
         digest = receiver.activate("policy", version)
     assert receiver.live_digest() == digest == publisher.payload(5)[0].digest
+    kept = [storage for _, storage in receiver._retained.values()]
+    assert all(storage.is_pinned() if on_host else storage.is_cuda for storage in kept)
 
 
 @on_pretended

@@ -15,7 +15,8 @@ from async_flowrl.generate import from_config, open_pipeline, sample
 from async_flowrl.policies import trained_file
 from async_flowrl.training.checkpoint import read_checkpoint
 from async_flowrl.verify import verify
-from tests.integration.runs import DELAYS, Run, start, train, train_here_on_ray, wait_until
+from tests.integration.lonely import MESSAGE
+from tests.integration.runs import DELAYS, Run, finish, start, train, train_here_on_ray, wait_until
 from tests.integration.whole_weights import base_of, check_all_changed_and_delivered, whole
 
 SHARDED = (
@@ -126,3 +127,11 @@ def test_a_killed_process(tmp_path: Path, victim: str) -> None:
     back = [event["step"] for event in again.events if event["event"] == "rollback"]
     assert bool(back) == (victim != "rollout-0"), "a trainer rank's death goes back to the checkpoint"
     assert [row for row in verify(folder) if not row[1]] == []
+
+
+@pytest.mark.slow
+def test_a_rank_that_fails_alone_ends_the_run_by_name_and_at_once(tmp_path: Path) -> None:
+    """Its peer waits for it in a collective, whose time-out is that of a whole update."""
+    alone = ("algorithm.name=tests.integration.lonely:LonelyFlowGRPO", "deadlines.update=3600", "total_steps=2")
+    _, said = finish(start(tmp_path / "run", "one_step_off", *SHARDED, *alone), 1)
+    assert MESSAGE in said and "trainer-1" in said

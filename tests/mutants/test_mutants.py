@@ -10,10 +10,14 @@ import pytest
 from tests.mutants.mutation import Mutant, find_test, planted
 from tests.mutants.recovery import ATTEMPT_FAULTS, WORKER_FAULTS
 from tests.mutants.shared import SHARED_FAULTS
+from tests.mutants.shares import SHARE_FAULTS
 from tests.mutants.tickets import TICKET_FAULTS
 from tests.mutants.weights import TENSOR_FAULTS, WEIGHT_FAULTS
 
-MUTANTS = (*TICKET_FAULTS, *WEIGHT_FAULTS, *TENSOR_FAULTS, *WORKER_FAULTS, *ATTEMPT_FAULTS, *SHARED_FAULTS)
+MUTANTS = (
+    *(*TICKET_FAULTS, *WEIGHT_FAULTS, *TENSOR_FAULTS, *WORKER_FAULTS),
+    *(*ATTEMPT_FAULTS, *SHARED_FAULTS, *SHARE_FAULTS),
+)
 
 
 def call(mutant: Mutant) -> None:

@@ -32,8 +32,18 @@ TRAINERS = {
     "diffusion_nft": ("one_step_off", ("algorithm=diffusion_nft", NCCL)),
     "two_updates": ("one_step_off", ("trainer.updates_per_batch=2", "hand_over=batch", NCCL)),
 }
-CASES = {**MODES, **TRANSPORTS, **FAMILIES, **TRAINERS}
-EXPECTED = {"auto": "nccl", **{name: name for name in ("pynccl", "gloo", "object_store")}}
+WHOLE_WEIGHTS = {
+    "whole_weights": ("one_step_off", (*TWO_ROLLOUTS, "tune=full", "checkpoint_engine.transport=auto")),
+    "whole_weights_gloo": ("one_step_off", ("tune=full", "checkpoint_engine.transport=gloo")),
+    "whole_weights_on_the_device": ("one_step_off", (NCCL, "tune=full", "rollout.versions_on=device")),
+    "whole_weights_in_shares": ("one_step_off", (*TWO_TRAINERS, "tune=full", "trainer.shard=full")),
+}
+CASES = {**WHOLE_WEIGHTS, **MODES, **TRANSPORTS, **FAMILIES, **TRAINERS}
+EXPECTED = {"auto": "nccl", **{name: name for name in ("pynccl", "gloo", "object_store")}} | {
+    "whole_weights": "object_store",
+    "whole_weights_gloo": "gloo",
+    "whole_weights_in_shares": "object_store",
+}
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -37,7 +37,11 @@ class ShareSender:
             stage=self.stage,
             whole_layout=lambda: Layout.of(weights(0)),
             policy=SimpleNamespace(
-                seal=self.policy.seal, piece=self.piece, hold=self.policy.hold, release=self.policy.release
+                open=self.policy.open,
+                seal=self.policy.seal,
+                piece=self.piece,
+                hold=self.policy.hold,
+                release=self.policy.release,
             ),
         )
 
@@ -85,9 +89,9 @@ class ShareReceiver:
 
 def received(receiver: ShardReceiver, header: ShardedHeader, senders: list[Publisher], bucket: int) -> Ack:
     """Takes a version from publishers of this process, in buckets."""
-    receiver.begin(header)
+    receiver.begin(header, len(senders))
     for shard, sender in enumerate(senders):
         _, data = sender.payload(header.version)
         for start in range(0, len(data), bucket):
             receiver.take(header.version, shard, start, sender.piece(header.version, start, bucket)[1])
-    return receiver.finish(header.version)
+    return receiver.finish(header)

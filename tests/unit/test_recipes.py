@@ -25,6 +25,7 @@ VARIANTS = {
     "qwen_image_ocr_vlm": "qwen_image_ocr",
     "qwen_image_1x80gb": "qwen_image_ocr",
     "qwen_image_8x80gb_shared": "qwen_image_ocr",
+    "qwen_image_ocr_full": "qwen_image_ocr",
     "sd35_pickscore": "sd35_ocr",
     "sd35_medium_full": "sd35_ocr",
 }

@@ -37,7 +37,12 @@ class Site:
         layout: Layout = await self.ranks.workers[0].call("sender.whole_layout")
         sender = ShardedTrainerEndpoint(self.ranks.workers, layout, BUCKET, self.sealed)
         options = DeliveryOptions(deadline=SECONDS, max_fan_out=99, node_fan_out=99)
-        self.delivery = Delivery(sender, replace=self.replace, options=options)  # type: ignore[arg-type]
+        self.delivery = Delivery(
+            sender,  # type: ignore[arg-type]
+            replace=self.replace,
+            options=options,
+            ahead=sender.send_ahead,
+        )
         for worker in self.workers.workers:
             await self.delivery.join(self.end(worker))
 

@@ -107,6 +107,10 @@ class Roofline:
         given = self.given
         return self.traffic(2 * size) + 2 * size / given.host_bytes_per_second + size / given.network_bytes_per_second
 
+    def activation(self, size: int, *, from_host: bool) -> float:
+        """Returns the seconds to put a version of `size` bytes into a network, from host memory or within the card."""
+        return size / self.given.host_bytes_per_second if from_host else self.traffic(2 * size)
+
 
 def card_of(name: str) -> Card:
     """Returns the card of that name in any case. Raises ValueError, with the nearest name, for an unknown one."""

@@ -17,13 +17,16 @@ class Estimate:
     ticket: float
     """Seconds of one ticket: denoising and decoding, without the text encoders."""
     generation: float
-    """Seconds per training step, with its tickets spread evenly over the rollout workers."""
+    """Seconds per training step, with its tickets spread evenly over the rollout workers, each of which activates one
+    version."""
     micro_batch: float
     """Seconds of forward and backward, collectives included."""
     update: float
     """Seconds of all passes and optimizer steps of a rank per training step."""
     delivery: float
     """Seconds to stage a version, send it to a rollout worker and receive it there."""
+    activation: float
+    """Seconds to put a version into a rollout worker's network, once per training step."""
     ticket_flops: float
     update_flops: float
     """FLOPs of a rank per training step."""
@@ -46,13 +49,15 @@ def estimate(config: Config, rank: RankRehearsal, rollout: RolloutRehearsal, roo
     per_pass = rank.phases["forward"].flops / rank.phases["forward"].entered
     per_update = per_pass + rank.phases["backward"].flops / rank.phases["backward"].entered
     passes, micro_batches = rank.frozen_passes, rank.micro_batches
+    activation = roofline.activation(rollout.version_bytes, from_host=config.versions_on_host)
     sent = {name: phase.sent / phase.entered for name, phase in rank.phases.items()}
     return Estimate(
         ticket=ticket,
-        generation=ticket * tickets / config.rollout.num_workers,
+        generation=ticket * tickets / config.rollout.num_workers + activation,
         micro_batch=forward + backward,
         update=micro_batches * (forward + backward) + passes * forward + rank.optimizer_steps * optimizer,
         delivery=roofline.delivery(rank.version_bytes),
+        activation=activation,
         ticket_flops=flops,
         update_flops=micro_batches * per_update + passes * per_pass,
         update_sent=(micro_batches + passes) * sent["forward"]

@@ -106,7 +106,7 @@ def sentences(done: Rehearsal) -> list[str]:
     return [
         f"estimated: a ticket of {config.images_per_ticket} images {found.ticket:.3g} s "
         f"({found.ticket_flops / 1e12:.4g} TFLOP), a micro-batch {found.micro_batch:.3g} s, a delivery of "
-        f"{done.rank.version_bytes / 1e6:.0f} MB {found.delivery:.3g} s",
+        f"{done.rank.version_bytes / 1e6:.0f} MB {found.delivery:.3g} s, its activation {found.activation:.3g} s",
         f"estimated per training step: {found.generation:.4g} s of generation on {config.rollout.num_workers} rollout "
         f"workers, {found.update:.4g} s of training on {config.trainer.num_workers} ranks ({done.rank.micro_batches} "
         f"micro-batches, {done.rank.frozen_passes} passes without gradient, {found.update_sent / 1e9:.3g} GB sent per "

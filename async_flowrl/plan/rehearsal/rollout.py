@@ -1,7 +1,7 @@
 """Rehearsal of a rollout worker: its real code on fake tensors, with loading, deliveries, and a ticket of two steps."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -55,7 +55,7 @@ def rehearse_rollout(config: Config, model: FakeModel, card: Card) -> RolloutReh
         if config.rollout.text_encoder == "offload":
             ledger.moved(-model.text_bytes)
             ledger.phases["load"].peak -= model.text_bytes
-        with ledger.phase("delivery"):
+        with ledger.phase("delivery"), ledger.aside() if config.versions_on_host else nullcontext():
             newest, arriving = deliver(worker, config)
         request = ticket_request(config, newest)
         with ledger.phase("sample"), _phases(ledger, worker, config, model):

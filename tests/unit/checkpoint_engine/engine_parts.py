@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from checkpoint_engine import RING, Ack, Draft, Header, LoraModule, Publisher, Receiver
+from checkpoint_engine.spot_check import sample as sample_of
 
 RANK, ALPHA = 4, 8.0
 PATIENCE = 60.0
@@ -57,7 +58,7 @@ def freeze(publisher: Publisher, version: int) -> None:
     copy = publisher._copy
 
     def frozen(slot: int, sources: list[Tensor]) -> Any:
-        return replace(copy(slot, stale), sample=publisher._sample(sources))
+        return replace(copy(slot, stale), sample=sample_of(publisher.layout, sources))
 
     publisher._copy = frozen  # type: ignore[method-assign]
 

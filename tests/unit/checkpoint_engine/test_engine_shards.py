@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from checkpoint_engine import Layout, Publisher, Receiver, ShardedHeader, ShardReceiver, TransferCorrupted
+from checkpoint_engine import Layout, Publisher, Receiver, ShardedHeader, ShardReceiver, TransferCorrupted, VersionGone
 from checkpoint_engine.shards import shard_layout, shard_rows
 from tests.support.share_ends import SHAPES, received, share, weights
 
@@ -66,11 +66,11 @@ def test_a_version_that_is_not_finished_is_never_served(
     shards = ShardReceiver(receiver)
     received(shards, sealed(senders, 0), senders, BUCKET)
     torn, whole = sealed(senders, 1), sealed(senders, 2)
-    shards.begin(torn)
+    shards.begin(torn, RANKS)
     shards.take(1, 0, 0, senders[0].piece(1, 0, BUCKET)[1])
     assert receiver.held() == (("policy", 0, "ring"),)
     with pytest.raises(TransferCorrupted, match="ended at byte 100 of"):
-        shards.finish(1)
+        shards.finish(torn)
     received(shards, whole, senders, BUCKET)
     assert receiver.held() == (("policy", 0, "ring"), ("policy", 2, "ring"))
     receiver.activate("policy", 0)
@@ -85,14 +85,14 @@ def test_one_wrong_bit_names_tensor_and_share(
 ) -> None:
     receiver = Receiver(live)
     shards, header = ShardReceiver(receiver), sealed(senders, 0)
-    shards.begin(header)
+    shards.begin(header, RANKS)
     for index, sender in enumerate(senders):
         data = sender.payload(0)[1].copy()
         if index == shard:
             data[sender.layout.entries[2].offset] ^= 1
         shards.take(0, index, 0, data)
     with pytest.raises(TransferCorrupted, match=f"wrong bytes in blocks.1.weight, in shard {shard} of it"):
-        shards.finish(0)
+        shards.finish(header)
     assert receiver.held() == ()
     received(shards, header, senders, BUCKET)
     assert receiver.held() == (("policy", 0, "ring"),)
@@ -112,7 +112,7 @@ def test_pieces_that_do_not_follow_are_refused(
     senders: list[Publisher], live: dict[str, torch.Tensor], piece: Callable[..., object]
 ) -> None:
     shards, header = ShardReceiver(Receiver(live)), sealed(senders, 0)
-    shards.begin(header)
+    shards.begin(header, RANKS)
     with pytest.raises(TransferCorrupted, match="do not follow what came before"):
         piece(shards, senders[0].payload(0)[1])
 
@@ -127,5 +127,33 @@ def test_shares_that_are_not_of_one_version_make_no_header(senders: list[Publish
     with pytest.raises(ValueError, match="shard 0 of 2 of policy 0"):
         ShardedHeader.of(layout, [senders[1].seal(0), senders[0].seal(0)])
     assert not replace(header, shares=header.shares[::-1]).is_consistent()
+    shards = ShardReceiver(Receiver(weights(0)))
+    shards.begin(header, RANKS)
     with pytest.raises(TransferCorrupted, match="damaged header"):
-        ShardReceiver(Receiver(weights(0))).begin(replace(header, shares=header.shares[::-1]))
+        shards.finish(replace(header, shares=header.shares[::-1]))
+
+
+def test_bytes_that_are_sent_before_the_digests_are_those_that_are_sealed(live: dict[str, torch.Tensor]) -> None:
+    senders = [Publisher(share(weights(0), RANKS, rank), retain=1) for rank in range(RANKS)]
+    receiver, layout = Receiver(live), Layout.of(weights(0))
+    shards = ShardReceiver(receiver)
+    for version in range(4):
+        for rank, sender in enumerate(senders):
+            sender.stage(version, share(weights(version), RANKS, rank))
+            sender.open(version)
+        shards.begin(replace(senders[0].draft(version), layout=layout), RANKS)
+        for rank, sender in enumerate(senders):
+            for start in range(0, sender.layout.nbytes, BUCKET):
+                shards.take(version, rank, start, sender.piece(version, start, BUCKET)[1])
+        assert version not in senders[0].retained()
+        header = ShardedHeader.of(layout, [sender.seal(version) for sender in senders])
+        assert shards.finish(header).digest == header.digest == receiver.activate("policy", version)
+        assert all(torch.equal(live[name], tensor) for name, tensor in weights(version).items())
+        assert receiver.live_digest() == header.digest
+    senders[0].stage(7)
+    senders[0].open(7)
+    senders[0].clear()
+    with pytest.raises(VersionGone):
+        senders[0].piece(7, 0, BUCKET)
+    senders[0].stage(7)
+    assert senders[0].seal(7).version == 7, "its place was freed"

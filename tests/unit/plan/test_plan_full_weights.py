@@ -1,5 +1,7 @@
 """Tests of the memory plan of tune=full against the memory of a real rank and a real receiver."""
 
+from copy import deepcopy
+
 import pytest
 
 from async_flowrl.plan.memory import plan_memory
@@ -34,7 +36,13 @@ def test_the_plan_is_what_a_rank_holds(dtype: str) -> None:
     assert 4 * size / 2 <= parts["versions of the weights"] * padded / numel + 1, "two kept, two slots on a GPU"
     receiver = Receiver(sampler.engine.live_tensors(), capacity=config.live_versions)
     assert plan.adapter_bytes == pytest.approx(receiver.layout.nbytes, rel=0.05)
-    assert plan.rollout.parts["versions of the weights"] == 5 * plan.adapter_bytes
+    assert plan.rollout.parts["versions of the weights"] == plan.adapter_bytes, "the live one"
+    assert plan.ring == 4 * plan.adapter_bytes
+    config.rollout.versions_on = "device"
+    on_device = plan_memory(config)
+    assert (on_device.rollout.parts["versions of the weights"], on_device.ring) == (5 * plan.adapter_bytes, 0)
+    held_back = sum(t.nbytes for part in worker._state().tensors.values() for t in part.values())
+    assert plan.snapshot == pytest.approx(held_back, rel=0.02)
     assert plan.rollout.parts["base weights"] == plan.model.buffer_bytes
     assert f"full weights: {numel / 1e6:.1f} M trained" in describe(plan, config, 79)
 
@@ -43,7 +51,7 @@ def test_the_plan_is_what_a_rank_holds(dtype: str) -> None:
 def test_a_share_is_what_a_rank_of_four_holds(dtype: str) -> None:
     config = rig.tiny_config(num_workers=4, shard="none", ema_decay=0.9)
     config.tune, config.model.dtype = "full", dtype
-    whole = plan_memory(config)
+    whole, of_one = plan_memory(config), deepcopy(config)
     config.trainer.shard = "full"
     plan = plan_memory(config)
     trained, frozen = plan.model.adapter_parameters, plan.model.base_bytes - plan.model.version_bytes
@@ -56,3 +64,5 @@ def test_a_share_is_what_a_rank_of_four_holds(dtype: str) -> None:
     assert plan.trainer.parts["gathered blocks"] > max(plan.model.block_bytes)
     assert plan.rollout == whole.rollout
     assert plan.host < whole.host / 3
+    assert plan.snapshot == -(-whole.snapshot // 4)
+    assert "each trainer rank copies" in describe(plan, config, 79) and "the first" in describe(whole, of_one, 79)

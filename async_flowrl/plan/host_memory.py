@@ -1,0 +1,65 @@
+"""Host memory of the processes beside what lies on devices: versions to send, versions received, and a snapshot.
+
+The snapshot is the copy of a trainer rank's state that is written as a checkpoint beside the next step.
+"""
+
+from async_flowrl.algorithms.ema import samples_from_average
+from async_flowrl.config.schema import Config
+from async_flowrl.plan.meta_model import MetaModel
+from async_flowrl.training.fsdp import is_sharded, ranks_per_replica
+
+FLOAT32_BYTES = 4
+
+
+def base_share(config: Config, model: MetaModel) -> int:
+    """Returns the bytes of one rank's share of a frozen base that is shared."""
+    return -(-model.base_bytes // ranks_per_replica(config, config.trainer.num_workers, sharded=True))
+
+
+def in_shares(config: Config) -> bool:
+    """Returns True if each trainer rank has a share of what it trains (tune=full with trainer.shard=full)."""
+    return config.tune == "full" and config.trainer.num_workers > 1 and is_sharded(config)
+
+
+def host_bytes(config: Config, model: MetaModel) -> int:
+    """Returns the bytes that a trainer rank pins: an offloaded base, or with tune=full versions that are sent.
+
+    A LoRA's versions are small and left out.
+    """
+    if not model.full:
+        return base_share(config, model) if config.trainer.cpu_offload else 0
+    streams, shares = _streams(config), in_shares(config)
+    # A share of each, and of the canary, which every rank keeps for workers that come later.
+    versions = streams * (config.live_versions + 2) + shares
+    return -(-versions * model.version_bytes // (config.trainer.num_workers if shares else 1))
+
+
+def received_versions(config: Config) -> int:
+    """Returns the versions that a rollout worker has room for beside the live one.
+
+    The ring of each stream has one place for each version that a ticket may name. There is one slot for evaluation, and
+    one version is being received.
+    """
+    return _streams(config) * config.live_versions + 1 + 1
+
+
+def ring_bytes(config: Config, model: MetaModel) -> int:
+    """Returns the bytes of the versions that a rollout worker keeps in host memory, pinned where it has a GPU."""
+    return received_versions(config) * model.version_bytes if config.versions_on_host else 0
+
+
+def snapshot_bytes(config: Config, model: MetaModel) -> int:
+    """Returns the bytes of the copy that a trainer rank makes of what a checkpoint holds: of its share, if it has one.
+
+    These are masters and both Adam moments in float32, moving averages if used, and all kept versions.
+    """
+    averages = (config.trainer.ema_decay is not None) + samples_from_average(
+        config.algorithm.name, config.algorithm.old_policy_decay
+    )
+    whole = (3 + averages) * model.adapter_parameters * FLOAT32_BYTES + config.live_versions * model.version_bytes
+    return -(-whole // (config.trainer.num_workers if in_shares(config) else 1))
+
+
+def _streams(config: Config) -> int:
+    """Returns the number of streams: the policy, and its moving average (EMA) if there is one."""
+    return 2 if config.trainer.ema_decay is not None else 1

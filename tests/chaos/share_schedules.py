@@ -1,0 +1,206 @@
+"""Fault schedules of whole weights in shares, each drawn from a seed: ranks and receivers die, hang or send damage.
+
+The real delivery and both its ends run in virtual time; `python -m tests.chaos.share_schedules FIRST LAST` prints how
+often each fault was hit.
+"""
+
+import asyncio
+import random
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from async_flowrl.controller.shard_endpoints import ShardedRolloutEndpoint, ShardedTrainerEndpoint
+from async_flowrl.plan.virtual_pool import VirtualWorker
+from async_flowrl.plan.virtual_time import run_virtual
+from checkpoint_engine import Delivery, DeliveryOptions, Header, Layout
+from separation.group import RefLost, WorkerDied
+from tests.support.share_ends import ShareReceiver, ShareSender, weights
+from tests.support.toy_pool import ListObserver
+
+RANKS, VERSIONS, RETAIN = 2, 5, 2
+DEADLINE = 20.0
+HORIZON_SECONDS = 5000.0
+CELLS: dict[str, tuple[str, ...]] = {
+    "receiver:begin": ("kill", "hang", "slow"),
+    "receiver:take": ("kill", "hang", "slow", "corrupt", "truncate", "lose"),
+    "receiver:finish": ("kill", "hang", "slow"),
+    "rank:open": ("kill", "slow"),
+    "rank:piece": ("kill", "slow"),
+    "rank:seal": ("kill", "slow"),
+}
+"""Place → what goes wrong there: `lose` is a bucket whose node is gone."""
+PAIRS = [(place, fault) for place, faults in CELLS.items() for fault in faults]
+CALLS = {"begin": 5, "take": 40, "finish": 5, "open": 5, "piece": 30, "seal": 5}
+"""How many calls of each kind every worker gets at least."""
+
+
+@dataclass
+class Schedule:
+    """The faults of one run, and what of them was hit."""
+
+    seed: int
+    faults: dict[tuple[str, str, int], tuple[str, str]] = field(default_factory=dict)
+    """(worker, method, n-th call) → (place, fault)."""
+    buckets: int = 256
+    workers: int = 2
+    hit: Counter[tuple[str, str]] = field(default_factory=Counter)
+
+    @property
+    def fatal(self) -> bool:
+        """Whether a trainer rank dies, which ends the delivery by name."""
+        return any(place.startswith("rank") and fault == "kill" for place, fault in self.hit)
+
+
+def make_schedule(seed: int) -> Schedule:
+    """Returns a schedule of up to three faults, the first of which is the cell of the seed's turn."""
+    generator = random.Random(seed)
+    made = Schedule(seed, buckets=generator.choice((256, 700, 1 << 20)), workers=generator.choice((1, 2, 3)))
+    others = [generator.choice(PAIRS) for _ in range(generator.choice((0, 1, 2)))]
+    for place, fault in [PAIRS[seed % len(PAIRS)], *others]:
+        pool, method = place.split(":")
+        count = {"take": 5, "piece": 5}.get(method, CALLS[method]) if made.buckets > 700 else CALLS[method]
+        if pool == "rank":
+            worker = f"trainer-{generator.randrange(RANKS)}"
+        else:
+            worker = f"rollout-{generator.randrange(made.workers)}"
+        made.faults[worker, method, generator.randrange(1, count + 1)] = place, fault
+    return made
+
+
+class FaultyWorker(VirtualWorker):
+    """A process that does what the schedule says."""
+
+    def __init__(self, pool: str, index: int, target: Any, schedule: Schedule, *, incarnation: int = 0) -> None:
+        super().__init__(pool, index, target, incarnation=incarnation)
+        self._schedule, self._calls, self.dead = schedule, Counter[str](), False
+
+    async def serve(self, method: str, args: tuple[Any, ...]) -> Any:
+        name = method.rpartition(".")[2]
+        self._calls[name] += 1
+        cell = self._schedule.faults.get((self.name, name, self._calls[name]))
+        if cell is not None and not self.dead:
+            self._schedule.hit[cell] += 1
+            args = await self._suffer(cell[1], args)
+        await asyncio.sleep(0.01)
+        if self.dead:
+            raise WorkerDied(self.name, "killed")
+        return self.run(method, args)
+
+    async def _suffer(self, fault: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        if fault == "kill":
+            self.dead = True
+        elif fault == "hang":
+            await asyncio.Event().wait()
+        elif fault == "slow":
+            await asyncio.sleep(DEADLINE / 3)
+        elif fault == "lose":
+            raise RefLost("a bucket is gone with its node")
+        elif fault in ("corrupt", "truncate"):
+            *others, data = args
+            data = data[: len(data) // 2] if fault == "truncate" else data.copy()
+            if fault == "corrupt" and len(data):
+                data[0] ^= 1
+            return (*others, data)
+        return args
+
+
+class Site:
+    """Ranks, receivers and their delivery."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.schedule, self.headers = schedule, dict[int, Header]()
+        senders = [ShareSender(index, f"trainer-{index}", RANKS, {}) for index in range(RANKS)]
+        self.ranks = [FaultyWorker("trainer", index, sender, schedule) for index, sender in enumerate(senders)]
+        self.workers = [self._receiver(index) for index in range(schedule.workers)]
+        self.replaced = 0
+        sender = ShardedTrainerEndpoint(self.ranks, Layout.of(weights(0)), schedule.buckets, self._sealed)
+        options = DeliveryOptions(retries=2, deadline=DEADLINE, retain=RETAIN, max_fan_out=99, node_fan_out=99)
+        self.delivery = Delivery(sender, replace=self._replace, options=options, ahead=sender.send_ahead)  # type: ignore[arg-type]
+
+    def _receiver(self, index: int, incarnation: int = 0) -> FaultyWorker:
+        target = ShareReceiver(index, f"rollout-{index}", {})
+        return FaultyWorker("rollout", index, target, self.schedule, incarnation=incarnation)
+
+    def end(self, worker: FaultyWorker) -> ShardedRolloutEndpoint:
+        return ShardedRolloutEndpoint(worker, ListObserver(), "object_store")
+
+    def _sealed(self, header: Header) -> None:
+        self.headers[header.version] = header
+
+    async def _replace(self, name: str, error: BaseException) -> None:
+        self.replaced += 1
+        index = next(worker.index for worker in self.workers if worker.name == name)
+        self.workers[index].dead = True
+        fresh = self.workers[index] = self._receiver(index, self.replaced)
+        await self.delivery.join(self.end(fresh), sorted(self.headers)[-RETAIN:])
+
+    async def publish(self) -> None:
+        for worker in self.workers:
+            await self.delivery.join(self.end(worker))
+        for version in range(VERSIONS):
+            await self.delivery.publish(version)
+            await self.delivery.drain()
+
+    def wrong(self, *, finished: bool) -> str | None:
+        """Returns what is wrong with what the receivers that live have; every version that one has must be whole."""
+        for worker in self.workers:
+            held = [version for _, version, _ in worker.target.held()]
+            if finished and held[-1:] != [VERSIONS - 1]:
+                return f"{worker.name} ends with versions {held}"
+            for version in held:
+                digest, live_digest, live = worker.target.serve(version)
+                if not digest == live_digest == self.headers[version].digest:
+                    return f"{worker.name} serves version {version} under another digest"
+                if not all(torch.equal(live[name], tensor) for name, tensor in weights(version).items()):
+                    return f"{worker.name} serves torn weights as version {version}"
+        return None
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a schedule ended; `wrong` is None where that is as it must be."""
+
+    schedule: Schedule
+    wrong: str | None
+
+
+def outcome(seed: int, *, calm: bool = False) -> Ended:
+    """Runs the schedule of a seed, with `calm` without its faults."""
+    schedule = make_schedule(seed)
+    if calm:
+        schedule.faults.clear()
+
+    async def job() -> str | None:
+        site = Site(schedule)
+        error: WorkerDied | None = None
+        try:
+            await site.publish()
+        except WorkerDied as died:
+            error = died
+        finally:
+            await site.delivery.close()
+        if schedule.fatal and (error is None or not error.worker.startswith("trainer")):
+            return f"a rank died, and the delivery ended with {error!r}"
+        if error is not None and not schedule.fatal:
+            return f"ended with {error!r}"
+        return site.wrong(finished=error is None)
+
+    return Ended(schedule, run_virtual(job(), horizon=HORIZON_SECONDS))
+
+
+def hits(ended: Sequence[Ended]) -> Counter[tuple[str, str]]:
+    return sum((each.schedule.hit for each in ended), Counter[tuple[str, str]]())
+
+
+if __name__ == "__main__":
+    found = [outcome(seed) for seed in range(*map(int, sys.argv[1:3]))]
+    for each in found:
+        if each.wrong is not None:
+            sys.stdout.write(f"seed {each.schedule.seed}: {each.wrong}\n")
+    for cell, count in sorted(hits(found).items()):
+        sys.stdout.write(f"{' '.join(cell)}: {count}\n")

@@ -1,0 +1,107 @@
+"""Both ends of a delivery in shares, as the benchmark (shares.py) starts them in processes: bytes, and no model."""
+
+import time
+from datetime import timedelta
+from types import SimpleNamespace
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, TCPStore
+
+from async_flowrl.types import POLICY, ByteArray
+from checkpoint_engine import Layout, Publisher, Receiver, ShardReceiver
+from checkpoint_engine.process_group import Epoch, TorchLink
+from checkpoint_engine.shards import shard_layout
+from checkpoint_engine.transports import GLOO
+
+TENSORS = 64
+GROUP_SECONDS = 300.0
+
+
+def whole_layout(megabytes: float) -> Layout:
+    """Returns the layout of `megabytes` (10^6 bytes) of bfloat16 in TENSORS matrices, on no device."""
+    columns = 256
+    rows = int(megabytes * 1e6) // (2 * TENSORS * columns)
+    like = torch.empty(rows, columns, dtype=torch.bfloat16, device="meta")
+    return Layout.of({f"t{index:02d}": like for index in range(TENSORS)})
+
+
+class End:
+    """A process with a buffer, of which the bare transfers send or into which they write."""
+
+    def __init__(self, buffer: torch.Tensor) -> None:
+        self.buffer = buffer
+        self._link: TorchLink
+
+    def serve(self) -> int:
+        """Opens the store in which the members of the gloo group meet; returns its port."""
+        self._server = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=GROUP_SECONDS), wait_for_workers=False)
+        return int(self._server.port)
+
+    def open(self, host: str, port: int, world: int, rank: int) -> None:
+        """Joins the gloo group of all ranks and receivers."""
+        store = TCPStore(host, port, None, False, timedelta(seconds=GROUP_SECONDS), wait_for_workers=False)
+        self._link = TorchLink(GLOO)
+        self._link.open(PrefixStore("raw", store), Epoch(0, "raw", host, port, world, GROUP_SECONDS), rank)
+
+    def broadcast(self, sizes: list[int], bucket: int) -> None:
+        """Takes part in bare broadcasts of all ranks' shares, which have these sizes in bytes, bucket by bucket."""
+        options = dist.BroadcastOptions()
+        options.rootTensor = 0
+        for rank, size in enumerate(sizes):
+            options.rootRank = rank
+            for start in range(0, size, bucket):
+                piece = self.buffer[start : min(start + bucket, size)]
+                self._link.group.broadcast([piece], options).wait()
+
+
+class SendingRank(End):
+    """A trainer rank's share of the weights, with a publisher; tests.support.share_ends has one for tests."""
+
+    def __init__(self, index: int, name: str, ranks: int, megabytes: float) -> None:
+        whole = whole_layout(megabytes)
+        super().__init__(shard_layout(whole, ranks, 0).empty().zero_())  # as large as the largest share
+        self._live = shard_layout(whole, ranks, index).views(self.buffer)
+        publisher = Publisher(self._live, POLICY, retain=1)
+        self.sender = SimpleNamespace(policy=publisher, stage=self.stage)
+        self._staging = 0.0
+
+    def train(self, version: int) -> None:
+        self.buffer.fill_(version % 251)
+
+    def stage(self, version: int, stream: str) -> None:
+        began = time.perf_counter()
+        self.sender.policy.stage(version)
+        self._staging = time.perf_counter() - began
+
+    def stalled(self) -> tuple[float, float]:
+        """Returns the seconds of the last staging, and of one bare copy of the same tensors into host memory."""
+        target = self.sender.policy._buffers.take()
+        began = time.perf_counter()
+        torch._foreach_copy_(target.views, list(self._live.values()))
+        return self._staging, time.perf_counter() - began
+
+    def raw(self, version: int, start: int, size: int) -> tuple[int, ByteArray]:
+        data = self.buffer[start : start + size].numpy()
+        return data.shape[0], data
+
+
+class TakingWorker(End):
+    """A rollout worker's receiver."""
+
+    def __init__(self, index: int, name: str, megabytes: float) -> None:
+        layout = whole_layout(megabytes)
+        live = layout.views(layout.empty().zero_())
+        self.receiver = Receiver(live, capacity=1, on_host=True)
+        self.shards = ShardReceiver(self.receiver)
+        super().__init__(self.receiver._live)
+
+    def take_raw(self, start: int, data: ByteArray) -> None:
+        """The bare primitive: copies the bytes of a bucket that Ray has mapped."""
+        self.buffer[start : start + data.shape[0]].copy_(torch.from_numpy(data))
+
+    def activate(self, version: int) -> float:
+        """Returns the seconds of the activation of a version."""
+        began = time.perf_counter()
+        self.receiver.activate(POLICY, version)
+        return time.perf_counter() - began
