@@ -1,4 +1,4 @@
-"""Durations of tickets in a run, from its events: in whichever batches they were made, and whatever their images' sizes.
+"""Durations of tickets in a run, from its events, also of those made in batches and of images of different sizes.
 
 `calibrate` uses them; `turns_taken` has those of `placement=shared`.
 """

@@ -111,7 +111,7 @@ def test_groups_of_two_sizes_take_as_long_as_they_should() -> None:
     tickets = [unit.end - unit.start for unit in units if unit.place == "rollout-0"]
     assert {round(seconds, 9) for seconds in tickets} == {0.25, 0.75}
     assert fmean(tickets) == pytest.approx(0.5, rel=0.05)
-    by_group = [pair for pair in zip(tickets[::2], tickets[1::2], strict=True)]
+    by_group = list(zip(tickets[::2], tickets[1::2], strict=True))
     assert all(a == pytest.approx(b) for a, b in by_group), "a group has one size"
     updates = [unit.end - unit.start for unit in units if unit.place == "trainer-0" and unit.end > unit.start]
     assert {round(seconds, 9) for seconds in updates} == {0.5, 1.5}
