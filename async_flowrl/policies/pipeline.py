@@ -201,7 +201,7 @@ class PipelinePolicy(ABC):
         size.
 
         With true CFG, prompt and negative prompt both get gradients. They are one batch for the network, or two
-        (`_apart`).
+        (`apart`).
         """
         if tuple(latents.shape[1:]) != self.latent_shape(sampling.resolution):
             raise ValueError(f"latents {tuple(latents.shape)} are not those of {in_pixels(sampling.resolution)} images")
@@ -210,7 +210,7 @@ class PipelinePolicy(ABC):
             return self._network(latents, sigma, [positive], sampling)
         if negative is None:
             raise ValueError(f"true_cfg_scale {sampling.true_cfg_scale} needs the negative prompt's conditioning")
-        if _apart(positive, negative, latents.device):
+        if apart(positive, negative, latents.device):
             conditional = self._network(latents, sigma, [positive], sampling)
             unconditional = self._network(latents, sigma, [negative], sampling)
         else:
@@ -311,7 +311,7 @@ class PipelinePolicy(ABC):
         }
 
 
-def _apart(positive: Mapping[str, Tensor], negative: Mapping[str, Tensor], device: torch.device) -> bool:
+def apart(positive: Mapping[str, Tensor], negative: Mapping[str, Tensor], device: torch.device) -> bool:
     """Returns True if guidance needs two forward passes: on CUDA, for prompts of different lengths.
 
     In one batch the shorter text would be padded and masked, and a mask prevents flash attention. Padding does not
