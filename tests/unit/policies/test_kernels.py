@@ -111,7 +111,9 @@ def velocities(policy: Policy, family: str, shapes: Sequence[Shape]) -> dict[Sha
     return made
 
 
-@pytest.mark.parametrize("family", NAMES)
+@pytest.mark.parametrize(
+    "family", ["qwen_image", *(pytest.param(name, marks=pytest.mark.slow) for name in NAMES if name != "qwen_image")]
+)
 def test_blocks_are_compiled_once_for_all_sizes_texts_and_numbers_of_images(family: str) -> None:
     """Once for each kind of block, where torch's default would compile again for the second shape."""
     torch._dynamo.reset()
