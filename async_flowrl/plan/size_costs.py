@@ -3,7 +3,7 @@
 Estimates of durations need it; memory is planned for the largest size alone (plan/largest.py).
 """
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -79,7 +79,7 @@ def size_shares(config: Config) -> dict[Resolution, float]:
     """
     drawn = configured(config.rollout)
     by_prompt = _own_sizes(config)
-    found: Counter[Resolution] = Counter()
+    found: dict[Resolution, float] = defaultdict(float)
     for size, share in by_prompt.items():
         for each in drawn if size is None else (size,):
             found[each] += share / (len(drawn) if size is None else 1)
@@ -97,7 +97,8 @@ def _own_sizes(config: Config) -> dict[Resolution | None, float]:
     prompts = load_data(config.data, needs_target=False).train
     if not prompts.sizes:
         return {None: 1.0}
-    found: Counter[Resolution | None] = Counter()
+    found: dict[Resolution | None, float] = defaultdict(float)
     for index, prompt in enumerate(prompts):
         found[prompt.resolution] += 1.0 if prompts.weights is None else float(prompts.weights[index])
-    return {size: weight / found.total() for size, weight in found.items()}
+    total = sum(found.values())
+    return {size: weight / total for size, weight in found.items()}
