@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import numpy as np
@@ -21,7 +20,6 @@ from async_flowrl.policies.registry import load_policy, resolve_model
 from async_flowrl.rollout import text_encoder, transfers
 from async_flowrl.rollout.diffusers_engine import DiffusersEngine
 from async_flowrl.rollout.registry import PARTS, load_engine, open_embeddings
-from async_flowrl.rollout.together import TogetherEngine
 from async_flowrl.seeds import generator
 from async_flowrl.types import RolloutRequest
 from tests.support.families import NAMES, how, model_config
@@ -102,35 +100,6 @@ def test_a_ticket_waits_twice_whatever_its_steps_and_chunks(family: str, guidanc
         engine.generate(asked)
     assert waits.others == []
     assert waits.meant == 2
-
-
-@FAMILIES
-@pytest.mark.parametrize("guidance", [1.0, 3.0])
-def test_a_batch_of_tickets_waits_twice_for_each(family: str, guidance: float) -> None:
-    """Prompts of other lengths, images that are not square; negative prompts, which are alike, are not padded."""
-    engine = TogetherEngine(policy_on_device(family), device="cuda")
-    first = ticket(family, guidance)
-    wide = replace(first.sampling, resolution=(32, 64))
-    asked = [
-        replace(first, ordinal=index, sampling=wide, prompt=replace(first.prompt, text=text))
-        for index, text in enumerate(("red", "a small green hill", "blue"))
-    ]
-    engine.generate_together(asked)
-    masked: list[int] = []
-    network = engine.policy._network  # type: ignore[attr-defined]
-
-    def noted(latents: Tensor, sigma: Tensor, branches: Any, *others: Any) -> Tensor:
-        masked.append(len({len(next(iter(branch.values()))) for branch in branches}) > 1)
-        return network(latents, sigma, branches, *others)
-
-    waits = Waits()
-    with patch.object(engine.policy, "_network", noted), waits.watched():
-        engine.generate_together(asked)
-    assert waits.others == []
-    assert waits.meant == 2 * len(asked)
-    apart = family in ("qwen_image", "z_image") and guidance > 1
-    assert len(masked) == first.sampling.num_inference_steps * (1 + apart)
-    assert not apart or masked[1::2] == [False] * first.sampling.num_inference_steps
 
 
 def test_a_wait_in_a_step_would_be_noticed() -> None:
