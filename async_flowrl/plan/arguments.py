@@ -28,6 +28,10 @@ def parser() -> argparse.ArgumentParser:
     option("--prompts", type=count, default=16, help="prompts per step (default 16)")
     option("--group-size", type=count, default=16, help="images per prompt (default 16)")
     option("--ticket-size", type=count, help="images per ticket (default: a whole group)")
+    option("--tickets-per-batch", type=count, default=1, help="tickets that a worker makes at once (default 1)")
+    option(
+        "--costs", type=factors, default=(), metavar="X,Y", help="relative durations of groups, one for each image size"
+    )
     option("--devices", type=count, help="devices to split (default 2, or the run's)")
     option("--split", type=pair, metavar="R:T", help="fix the split instead of searching it")
     option("--reward-workers", type=count, help="not counted among the devices (default 1, or the run's)")
@@ -57,6 +61,12 @@ def factor(value: str) -> float:
     if (number := seconds(value)) == 0:
         raise argparse.ArgumentTypeError(f"must be above 0, got {value}")
     return number
+
+
+def factors(value: str) -> tuple[float, ...]:
+    """Parses numbers above 0 with commas between; returns them divided by their mean."""
+    numbers = [factor(each) for each in value.split(",")]
+    return tuple(number * len(numbers) / sum(numbers) for number in numbers)
 
 
 def share(value: str) -> float:

@@ -5,7 +5,7 @@ neither the model nor the rewards of the run's configuration are imported.
 """
 
 import json
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean, median
@@ -22,10 +22,10 @@ from async_flowrl.observability.pool_size import CHANGES
 from async_flowrl.observability.summary import WARM_UP_STEPS, last_attempt
 from async_flowrl.observability.timeline import tracks
 from async_flowrl.plan.laws import Law
+from async_flowrl.plan.ticket_times import Batches, at_mean_cost, generation_times, group_costs, per_call
 from async_flowrl.plan.turns_taken import ticket_times, update_times
 from async_flowrl.plan.work import Layout, Work, largest_share
 from async_flowrl.tickets.arithmetic import parts_per_group
-from async_flowrl.tickets.table import TRAIN, State
 
 MIN_SLOWNESS = 1.15
 """A worker is slow if its tickets take more than this many times those of the middle worker."""
@@ -75,7 +75,10 @@ def calibrate(run: Path, *, last: int | None = None) -> Run:
     if not lines:
         raise NothingToLearn(f"{run} has no step from {first} to {stop} with its timing in metrics.jsonl")
     history = within(history, first, stop)
-    tickets = ticket_times(history) if one_pool else generation_times(history)
+    batches = batches_of(config)
+    times = per_call(ticket_times(history) if one_pool else generation_times(history), batches)
+    costs = group_costs(history, times, batches)
+    tickets = at_mean_cost(times, costs, batches)
     if not tickets:
         raise NothingToLearn(f"{run} has no ticket of steps {first} to {stop} in events.jsonl")
     finishes = [
@@ -87,7 +90,9 @@ def calibrate(run: Path, *, last: int | None = None) -> Run:
     parts = config.prompts_per_step // config.trainer.updates_per_batch * parts_per_group(config)
     # The update took as long as the rank with the most parts. Dividing by its share gives the time of a single rank.
     share = largest_share(parts, config.trainer.num_workers)
-    per_group = [max(0.0, line["timing/update"] - finish) / config.prompts_per_step / share for line in lines]
+    per_group = [
+        (line["step"], max(0.0, line["timing/update"] - finish) / config.prompts_per_step / share) for line in lines
+    ]
     if one_pool and not (per_group := update_times(history, config.prompts_per_step)):
         raise NothingToLearn(f"{run} has no span of training of steps {first} to {stop} in events.jsonl")
     rest = [max(0.0, x["timing/step"] - x["timing/wait_rollout"] - x["timing/update"]) for x in lines]
@@ -95,12 +100,14 @@ def calibrate(run: Path, *, last: int | None = None) -> Run:
     scores = score_times(history, [pool.name for pool in reward_pools(config.reward)])
     work = Work(
         prompts_per_step=config.prompts_per_step,
-        tickets_per_group=config.group_size // config.images_per_ticket,
+        tickets_per_group=batches.tickets_per_group,
+        tickets_per_batch=batches.size,
+        costs=tuple(costs.values()),
         group_size=config.group_size,
         parts=parts,
         # Durations of slow workers are scaled to the middle worker's speed; the layout holds the slowness factors.
         generate=Law.measured([seconds / slow.get(place, 1.0) for place, seconds in tickets]),
-        update=Law.measured(per_group),
+        update=Law.measured([seconds / step_cost(costs, step, config.prompts_per_step) for step, seconds in per_group]),
         finish=Law(finish),
         score=Law.measured(scores.pop(SHARED, [])),
         own_scores={pool: Law.measured(times) for pool, times in scores.items()},
@@ -110,6 +117,16 @@ def calibrate(run: Path, *, last: int | None = None) -> Run:
         adapter_bytes=adapter_bytes(run),
     )
     return Run(config, work, layout_of(config, slow), began, len(metrics), resized)
+
+
+def batches_of(config: Config) -> Batches:
+    per_group = config.group_size // config.images_per_ticket
+    return Batches(config.rollout.tickets_per_batch, config.prompts_per_step * per_group, per_group)
+
+
+def step_cost(costs: Mapping[int, float], step: int, groups: int) -> float:
+    """Returns the mean relative cost of the step's groups; groups that are not in `costs` count as 1."""
+    return fmean(costs.get(group, 1.0) for group in range(step * groups, (step + 1) * groups))
 
 
 def load(run: Path) -> tuple[Config, int, list[Event], list[dict[str, Any]]]:
@@ -152,31 +169,6 @@ def within(history: Sequence[Event], first: int, stop: int) -> list[Event]:
         return []
     begin, end = steps[0]["started"], steps[-1]["ended"]
     return [event for event in history if begin <= event["time"] <= end]
-
-
-def generation_times(history: Iterable[Event], steps: Container[int] | None = None) -> list[tuple[str, float]]:
-    """Returns (worker place, seconds) of every training ticket that was generated; `steps` None means of all steps.
-
-    The seconds run from the ticket's dispatch to its result, but begin with the worker's previous result if that is
-    later: a worker gets its next ticket while it generates one.
-    """
-    started: dict[tuple[str, int], tuple[float, str]] = {}
-    last: dict[str | None, float] = {}
-    times = []
-    for event in history:
-        if event["event"] != "ticket":
-            continue
-        key = event["kind"], event["ordinal"]
-        if event["state"] == State.RUNNING:
-            started[key] = event["time"], event["worker"]
-        elif event["state"] == State.SCORING and key in started:
-            began, worker = started.pop(key)
-            if event["kind"] == TRAIN and (steps is None or event["step"] in steps):
-                times.append((place_of(worker), event["time"] - max(began, last.get(worker, 0.0))))
-            last[worker] = event["time"]
-        elif event["state"] == State.PENDING:
-            started.pop(key, None)
-    return times
 
 
 def slow_places(tickets: Sequence[tuple[str, float]]) -> dict[str, float]:

@@ -233,7 +233,7 @@ def training_peak(config: Config, model: MetaModel, *, device: str = "meta") -> 
     rows = trainer.micro_batch_size * (trainer.timesteps_per_forward or trained_steps(config))
 
     def forward() -> Tensor:
-        return _velocity(config, model, rows, device).square().mean()
+        return velocity(config, model, rows, device).square().mean()
 
     for parameter in policy.transformer.parameters():
         if parameter.requires_grad:
@@ -250,12 +250,13 @@ def sampling_peak(config: Config, model: MetaModel) -> int:
     latents = torch.zeros(rows, *policy.latent_shape(config.rollout.resolution), device="meta")
     pipeline = policy._whole("decode images")
     with torch.no_grad():
-        denoise = measured(lambda: _velocity(config, model, rows * config.rollout.tickets_per_batch, "meta"), "meta")
+        denoise = measured(lambda: velocity(config, model, rows * config.rollout.tickets_per_batch, "meta"), "meta")
         decode = measured(lambda: policy._decoded(pipeline, latents, config.rollout.resolution), "meta")
     return max(denoise, decode)
 
 
-def _velocity(config: Config, model: MetaModel, rows: int, device: str) -> Tensor:
+def velocity(config: Config, model: MetaModel, rows: int, device: str) -> Tensor:
+    """Returns the velocity of `rows` images in one call of the network, of the meta model's policy."""
     policy, how = model.policy, sampling(config)
     latents = torch.zeros(rows, *policy.latent_shape(how.resolution), device=device)
     prompt = conditioning(policy, device)

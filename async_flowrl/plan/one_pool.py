@@ -15,7 +15,7 @@ from async_flowrl.algorithms.registry import build_algorithm
 from async_flowrl.config.schema import Config
 from async_flowrl.controller.context import Signal
 from async_flowrl.controller.trainer import TrainerGroup
-from async_flowrl.plan.stand_ins import PlannedWorker, TicketsAsRequests
+from async_flowrl.plan.stand_ins import PlannedWorker, TicketsAsRequests, first_of
 from async_flowrl.plan.units import Unit
 from async_flowrl.plan.virtual_pool import VirtualPool, VirtualWorker
 from async_flowrl.plan.work import Layout, Work
@@ -104,9 +104,9 @@ class SharedRollout(PlannedWorker):
         self._device = device
 
     async def serve(self, method: str, args: tuple[Any, ...]) -> Any:
-        if method != "generate":
+        if method == "score":
             return await super().serve(method, args)
-        await self._device.sample(self.duration(method, args), args[0].step)
+        await self._device.sample(self.duration(method, args), first_of(args).step)
         return self.run(method, args)
 
 
@@ -138,7 +138,8 @@ class SharedRank(VirtualWorker):
         for index, count in own.items():
             meta = request.metas[index]
             share = count / len(cut(meta.selected, self._samples))
-            seconds += share * self._whole.draw(f"{self._seed}/update/{request.step}/{meta.group}")
+            drawn = self._whole.draw(f"{self._seed}/update/{request.step}/{meta.group}")
+            seconds += share * drawn * self._work.cost(self._seed, request.step, meta.group)
         return seconds
 
 

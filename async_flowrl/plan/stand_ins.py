@@ -12,6 +12,7 @@ from async_flowrl.config.reward_pools import SHARED
 from async_flowrl.config.schema import Config
 from async_flowrl.controller.context import Context
 from async_flowrl.controller.replicas import MAX_GROUPS_PER_CALL
+from async_flowrl.plan.laws import Law
 from async_flowrl.plan.units import Unit
 from async_flowrl.plan.virtual_pool import VirtualPool, VirtualWorker
 from async_flowrl.plan.work import Layout, Work, images_of
@@ -39,6 +40,9 @@ class EmptyAnswers:
     def generate(self, ticket: Ticket) -> tuple[RolloutReport, None, None]:
         return RolloutReport(ticket.ordinal, ticket.version, str(ticket.version), 0, ()), None, None
 
+    def generate_together(self, tickets: Sequence[Ticket]) -> tuple[Any, ...]:
+        return [self.generate(ticket)[0] for ticket in tickets], *[None] * (2 * len(tickets))
+
     def score(self, ticket: Ticket, *images: Any) -> Scores:
         return self._scores
 
@@ -54,14 +58,22 @@ class PlannedWorker(VirtualWorker):
     async def serve(self, method: str, args: tuple[Any, ...]) -> Any:
         began = asyncio.get_running_loop().time()
         result = await super().serve(method, args)
-        self._units.append(Unit(self.name, args[0].step, began, asyncio.get_running_loop().time()))
+        self._units.append(Unit(self.name, first_of(args).step, began, asyncio.get_running_loop().time()))
         return result
 
     def duration(self, method: str, args: tuple[Any, ...]) -> float:
-        ticket: Ticket = args[0]
+        work, ticket = self._work, first_of(args)
         if method == "score":
-            return self._work.score_in(self.pool).draw(f"{self._seed}/{self._scored}/{ticket.step}/{ticket.group}")
-        return self._work.generate.draw(f"{self._seed}/generate/{ticket.ordinal}") * self._slowness
+            return work.score_in(self.pool).draw(f"{self._seed}/{self._scored}/{ticket.step}/{ticket.group}")
+        tickets = args[0] if method == "generate_together" else args[:1]
+        costs = sum(work.cost(self._seed, each.step, each.group) for each in tickets)
+        return work.generate.draw(f"{self._seed}/generate/{ticket.ordinal}") * costs * self._slowness
+
+
+def first_of(args: tuple[Any, ...]) -> Ticket:
+    """Returns the ticket of a call, or the first of its batch."""
+    ticket: Ticket = args[0][0] if isinstance(args[0], list) else args[0]
+    return ticket
 
 
 def planned_pool(name: str, size: int, work: Work, layout: Layout, seed: int, units: list[Unit]) -> VirtualPool:
@@ -110,9 +122,12 @@ class PlannedTrainer:
             groups = ctx.table.ready_groups(step)[:most]
             left -= len(groups)
             for tickets in [ctx.table.hand_over(step, group) for group in groups]:
-                await self._compute(step, self._update.draw(f"{self._seed}/update/{step}/{tickets[0].group}"))
+                await self._compute(step, self._seconds(self._update, step, tickets[0].group))
         await self._compute(step, self._work.finish.draw(f"{self._seed}/finish/{step}"))
         return {}
+
+    def _seconds(self, update: Law, step: int, group: int) -> float:
+        return update.draw(f"{self._seed}/update/{step}/{group}") * self._work.cost(self._seed, step, group)
 
     async def _compute(self, step: int, seconds: float, rank: int | None = None) -> None:
         """Lets the seconds pass, on one rank or on all of them."""
@@ -140,7 +155,7 @@ class PlannedTrainer:
                 if not left:
                     ctx.ready.notify()  # Wakes the ranks that wait for a further group.
                 for tickets in taken:
-                    await self._compute(step, self._whole.draw(f"{self._seed}/update/{step}/{tickets[0].group}"), index)
+                    await self._compute(step, self._seconds(self._whole, step, tickets[0].group), index)
                 ctx.observer.state(name, "idle")
 
         async with asyncio.TaskGroup() as tasks:

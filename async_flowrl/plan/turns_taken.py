@@ -8,17 +8,15 @@ from collections.abc import Iterable
 from async_flowrl.observability.events import Event
 from async_flowrl.observability.intervals import length, union
 from async_flowrl.observability.ledger import place_of, pool_of
+from async_flowrl.plan.ticket_times import TicketTime
 from async_flowrl.tickets.table import TRAIN, State
 
 BESIDE_GROUPS = ("optimizer", "probe")
 """Spans of a trainer rank that belong to the end of an optimizer step, not to a group."""
 
 
-def ticket_times(history: Iterable[Event]) -> list[tuple[str, float]]:
-    """Returns (worker place, seconds) of every training ticket that was generated.
-
-    Of tickets of one batch the first has the time of all, as it does where their results say when they were made.
-    """
+def ticket_times(history: Iterable[Event]) -> list[TicketTime]:
+    """Returns the seconds of every training ticket that was generated; of a batch only those of the first, for all."""
     spans: dict[tuple[str, int], tuple[float, float]] = {}
     last: dict[str, float] = {}
     times = []
@@ -31,20 +29,21 @@ def ticket_times(history: Iterable[Event]) -> list[tuple[str, float]]:
             worker = event["worker"]
             start, end = spans.pop((worker, event["ordinal"]), (0.0, 0.0))
             if event["kind"] == TRAIN and end > 0:
-                times.append((place_of(worker), max(0.0, end - max(start, last.get(worker, 0.0)))))
+                seconds = max(0.0, end - max(start, last.get(worker, 0.0)))
+                times.append(TicketTime(worker, event["ordinal"], event["step"], seconds))
             last[worker] = max(end, last.get(worker, 0.0))
     return times
 
 
-def update_times(history: Iterable[Event], groups: int) -> list[float]:
-    """Returns for each step the seconds that a single rank would take for one of its `groups`, without the optimizer.
+def update_times(history: Iterable[Event], groups: int) -> list[tuple[int, float]]:
+    """Returns (step, seconds that a single rank would take for one of its `groups`, without the optimizer).
 
     The ranks' spans of a step are added up; they are recorded before the event of the step.
     """
     times, spans = [], dict[str, list[tuple[float, float]]]()
     for event in history:
         if event["event"] == "step" and spans:
-            times.append(sum(length(union(own)) for own in spans.values()) / groups)
+            times.append((event["step"], sum(length(union(own)) for own in spans.values()) / groups))
             spans = {}
         elif event["event"] == "span" and pool_of(event["worker"]) == "trainer" and event["name"] not in BESIDE_GROUPS:
             spans.setdefault(place_of(event["worker"]), []).append((event["start"], event["end"]))

@@ -3,6 +3,7 @@
 `calibrate` and `command` make a `Work`, `advise` tries layouts for it, and `simulate` runs it.
 """
 
+import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 
@@ -24,10 +25,18 @@ class Work:
 
     prompts_per_step: int
     generate: Law
-    """Duration of one ticket on one rollout worker, including the decoding of its images."""
+    """Duration of one ticket on one rollout worker, including the decoding of its images.
+
+    With `tickets_per_batch` above 1 it is the duration of a batch divided by its tickets.
+    """
     update: Law
     """Duration of forward and backward passes of one group on a single trainer rank."""
     tickets_per_group: int = 1
+    tickets_per_batch: int = 1
+    """Tickets that a rollout worker makes in one call (`rollout.tickets_per_batch`)."""
+    costs: tuple[float, ...] = ()
+    """Relative durations of groups whose images have different sizes, equally likely, with a mean of 1; empty if all
+    are alike. They multiply `generate` and `update`, which are means over all sizes."""
     group_size: int = 0
     """Images per group; 0 means unknown."""
     parts: int = 0
@@ -58,6 +67,10 @@ class Work:
     def update_on(self, ranks: int) -> Law:
         """Returns the duration of one group's passes on `ranks` ranks, by Amdahl's law with the share `serial`."""
         return self.update.scaled(self.serial + (1.0 - self.serial) * largest_share(self.parts, ranks))
+
+    def cost(self, seed: int, step: int, group: int) -> float:
+        """Returns the relative duration of a group's tickets and update; every group draws its own."""
+        return random.Random(f"{seed}/cost/{step}/{group}").choice(self.costs) if self.costs else 1.0
 
     def score_in(self, pool: str) -> Law:
         """Returns the duration of scoring one group on one worker of the reward pool `pool`."""
@@ -186,6 +199,7 @@ def config_of(work: Work, layout: Layout, steps: int) -> Config:
     config.placement = layout.placement
     config.trainer.micro_batch_size = -(-config.group_size // parts_of_group(work)) if work.parts else 1
     config.ticket_size = config.group_size // work.tickets_per_group
+    config.rollout.tickets_per_batch = work.tickets_per_batch
     config.max_staleness, config.hand_over = layout.max_staleness, layout.hand_over
     config.rollout.num_workers, config.reward.num_workers = layout.rollout, max(1, layout.reward)
     config.trainer.num_workers = layout.trainer

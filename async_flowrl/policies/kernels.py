@@ -61,9 +61,12 @@ def compile_blocks(policy: Policy, backend: str | Callable[..., Any] = "inductor
 
     Call it after gradient checkpointing is set up and before FSDP shards the network. Blocks of one kind share the
     compiled code, so the time to compile does not depend on the number of blocks.
+
+    The code is compiled for any number of images, any image size and any length of text. By torch's default the first
+    shapes of a process would get code of their own, so the bits of an image would depend on what was made before it.
     """
     for block in policy.blocks:
-        block.compile(backend=backend)
+        block.compile(backend=backend, dynamic=True)
         block._compiled_call_impl = _never_eager(cast("Callable[..., Any]", block._compiled_call_impl))
 
 

@@ -157,7 +157,10 @@ class PipelinePolicy(ABC):
         )
 
     def _grid(self, resolution: Resolution) -> tuple[int, int]:
-        """Returns rows and columns of image tokens. Raises ValueError, with the nearest size, if they are not whole."""
+        """Returns rows and columns of image tokens.
+
+        Raises ValueError, with the nearest size, if they are not whole, and for more than `largest_grid`.
+        """
         (height, width), step = height_width(resolution), math.lcm(self._side, self.size_step)
         if height % step or width % step:
             wanted = "a multiple" if isinstance(resolution, int) else "multiples"
@@ -165,7 +168,18 @@ class PipelinePolicy(ABC):
             raise ValueError(
                 f"resolution must be {wanted} of {step}, got {in_words(resolution)}, nearest: {in_words(nearest)}"
             )
-        return height // self._side, width // self._side
+        grid = height // self._side, width // self._side
+        if (most := self.largest_grid) is not None and any(a > b for a, b in zip(grid, most, strict=True)):
+            raise ValueError(
+                f"resolution must be at most {in_words(of_sides(*(self._side * each for each in most)))} px for "
+                f"{self.title}, whose network has no positions beyond that, got {in_words(resolution)}"
+            )
+        return grid
+
+    @property
+    def largest_grid(self) -> tuple[int, int] | None:
+        """Most rows and columns of image tokens for which the network has positions; None: any number of them."""
+        return None
 
     @abstractmethod
     def latent_shape(self, resolution: Resolution) -> tuple[int, ...]:
@@ -187,7 +201,7 @@ class PipelinePolicy(ABC):
         size.
 
         With true CFG, prompt and negative prompt both get gradients. They are one batch for the network, or two
-        (`_apart`).
+        (`apart`).
         """
         if tuple(latents.shape[1:]) != self.latent_shape(sampling.resolution):
             raise ValueError(f"latents {tuple(latents.shape)} are not those of {in_pixels(sampling.resolution)} images")
@@ -196,7 +210,7 @@ class PipelinePolicy(ABC):
             return self._network(latents, sigma, [positive], sampling)
         if negative is None:
             raise ValueError(f"true_cfg_scale {sampling.true_cfg_scale} needs the negative prompt's conditioning")
-        if _apart(positive, negative, latents.device):
+        if apart(positive, negative, latents.device):
             conditional = self._network(latents, sigma, [positive], sampling)
             unconditional = self._network(latents, sigma, [negative], sampling)
         else:
@@ -297,7 +311,7 @@ class PipelinePolicy(ABC):
         }
 
 
-def _apart(positive: Mapping[str, Tensor], negative: Mapping[str, Tensor], device: torch.device) -> bool:
+def apart(positive: Mapping[str, Tensor], negative: Mapping[str, Tensor], device: torch.device) -> bool:
     """Returns True if guidance needs two forward passes: on CUDA, for prompts of different lengths.
 
     In one batch the shorter text would be padded and masked, and a mask prevents flash attention. Padding does not

@@ -15,6 +15,8 @@ from async_flowrl.policies.pipeline_family import PipelineFamily
 from async_flowrl.policies.stored import configuration
 from async_flowrl.types import Conditioning, Prompt, Resolution, Sampling, TokenIds, Wording
 
+_POSITIONS = 4096
+"""Positions in each direction that diffusers' QwenEmbedRope has a table of."""
 _MLP = ("img_mlp.net.0.proj", "img_mlp.net.2", "txt_mlp.net.0.proj", "txt_mlp.net.2")
 
 
@@ -38,6 +40,12 @@ class QwenImagePolicy(PipelinePolicy):
     def lora_exclude(self) -> str:
         """The text layers of the last block, because the network drops that block's text output."""
         return rf"transformer_blocks\.{self._config.num_layers - 1}\.(attn\.to_add_out|attn\.add_q_proj|txt_mlp\..*)"
+
+    @property
+    def largest_grid(self) -> tuple[int, int]:
+        """Image tokens have positions on both sides of 0, and text those that follow the largest of them."""
+        most = 2 * (_POSITIONS - self._text_tokens(1024))
+        return most, most
 
     @torch.no_grad()
     def encode(

@@ -24,6 +24,12 @@ class SD3Policy(PipelinePolicy):
         """The text query of the last block: only the text output would use it, and that block has none."""
         return rf"transformer_blocks\.{self._config.num_layers - 1}\.attn\.add_q_proj"
 
+    @property
+    def largest_grid(self) -> tuple[int, int] | None:
+        """The network crops its table of positions, which is square. Without a table it computes any position."""
+        side = self._config.pos_embed_max_size
+        return (int(side), int(side)) if side else None
+
     def _encode_one(self, text: str) -> Conditioning:
         """Returns {"prompt_embeds": [77 + L, D], "pooled_prompt_embeds": [P]}: tokens of CLIP, then of T5, padded."""
         pipeline = self._whole("encode prompts")

@@ -33,6 +33,12 @@ class ZImagePolicy(PipelinePolicy):
         stages = (self.transformer.noise_refiner, self.transformer.context_refiner, self.transformer.layers)
         return [block for stage in stages for block in cast("nn.ModuleList", stage)]
 
+    @property
+    def largest_grid(self) -> tuple[int, int]:
+        """The network looks rows and columns up in tables; beyond their ends CUDA would stop the process."""
+        _, rows, columns = self._config.axes_lens
+        return int(rows), int(columns)
+
     def _encode_one(self, text: str) -> Conditioning:
         """Returns {"prompt_embeds": [L, D]} for a prompt of L tokens, without padding."""
         pipeline = self._whole("encode prompts")

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from async_flowrl.observability.flops import Meter
 from async_flowrl.policies.base import Policy
-from async_flowrl.policies.pipeline import PipelinePolicy
+from async_flowrl.policies.pipeline import PipelinePolicy, apart
 from async_flowrl.rollout.base import Rollout
 from async_flowrl.rollout.diffusers_engine import DiffusersEngine
 from async_flowrl.types import Resolution, RolloutRequest, Sampling, Span
@@ -174,7 +174,11 @@ class _Together:
 
 
 def velocities(policy: PipelinePolicy, asked: Sequence[_Asked]) -> list[Tensor]:
-    """Returns the velocity of each call from one forward pass; with guidance, negative prompts follow all prompts."""
+    """Returns the velocity of each call from one forward pass; with guidance, negative prompts follow all prompts.
+
+    On CUDA negative prompts of other lengths have a pass of their own: they are mostly alike, and short, so that they
+    would be padded most.
+    """
     sampling = asked[0].sampling
     policy.check(sampling)
     latents, sigma = torch.cat([each.latents for each in asked]), torch.cat([each.sigma for each in asked])
@@ -182,8 +186,12 @@ def velocities(policy: PipelinePolicy, asked: Sequence[_Asked]) -> list[Tensor]:
     if sampling.true_cfg_scale <= 1:
         return list(policy._network(latents, sigma, prompts, sampling).chunk(len(asked)))
     negatives = [each.negative for each in asked if each.negative is not None]
-    rows = torch.cat([latents, latents]), torch.cat([sigma, sigma])
-    conditional, unconditional = policy._network(*rows, [*prompts, *negatives], sampling).chunk(2)
+    if any(apart(*pair, latents.device) for pair in zip(prompts, negatives, strict=True)):
+        conditional = policy._network(latents, sigma, prompts, sampling)
+        unconditional = policy._network(latents, sigma, negatives, sampling)
+    else:
+        rows = torch.cat([latents, latents]), torch.cat([sigma, sigma])
+        conditional, unconditional = policy._network(*rows, [*prompts, *negatives], sampling).chunk(2)
     return list(policy._guide(conditional, unconditional, sampling.true_cfg_scale).chunk(len(asked)))
 
 

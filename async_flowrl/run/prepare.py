@@ -118,19 +118,14 @@ def sizes_of(config: Config, prompts: Prompts) -> list[Resolution]:
 def allowed_sizes(model: ResolvedModel, config: Config, data: Data) -> tuple[Resolution, ...]:
     """Returns every size that an image of the run can have, sorted by the number of pixels.
 
-    Raises ValueError, which names the configuration key or the prompt, for a size that the model cannot make. Also
-    raises it for several sizes where the engine or a batch of tickets allows only one.
+    Raises ValueError, which names the configuration key or the prompt, for a size that the model cannot make, and for
+    several sizes of what is trained where a batch of tickets allows only one.
     """
     both = (data.train, data.evaluation)
     where = {size: f"{place}: " for prompts in both for size, place in prompts.sizes.items()}
     if not all(prompts.all_sized for prompts in both):
         key = "rollout.resolutions: " if config.rollout.resolutions else ""
         where |= dict.fromkeys(configured(config.rollout), key)
-    if config.rollout.engine == "vllm_omni" and (len(where) > 1 or not isinstance(next(iter(where)), int)):
-        raise ValueError(
-            "rollout.engine=vllm_omni makes square images of one size, got "
-            f"{', '.join(in_words(size) for size in where)} px: use rollout.engine=diffusers"
-        )
     trained = sizes_of(config, data.train)
     if config.rollout.tickets_per_batch > 1 and len(trained) > 1:  # evaluations are not batched
         raise ValueError(

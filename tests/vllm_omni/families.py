@@ -8,12 +8,22 @@ from typing import Any
 import numpy as np
 
 from async_flowrl.policies.lora import lora_layers, lora_modules
-from async_flowrl.types import Prompt
+from async_flowrl.types import Prompt, Resolution, RolloutRequest
 from checkpoint_engine import LoraModule, base_digest, binding_probe, check_binding
 from tests.support.tiny import request, sampling
 from tests.vllm_omni.rig import Rig, gap, same, trajectory_of
 
 PROMPTS = (Prompt(0, "a very long prompt about a blue square and more", negative="grey"), Prompt(1, "a hill"))
+
+
+SIZES: tuple[Resolution, ...] = ((32, 64), (96, 32), (64, 96))
+
+
+def of_a_size(rig: Rig, ticket: RolloutRequest, size: Resolution) -> float:
+    """Returns how far a ticket of this size is from diffusers; infinite if its images have another one."""
+    asked = replace(ticket, sampling=replace(ticket.sampling, resolution=size))
+    made, expected = rig.made(asked, 1), rig.expected(asked, 1)
+    return gap(made, expected) if made.images.shape[1:3] == size else float("inf")
 
 
 def findings(family: str) -> dict[str, Any]:
@@ -39,6 +49,7 @@ def findings(family: str) -> dict[str, Any]:
         together = rig.engine.generate_together([replace(ticket, version=1) for ticket in tickets])
         found[f"together_{cfg:g}"] = max(gap(a, b) for a, b in zip(made, together, strict=True))
         found[f"again_{cfg:g}"] = same(made[0], rig.made(tickets[0], 1))
+        found[f"sizes_{cfg:g}"] = [of_a_size(rig, tickets[0], size) for size in SIZES]
     rig.hold(1)
     layers = lora_layers(lora_modules(rig.policy.transformer))
     check_binding(binding_probe({name: LoraModule(*parts) for name, parts in layers.items()}), rig.engine.probe())

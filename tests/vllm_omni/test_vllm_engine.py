@@ -87,6 +87,17 @@ def test_the_trainer_finds_the_log_probs_it_is_told(rig: Rig) -> None:
         assert np.abs(again - found.log_probs[:, column]).max() < 1e-6
 
 
+@pytest.mark.parametrize("size", [(32, 64), (96, 32), (64, 96)])
+def test_images_that_are_not_square_are_those_of_diffusers(rig: Rig, size: tuple[int, int]) -> None:
+    """One engine makes all sizes, one after the other, and batches of tickets too."""
+    asked = request(2, how=replace(sampling(cfg=4.0), resolution=size), prompt=LONG)
+    made, expected = rig.made(asked, 2), rig.expected(asked, 2)
+    assert made.images.shape == (2, *size, 3)
+    assert gap(made, expected) < TOLERANCE
+    both = rig.engine.generate_together([replace(asked, version=2), replace(asked, version=2, ordinal=1)])
+    assert all(gap(made, one) < TOLERANCE for one in both)
+
+
 def test_an_image_of_a_ticket_is_the_image_alone(rig: Rig) -> None:
     whole = request(4)
     together = rig.made(whole, 1)

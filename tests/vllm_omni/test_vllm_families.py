@@ -17,7 +17,7 @@ OTHERS = [family for family in FAMILIES if family != "qwen_image"]
 
 @pytest.mark.timeout(900)
 def test_every_family_makes_what_diffusers_makes() -> None:
-    """Latents, log-probs, images and embeddings; alone and two tickets in a batch; guided and not."""
+    """Latents, log-probs, images and embeddings; alone and two tickets in a batch; guided and not; three shapes."""
     done = subprocess.run(
         [sys.executable, "-m", "tests.vllm_omni.families", *OTHERS],
         capture_output=True,
@@ -32,4 +32,5 @@ def test_every_family_makes_what_diffusers_makes() -> None:
         assert found["same_base"], found
         for cfg in (1, 4):
             assert found[f"gap_{cfg}"] < TOLERANCE and found[f"together_{cfg}"] < TOLERANCE, found
+            assert all(each < TOLERANCE for each in found[f"sizes_{cfg}"]), found
             assert found[f"images_{cfg}"] <= 1 and found[f"again_{cfg}"] and found[f"same_embeddings_{cfg}"], found

@@ -31,7 +31,9 @@ def cards_of(names: str) -> list[Card]:
 def on(card: Card, done: Rehearsal) -> Rehearsal:
     """Returns the rehearsal with the estimate for another card; the counts are the same on every card."""
     roofline = Roofline(card, done.roofline.given)
-    return replace(done, roofline=roofline, estimate=estimate(done.config, done.rank, done.rollout, roofline))
+    return replace(
+        done, roofline=roofline, estimate=estimate(done.config, done.rank, done.rollout, roofline, done.sizes.mean)
+    )
 
 
 def lacking(done: Rehearsal) -> float:

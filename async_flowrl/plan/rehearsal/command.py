@@ -23,12 +23,14 @@ from async_flowrl.plan.rehearsal.model import FakeModel
 from async_flowrl.plan.rehearsal.report import Rehearsal, as_json, describe
 from async_flowrl.plan.rehearsal.rollout import rehearse_rollout
 from async_flowrl.plan.rehearsal.trainer import rehearse_trainer
+from async_flowrl.plan.size_costs import size_costs
 from async_flowrl.tickets.arithmetic import check_batching
 
 
 def rehearse(config: Config, card: Card) -> Rehearsal:
     """Runs a trainer rank and a rollout worker on fake tensors. Raises ValueError if that is not possible."""
     check_batching(config)
+    sizes = size_costs(config)
     config = at_largest(config)
     if config.rollout.engine != "diffusers":
         raise ValueError(f"only rollout.engine=diffusers can be rehearsed, got {config.rollout.engine}")
@@ -42,7 +44,7 @@ def rehearse(config: Config, card: Card) -> Rehearsal:
     model, roofline = FakeModel.of(config), Roofline(card)
     rank = rehearse_trainer(config, model, card)
     rollout = rehearse_rollout(config, model, card)
-    return Rehearsal(config, roofline, rank, rollout, estimate(config, rank, rollout, roofline))
+    return Rehearsal(config, roofline, rank, rollout, estimate(config, rank, rollout, roofline, sizes.mean), sizes)
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -34,17 +34,24 @@ class Estimate:
     """Bytes that a rank sends in collectives per training step."""
 
 
-def estimate(config: Config, rank: RankRehearsal, rollout: RolloutRehearsal, roofline: Roofline) -> Estimate:
-    """Estimates the configuration's durations with its numbers of workers, on the card of `roofline`."""
+def estimate(
+    config: Config, rank: RankRehearsal, rollout: RolloutRehearsal, roofline: Roofline, mean_cost: float = 1.0
+) -> Estimate:
+    """Estimates the configuration's durations with its numbers of workers, on the card of `roofline`.
+
+    `mean_cost` is the mean FLOPs of a group in relation to those of the largest images, which were rehearsed; passes
+    are taken to be shorter in that ratio.
+    """
     tickets = config.prompts_per_step * config.group_size // config.images_per_ticket
     repeats = rollout.passes / rollout.run
-    ticket = sum(
+    batch = sum(
         phase.seconds(roofline) * (repeats if name in ("denoise", "sample") else 1.0)
         for name, phase in rollout.phases.items()
         if name in ("denoise", "sample", "decode")
     )
-    flops = rollout.phases["denoise"].flops * repeats + rollout.phases["decode"].flops
-    forward, backward = (_once(roofline, rank.phases[name]) for name in ("forward", "backward"))
+    ticket = batch * mean_cost / rollout.tickets
+    flops = (rollout.phases["denoise"].flops * repeats + rollout.phases["decode"].flops) * mean_cost / rollout.tickets
+    forward, backward = (_once(roofline, rank.phases[name]) * mean_cost for name in ("forward", "backward"))
     optimizer = _once(roofline, rank.phases["optimizer"])
     per_pass = rank.phases["forward"].flops / rank.phases["forward"].entered
     per_update = per_pass + rank.phases["backward"].flops / rank.phases["backward"].entered
@@ -59,7 +66,7 @@ def estimate(config: Config, rank: RankRehearsal, rollout: RolloutRehearsal, roo
         delivery=roofline.delivery(rank.version_bytes),
         activation=activation,
         ticket_flops=flops,
-        update_flops=micro_batches * per_update + passes * per_pass,
+        update_flops=(micro_batches * per_update + passes * per_pass) * mean_cost,
         update_sent=(micro_batches + passes) * sent["forward"]
         + micro_batches * sent["backward"]
         + rank.optimizer_steps * sent["optimizer"],

@@ -11,6 +11,7 @@ from async_flowrl.plan.rehearsal.estimate import Estimate, peak
 from async_flowrl.plan.rehearsal.ledger import Phase
 from async_flowrl.plan.rehearsal.rollout import RolloutRehearsal
 from async_flowrl.plan.rehearsal.trainer import RankRehearsal
+from async_flowrl.plan.size_costs import SizeCosts
 from separation.table import format_table
 
 GIB = 2**30
@@ -26,6 +27,7 @@ class Rehearsal:
     rank: RankRehearsal
     rollout: RolloutRehearsal
     estimate: Estimate
+    sizes: SizeCosts
 
     def peaks(self) -> dict[str, Phase]:
         """Returns process title → the phase that needs the most memory.
@@ -54,12 +56,14 @@ def describe(done: Rehearsal) -> str:
             * bool(rank.host_bytes)
         ),
         "",
-        f"rollout worker, {rollout.rows} images at once, {rollout.run} of {rollout.passes} forward passes of a ticket",
+        f"rollout worker, {rollout.rows} images at once, {rollout.run} of {rollout.passes} forward passes of a "
+        + ("ticket" if rollout.tickets == 1 else f"batch of {rollout.tickets} tickets"),
         table(rollout.phases, done.roofline),
         "",
         *fits(done),
         "",
         *sentences(done),
+        *filter(None, [done.sizes.sentence()]),
         "",
         f"Estimated for {card.name} by arithmetic; it takes for granted:",
         *(f"- {sentence}" for sentence in done.roofline.given.sentences(card)),
@@ -115,7 +119,8 @@ def sentences(done: Rehearsal) -> list[str]:
         f"--update {found.update * config.trainer.num_workers:.4g} --sync {found.delivery:.3g} "
         f"--prompts {config.prompts_per_step} --group-size {config.group_size} "
         f"--ticket-size {config.images_per_ticket} "
-        f"--devices {config.rollout.num_workers + config.trainer.num_workers}",
+        + (f"--tickets-per-batch {done.rollout.tickets} " if done.rollout.tickets > 1 else "")
+        + f"--devices {config.rollout.num_workers + config.trainer.num_workers}{done.sizes.option()}",
     ]
 
 
@@ -128,6 +133,10 @@ def as_json(done: Rehearsal) -> dict[str, Any]:
         "peak": {title.replace(" ", "_"): phase.peak for title, phase in done.peaks().items()},
         "fits": all(phase.peak <= card.memory for phase in done.peaks().values()),
         "estimate": asdict(done.estimate),
+        "sizes": [
+            {"resolution": size, "share": share, "cost": done.sizes.costs[size]}
+            for size, share in done.sizes.shares.items()
+        ],
         "card": asdict(card),
         "assumptions": done.roofline.given.sentences(card),
     }

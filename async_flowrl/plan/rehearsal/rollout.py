@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import torch
 
 from async_flowrl.algorithms.window import draw_window
 from async_flowrl.config.schema import Config
@@ -32,6 +33,8 @@ class RolloutRehearsal:
     """Name → phase: load, encode, denoise, decode, delivery, and sample (the rest of a ticket)."""
     rows: int
     """Images in a forward pass, without the second branch of classifier-free guidance."""
+    tickets: int
+    """Tickets in a batch: passes, chunks and phases are those of the whole batch."""
     chunks: int
     """Chunks of `rows` images in a ticket."""
     passes: int
@@ -47,6 +50,8 @@ def rehearse_rollout(config: Config, model: FakeModel, card: Card) -> RolloutReh
         # A visit before the network is loaded, or in its place; no ticket of the steady state waits for one.
         config = replace(config, rollout=replace(config.rollout, text_encoder="offload"))
         model = replace(model, known=replace(model.known, text_parameters=0))
+    tickets, chunk = config.rollout.tickets_per_batch, config.rollout.batch_size or config.images_per_ticket
+    config = as_one_ticket(config)
     ledger = Ledger(card)
     with rehearsed_process(model, ledger, joined=False):
         worker = RolloutWorker(config, model.resolved, 0, "rollout-0")
@@ -58,7 +63,7 @@ def rehearse_rollout(config: Config, model: FakeModel, card: Card) -> RolloutReh
         with ledger.phase("delivery"), ledger.aside() if config.versions_on_host else nullcontext():
             newest, arriving = deliver(worker, config)
         request = ticket_request(config, newest)
-        with ledger.phase("sample"), _phases(ledger, worker, config, model):
+        with ledger.phase("sample"), _phases(ledger, worker, config, model, chunk):
             worker.generate(request)
         del arriving
         rows = config.rollout.batch_size or config.images_per_ticket
@@ -66,11 +71,22 @@ def rehearse_rollout(config: Config, model: FakeModel, card: Card) -> RolloutReh
         return RolloutRehearsal(
             phases=ledger.phases,
             rows=rows,
+            tickets=tickets,
             chunks=chunks,
             passes=chunks * config.rollout.num_inference_steps,
             run=chunks * STEPS,
             version_bytes=worker.receiver.layout.nbytes,
         )
+
+
+def as_one_ticket(config: Config) -> Config:
+    """Returns a configuration whose tickets have the images of a batch of tickets, with as many forward passes."""
+    tickets, images = config.rollout.tickets_per_batch, config.images_per_ticket
+    if tickets == 1:
+        return config
+    rows = (config.rollout.batch_size or images) * tickets
+    rollout = replace(config.rollout, tickets_per_batch=1, batch_size=rows)
+    return replace(config, rollout=rollout, ticket_size=images * tickets)
 
 
 def deliver(worker: RolloutWorker, config: Config) -> tuple[int, Intake]:
@@ -113,10 +129,11 @@ def ticket_request(config: Config, version: int) -> RolloutRequest:
 
 
 @contextmanager
-def _phases(ledger: Ledger, worker: RolloutWorker, config: Config, model: FakeModel) -> Iterator[None]:
+def _phases(ledger: Ledger, worker: RolloutWorker, config: Config, model: FakeModel, chunk: int) -> Iterator[None]:
     """Makes forward passes, decoding and encoding phases of their own.
 
-    An offloaded text encoder counts as device memory only while it encodes. The change of the policy is permanent.
+    Of a batch of tickets each ticket decodes its own chunks of `chunk` images. An offloaded text encoder counts as
+    device memory only while it encodes. The change of the policy is permanent.
     """
     policy: Any = worker.engine.policy  # type: ignore[attr-defined]
     encode = policy.encode
@@ -132,7 +149,8 @@ def _phases(ledger: Ledger, worker: RolloutWorker, config: Config, model: FakeMo
 
     policy.encode = encoded
     policy.velocity = _within(ledger, "denoise", policy.velocity)
-    policy.decode = _within(ledger, "decode", policy.decode)
+    decode = _within(ledger, "decode", policy.decode)
+    policy.decode = lambda latents, size: torch.cat([decode(part, size) for part in latents.split(chunk)])
     yield
 
 

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from async_flowrl.config.resolution import height_width
 from async_flowrl.config.schema import Config
 from async_flowrl.policies.download import download
 from async_flowrl.policies.registry import ResolvedModel
@@ -112,9 +113,10 @@ class VllmOmniEngine:
         from async_flowrl.rollout.vllm_omni.extension import lora_request
 
         sampling = requests[0].sampling
+        height, width = height_width(sampling.resolution)
         return OmniDiffusionSamplingParams(
-            height=sampling.resolution,
-            width=sampling.resolution,
+            height=height,
+            width=width,
             num_inference_steps=sampling.num_inference_steps,
             true_cfg_scale=sampling.true_cfg_scale,
             num_outputs_per_prompt=sum(len(request.images) for request in requests),

@@ -4,6 +4,7 @@ import json
 from collections import Counter
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -25,6 +26,7 @@ from async_flowrl.plan.rehearsal.model import FakeModel
 from async_flowrl.plan.rehearsal.report import Rehearsal, describe
 from async_flowrl.plan.rehearsal.rollout import RolloutRehearsal, rehearse_rollout
 from async_flowrl.plan.rehearsal.trainer import RankRehearsal, _counts, rehearse_trainer
+from async_flowrl.plan.size_costs import SizeCosts, size_shares
 from async_flowrl.tickets.arithmetic import trained_steps
 
 FAMILIES = {"tiny": (), "tiny_sd3": (), "tiny_z_image": (), "tiny_flux": ("rollout.guidance_scale=3.5",)}
@@ -211,3 +213,44 @@ def test_one_rehearsal_is_priced_on_several_cards(capsys: pytest.CaptureFixture[
     assert "'H20'; did you mean 'H200'?" in capsys.readouterr().err
     with pytest.raises(ValueError, match=r"one of A100, B200, H100, H200, L4, L40S, got 'all'$"):
         by_card.cards_of("all,H100")
+
+
+def test_a_batch_of_tickets_is_rehearsed_as_one_pass() -> None:
+    """Two tickets of 4 images have the phases of a ticket of 8 images, but each decodes its own."""
+    both, alone = (
+        rehearsed("ticket_size=4", f"rollout.tickets_per_batch={size}", "rollout.num_inference_steps=4")
+        for size in (2, 1)
+    )
+    wide = rehearsed("ticket_size=8", "rollout.num_inference_steps=4")
+    assert (both.rollout.rows, both.rollout.tickets, both.rollout.chunks) == (8, 2, 1)
+    assert both.rollout.phases["denoise"].peak == pytest.approx(wide.rollout.phases["denoise"].peak, rel=1e-4)
+    assert both.rollout.phases["denoise"].flops == 2 * alone.rollout.phases["denoise"].flops
+    assert both.rollout.phases["decode"].peak < wide.rollout.phases["decode"].peak
+    assert both.estimate.ticket_flops == pytest.approx(alone.estimate.ticket_flops)
+    assert both.estimate.ticket < alone.estimate.ticket, "fewer launches of kernels"
+    assert "2 of 4 forward passes of a batch of 2 tickets" in describe(both)
+    assert "--ticket-size 4 --tickets-per-batch 2 --devices 2" in describe(both)
+    plan = plan_memory(both.config)
+    assert sum(plan.rollout.parts.values()) == pytest.approx(peak(both.rollout.phases.values()).peak, rel=0.1)
+
+
+def test_several_sizes_are_estimated_by_their_flops(tmp_path: Path) -> None:
+    """Half of the groups have a quarter of the pixels; two thirds of the prompts with a size of their own have that."""
+    sizes = rehearsed("rollout.resolutions=[32,64]")
+    large, small = rehearsed("rollout.resolution=64"), rehearsed("rollout.resolution=32")
+    assert dict(sizes.sizes.shares) == {32: 0.5, 64: 0.5}
+    ratio = small.rollout.phases["denoise"].flops / large.rollout.phases["denoise"].flops
+    assert sizes.sizes.costs[32] == pytest.approx(ratio, rel=0.02) and sizes.sizes.costs[64] == 1
+    assert sizes.peaks() == large.peaks(), "memory is the largest size's"
+    mean = (1 + sizes.sizes.costs[32]) / 2
+    for name in ("ticket", "generation", "micro_batch", "ticket_flops", "update_flops"):
+        assert getattr(sizes.estimate, name) == pytest.approx(mean * getattr(large.estimate, name)), name
+    said = describe(sizes)
+    assert f" --costs {sizes.sizes.costs[32]:.3g},1\n" in said
+    assert "seconds are means over all sizes in px" in said and f"32 (50%, {sizes.sizes.costs[32]:.2f})" in said
+    file = tmp_path / "prompts.jsonl"
+    rows = [{"prompt": "red", "resolution": 32}] * 2 + [{"prompt": "blue", "resolution": [32, 48]}, {"prompt": "green"}]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    shares = size_shares(compose_config("one_step_off", [f"data.train={file}", "rollout.resolutions=[32,64]"]))
+    assert shares == pytest.approx({32: 0.625, (32, 48): 0.25, 64: 0.125})
+    assert SizeCosts(shares, dict.fromkeys(shares, 1.0)).option() == " --costs 1,1,1,1,1,1,1,1"

@@ -336,7 +336,7 @@ def test_guidance_in_two_passes_is_guidance_in_one(policy: Policy, family: str) 
     with patch.object(policy, "_network", wraps=policy._network) as network:
         together = policy.velocity(x, sigma, positive, negative, sampling)
         assert network.call_count == 1
-        with patch.object(pipeline_module, "_apart", return_value=True):
+        with patch.object(pipeline_module, "apart", return_value=True):
             apart = policy.velocity(x, sigma, positive, negative, sampling)
         assert network.call_count == 3
     assert (apart - together).abs().max() < 1e-5 * max(1.0, float(together.abs().max()))

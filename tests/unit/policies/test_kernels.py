@@ -1,6 +1,7 @@
 """Tests of attention backends and compiled blocks: equal results, and refusals of unavailable ones."""
 
 import itertools
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from types import SimpleNamespace
@@ -15,7 +16,9 @@ from async_flowrl.policies.kernels import compile_blocks, use_attention
 from async_flowrl.policies.lora import lora_parameters
 from async_flowrl.policies.registry import ResolvedModel, check_revision, load_policy, resolve_model
 from async_flowrl.training.fsdp import checkpoint_blocks
+from async_flowrl.types import Resolution
 from tests.support.families import NAMES, adapted, conditioning, how, model_config, policy_of
+from tests.support.tiny import tensors
 
 
 def gradients(family: str, *, compiled: bool, checkpointed: bool) -> list[torch.Tensor]:
@@ -84,6 +87,65 @@ def test_a_block_is_compiled_more_often_than_torch_would(monkeypatch: pytest.Mon
     with pytest.raises(kernels.TooManyCompilations, match="compiled 10 times in this process"):
         settings_in_turn(block)
     assert len(graphs) == 10
+
+
+Shape = tuple[Resolution, str, int]
+"""Image size, prompt, number of images."""
+SHAPES: list[Shape] = [
+    (32, "red", 2),
+    (64, "red house beside a long river", 2),
+    ((32, 64), "a small hill", 4),
+    ((96, 32), "grey and blue", 3),
+]
+
+
+def velocities(policy: Policy, family: str, shapes: Sequence[Shape]) -> dict[Shape, torch.Tensor]:
+    """Returns the velocities of noise, made in this order."""
+    made = {}
+    for size, text, rows in shapes:
+        positive = tensors(policy.encode([text])[0])
+        x = torch.randn(rows, *policy.latent_shape(size), generator=torch.Generator().manual_seed(0))
+        with torch.no_grad():
+            sampling = replace(how(family), resolution=size)
+            made[size, text, rows] = policy.velocity(x, torch.full((rows,), 0.5), positive, None, sampling)
+    return made
+
+
+@pytest.mark.parametrize(
+    "family", ["qwen_image", *(pytest.param(name, marks=pytest.mark.slow) for name in NAMES if name != "qwen_image")]
+)
+def test_blocks_are_compiled_once_for_all_sizes_texts_and_numbers_of_images(family: str) -> None:
+    """Once for each kind of block, where torch's default would compile again for the second shape."""
+    torch._dynamo.reset()
+    policy, graphs = policy_of(family), list[Any]()
+    compile_blocks(policy, backend=counted(graphs))
+    made = velocities(policy, family, SHAPES[:1])
+    kinds = len(graphs)
+    assert 0 < kinds <= 3
+    made |= velocities(policy, family, SHAPES[1:])
+    assert len(graphs) == kinds
+    # torch always compiles for a single row separately, whatever came before.
+    velocities(policy, family, [(32, "red", 1), (64, "grey", 1)])
+    assert len(graphs) <= 2 * kinds
+    plain = velocities(policy_of(family), family, SHAPES)
+    assert all((made[shape] - plain[shape]).abs().max() < 1e-5 for shape in SHAPES)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_compiled_bits_do_not_depend_on_what_was_made_before() -> None:
+    """By the compiler that runs use: the same velocities in either order, but for roundings those of plain blocks."""
+    found = []
+    for order in (SHAPES, SHAPES[::-1]):
+        torch._dynamo.reset()
+        policy = policy_of("qwen_image")
+        compile_blocks(policy)
+        found.append(velocities(policy, "qwen_image", order))
+    plain = velocities(policy_of("qwen_image"), "qwen_image", SHAPES)
+    for shape in SHAPES:
+        assert torch.equal(found[0][shape], found[1][shape])
+        assert (found[0][shape] - plain[shape]).abs().max() < 1e-5
+    assert any(not torch.equal(found[0][shape], plain[shape]) for shape in SHAPES), "nothing was compiled"
 
 
 @pytest.mark.parametrize("family", NAMES)

@@ -2,11 +2,13 @@
 
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
 
+from async_flowrl.rollout import together
 from async_flowrl.rollout.base import Rollout
 from async_flowrl.rollout.diffusers_engine import DiffusersEngine
 from async_flowrl.rollout.together import TogetherEngine, check_shareable, merged_spans
@@ -67,6 +69,24 @@ def test_the_network_runs_once_per_step_for_all(policy: Any, monkeypatch: pytest
     assert rows == [6] * 6
     spans = [span for one in made for span in one.spans if span.name == "generate"]
     assert len({span.flops for span in spans}) == 1 and spans[0].flops
+
+
+def test_negative_prompts_may_have_a_pass_of_their_own(policy: Any) -> None:
+    """As they have on CUDA, where those of all tickets are alike and need no padding."""
+    asked, lengths = tickets(4.0), list[set[int]]()
+    expected = TogetherEngine(policy).generate_together(asked)
+    network = policy._network
+
+    def noted(latents: torch.Tensor, sigma: torch.Tensor, branches: Any, *others: Any) -> torch.Tensor:
+        lengths.append({len(branch["prompt_embeds"]) for branch in branches})
+        return network(latents, sigma, branches, *others)
+
+    with patch.object(policy, "_network", noted), patch.object(together, "apart", return_value=True):
+        made = TogetherEngine(policy).generate_together(asked)
+    assert len(lengths) == 2 * 6 and all(len(texts) == 3 for texts in lengths[::2])
+    assert all(len(texts) == 1 for texts in lengths[1::2])
+    for one, other in zip(made, expected, strict=True):
+        assert np.abs(trajectory(one).latents - trajectory(other).latents).max() < 1e-5
 
 
 def test_a_ticket_that_fails_is_named_and_leaves_the_engine_whole(policy: Any) -> None:

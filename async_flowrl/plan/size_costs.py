@@ -1,0 +1,104 @@
+"""Sizes of a run's training images: how many groups have each, and how much they cost in relation to the largest.
+
+Estimates of durations need it; memory is planned for the largest size alone (plan/largest.py).
+"""
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from async_flowrl.config.paths import find_data
+from async_flowrl.config.resolution import at_size, configured, in_words, largest
+from async_flowrl.config.schema import Config
+from async_flowrl.data.load import load_data
+from async_flowrl.observability.flops import FlopCounter
+from async_flowrl.plan.memory import velocity
+from async_flowrl.plan.meta_model import build_meta_model
+from async_flowrl.types import Resolution
+
+PARTS = 20
+"""Most values with which the shares of sizes are given to the prediction command."""
+
+
+@dataclass(frozen=True)
+class SizeCosts:
+    """Sizes of training images. Both mappings have the same keys."""
+
+    shares: Mapping[Resolution, float]
+    """Size → share of the groups that have it; all shares together are 1."""
+    costs: Mapping[Resolution, float]
+    """Size → FLOPs of one forward pass ÷ those of the largest size."""
+
+    @property
+    def mean(self) -> float:
+        """Mean cost of a group in relation to a group of the largest size; 1 with a single size."""
+        return sum(share * self.costs[size] for size, share in self.shares.items())
+
+    def option(self) -> str:
+        """Returns the option `--costs` of the prediction command, with a space in front; empty with a single size.
+
+        Its values are equally likely, so a size with a larger share has several of them.
+        """
+        if len(self.shares) == 1:
+            return ""
+        least = min(self.shares.values())
+        count = {size: round(share / max(least, 1 / PARTS)) or 1 for size, share in self.shares.items()}
+        return " --costs " + ",".join(f"{self.costs[size]:.3g}" for size in count for _ in range(count[size]))
+
+    def sentence(self) -> str:
+        """Returns a sentence on the sizes, for estimates that are means over them; empty with a single size."""
+        if len(self.shares) == 1:
+            return ""
+        each = (f"{in_words(size)} ({share:.0%}, {self.costs[size]:.2f})" for size, share in self.shares.items())
+        return (
+            f"memory is that of the largest images; seconds are means over all sizes in px (share of the groups, FLOPs "
+            f"in relation to the largest): {', '.join(each)}"
+        )
+
+
+def size_costs(config: Config) -> SizeCosts:
+    """Returns the sizes of a configuration's training images. Raises ValueError as `build_meta_model`."""
+    shares = size_shares(config)
+    if len(shares) == 1:
+        return SizeCosts(shares, dict.fromkeys(shares, 1.0))
+    model = build_meta_model(config)
+    flops = {}
+    for size in shares:
+        with torch.no_grad(), FlopCounter() as counter:
+            velocity(at_size(config, size), model, 1, "meta")
+        flops[size] = counter.total
+    return SizeCosts(shares, {size: each / flops[largest(shares)] for size, each in flops.items()})
+
+
+def size_shares(config: Config) -> dict[Resolution, float]:
+    """Returns size → share of the training groups that have it, by `rollout.resolutions` and the prompts' own sizes.
+
+    Prompts count by their weights. If the prompt file is not on this machine, only the settings count.
+    """
+    drawn = configured(config.rollout)
+    by_prompt = _own_sizes(config)
+    found: dict[Resolution, float] = defaultdict(float)
+    for size, share in by_prompt.items():
+        for each in drawn if size is None else (size,):
+            found[each] += share / (len(drawn) if size is None else 1)
+    return dict(found)
+
+
+def _own_sizes(config: Config) -> dict[Resolution | None, float]:
+    """Returns size that training prompts bring, or None for prompts without one → share of the prompts."""
+    try:
+        file = find_data(config.data.train, key="data", folder=True)
+    except FileNotFoundError:
+        return {None: 1.0}
+    if file.suffix == ".txt":
+        return {None: 1.0}
+    prompts = load_data(config.data, needs_target=False).train
+    if not prompts.sizes:
+        return {None: 1.0}
+    found: dict[Resolution | None, float] = defaultdict(float)
+    for index, prompt in enumerate(prompts):
+        found[prompt.resolution] += 1.0 if prompts.weights is None else float(prompts.weights[index])
+    total = sum(found.values())
+    return {size: weight / total for size, weight in found.items()}
