@@ -60,18 +60,13 @@ class Command:
     mode: str
     overrides: Sequence[str]
     steps: int
-    """Measured ones."""
-
-    @property
-    def ahead(self) -> int:
-        """Steps at the end that have nothing left to sample."""
-        return 0 if self.mode == "sync" else 1
+    """Measured ones, between the warm-up and a last one, which has nothing left to sample."""
 
 
 def run(command: Command, directory: Path) -> Run:
     """Raises RuntimeError with its output for a run that fails."""
     out, log, first = directory / "run", directory / "output.txt", WARM_UP_STEPS
-    total = first + command.steps + command.ahead
+    total = first + command.steps + 1
     arguments = [*NOTHING_BUT_TRAINING, *command.overrides, f"total_steps={total}", f"output_dir={out}"]
     began = time.monotonic()
     with log.open("wb") as output:
