@@ -14,19 +14,20 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from async_flowrl.config.shared import SHARED
 from async_flowrl.plan.laws import Law
 from async_flowrl.plan.simulate import Prediction, traced
 from async_flowrl.plan.units import Unit
-from async_flowrl.plan.work import COLOCATED, Layout, Work
+from async_flowrl.plan.work import Layout, Work
 
 PICTURE = Path(__file__).parent / "images" / "placements.png"
 DEVICES, REWARD_WORKERS, PROMPTS = 2, 8, 8
 WORK = Work(PROMPTS, Law(30 / PROMPTS), Law(10 / PROMPTS), group_size=4, score=Law(3.0))
 """30 device-seconds of sampling and 10 of training per step, and 3 s for the reward of a group."""
 LAYOUTS = {
-    "sync, placement=colocated": Layout(DEVICES, DEVICES, REWARD_WORKERS, 0, "batch", placement=COLOCATED),
+    "sync, placement=shared": Layout(DEVICES, DEVICES, REWARD_WORKERS, 0, "batch", placement=SHARED),
     "one_step_off, placement=separate": Layout(1, 1, REWARD_WORKERS, 1, "stream"),
-    "one_step_off, placement=shared": Layout(DEVICES, DEVICES, REWARD_WORKERS, 1, "stream", placement="shared"),
+    "one_step_off, placement=shared": Layout(DEVICES, DEVICES, REWARD_WORKERS, 1, "stream", placement=SHARED),
 }
 STEPS, FIRST = 14, 6
 """Steps that are simulated, and the first one that is shown whole."""

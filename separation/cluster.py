@@ -22,8 +22,6 @@ async def cluster(
     *,
     backend: str = "ray",
     address: str | None = None,
-    placement: str = "separate",
-    colocated: tuple[str, str] = ("rollout", "trainer"),
     start_deadline: float = 900.0,
     log_dir: Path | None = None,
     store_bytes: int = 0,
@@ -32,14 +30,13 @@ async def cluster(
 
     backend: "ray" (processes on a Ray cluster) or "local" (threads of this process).
     address: address of a Ray cluster that runs already; None starts a cluster on this machine (Ray only).
-    placement: "separate", or "colocated": worker i of both pools named in `colocated` shares one device.
     start_deadline: seconds for the reservation, for building the workers, and for each replacement.
     log_dir: stdout, stderr and log records of each worker go to <log_dir>/<name>.log (Ray only).
     store_bytes: bytes of results that may wait in Ray's object stores at the same time (Ray only).
 
-    Raises ValueError for an unknown backend or placement; ResourcesMissing, with a table, if the pools do not fit;
-    StoreTooSmall if the object stores are too small; OtherCode, WorkerFailed or WorkerDied if a worker can't be built;
-    DeadlineExceeded. The body is cancelled and HeadLost raised if the head of a cluster at `address` is lost.
+    Raises ValueError for an unknown backend or two pools of one name; ResourcesMissing, with a table, if the pools do
+    not fit; StoreTooSmall if the object stores are too small; OtherCode, WorkerFailed or WorkerDied if a worker can't
+    be built; DeadlineExceeded. The body is cancelled and HeadLost raised if the head of a cluster at `address` is lost.
 
     When the body ends, also by an exception, cancellation or Ctrl-C, every worker is killed, reservations are given
     back, and a cluster that was started here is shut down.
@@ -50,17 +47,11 @@ async def cluster(
         session = RaySession(pools, address)
         try:
             async with supervised(*([session.watch()] if address is not None else [])):
-                yield await session.start(
-                    placement=placement,
-                    colocated=colocated,
-                    start_deadline=start_deadline,
-                    log_dir=log_dir,
-                    store_bytes=store_bytes,
-                )
+                yield await session.start(start_deadline=start_deadline, log_dir=log_dir, store_bytes=store_bytes)
         finally:
             session.close()
     elif backend == "local":
-        reserve(pools, {}, placement=placement, colocated=colocated)
+        reserve(pools, {})
         local = {spec.name: LocalGroup(spec, start_deadline=start_deadline) for spec in pools}
         try:
             await together(*(group.start() for group in local.values()))

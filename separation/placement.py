@@ -68,51 +68,22 @@ def needs_of(spec: PoolSpec, exists: Resources) -> dict[str, float]:
     return {"CPU": spec.cpus_per_worker, **device_resources(spec, exists)}
 
 
-def reserve(
-    pools: Sequence[PoolSpec], exists: Resources, *, placement: str, colocated: tuple[str, str]
-) -> list[Reservation]:
+def reserve(pools: Sequence[PoolSpec], exists: Resources) -> list[Reservation]:
     """Returns the reservations of all pools, in the order in which they should be made.
 
-    With `separate`, gangs come first. A gang is one reservation, and so is a pool with workers_per_node, with one
-    bundle per node. Every other worker is a reservation of its own, so that a lost node ends only the workers on it.
-    For an elastic pool only its `least` workers are included.
-
-    With `colocated`, the first reservation is for the two pools named in `colocated`: worker i of both shares bundle i,
-    and each of the two gets half of the bundle's device. The other pools follow as with `separate`.
-
-    Raises ValueError for an unknown placement, equal pool names, or two pools that cannot be colocated.
+    Gangs come first. A gang is one reservation, and so is a pool with workers_per_node, with one bundle per node. Every
+    other worker is a reservation of its own, so that a lost node ends only the workers on it. For an elastic pool only
+    its `least` workers are included. Raises ValueError for equal pool names.
     """
-    if placement not in ("separate", "colocated"):
-        raise ValueError(f"placement must be separate or colocated, got {placement!r}")
-    by_name = {spec.name: spec for spec in pools}
-    if len(by_name) != len(pools):
+    if len({spec.name for spec in pools}) != len(pools):
         raise ValueError(f"pool names must differ, got {', '.join(spec.name for spec in pools)}")
-    pair: list[PoolSpec] = []
-    if placement == "colocated":
-        pair = [by_name[name] for name in colocated if name in by_name]
-        _check_pair(pair, colocated)
-    alone = sorted((spec for spec in pools if spec not in pair), key=lambda spec: not spec.gang)
-    reservations = [_shared(pair, exists)] if pair else []
-    for spec in alone:
+    reservations: list[Reservation] = []
+    for spec in sorted(pools, key=lambda spec: not spec.gang):
         if spec.workers_per_node is not None:
             reservations.append(_by_node(spec, exists, spec.workers_per_node))
         else:
             reservations += [_gang(spec, exists)] if spec.gang else _singles(spec, exists)
     return reservations
-
-
-def _check_pair(pair: Sequence[PoolSpec], names: tuple[str, str]) -> None:
-    """Raises ValueError unless both pools exist, have equally many workers, and need at most one GPU per worker."""
-    if len(pair) != 2:
-        raise ValueError(f"placement=colocated needs the pools {names[0]} and {names[1]}")
-    first, second = pair
-    if first.num_workers != second.num_workers:
-        raise ValueError(
-            f"placement=colocated needs as many {first.name} workers as {second.name} workers, "
-            f"got {first.num_workers} and {second.num_workers}"
-        )
-    if max(first.gpus_per_worker, second.gpus_per_worker) > 1:
-        raise ValueError("placement=colocated shares one GPU per pair of workers; gpus_per_worker must be at most 1")
 
 
 def _gang(spec: PoolSpec, exists: Resources) -> Reservation:
@@ -133,21 +104,6 @@ def _singles(spec: PoolSpec, exists: Resources) -> list[Reservation]:
         Reservation(f"{spec.name}-{index}", (needs,), (Seat(spec.name, index, 0, needs),))
         for index in range(spec.least)
     ]
-
-
-def _shared(pair: Sequence[PoolSpec], exists: Resources) -> Reservation:
-    """Reserves the larger of the two requests for a device; each worker gets half of it, so that both see the same."""
-    first, second = pair
-    devices = [device_resources(spec, exists) for spec in pair]
-    whole = {name: max(one.get(name, 0.0) for one in devices) for name in [*devices[0], *devices[1]]}
-    bundle = {"CPU": first.cpus_per_worker + second.cpus_per_worker, **whole}
-    half = {name: amount / 2 for name, amount in whole.items()}
-    seats = tuple(
-        Seat(spec.name, index, index, {"CPU": spec.cpus_per_worker, **half})
-        for index in range(first.num_workers)
-        for spec in pair
-    )
-    return Reservation(f"{first.name}+{second.name}", (bundle,) * first.num_workers, seats)
 
 
 def own_cluster(pools: Sequence[PoolSpec], cores: int) -> tuple[int, dict[str, float]]:

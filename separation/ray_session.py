@@ -94,8 +94,6 @@ class RaySession:
     async def start(
         self,
         *,
-        placement: str,
-        colocated: tuple[str, str],
         start_deadline: float,
         log_dir: Path | None,
         store_bytes: int,
@@ -108,7 +106,7 @@ class RaySession:
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         exists = totals(nodes)
         check_store(store_bytes, nodes)
-        reservations = reserve(self._pools, exists, placement=placement, colocated=colocated)
+        reservations = reserve(self._pools, exists)
         check_fits(reservations, nodes)
         places = await self._take(reservations, nodes, start_deadline)
         for spec in self._pools:

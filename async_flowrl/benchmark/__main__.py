@@ -2,7 +2,7 @@
 
 python -m async_flowrl.benchmark [--out DIR] [key=value ...]
 
-It runs `sync` colocated (both pools on the same devices, in its variants) and separate, then `stream`, `one_step_off`
+It runs `sync` shared (every process samples and trains, in its variants) and separate, then `stream`, `one_step_off`
 and `fully_async`, one after another and repeatedly. Beside them it runs bare loops, which measure generation and
 training alone. Overrides such as `model.path=Qwen/Qwen-Image` set the load and apply to all.
 """

@@ -74,7 +74,7 @@ def compare(arguments: Sequence[str], directory: Path) -> Results:
     command = shlex.join([*PROGRAM, *arguments])
     machine = Machine.here(given.devices, given.split)
     config = composed(load_overrides(given, given.reward_latency), directory)
-    runs = chosen(machine, config, given.only)
+    runs = chosen(machine, given.only)
     description = machine_description()
     rounds: list[Round] = []
     load = Load(config.prompts_per_step * (config.group_size // config.images_per_ticket) / machine.rollout)

@@ -1,7 +1,6 @@
 """Variants that the benchmark compares: every mode on the same devices, with equal settings and images per step.
 
-The rollout and trainer pools are colocated, sharing all devices, separate, with devices of their own, or one pool of
-workers that do both.
+The rollout and trainer pools are separate, with devices of their own, or one pool of workers that do both (shared).
 """
 
 from collections.abc import Sequence
@@ -10,9 +9,9 @@ from dataclasses import dataclass
 import torch
 
 from async_flowrl.config.messages import unknown_name
-from async_flowrl.config.schema import Config
 
-BASELINE, COLOCATED, SHARED = "sync separate", "sync colocated", "one_step_off shared"
+BASELINE, IN_TURN, SHARED = "sync separate", "sync shared", "one_step_off shared"
+ONE_POOL = "placement=shared"
 NOTHING_BUT_TRAINING = (
     "evaluate.before_training=false",
     "evaluate.every=0",
@@ -60,50 +59,50 @@ class Variant:
     overrides: tuple[str, ...]
 
     @property
-    def colocated(self) -> bool:
-        return "placement=colocated" in self.overrides
+    def in_turn(self) -> bool:
+        """True if all devices generate and then all train."""
+        return self.name.startswith(IN_TURN)
 
     def is_called(self, name: str) -> bool:
-        return name == self.name or (name == COLOCATED and self.colocated)
+        return name == self.name or (name == IN_TURN and self.in_turn)
 
 
-def variants(machine: Machine, config: Config) -> list[Variant]:
-    """Returns all variants, the colocated ones first."""
-    return [*colocated(machine, config), *separate(machine)]
+def variants(machine: Machine) -> list[Variant]:
+    """Returns all variants, those with phases in turn on all devices first."""
+    return [*in_turn(machine), *overlapping(machine)]
 
 
-def chosen(machine: Machine, config: Config, only: Sequence[str]) -> list[Variant]:
-    """Returns the variants named in `only`, or all if it is empty; "sync colocated" means all colocated variants.
+def chosen(machine: Machine, only: Sequence[str]) -> list[Variant]:
+    """Returns the variants named in `only`, or all if it is empty; "sync shared" means all of its variants.
 
     Raises ValueError for an unknown name.
     """
-    every = variants(machine, config)
+    every = variants(machine)
     for name in only:
         if not any(variant.is_called(name) for variant in every):
-            raise ValueError(unknown_name("--only", name, [*(variant.name for variant in every), COLOCATED]))
+            raise ValueError(unknown_name("--only", name, [*(variant.name for variant in every), IN_TURN]))
     return [variant for variant in every if not only or any(variant.is_called(name) for name in only)]
 
 
-def colocated(machine: Machine, config: Config) -> list[Variant]:
-    """Returns `sync` with one worker of each pool per device; on CPUs also with one worker that has all threads."""
+def in_turn(machine: Machine) -> list[Variant]:
+    """Returns `sync` with one process per device; on CPUs also with one process that has all threads."""
     ways = []
     if not machine.gpu:
         threads = (f"rollout.threads={machine.devices}", f"trainer.threads={machine.devices}")
-        name = f"sync colocated 1 x {machine.devices} threads"
-        ways.append(Variant(name, "sync", ("placement=colocated", *_workers(1, 1), *threads)))
-    overrides = ("placement=colocated", *_workers(machine.devices, machine.devices))
-    ways.append(Variant(f"sync colocated {machine.devices} x 1", "sync", overrides))
+        ways.append(Variant(f"{IN_TURN} 1 x {machine.devices} threads", "sync", (ONE_POOL, *_workers(1, 1), *threads)))
+    overrides = (ONE_POOL, *_workers(machine.devices, machine.devices))
+    ways.append(Variant(f"{IN_TURN} {machine.devices} x 1", "sync", overrides))
     return ways
 
 
-def separate(machine: Machine) -> list[Variant]:
-    """Returns each mode with separate pools, and one with a pool that does both."""
+def overlapping(machine: Machine) -> list[Variant]:
+    """Returns each mode with separate pools, and one_step_off with a pool that does both."""
     workers = _workers(machine.rollout, machine.trainer)
     return [
         Variant(BASELINE, "sync", workers),
         Variant("stream", "stream", workers),
         Variant("one_step_off", "one_step_off", workers),
-        Variant(SHARED, "one_step_off", ("placement=shared", *_workers(machine.devices, machine.devices))),
+        Variant(SHARED, "one_step_off", (ONE_POOL, *_workers(machine.devices, machine.devices))),
         Variant("fully_async", "fully_async", workers),
     ]
 

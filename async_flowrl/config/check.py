@@ -90,18 +90,6 @@ def _check_placement(config: Config) -> None:
         )
     if obstacle := shared_obstacle(config) or node_obstacle(config) or elastic_obstacle(config):
         raise ConfigError(obstacle)
-    if config.placement != "colocated":
-        return
-    if config.max_staleness or config.hand_over != "batch":
-        raise ConfigError(
-            "placement=colocated shares each device between rollout and trainer, so it needs max_staleness=0 and "
-            f"hand_over=batch, got max_staleness={config.max_staleness} and hand_over={config.hand_over}"
-        )
-    if config.rollout.num_workers != config.trainer.num_workers:
-        raise ConfigError(
-            "placement=colocated puts one rollout worker beside each trainer rank, got "
-            f"rollout.num_workers={config.rollout.num_workers} and trainer.num_workers={config.trainer.num_workers}"
-        )
 
 
 def _check_devices(config: Config) -> None:

@@ -20,8 +20,6 @@ def nccl_obstacle(config: Config) -> str | None:
         return "runtime.backend=local has all workers in one process"
     if config.placement == "shared":
         return "with placement=shared no weights are sent: each worker trains the weights that it samples with"
-    if config.placement == "colocated":
-        return "placement=colocated has a rollout worker and a trainer rank share each device"
     if config.versions_on_host:
         return "rollout workers keep their versions in host memory (rollout.versions_on)"
     if config.rollout.engine == "vllm_omni":
@@ -39,14 +37,12 @@ def nccl_obstacle(config: Config) -> str | None:
 def ranks_on_one_device(config: Config) -> str | None:
     """Returns why two trainer ranks could be put on one GPU; None if they cannot be.
 
-    NCCL would refuse their process group. With placement=colocated a rank and a rollout worker share one reservation,
-    whose size is the larger of their two shares.
+    NCCL would refuse their process group.
     """
-    key, gpus = "trainer.gpus_per_worker", config.trainer.gpus_per_worker
-    if config.placement == "colocated" and config.rollout.gpus_per_worker > gpus:
-        key, gpus = "rollout.gpus_per_worker", config.rollout.gpus_per_worker
+    gpus = config.trainer.gpus_per_worker
     if config.trainer.num_workers > 1 and may_share(gpus, gpus):
-        return f"{key}={gpus:g} lets two of the {config.trainer.num_workers} trainer ranks share a device"
+        ranks = f"two of the {config.trainer.num_workers} trainer ranks"
+        return f"trainer.gpus_per_worker={gpus:g} lets {ranks} share a device"
     return None
 
 

@@ -42,11 +42,6 @@ def elastic_obstacle(config: Config) -> str | None:
             f"{given} follows the nodes of a cluster, and without runtime.address the run has this machine alone: "
             "start Ray on the nodes and say runtime.address=auto"
         )
-    if config.placement == "colocated":
-        return (
-            f"{given} lets rollout workers come and go, and placement=colocated keeps one beside each trainer rank: "
-            "use placement=separate"
-        )
     if rollout.workers_per_node is not None:
         return (
             f"{given} seats worker by worker, and rollout.workers_per_node={rollout.workers_per_node} whole nodes at "

@@ -12,11 +12,6 @@ def node_obstacle(config: Config) -> str | None:
         given = f"{pool}.workers_per_node={each}"
         if config.runtime.backend == "local":
             return f"{given} places processes on nodes, and runtime.backend=local has threads of one process"
-        if config.placement == "colocated":
-            return (
-                f"{given} places one pool, and placement=colocated has trainer and rollout share each device: leave it "
-                "out, the pairs fill one node after the other"
-            )
         if workers % each:
             least, most = max(1, workers // each) * each, -(-workers // each) * each
             near = f"{least}" if least == most else f"{least} or {most}"

@@ -286,9 +286,8 @@ class TrainerConfig:
     the weights depend on num_workers then (docs/guarantees.md). none: each holds all of it, so nothing is gathered, and
     a rank that dies costs only its share of one step. hybrid, not with tune=full: each set of shard_size ranks holds it
     once, and ends together. auto: none on CPUs, with placement=shared, and if the planned memory of a trainer rank,
-    activations included, takes at most 90 % of its GPU (with the rollout worker where placement=colocated); otherwise
-    hybrid over the ranks of a node if workers_per_node is above 1, else full. The start and `plan --memory` say
-    which."""
+    activations included, takes at most 90 % of its GPU; otherwise hybrid over the ranks of a node if workers_per_node
+    is above 1, else full. The start and `plan --memory` say which."""
     shard_size: int | None = setting(None, at_least=1, changes=NOTHING)
     """Ranks that share one copy of the base with shard=hybrid, e.g. those of a node; must divide num_workers."""
     micro_batch_size: int = setting(16, at_least=1, changes=ROUNDING)
@@ -549,10 +548,9 @@ class Config:
     resume: str = setting("never", changes=NOTHING)
     """never; auto: from the newest checkpoint in output_dir; force: the same, but other prompts or another
     configuration than the checkpoint's give a warning instead of an error; or the path of a checkpoint."""
-    placement: str = setting("separate", choices=("separate", "shared", "colocated"), changes=NOTHING)
+    placement: str = setting("separate", choices=("separate", "shared"), changes=NOTHING)
     """separate: rollout and trainer have their own devices. shared: each process samples and trains, whichever is next,
-    on one copy of the base. colocated: a rollout and a trainer process share each device, with a copy of the base each
-    (max_staleness=0 only)."""
+    on one copy of the base."""
     time_limit: float | None = setting(None, above=0, infinite=True, changes=NOTHING)
     """Seconds after which the run writes a checkpoint and exits with the code for a resumable run; null = no limit."""
     allow_oom: bool = setting(False, changes=NOTHING)

@@ -124,7 +124,7 @@ def shared_bytes(config: Config, plan: MemoryPlan, *, on_gpus: bool) -> int:
 
 def on_host(footprint: Footprint) -> int:
     """Returns the bytes of a footprint on the host, without the CUDA runtime."""
-    return footprint.total - footprint.processes * RUNTIME_BYTES
+    return footprint.total - RUNTIME_BYTES
 
 
 def run_directory_bytes(config: Config, plan: MemoryPlan) -> int:

@@ -74,9 +74,9 @@ def run(setting: Setting, name: str, mode: str, seconds: float) -> Ran | Finding
 def placed(setting: Setting, mode: str) -> Sequence[str]:
     """Returns the overrides that place the workers.
 
-    With two devices each pool has one, and NCCL sends the weights. With one device, the pools of sync use it in turns,
-    and those of one_step_off share it, half for each. With `--quick` workers are threads of one process, because most
-    of the time would go to starting Ray.
+    With two devices each pool has one, and NCCL sends the weights. With one device, one process of sync samples and
+    trains, and the two pools of one_step_off share it, half for each. With `--quick` workers are threads of one
+    process, because most of the time would go to starting Ray.
     """
     workers = ("rollout.num_workers=1", "trainer.num_workers=1")
     if setting.quick:
@@ -85,7 +85,7 @@ def placed(setting: Setting, mode: str) -> Sequence[str]:
         return (*workers, "checkpoint_engine.transport=nccl")
     store = (*workers, "checkpoint_engine.transport=object_store")
     if mode == "sync":
-        return (*store, "placement=colocated")
+        return (*store, "placement=shared")
     return (*store, "rollout.gpus_per_worker=0.5", "trainer.gpus_per_worker=0.5")
 
 

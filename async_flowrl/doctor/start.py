@@ -12,7 +12,6 @@ import torch
 
 from async_flowrl.config.check import ConfigError
 from async_flowrl.config.schema import Config
-from async_flowrl.controller.build import ROLLOUT, TRAINER
 from async_flowrl.doctor.cards import devices
 from async_flowrl.doctor.facts import Asked, facts
 from async_flowrl.doctor.findings import FAILED, OK, WARNING, Finding, failed
@@ -30,7 +29,7 @@ from async_flowrl.doctor.network import between, first
 from async_flowrl.doctor.optional import optional_findings
 from async_flowrl.run.launch import check_machine
 from async_flowrl.run.nodes import OUR_CODE
-from async_flowrl.run.pools import placement_of, pools
+from async_flowrl.run.pools import pools
 from async_flowrl.run.prepare import Prepared, doubts_of, prepare
 from separation.group import VISIBLE_DEVICES, PoolSpec
 from separation.placement import ResourcesMissing, check_fits, reserve, totals
@@ -152,8 +151,7 @@ def seats(config: Config, wanted: Sequence[PoolSpec], nodes: Sequence[Node]) -> 
     """Checks that all workers find a place in the cluster; warns if other programs hold those places now."""
     everything = [node.resources for node in nodes]
     try:
-        how = placement_of(config)
-        reservations = reserve(wanted, totals(everything), placement=how, colocated=(ROLLOUT, TRAINER))
+        reservations = reserve(wanted, totals(everything))
         check_fits(reservations, everything)
     except (ResourcesMissing, ValueError) as error:
         return Finding("seats", FAILED, first(error), "fewer workers, or more nodes")

@@ -44,11 +44,6 @@ class Advice:
     sentences: tuple[str, ...]
     """The advice in sentences."""
 
-    @property
-    def colocated(self) -> Prediction | None:
-        """Both pools on all devices in turn; None if that does not fit the devices."""
-        return self.placements.colocated
-
 
 def advise(work: Work, limits: Limits) -> Advice:
     """Searches the best split at `max_staleness` 1, then the best `max_staleness` and `hand_over` at that split."""

@@ -35,7 +35,6 @@ def work_of(given: argparse.Namespace) -> tuple[Work, Limits]:
         split=split,
         steps=given.steps,
         slow=(given.slow_worker,) if given.slow_worker != 1 else (),
-        colocate=not given.no_colocate,
         share=not given.no_shared,
     )
     if given.from_run is not None:
@@ -64,7 +63,7 @@ def from_run(given: argparse.Namespace, limits: Limits) -> tuple[Work, Limits]:
         reward_gpus={pool.name: pool.gpus_per_worker for pool in pools},
         backend=run.config.runtime.backend,
     )
-    return replace(run.work, serial=given.serial, switch=given.switch), limits
+    return replace(run.work, serial=given.serial), limits
 
 
 def from_numbers(given: argparse.Namespace) -> Work:
@@ -90,7 +89,6 @@ def from_numbers(given: argparse.Namespace) -> Work:
         stage=Law(given.stage),
         deliver=Law(given.sync),
         serial=given.serial,
-        switch=given.switch,
         ticket_bytes=int(given.image_megabytes * 1e6) * ticket,
         adapter_bytes=int(given.adapter_megabytes * 1e6),
     )

@@ -1,6 +1,6 @@
 """Comparison of the memory plan with the devices of a run, made before its models are loaded.
 
-`async_flowrl.main` hands `check_devices` to the run. Process titles (`TRAINER`, `ROLLOUT`, `BOTH`, `ALL`) name a kind
+`async_flowrl.main` hands `check_devices` to the run. Process titles (`TRAINER`, `ROLLOUT`, `ALL`, `ONE`) name a kind
 of process or several that share a device.
 """
 
@@ -40,8 +40,8 @@ TIGHT = 0.9
 SHOWN = 3
 """Most settings that a message names."""
 
-TRAINER, ROLLOUT, BOTH = "a trainer rank", "a rollout worker", "a trainer rank with the rollout worker beside it"
-"""Process titles: a process of each kind alone, and a trainer rank and a rollout worker that share a device."""
+TRAINER, ROLLOUT = "a trainer rank", "a rollout worker"
+"""Process titles: a process of each kind alone."""
 ALL = "a trainer rank with all rollout workers of its process"
 """Title of the process of the local backend, which holds the workers of both pools."""
 ONE = "a process that samples and trains"
@@ -167,12 +167,9 @@ def titled_devices(config: Config, memory: Mapping[str, int]) -> dict[str, Devic
     if config.placement == SHARED:
         whole = min(memory.values(), default=0)
         return {ONE: Device(whole, round(whole * min(1.0, config.trainer.gpus_per_worker)))} if memory else {}
-    if config.placement == "colocated" or (config.runtime.backend == "local" and len(memory) > 1):
-        whole = min(memory.values(), default=0)
-        if config.runtime.backend == "local":
-            return {ALL: Device(whole, whole)} if memory else {}
-        share = min(1.0, max(config.trainer.gpus_per_worker, config.rollout.gpus_per_worker))
-        return {BOTH: Device(whole, round(whole * share))} if memory else {}
+    if config.runtime.backend == "local" and len(memory) > 1:
+        whole = min(memory.values())
+        return {ALL: Device(whole, whole)}
     shares = {"trainer": config.trainer.gpus_per_worker, "rollout": config.rollout.gpus_per_worker}
     titles = {"trainer": TRAINER, "rollout": ROLLOUT}
     return {titles[pool]: Device(size, round(size * min(1.0, shares[pool]))) for pool, size in memory.items()}
@@ -190,9 +187,7 @@ def footprint(
         return rollout
     if title == ONE:
         return in_one(trainer, rollout, full=model.full)
-    if title == ALL:
-        return beside(trainer, rollout, config.rollout.num_workers, processes=1)
-    return beside(trainer, rollout)
+    return beside(trainer, rollout, config.rollout.num_workers)
 
 
 def refusal(title: str, config: Config, model: MetaModel, device: Device) -> str:
@@ -278,7 +273,7 @@ def scaled(change: Change, config: Config, model: MetaModel) -> MetaModel:
 def tight(title: str, footprint: Footprint, available: int) -> str:
     """Returns the warning for a process that nearly fills, or exceeds, its `available` bytes."""
     parts = ", ".join(f"{name} {size / GIB:.3g}" for name, size in footprint.parts.items() if size)
-    runtime = footprint.processes * RUNTIME_BYTES / GIB
+    runtime = RUNTIME_BYTES / GIB
     return (
         f"{title} is planned to need {footprint.total / GIB:.3g} of its device's {available / GIB:.3g} GiB "
         f"({footprint.total / available:.0%}: {parts}, margin {MARGIN_SHARE:.0%} and {runtime:.3g} of runtime): it may "

@@ -21,7 +21,6 @@ from async_flowrl.plan.largest import at_largest
 from async_flowrl.plan.layout import AUTO
 from async_flowrl.plan.memory import (
     Footprint,
-    beside,
     in_one,
     rollout_footprint,
     sampling_peak,
@@ -77,7 +76,6 @@ class Answer:
     rollout: float
     """Memory that a rollout worker needs."""
     device: float
-    colocated: bool
     missing: float = 0.0
     """Memory that the tightest kind of process lacks; 0 or negative if all fit."""
     lacking: str = ""
@@ -144,7 +142,7 @@ def answer(recipe: Recipe, hardware: Hardware) -> Answer:
         if found[-1].fits:
             return found[-1]
     if not found:
-        return Answer(recipe.experiment, hardware.name, False, (), 0.0, 0.0, hardware.gib, False)
+        return Answer(recipe.experiment, hardware.name, False, (), 0.0, 0.0, hardware.gib)
     return min(found, key=lambda one: one.missing)
 
 
@@ -160,10 +158,9 @@ def judged(recipe: Recipe, hardware: Hardware, words: Sequence[str], config: Con
         trainer.total / GIB,
         rollout.total / GIB,
         hardware.gib,
-        config.placement == "colocated",
         missing / GIB,
         lacking,
-        describe_pools(config, without=("trainer", "rollout", "trainer and rollout", "shared")),
+        describe_pools(config, without=("trainer", "rollout", "shared")),
     )
 
 
@@ -173,9 +170,7 @@ def shortages(config: Config, trainer: Footprint, rollout: Footprint, device: in
     Missing bytes are the planned memory less the process's share of a device of `device` bytes; negative if it fits.
     """
     shares = config.trainer.gpus_per_worker, config.rollout.gpus_per_worker
-    if config.placement == "colocated":
-        yield beside(trainer, rollout).total - device * min(1.0, max(shares)), "trainer rank and rollout worker"
-    elif config.placement == SHARED:
+    if config.placement == SHARED:
         both = in_one(trainer, rollout, full=config.tune == FULL)
         yield both.total - device * min(1.0, shares[0]), "process that samples and trains"
     else:

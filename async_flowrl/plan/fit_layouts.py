@@ -106,9 +106,9 @@ def with_workers(config: Config, trainer: int, rollout: int, staff: Staff) -> Co
 
 
 def _one_device(words: Sequence[str], config: Config, staff: Staff) -> Iterator[list[str]]:
-    """Yields the arguments for one device, which trainer and rollout share with each reward pool and server, if any.
+    """Yields the arguments for one device, of which each reward pool and server has its share, if any.
 
-    One base for both (`placement=shared`) comes before two (`placement=colocated`).
+    One process samples and trains on all that is left (`placement=shared`).
     """
     pools = scoring_pools(with_workers(config, 1, 1, staff))
     seated = sum(pool.workers * pool.gpus_per_worker for pool in pools)
@@ -118,7 +118,6 @@ def _one_device(words: Sequence[str], config: Config, staff: Staff) -> Iterator[
     given = [*_numbers(1), *_staff(config, 1, staff)]
     given += [f"{pool}.gpus_per_worker={1 - seated:g}" for pool in ("trainer", "rollout")] if seated else []
     yield _shared(words, config, given)
-    yield ["--config-name sync", words[0], "placement=colocated", *words[1:], *given]
 
 
 def _shared(words: Sequence[str], config: Config, given: Sequence[str]) -> list[str]:

@@ -49,9 +49,3 @@ class Law:
     def scaled(self, factor: float) -> "Law":
         """Returns this law with every duration multiplied by `factor`."""
         return replace(self, mean=self.mean * factor, samples=tuple(x * factor for x in self.samples))
-
-    def plus(self, seconds: float) -> "Law":
-        """Returns this law with `seconds` added to every duration."""
-        mean = self.mean + seconds
-        cv = self.cv * self.mean / mean if mean > 0 else 0.0
-        return Law(mean, cv, tuple(x + seconds for x in self.samples))

@@ -38,8 +38,6 @@ class Limits:
     """Steps to simulate; None = enough for about TICKETS_PER_SIMULATION tickets."""
     slow: tuple[float, ...] = ()
     """Factors on the ticket durations of the first rollout workers."""
-    colocate: bool = True
-    """Whether both models fit one device, so that colocated training is possible."""
     share: bool = True
     """Whether one base with both adapters, the optimizer and the activations of either kind fits one device, so that
     `placement=shared` is possible."""

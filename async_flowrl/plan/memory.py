@@ -39,12 +39,10 @@ PASSING = ("activations", "gathered blocks")
 
 @dataclass(frozen=True)
 class Footprint:
-    """Device memory of one process, or of several that share a device."""
+    """Device memory of one process."""
 
     parts: Mapping[str, int]
     """Name of a part (such as `base weights`) → bytes."""
-    processes: int = 1
-    """Number of processes; each adds RUNTIME_BYTES."""
 
     @property
     def lasting(self) -> set[str]:
@@ -59,14 +57,14 @@ class Footprint:
     @property
     def total(self) -> int:
         """Bytes of all parts with margin and runtime."""
-        return round(sum(self.parts.values()) * (1 + MARGIN_SHARE)) + self.processes * RUNTIME_BYTES
+        return round(sum(self.parts.values()) * (1 + MARGIN_SHARE)) + RUNTIME_BYTES
 
 
-def beside(trainer: Footprint, rollout: Footprint, workers: int = 1, *, processes: int = 2) -> Footprint:
-    """Returns the memory of a trainer rank and `workers` rollout workers on one device, in `processes` processes."""
+def beside(trainer: Footprint, rollout: Footprint, workers: int) -> Footprint:
+    """Returns the memory of one process with a trainer rank and `workers` rollout workers, each with its own base."""
     parts = {f"{name} (trainer)": size for name, size in trainer.parts.items()}
     parts |= {f"{name} (rollout)": size * workers for name, size in rollout.parts.items()}
-    return Footprint(parts, processes)
+    return Footprint(parts)
 
 
 def in_one(trainer: Footprint, rollout: Footprint, *, full: bool) -> Footprint:

@@ -13,7 +13,7 @@ from async_flowrl.config.compose import DEFAULT, compose_config
 from async_flowrl.config.resolution import in_pixels, parse_resolution
 from async_flowrl.config.schema import Config
 from async_flowrl.config.shared import SHARED
-from async_flowrl.plan.devices import BOTH, ONE, ROLLOUT, TRAINER, Device, enough_gpus, refusal
+from async_flowrl.plan.devices import ONE, ROLLOUT, TRAINER, Device, enough_gpus, refusal
 from async_flowrl.plan.fitting import advice
 from async_flowrl.plan.host_memory import in_shares
 from async_flowrl.plan.largest import at_largest
@@ -23,7 +23,6 @@ from async_flowrl.plan.memory import (
     RUNTIME_BYTES,
     Footprint,
     MemoryPlan,
-    beside,
     in_one,
     plan_memory,
     rollout_ranks,
@@ -67,8 +66,7 @@ def describe(plan: MemoryPlan, config: Config, device_gib: float) -> str:
         title, footprint = process.title, process.footprint
         rows = [(name, f"{size / GIB:.2f}") for name, size in footprint.parts.items()]
         extra = footprint.total - sum(footprint.parts.values())
-        runtime = footprint.processes * RUNTIME_BYTES / GIB
-        rows.append((f"margin {MARGIN_SHARE:.0%} and {runtime:.1f} of runtime", f"{extra / GIB:.2f}"))
+        rows.append((f"margin {MARGIN_SHARE:.0%} and {RUNTIME_BYTES / GIB:.1f} of runtime", f"{extra / GIB:.2f}"))
         rows.append(("together", f"{footprint.total / GIB:.2f}"))
         sections += [format_table((title, "GiB"), rows), ""]
     if host := on_the_host(plan, config):
@@ -103,9 +101,6 @@ def processes(plan: MemoryPlan, config: Config) -> list[Process]:
     if config.placement == SHARED:
         whole = in_one(plan.trainer, plan.rollout, full=plan.model.full)
         return [Process("process that samples and trains", whole, trainer, ONE), *seats]
-    if config.placement == "colocated":
-        both = beside(plan.trainer, plan.rollout)
-        return [Process("trainer rank and rollout worker", both, max(trainer, rollout), BOTH), *seats]
     spread = "GPU of a rollout worker" if rollout_ranks(config) > 1 else "rollout worker"
     return [
         Process("trainer rank", plan.trainer, trainer, TRAINER),

@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 
 from async_flowrl.config.schema import Config
 from async_flowrl.config.shared import SHARED
-from async_flowrl.plan.memory import Footprint, MemoryPlan, beside, in_one, trainer_footprint
-from async_flowrl.plan.work import COLOCATED, SEPARATE
+from async_flowrl.plan.memory import Footprint, MemoryPlan, in_one, trainer_footprint
+from async_flowrl.plan.work import SEPARATE
 
 GIB = 2**30
 
@@ -48,7 +48,6 @@ def _processes(plan: MemoryPlan, config: Config) -> Iterator[tuple[str, dict[str
     whole = replace(config, placement=SHARED, trainer=replace(config.trainer, shard="none", cpu_offload=False))
     rank = trainer_footprint(whole, plan.model, plan.peaks.training)
     yield SHARED, {"process with one base": (in_one(rank, plan.rollout, full=plan.model.full), max(trainer, rollout))}
-    yield COLOCATED, {"two processes": (beside(plan.trainer, plan.rollout), max(trainer, rollout))}
 
 
 def describe_placements(plan: MemoryPlan, config: Config, device_gib: float) -> str:

@@ -1,15 +1,17 @@
-"""Comparison of placements on the same devices: two pools, one pool that does both (shared), and pools in turn."""
+"""Comparison of placements on the same devices: two pools, or one pool that does both (shared)."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from async_flowrl.config.shared import SHARED
 from async_flowrl.plan.limits import Limits, choose, simulated
 from async_flowrl.plan.simulate import Prediction
-from async_flowrl.plan.work import COLOCATED, SEPARATE, Layout, Work
+from async_flowrl.plan.work import SEPARATE, Layout, Work
 
 MIN_SPEEDUP = 1.02
-"""Speed-up below which phases take turns, pools are separate rather than shared, or a base is held once, not twice."""
+"""Speed-up below which phases take turns, pools are separate rather than shared."""
+NO_LAYOUT = "Nothing fits: separate pools need at least 2 devices, and one base with both adapters does not fit one."
+"""Advice where a single device cannot hold a process that samples and trains."""
 SHARED_DEPTHS = ((0, "batch"), (0, "stream"), (1, "stream"), (2, "stream"))
 """(max_staleness, hand_over) that are simulated of a shared pool."""
 
@@ -25,13 +27,11 @@ class Placements:
     """The one to use of `shared`."""
     shared_overlap: Prediction | None
     """The one to use of those of `shared` whose phases overlap."""
-    colocated: Prediction | None
 
     @property
     def in_turn(self) -> Prediction | None:
         """The best one that has all devices generate and then train, on samples of its own version."""
-        shared = [p for p in self.shared if _is_in_turn(p)]
-        return _preferred([*shared, *_there(self.colocated)])
+        return _preferred([p for p in self.shared if _is_in_turn(p)])
 
     @property
     def overlapping(self) -> Prediction | None:
@@ -47,23 +47,14 @@ class Placements:
 def compare_placements(work: Work, separate: Prediction | None, limits: Limits) -> Placements:
     """Simulates the placements that the limits allow; `separate` is the best layout of two pools."""
     shared = [simulated(work, _shared(limits, *how), limits) for how in SHARED_DEPTHS] if limits.share else []
-    colocated = predict_colocated(work, limits) if limits.colocate else None
     overlapping = [p for p in shared if not _is_in_turn(p)]
     one_pool, shared_overlap = (choose(each, limits) if each else None for each in (shared, overlapping))
-    return Placements(separate, tuple(shared), one_pool, shared_overlap, colocated)
+    return Placements(separate, tuple(shared), one_pool, shared_overlap)
 
 
 def _shared(limits: Limits, max_staleness: int, hand_over: str) -> Layout:
     n = limits.devices
     return Layout(n, n, limits.reward, max_staleness, hand_over, limits.slow, limits.own_rewards, placement=SHARED)
-
-
-def predict_colocated(work: Work, limits: Limits) -> Prediction:
-    """Simulates colocated pools: in each step, all devices generate and then all devices train."""
-    n = limits.devices
-    layout = Layout(n, n, limits.reward, 0, "batch", limits.slow, limits.own_rewards, placement=COLOCATED)
-    # The change of the devices from one pool to the other costs `switch` once per step; the stage law carries it.
-    return simulated(replace(work, stage=work.stage.plus(work.switch)), layout, limits)
 
 
 def settings(layout: Layout) -> str:
@@ -85,10 +76,10 @@ def on_overlap(placements: Placements, devices: int) -> list[str]:
     """Returns the sentence on whether overlap gains anything over all devices taking both phases in turn."""
     in_turn, other = placements.in_turn, placements.overlapping
     if in_turn is None:
-        return []
+        return [] if other is not None else [NO_LAYOUT]
     placed = f"{in_turn.layout.mode} placement={in_turn.layout.placement} on the same {_count(devices)}"
     if other is None or (placements.separate is None and not worth_it(placements)):
-        return [f"Don't use async here: {_no_gain(placements, in_turn)}."]
+        return [f"Don't use async here: {_no_gain(in_turn)}."]
     gain = in_turn.step_seconds / other.step_seconds
     if not worth_it(placements):
         return [
@@ -98,9 +89,7 @@ def on_overlap(placements: Placements, devices: int) -> list[str]:
     return [f"Worth it: {gain:.2f} x faster than {placed} ({in_turn.step_seconds:.3g} s per step)."]
 
 
-def _no_gain(placements: Placements, in_turn: Prediction) -> str:
-    if placements.one_pool is None:
-        return "separate pools need at least 2 devices, and one base with both adapters does not fit one"
+def _no_gain(in_turn: Prediction) -> str:
     return (
         f"one device is busy {in_turn.efficiency:.1%} of the time without it, and separate pools need at least 2; "
         f"{in_turn.layout.mode} placement={in_turn.layout.placement} takes {in_turn.step_seconds:.3g} s per step"

@@ -78,14 +78,11 @@ def _gib(name: str, term: RewardTerm) -> float | None:
 def gpus_by_pool(config: Config) -> dict[str, list[float]]:
     """Returns pool → GPUs of each of its workers, without pools that have none.
 
-    Trainer and rollout workers that share their processes, or (colocated) their GPUs, count as one pool.
+    Trainer and rollout workers that share their processes count as one pool.
     """
     trainer, rollout = config.trainer, config.rollout
     if config.placement == SHARED:
         shares = {SHARED: [trainer.gpus_per_worker] * trainer.num_workers}
-    elif config.placement == "colocated":
-        shared = max(trainer.gpus_per_worker, rollout.gpus_per_worker)
-        shares = {"trainer and rollout": [shared] * trainer.num_workers}
     else:
         shares = {
             "trainer": [trainer.gpus_per_worker] * trainer.num_workers,

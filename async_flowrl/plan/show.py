@@ -36,7 +36,6 @@ def as_json(advice: Advice) -> dict[str, Any]:
         "splits": [record(p) for p in advice.splits],
         "depths": [record(p) for p in advice.depths],
         "chosen": record(advice.chosen) if advice.chosen else None,
-        "colocated": record(advice.colocated) if advice.colocated else None,
         "shared": [record(p) for p in advice.placements.shared],
         "best": record(advice.placements.best) if advice.placements.best else None,
         "advice": list(advice.sentences),
@@ -83,8 +82,8 @@ def comparison(compared: Mapping[str, Any]) -> str:
 
 
 def _placements(placements: Placements) -> list[Prediction]:
-    every = [placements.separate, *placements.shared, placements.colocated]
-    return [prediction for prediction in every if prediction is not None]
+    separate = [] if placements.separate is None else [placements.separate]
+    return [*separate, *placements.shared]
 
 
 def _placement_row(p: Prediction) -> list[str]:

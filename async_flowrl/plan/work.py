@@ -13,8 +13,8 @@ from async_flowrl.config.shared import SHARED as ONE_POOL
 from async_flowrl.plan.laws import Law
 
 HAND_OVERS = ("batch", "stream")
-SEPARATE, COLOCATED = "separate", "colocated"
-"""Values of `Layout.placement`, beside ONE_POOL."""
+SEPARATE = "separate"
+"""Value of `Layout.placement`, beside ONE_POOL."""
 UNREACHED_SECONDS = 1e12
 """Deadline of a simulated run; no simulation lasts so long."""
 
@@ -53,8 +53,6 @@ class Work:
     """Time from the end of staging until a worker holds the new version."""
     serial: float = 0.0
     """Share of `update`, from 0 to 1, that more ranks do not make shorter."""
-    switch: float = 0.0
-    """Seconds per step that colocated pools lose when the device changes from one pool to the other."""
     ticket_bytes: int = 0
     """Bytes of one ticket's images and trajectory in the object store."""
     adapter_bytes: int = 0
@@ -101,8 +99,8 @@ class Layout:
     own_rewards: Mapping[str, int] = field(default_factory=dict, hash=False)
     """Pool name (`reward/X`) → workers, for pools that score a single reward term X."""
     placement: str = SEPARATE
-    """`separate`; `colocated` where the two pools have the same devices in turn; `shared` where every process samples
-    and trains. Of the latter two `rollout` and `trainer` are both the number of devices."""
+    """`separate`, or `shared` where every process samples and trains; `rollout` and `trainer` are then both the number
+    of devices."""
 
     @property
     def devices(self) -> int:

@@ -96,10 +96,10 @@ def devices(prepared: Prepared) -> str:
         f"{spec.name} {spec.size} × {seat(spec.gpus_per_worker, spec.threads, gpus(config))}"
         for spec in pools(prepared)
     ]
-    shared = {"colocated": "; rollout and trainer share theirs", SHARED: "; each of shared samples and trains"}
+    shared = "; each of shared samples and trains" if config.placement == SHARED else ""
     where = {"local": "threads of this process"}.get(config.runtime.backend, "")
     where = where or ("this machine" if config.runtime.address is None else f"cluster {config.runtime.address}")
-    return f"{', '.join(said)}{shared.get(config.placement, '')} ({where})"
+    return f"{', '.join(said)}{shared} ({where})"
 
 
 def seat(gpus_per_worker: float, threads: int, known: float | None) -> str:

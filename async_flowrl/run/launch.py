@@ -20,7 +20,7 @@ from async_flowrl.controller.living import group_timeout
 from async_flowrl.controller.trainer import TrainerGroup
 from async_flowrl.observability.console import console_of, show_what_can_be_shown
 from async_flowrl.run.nodes import look_at_nodes
-from async_flowrl.run.pools import as_two, placement_of, pools
+from async_flowrl.run.pools import as_two, pools
 from async_flowrl.run.prepare import Prepared, doubts_of
 from async_flowrl.run.transport import refusal
 from async_flowrl.tickets.arithmetic import shape, stored_bytes
@@ -81,7 +81,7 @@ def check_machine(prepared: Prepared) -> None:
     if runtime.backend != "ray":
         return
     try:
-        fits_own_cluster(pools(prepared), placement_of(config))
+        fits_own_cluster(pools(prepared))
     except ResourcesMissing as error:
         raise ConfigError(str(error)) from error
     if config.checkpoint_engine.transport in (NCCL, PYNCCL):
@@ -93,13 +93,13 @@ def check_machine(prepared: Prepared) -> None:
             raise refusal(str(error)) from error
 
 
-def fits_own_cluster(wanted: Sequence[PoolSpec], placement: str) -> None:
+def fits_own_cluster(wanted: Sequence[PoolSpec]) -> None:
     """Raises ResourcesMissing if this machine's cores or GPUs cannot hold the pools; starts nothing."""
     from separation.ray_session import gpus_here
 
     cpus, custom = own_cluster(wanted, os.cpu_count() or 1)
     here = {"CPU": float(cpus), "GPU": gpus_here(), **custom}
-    check_fits(reserve(wanted, here, placement=placement, colocated=(ROLLOUT, TRAINER)), [here])
+    check_fits(reserve(wanted, here), [here])
 
 
 @asynccontextmanager
@@ -114,7 +114,6 @@ async def open_cluster(prepared: Prepared, logs: Path) -> AsyncIterator[Mapping[
         pools(prepared),
         backend=config.runtime.backend,
         address=config.runtime.address,
-        placement=placement_of(config),
         start_deadline=config.deadlines.load,
         log_dir=logs,
         store_bytes=stored_bytes(prepared.at_largest, prepared.shapes),

@@ -133,11 +133,6 @@ def reward_spec(pool: RewardPool, config: Config) -> PoolSpec:
     )
 
 
-def placement_of(config: Config) -> str:
-    """Returns the placement of the pools of `pools` for `separation`: a shared pool is placed like any other pool."""
-    return "separate" if config.placement == SHARED else config.placement
-
-
 @asynccontextmanager
 async def as_two(groups: Mapping[str, WorkerGroup]) -> AsyncIterator[Mapping[str, WorkerGroup]]:
     """Yields the pools by name; a shared pool, if there is one, is replaced by its trainer and its rollout part."""

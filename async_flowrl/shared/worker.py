@@ -4,21 +4,32 @@ Both are the classes of the separate pools, and each has a thread of its own. Th
 and the device, which they use in turns (turns.py). So the same calls give the same bits as in two processes.
 """
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
 
 from async_flowrl.config.schema import Config
+from async_flowrl.policies.base import Policy
 from async_flowrl.policies.one_base import OneBase
 from async_flowrl.policies.registry import ResolvedModel
 from async_flowrl.rollout.registry import PARTS
 from async_flowrl.rollout.worker import RolloutWorker, device
+from async_flowrl.shared.lane import TrainingLane
 from async_flowrl.shared.turns import Turns
+from async_flowrl.training.flat import FlatParameters
 from async_flowrl.training.messages import Manifest, Summed, TrainRequest, UpdateStats
+from async_flowrl.training.publishing import PublishedStreams
 from async_flowrl.training.versions import Versions
 from async_flowrl.training.worker import TrainerWorker
-from async_flowrl.types import Asked, ByteArray, Resolution, RolloutReport, RolloutRequest, Trajectory
+from async_flowrl.types import POLICY, Asked, ByteArray, Resolution, RolloutReport, RolloutRequest, Trajectory
 from checkpoint_engine import RING, Ack, Header
 from checkpoint_engine.errors import TransferCorrupted, WeightsMismatch
+
+Given = ParamSpec("Given")
+Result = TypeVar("Result")
 
 
 class SharedWorker:
@@ -38,21 +49,64 @@ class SharedWorker:
         `name` is that of the process in its pool; both workers get the number at its end.
         """
         turns, place = Turns(), name.rpartition("-")[2]
+        lane = TrainingLane(turns, torch.device(device()))
         base = OneBase(model, parts=PARTS[config.rollout.text_encoder], device=device())
-        self.trainer = SharedTrainer(config, model, index, f"trainer-{place}", sizes, base=base, turn=turns.training)
-        self.trainer.turns = turns
+        self.trainer = SharedTrainer(config, model, index, f"trainer-{place}", sizes, base=base, turn=lane.turn)
+        self.trainer.lane = lane
         self.rollout = SharedRollout(config, model, index, f"rollout-{place}", upcoming, base=base)
         self.rollout.turns, self.rollout.trainer = turns, self.trainer
 
 
-class SharedTrainer(TrainerWorker):
-    """Computes before any further ticket is made."""
+def beside(
+    method: "Callable[Concatenate[SharedTrainer, Given], Result]",
+) -> "Callable[Concatenate[SharedTrainer, Given], Result]":
+    """The method, without a turn, beside the ticket under way."""
 
-    turns: Turns
+    @wraps(method)
+    def run(self: "SharedTrainer", /, *args: Given.args, **kwargs: Given.kwargs) -> Result:
+        with self.lane.beside():
+            return method(self, *args, **kwargs)
+
+    return run
+
+
+class SharedTrainer(TrainerWorker):
+    """Computes before any further ticket is made; adds up and steps beside one."""
+
+    lane: TrainingLane
 
     def train(self, request: TrainRequest, *trajectories: Trajectory) -> UpdateStats | Summed | Manifest:
-        with self.turns.training(more=request.more):
+        with self.lane.turn(more=request.more):
             return super().train(request, *trajectories)
+
+    def _new_sender(self) -> PublishedStreams:
+        return SharedStreams(self.config, self.policy, self.parameters, self.versions, self.lane)
+
+    load = beside(TrainerWorker.load)
+    add_up = beside(TrainerWorker.add_up)
+    take_step = beside(TrainerWorker.take_step)
+    snapshot = beside(TrainerWorker.snapshot)
+    state = beside(TrainerWorker.state)
+    take_over = beside(TrainerWorker.take_over)
+    restore = beside(TrainerWorker.restore)
+
+
+class SharedStreams(PublishedStreams):
+    """Stages versions beside the ticket under way."""
+
+    def __init__(
+        self, config: Config, policy: Policy, parameters: FlatParameters, versions: Versions, lane: TrainingLane
+    ) -> None:
+        super().__init__(config, policy, parameters, versions)
+        self._lane = lane
+
+    def stage(self, version: int, stream: str = POLICY) -> None:
+        with self._lane.beside():
+            super().stage(version, stream)
+
+    def canary(self) -> dict[str, Tensor]:
+        with self._lane.beside():
+            return super().canary()
 
 
 class SharedRollout(RolloutWorker):

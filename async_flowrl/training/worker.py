@@ -183,12 +183,14 @@ class TrainerWorker:
         """
         with self._becoming_sender:
             if self._sender is None:
-                parts = self.config, self.policy
-                if isinstance(self.parameters, ShardedParameters):
-                    self._sender = ShardedStreams(*parts, self.parameters, self.versions)
-                else:
-                    self._sender = PublishedStreams(*parts, self.parameters, self.versions)
+                self._sender = self._new_sender()
             return self._sender
+
+    def _new_sender(self) -> PublishedStreams:
+        parts = self.config, self.policy
+        if isinstance(self.parameters, ShardedParameters):
+            return ShardedStreams(*parts, self.parameters, self.versions)
+        return PublishedStreams(*parts, self.parameters, self.versions)
 
     def _check_schedules(self, policy: Policy) -> None:
         for resolution in self._sizes:

@@ -91,7 +91,10 @@ ONE_LINE = {
     "micro-batches that do not divide": (["trainer.micro_batch_size=3"], ["must divide", "2 or 4"]),
     "tickets that do not divide": (["ticket_size=5"], ["ticket_size=5 must divide group_size=16"]),
     "steps that do not divide": (["trainer.timesteps_per_forward=2"], ["must divide the number of trained steps=5"]),
-    "colocated and asynchronous": (["placement=colocated"], ["needs max_staleness=0"]),
+    "a placement that there is no more": (
+        ["placement=colocated"],
+        ["placement must be one of separate, shared, got 'colocated'"],
+    ),
     "ranks in one process": (
         ["runtime.backend=local", "trainer.num_workers=2"],
         ["runtime.backend=local", "trainer.num_workers=2"],

@@ -53,13 +53,13 @@ def test_a_resumed_run_is_the_undisturbed_one(plain: Run, tmp_path: Path) -> Non
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs), "the average, too"
 
 
-def test_stream_and_colocated_are_sync(tmp_path: Path) -> None:
+def test_stream_and_one_process_are_sync(tmp_path: Path) -> None:
     short = (*FULL, "total_steps=2", "model.dtype=bfloat16", "rollout.num_workers=1")
     sync = train(tmp_path / "sync", "sync", *short)
     stream = train(tmp_path / "stream", "stream", *short)
-    colocated = train(tmp_path / "colocated", "sync", *short, "placement=colocated")
-    assert sync.digests == stream.digests == colocated.digests
-    assert sync.sample_log == stream.sample_log == colocated.sample_log
+    shared = train(tmp_path / "shared", "sync", *short, "placement=shared")
+    assert sync.digests == stream.digests == shared.digests
+    assert sync.sample_log == stream.sample_log == shared.sample_log
     assert len(set(sync.digests)) == 3
     assert {tensor.dtype for tensor in whole(sync).values()} == {torch.bfloat16}
 

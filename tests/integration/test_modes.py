@@ -84,13 +84,6 @@ def test_hand_over_by_batch_or_stream_is_the_same(plain: dict[str, Run], tmp_pat
     assert train(tmp_path, "one_step_off", "hand_over=batch").digests == plain["one_step_off"].digests
 
 
-def test_colocated_is_separate(plain: dict[str, Run], tmp_path: Path) -> None:
-    run = train(tmp_path, "sync", "placement=colocated")
-    assert run.summary["placement"] == "colocated"
-    assert run.digests == plain["sync"].digests
-    assert run.sample_log == plain["sync"].sample_log
-
-
 def test_the_closed_loop_with_guidance(tmp_path: Path) -> None:
     """The trainer replays, with the weights that sampled, what the rollout did: guidance included, B no longer zero."""
     learning = ["rollout.true_cfg_scale=4", "rollout.negative_prompt=a grey and dull picture", "total_steps=6"]

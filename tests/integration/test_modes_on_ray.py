@@ -51,13 +51,6 @@ def test_gloo_delivers_what_the_object_store_delivers(threads: Run, by_gloo: Run
     assert by_gloo.sample_log == threads.sample_log
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("ray_here")
-def test_colocated_processes(tmp_path: Path) -> None:
-    colocated = train_here_on_ray(tmp_path / "colocated", "sync", "placement=colocated")
-    assert colocated.digests == train(tmp_path / "threads", "sync").digests
-
-
 def test_two_trainer_ranks_make_the_weights_of_one(threads: Run, by_gloo: Run) -> None:
     assert by_gloo.digests == threads.digests and len(set(by_gloo.digests)) == 6
     busy = {e["worker"] for e in by_gloo.events if e["event"] == "span" and e["name"] == "backward"}

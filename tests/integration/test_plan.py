@@ -43,6 +43,6 @@ def test_a_synchronous_run_predicts_the_others(tmp_path: Path) -> None:
         assert predicted == pytest.approx(found.step_seconds, rel=TOLERANCE), (k, hand_over, rollout, trainer)
         measured[rollout, trainer] = min(found.step_seconds, measured.get((rollout, trainer), 1e9))
     fastest = min(measured, key=lambda split: measured[split])
-    chosen = advise(learnt.work, Limits(DEVICES, reward=2, colocate=False, share=False)).chosen
+    chosen = advise(learnt.work, Limits(DEVICES, reward=2, share=False)).chosen
     assert chosen is not None
     assert abs(chosen.layout.rollout - fastest[0]) <= 1

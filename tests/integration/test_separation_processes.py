@@ -210,7 +210,7 @@ from separation.group import PoolSpec
 async def main():
     pools = [PoolSpec("rollout", "tests.unit.separation.toy:Toy", 1, gpus_per_worker=1.0),
              PoolSpec("trainer", "tests.unit.separation.toy:Toy", 1, gpus_per_worker=1.0)]
-    async with cluster(pools, start_deadline=120, placement="colocated") as groups:
+    async with cluster(pools, start_deadline=120) as groups:
         job = asyncio.create_task(groups["rollout"].workers[0].call("sleep", 600.0))
         print(await groups["trainer"].workers[0].call("hello"), flush=True)
         print(await groups["trainer"].workers[0].call("os:getpriority", 0, 0) - os.getpriority(0, 0), flush=True)

@@ -89,9 +89,9 @@ CASES = (
     Case("more training", "--only one_step_off --no-contention", ratio=1 / 1.2, rows=STEP),
     Case(
         "latency",
-        "--only 'sync colocated' --only one_step_off --no-contention --reward-latency-share 0.3 --reward-workers 6",
+        "--only 'sync shared' --only one_step_off --no-contention --reward-latency-share 0.3 --reward-workers 6",
         ratio=1.0,
-        rows={"colocated": "{what}, each reward call 0.3 step"},
+        rows={"in_turn": "{what}, each reward call 0.3 step"},
     ),
     Case(
         "demo",

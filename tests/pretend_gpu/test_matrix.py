@@ -59,14 +59,14 @@ def test_a_run_is_flawless(case: str, tmp_path: Path) -> None:
     assert [event for event in run.events if event["event"] == "fault"] == []
 
 
-def test_colocated_pools_share_a_device_and_never_choose_nccl(tmp_path: Path) -> None:
-    run = rehearse(tmp_path / "run", "sync", "placement=colocated")
+def test_a_process_that_samples_and_trains_never_chooses_nccl(tmp_path: Path) -> None:
+    run = rehearse(tmp_path / "run", "sync", "placement=shared")
     run.flawless()
     run.delivered("object_store")
 
 
-def test_nccl_is_refused_where_pools_share_a_device(tmp_path: Path) -> None:
-    rehearse(tmp_path / "run", "sync", "placement=colocated", NCCL, code=2)
+def test_nccl_is_refused_where_no_version_is_sent(tmp_path: Path) -> None:
+    rehearse(tmp_path / "run", "sync", "placement=shared", NCCL, code=2)
 
 
 @pytest.mark.parametrize("transport", ["nccl", "pynccl"])

@@ -21,7 +21,6 @@ def test_held_out_terms_have_their_pools_whatever_the_placement() -> None:
     seats = "+evaluate.reward.terms={seen: {name: color, workers: 2}}"
     for placement, trained in (
         ("separate", ["trainer", "rollout"]),
-        ("colocated", ["trainer", "rollout"]),
         ("shared", ["shared"]),
     ):
         prepared = prepare(compose_config("sync", [f"placement={placement}", seats, "output_dir=unused"]))

@@ -332,11 +332,6 @@ def test_bounds_that_cannot_be_are_refused(overrides: tuple[str, ...], sentence:
     assert sentence in str(refused.value)
 
 
-def test_a_colocated_pool_keeps_its_size() -> None:
-    with pytest.raises(ConfigError, match="keeps one beside each trainer rank"):
-        check(compose_config("sync", [CLUSTER, "placement=colocated", "rollout.max_workers=4"]))
-
-
 def test_bounds_around_the_planned_size_are_accepted() -> None:
     words = ["rollout.num_workers=4", "rollout.min_workers=1", "rollout.max_workers=16"]
     check(compose_config("one_step_off", [CLUSTER, *words]))

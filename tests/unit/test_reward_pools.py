@@ -220,9 +220,7 @@ def test_the_planner_says_how_many_workers_of_which_pool_would_cure_it(tmp_path:
     layout = learnt.layout
     assert layout.reward_workers == {"reward": 1, JUDGE: 1}
     assert simulate(learnt.work, layout, steps=16).step_seconds == pytest.approx(2.4, rel=0.03)
-    limits = Limits(
-        3, split=(2, 1), own_rewards=layout.own_rewards, reward_gpus={JUDGE: 0.5}, colocate=False, share=False
-    )
+    limits = Limits(3, split=(2, 1), own_rewards=layout.own_rewards, reward_gpus={JUDGE: 0.5}, share=False)
     advice = advise(learnt.work, limits)
     first = advice.sentences[0]
     assert first.startswith("Rewards are the limit: a step keeps the 1 worker of the pool reward/judge busy for 2.4 s")
@@ -233,7 +231,7 @@ def test_the_planner_says_how_many_workers_of_which_pool_would_cure_it(tmp_path:
 
 def test_the_shared_pool_is_cured_by_its_own_setting() -> None:
     work = Work(8, Law(0.5), Law(0.25), score=Law(1.0))
-    advice = advise(work, Limits(3, split=(2, 1), colocate=False, share=False, steps=24))
+    advice = advise(work, Limits(3, split=(2, 1), share=False, steps=24))
     assert "reward.num_workers=4 would cure that" in advice.sentences[0]
     assert simulate(work, Layout(2, 1, 4), steps=24).step_seconds == pytest.approx(2.0, rel=0.05)
 
@@ -242,7 +240,7 @@ def test_the_shared_pool_is_cured_by_its_own_setting() -> None:
 def test_deep_pipelines_are_not_recommended_where_smaller_tickets_do(tickets: int) -> None:
     """Two uneven tickets a step: the deeper the pipeline the better they even out, and so they do in pieces."""
     work = Work(2 // tickets, Law(1.0, 0.8), Law(0.9 * tickets, 0.02), tickets_per_group=tickets, group_size=16)
-    advice = advise(work, Limits(3, split=(2, 1), colocate=False, share=False, steps=80))
+    advice = advise(work, Limits(3, split=(2, 1), share=False, steps=80))
     assert advice.chosen is not None and advice.chosen.layout.max_staleness <= 2
     recommended = next(each for each in advice.sentences if "Use --config-name" in each)
     assert "max_staleness=3" not in recommended and "max_staleness=4" not in recommended

@@ -45,7 +45,7 @@ def test_the_trainer_is_asked_whatever_the_controller_sees(monkeypatch: pytest.M
 
 def test_auto_is_the_object_store_where_workers_share_a_device() -> None:
     sender = Sender("nccl")
-    shared = ("placement=colocated", "mode=sync", "max_staleness=0", "hand_over=batch")
+    shared = ("trainer.gpus_per_worker=0.5", "rollout.gpus_per_worker=0.5")
     assert choose(sender, "checkpoint_engine.transport=auto", *shared) == "object_store"
     assert sender.asked == []
 

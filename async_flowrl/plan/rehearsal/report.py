@@ -30,14 +30,9 @@ class Rehearsal:
     sizes: SizeCosts
 
     def peaks(self) -> dict[str, Phase]:
-        """Returns process title → the phase that needs the most memory.
-
-        Colocated processes count as one, with the sum of both peaks.
-        """
+        """Returns process title → the phase that needs the most memory."""
         rank, rollout = peak(self.rank.phases.values()), peak(self.rollout.phases.values())
-        if self.config.placement != "colocated":
-            return {"trainer rank": rank, "rollout worker": rollout}
-        return {"trainer rank and rollout worker": Phase("together", peak=rank.peak + rollout.peak)}
+        return {"trainer rank": rank, "rollout worker": rollout}
 
 
 def describe(done: Rehearsal) -> str:

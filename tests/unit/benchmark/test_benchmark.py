@@ -17,7 +17,7 @@ from async_flowrl.benchmark.loops import Loops
 from async_flowrl.benchmark.measure import CpuWatch, Measured
 from async_flowrl.benchmark.table import as_json, from_json, markdown, picture
 from async_flowrl.benchmark.targets import Load, Results, Round, targets
-from async_flowrl.benchmark.variants import SHARED, Machine, chosen, colocated, variants
+from async_flowrl.benchmark.variants import SHARED, Machine, chosen, in_turn, variants
 from async_flowrl.config.compose import compose_config
 from async_flowrl.config.schema import Config
 from async_flowrl.run.prepare import prepare
@@ -34,7 +34,7 @@ def results(**seconds: float) -> Results:
     rounds = []
     for slower in (1.0, 2.0):
         runs = {
-            name.replace("_separate", " separate").replace("_colocated", " colocated 2 x 1"): replace(
+            name.replace("_separate", " separate").replace("_shared", " shared 2 x 1"): replace(
                 FAST, step_seconds=value * slower, images_per_s=100 / value / slower, publish=0.1 * slower,
                 generation=1.02 * slower, update=0.9 * slower,
             )
@@ -45,14 +45,14 @@ def results(**seconds: float) -> Results:
 
 
 def test_ratios_are_taken_within_a_repeat() -> None:
-    measured = results(sync_colocated=1.9, sync_separate=2.0, stream=1.25, one_step_off=1.04)
+    measured = results(sync_shared=1.9, sync_separate=2.0, stream=1.25, one_step_off=1.04)
     found = {target.key: target for target in targets(measured)}
     assert found["step"].values == pytest.approx((1.04, 1.04))
     assert found["step"].met
     assert found["sync"].value == pytest.approx(1.0)
     assert found["speed_up"].value == pytest.approx(1 / 1.04)
     assert found["stream"].value == pytest.approx(1.6)
-    assert found["colocated"].value == pytest.approx(1.9 / 1.04)
+    assert found["in_turn"].value == pytest.approx(1.9 / 1.04)
     assert found["rollout"].value == pytest.approx(1 / 1.02)
     assert all(target.met for target in found.values())
 
@@ -81,7 +81,7 @@ def test_the_bound_knows_of_slow_workers_and_slow_rewards() -> None:
 
 
 def test_files(tmp_path: Path) -> None:
-    found = results(sync_colocated=1.9, sync_separate=2.0, stream=1.25, one_step_off=1.04)
+    found = results(sync_shared=1.9, sync_separate=2.0, stream=1.25, one_step_off=1.04)
     benchmark.write(found, tmp_path)
     read = json.loads((tmp_path / "benchmark.json").read_text())
     assert read == json.loads(json.dumps(as_json(found)))
@@ -93,24 +93,23 @@ def test_files(tmp_path: Path) -> None:
 
 
 def test_variants_use_the_same_devices() -> None:
-    config = Config(group_size=16)
     for machine, processes in ((Machine(2, 1, gpu=False), 2), (Machine(8, 5, gpu=True), 8)):
-        for variant in variants(machine, config):
+        for variant in variants(machine):
             given = dict(override.split("=") for override in variant.overrides)
             rollout, trainer = int(given["rollout.num_workers"]), int(given["trainer.num_workers"])
             if variant.name == SHARED:
                 assert rollout == trainer == processes
-            elif variant.colocated:
+            elif variant.in_turn:
                 assert rollout == trainer
                 assert rollout * int(given.get("rollout.threads", 1)) == processes
             else:
                 assert rollout + trainer == processes
-    assert [variant.name for variant in colocated(Machine(3, 1, gpu=True), config)] == ["sync colocated 3 x 1"]
-    names = [variant.name for variant in chosen(MACHINE, config, ["stream", "sync colocated"])]
-    assert names == ["sync colocated 1 x 2 threads", "sync colocated 2 x 1", "stream"]
-    assert chosen(MACHINE, config, []) == variants(MACHINE, config)
+    assert [variant.name for variant in in_turn(Machine(3, 1, gpu=True))] == ["sync shared 3 x 1"]
+    names = [variant.name for variant in chosen(MACHINE, ["stream", "sync shared"])]
+    assert names == ["sync shared 1 x 2 threads", "sync shared 2 x 1", "stream"]
+    assert chosen(MACHINE, []) == variants(MACHINE)
     with pytest.raises(ValueError, match="did you mean 'stream'"):
-        chosen(MACHINE, config, ["steam"])
+        chosen(MACHINE, ["steam"])
     with pytest.raises(ValueError, match="at least 2 devices"):
         Machine.here(1, None)
     assert Machine.here(None, (5, 3)).trainer == 3
@@ -121,7 +120,7 @@ def test_every_variant_composes() -> None:
         ["--reward-cv", "2", "--slow-worker", "3", "--resolution", "48", "--trained-steps", "2", "prompts_per_step=4"]
     )
     overrides = compare.load_overrides(given, 0.2)
-    for variant in variants(MACHINE, Config()):
+    for variant in variants(MACHINE):
         composed = compose_config(variant.mode, [*measure.NOTHING_BUT_TRAINING, *overrides, *variant.overrides])
         assert composed.reward.terms["latency"].options == {"seconds": 0.2, "cv": 2.0}
         assert composed.debug.delays.slow_worker == 3.0
@@ -171,7 +170,7 @@ def test_loads_are_found_by_measuring(monkeypatch: pytest.MonkeyPatch, tmp_path:
 
 
 def test_the_suite_has_a_row_for_every_target_and_comes_back_from_its_file(tmp_path: Path) -> None:
-    measured = results(sync_colocated=1.9, sync_separate=2.0, stream=1.25, one_step_off=1.04)
+    measured = results(sync_shared=1.9, sync_separate=2.0, stream=1.25, one_step_off=1.04)
     rows = [row for case in suite.CASES for row in suite.rows_of(case, measured)]
     keys = [target.key for target, _ in rows]
     assert keys.count("step") == 3
@@ -186,13 +185,13 @@ def test_the_suite_has_a_row_for_every_target_and_comes_back_from_its_file(tmp_p
 
 
 def test_odd_repeats_run_backwards() -> None:
-    every = variants(MACHINE, Config())
+    every = variants(MACHINE)
     assert compare.order(every, 0) == every
     assert compare.order(every, 1) == every[::-1]
 
 
 def test_a_run_that_fails_is_named(tmp_path: Path) -> None:
-    variant = variants(MACHINE, Config())[0]
+    variant = variants(MACHINE)[0]
     with pytest.raises(measure.RunFailed, match=r"(?s)code 2.*rollout\.num_wokers") as failed:
         measure.run(variant, "it", ["rollout.num_wokers=1"], tmp_path / "run")
     assert "it ended" in str(failed.value)

@@ -6,14 +6,12 @@ import pytest
 
 from async_flowrl.config.check import ConfigError, check
 from async_flowrl.config.compose import compose_config
-from async_flowrl.config.devices import may_share, nccl_obstacle, ranks_on_one_device
+from async_flowrl.config.devices import may_share, nccl_obstacle
 from async_flowrl.config.environment import TAKEN, environment_refusal
 from separation.host import thread_environment
 from separation.rendezvous import rank_environment
 
-COLOCATED = ("placement=colocated", "mode=sync", "max_staleness=0", "hand_over=batch")
 SHARED = {
-    "colocated": (COLOCATED, "placement=colocated has a rollout worker and a trainer rank share each device"),
     "threads": (("runtime.backend=local",), "runtime.backend=local has all workers in one process"),
     "trainer on the CPU": (("trainer.gpus_per_worker=0",), "trainer.gpus_per_worker=0 leaves its workers on the CPU"),
     "rollout on the CPU": (("rollout.gpus_per_worker=0",), "rollout.gpus_per_worker=0 leaves its workers on the CPU"),
@@ -63,10 +61,6 @@ def test_trainer_ranks_that_would_meet_on_one_device_are_refused() -> None:
         check(compose_config(overrides=[*two, "trainer.gpus_per_worker=0.5"]))
     for apart in ("trainer.gpus_per_worker=0.6", "trainer.gpus_per_worker=0", "trainer.num_workers=1"):
         check(compose_config(overrides=[*two, apart]))
-    pairs = [*COLOCATED, *two, "rollout.num_workers=2", "trainer.gpus_per_worker=0.2"]
-    assert ranks_on_one_device(compose_config(overrides=[*pairs, "rollout.gpus_per_worker=1"])) is None
-    told = ranks_on_one_device(compose_config(overrides=[*pairs, "rollout.gpus_per_worker=0.4"]))
-    assert told == "rollout.gpus_per_worker=0.4 lets two of the 2 trainer ranks share a device"
 
 
 ENVIRONMENTS = {

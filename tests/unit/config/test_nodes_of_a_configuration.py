@@ -30,11 +30,6 @@ def test_what_cannot_be_placed_is_refused(overrides: tuple[str, ...], sentence: 
     assert sentence in str(refused.value)
 
 
-def test_colocated_pools_fill_nodes_themselves() -> None:
-    with pytest.raises(ConfigError, match="the pairs fill one node after the other"):
-        check(compose_config("sync", [CLUSTER, "placement=colocated", "trainer.workers_per_node=1"]))
-
-
 def test_whole_nodes_are_accepted() -> None:
     check(compose_config("one_step_off", [CLUSTER, "trainer.num_workers=16", "trainer.workers_per_node=8"]))
     check(compose_config("one_step_off", ["rollout.num_workers=2", "rollout.workers_per_node=2"]))

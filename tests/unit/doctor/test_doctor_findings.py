@@ -114,7 +114,7 @@ def test_a_run_is_read_from_what_it_wrote(tmp_path: Path) -> None:
 
 def test_pools_share_one_device_and_have_one_each_where_there_are_two() -> None:
     assert "rollout.gpus_per_worker=0.5" in runs.placed(CARD, "one_step_off")
-    assert "placement=colocated" in runs.placed(CARD, "sync")
+    assert "placement=shared" in runs.placed(CARD, "sync")
     assert "checkpoint_engine.transport=nccl" in runs.placed(CARDS, "sync")
 
 

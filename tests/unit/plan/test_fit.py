@@ -69,10 +69,9 @@ def test_servers_of_a_judge_have_devices_of_their_own_in_the_table() -> None:
 
 def test_one_device_is_shared_with_the_rewards_seat() -> None:
     recipe = Recipe("flux_pickscore")
-    found = list(layouts(recipe.words, recipe.plain, 1, {}))
-    assert [placement(words) for words in found] == ["shared", "colocated"]
-    for words in found:
-        assert gpus_taken(composed(words)) == 1 and reward_seats(composed(words))[0].gpus == 0.1
+    (words,) = layouts(recipe.words, recipe.plain, 1, {})
+    assert placement(words) == "shared"
+    assert gpus_taken(composed(words)) == 1 and reward_seats(composed(words))[0].gpus == 0.1
     assert gpus_taken(compose_config("one_step_off", ["experiment=flux_pickscore"])) == 8
     assert Hardware("2 nodes", 79, 8, 2).devices == 16
 
@@ -132,14 +131,14 @@ def test_one_device_holds_a_held_out_pool_with_a_share() -> None:
     recipe = Recipe("sd35_ocr", ["+evaluate.reward.terms={pick: {name: pickscore, workers: 2, gpus_per_worker: 0.1}}"])
     plans = [words for staff in staffs(recipe.plain) for words in layouts(recipe.words, recipe.plain, 1, staff)]
     configs = [composed(words) for words in plans]
-    assert [config.placement for config in configs] == ["shared", "colocated"] * 2
+    assert [config.placement for config in configs] == ["shared"] * 2
     found = [(config.trainer.gpus_per_worker, config.rollout.gpus_per_worker, gpus_taken(config)) for config in configs]
-    assert found == [(0.8, 0.8, 1)] * 2 + [(0.9, 0.9, 1)] * 2
-    assert [scoring_pools(config)[-1].workers for config in configs] == [2, 2, 1, 1]
+    assert found == [(0.8, 0.8, 1), (0.9, 0.9, 1)]
+    assert [scoring_pools(config)[-1].workers for config in configs] == [2, 1]
 
 
 class OneBase(Recipe):
-    """A recipe whose processes have nothing but a base of 50 GiB, so that two do not fit a card of 79 GiB."""
+    """A recipe whose processes have nothing but a base of 50 GiB: a card of 79 GiB holds one, not two."""
 
     def footprints(self, config: Config, device: int) -> tuple[Footprint, Footprint]:
         base = Footprint({"base weights": 50 * GIB})
@@ -147,13 +146,10 @@ class OneBase(Recipe):
 
 
 def test_one_card_has_one_base_and_several_cards_one_pool_after_the_splits() -> None:
-    """The memory of `placement=shared` counts a base once, that of `colocated` twice."""
+    """The memory of `placement=shared` counts a base once."""
     recipe = OneBase("sd35_ocr")
     one = answer(recipe, Hardware("1 x 80 GB", 79, 1))
-    assert one.fits and placement(one.words) == "shared" and not one.colocated
-    words = list(layouts(recipe.words, recipe.plain, 1, {}))[1]
-    two_bases = fit.judged(recipe, Hardware("1 x 80 GB", 79, 1), words, composed(words))
-    assert not two_bases.fits and two_bases.colocated and two_bases.lacking == "trainer rank and rollout worker"
+    assert one.fits and placement(one.words) == "shared"
     tried = list(layouts(recipe.words, recipe.plain, 4, {}))
     assert [placement(words) for words in tried] == ["separate"] * (len(tried) - 1) + ["shared"]
     assert pools(tried[-1]) == {"shared": 4}

@@ -13,6 +13,7 @@ from async_flowrl.plan.advise import advise
 from async_flowrl.plan.calibrate import NothingToLearn, calibrate
 from async_flowrl.plan.laws import Law
 from async_flowrl.plan.limits import Limits
+from async_flowrl.plan.placements import NO_LAYOUT
 from async_flowrl.plan.prediction import predicted_against_actual
 from async_flowrl.plan.simulate import simulate
 from async_flowrl.plan.work import Layout, Work
@@ -26,20 +27,20 @@ def work(g: float, t: float, *, groups: int = 16, cv: float = 0.05, **more: Any)
 
 @pytest.mark.parametrize(("g", "t", "split"), [(8, 8, (4, 4)), (12, 4, (6, 2)), (7, 1, (7, 1)), (2, 6, (2, 6))])
 def test_the_split_follows_the_work(g: float, t: float, split: tuple[int, int]) -> None:
-    advice = advise(work(g, t, groups=32, cv=0.0), Limits(8, colocate=False, share=False))
+    advice = advise(work(g, t, groups=32, cv=0.0), Limits(8, share=False))
     assert advice.chosen is not None
     assert (advice.chosen.layout.rollout, advice.chosen.layout.trainer) == split
 
 
 def test_any_number_of_ranks_is_recommended() -> None:
-    advice = advise(work(4, 12, group_size=4), Limits(8, colocate=False, share=False))
+    advice = advise(work(4, 12, group_size=4), Limits(8, share=False))
     assert advice.chosen is not None
     assert advice.chosen.layout.trainer == 6
 
 
 def test_the_smallest_staleness_that_reaches_the_bound() -> None:
-    even = advise(work(1, 1), Limits(2, colocate=False, share=False)).chosen
-    uneven = advise(work(1, 1, groups=4, cv=2.0), Limits(2, colocate=False, share=False)).chosen
+    even = advise(work(1, 1), Limits(2, share=False)).chosen
+    uneven = advise(work(1, 1, groups=4, cv=2.0), Limits(2, share=False)).chosen
     assert even is not None
     assert uneven is not None
     assert (even.layout.max_staleness, even.layout.hand_over) == (1, "stream")
@@ -48,24 +49,24 @@ def test_the_smallest_staleness_that_reaches_the_bound() -> None:
 
 
 def test_on_policy_is_enough_where_training_is_next_to_nothing() -> None:
-    chosen = advise(work(8, 0.02), Limits(2, colocate=False, share=False)).chosen
+    chosen = advise(work(8, 0.02), Limits(2, share=False)).chosen
     assert chosen is not None
     assert chosen.layout.max_staleness == 0
 
 
 def test_trainer_bound_runs_are_told_that_more_is_pure_staleness() -> None:
-    advice = advise(work(0.5, 1), Limits(2, colocate=False, share=False))
+    advice = advise(work(0.5, 1), Limits(2, share=False))
     assert any("More max_staleness than" in s and "the trainer is the limit" in s for s in advice.sentences)
 
 
 def test_the_search_for_staleness_ends_where_the_bound_is_reached() -> None:
     """Also where every depth reaches it: generation takes no time, so that nothing has to be hidden."""
-    advice = advise(work(0.001, 4, cv=0.0), Limits(2, colocate=False, share=False))
+    advice = advise(work(0.001, 4, cv=0.0), Limits(2, share=False))
     assert {prediction.layout.max_staleness for prediction in advice.depths} == {0, 1, 2}
 
 
 def test_dont_use_async_here() -> None:
-    """Nothing to hide and an uneven split: colocated training uses both devices all the time."""
+    """Nothing to hide and an uneven split: phases in turn use both devices all the time."""
     advice = advise(work(2, 1, cv=0.0, group_size=2), Limits(2))
     assert advice.sentences[0].startswith("Don't use async here")
     assert advise(work(2, 2), Limits(1)).sentences[0].startswith("Don't use async here")
@@ -74,9 +75,10 @@ def test_dont_use_async_here() -> None:
 def test_worth_it_where_rewards_and_publishing_would_be_waited_for() -> None:
     advice = advise(work(2, 2, cv=0.3, score=Law(0.1), deliver=Law(0.3)), Limits(2))
     assert advice.sentences[0].startswith("Worth it")
-    assert advice.colocated is not None
+    in_turn = advice.placements.in_turn
+    assert in_turn is not None and in_turn.layout.placement == "shared"
     assert advice.chosen is not None
-    assert advice.colocated.step_seconds > 1.15 * advice.chosen.step_seconds
+    assert in_turn.step_seconds > 1.15 * advice.chosen.step_seconds
 
 
 def test_one_pool_is_recommended_where_no_split_fits_and_rewards_take_their_time() -> None:
@@ -119,19 +121,20 @@ def test_one_device_hides_the_reward_with_one_pool() -> None:
     alone = advise(work(30, 10, cv=0.0, group_size=4), Limits(1))
     assert "placement=shared" in alone.sentences[0] and alone.sentences[0].startswith("Don't use async here")
     without = advise(work(30, 10, cv=0.0, group_size=4, score=Law(8.0)), Limits(1, reward=16, share=False))
-    assert without.placements.shared == () and "colocated" in " ".join(without.sentences)
+    assert without.placements.shared == () and without.placements.best is None
+    assert without.sentences == (NO_LAYOUT,)
 
 
 def test_memory_bounds_what_may_wait() -> None:
     heavy = work(1, 1, ticket_bytes=1000)
-    assert advise(heavy, Limits(2, memory=100, colocate=False, share=False)).chosen is None
-    roomy = advise(heavy, Limits(2, memory=40_000, colocate=False, share=False)).chosen
+    assert advise(heavy, Limits(2, memory=100, share=False)).chosen is None
+    roomy = advise(heavy, Limits(2, memory=40_000, share=False)).chosen
     assert roomy is not None
     assert roomy.payload_bytes <= 40_000
 
 
 def test_whole_devices_cost() -> None:
-    advice = advise(work(2, 1, cv=0.0), Limits(2, colocate=False, share=False))
+    advice = advise(work(2, 1, cv=0.0), Limits(2, share=False))
     assert any(s.startswith("Whole devices cost 25%") for s in advice.sentences)
 
 
@@ -144,7 +147,7 @@ def test_short_steps_are_told_what_processes_cost_and_what_has_none() -> None:
 
 
 def test_uneven_work_that_no_staleness_evens_out() -> None:
-    advice = advise(work(1, 1, groups=2, cv=4.0), Limits(2, colocate=False, share=False, steps=60))
+    advice = advise(work(1, 1, groups=2, cv=4.0), Limits(2, share=False, steps=60))
     assert advice.chosen is not None
     assert any("reaches 98% of the bound" in s for s in advice.sentences) == (advice.chosen.efficiency < 0.98)
 
@@ -234,7 +237,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert plan.main([*given, "--json"]) == 0
     printed = json.loads(capsys.readouterr().out)
     assert printed["chosen"]["rollout"] == printed["chosen"]["trainer"] == 4
-    separate = ["--split", "1:1", "--no-colocate", "--no-shared"]
+    separate = ["--split", "1:1", "--no-shared"]
     assert plan.main(["--generate", "8", "--update", "8", *separate]) == 0
     shown = capsys.readouterr().out
     assert "Use --config-name one_step_off rollout.num_workers=1 trainer.num_workers=1" in shown

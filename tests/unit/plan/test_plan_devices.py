@@ -70,12 +70,7 @@ def test_a_tight_device_is_warned_of() -> None:
     assert "a trainer rank is planned to need" in warning and "91%" in warning and "activations" in warning
 
 
-def test_colocated_pools_share_a_device_and_fractions_have_their_share() -> None:
-    config = small("placement=colocated", "max_staleness=0", "mode=null", "hand_over=batch")
-    plan = plan_memory(config)
-    both = plan.trainer.resident + plan.rollout.resident
-    with pytest.raises(ConfigError, match="a trainer rank with the rollout worker beside it holds"):
-        check_devices(config, {"trainer": both - 1, "rollout": both - 1})
+def test_fractions_have_their_share() -> None:
     halved = small("rollout.gpus_per_worker=0.5")
     with pytest.raises(ConfigError, match="a rollout worker holds"):
         check_devices(halved, {"rollout": round(plan_memory(halved).rollout.resident * 1.5)})

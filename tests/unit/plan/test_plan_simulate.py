@@ -169,6 +169,6 @@ def test_a_law_draws_the_same_for_the_same_event() -> None:
     measured = Law.measured(draws)
     assert measured.cv == pytest.approx(0.5, rel=0.1)
     assert {measured.draw(str(i)) for i in range(50)} <= set(draws)
-    assert measured.scaled(3.0).plus(1.0).mean == pytest.approx(3 * measured.mean + 1)
+    assert measured.scaled(3.0).mean == pytest.approx(3 * measured.mean)
     with pytest.raises(ValueError, match="finite"):
         Law(-1.0)

@@ -89,7 +89,7 @@ def test_seats_are_counted_among_the_devices() -> None:
     assert reward_seats(config)[-1].key == "evaluate.reward.terms.a.gpus_per_worker"
     assert describe_gpus(config).endswith("reward 2 x 0.25, reward/judge 2, held_out/a 2 x 0.5")
     assert gpus_taken(config) == 5
-    assert gpus_taken(seated("placement=colocated", "max_staleness=0", "mode=null", "hand_over=batch")) == 1
+    assert gpus_taken(seated("placement=shared")) == 1
 
 
 def test_a_seat_that_is_too_small_is_refused_before_models_are_loaded() -> None:

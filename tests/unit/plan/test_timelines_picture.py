@@ -33,7 +33,7 @@ def test_every_bar_is_a_unit_of_the_simulation(script: ModuleType) -> None:
         )
         extents = [path.get_extents() for bar in axis.collections for path in bar.get_paths()]
         drawn = sorted((extent.x0, extent.width) for extent in extents)
-        assert drawn == [pytest.approx(bar) for bar in wanted] and len(drawn) > 30
+        assert drawn == [pytest.approx(bar) for bar in wanted] and len(drawn) > 25
         assert f"{schedule.title}: {schedule.step_seconds:.3g} s per step" == axis.get_title(loc="left")
 
 

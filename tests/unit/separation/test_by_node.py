@@ -14,7 +14,7 @@ EIGHT = {"CPU": 64.0, "GPU": 8.0}
 
 
 def plan(*pools: PoolSpec, nodes: list[dict[str, float]]) -> list[Reservation]:
-    return reserve(pools, totals(nodes), placement="separate", colocated=("rollout", "trainer"))
+    return reserve(pools, totals(nodes))
 
 
 def trainer(workers: int, each: int, gpus: float = 1.0) -> PoolSpec:

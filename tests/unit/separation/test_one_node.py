@@ -34,6 +34,6 @@ def test_a_gang_waits_for_one_node_only_so_long(
     session = object.__new__(ray_session.RaySession)
     session._placement_groups = []
     pool = PoolSpec("trainer", "toy", 4, gpus_per_worker=1.0, gang=True)
-    (gang,) = reserve([pool], {"CPU": 8.0, "GPU": 8.0}, placement="separate", colocated=("rollout", "trainer"))
+    (gang,) = reserve([pool], {"CPU": 8.0, "GPU": 8.0})
     assert asyncio.run(session._reserve(gang)) == asked[-1]
     assert requests == asked and removed == asked[:-1] and session._placement_groups == [asked[-1]]

@@ -5,7 +5,6 @@ import pytest
 from separation.group import PoolSpec
 from separation.placement import (
     MAX_PROCESSES_PER_CORE,
-    Reservation,
     ResourcesMissing,
     StoreTooSmall,
     check_fits,
@@ -15,22 +14,15 @@ from separation.placement import (
     own_cluster,
     packing,
     reserve,
-    totals,
 )
-
-PAIR = ("rollout", "trainer")
 
 
 def spec(name: str, workers: int, *, gpus: float = 0.0, gang: bool = False) -> PoolSpec:
     return PoolSpec(name, "pkg.module:factory", workers, gpus_per_worker=gpus, gang=gang)
 
 
-def plan(pools: list[PoolSpec], exists: dict[str, float], placement: str = "separate") -> list[Reservation]:
-    return reserve(pools, exists, placement=placement, colocated=PAIR)
-
-
 def test_gangs_come_first_and_other_workers_have_a_group_each() -> None:
-    taken = plan([spec("rollout", 2, gpus=1), spec("trainer", 2, gpus=1, gang=True)], {"GPU": 4})
+    taken = reserve([spec("rollout", 2, gpus=1), spec("trainer", 2, gpus=1, gang=True)], {"GPU": 4})
     assert [one.name for one in taken] == ["trainer", "rollout-0", "rollout-1"]
     assert taken[0].bundles == ({"CPU": 1.0, "GPU": 1},) * 2
     assert [(seat.pool, seat.index, seat.bundle) for seat in taken[0].seats] == [("trainer", 0, 0), ("trainer", 1, 1)]
@@ -44,46 +36,20 @@ def test_gangs_come_first_and_other_workers_have_a_group_each() -> None:
 def test_devices_are_gpus_then_the_custom_resource_then_cpus(
     exists: dict[str, float], device: dict[str, float]
 ) -> None:
-    assert plan([spec("rollout", 1, gpus=1)], exists)[0].bundles == ({"CPU": 1.0, **device},)
+    assert reserve([spec("rollout", 1, gpus=1)], exists)[0].bundles == ({"CPU": 1.0, **device},)
 
 
 def test_a_pool_that_asks_no_gpu_gets_none() -> None:
-    assert plan([spec("reward", 1)], {"GPU": 4, "reward": 1})[0].bundles == ({"CPU": 1.0},)
+    assert reserve([spec("reward", 1)], {"GPU": 4, "reward": 1})[0].bundles == ({"CPU": 1.0},)
 
 
-def test_colocated_workers_of_one_index_share_a_bundle_and_its_device() -> None:
-    pools = [spec("trainer", 2, gpus=1, gang=True), spec("rollout", 2, gpus=1), spec("reward", 1)]
-    shared, reward = plan(pools, {"GPU": 2}, "colocated")
-    assert shared.bundles == ({"CPU": 2.0, "GPU": 1.0},) * 2
-    by_seat = {(seat.pool, seat.index): seat for seat in shared.seats}
-    for index in range(2):
-        assert by_seat["trainer", index].bundle == by_seat["rollout", index].bundle == index
-        assert totals(by_seat[name, index].share for name in PAIR) == shared.bundles[index]
-    assert reward.name == "reward-0"
-
-
-@pytest.mark.parametrize(
-    ("pools", "message"),
-    [
-        ([spec("rollout", 1), spec("trainer", 2)], "as many rollout workers as trainer workers"),
-        ([spec("rollout", 1)], "needs the pools rollout and trainer"),
-        ([spec("rollout", 1, gpus=2), spec("trainer", 1, gpus=1)], "at most 1"),
-    ],
-)
-def test_impossible_colocation_is_one_sentence(pools: list[PoolSpec], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        plan(pools, {"GPU": 8}, "colocated")
-
-
-def test_unknown_placement_and_doubled_names_are_refused() -> None:
-    with pytest.raises(ValueError, match="separate or colocated, got 'together'"):
-        plan([spec("rollout", 1)], {}, "together")
+def test_doubled_names_are_refused() -> None:
     with pytest.raises(ValueError, match="pool names must differ"):
-        plan([spec("rollout", 1), spec("rollout", 1)], {})
+        reserve([spec("rollout", 1), spec("rollout", 1)], {})
 
 
 def test_shortage_is_a_table_of_what_was_asked_and_what_exists() -> None:
-    taken = plan([spec("trainer", 2, gpus=1, gang=True), spec("rollout", 4, gpus=1)], {"GPU": 4})
+    taken = reserve([spec("trainer", 2, gpus=1, gang=True), spec("rollout", 4, gpus=1)], {"GPU": 4})
     with pytest.raises(ResourcesMissing) as caught:
         check_fits(taken, [{"CPU": 32, "GPU": 2}, {"CPU": 32, "GPU": 2}])
     table = [line.split() for line in str(caught.value).splitlines()]
@@ -93,7 +59,7 @@ def test_shortage_is_a_table_of_what_was_asked_and_what_exists() -> None:
 
 
 def test_a_bundle_that_no_single_node_can_hold_is_refused() -> None:
-    taken = plan([spec("rollout", 1, gpus=4)], {"GPU": 4})
+    taken = reserve([spec("rollout", 1, gpus=4)], {"GPU": 4})
     with pytest.raises(ResourcesMissing, match="no node has 1 CPU, 4 GPU together"):
         check_fits(taken, [{"CPU": 8, "GPU": 2}, {"CPU": 8, "GPU": 2}])
     check_fits(taken, [{"CPU": 8, "GPU": 4}])
@@ -124,18 +90,14 @@ def node(gpus: float) -> dict[str, float]:
     ],
 )
 def test_a_gang_stays_on_one_node_where_one_has_enough_free(free: list[dict[str, float]], strategy: str) -> None:
-    (gang,) = plan([spec("trainer", 4, gpus=1, gang=True)], {"GPU": 8})
+    (gang,) = reserve([spec("trainer", 4, gpus=1, gang=True)], {"GPU": 8})
     assert packing(gang, free) == strategy
 
 
 def test_the_spread_of_a_gang_names_nodes_and_ranks() -> None:
-    (gang,) = plan([spec("trainer", 3, gpus=1, gang=True)], {"GPU": 8})
+    (gang,) = reserve([spec("trainer", 3, gpus=1, gang=True)], {"GPU": 8})
     assert describe_spread(gang, ["a", "a", "a"]) == "trainer: on 1 node (a: trainer-0, trainer-1, trainer-2)"
     assert describe_spread(gang, ["a", "b", "a"]) == "trainer: on 2 nodes (a: trainer-0, trainer-2; b: trainer-1)"
-    pools = [spec("trainer", 2, gpus=1, gang=True), spec("rollout", 2, gpus=1)]
-    (pairs,) = plan(pools, {"GPU": 2}, "colocated")
-    told = "rollout+trainer: on 2 nodes (a: rollout-0, trainer-0; b: rollout-1, trainer-1)"
-    assert describe_spread(pairs, ["a", "b"]) == told
 
 
 def test_a_pools_environment_cannot_say_which_devices_are_seen() -> None:
@@ -168,7 +130,7 @@ def test_the_fewest_devices_that_shares_take(shares: tuple[float, ...], devices:
 
 def test_fractions_that_no_two_share_are_refused_though_their_sum_would_fit() -> None:
     pools = [spec("rollout", 1, gpus=1), spec("reward/judge", 3, gpus=0.6)]
-    fits = plan(pools, {"GPU": 4, "CPU": 9})
+    fits = reserve(pools, {"GPU": 4, "CPU": 9})
     check_fits(fits, [{"GPU": 4, "CPU": 9}])
     with pytest.raises(ResourcesMissing) as refused:
         check_fits(fits, [{"GPU": 3, "CPU": 9}])
