@@ -60,9 +60,14 @@ ONE_NODE_SECONDS = 20.0
 _POLL_SECONDS = 0.02
 _GRACE_SECONDS = 5.0
 """Time for which remaining processes may live on before they are killed."""
-_UNWATCHED = {"task_events_report_interval_ms": 0, "enable_metrics_collection": False}
-"""Settings of Ray for a cluster that is started here: its task history and metrics are switched off, as nothing reads
-them."""
+LEAN = {
+    "task_events_report_interval_ms": 0,
+    "enable_metrics_collection": False,
+    "enable_worker_prestart": False,
+    "prestart_worker_first_driver": False,
+}
+"""Settings of Ray for a cluster that is started here. Its task history and metrics are off, because nothing reads them,
+and so are the workers that it starts ahead, because those of a pool have an environment of their own."""
 
 
 class RaySession:
@@ -179,7 +184,7 @@ class RaySession:
             os.environ.setdefault("RAY_worker_niceness", "0")
             cpus, custom = own_cluster(self._pools, os.cpu_count() or 1)
             own: dict[str, Any] = {"num_cpus": cpus, "resources": custom, "include_dashboard": False}
-            own["_system_config"] = dict(_UNWATCHED)
+            own["_system_config"] = dict(LEAN)
             start_with_what_runs(lambda: ray.init("local", **own, **common))
         else:
             join(address, **common)

@@ -5,6 +5,7 @@ ConfigError of one sentence.
 """
 
 import copy
+import functools
 import logging
 import re
 from collections.abc import Sequence
@@ -130,11 +131,17 @@ def read_config(path: Path) -> Config:
     return normalised(cast("Config", OmegaConf.to_object(merged)))
 
 
+@functools.cache
+def _schema() -> DictConfig:
+    """Returns the schema as OmegaConf's node. It takes OmegaConf longer to make than a configuration to read."""
+    return cast("DictConfig", OmegaConf.structured(Config))
+
+
 def _known(written: DictConfig, unknown: list[str]) -> Any:
     """Removes keys that the schema does not have, and appends them to `unknown`."""
     while True:
         try:
-            return OmegaConf.merge(OmegaConf.structured(Config), written)
+            return OmegaConf.merge(_schema(), written)  # merge works on copies
         except ConfigKeyError as error:
             key = str(error.full_key)
             section, _, name = key.rpartition(".")

@@ -77,21 +77,10 @@ def existing_cluster() -> Iterator[str]:
 def ray_here() -> Iterator[None]:
     """This process connected to a Ray cluster with room for two trainer ranks and two rollout workers."""
     import ray
-    from ray.job_config import JobConfig
 
-    from separation.ray_session import import_path
+    from tests.support.ray_cluster import start_ray
 
-    started(
-        lambda: ray.init(
-            address="local",
-            num_cpus=8,
-            resources={"trainer": 2, "rollout": 2},
-            include_dashboard=False,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-            job_config=JobConfig(_py_driver_sys_path=import_path()),
-        )
-    )
+    started(lambda: start_ray(resources={"trainer": 2, "rollout": 2}))
     try:
         yield
     finally:

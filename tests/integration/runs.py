@@ -19,6 +19,8 @@ from async_flowrl.run.tools import Tools
 
 ROOT = Path(__file__).parents[2]
 TINY = (
+    "model.tiny.layers=1",
+    "rollout.num_inference_steps=4",
     "total_steps=5",
     "group_size=4",
     "trainer.micro_batch_size=4",
@@ -29,7 +31,9 @@ TINY = (
     "monitor.report=false",
 )
 LOCAL = (*TINY, "runtime.backend=local")
-TRAINED = ("total_steps=6", "trainer.learning_rate=0.03")
+WHOLE = ("model.tiny.layers=2", "rollout.num_inference_steps=6")
+"""The tiny model and its steps as they are without settings, for runs that have to learn something."""
+TRAINED = (*WHOLE, "total_steps=6", "trainer.learning_rate=0.03")
 """What decides about the weights of `full_run` (conftest.py)."""
 RECORDED = (
     "evaluate.before_training=true",

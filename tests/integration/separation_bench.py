@@ -12,6 +12,7 @@ import ray
 from separation.cluster import cluster
 from separation.group import PoolSpec, Worker, WorkerGroup
 from separation.supervise import deadline
+from tests.support.ray_cluster import start_ray
 
 T = TypeVar("T")
 TOY = "tests.unit.separation.toy:Toy"
@@ -29,8 +30,7 @@ class Bench:
             PoolSpec("gang", TOY, 2, gpus_per_worker=1.0, gang=True, threads=2),
         ]
         if backend == "ray":
-            resources = {"gang": 2.0}
-            ray.init(address="local", num_cpus=8, resources=resources, include_dashboard=False, log_to_driver=False)
+            start_ray(resources={"gang": 2.0})
         else:
             pools = pools[:1]
         self._context = cluster(pools, backend=backend, start_deadline=240, log_dir=logs)

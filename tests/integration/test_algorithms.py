@@ -8,7 +8,7 @@ import pytest
 
 from async_flowrl.algorithms.registry import BUILT_IN
 from async_flowrl.config.paths import config_dir
-from tests.integration.runs import Run, train
+from tests.integration.runs import WHOLE, Run, train
 
 ALGORITHMS = sorted(path.stem for path in (config_dir() / "algorithm").glob("*.yaml"))
 OWN = "+reward.terms={brightness: {name: 'tests.integration.brightness:brightness'}}"
@@ -34,6 +34,7 @@ def follow(folder: Path, algorithm: str, *overrides: str) -> Run:
         folder,
         "one_step_off",
         f"algorithm={algorithm}",
+        *WHOLE,
         "~reward.terms.color",
         OWN,
         f"total_steps={STEPS.get(algorithm, 6)}",

@@ -154,6 +154,7 @@ def test_a_run_warns_of_a_family_until_it_is_checked_as_it_is(
     name = family(NOTHING)
     model = [
         "model.tiny.family=sd3",
+        "model.tiny.layers=2",
         f"model.family={name}",
         "model.max_sequence_length=24",
         f"output_dir={tmp_path}/run",

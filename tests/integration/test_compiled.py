@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.integration.runs import ROOT, Run, train_here_on_ray
+from tests.integration.runs import ROOT, WHOLE, Run, train_here_on_ray
 
 COMPILED = ("trainer.compile=true", "rollout.compile=true")
-TEN = ("total_steps=10", "trainer.gradient_checkpointing=full")
+TEN = (*WHOLE, "total_steps=10", "trainer.gradient_checkpointing=full")
 
 
 @pytest.mark.slow

@@ -9,10 +9,11 @@ from safetensors.torch import load_file
 from async_flowrl.config import exit_codes
 from async_flowrl.report.document import document
 from async_flowrl.training.checkpoint import read_checkpoint
-from tests.integration.runs import Run, train
+from tests.integration.runs import WHOLE, Run, train
 
 PLACE = "tests.integration"
 PLANTED = (
+    *WHOLE,
     "group_size=8",
     "trainer.micro_batch_size=8",
     "trainer.learning_rate=0.02",

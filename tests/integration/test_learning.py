@@ -7,9 +7,10 @@ import pytest
 from async_flowrl.config.compose import read_config
 from async_flowrl.config.schema import RewardTerm
 from async_flowrl.evaluate import evaluate, job_of_run
-from tests.integration.runs import Run, train
+from tests.integration.runs import WHOLE, Run, train
 
 EXPERIMENT = (
+    *WHOLE,
     "total_steps=100",
     "group_size=16",
     "trainer.micro_batch_size=16",

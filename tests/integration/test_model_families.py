@@ -11,7 +11,7 @@ from async_flowrl.config.schema import ModelConfig
 from async_flowrl.plan.calibrate import calibrate
 from async_flowrl.policies.lora_file import FILE_NAME, read
 from async_flowrl.policies.registry import load_policy, resolve_model
-from tests.integration.runs import Run, train, train_here_on_ray
+from tests.integration.runs import WHOLE, Run, train, train_here_on_ray
 from tests.support.families import NAMES, TEXT, pipeline_of
 from tests.support.tiny import sampling
 from tests.support.video import CHANNELS, FRAMES, build_video
@@ -20,7 +20,7 @@ from tests.support.video import CHANNELS, FRAMES, build_video
 def options(family: str) -> list[str]:
     model = "tiny" if family == "qwen_image" else f"tiny_{family}"
     guidance = ["rollout.guidance_scale=3.5"] if family == "flux" else []
-    return [f"model={model}", "model.tiny.heads=4", "rollout.num_inference_steps=4", *guidance]
+    return [f"model={model}", "model.tiny.heads=4", "model.tiny.layers=2", "rollout.num_inference_steps=4", *guidance]
 
 
 def check(run: Run, steps: int) -> None:
@@ -59,7 +59,13 @@ def test_videos_with_a_family_of_ones_own(tmp_path: Path) -> None:
     """Latents [channels, frames, h, w] pass through steps, log-probs, payloads, batching and delivery."""
     model = [f"model.path={build_video(tmp_path / 'model')}", "model.family=tests.support.video:VideoFamily"]
     run = train(
-        tmp_path / "run", "one_step_off", *model, "ticket_size=2", "rollout.batch_size=1", "reward=jpeg_compressibility"
+        tmp_path / "run",
+        "one_step_off",
+        *WHOLE,
+        *model,
+        "ticket_size=2",
+        "rollout.batch_size=1",
+        "reward=jpeg_compressibility",
     )
     check(run, 5)
     assert run.summary["tickets"]["trained"] == run.summary["tickets"]["issued"] == 20

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.runs import Run, train, train_here_on_ray
+from tests.integration.runs import WHOLE, Run, train, train_here_on_ray
 
-WORK = ("group_size=16", "trainer.micro_batch_size=16", "total_steps=14")
+WORK = (*WHOLE, "group_size=16", "trainer.micro_batch_size=16", "total_steps=14")
 SLEEP = ("debug.delays.slow_worker=8", "total_steps=8")
 """A slow worker sleeps, and is booked as busy: generation takes longest, so that updates fall into it."""
 DELAY = 0.7

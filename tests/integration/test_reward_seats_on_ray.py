@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import ray
-from ray.job_config import JobConfig
 
 from async_flowrl.config.reward_pools import scoring_pools
 from async_flowrl.config.schema import Config, RewardTerm
@@ -17,7 +16,7 @@ from async_flowrl.types import Prompt, Scores
 from separation.cluster import cluster
 from separation.group import WorkerGroup
 from separation.placement import ResourcesMissing
-from separation.ray_session import import_path
+from tests.support.ray_cluster import start_ray
 
 pytestmark = pytest.mark.serial
 
@@ -57,16 +56,10 @@ async def scores(groups: Mapping[str, WorkerGroup]) -> dict[str, Scores]:
     }
 
 
-def start(**machine: Any) -> None:
-    """A cluster on this machine, whose workers find what this process imports."""
-    options: dict[str, Any] = {"num_cpus": 8, "include_dashboard": False, "log_to_driver": False, **machine}
-    ray.init(address="local", job_config=JobConfig(_py_driver_sys_path=import_path()), **options)
-
-
 @pytest.fixture(scope="module")
 def devices() -> Iterator[None]:
     """A cluster without GPUs, with two devices for the judge and one for the held-out term."""
-    start(num_gpus=0, resources={JUDGE: 2, LATER: 1})
+    start_ray(num_gpus=0, resources={JUDGE: 2, LATER: 1})
     yield
     ray.shutdown()
 
@@ -104,7 +97,7 @@ def test_seats_that_do_not_fit_are_refused_in_one_sentence(devices: None) -> Non
 def test_a_seat_on_a_gpu_is_what_its_worker_sees() -> None:
     """Ray believes in GPUs that it is told of: two judges share the first, and workers without a seat see none."""
     ray.shutdown()
-    start(num_gpus=1)
+    start_ray(num_gpus=1)
     try:
         config = seated(2, 0.5)
         config.reward.terms["none"] = RewardTerm(name="tests.integration.seated:devices")

@@ -25,7 +25,7 @@ ASKED = 4 + 2 + 2
 @pytest.fixture
 def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
     """Prompts of mixed lengths, guidance, evaluations, and a folder of embeddings of its own."""
-    tiny = build_tiny(TinyConfig())
+    tiny = build_tiny(TinyConfig(layers=1))
     (tmp_path / "cache").mkdir()
     (tmp_path / "cache" / tiny.name).symlink_to(tiny)
     monkeypatch.setenv("ASYNC_FLOWRL_CACHE", str(tmp_path / "cache"))

@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from tests.integration.runs import Run, finish, start
+from tests.integration.runs import WHOLE, Run, finish, start
 
 SHORT = (
+    *WHOLE,
     "total_steps=3",
     "evaluate.max_prompts=1",
     "evaluate.images_per_prompt=1",

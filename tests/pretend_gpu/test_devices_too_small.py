@@ -15,7 +15,7 @@ SMALL = {"PRETEND_CUDA_GIB": "0.004"}
 
 def test_weights_larger_than_the_device_are_refused_with_what_would_make_them_fit(tmp_path: Path) -> None:
     with mock.patch.dict(os.environ, SMALL):
-        process = start(tmp_path / "run", "one_step_off", "model.dtype=float32")
+        process = start(tmp_path / "run", "one_step_off", "model.dtype=float32", "model.tiny.layers=2")
     _, said = finish(process, 2)
     assert "a trainer rank holds" in said and "of weights, optimizer and versions alone" in said
     assert "it would fit with" in said and "allow_oom=true tries anyway" in said
