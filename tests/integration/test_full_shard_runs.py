@@ -1,6 +1,7 @@
 """Tests of runs on Ray with tune=full, in which each of two trainer ranks has a share of the weights."""
 
 import os
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ SHARDED = (
     "model.tiny.heads=2",
     "model.tiny.layers=2",
     "save.every=1",
+    "save.keep=3",
     "checkpoint_engine.bucket_bytes=65536",
 )
 PROMPT = "red red red red"
@@ -77,13 +79,20 @@ def test_diffusers_own_pipeline_makes_the_runs_images(plain: Run) -> None:
 
 
 def test_workers_delays_buckets_and_a_resume_change_no_bit(plain: Run, tmp_path: Path, ray_here: None) -> None:
+    """What a run leaves whose driver is killed after its first step; everything that may differ does, from there on."""
+    folder = tmp_path / "run"
+    shutil.copytree(plain.root, folder)
+    for later in ("checkpoints/step_2", "checkpoints/step_3", "transformer"):
+        shutil.rmtree(folder / later)
     other = ("rollout.num_workers=2", "checkpoint_engine.bucket_bytes=5000", *DELAYS)
-    train_here_on_ray(tmp_path, "one_step_off", *SHARDED, *other, "total_steps=2")
-    again = train_here_on_ray(tmp_path, "one_step_off", *SHARDED, "total_steps=3", "resume=auto")
+    again = train_here_on_ray(folder, "one_step_off", *SHARDED, *other, "total_steps=3", "resume=auto")
+    assert [event["step"] for event in again.events if event["event"] == "rollback"] == [1]
+    made = {event["worker"] for event in again.tickets("SCORING")}
+    assert {"rollout-0", "rollout-1"} <= made
     assert again.digest == plain.digest and again.digests[-1] == plain.digests[-1]
     ours, theirs = whole(again), whole(plain)
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs), "the average, too"
-    assert [row for row in verify(tmp_path) if not row[1]] == []
+    assert [row for row in verify(folder) if not row[1]] == []
 
 
 @pytest.mark.parametrize(
