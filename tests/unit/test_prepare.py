@@ -93,3 +93,19 @@ def test_a_videos_payload_is_counted_in_its_own_layout(algorithm: str, tmp_path:
     whole = arithmetic.stored_bytes(found.config, found.shapes)
     assert whole == 2 * tickets * told
     assert f"at most {whole / 1e6:.1f} MB of payload" in describe_run(found)
+
+
+def test_the_state_for_a_successor_is_stored_where_one_may_come(tmp_path: Path) -> None:
+    """In float32: masters, two moments, max_staleness + 1 versions, one of an evaluation; two moving averages."""
+    trained = 1_000_000
+
+    def state(*settings: str) -> int:
+        found = prepared(tmp_path, *settings)
+        tickets = arithmetic.stored_bytes(found.config, found.shapes)
+        return arithmetic.stored_bytes(found.config, found.shapes, trained) - tickets
+
+    two = "trainer.num_workers=2"
+    assert state() == state(two, "trainer.shard=full") == 0
+    assert state(two, "trainer.shard=hybrid", "trainer.shard_size=2") == 0
+    assert state(two, "trainer.shard=none") == state(two) == 4 * (3 + 2 + 1) * trained
+    assert state(two, "trainer.ema_decay=0.9") == 4 * (3 + 2 + 1 + 2) * trained
