@@ -88,7 +88,7 @@ def test_a_part_for_gpus_needs_a_gpu_on_the_node() -> None:
     assert found(given, [node("a", GPU=2)], {})["optional NCCL"].status == OK
     without = found(given, [node("a", **both)], {})["optional NCCL"]
     assert (without.status, without.sentence) == (FAILED, "a (room for trainer, rollout): no GPU")
-    assert found(given, [node("a")], {})["optional NCCL"].status == SKIPPED
+    assert found(given, [node("a", CPU=0)], {})["optional NCCL"].status == SKIPPED
 
 
 def test_what_the_drivers_machine_lacks_is_asked_of_the_nodes() -> None:
