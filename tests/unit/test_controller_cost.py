@@ -8,7 +8,7 @@ import pytest
 
 import tests.support.toy
 from async_flowrl.controller.replicas import MAX_GROUPS_PER_CALL
-from tests.performance.controller import AnsweringRollout
+from tests.performance.controller import MODES, AnsweringRollout, measure
 from tests.support.toy import toy_config, toy_run, virtual
 from tests.support.toy_pool import Timing
 
@@ -68,3 +68,9 @@ def test_calls_of_trainer_ranks_do_not_grow_with_groups_times_ranks(hand_over: s
     of_a_rank = -(-groups // (ranks * MAX_GROUPS_PER_CALL)) + 1
     most = steps * (ranks * of_a_rank if hand_over == "batch" else groups - 1)
     assert sum(each["train"] for each in counts) <= most
+
+
+@pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode[1])
+def test_tickets_stay_cheap_with_64_trainer_ranks(mode: tuple[int, str]) -> None:
+    """2 ms of CPU are the aim, 1.1 and 1.6 were measured; the limit leaves room for a machine that computes slowly."""
+    assert measure(64, *mode, ranks=64).cpu_per_ticket < 0.02
