@@ -55,7 +55,7 @@ MODELS = {
     ),
 }
 """What is updated: the smallest recipe, and the largest network that is shipped."""
-SUMS_SECONDS, UPDATES_SECONDS = 40.0, 70.0
+SUMS_SECONDS, UPDATES_SECONDS = 25.0, 50.0
 """Time limits of a model's rounds: of `sums`, and of `updates` (paired.rounds_within)."""
 
 
