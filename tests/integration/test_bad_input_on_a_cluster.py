@@ -51,7 +51,7 @@ def test_a_store_without_room_for_the_state_of_a_rank(
 ) -> None:
     """Its tickets fit. What a successor takes over is known when the model is loaded, before anything trains."""
     there = (f"runtime.address={existing_cluster}", f"output_dir={tmp_path / 'run'}")
-    ranks = ("trainer.num_workers=2", "trainer.gpus_per_worker=0.5", "trainer.shard=none", "lora.rank=2048")
+    ranks = ("trainer.num_workers=2", "trainer.gpus_per_worker=0", "trainer.shard=none", "lora.rank=2048")
     said = answered(capfd, monkeypatch, *ranks, "lora.alpha=2048", *there)
     assert "GB of results wait in the object store, which holds 0.1 GB" in said
     assert "and the state that a trainer rank hands to the successor of a dead one; use fewer" in said
