@@ -10,7 +10,7 @@ from pathlib import Path
 
 from separation.group import PoolSpec, WorkerGroup
 from separation.local import LocalGroup
-from separation.placement import reserve
+from separation.placement import check_store, reserve
 from separation.supervise import supervised, together
 
 BACKENDS = ("ray", "local")
@@ -63,3 +63,15 @@ async def cluster(
         near = difflib.get_close_matches(backend, BACKENDS, 1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}{hint}")
+
+
+def check_results(backend: str, nbytes: int) -> None:
+    """Checks the room for results of the cluster that `cluster` has started or joined.
+
+    Raises StoreTooSmall if its object stores hold less than `nbytes` bytes. Threads of this process have no store, so
+    with the backend "local" nothing is checked.
+    """
+    if backend == "ray":
+        from separation.ray_nodes import living_resources
+
+        check_store(nbytes, living_resources())

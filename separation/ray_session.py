@@ -12,7 +12,7 @@ import sys
 import sysconfig
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn
@@ -22,7 +22,6 @@ import ray
 from ray._private import worker as ray_worker
 from ray._private.accelerators import get_accelerator_manager_for_resource
 from ray._private.ray_constants import RESOURCES_ENVIRONMENT_VARIABLE
-from ray._private.state import available_resources_per_node
 from ray.job_config import JobConfig
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 
@@ -49,6 +48,7 @@ from separation.ray_group import RayGroup
 from separation.ray_growth import RayGrowth
 from separation.ray_head import start_with_what_runs
 from separation.ray_join import join
+from separation.ray_nodes import free_by_node, living_resources, nodes_of
 from separation.ray_seats import START_SECONDS, Place, Seats
 from separation.ray_watch import HeadLost, watch_head
 from separation.supervise import together
@@ -108,7 +108,7 @@ class RaySession:
         The arguments are those of `cluster` (cluster.py). Raises ResourcesMissing, OtherCode, WorkerFailed, WorkerDied
         or DeadlineExceeded.
         """
-        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        nodes = living_resources()
         exists = totals(nodes)
         check_store(store_bytes, nodes)
         reservations = reserve(self._pools, exists)
@@ -246,22 +246,6 @@ class RaySession:
 
 def _started_since(before: Sequence[psutil.Process]) -> list[psutil.Process]:
     return [process for process in descendants(os.getpid()) if process not in before]
-
-
-def free_by_node(nodes: Sequence[Mapping[str, Any]] | None = None) -> list[Resources]:
-    """Returns the free resources of each living node; all of its resources for a node that has not reported yet.
-
-    `nodes` are entries of `ray.nodes()`; None means all nodes of the cluster.
-    """
-    free, nodes = available_resources_per_node(), ray.nodes() if nodes is None else nodes
-    return [free.get(node["NodeID"], node["Resources"]) for node in nodes if node["Alive"]]
-
-
-def nodes_of(group: PlacementGroup) -> list[str]:
-    """Returns address and short id of each bundle's node."""
-    address = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
-    placed: dict[int, str] = placement_group_table(group)["bundles_to_node_id"]
-    return [f"{address[node]} {node[:6]}" for _, node in sorted(placed.items())]
 
 
 def _log_spread(reservation: Reservation, of_bundles: Sequence[str], nodes: Sequence[Resources]) -> None:

@@ -16,7 +16,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from separation.host import resolve
 from separation.placement import ResourcesMissing
-from separation.ray_session import RaySession, free_by_node
+from separation.ray_nodes import free_by_node
+from separation.ray_session import RaySession
 
 _POLL_SECONDS = 0.2
 CLOCK_ROUNDS = 5

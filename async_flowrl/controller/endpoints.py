@@ -80,7 +80,7 @@ class TrainerEndpoint:
     async def release(self, version: int) -> None:
         self._published.release(version)
         await self._publish(f"{self._stream}.release", version)
-        await self._on_ranks(self._living.workers, "let_go", version, lane=PUBLISHING)
+        await self._on_ranks(self._living.letting_go(self._stream, version), "let_go", version, lane=PUBLISHING)
 
     async def address(self) -> tuple[str, int]:
         def asked(rank: Worker) -> Awaitable[tuple[str, int]]:

@@ -11,13 +11,14 @@ without them. The first rank also sends the weights and writes the checkpoints; 
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any, Protocol
 
 from async_flowrl.config.schema import Config
 from async_flowrl.controller.admission import StartError, check_base
 from async_flowrl.controller.context import Observer
+from async_flowrl.controller.deaths import dead_among
 from async_flowrl.controller.download import download_model, model_of
 from async_flowrl.controller.replicas import MAX_GROUPS_PER_CALL
 from async_flowrl.controller.shared import update_seconds
@@ -28,8 +29,6 @@ from separation.supervise import DeadlineExceeded, deadline, together
 
 logger = logging.getLogger(__name__)
 
-DEATH_DETECTION_SECONDS = 2.0
-"""Time within which the death of one rank must show after another rank has failed because of it."""
 MAX_SUCCESSORS = 3
 """Number of successors of one rank that may fail in a row. Then no further one is started, and the rank is missing
 until the next start from a checkpoint."""
@@ -51,18 +50,6 @@ class Attempt(Protocol):
     def base_digest(self) -> str:
         """Digest of the base weights that every rank must hold."""
         ...
-
-
-async def dead_among(workers: Sequence[Worker]) -> list[Worker]:
-    """Returns those of the workers whose death shows within DEATH_DETECTION_SECONDS; returns as soon as one has."""
-    watches = {asyncio.create_task(worker.watch()): worker for worker in workers}
-    try:
-        done, _ = await asyncio.wait(watches, timeout=DEATH_DETECTION_SECONDS, return_when=asyncio.FIRST_COMPLETED)
-        return [watches[task] for task in done if isinstance(task.exception(), WorkerDied)]
-    finally:
-        for task in watches:
-            task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # nobody else asks for it
-            task.cancel()
 
 
 def group_timeout(config: Config) -> float:
@@ -103,6 +90,8 @@ class Living:
         """Rank → number of its successors that have failed in a row."""
         self._buried: set[str] = set()
         """Names of all workers that have died or were ended."""
+        self._let_go: set[tuple[str, int]] | None = None
+        """Stream and version that ranks let go of while a newcomer takes over a peer's state; None at other times."""
         self._settled = False
         """True once `settle` was called: no more successors are started."""
 
@@ -128,6 +117,15 @@ class Living:
         """The living ranks outside the first rank's replica, in rank order; one of them follows when that rank dies."""
         own = self._first // self._per_replica
         return [self._group.workers[rank] for rank in self.ranks if rank // self._per_replica != own]
+
+    def letting_go(self, stream: str, version: int) -> list[Worker]:
+        """Returns the living ranks; the caller then tells them to let go of a version that they keep.
+
+        A newcomer that is taking over a peer's state may be given a copy of it, and is told, too.
+        """
+        if self._let_go is not None:
+            self._let_go.add((stream, version))
+        return self.workers
 
     async def on_first(self, attempt: Attempt, method: str, *args: Any, lane: str = "main") -> Any:
         """Returns the method's result on the first rank; if that dies before it answers, the next first rank is asked.
@@ -223,17 +221,25 @@ class Living:
             task = self._successors.pop(rank)
             try:
                 worker = task.result()
-                peer, digest = await self._inform(attempt, worker)
+                await self._join(attempt, rank, worker, step)
             except _NOT_COME as error:
                 self._failed_to_come(attempt, rank, error)
                 continue
-            logger.info("%s takes part from step %d on, with the state of %s", worker.name, step, peer)
-            attempt.observer.event("rejoined", worker=worker.name, step=step, peer=peer, digest=digest)
-            self.dead.discard(rank)
-            self._failures.pop(rank, None)
-            self._parted = True
             came.append(rank)
         return came
+
+    async def _join(self, attempt: Attempt, rank: int, worker: Worker, step: int) -> None:
+        """Makes the worker a living rank with the first rank's state. Raises an error of _NOT_COME if that fails."""
+        self._let_go = set()
+        try:
+            peer, digest = await self._inform(attempt, worker)
+        finally:
+            self._let_go = None
+        logger.info("%s takes part from step %d on, with the state of %s", worker.name, step, peer)
+        attempt.observer.event("rejoined", worker=worker.name, step=step, peer=peer, digest=digest)
+        self.dead.discard(rank)
+        self._failures.pop(rank, None)
+        self._parted = True
 
     async def _inform(self, attempt: Attempt, worker: Worker) -> tuple[str, str]:
         """Copies the first rank's state to the worker; returns that rank's name and the state's digest."""
@@ -246,6 +252,8 @@ class Living:
                     await self.bury(attempt, error)
                     continue
                 await worker.call("take_over", digest, state)
+                while self._let_go:  # The state may hold copies that the peer has let go of since.
+                    await worker.call("versions.let_go", *self._let_go.pop())
                 return peer.name, digest
 
     def _failed_to_come(self, attempt: Attempt, rank: int, error: Exception) -> None:

@@ -9,12 +9,10 @@ from async_flowrl.config.schema import Config
 from async_flowrl.config.shared import SHARED
 from async_flowrl.controller.build import ROLLOUT, TRAINER
 from async_flowrl.doctor.findings import OK, SKIPPED, WARNING, Finding, failed
-from async_flowrl.doctor.machines import GIB, Machine
+from async_flowrl.doctor.machines import GIB, Machine, room_for
 from async_flowrl.plan.devices import check_devices
 from async_flowrl.plan.layout import resolved
-from separation.by_node import holds, share_of_node
 from separation.group import PoolSpec
-from separation.placement import needs_of, totals
 
 NAME = "devices"
 
@@ -57,9 +55,7 @@ def judged(spec: PoolSpec, config: Config) -> bool:
 
 def offers(spec: PoolSpec, machines: Sequence[Machine]) -> list[tuple[int, str]]:
     """Returns (bytes, name of the node) of each GPU on nodes that can hold the pool's workers, the largest first."""
-    exists = totals(machine.resources for machine in machines if machine.resources is not None)
-    bundle = share_of_node(needs_of(spec, exists), spec.workers_per_node or 1)
-    fitting = [one for one in machines if one.resources is None or holds(one.resources, bundle)]
+    fitting = room_for(spec, machines)
     return sorted(((int(gpu["memory"]), one.name) for one in fitting for gpu in one.facts["gpus"]), reverse=True)
 
 

@@ -143,11 +143,15 @@ def model_cache() -> str:
 
 
 def importable(module: str) -> bool:
-    """Returns True if a module is found. It is not executed, but its parent packages are."""
+    """Returns True if a module is found. It is not executed, but its parent packages are.
+
+    A folder without Python files, as an uninstalled package may leave one, is not a module.
+    """
     try:
-        return importlib.util.find_spec(module) is not None
+        spec = importlib.util.find_spec(module)
     except ImportError:
         return False
+    return spec is not None and spec.origin is not None
 
 
 def gpus() -> list[dict[str, Any]]:

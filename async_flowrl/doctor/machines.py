@@ -7,7 +7,10 @@ from typing import Any
 
 from async_flowrl.config.schema import Config
 from async_flowrl.doctor.findings import FAILED, OK, WARNING, Finding
-from async_flowrl.doctor.needs import Needs
+from async_flowrl.doctor.needs import Needs, Process
+from separation.by_node import holds, share_of_node
+from separation.group import PoolSpec
+from separation.placement import needs_of, totals
 
 GIB, GB = 2**30, 10**9
 FULL_SHARE = 0.95
@@ -115,6 +118,16 @@ def interface_findings(machines: Sequence[Machine]) -> Iterator[Finding]:
         yield Finding("interfaces", WARNING, "; ".join(others), advice)
 
 
+def room_for(spec: PoolSpec, machines: Sequence[Machine]) -> list[Machine]:
+    """Returns the nodes that could hold a worker of the pool if nothing else ran there; without a cluster, all.
+
+    With `workers_per_node` a node must hold as many.
+    """
+    exists = totals(machine.resources for machine in machines if machine.resources is not None)
+    bundle = share_of_node(needs_of(spec, exists), spec.workers_per_node or 1)
+    return [one for one in machines if one.resources is None or holds(one.resources, bundle)]
+
+
 def _all(machines: Sequence[Machine]) -> str:
     return "this machine" if len(machines) == 1 else f"all {len(machines)} nodes"
 
@@ -134,8 +147,9 @@ def memory_findings(needs: Needs, machines: Sequence[Machine]) -> Iterator[Findi
     """Compares the planned host memory, in total and of the largest process, and object stores with what is free."""
     free, largest = together(machines), needs.largest
     best = max(machines, key=lambda machine: machine.memory)
-    counted = " + ".join(f"{p.count} × {p.pool} {p.bytes / GIB:.1f}" for p in needs.processes)
+    counted = " + ".join(f"{p.count} × {p.pool} {p.bytes / GIB:.1f}" for p in needs.processes if p.count)
     sentence = f"{needs.memory / GIB:.1f} GiB planned ({counted}), {free / GIB:.1f} free on {_all(machines)}"
+    sentence += "".join(f"; {joining(p, free - needs.memory)}" for p in needs.processes if p.later)
     figures = {"planned": needs.memory, "free": free}
     advice = "fewer workers, a smaller batch, or machines with more: `async-flowrl plan --memory` shows the parts"
     if needs.memory > free:
@@ -158,6 +172,15 @@ def memory_findings(needs: Needs, machines: Sequence[Machine]) -> Iterator[Findi
         yield Finding("object store", WARNING, sentence, "a larger /dev/shm: docker run --shm-size", figures)
     else:
         yield Finding("object store", OK, sentence, figures=figures)
+
+
+def joining(process: Process, free: int) -> str:
+    """Returns how many more workers of an elastic pool may join, and for how many `free` bytes of memory are enough."""
+    room = min(process.later, max(0, free) // process.bytes)
+    return (
+        f"{process.later} more {process.pool} workers of {process.bytes / GIB:.1f} may join, {room} of them in what is "
+        "left now"
+    )
 
 
 def disk_findings(config: Config, needs: Needs, here: Machine, machines: Sequence[Machine]) -> Iterator[Finding]:

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from async_flowrl.config.elastic import bounds
 from async_flowrl.config.reward_pools import scoring_pools
 from async_flowrl.config.schema import Config
 from async_flowrl.config.shared import SHARED
@@ -16,13 +17,15 @@ FOLDER_BYTES = 200_000_000
 
 @dataclass(frozen=True)
 class Process:
-    """`count` processes of a pool, each of which needs `bytes` of host memory."""
+    """`count` processes of a pool with which a run can start, each of which needs `bytes` of host memory."""
 
     pool: str
     count: int
     bytes: int
     per_node: int = 1
     """Number of the processes that one node must hold (`workers_per_node`)."""
+    later: int = 0
+    """Number of further processes that may join while the run goes on, in a pool with `max_workers`."""
 
     @property
     def on_a_node(self) -> int:
@@ -43,7 +46,7 @@ class Needs:
 
     @property
     def memory(self) -> int:
-        """Host memory of all processes, without the object stores."""
+        """Host memory of all processes with which the run can start, without the object stores."""
         return sum(process.count * process.bytes for process in self.processes)
 
     @property
@@ -77,9 +80,10 @@ def training_processes(config: Config, plan: MemoryPlan, *, on_gpus: bool) -> li
         return [Process(SHARED, trainer.num_workers, of_both, trainer.workers_per_node or 1)]
     of_a_trainer = trainer_bytes(config, plan, on_gpus=on_gpus)
     of_a_rollout = rollout_bytes(config, plan, on_gpus=on_gpus)
+    least, most = bounds(rollout)
     return [
         Process("trainer", trainer.num_workers, of_a_trainer, trainer.workers_per_node or 1),
-        Process("rollout", rollout.num_workers, of_a_rollout, rollout.workers_per_node or 1),
+        Process("rollout", least, of_a_rollout, rollout.workers_per_node or 1, later=most - least),
     ]
 
 

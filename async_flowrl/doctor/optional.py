@@ -1,39 +1,45 @@
-"""Optional parts of the installation: whether each can be used here, and if not, why."""
+"""Optional parts of the installation: what each needs on a machine, and which pools of a configuration need it.
 
-from collections.abc import Callable, Mapping
+`optional_findings` looks at this machine. On a cluster `missing` looks at every node, and node_parts.py judges.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
-from async_flowrl.config.schema import Config
+from async_flowrl.config.reward_pools import held_out_by_pool, scoring_pools
+from async_flowrl.config.schema import Config, RewardTerm, ServeConfig
+from async_flowrl.config.shared import SHARED
+from async_flowrl.controller.build import ROLLOUT, TRAINER
 from async_flowrl.doctor.facts import importable
-from async_flowrl.doctor.findings import FAILED, OK, SKIPPED, WARNING, Finding
+from async_flowrl.doctor.findings import FAILED, OK, SKIPPED, Finding
 from async_flowrl.doctor.machine import nccl_version
-from async_flowrl.rewards import http_post
-from async_flowrl.rewards.served import HTTP_NAME
+from async_flowrl.rewards.served import HTTP_NAME, served_terms, server_pool
 from async_flowrl.rollout.vllm_omni import settings as vllm_omni
-from checkpoint_engine.transports import NCCL, PYNCCL, resolve_transport
+from checkpoint_engine.pynccl import load_nccl
+from checkpoint_engine.transports import NCCL, PYNCCL
 
-EXTRAS = {
-    "serve-rewards": (("fastapi", "uvicorn", "python_multipart"), "serve"),
-    "reward hps": (("ftfy",), "hps"),
-}
-"""Parts without a check of their own: the modules they need, and the extra of the package that installs them."""
+HTTP_REWARDS = (HTTP_NAME, "vlm_judge")
+"""Rewards that ask a server over HTTP."""
+HPS_REWARDS = ("hpsv2", "hpsv2.1")
+SERVE_COMMANDS = ("serve-rewards", "serve_rewards")
+"""Words of a command line that starts this package's own reward server."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """An optional part. `what` is its purpose; `lack` returns why it cannot be used here, None if it can.
-
-    `wanted` returns whether a configuration needs it.
-    """
+    """An optional part."""
 
     what: str
+    """Its purpose."""
     lack: Callable[[], str | None]
-    wanted: Callable[[Config], bool]
+    """Returns which software is missing on this machine, with the command that installs it; None if nothing is."""
+    needed_by: Callable[[Config], Sequence[str]]
+    """Returns the names of the pools whose workers need it in a configuration; empty if none does."""
     on_device: bool = False
-    """True if it needs a GPU; the machine that starts a run on a cluster need not have one."""
+    """True if it also needs a GPU."""
 
 
 def why_not(check: Callable[[], object]) -> str | None:
@@ -45,67 +51,114 @@ def why_not(check: Callable[[], object]) -> str | None:
     return None
 
 
-def nccl() -> str | None:
-    """Returns why torch cannot broadcast with NCCL here; None if it can."""
-    if not torch.cuda.is_available():
-        return f"no CUDA device: torch {torch.__version__} sees none"
+def torch_nccl() -> str | None:
+    """Returns a sentence if torch was built without NCCL; None if it has it."""
     return None if dist.is_nccl_available() else f"torch {torch.__version__} was built without NCCL"
 
 
-def pynccl() -> str | None:
-    """Returns why cupy's NCCL cannot be used here; None if it can."""
+def cupy_nccl() -> str | None:
+    """Returns why cupy's NCCL cannot be used; None if it can."""
     if not importable("cupy"):
         return "no cupy: pip install 'async-flowrl[nccl]' (CUDA 13) or 'async-flowrl[nccl-cuda12]'"
-    if not torch.cuda.is_available():
-        return f"cupy is here, but no CUDA device: torch {torch.__version__} sees none"
-    return why_not(lambda: resolve_transport(PYNCCL, "cuda"))
+    return why_not(load_nccl)
 
 
-def modules(names: tuple[str, ...], extra: str) -> str | None:
+def no_device() -> str | None:
+    """Returns a sentence if torch sees no GPU in this process; None if it sees one."""
+    return None if torch.cuda.is_available() else f"no CUDA device: torch {torch.__version__} sees none"
+
+
+def modules(names: Sequence[str], extra: str) -> str | None:
     """Returns which of the modules are missing and the command that installs them; None if none is missing."""
-    missing = [name for name in names if not importable(name)]
-    return f"no {' and no '.join(missing)}: pip install 'async-flowrl[{extra}]'" if missing else None
+    absent = [name for name in names if not importable(name)]
+    return f"no {' and no '.join(absent)}: pip install 'async-flowrl[{extra}]'" if absent else None
 
 
-def asks_servers(config: Config) -> bool:
-    """Returns True if any reward is behind HTTP, in a server that the run starts or in another one."""
-    terms = (*config.reward.terms.values(), *config.evaluate.reward.terms.values())
-    return any(term.serve is not None or term.name == HTTP_NAME for term in terms)
+def weights_by(config: Config, transport: str) -> list[str]:
+    """Returns the pools that send or receive weights if the configuration names this transport, else nothing."""
+    if config.checkpoint_engine.transport != transport:
+        return []
+    return [SHARED] if config.placement == SHARED else [TRAINER, ROLLOUT]
+
+
+def scored_by(config: Config, wanted: Callable[[str, RewardTerm], bool]) -> list[str]:
+    """Returns the reward pools that score by a term, trained or held out, whose key and settings are `wanted`."""
+    held_out = held_out_by_pool(config)
+    terms = {
+        pool.name: {**pool.config(config.reward).terms, **held_out.get(pool.name, {})} for pool in scoring_pools(config)
+    }
+    return [pool for pool, own in terms.items() if any(wanted(*term) for term in own.items())]
+
+
+def asks_server(key: str, term: RewardTerm) -> bool:
+    """Returns True if the reward is behind HTTP, in a server that the run starts or in another one."""
+    return term.serve is not None or (term.name or key) in HTTP_REWARDS
+
+
+def ours(serve: ServeConfig) -> bool:
+    """Returns True if the command starts this package's reward server in the workers' own environment."""
+    words = serve.command if isinstance(serve.command, str) else " ".join(map(str, serve.command or ()))
+    return serve.requirements is None and any(word in words for word in SERVE_COMMANDS)
 
 
 PARTS: Mapping[str, Part] = {
-    "NCCL": Part("weights from GPU to GPU", nccl, lambda config: config.checkpoint_engine.transport == NCCL, True),
-    "cupy": Part("transport pynccl", pynccl, lambda config: config.checkpoint_engine.transport == PYNCCL, True),
+    "NCCL": Part("weights from GPU to GPU", torch_nccl, lambda config: weights_by(config, NCCL), on_device=True),
+    "cupy": Part("transport pynccl", cupy_nccl, lambda config: weights_by(config, PYNCCL), on_device=True),
     "vllm-omni": Part(
         "rollout.engine=vllm_omni",
         lambda: why_not(vllm_omni.check_installed),
-        lambda config: config.rollout.engine == "vllm_omni",
+        lambda config: [ROLLOUT] if config.rollout.engine == "vllm_omni" else [],
     ),
-    "httpx and tenacity": Part("rewards behind HTTP", lambda: why_not(http_post.check_installed), asks_servers),
-    **{
-        what: Part(f"extra {extra}", lambda names=names, extra=extra: modules(names, extra), lambda config: False)  # type: ignore[misc]
-        for what, (names, extra) in EXTRAS.items()
-    },
+    "httpx and tenacity": Part(
+        "rewards behind HTTP",
+        lambda: modules(("httpx", "tenacity"), "http"),
+        lambda config: scored_by(config, asks_server),
+    ),
+    "serve-rewards": Part(
+        "extra serve",
+        lambda: modules(("fastapi", "uvicorn", "python_multipart"), "serve"),
+        lambda config: [server_pool(term) for term, serve in served_terms(config) if ours(serve)],
+    ),
+    "reward hps": Part(
+        "extra hps",
+        lambda: modules(("ftfy",), "hps"),
+        lambda config: scored_by(config, lambda key, term: (term.name or key) in HPS_REWARDS),
+    ),
 }
 """Name of an optional part → the part."""
+
+
+def missing(names: Sequence[str]) -> dict[str, str]:
+    """Returns name of a part → which software of it is missing here; parts of which nothing is missing are left out.
+
+    The doctor calls it on every node of a cluster. GPUs are not looked for: the process that asks may have been given
+    none.
+    """
+    return {name: lack for name in names if (lack := PARTS[name].lack()) is not None}
+
+
+def needed(config: Config) -> dict[str, Sequence[str]]:
+    """Returns name of a part → the pools that need it, for the parts that the configuration needs."""
+    return {name: pools for name, part in PARTS.items() if (pools := part.needed_by(config))}
 
 
 def optional_findings(config: Config | None = None) -> list[Finding]:
     """Returns one finding per part: ok or skipped, or failed if the configuration needs a part that is missing.
 
-    It is a warning instead of a failure if the workers on a cluster need the part and this machine has no GPU.
+    The workers of a cluster are elsewhere: what this machine lacks of theirs is skipped, and the nodes are asked.
     """
     return [finding_of(name, part, config) for name, part in PARTS.items()]
 
 
 def finding_of(name: str, part: Part, config: Config | None) -> Finding:
     """Returns the finding on one part; `config` is the configuration that may need it, or None."""
-    lack = part.lack()
+    title = f"optional {name}"
+    lack = part.lack() or (no_device() if part.on_device else None)
     if lack is None:
         number = f" {nccl_version()}" if name == "NCCL" else ""
-        return Finding(f"optional {name}", OK, f"here{number}, for {part.what}")
-    if config is not None and part.wanted(config):
-        if part.on_device and config.runtime.address is not None and not torch.cuda.is_available():
-            return Finding(f"optional {name}", WARNING, lack, "the workers need it, and look when they start")
-        return Finding(f"optional {name}", FAILED, lack, f"this configuration asks for it ({part.what})")
-    return Finding(f"optional {name}", SKIPPED, lack, f"needed for {part.what} alone")
+        return Finding(title, OK, f"here{number}, for {part.what}")
+    if config is None or not part.needed_by(config):
+        return Finding(title, SKIPPED, lack, f"needed for {part.what} alone")
+    if config.runtime.address is not None:
+        return Finding(title, SKIPPED, lack, f"the workers need it ({part.what}), and each node is asked for it")
+    return Finding(title, FAILED, lack, f"this configuration asks for it ({part.what})")

@@ -26,16 +26,18 @@ from async_flowrl.doctor.machines import (
 )
 from async_flowrl.doctor.needs import Needs, needs_of
 from async_flowrl.doctor.network import between, first
-from async_flowrl.doctor.optional import optional_findings
+from async_flowrl.doctor.node_parts import node_part_findings
+from async_flowrl.doctor.optional import needed, optional_findings
+from async_flowrl.doctor.seats import seats
 from async_flowrl.run.launch import check_machine
 from async_flowrl.run.nodes import OUR_CODE
 from async_flowrl.run.pools import pools
 from async_flowrl.run.prepare import Prepared, doubts_of, prepare
-from separation.group import VISIBLE_DEVICES, PoolSpec
-from separation.placement import ResourcesMissing, check_fits, reserve, totals
+from separation.group import VISIBLE_DEVICES
+from separation.placement import ResourcesMissing, totals
 from separation.survey import Node, Survey, survey
 
-FACTS = "async_flowrl.doctor.facts:facts"
+FACTS, MISSING = "async_flowrl.doctor.facts:facts", "async_flowrl.doctor.optional:missing"
 
 
 @dataclass(frozen=True)
@@ -98,17 +100,21 @@ def on_cluster(prepared: Prepared, here: Machine, asked: Asked, wanted: Wanted) 
     try:
         with survey(address, nodes=wanted.nodes, wait=wanted.seconds) as looked:
             yield reached(looked.nodes, address, wanted)
-            yield seats(config, pools(prepared), looked.nodes)
-            answers = looked.run(FACTS, asked)
+            yield seats(pools(prepared), looked.nodes)
+            answers, parts = looked.run(FACTS, asked), looked.run(MISSING, list(needed(config)))
             machines = [
                 Machine(node.name, answers[node.id], _store(node), node.resources, node.address)
                 for node in looked.nodes
                 if _answered(answers[node.id])
             ]
-            yield from (silent(node, answers[node.id]) for node in looked.nodes if not _answered(answers[node.id]))
+            for node in looked.nodes:
+                if unanswered := [each for each in (answers[node.id], parts[node.id]) if not _answered(each)]:
+                    yield silent(node, unanswered[0])
             yield from map(machine_finding, machines)
             yield from same_findings(here.facts, machines)
             yield from interface_findings(machines)
+            missing = {node.name: parts[node.id] for node in looked.nodes if _answered(parts[node.id])}
+            yield from node_part_findings(config, pools(prepared), machines, missing)
             yield from judged(prepared, here, machines, looked)
     except (ResourcesMissing, ConnectionError, RuntimeError) as error:
         advice = "start a cluster (ray start --head), or leave runtime.address out for one of this machine"
@@ -145,22 +151,6 @@ def reached(nodes: Sequence[Node], address: str, wanted: Wanted) -> Finding:
         advice = "see the output of `ray start` on the nodes that are missing: address, firewall, another Ray or Python"
         return Finding("Ray", FAILED, f"{sentence}, {wanted.nodes} were waited for ({wanted.seconds:g} s)", advice)
     return Finding("Ray", OK, sentence)
-
-
-def seats(config: Config, wanted: Sequence[PoolSpec], nodes: Sequence[Node]) -> Finding:
-    """Checks that all workers find a place in the cluster; warns if other programs hold those places now."""
-    everything = [node.resources for node in nodes]
-    try:
-        reservations = reserve(wanted, totals(everything))
-        check_fits(reservations, everything)
-    except (ResourcesMissing, ValueError) as error:
-        return Finding("seats", FAILED, first(error), "fewer workers, or more nodes")
-    workers = ", ".join(f"{spec.name} {spec.least}" + spec.elastic * f" (up to {spec.most})" for spec in wanted)
-    try:
-        check_fits(reservations, [node.free for node in nodes])
-    except ResourcesMissing as error:
-        return Finding("seats", WARNING, f"others hold them now: {first(error)}", "a run waits for deadlines.load")
-    return Finding("seats", OK, f"free for {workers}")
 
 
 def told_here(asked: Asked) -> Machine:

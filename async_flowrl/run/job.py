@@ -40,6 +40,7 @@ from async_flowrl.run.devices import compare_devices, lay_out
 from async_flowrl.run.finish import finish, foresee, peak_of
 from async_flowrl.run.launch import (
     check_machine,
+    check_stored,
     describe_run,
     encode_negatives,
     load_pools,
@@ -108,10 +109,7 @@ def _run(config: Config, directory: RunDirectory, hydra_record: Mapping[str, str
         after_failure(ending)
         return _fail("interrupted", exit_codes.INTERRUPTED)
     except StoreTooSmall as error:
-        advice = "fewer or smaller images per step, a smaller max_staleness, or a Ray cluster with a larger store"
-        return _fail(
-            f"{error}: the images and trajectories of {config.live_versions} steps; use {advice}", exit_codes.CONFIG
-        )
+        return _fail(f"{error}: {stored(config)}", exit_codes.CONFIG)
     except (ConfigError, ResourcesMissing) as error:
         return _fail(error, exit_codes.CONFIG)
     except Exception as error:
@@ -175,6 +173,7 @@ async def train_until(ending: Ending, resume: Resume, display: Display, tools: T
             display.phase("loading the models")
             transport = await choose_transport(config, groups[TRAINER].workers[0])
             info = await load_pools(config, groups, trainers)
+            check_stored(prepared, info["trainable_parameters"])
             if trainers.sharded:
                 transport = OBJECT_STORE  # which alone takes shares of several ranks
             resume = check_base_weights(config, resume, info["base_digest"])
@@ -231,6 +230,15 @@ def open_ledgers(
     )
     monitor = Monitor(config.monitor, directory.root, name=config.name, settings=asdict(config), display=display)
     return Ledgers(events, pools, metrics, evaluations, monitor)
+
+
+def stored(config: Config) -> str:
+    """Returns what a run keeps in the object store, and what to do where that is too much."""
+    what = f"the images and trajectories of {config.live_versions} steps"
+    if config.trainer.num_workers > 1:
+        what += ", and the state that a trainer rank hands to the successor of a dead one"
+    advice = "fewer or smaller images per step, a smaller max_staleness, or a Ray cluster with a larger store"
+    return f"{what}; use {advice}"
 
 
 def refused(error: BaseException) -> str | None:

@@ -26,7 +26,7 @@ from async_flowrl.run.transport import refusal
 from async_flowrl.tickets.arithmetic import shape, stored_bytes
 from async_flowrl.types import Conditioning, Wording
 from checkpoint_engine.transports import NCCL, PYNCCL, resolve_transport
-from separation.cluster import cluster
+from separation.cluster import check_results, cluster
 from separation.group import PoolSpec, Worker, WorkerGroup
 from separation.node_checks import OtherCode
 from separation.placement import ResourcesMissing, check_fits, own_cluster, reserve
@@ -126,6 +126,14 @@ async def open_cluster(prepared: Prepared, logs: Path) -> AsyncIterator[Mapping[
                     yield divided
             finally:
                 last.enter_context(ctrl_c_ignored())
+
+
+def check_stored(prepared: Prepared, trained: int) -> None:
+    """Raises StoreTooSmall if the cluster cannot store all that waits, now that `trained` parameters are known.
+
+    `open_cluster` has counted the tickets alone. With several trainer ranks, the state for a successor is added.
+    """
+    check_results(prepared.config.runtime.backend, stored_bytes(prepared.at_largest, prepared.shapes, trained))
 
 
 @asynccontextmanager

@@ -18,9 +18,9 @@ from async_flowrl.controller.after_step import AfterStep
 from async_flowrl.controller.build import ROLLOUT, TRAINER, build_context
 from async_flowrl.controller.checkpoints import Checkpoints, Resume, newest, with_outcomes
 from async_flowrl.controller.context import Context
+from async_flowrl.controller.deaths import dead_among
 from async_flowrl.controller.download import download_model, loaders
 from async_flowrl.controller.evaluation_records import EvaluationRecords
-from async_flowrl.controller.living import dead_among
 from async_flowrl.controller.reward_servers import RewardServers
 from async_flowrl.controller.score_log import ScoreLog
 from async_flowrl.controller.trainer import TrainerGroup

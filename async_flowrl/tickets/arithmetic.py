@@ -94,21 +94,25 @@ def ticket_bytes(config: Config, shapes: Shapes) -> int:
 
 
 def stored_bytes(config: Config, shapes: Shapes, trained: int = 0) -> int:
-    """Returns the size in bytes of the tickets of max_staleness + 1 steps: the most that wait for a slow trainer.
+    """Returns the most bytes that lie in the object store at the same time.
 
-    With several trainer ranks that train `trained` parameters, the state that one rank hands to the successor of
-    another is counted, too.
+    These are the tickets of max_staleness + 1 steps, which wait for a slow trainer, and the state that one trainer rank
+    hands to the successor of another (`peer_bytes`). `trained` is the number of trained parameters; 0, where it is not
+    known yet, leaves that state out.
     """
     tickets = config.prompts_per_step * config.group_size // config.images_per_ticket
     return config.live_versions * tickets * ticket_bytes(config, shapes) + peer_bytes(config, trained)
 
 
 def peer_bytes(config: Config, trained: int) -> int:
-    """Bytes that a trainer rank hands to a successor of another, versions as if in float32; 0 where there is none.
+    """Returns the bytes that a trainer rank hands to a successor of another one, with versions counted as float32.
 
-    Masters, two moments, versions that may be asked for, one that is kept for an evaluation, and moving averages.
+    They are masters, two moments, the versions that may be asked for, one that is kept for an evaluation, and moving
+    averages. The result is 0 if nobody comes in the place of a dead rank: the rank is alone, or shares the base.
     """
-    if config.trainer.num_workers == 1:
+    trainer = config.trainer
+    shares = trainer.shard == "full" or (trainer.shard == "hybrid" and trainer.shard_size != 1)
+    if trainer.num_workers == 1 or shares:
         return 0
-    vectors = 3 + config.live_versions + 1 + 2 * (config.trainer.ema_decay is not None)
+    vectors = 3 + config.live_versions + 1 + 2 * (trainer.ema_decay is not None)
     return _FLOAT_BYTES * vectors * trained

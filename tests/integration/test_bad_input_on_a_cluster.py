@@ -43,3 +43,16 @@ def test_nccl_on_an_existing_cluster_without_gpus(
     said = answered(capfd, monkeypatch, "checkpoint_engine.transport=nccl", *there)
     told = "async_flowrl: checkpoint_engine.transport: transport nccl needs weights on a GPU, here they are on cpu"
     assert said.splitlines()[-1].startswith(told)
+
+
+@pytest.mark.slow
+def test_a_store_without_room_for_the_state_of_a_rank(
+    tmp_path: Path, existing_cluster: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its tickets fit. What a successor takes over is known when the model is loaded, before anything trains."""
+    there = (f"runtime.address={existing_cluster}", f"output_dir={tmp_path / 'run'}")
+    ranks = ("trainer.num_workers=2", "trainer.gpus_per_worker=0", "trainer.shard=none", "lora.rank=2048")
+    said = answered(capfd, monkeypatch, *ranks, "lora.alpha=2048", *there)
+    assert "GB of results wait in the object store, which holds 0.1 GB" in said
+    assert "and the state that a trainer rank hands to the successor of a dead one; use fewer" in said
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()

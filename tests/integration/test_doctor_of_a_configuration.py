@@ -40,7 +40,7 @@ def test_a_cluster_that_does_not_answer(tmp_path: Path, capsys: pytest.CaptureFi
     assert doctor.main(words) == 1
     said = capsys.readouterr().out
     assert "failed   Ray: runtime.address=127.0.0.1:1: no Ray cluster answers" in said
-    assert "failed   optional vllm-omni: " in said and "this configuration asks for it" in said
+    assert "skipped  optional vllm-omni: " in said and "each node is asked for it" in said
 
 
 @pytest.mark.parametrize(
@@ -89,6 +89,13 @@ def test_needs_grow_with_what_is_asked_for() -> None:
     on_cpu, on_gpu = needs_of(few, on_gpus=False), needs_of(few, on_gpus=True)
     assert needs_of(many, on_gpus=False).run_directory > on_cpu.run_directory
     assert needs_of(many, on_gpus=False).memory > on_cpu.memory > on_gpu.memory
+
+
+def test_an_elastic_pool_needs_its_least_workers() -> None:
+    elastic = ("runtime.address=auto", "rollout.num_workers=4", "rollout.min_workers=1", "rollout.max_workers=6")
+    fixed, grown = (needs_of(compose_config("sync", words), on_gpus=False).processes for words in ((), elastic))
+    assert [(one.count, one.later) for one in fixed if one.pool == "rollout"] == [(1, 0)]
+    assert [(one.count, one.later) for one in grown if one.pool == "rollout"] == [(1, 5)]
 
 
 def test_processes_that_sample_and_train_hold_the_base_once() -> None:

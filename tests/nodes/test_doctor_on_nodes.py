@@ -1,10 +1,11 @@
-"""Tests of the doctor on several nodes: it names a node with another clock, with other code, or without a seat."""
+"""Tests of the doctor on several nodes: it names one with another clock, other code, or without a package or seat."""
 
 import shutil
 import sys
 from pathlib import Path
 
 import pytest
+import tenacity
 
 import checkpoint_engine
 from tests.nodes.pretended_nodes import Nodes
@@ -41,6 +42,25 @@ def test_another_clock_and_other_code_are_named(allowed: None, tmp_path: Path) -
         assert lines["clocks"].strip().startswith("warning") and "180.0 s behind" in lines["clocks"], said
         assert f"{other.address} " in lines["clocks"], said
         assert lines["Ray"].strip().startswith("ok") and lines["broadcast"].strip().startswith("ok"), said
+
+
+def test_a_package_that_one_node_lacks_is_named_with_what_needs_it(allowed: None, tmp_path: Path) -> None:
+    """The other node, and the machine of the driver, have it."""
+    installed, empty = Path(tenacity.__file__).parent, tmp_path / "empty"
+    empty.mkdir()
+    asks = "+reward.terms.judge={name: http, options: {url: 'http://127.0.0.1:1'}}"
+    with Nodes(tmp_path / "nodes", [{"trainer": 1, "rollout": 1}]) as nodes:
+        nodes.head.start_ray()
+        other = nodes.add({})
+        other.run("mount", "--bind", str(empty), str(installed))
+        other.start_ray(nodes.head)
+        code, said = doctor(nodes, "--nodes", "2", asks, f"output_dir={tmp_path / 'run'}")
+        assert code == 1 and "this configuration cannot start here" in said, said
+        (line,) = [line for line in said.splitlines() if "optional httpx and tenacity on the nodes" in line]
+        assert line.strip().startswith("failed") and f"{other.address} " in line and "no tenacity: pip" in line, said
+        assert nodes.head.address not in line and "(room for reward)" in line, said
+        code, said = doctor(nodes, "--nodes", "2", f"output_dir={tmp_path / 'run'}")
+        assert code == 0 and "on the nodes" not in said.replace("versions of the nodes", ""), said
 
 
 def test_workers_that_find_no_seat_and_a_folder_that_is_not_shared(allowed: None, tmp_path: Path) -> None:

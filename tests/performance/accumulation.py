@@ -51,10 +51,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=15)
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    print("trained numbers | a part, floats | exact costs more | a step, floats | exact costs more   (ms)")
+    print("trained numbers | a part, floats | exact costs more | a step, floats | exact costs more   (ms)", flush=True)
     for numel in SIZES:
         part, more, step, more_step = compare(numel, options.rounds)
-        print(f"{numel:>15,} | {part:14.3f} | {more:16.3f} | {step:14.3f} | {more_step:16.3f}")
+        print(f"{numel:>15,} | {part:14.3f} | {more:16.3f} | {step:14.3f} | {more_step:16.3f}", flush=True)
 
 
 if __name__ == "__main__":

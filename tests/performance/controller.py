@@ -35,7 +35,8 @@ from async_flowrl.plan.virtual_time import run_virtual
 from async_flowrl.plan.work import UNREACHED_SECONDS
 from async_flowrl.tickets.request import RequestBuilder
 from async_flowrl.tickets.table import Shape, TicketTable
-from async_flowrl.training.messages import TrainRequest, UpdateStats
+from async_flowrl.training.messages import Manifest, StepPlan, Summed, TrainRequest, UpdateStats
+from async_flowrl.training.parts import Place, parts_of
 from async_flowrl.types import Prompt, RolloutReport, RolloutRequest, Scores, Trajectory
 from checkpoint_engine import RING, Ack, Header, Layout, binding_probe, canary_tensors
 from tests.support.toy_models import ToySender, toy_lora, toy_tensors
@@ -118,16 +119,38 @@ class AnsweringReward:
 
 
 class AnsweringTrainer:
-    """Real staging and sealing of a very small adapter, no training."""
+    """A trainer rank with real staging and sealing of a very small adapter, and no training.
 
-    def __init__(self, config: Config) -> None:
+    Of several ranks, each answers which parts it was given, as real ones do; their sums are checked against the plan.
+    """
+
+    def __init__(self, config: Config, index: int) -> None:
         tensors = toy_tensors()
         self.sender = ToySender(tensors, dict.fromkeys(range(STEPS + 1), tensors), config.live_versions)
         self.update = self
+        self._place, self._samples = Place(index, config.trainer.num_workers), config.trainer.micro_batch_size
+        self._step, self._plan = -1, StepPlan(rows=0)
+        self._parts: list[tuple[int, int]] = []
 
-    def train(self, request: TrainRequest, *trajectories: Any) -> UpdateStats | None:
+    def train(self, request: TrainRequest, *trajectories: Any) -> UpdateStats | Manifest | None:
         """Nothing is trained."""
-        return UpdateStats(request.step, 0, False, {"loss": 0.0}) if request.finishes else None
+        if self._place.size == 1:
+            return UpdateStats(request.step, 0, False, {"loss": 0.0}) if request.finishes else None
+        self._begin(request)
+        own = parts_of(request.metas, self._place, self._samples)
+        self._parts += [(request.metas[part.group].group, part.part) for part in own]
+        return Manifest(self._step, self._plan.update, self._plan.attempt, tuple(self._parts))
+
+    def add_up(self, request: TrainRequest, *trajectories: Any) -> Summed:
+        self._begin(request)
+        return Summed(None, ())
+
+    def take_step(self) -> UpdateStats:
+        return UpdateStats(self._step, self._plan.update, False, {"loss": 0.0})
+
+    def _begin(self, request: TrainRequest) -> None:
+        if request.begins is not None:
+            self._step, self._plan, self._parts = request.step, request.begins, []
 
 
 class TimedWorker(VirtualWorker):
@@ -169,7 +192,7 @@ def bytes_per_ticket(workers: int) -> float:
 
 async def _run(config: Config, events: Path) -> Clocked:
     targets = {
-        "trainer": [AnsweringTrainer(config) for _ in range(config.trainer.num_workers)],
+        "trainer": [AnsweringTrainer(config, index) for index in range(config.trainer.num_workers)],
         "rollout": [AnsweringRollout() for _ in range(config.rollout.num_workers)],
         "reward": [AnsweringReward() for _ in range(config.reward.num_workers)],
     }

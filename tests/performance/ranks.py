@@ -6,23 +6,19 @@ stand beside wall clock, because they stay true on a machine that is busy with o
     sums     an update that adds gradients exactly ÷ the same one that leaves the adding to autograd, as floats
     updates  updates per second of 1 and 2 ranks of one thread each ÷ those of a bare loop with 1 and 2 threads
     order    a step that trains groups as they get ready ÷ one that takes them in order, rewards of CV 1
+
+What is measured now is said on stderr, and each row is printed as soon as it is known. With `--rounds 8 --runs 1` all
+of it takes less than eight minutes on a quiet machine of two cores.
 """
 
 import argparse
 import asyncio
-import hashlib
-import json
-import math
-import random
-import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from statistics import median
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,10 +26,9 @@ import torch
 from torch import Tensor
 
 from async_flowrl.algorithms.registry import build_algorithm
-from async_flowrl.benchmark.table import markdown_table
 from async_flowrl.config.compose import compose_config
 from async_flowrl.config.schema import Config
-from async_flowrl.controller.handed import HandedGroup, hand_over
+from async_flowrl.controller.handed import HandedGroup
 from async_flowrl.controller.replica_calls import now
 from async_flowrl.controller.trainer import TrainerGroup
 from async_flowrl.run.prepare import Prepared, prepare
@@ -41,9 +36,10 @@ from async_flowrl.tickets.arithmetic import trained_steps
 from async_flowrl.training import update as update_module
 from async_flowrl.training.exact import ExactSum
 from async_flowrl.training.messages import StepPlan, TrainRequest
-from async_flowrl.types import ByteArray, Prompt
 from separation.rendezvous import join_process_group
 from tests.performance.engines import Workers, bare_of, timed
+from tests.performance.order import order
+from tests.performance.paired import Progress, Times, in_pairs, rounds_within, show
 from tests.support.process_pool import ProcessPool
 from tests.support.toy_pool import ListObserver
 
@@ -59,24 +55,8 @@ MODELS = {
     ),
 }
 """What is updated: the smallest recipe, and the largest network that is shipped."""
-MEAN_WAIT = 0.4
-"""Seconds of a reward, drawn exponentially: their coefficient of variation is 1."""
-ORDER_RUN = (
-    "total_steps=10",
-    "prompts_per_step=8",
-    "group_size=8",
-    "trainer.micro_batch_size=8",
-    "reward.num_workers=4",
-    "save.every=0",
-    "evaluate.before_training=false",
-    "console=quiet",
-    "monitor.report=false",
-    "~reward.terms.color",
-    "+reward.terms={waiting: {name: 'tests.performance.ranks:Waiting'}}",
-)
-WARM_UP = 2
-Times = tuple[float, float]
-"""Wall clock, CPU seconds."""
+SUMS_SECONDS, UPDATES_SECONDS = 25.0, 50.0
+"""Time limits of a model's rounds: of `sums`, and of `updates` (paired.rounds_within)."""
 
 
 class PlainFloats(ExactSum):
@@ -121,8 +101,8 @@ def step_of(workers: Workers) -> Callable[[], None]:
     return step
 
 
-def sums(rounds: int) -> Iterator[tuple[str, ...]]:
-    """Rows of the table: model, exact ÷ floats by wall clock, by CPU seconds."""
+def sums(rounds: int, progress: Progress) -> Iterator[tuple[str, ...]]:
+    """Yields rows of the table, one per model: exact ÷ floats by wall clock, by CPU seconds."""
     torch.set_num_threads(1)
     for name, overrides in MODELS.items():
         prepared, steps = prepared_for(overrides), {}
@@ -131,9 +111,10 @@ def sums(rounds: int) -> Iterator[tuple[str, ...]]:
                 workers = Workers(prepared)
             workers.generate()
             steps[kind] = step_of(workers)
-        taken = [{kind: timed(step) for kind, step in steps.items()} for _ in range(rounds + 1)][1:]
-        trained = workers.trainer.parameters.numel
-        yield f"{name}, {trained:,} trained", *in_pairs([(t[ExactSum], t[PlainFloats]) for t in taken])
+        numbers = rounds_within(rounds, SUMS_SECONDS, progress, f"sums, {name}")
+        taken = [{kind: timed(step) for kind, step in steps.items()} for _ in numbers][1:]
+        trained = f"{name}, {workers.trainer.parameters.numel:,} trained, {len(taken)} rounds"
+        yield trained, *in_pairs([(t[ExactSum], t[PlainFloats]) for t in taken])
 
 
 class BareLoop:
@@ -199,124 +180,56 @@ class Ranks:
         return sum(await self.trainers.all("time:process_time"))
 
 
-async def updates(rounds: int) -> list[tuple[str, ...]]:
-    """Rows of the table: what, rate ÷ that of the bare loop by wall clock, by CPU seconds."""
+def updates(rounds: int, progress: Progress) -> Iterator[tuple[str, ...]]:
+    """Yields rows of the table, three per model: what, rate ÷ rate by wall clock, by CPU seconds."""
     torch.set_num_threads(1)
-    found: list[tuple[str, ...]] = []
     for name, overrides in MODELS.items():
-        given = [*overrides, "trainer.timesteps_per_forward=null"]
-        prepared = prepared_for(given)
-        workers = Workers(prepared)
-        workers.generate()
-        loop = "tests.performance.ranks:BareLoop"
-        bare = {n: ProcessPool("bare", 1, loop, {"overrides": given, "threads": n}) for n in (1, 2)}
-        ranks = {n: Ranks(prepared, n) for n in (1, 2)}
-        try:
-            for each in ranks.values():
-                await each.load()
-            taken = []
-            for _ in range(rounds + 1):
-                one = {("bare", n): await pool.workers[0].call("update") for n, pool in bare.items()}
-                taken.append(one | {("ranks", n): await each.update(workers) for n, each in ranks.items()})
-        finally:
-            for pool in (*bare.values(), *(each.pool for each in ranks.values())):
-                await pool.close()
-        taken = taken[1:]
+        taken = asyncio.run(updates_of([*overrides, "trainer.timesteps_per_forward=null"], rounds, progress, name))
         for n in (1, 2):
             pairs = [(t["bare", n], t["ranks", n]) for t in taken]
-            found.append((f"{name}: {n} rank(s) of 1 thread ÷ bare loop of {n}", *in_pairs(pairs)))
+            yield f"{name}: {n} rank(s) of 1 thread ÷ bare loop of {n}, {len(taken)} rounds", *in_pairs(pairs)
         twice = [(t["ranks", 1], t["ranks", 2]) for t in taken]
-        found.append((f"{name}: 2 ranks ÷ 1 rank (2 is linear)", *in_pairs(twice)))
-    return found
+        yield f"{name}: 2 ranks ÷ 1 rank (2 is linear)", *in_pairs(twice)
 
 
-class Waiting:
-    """A reward that answers after an exponentially distributed time, by the images alone."""
-
-    deterministic = True
-
-    def __call__(self, images: ByteArray, prompt: Prompt) -> list[float]:
-        digest = hashlib.blake2b(images.tobytes(), digest_size=8).digest()
-        time.sleep(MEAN_WAIT * random.Random(digest).expovariate(1.0))
-        return [float(image.mean()) / 255 for image in images]
-
-
-async def in_order(self: TrainerGroup, ctx: Any, step: int, size: int) -> AsyncIterator[Sequence[HandedGroup]]:
-    """What `TrainerGroup._ready` was when the groups of a step were trained in the order of their numbers."""
-    self._owners.begin(size, now())
-    for group in range(size):
-        await self._until(ctx, lambda: ctx.table.ready(step, group))  # noqa: B023
-        while all(replica.waiting for replica in self._alive):
-            self._freed.clear()
-            await self._freed.wait()
-        yield self._owned(ctx, hand_over(ctx, self.algorithm, step, [group]))
-
-
-def one_run(mode: str, order: str, folder: Path) -> float:
-    """Mean seconds of the steps of a run after the first ones."""
-    command = [sys.executable, "-m", __spec__.name, "--run", order, "--config-name", mode, *ORDER_RUN]
-    subprocess.run([*command, f"output_dir={folder}"], check=True, stdout=subprocess.DEVNULL)
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    times = [line["timing/step"] for line in lines[WARM_UP:]]
-    return math.fsum(times) / len(times)
-
-
-def order(rounds: int) -> Iterator[tuple[str, ...]]:
-    """Rows of the table: mode, step time in any order ÷ in order, seconds of both."""
-    for mode in ("stream", "one_step_off"):
-        pairs = []
-        with tempfile.TemporaryDirectory() as scratch:
-            for number in range(rounds):
-                found = {o: one_run(mode, o, Path(scratch) / f"{o}-{number}") for o in ("any", "in-order")}
-                pairs.append((found["any"], found["in-order"]))
-        ratios = [after / before for after, before in pairs]
-        after, before = (median(pair[place] for pair in pairs) for place in (0, 1))
-        yield mode, spread(ratios), f"{before:.2f} → {after:.2f} s"
-
-
-def in_pairs(pairs: Sequence[tuple[Times, Times]]) -> tuple[str, str]:
-    """The first ÷ the second of each pair: by wall clock, by CPU seconds."""
-    wall, cpu = ([above[place] / below[place] for above, below in pairs] for place in (0, 1))
-    return spread(wall), spread(cpu)
-
-
-def spread(values: Sequence[float]) -> str:
-    return f"{median(values):.3f} ({min(values):.3f}-{max(values):.3f})"
+async def updates_of(
+    overrides: Sequence[str], rounds: int, progress: Progress, name: str
+) -> list[dict[tuple[str, int], Times]]:
+    """Returns the times of an update by (what, its number of ranks or threads), one dictionary per counted round."""
+    prepared = prepared_for(overrides)
+    workers = Workers(prepared)
+    workers.generate()
+    loop = "tests.performance.ranks:BareLoop"
+    bare = {n: ProcessPool("bare", 1, loop, {"overrides": overrides, "threads": n}) for n in (1, 2)}
+    ranks = {n: Ranks(prepared, n) for n in (1, 2)}
+    try:
+        for each in ranks.values():
+            await each.load()
+        taken = []
+        for _ in rounds_within(rounds, UPDATES_SECONDS, progress, f"updates, {name}"):
+            one = {("bare", n): await pool.workers[0].call("update") for n, pool in bare.items()}
+            taken.append(one | {("ranks", n): await each.update(workers) for n, each in ranks.items()})
+    finally:
+        for pool in (*bare.values(), *(each.pool for each in ranks.values())):
+            await pool.close()
+    return taken[1:]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    if given[:1] == ["--run"]:
-        return run_as(given[1], given[2:])
     parser = argparse.ArgumentParser(prog="python -m tests.performance.ranks", description=__doc__)
-    parser.add_argument("--rounds", type=int, default=12, help="pairs of updates (default 12)")
+    parser.add_argument("--rounds", type=int, default=12, help="most pairs of updates (default 12)")
     parser.add_argument("--runs", type=int, default=2, help="pairs of whole runs of each mode (default 2)")
+    parser.add_argument("--steps", type=int, default=10, help="steps of a whole run, at least 3 (default 10)")
     parser.add_argument("--only", choices=("sums", "updates", "order"), action="append")
-    options = parser.parse_args(given)
-    chosen = options.only or ("sums", "updates", "order")
+    options = parser.parse_args(arguments)
+    chosen, progress = options.only or ("sums", "updates", "order"), Progress()
     if "sums" in chosen:
-        show(("an update, exact ÷ float sums", "wall clock", "CPU seconds"), sums(options.rounds))
+        show(("an update, exact ÷ float sums", "wall clock", "CPU seconds"), sums(options.rounds, progress))
     if "updates" in chosen:
-        rows = asyncio.run(updates(options.rounds))
-        show(("updates per second", "wall clock", "CPU seconds"), rows)
+        show(("updates per second", "wall clock", "CPU seconds"), updates(options.rounds, progress))
     if "order" in chosen:
-        show(("step, any order ÷ in order", "wall clock", "medians"), order(options.runs))
+        show(("step, any order ÷ in order", "wall clock", "medians"), order(options.runs, options.steps, progress))
     return 0
-
-
-def show(head: tuple[str, ...], rows: Any) -> None:
-    sys.stdout.write(f"{markdown_table(head, list(rows))}\n\n")
-    sys.stdout.flush()
-
-
-def run_as(how: str, words: Sequence[str]) -> int:
-    """A training run, with groups taken in order if `how` says so."""
-    from async_flowrl import main as program
-
-    if how == "in-order":
-        TrainerGroup._ready = in_order  # type: ignore[method-assign, assignment]
-    sys.argv = ["async_flowrl.main", *words]
-    return program.main()
 
 
 if __name__ == "__main__":

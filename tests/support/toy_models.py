@@ -362,7 +362,7 @@ class ToyTrainer:
         before, _ = self._snapshot, self.snapshot()
         found, self._snapshot = self._snapshot, before
         assert found is not None
-        return str(found.trainer["weights_digest"]), (found, self.versions.kept)
+        return str(found.trainer["weights_digest"]), (found, dict(self.versions.kept))
 
     def take_over(self, digest: str, state: tuple[Checkpoint, dict[int, Any]]) -> str:
         found, kept = state

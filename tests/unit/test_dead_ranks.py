@@ -177,6 +177,22 @@ def test_an_evaluated_version_outlives_its_sender(method: str) -> None:
     assert [one.means() for one in found.evaluated] == [one.means() for one in expected.evaluated]
 
 
+def test_a_newcomer_keeps_no_version_that_its_peers_have_let_go_of() -> None:
+    """An evaluation ends, and its version is let go of, while the newcomer takes over a state that has a copy of it."""
+    given = toy_config(1, steps=12, prompts_per_step=4, hand_over="batch", trainer__num_workers=2)
+    given.evaluate.every = 1
+
+    def fault(worker: str, method: str, number: int) -> str | None:
+        late = {("trainer-1", "train", 2): "kill", ("trainer-1.1", "take_over", 1): "delay"}
+        return late.get((worker, method, number))
+
+    found = virtual(given, SHAKEN, fault)
+    (rejoined,) = found.observer.of("rejoined")
+    assert rejoined["worker"] == "trainer-1.1" and len(found.evaluated) == 12
+    first, second = (worker.target.versions.kept for worker in found.groups["trainer"].workers)
+    assert sorted(first) == sorted(second)
+
+
 def whole_run(root: Path, *deaths: tuple[str, str, int], ranks: int = 2) -> Path:
     """A controller with its checkpoints, one every two steps, in `root`."""
     given = toy_config(1, steps=6, trainer__num_workers=ranks, save__every=2, save__keep=9, monitor__progress=False)

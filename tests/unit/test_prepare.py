@@ -10,10 +10,11 @@ from async_flowrl.config.check import ConfigError
 from async_flowrl.config.compose import compose_config
 from async_flowrl.policies.registry import load_policy
 from async_flowrl.rollout.diffusers_engine import DiffusersEngine
-from async_flowrl.run.launch import describe_run
+from async_flowrl.run.launch import check_stored, describe_run
 from async_flowrl.run.prepare import Prepared, prepare
 from async_flowrl.tickets import arithmetic
 from async_flowrl.tickets.table import TRAIN, Ticket
+from separation.placement import StoreTooSmall
 from tests.support.video import CHANNELS, FRAMES, build_video
 
 
@@ -93,3 +94,31 @@ def test_a_videos_payload_is_counted_in_its_own_layout(algorithm: str, tmp_path:
     whole = arithmetic.stored_bytes(found.config, found.shapes)
     assert whole == 2 * tickets * told
     assert f"at most {whole / 1e6:.1f} MB of payload" in describe_run(found)
+
+
+def test_the_state_for_a_successor_is_stored_where_one_may_come(tmp_path: Path) -> None:
+    """In float32: masters, two moments, max_staleness + 1 versions, one of an evaluation; two moving averages."""
+    trained = 1_000_000
+
+    def state(*settings: str) -> int:
+        found = prepared(tmp_path, *settings)
+        tickets = arithmetic.stored_bytes(found.config, found.shapes)
+        return arithmetic.stored_bytes(found.config, found.shapes, trained) - tickets
+
+    two = "trainer.num_workers=2"
+    assert state() == state(two, "trainer.shard=full") == 0
+    assert state(two, "trainer.shard=hybrid", "trainer.shard_size=2") == 0
+    assert state(two, "trainer.shard=none") == state(two) == 4 * (3 + 2 + 1) * trained
+    assert state(two, "trainer.ema_decay=0.9") == 4 * (3 + 2 + 1 + 2) * trained
+
+
+def test_the_store_must_hold_it_when_the_trained_parameters_are_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The cluster is asked again. A rank that is alone has no successor."""
+    monkeypatch.setattr("separation.ray_nodes.living_resources", lambda: [{"object_store_memory": 1e8}])
+    found = prepared(tmp_path, "trainer.num_workers=2")
+    check_stored(found, trained=1_000_000)
+    with pytest.raises(StoreTooSmall, match=r"results wait in the object store, which holds 0\.1 GB"):
+        check_stored(found, trained=10_000_000)
+    check_stored(prepared(tmp_path), trained=10_000_000)

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import pytest
 
-from async_flowrl.config.schema import Config, RewardTerm
+from async_flowrl.config.schema import Config
 from async_flowrl.doctor import facts as told
 from async_flowrl.doctor import start
 from async_flowrl.doctor.facts import Asked
@@ -24,7 +24,6 @@ from async_flowrl.doctor.machines import (
 )
 from async_flowrl.doctor.needs import Needs, Process
 from async_flowrl.doctor.network import broadcast_finding, clock_finding
-from async_flowrl.doctor.optional import Part, asks_servers, finding_of
 from async_flowrl.doctor.start import Wanted, marked, modules_of, reached, told_here
 from separation.survey import Node, Offset
 
@@ -92,15 +91,6 @@ def test_a_node_whose_older_code_tells_no_interfaces_does_not_end_the_doctor() -
     assert not list(interface_findings([Machine("a", told, address="10.0.0.1")]))
 
 
-def test_a_gpu_part_that_the_drivers_machine_lacks_is_no_failure_of_a_cluster() -> None:
-    part = Part("weights from GPU to GPU", lambda: "no CUDA device", lambda config: True, on_device=True)
-    config = Config()
-    assert finding_of("NCCL", part, config).status == FAILED
-    config.runtime.address = "10.0.0.1:6379"
-    assert finding_of("NCCL", part, config).status == WARNING
-    assert finding_of("httpx", replace(part, on_device=False), config).status == FAILED
-
-
 def test_memory_is_enough_altogether_and_for_the_largest_process() -> None:
     assert by_name(memory_findings(NEEDS, [machine()]))["memory"].status == OK
     assert by_name(memory_findings(NEEDS, [machine(memory=10 * GB)]))["memory"].status == FAILED
@@ -117,6 +107,14 @@ def test_workers_of_a_node_must_fit_on_one() -> None:
     )
     found = by_name(memory_findings(together_on_one, nodes))["memory"]
     assert found.status == FAILED and "no node has 11.2 GiB for 4 rollout processes" in found.sentence
+
+
+def test_workers_that_may_join_later_are_told_and_not_needed() -> None:
+    """Two of three rollout workers that may join find the memory that the run leaves."""
+    elastic = replace(NEEDS, processes=(Process("trainer", 2, 4 * GB), Process("rollout", 1, 3 * GB, later=3)))
+    found = by_name(memory_findings(elastic, [machine(memory=18 * GB)]))["memory"]
+    assert found.status == OK and found.figures["planned"] == 11 * GB
+    assert found.sentence.endswith("; 3 more rollout workers of 2.8 may join, 2 of them in what is left now")
 
 
 def test_nodes_of_one_machine_share_its_memory() -> None:
@@ -273,11 +271,3 @@ def test_gpus_that_are_hidden_from_a_run_do_not_count(monkeypatch: pytest.Monkey
     assert told_here(Asked()).facts["gpus"] == shown["gpus"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert told_here(Asked()).facts["gpus"] == []
-
-
-def test_a_reward_is_no_server_for_its_name_alone() -> None:
-    config = Config()
-    config.reward.terms = {"mine": RewardTerm(name="my_http_logs.rewards:length")}
-    assert not asks_servers(config)
-    config.reward.terms = {"mine": RewardTerm(name="http")}
-    assert asks_servers(config)

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from separation import ray_session, survey
+from separation import ray_nodes, survey
 
 
 def test_a_node_that_joins_between_two_questions_is_no_trouble(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -18,6 +18,6 @@ def test_a_node_that_joins_between_two_questions_is_no_trouble(monkeypatch: pyte
 
     answers = growing()
     monkeypatch.setattr(survey.ray, "nodes", lambda: next(answers))
-    monkeypatch.setattr(ray_session, "available_resources_per_node", lambda: {"a": {"CPU": 2.0}})
+    monkeypatch.setattr(ray_nodes, "available_resources_per_node", lambda: {"a": {"CPU": 2.0}})
     assert [(node.id, node.free) for node in survey.living()] == [("a", {"CPU": 2.0})]
     assert [node.free for node in survey.living()] == [{"CPU": 2.0}, {"CPU": 8.0}]

@@ -1,0 +1,129 @@
+"""Optional parts: which pools of a configuration need one, and which nodes lack it that have room for their workers."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from async_flowrl.config.compose import compose_config
+from async_flowrl.config.schema import Config
+from async_flowrl.doctor.facts import importable
+from async_flowrl.doctor.findings import FAILED, OK, SKIPPED, Finding
+from async_flowrl.doctor.machines import Machine
+from async_flowrl.doctor.node_parts import node_part_findings
+from async_flowrl.doctor.optional import PARTS, finding_of, missing, modules, needed
+from async_flowrl.doctor.seats import seats
+from separation.group import PoolSpec
+from separation.survey import Node
+
+POOLS = (
+    PoolSpec("trainer", "pkg.module:factory", 2, gpus_per_worker=1, gang=True),
+    PoolSpec("rollout", "pkg.module:factory", 2, gpus_per_worker=1),
+    PoolSpec("reward", "pkg.module:factory", 1),
+)
+OWN = "reward.terms.mine={name: 'my_http_logs.rewards:length'}"
+OUR_SERVER = "{command: 'async-flowrl serve-rewards color --port {port}'}"
+
+
+def config(*words: str) -> Config:
+    made: Config = compose_config("one_step_off", words)
+    return made
+
+
+def node(name: str, **resources: float) -> Machine:
+    return Machine(name, {"gpus": []}, resources={"CPU": 8.0, **resources})
+
+
+def found(given: Config, machines: list[Machine], lacks: Mapping[str, Mapping[str, str]]) -> dict[str, Finding]:
+    """Subject without its end → the finding; `lacks` holds the nodes that lack something."""
+    told = {machine.name: lacks.get(machine.name, {}) for machine in machines}
+    findings = node_part_findings(given, POOLS, machines, told)
+    return {finding.name.removesuffix(" on the nodes"): finding for finding in findings}
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        ((), {}),
+        (("rollout.engine=vllm_omni",), {"vllm-omni": ["rollout"]}),
+        (("checkpoint_engine.transport=pynccl",), {"cupy": ["trainer", "rollout"]}),
+        (("checkpoint_engine.transport=nccl", "placement=shared"), {"NCCL": ["shared"]}),
+        (("+reward.terms.judge={name: http, options: {url: 'http://x'}}",), {"httpx and tenacity": ["reward"]}),
+        (("+reward.terms.vlm_judge={options: {url: 'http://x'}}",), {"httpx and tenacity": ["reward"]}),
+        (("+reward.terms.hps={name: hpsv2, workers: 1}",), {"reward hps": ["reward/hps"]}),
+        (("+evaluate.reward.terms.hps={name: hpsv2.1}",), {"reward hps": ["reward"]}),
+        ((f"+{OWN}",), {}),
+        (
+            (f"+reward.terms.far={{serve: {OUR_SERVER}}}",),
+            {"httpx and tenacity": ["reward"], "serve-rewards": ["server/far"]},
+        ),
+    ],
+    ids=str,
+)
+def test_a_part_is_needed_by_the_pools_whose_workers_use_it(words: tuple[str, ...], parts: dict[str, Any]) -> None:
+    assert needed(config(*words)) == parts
+
+
+def test_nodes_with_room_for_a_worker_must_have_what_it_needs() -> None:
+    given = config("checkpoint_engine.transport=pynccl", "+reward.terms.judge={name: http, options: {url: 'http://x'}}")
+    head, first, second = node("head"), node("first", GPU=4), node("second", GPU=4)
+    no_cupy = {"cupy": "no cupy: pip install"}
+    fine = found(given, [head, first, second], {"head": no_cupy})
+    assert fine["optional cupy"].status == OK and "on all 2 nodes with room" in fine["optional cupy"].sentence
+    assert fine["optional httpx and tenacity"].status == OK
+    lacks = {"second": no_cupy, "head": {**no_cupy, "httpx and tenacity": "no tenacity: pip install"}}
+    wrong = found(given, [head, first, second], lacks)
+    assert {finding.status for finding in wrong.values()} == {FAILED}
+    assert wrong["optional cupy"].sentence == "second (room for trainer, rollout): no cupy: pip install"
+    assert wrong["optional httpx and tenacity"].sentence == "head (room for reward): no tenacity: pip install"
+    assert "this configuration asks for it (rewards behind HTTP)" in wrong["optional httpx and tenacity"].advice
+
+
+def test_a_part_for_gpus_needs_a_gpu_on_the_node() -> None:
+    """Where no node has a GPU, the workers take the custom resource of their pool's name, and CPUs."""
+    given = config("checkpoint_engine.transport=nccl")
+    both = {"trainer": 1.0, "rollout": 1.0}
+    assert found(given, [node("a", GPU=2)], {})["optional NCCL"].status == OK
+    without = found(given, [node("a", **both)], {})["optional NCCL"]
+    assert (without.status, without.sentence) == (FAILED, "a (room for trainer, rollout): no GPU")
+    assert found(given, [node("a", CPU=0)], {})["optional NCCL"].status == SKIPPED
+
+
+def test_what_the_drivers_machine_lacks_is_asked_of_the_nodes() -> None:
+    part = replace(PARTS["vllm-omni"], lack=lambda: "no vllm")
+    given = config("rollout.engine=vllm_omni")
+    assert finding_of("vllm-omni", part, given).status == FAILED
+    assert finding_of("vllm-omni", part, config()).status == SKIPPED
+    given.runtime.address = "10.0.0.1:6379"
+    there = finding_of("vllm-omni", part, given)
+    assert there.status == SKIPPED and "each node is asked" in there.advice
+
+
+def test_an_empty_folder_is_not_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That is what an uninstalled package may leave; Python takes it for a namespace."""
+    (tmp_path / "left_over").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    assert not importable("left_over") and importable("json") and importable("sys")
+    assert modules(("json", "left_over"), "extra") == "no left_over: pip install 'async-flowrl[extra]'"
+    assert set(missing(list(PARTS))) <= set(PARTS)
+
+
+def test_an_elastic_pool_starts_with_the_least_and_may_grow() -> None:
+    """What others hold is not free; what the pools need besides is counted."""
+    rollout = PoolSpec("rollout", "pkg.module:factory", 4, gpus_per_worker=1, min_workers=2, max_workers=6)
+    wanted = (POOLS[0], rollout, POOLS[2])
+    here = {"CPU": 16.0, "GPU": 5.0}
+
+    def finding(free: float) -> Finding:
+        return seats(wanted, [Node("1", "10.0.0.1", here, {"CPU": 16.0, "GPU": free})])
+
+    assert finding(5).status == OK
+    assert finding(5).sentence == (
+        "free for trainer 2, rollout 3 (it needs 2; 3 more may join as nodes come), reward 1"
+    )
+    assert "rollout 2 (it needs 2; 4 more may join" in finding(4).sentence
+    assert finding(3).status == "warning"
+    small = [Node("1", "10.0.0.1", {"CPU": 16.0, "GPU": 3.0}, {"CPU": 16.0, "GPU": 3.0})]
+    assert seats(wanted, small).status == FAILED
