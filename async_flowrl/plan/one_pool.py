@@ -19,7 +19,7 @@ from async_flowrl.plan.stand_ins import PlannedWorker, TicketsAsRequests, first_
 from async_flowrl.plan.units import Unit
 from async_flowrl.plan.virtual_pool import VirtualPool, VirtualWorker
 from async_flowrl.plan.work import Layout, Work
-from async_flowrl.shared.turns import PATIENCE_SECONDS
+from async_flowrl.shared.turns import patience
 from async_flowrl.tickets.request import sampling
 from async_flowrl.tickets.table import Ticket
 from async_flowrl.training.messages import Manifest, StepPlan, Summed, TrainRequest, UpdateStats
@@ -50,8 +50,9 @@ class Device:
         self._waiting += 1
         await self._changed.until(lambda: not self._taken)
         self._waiting, self._taken = self._waiting - 1, True
+        began = _now()
         await self._compute(self._trainer, step, seconds)
-        self._taken, self._kept_until = False, _now() + PATIENCE_SECONDS if more else 0.0
+        self._taken, self._kept_until = False, _now() + patience(_now() - began) if more else 0.0
         self._changed.notify()
 
     async def sample(self, seconds: float, step: int) -> None:

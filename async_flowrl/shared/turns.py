@@ -5,9 +5,17 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-PATIENCE_SECONDS = 0.25
-"""How long no ticket begins after a unit of training that others are to follow. No longer: what they are about may have
-been lost meanwhile, and have to be sampled again, perhaps by this very worker."""
+PATIENCE = 0.1
+"""How long no ticket begins after a unit of training that others are to follow, as a share of that unit's time. No
+longer: another worker may have taken what was to follow, or it may have been lost, and this worker must sample it
+again."""
+MAX_PATIENCE_SECONDS = 0.25
+"""Upper limit of that time."""
+
+
+def patience(trained: float) -> float:
+    """Returns for how many seconds no ticket begins after a unit that `trained` for so many, if another is to follow."""
+    return min(PATIENCE * trained, MAX_PATIENCE_SECONDS)
 
 
 class Turns:
@@ -22,6 +30,7 @@ class Turns:
         """How often the thread that trains has entered its turn."""
         self._waiting = False
         """Whether it waits for it."""
+        self._trained_since = 0.0
         self._kept_until = 0.0
         self._sampling_since: float | None = None
 
@@ -39,6 +48,7 @@ class Turns:
                 self._waiting = True
                 self._changed.wait_for(lambda: not self._taken)
                 self._waiting, self._taken = False, True
+                self._trained_since = self._clock()
         try:
             yield
         finally:
@@ -46,7 +56,8 @@ class Turns:
                 self._depth -= 1
                 if self._depth == 0:
                     self._taken = False
-                    self._kept_until = self._clock() + PATIENCE_SECONDS if more else 0.0
+                    now = self._clock()
+                    self._kept_until = now + patience(now - self._trained_since) if more else 0.0
                     self._changed.notify_all()
 
     @contextmanager

@@ -12,7 +12,7 @@ from async_flowrl.plan.simulate import simulate, traced
 from async_flowrl.plan.units import Unit
 from async_flowrl.plan.virtual_time import run_virtual
 from async_flowrl.plan.work import Layout, Work, bounds
-from async_flowrl.shared.turns import PATIENCE_SECONDS, Turns
+from async_flowrl.shared.turns import Turns, patience
 from tests.support.toy import Timing
 from tests.support.toy_shared import shared_config, shared_virtual
 
@@ -142,8 +142,8 @@ Call = tuple[float, str, float]
     [
         [(0.0, "ticket", 1.0), (0.1, "ticket", 1.0), (0.5, "train", 1.0)],
         [(0.0, "train", 1.0), (0.2, "ticket", 1.0), (0.4, "train", 1.0)],
-        [(0.0, "more", 0.5), (0.1, "ticket", 1.0), (0.6, "train", 0.5)],
-        [(0.0, "more", 0.5), (0.1, "ticket", 1.0), (0.5 + 2 * PATIENCE_SECONDS, "train", 0.5)],
+        [(0.0, "more", 2.0), (0.1, "ticket", 1.0), (2.02, "train", 0.5)],
+        [(0.0, "more", 0.5), (0.1, "ticket", 1.0), (0.5 + 10 * patience(0.5), "train", 0.5)],
     ],
 )
 def test_a_device_takes_turns_as_a_process_does(calls: list[Call]) -> None:

@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager
 
 import pytest
 
-from async_flowrl.shared.turns import PATIENCE_SECONDS, Turns
+from async_flowrl.shared.turns import Turns, patience
 
 LIMIT = 60.0
 
@@ -55,15 +55,26 @@ def test_training_comes_before_a_ticket_that_was_given_ahead() -> None:
     assert done == ["ticket", "training", "ticket ahead"]
 
 
+def test_the_patience_is_a_tenth_of_the_unit_before_and_has_a_limit() -> None:
+    assert patience(0.5) == pytest.approx(0.05)
+    assert patience(60.0) == 0.25
+
+
+@pytest.mark.parametrize("seconds", [0.5, 60.0])
 @pytest.mark.parametrize("more", [True, False])
-def test_a_ticket_waits_for_more_to_train_but_not_for_ever(more: bool) -> None:
+def test_a_ticket_waits_for_more_to_train_but_not_for_ever(more: bool, seconds: float) -> None:
     now = [100.0]
     turns, done = Turns(clock=lambda: now[0]), list[str]()
-    Unit(lambda: turns.training(more=more), done, "first").end()
+    first = Unit(lambda: turns.training(more=more), done, "first")
+    assert first.inside.wait(LIMIT)
+    now[0] += seconds
+    first.end()
     ticket = Unit(turns.sampling, done, "ticket")
     assert ticket.inside.wait(LIMIT if not more else 0.1) is not more
     if more:
-        now[0] += PATIENCE_SECONDS  # what was to follow never came
+        now[0] += patience(seconds) - 0.01
+        assert not ticket.inside.wait(0.1)
+        now[0] += 0.02  # what was to follow never came
     ticket.end()
     Unit(turns.training, done, "second").end()
     assert done == ["first", "ticket", "second"]
