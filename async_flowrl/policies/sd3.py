@@ -9,6 +9,9 @@ from async_flowrl.policies.pipeline import JOINT_ATTENTION, PipelinePolicy
 from async_flowrl.policies.pipeline_family import PipelineFamily
 from async_flowrl.types import Conditioning, Resolution, Sampling
 
+DEFAULT_POSITIONS = 96
+"""Rows and columns of the table of positions where the network's configuration does not name them (diffusers)."""
+
 
 class SD3Policy(PipelinePolicy):
     """Policy of SD3 and SD3.5. `true_cfg_scale` is the scale of plain classifier-free guidance."""
@@ -27,7 +30,7 @@ class SD3Policy(PipelinePolicy):
     @property
     def largest_grid(self) -> tuple[int, int] | None:
         """The network crops its table of positions, which is square. Without a table it computes any position."""
-        side = self._config.pos_embed_max_size
+        side = getattr(self._config, "pos_embed_max_size", DEFAULT_POSITIONS)
         return (int(side), int(side)) if side else None
 
     def _encode_one(self, text: str) -> Conditioning:

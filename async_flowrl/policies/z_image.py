@@ -10,6 +10,9 @@ from async_flowrl.policies.pipeline import PipelinePolicy
 from async_flowrl.policies.pipeline_family import PipelineFamily
 from async_flowrl.types import Conditioning, Resolution, Sampling
 
+DEFAULT_AXES_LENS = (64, 128, 128)
+"""Text tokens, rows and columns that have positions where the network's configuration does not name them (diffusers)."""
+
 
 class ZImagePolicy(PipelinePolicy):
     """Policy of Z-Image and Z-Image-Turbo."""
@@ -36,7 +39,7 @@ class ZImagePolicy(PipelinePolicy):
     @property
     def largest_grid(self) -> tuple[int, int]:
         """The network looks rows and columns up in tables; beyond their ends CUDA would stop the process."""
-        _, rows, columns = self._config.axes_lens
+        _, rows, columns = getattr(self._config, "axes_lens", DEFAULT_AXES_LENS)
         return int(rows), int(columns)
 
     def _encode_one(self, text: str) -> Conditioning:

@@ -3,6 +3,7 @@
 import logging
 import os
 import re
+import shlex
 import signal
 import tempfile
 from collections.abc import Iterator
@@ -80,7 +81,8 @@ def test_a_run_that_is_stopped_says_how_to_go_on(tmp_path: Path, capfd: pytest.C
     found = [re.fullmatch(form, line) for line in steps]
     assert [int(match[1]) for match in found if match] == list(range(1, len(steps) + 1))
     (command,) = (line.removeprefix("next").strip() for line in out.splitlines() if line.startswith("next "))
-    assert command.startswith("async-flowrl train --config-name one_step_off total_steps=5 ")
+    assert command.startswith("async-flowrl train --config-name one_step_off ")
+    assert {"total_steps=200", f"output_dir={folder}"} <= set(shlex.split(command))
     assert command.endswith(" console=auto resume=auto") and command.count("resume") == 1
 
 
