@@ -11,7 +11,7 @@ from async_flowrl.policies.pipeline_family import PipelineFamily
 from async_flowrl.types import Conditioning, Resolution, Sampling
 
 DEFAULT_AXES_LENS = (64, 128, 128)
-"""Text tokens, rows and columns that have positions where the network's configuration does not name them (diffusers)."""
+"""Numbers of text tokens, rows and columns that have positions if the configuration does not name them (diffusers)."""
 
 
 class ZImagePolicy(PipelinePolicy):

@@ -14,7 +14,7 @@ MAX_PATIENCE_SECONDS = 0.25
 
 
 def patience(trained: float) -> float:
-    """Returns for how many seconds no ticket begins after a unit that `trained` for so many, if another is to follow."""
+    """Returns the seconds in which no ticket begins after a unit that `trained` for so many, if another follows."""
     return min(PATIENCE * trained, MAX_PATIENCE_SECONDS)
 
 
