@@ -16,6 +16,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from async_flowrl.config.check import ConfigError, check
+from async_flowrl.config.compose import compose_config
 from async_flowrl.observability.events import Event, read_events
 
 SHORT_RUN = (
@@ -58,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def prove(out: Path, overrides: Sequence[str]) -> list[dict[str, str]]:
     """Returns the digests of the runs by what was done to them: of a LoRA, or of what the overrides name, and of whole
-    weights, which are left out where the overrides say what is trained."""
+    weights, which are left out where the overrides say what is trained, or cannot go with tune=full."""
     cases: dict[str, Case] = {
         "1 rollout worker, undisturbed": undisturbed,
         "3 rollout workers, random delays in every stage": delayed,
@@ -70,9 +72,21 @@ def prove(out: Path, overrides: Sequence[str]) -> list[dict[str, str]]:
         "full weights: 2 rollout workers, one killed -9": worker_killed,
     }
     found = [shown(cases, out, "run", overrides)]
-    if not any(override.startswith(("tune=", "lora.path=")) for override in overrides):
-        found.append(shown(whole, out, "whole", [*WHOLE, *overrides]))
-    return found
+    if any(override.startswith("tune=") for override in overrides):
+        return found
+    if reason := refusal([*WHOLE, *overrides]):
+        sys.stdout.write(f"full weights are left out: {reason}\n")
+        return found
+    return [*found, shown(whole, out, "whole", [*WHOLE, *overrides])]
+
+
+def refusal(overrides: Sequence[str]) -> str | None:
+    """Returns why a run with these overrides would be refused; None if nothing stands against it."""
+    try:
+        check(compose_config("one_step_off", [*SHORT_RUN, *overrides]))
+    except ConfigError as error:
+        return str(error)
+    return None
 
 
 def shown(cases: Mapping[str, Case], out: Path, name: str, overrides: Sequence[str]) -> dict[str, str]:

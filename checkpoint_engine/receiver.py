@@ -53,6 +53,7 @@ class Receiver:
         self.layout = Layout.of(tensors)
         self.streams, self.capacity, self.alpha, self.rank = tuple(streams), capacity, alpha, rank
         self.device = devices.pop()
+        self._on_host = on_host
         self.slot_device = torch.device("cpu") if on_host else self.device
         """Where versions are retained."""
         self.side = SideStream.of(self.slot_device)
@@ -104,8 +105,12 @@ class Receiver:
     def expect(self, draft: Draft, slot: str = RING) -> Intake:
         """Returns the Intake of a version that arrives piece by piece. Raises WeightsMismatch if it does not fit."""
         self.check(draft, slot)
-        with self._lock, on(self.side):
-            storage = self._spare.pop() if self._spare else self._slot()
+        with self._lock:
+            storage = self._spare.pop() if self._spare else None
+        if storage is None:  # Without the lock: it takes long to pin a whole model, and tickets need `activate` then.
+            with on(self.side):
+                storage = self._slot()
+        with self._lock:
             read = self._read.pop(storage.data_ptr(), None)
         if self.side is not None:
             self.side.wait(read)
@@ -151,15 +156,16 @@ class Receiver:
     def activate(self, stream: str, version: int, *, slot: str = RING) -> str:
         """Copies a retained version into the live tensors, by one copy, and returns its digest.
 
-        A copy within a GPU is only queued when this returns; one from host memory is done. The version that is active
-        already is not copied again. Raises WeightsMismatch if the version is not retained, or if a tensor is no longer
+        A copy within a GPU is only queued when this returns; one from host memory is done. With `on_host` the version
+        that is active already is not copied again, so bytes that something has written into the live tensors stay
+        until the next version. Raises WeightsMismatch if the version is not retained, or if a tensor is no longer
         a view of the live buffer; the version that was active stays active then.
         """
         self.check_bound()
         with self._lock:
             header, storage = self._find(stream, version, slot)
             activation = Activation(stream, version, header.digest)
-            if self._active != activation:
+            if not self._on_host or self._active != activation:
                 self._active = None  # until all bytes are there
                 self._live.copy_(storage)
                 if self.side is not None:

@@ -3,7 +3,8 @@
 Shard i of n has the rows i of each tensor, cut like torch.chunk(n) along the first dimension (as FSDP2 does). Each
 sender is a `Publisher` of its own share, with a digest of its rows of every tensor. The digest of a whole tensor is
 that of its shares' digests, so nobody needs all of its bytes. A receiver puts the shares' bytes, which come in pieces,
-where they belong in the whole layout; it retains the version only if every row of every tensor has its digest there.
+where they belong in the whole layout, and digests them there, or on their way to a GPU; it retains the version only if
+every row of every tensor has its digest.
 """
 
 from bisect import bisect_right
@@ -179,7 +180,7 @@ class _UnderWay:
         digests.feed(data[digests.end - start :])
 
     def check(self, header: ShardedHeader) -> None:
-        """Raises TransferCorrupted unless all bytes have come, and each row has its digest where it now lies."""
+        """Raises TransferCorrupted unless all bytes have come, and each row has its digest."""
         if self.draft.stream != header.stream:
             raise TransferCorrupted(f"{self._title} ends as one of stream {header.stream}")
         if not header.is_consistent() or len(header.shares) != len(self._layouts):

@@ -63,7 +63,7 @@ class ShardedPayload:
         """Begins to fetch the bucket, unless it is kept or under way; returns a future of its reference."""
         key = shard, start
         if key not in self._buckets:
-            for old in list(self._buckets)[: len(self._buckets) + 1 - MAX_KEPT_BUCKETS]:
+            for old in list(self._buckets)[: max(0, len(self._buckets) + 1 - MAX_KEPT_BUCKETS)]:
                 del self._buckets[old]
             self._buckets[key] = asyncio.ensure_future(self._fetch(shard, start))
             self._buckets[key].add_done_callback(_asked)
@@ -223,8 +223,11 @@ class ShardedRolloutEndpoint(RolloutEndpoint):
         came = await self._came_ahead(header, slot)
         async with self._receiving:
             if not came or not self._is_ahead(header):  # another version may have taken its place meanwhile
+                if self._ahead is not None and self._ahead[1].done():
+                    self._ahead = None  # its bytes are given up; one that waits for its turn comes afterwards
                 await self._take(header, payload, slot)
-            self._ahead = None
+            if self._is_ahead(header):
+                self._ahead = None
             ack: Ack = await self._deliver("shards.finish", header)
             return ack
 
@@ -245,8 +248,6 @@ class ShardedRolloutEndpoint(RolloutEndpoint):
 
     async def _take(self, draft: Draft, payload: ShardedPayload, slot: str) -> None:
         """Has the worker put all buckets in their place. The next ones are fetched meanwhile."""
-        if not self._is_ahead(draft):
-            self._ahead = None
         shards = len(payload.ranks)
         await self._deliver("shards.begin", _plain(draft), shards, slot)
         coming = payload.buckets(draft.layout)

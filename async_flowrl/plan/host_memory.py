@@ -21,6 +21,14 @@ def in_shares(config: Config) -> bool:
     return config.tune == "full" and config.trainer.num_workers > 1 and is_sharded(config)
 
 
+def pinned(size: int) -> int:
+    """Returns the bytes that torch takes for a pinned tensor of `size` bytes: the next power of two.
+
+    Not pinned, as on a CPU, it takes only its size; the plan does not distinguish this.
+    """
+    return 1 << max(0, size - 1).bit_length()
+
+
 def host_bytes(config: Config, model: MetaModel) -> int:
     """Returns the bytes that a trainer rank pins: an offloaded base, or with tune=full versions that are sent.
 
@@ -31,7 +39,7 @@ def host_bytes(config: Config, model: MetaModel) -> int:
     streams, shares = _streams(config), in_shares(config)
     # A share of each, and of the canary, which every rank keeps for workers that come later.
     versions = streams * (config.live_versions + 2) + shares
-    return -(-versions * model.version_bytes // (config.trainer.num_workers if shares else 1))
+    return versions * pinned(-(-model.version_bytes // (config.trainer.num_workers if shares else 1)))
 
 
 def received_versions(config: Config) -> int:
@@ -45,7 +53,7 @@ def received_versions(config: Config) -> int:
 
 def ring_bytes(config: Config, model: MetaModel) -> int:
     """Returns the bytes of the versions that a rollout worker keeps in host memory, pinned where it has a GPU."""
-    return received_versions(config) * model.version_bytes if config.versions_on_host else 0
+    return received_versions(config) * pinned(model.version_bytes) if config.versions_on_host else 0
 
 
 def snapshot_bytes(config: Config, model: MetaModel) -> int:

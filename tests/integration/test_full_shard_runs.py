@@ -141,6 +141,9 @@ def test_a_killed_process(tmp_path: Path, victim: str) -> None:
 @pytest.mark.slow
 def test_a_rank_that_fails_alone_ends_the_run_by_name_and_at_once(tmp_path: Path) -> None:
     """Its peer waits for it in a collective, whose time-out is that of a whole update."""
-    alone = ("algorithm.name=tests.integration.lonely:LonelyFlowGRPO", "deadlines.update=3600", "total_steps=2")
+    alone = (
+        *("algorithm.name=tests.integration.lonely:LonelyFlowGRPO", "algorithm.correction=none"),
+        *("deadlines.update=3600", "total_steps=2"),
+    )
     _, said = finish(start(tmp_path / "run", "one_step_off", *SHARDED, *alone), 1)
     assert MESSAGE in said and "trainer-1" in said

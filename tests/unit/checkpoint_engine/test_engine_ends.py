@@ -53,6 +53,23 @@ def test_addresses_never_change_and_activation_of_older_versions_works() -> None
     assert all(ptr % 64 == 0 for ptr in before.values())
 
 
+@pytest.mark.parametrize("on_host", [False, True])
+def test_live_bytes_that_something_wrote_last_until_the_next_activation_or_with_a_ring_on_the_host_version(
+    on_host: bool,
+) -> None:
+    tensors = lora()
+    publisher = Publisher(tensors, alpha=ALPHA, rank=RANK)
+    receiver = Receiver(blank(tensors), alpha=ALPHA, rank=RANK, on_host=on_host)
+    for version in range(2):
+        receiver.receive(*sealed(publisher, version))
+    digest = receiver.activate("policy", 1)
+    next(iter(receiver._tensors.values())).data.add_(1.0)
+    assert receiver.live_digest() != digest
+    assert receiver.activate("policy", 1) == digest
+    assert (receiver.live_digest() == digest) == (not on_host)
+    assert receiver.activate("policy", 0) == receiver.live_digest()
+
+
 def test_ring_keeps_the_newest_and_the_evaluation_slot_its_own() -> None:
     publisher, receiver = ends(lora(), capacity=2)
     for version in range(5):
