@@ -71,7 +71,7 @@ def _flops(config: Config, model: MetaModel) -> int:
     """Returns the FLOPs of one forward pass of one image."""
     with torch.no_grad(), FlopCounter() as counter:
         velocity(config, model, 1, "meta")
-    return counter.total
+    return int(counter.total)
 
 
 def size_shares(config: Config) -> dict[Resolution, float]:

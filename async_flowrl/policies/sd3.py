@@ -10,6 +10,10 @@ from async_flowrl.policies.pipeline_family import PipelineFamily
 from async_flowrl.types import Conditioning, Resolution, Sampling
 
 
+_POSITIONS = 96
+"""Positions along each side if a stored configuration does not name them: diffusers' default."""
+
+
 class SD3Policy(PipelinePolicy):
     """Policy of SD3 and SD3.5. `true_cfg_scale` is the scale of plain classifier-free guidance."""
 
@@ -27,7 +31,7 @@ class SD3Policy(PipelinePolicy):
     @property
     def largest_grid(self) -> tuple[int, int] | None:
         """The network crops its table of positions, which is square. Without a table it computes any position."""
-        side = self._config.pos_embed_max_size
+        side = getattr(self._config, "pos_embed_max_size", _POSITIONS)
         return (int(side), int(side)) if side else None
 
     def _encode_one(self, text: str) -> Conditioning:

@@ -11,6 +11,10 @@ from async_flowrl.policies.pipeline_family import PipelineFamily
 from async_flowrl.types import Conditioning, Resolution, Sampling
 
 
+_POSITIONS = 1024, 512, 512
+"""Positions of text, rows and columns if a stored configuration does not name them: diffusers' default."""
+
+
 class ZImagePolicy(PipelinePolicy):
     """Policy of Z-Image and Z-Image-Turbo."""
 
@@ -36,7 +40,7 @@ class ZImagePolicy(PipelinePolicy):
     @property
     def largest_grid(self) -> tuple[int, int]:
         """The network looks rows and columns up in tables; beyond their ends CUDA would stop the process."""
-        _, rows, columns = self._config.axes_lens
+        _, rows, columns = getattr(self._config, "axes_lens", _POSITIONS)
         return int(rows), int(columns)
 
     def _encode_one(self, text: str) -> Conditioning:
