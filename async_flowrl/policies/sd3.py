@@ -9,7 +9,6 @@ from async_flowrl.policies.pipeline import JOINT_ATTENTION, PipelinePolicy
 from async_flowrl.policies.pipeline_family import PipelineFamily
 from async_flowrl.types import Conditioning, Resolution, Sampling
 
-
 _POSITIONS = 96
 """Positions along each side if a stored configuration does not name them: diffusers' default."""
 

@@ -10,7 +10,6 @@ from async_flowrl.policies.pipeline import PipelinePolicy
 from async_flowrl.policies.pipeline_family import PipelineFamily
 from async_flowrl.types import Conditioning, Resolution, Sampling
 
-
 _POSITIONS = 1024, 512, 512
 """Positions of text, rows and columns if a stored configuration does not name them: diffusers' default."""
 
