@@ -3,7 +3,7 @@
 from async_flowrl.config.paths import find_data
 from async_flowrl.config.resolution import at_size, configured, largest
 from async_flowrl.config.schema import Config, DataConfig
-from async_flowrl.data.load import load_data
+from async_flowrl.data.load import Data, load_data
 from async_flowrl.types import Resolution
 
 
@@ -17,12 +17,15 @@ def at_largest(config: Config) -> Config:
 
 
 def _of_prompts(data: DataConfig) -> list[Resolution]:
-    """Returns the sizes that prompts bring. Text files of one prompt per line have no sizes and are not read."""
+    found = prompts_with_sizes(data)
+    return [] if found is None else [*found.train.sizes, *found.evaluation.sizes]
+
+
+def prompts_with_sizes(data: DataConfig) -> Data | None:
+    """Returns the prompts; None if no size can be learnt from them, because a file is not on this machine or all are
+    text files of one prompt per line, which have no sizes."""
     try:
         files = [find_data(name, key="data", folder=True) for name in (data.train, data.evaluation) if name]
     except FileNotFoundError:
-        return []
-    if all(file.suffix == ".txt" for file in files):
-        return []
-    found = load_data(data, needs_target=False)
-    return [*found.train.sizes, *found.evaluation.sizes]
+        return None
+    return None if all(file.suffix == ".txt" for file in files) else load_data(data, needs_target=False)

@@ -9,13 +9,12 @@ from dataclasses import dataclass
 
 import torch
 
-from async_flowrl.config.paths import find_data
-from async_flowrl.config.resolution import at_size, configured, in_words, largest
+from async_flowrl.config.resolution import at_size, configured, in_words
 from async_flowrl.config.schema import Config
-from async_flowrl.data.load import load_data
 from async_flowrl.observability.flops import FlopCounter
+from async_flowrl.plan.largest import at_largest, prompts_with_sizes
 from async_flowrl.plan.memory import velocity
-from async_flowrl.plan.meta_model import build_meta_model
+from async_flowrl.plan.meta_model import MetaModel, build_meta_model
 from async_flowrl.types import Resolution
 
 PARTS = 20
@@ -29,7 +28,7 @@ class SizeCosts:
     shares: Mapping[Resolution, float]
     """Size → share of the groups that have it; all shares together are 1."""
     costs: Mapping[Resolution, float]
-    """Size → FLOPs of one forward pass ÷ those of the largest size."""
+    """Size → FLOPs of one forward pass ÷ those of the largest size, which may be one of evaluations alone."""
 
     @property
     def mean(self) -> float:
@@ -48,8 +47,8 @@ class SizeCosts:
         return " --costs " + ",".join(f"{self.costs[size]:.3g}" for size in count for _ in range(count[size]))
 
     def sentence(self) -> str:
-        """Returns a sentence on the sizes, for estimates that are means over them; empty with a single size."""
-        if len(self.shares) == 1:
+        """Returns a sentence on the sizes, for estimates that are means over them; empty for the largest alone."""
+        if set(self.costs.values()) == {1.0}:
             return ""
         each = (f"{in_words(size)} ({share:.0%}, {self.costs[size]:.2f})" for size, share in self.shares.items())
         return (
@@ -60,16 +59,19 @@ class SizeCosts:
 
 def size_costs(config: Config) -> SizeCosts:
     """Returns the sizes of a configuration's training images. Raises ValueError as `build_meta_model`."""
-    shares = size_shares(config)
-    if len(shares) == 1:
-        return SizeCosts(shares, dict.fromkeys(shares, 1.0))
+    shares, most = size_shares(config), at_largest(config).rollout.resolution
+    if list(shares) == [most]:
+        return SizeCosts(shares, {most: 1.0})
     model = build_meta_model(config)
-    flops = {}
-    for size in shares:
-        with torch.no_grad(), FlopCounter() as counter:
-            velocity(at_size(config, size), model, 1, "meta")
-        flops[size] = counter.total
-    return SizeCosts(shares, {size: each / flops[largest(shares)] for size, each in flops.items()})
+    flops = {size: _flops(at_size(config, size), model) for size in {*shares, most}}
+    return SizeCosts(shares, {size: flops[size] / flops[most] for size in shares})
+
+
+def _flops(config: Config, model: MetaModel) -> int:
+    """Returns the FLOPs of one forward pass of one image."""
+    with torch.no_grad(), FlopCounter() as counter:
+        velocity(config, model, 1, "meta")
+    return int(counter.total)
 
 
 def size_shares(config: Config) -> dict[Resolution, float]:
@@ -88,17 +90,11 @@ def size_shares(config: Config) -> dict[Resolution, float]:
 
 def _own_sizes(config: Config) -> dict[Resolution | None, float]:
     """Returns size that training prompts bring, or None for prompts without one → share of the prompts."""
-    try:
-        file = find_data(config.data.train, key="data", folder=True)
-    except FileNotFoundError:
-        return {None: 1.0}
-    if file.suffix == ".txt":
-        return {None: 1.0}
-    prompts = load_data(config.data, needs_target=False).train
-    if not prompts.sizes:
+    data = prompts_with_sizes(config.data)
+    if data is None or not data.train.sizes:
         return {None: 1.0}
     found: dict[Resolution | None, float] = defaultdict(float)
-    for index, prompt in enumerate(prompts):
-        found[prompt.resolution] += 1.0 if prompts.weights is None else float(prompts.weights[index])
+    for index, prompt in enumerate(data.train):
+        found[prompt.resolution] += 1.0 if data.train.weights is None else float(data.train.weights[index])
     total = sum(found.values())
-    return {size: weight / total for size, weight in found.items()}
+    return {size: weight / total for size, weight in found.items() if weight}

@@ -11,8 +11,9 @@ from async_flowrl.config.messages import unknown_name
 from async_flowrl.policies.base import Policy
 
 MAX_COMPILATIONS = 64
-"""Number of times that the code of one kind of block may be compiled in a process, for other shapes, with and without
-gradients. torch's own limit is 8, which trainer rank and rollout worker of one process would share."""
+"""Number of times that the code of one kind of block may be compiled in a process: with and without gradients, for one
+row and for several, and for whatever else torch finds new. torch's own limit is 8, which trainer rank and rollout
+worker of one process would share."""
 
 
 class TooManyCompilations(RuntimeError):
@@ -88,7 +89,7 @@ def _never_eager(compiled: Callable[..., Any]) -> Callable[..., Any]:
             raise TooManyCompilations(
                 f"a block was compiled {MAX_COMPILATIONS} times in this process and came with something new again "
                 "(TORCH_LOGS=recompiles says what); torch would go on without compiling it, which rounds differently: "
-                "set trainer.compile=false and rollout.compile=false, or use fewer resolutions"
+                "set trainer.compile=false and rollout.compile=false"
             ) from error
 
     return call

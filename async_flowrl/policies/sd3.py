@@ -9,8 +9,8 @@ from async_flowrl.policies.pipeline import JOINT_ATTENTION, PipelinePolicy
 from async_flowrl.policies.pipeline_family import PipelineFamily
 from async_flowrl.types import Conditioning, Resolution, Sampling
 
-DEFAULT_POSITIONS = 96
-"""Rows and columns of the table of positions where the network's configuration does not name them (diffusers)."""
+_POSITIONS = 96
+"""Positions along each side if a stored configuration does not name them: diffusers' default."""
 
 
 class SD3Policy(PipelinePolicy):
@@ -30,7 +30,7 @@ class SD3Policy(PipelinePolicy):
     @property
     def largest_grid(self) -> tuple[int, int] | None:
         """The network crops its table of positions, which is square. Without a table it computes any position."""
-        side = getattr(self._config, "pos_embed_max_size", DEFAULT_POSITIONS)
+        side = getattr(self._config, "pos_embed_max_size", _POSITIONS)
         return (int(side), int(side)) if side else None
 
     def _encode_one(self, text: str) -> Conditioning:

@@ -10,8 +10,8 @@ from async_flowrl.policies.pipeline import PipelinePolicy
 from async_flowrl.policies.pipeline_family import PipelineFamily
 from async_flowrl.types import Conditioning, Resolution, Sampling
 
-DEFAULT_AXES_LENS = (64, 128, 128)
-"""Numbers of text tokens, rows and columns that have positions if the configuration does not name them (diffusers)."""
+_POSITIONS = 1024, 512, 512
+"""Positions of text, rows and columns if a stored configuration does not name them: diffusers' default."""
 
 
 class ZImagePolicy(PipelinePolicy):
@@ -39,7 +39,7 @@ class ZImagePolicy(PipelinePolicy):
     @property
     def largest_grid(self) -> tuple[int, int]:
         """The network looks rows and columns up in tables; beyond their ends CUDA would stop the process."""
-        _, rows, columns = getattr(self._config, "axes_lens", DEFAULT_AXES_LENS)
+        _, rows, columns = getattr(self._config, "axes_lens", _POSITIONS)
         return int(rows), int(columns)
 
     def _encode_one(self, text: str) -> Conditioning:

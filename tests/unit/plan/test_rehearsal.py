@@ -26,7 +26,7 @@ from async_flowrl.plan.rehearsal.model import FakeModel
 from async_flowrl.plan.rehearsal.report import Rehearsal, describe
 from async_flowrl.plan.rehearsal.rollout import RolloutRehearsal, rehearse_rollout
 from async_flowrl.plan.rehearsal.trainer import RankRehearsal, _counts, rehearse_trainer
-from async_flowrl.plan.size_costs import SizeCosts, size_shares
+from async_flowrl.plan.size_costs import SizeCosts, size_costs, size_shares
 from async_flowrl.tickets.arithmetic import trained_steps
 
 FAMILIES = {"tiny": (), "tiny_sd3": (), "tiny_z_image": (), "tiny_flux": ("rollout.guidance_scale=3.5",)}
@@ -254,3 +254,17 @@ def test_several_sizes_are_estimated_by_their_flops(tmp_path: Path) -> None:
     shares = size_shares(compose_config("one_step_off", [f"data.train={file}", "rollout.resolutions=[32,64]"]))
     assert shares == pytest.approx({32: 0.625, (32, 48): 0.25, 64: 0.125})
     assert SizeCosts(shares, dict.fromkeys(shares, 1.0)).option() == " --costs 1,1,1,1,1,1,1,1"
+
+
+def test_costs_are_those_in_relation_to_the_images_that_are_rehearsed(tmp_path: Path) -> None:
+    """These are the largest, also if only evaluations have them. A prompt file that is missing here is left out."""
+    (tmp_path / "train.jsonl").write_text('{"prompt": "red", "resolution": 32}\n')
+    (tmp_path / "large.jsonl").write_text('{"prompt": "blue", "resolution": 64}\n')
+
+    def costs(evaluation: str) -> SizeCosts:
+        given = [f"data.train={tmp_path / 'train.jsonl'}", f"data.evaluation={tmp_path / evaluation}"]
+        return size_costs(compose_config("one_step_off", [*given, "rollout.resolution=32"]))
+
+    assert dict(costs("large.jsonl").shares) == {32: 1.0} and costs("large.jsonl").mean < 0.95
+    assert "32 (100%, 0." in costs("large.jsonl").sentence()
+    assert costs("missing.jsonl").mean == 1

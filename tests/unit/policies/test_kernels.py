@@ -134,13 +134,19 @@ def test_blocks_are_compiled_once_for_all_sizes_texts_and_numbers_of_images(fami
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_compiled_bits_do_not_depend_on_what_was_made_before() -> None:
-    """By the compiler that runs use: the same velocities in either order, but for roundings those of plain blocks."""
+    """By the compiler that runs use: the same velocities in either order, but for roundings those of plain blocks.
+
+    Each order has an empty cache, whose keys know nothing of sizes: it would return the code of the first order.
+    """
+    from torch._inductor.utils import fresh_cache
+
     found = []
     for order in (SHAPES, SHAPES[::-1]):
         torch._dynamo.reset()
-        policy = policy_of("qwen_image")
-        compile_blocks(policy)
-        found.append(velocities(policy, "qwen_image", order))
+        with fresh_cache():
+            policy = policy_of("qwen_image")
+            compile_blocks(policy)
+            found.append(velocities(policy, "qwen_image", order))
     plain = velocities(policy_of("qwen_image"), "qwen_image", SHAPES)
     for shape in SHAPES:
         assert torch.equal(found[0][shape], found[1][shape])

@@ -3,6 +3,8 @@
 The two networks share what is compiled, and one sees the shapes of tickets, the other those of micro-batches.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -40,26 +42,36 @@ def trained(worker: TrainerWorker, handed: list[rig.Handed]) -> str:
     return worker.weights_digest()
 
 
+@contextmanager
+def own_compiler() -> Iterator[None]:
+    """Context in which nothing is compiled yet, as on a node of its own: also the cache on disk is empty."""
+    from torch._inductor.utils import fresh_cache
+
+    torch._dynamo.reset()
+    with fresh_cache():
+        yield
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_compiled_blocks_of_one_process_compute_what_those_of_two_do() -> None:
     given, plain = config(compiled=True), config(compiled=False)
     model, sampler = resolve_model(given.model), rig.Sampler(plain)
     handed = [sampler.group(0, group) for group in range(given.prompts_per_step)]
-    torch._dynamo.reset()
-    one = SharedWorker(given, model, 0, "shared-0")
-    one.rollout.load()
-    one.trainer.load()
-    together = Sampled(given, one.rollout)
-    before, digest, after = together.latents(0), trained(one.trainer, handed), together.latents(1)
-    torch._dynamo.reset()  # as in a process of its own
+    with own_compiler():
+        one = SharedWorker(given, model, 0, "shared-0")
+        one.rollout.load()
+        one.trainer.load()
+        together = Sampled(given, one.rollout)
+        before, digest, after = together.latents(0), trained(one.trainer, handed), together.latents(1)
     trainer, rollout = TrainerWorker(given, model, 0, "trainer-0"), RolloutWorker(given, model, 0, "rollout-0")
-    trainer.load()
-    assert digest == trained(trainer, handed)
-    torch._dynamo.reset()
-    rollout.load()
-    alone = Sampled(given, rollout)
-    assert np.array_equal(before, alone.latents(0)) and np.array_equal(after, alone.latents(1))
+    with own_compiler():
+        trainer.load()
+        assert digest == trained(trainer, handed)
+    with own_compiler():
+        rollout.load()
+        alone = Sampled(given, rollout)
+        assert np.array_equal(before, alone.latents(0)) and np.array_equal(after, alone.latents(1))
     eager = TrainerWorker(plain, model, 0, "trainer-0")
     eager.load()
     assert digest != trained(eager, handed), "nothing was compiled: not even the last bits differ"
