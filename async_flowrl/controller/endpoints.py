@@ -80,7 +80,7 @@ class TrainerEndpoint:
     async def release(self, version: int) -> None:
         self._published.release(version)
         await self._publish(f"{self._stream}.release", version)
-        await self._on_ranks(self._living.letting_go(self._stream, version), "let_go", version, lane=PUBLISHING)
+        await self._on_ranks("let_go", version, lane=PUBLISHING)
 
     async def address(self) -> tuple[str, int]:
         def asked(rank: Worker) -> Awaitable[tuple[str, int]]:
@@ -144,10 +144,10 @@ class TrainerEndpoint:
     async def _keep(self, version: int, *, lane: str) -> None:
         """Has all ranks keep the version's weights; does nothing for a single rank, which has no successor."""
         if self._attempt.config.trainer.num_workers > 1:
-            await self._on_ranks(self._living.workers, "keep", version, lane=lane)
+            await self._on_ranks("keep", version, lane=lane)
 
-    async def _on_ranks(self, ranks: Sequence[Worker], method: str, version: int, *, lane: str) -> None:
-        """Calls a method of `Versions` on the ranks."""
+    async def _on_ranks(self, method: str, version: int, *, lane: str) -> None:
+        """Calls a method of `Versions` on all living ranks."""
 
         async def on(rank: Worker) -> None:
             try:
@@ -155,7 +155,8 @@ class TrainerEndpoint:
             except WorkerDied as error:
                 await self._living.bury(self._attempt, error)
 
-        await together(*(on(rank) for rank in ranks))
+        with self._living.telling(method, self._stream, version) as ranks:
+            await together(*(on(rank) for rank in ranks))
 
 
 class EmaEndpoint(TrainerEndpoint):

@@ -11,8 +11,8 @@ without them. The first rank also sends the weights and writes the checkpoints; 
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from typing import Any, Protocol
 
 from async_flowrl.config.schema import Config
@@ -32,6 +32,8 @@ logger = logging.getLogger(__name__)
 MAX_SUCCESSORS = 3
 """Number of successors of one rank that may fail in a row. Then no further one is started, and the rank is missing
 until the next start from a checkpoint."""
+Told = tuple[str, str, int]
+"""Method of `Versions` by which ranks keep a version or let go of it, stream and version."""
 _NOT_COME = (WorkerDied, WorkerFailed, DeadlineExceeded, StartError, NoSeat, RefLost)
 """Errors that keep a successor from joining: of its process, its loading, its base weights, its seat or its peer's
 state."""
@@ -90,8 +92,10 @@ class Living:
         """Rank → number of its successors that have failed in a row."""
         self._buried: set[str] = set()
         """Names of all workers that have died or were ended."""
-        self._let_go: set[tuple[str, int]] | None = None
-        """Stream and version that ranks let go of while a newcomer takes over a peer's state; None at other times."""
+        self._telling: list[Told] = []
+        """Calls that the ranks have been sent and have not all answered."""
+        self._missed: list[Told] | None = None
+        """Calls that a newcomer has missed while it takes over a peer's state; None at other times."""
         self._settled = False
         """True once `settle` was called: no more successors are started."""
 
@@ -118,14 +122,21 @@ class Living:
         own = self._first // self._per_replica
         return [self._group.workers[rank] for rank in self.ranks if rank // self._per_replica != own]
 
-    def letting_go(self, stream: str, version: int) -> list[Worker]:
-        """Returns the living ranks; the caller then tells them to let go of a version that they keep.
+    @contextmanager
+    def telling(self, method: str, stream: str, version: int) -> Iterator[list[Worker]]:
+        """Yields the living ranks; inside, the caller tells them to keep a version, or to let go of it.
 
-        A newcomer that is taking over a peer's state may be given a copy of it, and is told, too.
+        `method` is the method of `Versions` that it calls. A newcomer that is taking over a peer's state is told after
+        that, because the state may be from before the peer has heard of it.
         """
-        if self._let_go is not None:
-            self._let_go.add((stream, version))
-        return self.workers
+        told = method, stream, version
+        self._telling.append(told)
+        if self._missed is not None:
+            self._missed.append(told)
+        try:
+            yield self.workers
+        finally:
+            self._telling.remove(told)
 
     async def on_first(self, attempt: Attempt, method: str, *args: Any, lane: str = "main") -> Any:
         """Returns the method's result on the first rank; if that dies before it answers, the next first rank is asked.
@@ -230,11 +241,11 @@ class Living:
 
     async def _join(self, attempt: Attempt, rank: int, worker: Worker, step: int) -> None:
         """Makes the worker a living rank with the first rank's state. Raises an error of _NOT_COME if that fails."""
-        self._let_go = set()
+        self._missed = list(self._telling)
         try:
             peer, digest = await self._inform(attempt, worker)
         finally:
-            self._let_go = None
+            self._missed = None
         logger.info("%s takes part from step %d on, with the state of %s", worker.name, step, peer)
         attempt.observer.event("rejoined", worker=worker.name, step=step, peer=peer, digest=digest)
         self.dead.discard(rank)
@@ -252,8 +263,9 @@ class Living:
                     await self.bury(attempt, error)
                     continue
                 await worker.call("take_over", digest, state)
-                while self._let_go:  # The state may hold copies that the peer has let go of since.
-                    await worker.call("versions.let_go", *self._let_go.pop())
+                while self._missed:
+                    method, stream, version = self._missed.pop(0)
+                    await worker.call(f"versions.{method}", stream, version)
                 return peer.name, digest
 
     def _failed_to_come(self, attempt: Attempt, rank: int, error: Exception) -> None:

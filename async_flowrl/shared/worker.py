@@ -27,6 +27,7 @@ from async_flowrl.training.worker import TrainerWorker
 from async_flowrl.types import POLICY, Asked, ByteArray, Resolution, RolloutReport, RolloutRequest, Trajectory
 from checkpoint_engine import RING, Ack, Header
 from checkpoint_engine.errors import TransferCorrupted, WeightsMismatch
+from checkpoint_engine.side_stream import recorded
 
 Given = ParamSpec("Given")
 Result = TypeVar("Result")
@@ -80,7 +81,10 @@ class SharedTrainer(TrainerWorker):
             return super().train(request, *trajectories)
 
     def _new_sender(self) -> PublishedStreams:
-        return SharedStreams(self.config, self.policy, self.parameters, self.versions, self.lane)
+        sender = SharedStreams(self.config, self.policy, self.parameters, self.versions, self.lane)
+        if (made := recorded(self.device)) is not None:
+            made.synchronize()  # Whichever lane asks first makes it, on a stream for which `stage` does not wait.
+        return sender
 
     load = beside(TrainerWorker.load)
     add_up = beside(TrainerWorker.add_up)

@@ -5,6 +5,7 @@ The checks at start-up, the tools `plan` and `doctor`, and the benchmark use the
 
 import math
 
+from async_flowrl.algorithms.ema import samples_from_average
 from async_flowrl.algorithms.window import draw_window, trains_on_final_images
 from async_flowrl.config.resolution import parse_resolution, pixels
 from async_flowrl.config.schema import Config
@@ -114,5 +115,6 @@ def peer_bytes(config: Config, trained: int) -> int:
     shares = trainer.shard == "full" or (trainer.shard == "hybrid" and trainer.shard_size != 1)
     if trainer.num_workers == 1 or shares:
         return 0
-    vectors = 3 + config.live_versions + 1 + 2 * (trainer.ema_decay is not None)
+    averaged = samples_from_average(config.algorithm.name, config.algorithm.old_policy_decay)
+    vectors = 3 + config.live_versions + 1 + averaged + 2 * (trainer.ema_decay is not None)
     return _FLOAT_BYTES * vectors * trained

@@ -77,10 +77,11 @@ def test_one_process_computes_one_thing_at_a_time(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("ray_here")
-def test_two_processes_that_sample_and_train(tmp_path: Path) -> None:
+@pytest.mark.parametrize("mode", ["one_step_off", pytest.param("sync", marks=pytest.mark.slow)])
+def test_two_processes_that_sample_and_train(tmp_path: Path, mode: str) -> None:
     pools = ("trainer.num_workers=2", "rollout.num_workers=2", "ticket_size=2")
-    shared = train_here_on_ray(tmp_path / "shared", "one_step_off", SHARED, *pools)
-    assert shared.digests == train(tmp_path / "threads", "one_step_off", "ticket_size=2").digests
+    shared = train_here_on_ray(tmp_path / "shared", mode, SHARED, *pools)
+    assert shared.digests == train(tmp_path / "threads", mode, "ticket_size=2").digests
     pids = {event["worker"]: event["pid"] for event in shared.events if event["event"] == "worker"}
     assert [pids[f"rollout-{index}"] == pids[f"trainer-{index}"] for index in (0, 1)] == [True, True]
     assert pids["rollout-0"] != pids["rollout-1"]

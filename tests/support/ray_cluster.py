@@ -20,7 +20,7 @@ def start_ray(*, num_cpus: int = 8, **machine: Any) -> None:
         "include_dashboard": False,
         "log_to_driver": False,
         "logging_level": logging.ERROR,
-        "job_config": JobConfig(_py_driver_sys_path=import_path()),
+        "job_config": JobConfig(_py_driver_sys_path=import_path()[::-1]),
         **machine,
     }
     start_with_what_runs(lambda: ray.init("local", _system_config=dict(LEAN), **options))

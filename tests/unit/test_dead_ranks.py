@@ -193,6 +193,22 @@ def test_a_newcomer_keeps_no_version_that_its_peers_have_let_go_of() -> None:
     assert sorted(first) == sorted(second)
 
 
+@pytest.mark.parametrize("number", [6, 7, 9])
+def test_a_newcomer_is_told_what_its_peer_has_not_done_yet(number: int) -> None:
+    """The peer, whose lane is busy, lets go of an evaluated version only after it has handed over its state."""
+    given = toy_config(3, steps=14, prompts_per_step=4, hand_over="batch", trainer__num_workers=2)
+    given.evaluate.every = 3
+
+    def fault(worker: str, method: str, count: int) -> str | None:
+        if (worker, method) == ("trainer-0", "let_go"):
+            return "delay"
+        return "kill" if (worker, method, count) == ("trainer-1", "train", number) else None
+
+    found = virtual(given, SHAKEN, fault)
+    assert found.observer.of("rejoined")
+    assert set(found.groups["trainer"].workers[1].target.versions.kept) == {12}, "that of the last evaluation"
+
+
 def whole_run(root: Path, *deaths: tuple[str, str, int], ranks: int = 2) -> Path:
     """A controller with its checkpoints, one every two steps, in `root`."""
     given = toy_config(1, steps=6, trainer__num_workers=ranks, save__every=2, save__keep=9, monitor__progress=False)

@@ -110,6 +110,9 @@ def test_the_state_for_a_successor_is_stored_where_one_may_come(tmp_path: Path) 
     assert state(two, "trainer.shard=hybrid", "trainer.shard_size=2") == 0
     assert state(two, "trainer.shard=none") == state(two) == 4 * (3 + 2 + 1) * trained
     assert state(two, "trainer.ema_decay=0.9") == 4 * (3 + 2 + 1 + 2) * trained
+    assert state(two, "algorithm=diffusion_nft", "algorithm.old_policy_decay=half") == 4 * (3 + 2 + 1 + 1) * trained, (
+        "the average that samples"
+    )
 
 
 def test_the_store_must_hold_it_when_the_trained_parameters_are_known(
