@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from async_flowrl.config.resolution import height_width
 from async_flowrl.policies.chat_template import check_ids, encode_ids, system_prompt
 from async_flowrl.policies.guidance import with_norm_of
+from async_flowrl.policies.padding import padded_texts
 from async_flowrl.policies.pipeline import JOINT_ATTENTION, PipelinePolicy
 from async_flowrl.policies.pipeline_family import PipelineFamily
 from async_flowrl.policies.stored import configuration
@@ -86,7 +87,7 @@ class QwenImagePolicy(PipelinePolicy):
     def _network(
         self, latents: Tensor, sigma: Tensor, branches: Sequence[Mapping[str, Tensor]], sampling: Sampling
     ) -> Tensor:
-        embeds, mask = _text(branches, len(latents) // len(branches), self._dtype)
+        embeds, mask = padded_texts(branches, len(latents) // len(branches), self._dtype)
         out = self.transformer(
             hidden_states=latents.to(self._dtype),
             timestep=sigma,
@@ -118,22 +119,6 @@ class QwenImagePolicy(PipelinePolicy):
     @classmethod
     def pixels_per_token(cls, vae: Mapping[str, Any], transformer: Mapping[str, Any]) -> int:
         return int(2 ** len(vae["temperal_downsample"]) * transformer["patch_size"])
-
-
-def _text(branches: Sequence[Mapping[str, Tensor]], n: int, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-    """Returns padded embeddings [len(branches) · n, L, D] and their mask [len(branches) · n, L].
-
-    The mask is None if no branch needs padding.
-    """
-    embeds = [branch["prompt_embeds"].to(dtype) for branch in branches]
-    lengths = [len(e) for e in embeds]
-    longest = max(lengths)
-    padded = [torch.nn.functional.pad(e, (0, 0, 0, longest - len(e))).expand(n, -1, -1) for e in embeds]
-    if min(lengths) == longest:
-        return torch.cat(padded), None
-    positions = torch.arange(longest, device=embeds[0].device)
-    mask = torch.cat([(positions < length).expand(n, -1) for length in lengths])
-    return torch.cat(padded), mask
 
 
 class QwenImageFamily(PipelineFamily):
