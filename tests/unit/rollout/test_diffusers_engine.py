@@ -127,8 +127,8 @@ def test_replay_notices_wrong_conditioning(policy: QwenImagePolicy) -> None:
     def unmasked(*args: object) -> tuple[Tensor, None]:
         return text(*args)[0], None  # type: ignore[arg-type]
 
-    text = qwen_image._text
-    with patch.object(qwen_image, "_text", unmasked):
+    text = qwen_image.padded_texts
+    with patch.object(qwen_image, "padded_texts", unmasked):
         assert wrong_values(policy, found, how, right) > 1e-4
 
     def unrescaled(*args: object) -> Tensor:
