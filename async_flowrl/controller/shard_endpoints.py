@@ -249,7 +249,7 @@ class ShardedRolloutEndpoint(RolloutEndpoint):
     async def _take(self, draft: Draft, payload: ShardedPayload, slot: str) -> None:
         """Has the worker put all buckets in their place. The next ones are fetched meanwhile."""
         shards = len(payload.ranks)
-        await self._deliver("shards.begin", _plain(draft), shards, slot)
+        await self._deliver("shards.begin", draft, shards, slot)
         coming = payload.buckets(draft.layout)
         ahead = max(1, min(shards, MAX_BUCKETS_AHEAD))
         for place, (shard, start) in enumerate(coming):
@@ -271,8 +271,3 @@ def _asked(ended: "asyncio.Future[Any]") -> None:
 
 def _name(draft: Draft) -> tuple[str, int]:
     return draft.stream, draft.version
-
-
-def _plain(draft: Draft) -> Draft:
-    """Returns the draft of a header, without its digests."""
-    return Draft(draft.stream, draft.version, draft.layout, draft.alpha, draft.rank)

@@ -3,9 +3,9 @@
 import math
 from collections.abc import Mapping
 
+from async_flowrl.plan.host_memory import FLOAT32_BYTES
 from async_flowrl.plan.meta_model import MetaModel
 
-FLOAT32_BYTES = 4
 GATHERED_BLOCKS = 3
 """Blocks that FSDP2 holds whole at once: the one that computes, the next one, and the buffer it is gathered in."""
 REDUCED_BLOCKS = 2

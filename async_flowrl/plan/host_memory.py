@@ -36,9 +36,9 @@ def host_bytes(config: Config, model: MetaModel) -> int:
     """
     if not model.full:
         return base_share(config, model) if config.trainer.cpu_offload else 0
-    streams, shares = _streams(config), in_shares(config)
+    shares = in_shares(config)
     # A share of each, and of the canary, which every rank keeps for workers that come later.
-    versions = streams * (config.live_versions + 2) + shares
+    versions = streams(config) * (config.live_versions + 2) + shares
     return versions * pinned(-(-model.version_bytes // (config.trainer.num_workers if shares else 1)))
 
 
@@ -48,7 +48,7 @@ def received_versions(config: Config) -> int:
     The ring of each stream has one place for each version that a ticket may name. There is one slot for evaluation, and
     one version is being received.
     """
-    return _streams(config) * config.live_versions + 1 + 1
+    return streams(config) * config.live_versions + 1 + 1
 
 
 def ring_bytes(config: Config, model: MetaModel) -> int:
@@ -61,13 +61,18 @@ def snapshot_bytes(config: Config, model: MetaModel) -> int:
 
     These are masters and both Adam moments in float32, moving averages if used, and all kept versions.
     """
-    averages = (config.trainer.ema_decay is not None) + samples_from_average(
-        config.algorithm.name, config.algorithm.old_policy_decay
-    )
-    whole = (3 + averages) * model.adapter_parameters * FLOAT32_BYTES + config.live_versions * model.version_bytes
+    whole = (
+        3 + moving_averages(config)
+    ) * model.adapter_parameters * FLOAT32_BYTES + config.live_versions * model.version_bytes
     return -(-whole // (config.trainer.num_workers if in_shares(config) else 1))
 
 
-def _streams(config: Config) -> int:
+def streams(config: Config) -> int:
     """Returns the number of streams: the policy, and its moving average (EMA) if there is one."""
     return 2 if config.trainer.ema_decay is not None else 1
+
+
+def moving_averages(config: Config) -> int:
+    """Returns the number of moving averages of the trained weights: for evaluations, and that rollouts sample from."""
+    averaged = samples_from_average(config.algorithm.name, config.algorithm.old_policy_decay)
+    return streams(config) - 1 + averaged

@@ -12,18 +12,25 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from async_flowrl.algorithms.ema import samples_from_average
 from async_flowrl.algorithms.registry import build_algorithm
 from async_flowrl.config.schema import Config
 from async_flowrl.plan.footprint import Allocations, fused_attention
 from async_flowrl.plan.full_shares import of_one_rank
-from async_flowrl.plan.host_memory import base_share, host_bytes, received_versions, ring_bytes, snapshot_bytes
+from async_flowrl.plan.host_memory import (
+    FLOAT32_BYTES,
+    base_share,
+    host_bytes,
+    moving_averages,
+    received_versions,
+    ring_bytes,
+    snapshot_bytes,
+    streams,
+)
 from async_flowrl.plan.meta_model import MetaModel, build_meta_model, conditioning
 from async_flowrl.tickets.arithmetic import stored_bytes, ticket_bytes, trained_steps
 from async_flowrl.tickets.request import sampling
 from async_flowrl.training.fsdp import checkpoint_blocks, is_sharded, unplanned
 
-FLOAT32_BYTES = 4
 INT64_BYTES = 8
 MARGIN_SHARE = 0.10
 """Share added for memory that the allocator cannot use (fragments between blocks); an estimate, not measured."""
@@ -98,7 +105,7 @@ class MemoryPlan:
     trainer: Footprint
     rollout: Footprint
     host: int
-    """Pinned host memory of a trainer rank; 0 without `trainer.cpu_offload` and with a LoRA."""
+    """Pinned host memory of a trainer rank; with a LoRA 0, unless `trainer.cpu_offload` is on."""
     ring: int
     """Versions that a rollout worker keeps in host memory; 0 if it keeps them on its device."""
     snapshot: int
@@ -143,13 +150,10 @@ def trainer_footprint(config: Config, model: MetaModel, activations: int = 0) ->
     trainer, vector = config.trainer, model.adapter_parameters * FLOAT32_BYTES
     joined = trainer.num_workers > 1 or trainer.cpu_offload
     sharded = joined and is_sharded(config)
-    averaged = samples_from_average(config.algorithm.name, config.algorithm.old_policy_decay)
-    streams = 2 if trainer.ema_decay is not None else 1
-    # `streams`: the policy, and its moving average (EMA) if there is one. `versions`: those retained, and two slots per
-    # stream from which versions are sent. `masters`, float32: the moving averages, a warm start, and a copy of the live
-    # values while a version replaces them.
-    versions = config.max_staleness + 1 + 2 * streams
-    masters = averaged + (streams - 1) + (config.lora.path is not None) + 1
+    # `versions`: those retained, and two slots per stream from which versions are sent. `masters`, float32: the moving
+    # averages, a warm start, and a copy of the live values while a version replaces them.
+    versions = config.live_versions + 2 * streams(config)
+    masters = moving_averages(config) + (config.lora.path is not None) + 1
     # Of several ranks also the weights at the start of the batch, where a later optimizer step may look back at them.
     masters += trainer.num_workers > 1 and trainer.updates_per_batch > 1
     if model.full:

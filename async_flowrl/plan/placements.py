@@ -9,7 +9,7 @@ from async_flowrl.plan.simulate import Prediction
 from async_flowrl.plan.work import SEPARATE, Layout, Work
 
 MIN_SPEEDUP = 1.02
-"""Speed-up below which phases take turns, pools are separate rather than shared."""
+"""Speed-up below which phases take turns, and pools are separate rather than shared."""
 NO_LAYOUT = "Nothing fits: separate pools need at least 2 devices, and one base with both adapters does not fit one."
 """Advice where a single device cannot hold a process that samples and trains."""
 SHARED_DEPTHS = ((0, "batch"), (0, "stream"), (1, "stream"), (2, "stream"))
