@@ -1,8 +1,9 @@
 """python -m tests.performance.placements --before TREE [--out FILE] [--pairs 5] [--steps 4]: one pool that does both.
 
 Two cores, one thread per worker. G and T are the seconds of sampling and of training a step, measured alone in one
-process. Loads differ in their denoising steps and trained noise levels only, so that G : T is about 3 : 1, 1 : 1 and
-1 : 3; a step has 12 tickets and 12 groups to train, which are 12 units of work for each of two workers.
+process. Both are taken before and after each shared run, and their mean counts. Loads differ in their denoising
+steps and trained noise levels only, so that G : T is about 3 : 1, 1 : 1 and 1 : 3; a step has 12 tickets and 12 groups
+to train, which are 12 units of work for each of two workers.
 
     ideal       `placement=shared`, two processes: step ÷ ((G + T) / 2)
     separate    step of one rollout worker and one trainer rank ÷ that of `placement=shared`
@@ -21,7 +22,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 from async_flowrl.benchmark.describe import machine_description
@@ -125,10 +126,11 @@ class Pairs:
     def pair(self, workers: Sequence[Lone]) -> None:
         """Every measurement once."""
         for name in self.loads:
-            self._note(self.measured.alone, name, self._mean(workers[:1], name))
-            if len(self.measured.together.get(name, [])) == 0:
-                self._note(self.measured.together, name, self._mean(workers, name))
+            before = self._mean(workers[:1], name)
             self._run(SHARED, name, HERE, "one_step_off", ("placement=shared", *TWO))
+            after = self._mean(workers[:1], name)
+            self._note(self.measured.alone, name, mean([before, after]))
+            self._note(self.measured.together, name, self._mean(workers, name))
             if name in UNEVEN:
                 self._run("separate", name, HERE, "one_step_off", SEPARATE)
             if name == LATENT:
@@ -151,9 +153,7 @@ class Pairs:
     def _mean(self, workers: Sequence[Lone], name: str) -> Alone:
         for each in workers:
             each.ask(name)
-        found = [each.answer() for each in workers]
-        generation, update = (sum(getattr(one, key) for one in found) for key in ("generation", "update"))
-        return Alone(generation / len(found), update / len(found))
+        return mean([each.answer() for each in workers])
 
     def _run(self, what: str, name: str, tree: Path, mode: str, overrides: Sequence[str]) -> None:
         with tempfile.TemporaryDirectory() as directory:
@@ -169,6 +169,11 @@ class Pairs:
         self.out.write_text(json.dumps(record, indent=1) + "\n")
 
 
+def mean(found: Sequence[Alone]) -> Alone:
+    """Of each of the two parts."""
+    return Alone(fmean(one.generation for one in found), fmean(one.update for one in found))
+
+
 def rows(measured: Measured) -> list[Row]:
     return [*_ideal(measured), *_separate(measured), *_colocated(measured)]
 
@@ -176,7 +181,8 @@ def rows(measured: Measured) -> list[Row]:
 def _ideal(measured: Measured) -> Iterator[Row]:
     for load_, runs in measured.runs.items():
         values = [
-            one.step_seconds / alone.half for one, alone in zip(runs[SHARED], measured.alone[load_], strict=False)
+            one.step_seconds / alone.half
+            for one, alone in zip(runs[SHARED], measured.alone.get(load_, []), strict=False)
         ]
         yield Row("`shared`, 2 processes: step ÷ ((G + T) / 2)", load_, 1.12, values, most=True)
 
@@ -226,8 +232,10 @@ def markdown(measured: Measured) -> str:
 
 def _alone(measured: Measured, name: str) -> tuple[str, ...]:
     generation, update = (median(getattr(one, key) for one in measured.alone[name]) for key in ("generation", "update"))
-    slower = measured.together[name][0].half / measured.alone[name][0].half
-    return f"{generation:.2f}", f"{update:.2f}", f"{generation / update:.2f}", f"{slower:.3f}"
+    pairs = zip(measured.together[name], measured.alone[name], strict=True)
+    slower = [together.half / alone.half for together, alone in pairs]
+    spread = f"{median(slower):.3f} ({min(slower):.3f}-{max(slower):.3f})"
+    return f"{generation:.2f}", f"{update:.2f}", f"{generation / update:.2f}", spread
 
 
 def main() -> int:
