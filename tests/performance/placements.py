@@ -184,7 +184,8 @@ def _ideal(measured: Measured) -> Iterator[Row]:
             one.step_seconds / alone.half
             for one, alone in zip(runs[SHARED], measured.alone.get(load_, []), strict=False)
         ]
-        yield Row("`shared`, 2 processes: step ÷ ((G + T) / 2)", load_, 1.12, values, most=True)
+        if values:
+            yield Row("`shared`, 2 processes: step ÷ ((G + T) / 2)", load_, 1.12, values, most=True)
 
 
 def _separate(measured: Measured) -> Iterator[Row]:
