@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from async_flowrl.config.algorithm_schema import AlgorithmConfig
 from async_flowrl.config.messages import unknown_name
+from async_flowrl.config.sections.algorithm import AlgorithmConfig
 
 FloatArray = npt.NDArray[np.float64]
 Groups = Sequence[FloatArray]

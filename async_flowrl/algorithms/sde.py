@@ -13,8 +13,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from async_flowrl.config.algorithm_schema import SDE_TYPES
 from async_flowrl.config.messages import unknown_name
+from async_flowrl.config.sections.algorithm import SDE_TYPES
 
 START = 1.0 - 1e-6
 """At and above this noise level, `sde` divides by 1 - sigmas[1] instead of 1 - s, which would be 0."""

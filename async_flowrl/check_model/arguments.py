@@ -2,7 +2,7 @@
 
 import argparse
 
-from async_flowrl.config.schema import TinyConfig
+from async_flowrl.config.sections.model import TinyConfig
 
 DTYPES = ("bfloat16", "float32")
 

@@ -13,7 +13,7 @@ from async_flowrl.check_model.compare import STEPS, Job, compare, job_of
 from async_flowrl.check_model.rows import Row
 from async_flowrl.config import exit_codes
 from async_flowrl.config.resolution import asked_resolution, in_pixels
-from async_flowrl.config.schema import ModelConfig, TinyConfig
+from async_flowrl.config.sections.model import ModelConfig, TinyConfig
 from async_flowrl.generate import Settings
 from async_flowrl.observability.terminal import print_table
 from async_flowrl.policies.checked import write_stamp

@@ -17,7 +17,8 @@ from async_flowrl.check_model.denoising import denoised
 from async_flowrl.check_model.embeddings import Branches
 from async_flowrl.check_model.rows import Row, Tolerance, gap
 from async_flowrl.check_model.stock import IMAGES, record
-from async_flowrl.config.schema import Config, LoraConfig
+from async_flowrl.config.schema import Config
+from async_flowrl.config.sections.tune import LoraConfig
 from async_flowrl.generate import Settings
 from async_flowrl.policies import lora_file
 from async_flowrl.policies.base import Policy

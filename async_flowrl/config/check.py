@@ -14,7 +14,8 @@ from async_flowrl.config.messages import unknown_name
 from async_flowrl.config.nodes import node_obstacle
 from async_flowrl.config.resolution import configured
 from async_flowrl.config.reward_pools import scoring_pools
-from async_flowrl.config.schema import LORA, Config
+from async_flowrl.config.schema import Config
+from async_flowrl.config.sections.tune import LORA
 from async_flowrl.config.settings import settings
 from async_flowrl.config.shared import shared_obstacle
 

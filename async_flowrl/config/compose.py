@@ -24,7 +24,8 @@ from async_flowrl.config.check import ConfigError, section_or_null, unknown_keys
 from async_flowrl.config.messages import first_line, unknown_name
 from async_flowrl.config.paths import config_dir
 from async_flowrl.config.resolution import normalised
-from async_flowrl.config.schema import Config, RewardTerm
+from async_flowrl.config.schema import Config
+from async_flowrl.config.sections.reward import RewardTerm
 from async_flowrl.config.term_overrides import replacing_terms
 
 logger = logging.getLogger(__name__)

@@ -68,6 +68,10 @@ class Rule:
         return {name: bound for name in BOUNDS if (bound := getattr(self, name)) is not None}
 
 
+FREE = {"rule": Rule(changes=NOTHING)}
+"""Metadata of a section whose fields do not change the weights."""
+
+
 def setting(default: Any, **rule: Any) -> Any:
     """Returns a dataclass field with a default and a Rule. The keyword arguments `rule` are the fields of the Rule."""
     return field(default=default, metadata={"rule": Rule(**rule)})

@@ -14,7 +14,8 @@ from typing import Any
 
 from async_flowrl.config.check import ConfigError
 from async_flowrl.config.curves import best_curve, evaluation_due
-from async_flowrl.config.schema import FULL, Config
+from async_flowrl.config.schema import Config
+from async_flowrl.config.sections.tune import FULL
 from async_flowrl.controller.context import Context
 from async_flowrl.controller.fingerprint import config_hash, differences, numerics
 from async_flowrl.controller.inputs import inputs_of, other_inputs, other_prompts

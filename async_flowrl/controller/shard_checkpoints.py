@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from async_flowrl.config.check import ConfigError
-from async_flowrl.config.schema import FULL, Config
+from async_flowrl.config.schema import Config
+from async_flowrl.config.sections.tune import FULL
 from async_flowrl.training.checkpoint import TRAINER, check_ranks
 from separation.group import Worker, WorkerFailed
 from separation.supervise import together

@@ -16,7 +16,8 @@ import torch
 import xxhash
 from torch import Tensor, nn
 
-from async_flowrl.config.schema import Config, TrainerConfig
+from async_flowrl.config.schema import Config
+from async_flowrl.config.sections.trainer import TrainerConfig
 from async_flowrl.doctor.model import configuration, model_overrides
 from async_flowrl.doctor.setting import Setting
 from async_flowrl.plan.meta_model import conditioning

@@ -6,7 +6,8 @@ import torch
 from diffusers import QwenImageTransformer2DModel
 
 from async_flowrl.config.compose import compose_config
-from async_flowrl.config.schema import Config, TinyConfig
+from async_flowrl.config.schema import Config
+from async_flowrl.config.sections.model import TinyConfig
 from async_flowrl.doctor.setting import Setting, Sizes
 from async_flowrl.policies.tiny.qwen_image import tiny_pipeline
 

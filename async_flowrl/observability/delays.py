@@ -3,7 +3,7 @@
 import random
 import time
 
-from async_flowrl.config.schema import DelaysConfig
+from async_flowrl.config.sections.debug import DelaysConfig
 from async_flowrl.seeds import derive
 
 

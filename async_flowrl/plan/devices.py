@@ -13,7 +13,8 @@ from typing import Any
 
 from async_flowrl.config.check import ConfigError, check
 from async_flowrl.config.reward_pools import is_scoring_pool
-from async_flowrl.config.schema import FULL, Config
+from async_flowrl.config.schema import Config
+from async_flowrl.config.sections.tune import FULL
 from async_flowrl.config.shared import SHARED
 from async_flowrl.plan.memory import (
     MARGIN_SHARE,

@@ -13,7 +13,8 @@ from dataclasses import asdict, dataclass, replace
 
 from async_flowrl.config.check import ConfigError, check
 from async_flowrl.config.compose import compose_config
-from async_flowrl.config.schema import FULL, Config
+from async_flowrl.config.schema import Config
+from async_flowrl.config.sections.tune import FULL
 from async_flowrl.config.shared import SHARED
 from async_flowrl.plan.devices import TIGHT
 from async_flowrl.plan.fit_layouts import candidates

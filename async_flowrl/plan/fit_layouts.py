@@ -4,7 +4,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from async_flowrl.config.reward_pools import HELD_OUT, SHARED, scoring_pools, workers_key
-from async_flowrl.config.schema import Config, RewardTerm
+from async_flowrl.config.schema import Config
+from async_flowrl.config.sections.reward import RewardTerm
 from async_flowrl.config.shared import SHARED as ONE_POOL
 from async_flowrl.plan.seats import gpus_taken
 from async_flowrl.rewards.served import served_terms

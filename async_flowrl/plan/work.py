@@ -8,7 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 
 from async_flowrl.config.reward_pools import SHARED
-from async_flowrl.config.schema import Config, DeadlinesConfig, RewardTerm, mode_name
+from async_flowrl.config.schema import Config, mode_name
+from async_flowrl.config.sections.reward import RewardTerm
+from async_flowrl.config.sections.runtime import DeadlinesConfig
 from async_flowrl.config.shared import SHARED as ONE_POOL
 from async_flowrl.plan.laws import Law
 

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from async_flowrl.config.messages import did_you_mean
-from async_flowrl.config.schema import FULL, Config, LoraConfig
+from async_flowrl.config.schema import Config
+from async_flowrl.config.sections.tune import FULL, LoraConfig
 from async_flowrl.policies import lora
 from async_flowrl.policies.base import Policy
 from checkpoint_engine import LoraModule, binding_probe, tensor_probe

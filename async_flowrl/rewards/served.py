@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Protocol
 
 from async_flowrl.config.paths import find_data
-from async_flowrl.config.schema import Config, RewardTerm, ServeConfig
+from async_flowrl.config.schema import Config
+from async_flowrl.config.sections.reward import RewardTerm, ServeConfig
 
 PLACEHOLDERS = ("{port}", "{host}", "{token_file}")
 HTTP_NAME = "http"

@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from async_flowrl.config.schema import ServeConfig
+from async_flowrl.config.sections.reward import ServeConfig
 from async_flowrl.rewards.served import command_of, filled
 from async_flowrl.rewards.server_environment import environment_for, variables
 from separation.program import Program

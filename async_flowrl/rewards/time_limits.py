@@ -4,7 +4,8 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from async_flowrl.config.schema import Config, RewardTerm
+from async_flowrl.config.schema import Config
+from async_flowrl.config.sections.reward import RewardTerm
 from async_flowrl.rewards.registry import resolve_term
 from async_flowrl.rewards.waves import Waves
 

@@ -11,7 +11,8 @@ from typing import cast
 
 import numpy as np
 
-from async_flowrl.config.schema import DelaysConfig, RewardConfig, RewardTerm
+from async_flowrl.config.sections.debug import DelaysConfig
+from async_flowrl.config.sections.reward import RewardConfig, RewardTerm
 from async_flowrl.observability.delays import debug_delay
 from async_flowrl.rewards.composite import CompositeReward
 from async_flowrl.rewards.held_out import HeldOutScores, build_held_out, score_held_out

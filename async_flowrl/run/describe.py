@@ -9,7 +9,9 @@ from pathlib import Path
 
 import torch
 
-from async_flowrl.config.schema import LORA, Config, RewardTerm
+from async_flowrl.config.schema import Config
+from async_flowrl.config.sections.reward import RewardTerm
+from async_flowrl.config.sections.tune import LORA
 from async_flowrl.config.shared import SHARED
 from async_flowrl.observability.run_directory import RunDirectory
 from async_flowrl.observability.terminal import say

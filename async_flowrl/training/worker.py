@@ -18,7 +18,8 @@ from torch import Tensor
 from async_flowrl.algorithms.base import Algorithm
 from async_flowrl.algorithms.registry import build_algorithm, check_schedule
 from async_flowrl.config.resolution import configured, in_pixels
-from async_flowrl.config.schema import FULL, Config
+from async_flowrl.config.schema import Config
+from async_flowrl.config.sections.tune import FULL
 from async_flowrl.observability.delays import debug_delay
 from async_flowrl.policies.base import Policy
 from async_flowrl.policies.kernels import compile_blocks, repeatable_kernels

@@ -23,7 +23,10 @@ from torch import Tensor
 from async_flowrl import evaluate as evaluating
 from async_flowrl import export as exporting
 from async_flowrl import generate as generating
-from async_flowrl.config.schema import Config, LoraConfig, ModelConfig, RewardTerm, TinyConfig
+from async_flowrl.config.schema import Config
+from async_flowrl.config.sections.model import ModelConfig, TinyConfig
+from async_flowrl.config.sections.reward import RewardTerm
+from async_flowrl.config.sections.tune import LoraConfig
 from async_flowrl.export import export, save_lora
 from async_flowrl.observability.evaluations import Curve, Evaluation, EvaluationLog
 from async_flowrl.observability.images import write_grid

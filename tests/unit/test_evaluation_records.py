@@ -11,15 +11,10 @@ import pytest
 from PIL import Image
 
 from async_flowrl.config.curves import best_curve, check_curves
-from async_flowrl.config.schema import (
-    Config,
-    EvaluateConfig,
-    HeldOutConfig,
-    RewardConfig,
-    RewardTerm,
-    SaveConfig,
-    ServeConfig,
-)
+from async_flowrl.config.schema import Config
+from async_flowrl.config.sections.evaluate import EvaluateConfig, HeldOutConfig
+from async_flowrl.config.sections.reward import RewardConfig, RewardTerm, ServeConfig
+from async_flowrl.config.sections.save import SaveConfig
 from async_flowrl.controller.evaluation import EvaluationResult
 from async_flowrl.controller.evaluation_records import EvaluationRecords
 from async_flowrl.observability.evaluations import EvaluationLog

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from async_flowrl.config.check import ConfigError
-from async_flowrl.config.schema import Config, RewardTerm
+from async_flowrl.config.schema import Config
+from async_flowrl.config.sections.reward import RewardTerm
 from async_flowrl.controller.checkpoints import MAX_MISSED_CHECKPOINTS, SaveFailed
 from async_flowrl.run.recovery import MAX_RECOVERIES
 from async_flowrl.tickets.table import Refused

@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from async_flowrl.config.check import ConfigError, check
 from async_flowrl.config.compose import DEFAULT, compose_config
 from async_flowrl.config.quiet import quieter
-from async_flowrl.config.schema import FULL, Config
+from async_flowrl.config.schema import Config
+from async_flowrl.config.sections.tune import FULL
 from async_flowrl.plan.largest import at_largest
 from async_flowrl.plan.layout import on_devices, resolved
 from async_flowrl.plan.rehearsal import by_card

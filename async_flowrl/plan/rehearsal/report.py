@@ -5,7 +5,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from async_flowrl.config.schema import FULL, Config
+from async_flowrl.config.schema import Config
+from async_flowrl.config.sections.tune import FULL
 from async_flowrl.plan.rehearsal.cards import Roofline
 from async_flowrl.plan.rehearsal.estimate import Estimate, peak
 from async_flowrl.plan.rehearsal.ledger import Phase

@@ -7,9 +7,9 @@ from torch import Tensor, nn
 
 from async_flowrl.algorithms.base import Algorithm, MicroBatch, Velocity
 from async_flowrl.algorithms.registry import build_algorithm
-from async_flowrl.config.algorithm_schema import AlgorithmConfig
 from async_flowrl.config.check import check
 from async_flowrl.config.schema import Config
+from async_flowrl.config.sections.algorithm import AlgorithmConfig
 
 SIGMAS = (1.0, 0.9, 0.75, 0.55, 0.3, 0.0)
 

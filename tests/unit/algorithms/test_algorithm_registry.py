@@ -14,7 +14,7 @@ from async_flowrl.algorithms.ema import OLD_POLICY_DECAYS
 from async_flowrl.algorithms.flow_grpo import FlowGRPO
 from async_flowrl.algorithms.registry import BUILT_IN, MEMBERS, check_schedule, resolve_correction
 from async_flowrl.algorithms.window import draw_window
-from async_flowrl.config.algorithm_schema import AlgorithmConfig
+from async_flowrl.config.sections.algorithm import AlgorithmConfig
 from async_flowrl.config.settings import settings
 from tests.unit.algorithms.algorithm_cases import build
 

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from async_flowrl.config.schema import DataConfig
+from async_flowrl.config.sections.data import DataConfig
 from async_flowrl.data import parquet
 from async_flowrl.data.load import Data, load_data
 from async_flowrl.data.messages import PromptError

@@ -10,7 +10,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from async_flowrl.config.schema import DataConfig
+from async_flowrl.config.sections.data import DataConfig
 from async_flowrl.data import parquet, tables
 from async_flowrl.data.load import load_data
 from async_flowrl.data.messages import PromptError
@@ -29,7 +29,7 @@ PEAK = """
 import sys
 from pathlib import Path
 import pyarrow
-from async_flowrl.config.schema import DataConfig
+from async_flowrl.config.sections.data import DataConfig
 from async_flowrl.data.load import load_data
 data = load_data(DataConfig(train=sys.argv[1], held_out=0.01), needs_target=False)
 assert len(data.train) + len(data.evaluation) == int(sys.argv[2])

@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 
-from async_flowrl.config.schema import Config, RewardTerm
+from async_flowrl.config.schema import Config
+from async_flowrl.config.sections.reward import RewardTerm
 from async_flowrl.doctor.cards import devices
 from async_flowrl.doctor.findings import FAILED, OK, SKIPPED, WARNING
 from async_flowrl.doctor.machines import GIB, Machine

@@ -178,7 +178,7 @@ def test_a_panel_that_cannot_be_drawn_is_switched_off_and_named(
 
     from rich.console import Console
 
-    from async_flowrl.config.schema import MonitorConfig
+    from async_flowrl.config.sections.monitor import MonitorConfig
     from async_flowrl.observability import panel
     from async_flowrl.observability.monitor import Monitor
     from async_flowrl.observability.panel_rows import Now

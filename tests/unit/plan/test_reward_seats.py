@@ -9,7 +9,8 @@ import torch
 
 from async_flowrl.config.check import ConfigError
 from async_flowrl.config.compose import compose_config
-from async_flowrl.config.schema import Config, RewardTerm
+from async_flowrl.config.schema import Config
+from async_flowrl.config.sections.reward import RewardTerm
 from async_flowrl.plan import memory_report
 from async_flowrl.plan.devices import ROLLOUT, Device, check_devices, refusal
 from async_flowrl.plan.footprint import Allocations, fused_attention

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from huggingface_hub.utils import filter_repo_objects
 
-from async_flowrl.config.schema import ModelConfig
+from async_flowrl.config.sections.model import ModelConfig
 from async_flowrl.policies.download import components, patterns
 from async_flowrl.policies.registry import resolve_model, shapes_of
 from tests.support.hub import COMMIT, Hub, serving
@@ -21,7 +21,7 @@ PART_BY_PART = """
 import sys
 import torch
 from diffusers import DiffusionPipeline
-from async_flowrl.config.schema import ModelConfig
+from async_flowrl.config.sections.model import ModelConfig
 from async_flowrl.policies.download import download
 from async_flowrl.policies.registry import load_policy, resolve_model
 from async_flowrl.policies.stored import StoredWeights

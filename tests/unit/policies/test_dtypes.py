@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from async_flowrl.config.schema import ModelConfig, TinyConfig
+from async_flowrl.config.sections.model import ModelConfig, TinyConfig
 from async_flowrl.plan.meta_model import architecture
 from async_flowrl.policies.dtypes import dtype_of_files
 from async_flowrl.policies.registry import resolve_model

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from async_flowrl.config.schema import ModelConfig, TinyConfig
+from async_flowrl.config.sections.model import ModelConfig, TinyConfig
 from async_flowrl.policies.loading import settle
 from async_flowrl.policies.registry import load_policy, resolve_model
 from async_flowrl.policies.tiny.build import build_tiny
@@ -120,7 +120,7 @@ def test_a_hub_name_takes_the_same_path(tmp_path: Path) -> None:
     (repository / "refs").mkdir()
     (repository / "refs/main").write_text(commit)
     code = (
-        "from async_flowrl.config.schema import ModelConfig; from async_flowrl.policies.registry import *\n"
+        "from async_flowrl.config.sections.model import ModelConfig; from async_flowrl.policies.registry import *\n"
         "resolved = resolve_model(ModelConfig(path='Someone/Their-Image'))\n"
         "policy = load_policy(resolved, dtype='float32', device='cpu', parts='transformer')\n"
         "print(resolved.path, resolved.family, resolved.revision, policy.latent_shape(32)[0])\n"

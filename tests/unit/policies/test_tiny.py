@@ -13,7 +13,7 @@ import torch
 from diffusers import QwenImagePipeline
 from safetensors.torch import load_file
 
-from async_flowrl.config.schema import TinyConfig
+from async_flowrl.config.sections.model import TinyConfig
 from async_flowrl.policies.tiny.build import build_tiny
 
 
@@ -29,7 +29,7 @@ def test_two_processes_at_once_build_the_same_bytes_and_leave_nothing_behind(tmp
     here = build_tiny(TinyConfig(), tmp_path / "here")
     code = (
         "from async_flowrl.policies.tiny.build import build_tiny\n"
-        "from async_flowrl.config.schema import TinyConfig\n"
+        "from async_flowrl.config.sections.model import TinyConfig\n"
         "print(build_tiny(TinyConfig()))"
     )
     environment = {**os.environ, "ASYNC_FLOWRL_CACHE": str(tmp_path / "there"), "HF_HUB_OFFLINE": "1"}

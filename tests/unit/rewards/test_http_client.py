@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from async_flowrl.config.schema import RewardConfig, RewardTerm, ServeConfig
+from async_flowrl.config.sections.reward import RewardConfig, RewardTerm, ServeConfig
 from async_flowrl.rewards import http_pickle
 from async_flowrl.rewards.http import HTTP
 from async_flowrl.rewards.http_post import ServerError, retry_after

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from async_flowrl.config.schema import RewardConfig, RewardTerm, ServeConfig
+from async_flowrl.config.sections.reward import RewardConfig, RewardTerm, ServeConfig
 from async_flowrl.rewards.http_post import ServerError
 from async_flowrl.rewards.ocr import text_score
 from async_flowrl.rewards.registry import build_reward, check_prompts, check_rewards, is_deterministic

@@ -11,7 +11,7 @@ from diffusers import QwenImagePipeline
 from torch import Tensor
 
 from async_flowrl.algorithms import sde
-from async_flowrl.config.schema import ModelConfig
+from async_flowrl.config.sections.model import ModelConfig
 from async_flowrl.policies import qwen_image
 from async_flowrl.policies.lora import lora_parameters, reference_mode
 from async_flowrl.policies.qwen_image import QwenImagePolicy
