@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from async_flowrl.training.fsdp import is_sharded, ranks_per_replica
+from async_flowrl.training.messages import nbytes
 from tests.support import trainer_rig as rig
 from tests.unit.training.trainer_ranks import NARROW, Job, Outcome, run_alone, run_ranks
 
@@ -29,6 +30,7 @@ def jobs() -> dict[str, Job]:
         "bounded": (bounded, batches),
         "one at a time": (rig.tiny_config(micro_batch_size=2, prefetch=0, shard="full"), batches),
         "whole": (rig.tiny_config(micro_batch_size=2, shard="none"), batches),
+        "four groups": (rig.tiny_config(micro_batch_size=2), [[sampler.group(0, group) for group in range(4)]]),
         "full weights": (full, batches),
         "floats": (config, batches),
         "overflow": (every, stale),
@@ -117,6 +119,17 @@ def test_ranks_that_hold_the_whole_base_make_the_same_weights(two: dict[str, lis
     assert one["info"]["layout"] == "whole on each of 2" and one["sharded"] == 0
     assert one["digest"] == other["digest"] == two["plain"][0]["digest"]
     assert one["metrics"] == two["plain"][0]["metrics"]
+
+
+def test_a_rank_fetches_the_groups_that_it_trains_and_the_probe(
+    jobs: dict[str, Job], two: dict[str, list[Outcome]]
+) -> None:
+    """Of four groups, one ticket each, a rank trains two. Both also get the ticket of the lowest one, the probe."""
+    ((batch,),) = jobs["four groups"][1:]
+    sizes = [sum(map(nbytes, tickets)) for _, tickets in batch]
+    one, other = (rank["fetched"][0] for rank in two["four groups"])
+    assert one.tickets == other.tickets == 2 + 1
+    assert one.bytes + other.bytes == sum(sizes) + 2 * sizes[0]
 
 
 def test_which_ranks_share_the_base() -> None:

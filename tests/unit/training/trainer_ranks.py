@@ -107,7 +107,7 @@ def _train(worker: TrainerWorker, job: Job, exponent: int) -> Outcome:
         "tensors": worker.tensors(),
         "stats": stats,
         "parts": counted,
-        "fetched": [each.fetched.tickets for each in stats],
+        "fetched": [each.fetched for each in stats],
         "exponent": worker.update.exponent,
         "ahead": [_ahead(block) for block in worker.policy.blocks],
         "sharded": sum(hasattr(p, "to_local") for p in worker.policy.transformer.parameters()),
