@@ -111,6 +111,14 @@ class Gang(dist.ProcessGroup):
     def all_gather_single(self, output: Tensor, source: Tensor, opts: Any = None) -> Done:
         return self._allgather_base(output, source, opts)
 
+    def allgather_into_tensor_coalesced(
+        self, outputs: Sequence[Tensor], sources: Sequence[Tensor], opts: Any = None
+    ) -> Done:
+        """By which a functional collective of C++ gathers one tensor, for example `DTensor.full_tensor`."""
+        for output, source in zip(outputs, sources, strict=True):
+            self._allgather_base(output, source)
+        return Done(outputs, self._stream)
+
     def _reduce_scatter_base(self, output: Tensor, source: Tensor, opts: Any = None) -> Done:
         options = dist.AllreduceOptions()
         if opts is not None:
