@@ -1,6 +1,6 @@
-"""Sizes of a run's training images: how many groups have each, and how much they cost in relation to the largest.
+"""Sizes of a run's training images: each has a share of the groups, and a cost in relation to the largest size.
 
-Estimates of durations need it; memory is planned for the largest size alone (plan/largest.py).
+They are used for estimates of durations. Memory is planned for the largest size alone (plan/largest.py).
 """
 
 from collections import defaultdict
@@ -17,8 +17,8 @@ from async_flowrl.plan.memory import velocity
 from async_flowrl.plan.meta_model import MetaModel, build_meta_model
 from async_flowrl.types import Resolution
 
-PARTS = 20
-"""Most values with which the shares of sizes are given to the prediction command."""
+MAX_COST_VALUES = 20
+"""Approximate maximum of values in `--costs`; a size with a larger share of the groups has several of them."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class SizeCosts:
         if len(self.shares) == 1:
             return ""
         least = min(self.shares.values())
-        count = {size: round(share / max(least, 1 / PARTS)) or 1 for size, share in self.shares.items()}
+        count = {size: round(share / max(least, 1 / MAX_COST_VALUES)) or 1 for size, share in self.shares.items()}
         return " --costs " + ",".join(f"{self.costs[size]:.3g}" for size in count for _ in range(count[size]))
 
     def sentence(self) -> str:
