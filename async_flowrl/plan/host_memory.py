@@ -45,7 +45,7 @@ def host_bytes(config: Config, model: MetaModel) -> int:
 def received_versions(config: Config) -> int:
     """Returns the versions that a rollout worker has room for beside the live one.
 
-    The ring of each stream has one place for each version that a ticket may name. There is one slot for evaluation, and
+    The ring of each stream has one slot for each version that a ticket may name. There is one slot for evaluation, and
     one version is being received.
     """
     return streams(config) * config.live_versions + 1 + 1

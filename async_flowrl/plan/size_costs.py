@@ -17,8 +17,8 @@ from async_flowrl.plan.memory import velocity
 from async_flowrl.plan.meta_model import MetaModel, build_meta_model
 from async_flowrl.types import Resolution
 
-MAX_COST_VALUES = 20
-"""Approximate maximum of values in `--costs`; a size with a larger share of the groups has several of them."""
+PARTS = 20
+"""Most values with which the shares of sizes are given to the prediction command."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class SizeCosts:
         if len(self.shares) == 1:
             return ""
         least = min(self.shares.values())
-        count = {size: round(share / max(least, 1 / MAX_COST_VALUES)) or 1 for size, share in self.shares.items()}
+        count = {size: round(share / max(least, 1 / PARTS)) or 1 for size, share in self.shares.items()}
         return " --costs " + ",".join(f"{self.costs[size]:.3g}" for size in count for _ in range(count[size]))
 
     def sentence(self) -> str:

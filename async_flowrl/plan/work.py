@@ -37,10 +37,8 @@ class Work:
     tickets_per_batch: int = 1
     """Tickets that a rollout worker makes in one call (`rollout.tickets_per_batch`)."""
     costs: tuple[float, ...] = ()
-    """Relative durations of groups whose images have different sizes, with a mean of 1; empty if all groups are alike.
-
-    All values are equally likely. They multiply `generate` and `update`, which are means over all sizes.
-    """
+    """Relative durations of groups whose images have different sizes, equally likely, with a mean of 1; empty if all
+    are alike. They multiply `generate` and `update`, which are means over all sizes."""
     group_size: int = 0
     """Images per group; 0 means unknown."""
     parts: int = 0
