@@ -1,6 +1,8 @@
-"""python -m async_flowrl.prove: one short run undisturbed, delayed, and killed; equal digests or exit code 1.
+"""Command `python -m async_flowrl.prove` (`make prove`): shows that disturbances do not change the trained weights.
 
-So are two shorter runs that train whole weights (tune=full), one of them killed.
+The same short run is made several times: undisturbed, with random delays, and with processes killed. So is a shorter
+run that trains whole weights (tune=full). The command compares the digests of the trained weights; its exit code is 0
+if they are equal, and 1 if they differ or if a run failed.
 """
 
 import argparse
@@ -28,20 +30,32 @@ SHORT_RUN = (
     "console=quiet",
     "monitor.report=false",
 )
-WHOLE = ("tune=full", "trainer.learning_rate=1e-3", "model.tiny.layers=1", "model.tiny.heads=2", "total_steps=4")
+"""Overrides of all runs."""
+FULL_WEIGHTS_RUN = (
+    "tune=full",
+    "trainer.learning_rate=1e-3",
+    "model.tiny.layers=1",
+    "model.tiny.heads=2",
+    "total_steps=4",
+)
+"""Further overrides of the runs that train whole weights."""
 MAX_RUN_SECONDS = 300.0
-"""For any one of the runs."""
+"""Upper limit for the duration of a single run, in seconds."""
 
 
 Case = Callable[[Path, Sequence[str]], str]
-"""Makes a run in a folder, disturbs it, and returns its digest."""
+"""Function that makes a run in a folder with overrides, disturbs it, and returns the digest of its weights.
+
+It raises NotProven if the run fails or if the disturbance does not happen.
+"""
 
 
 class NotProven(RuntimeError):
-    """A run failed, or the disturbance did not happen."""
+    """A run failed, or the disturbance that was to be tested did not happen."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command on `arguments` (None: those of the process) and returns the exit code, 0 or 1."""
     parser = argparse.ArgumentParser(prog="python -m async_flowrl.prove", description=__doc__)
     parser.add_argument("--out", type=Path, help="keep the run directories here")
     parser.add_argument("overrides", nargs="*", help="configuration overrides for all runs")
@@ -59,29 +73,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def prove(out: Path, overrides: Sequence[str]) -> list[dict[str, str]]:
-    """Returns the digests of the runs by what was done to them: of a LoRA, or of what the overrides name, and of whole
-    weights, which are left out where the overrides say what is trained, or cannot go with tune=full."""
+    """Makes all runs in folders below `out` and returns one mapping, title of the run → digest, for each kind of run.
+
+    The first mapping is of the run that the overrides describe, by default that of a LoRA. The second is of runs of
+    whole weights. It is left out if the overrides set `tune`, or if a run with tune=full would be refused with them.
+    Raises NotProven as the cases do.
+    """
     cases: dict[str, Case] = {
         "1 rollout worker, undisturbed": undisturbed,
         "3 rollout workers, random delays in every stage": delayed,
         "2 rollout workers, one killed -9; driver killed -9, resumed": killed,
         "2 trainer ranks, one killed -9": rank_killed,
     }
-    whole: dict[str, Case] = {
+    full_weights: dict[str, Case] = {
         "full weights: 1 rollout worker, undisturbed": undisturbed,
         "full weights: 2 rollout workers, one killed -9": worker_killed,
     }
-    found = [shown(cases, out, "run", overrides)]
+    digests = [run_cases(cases, out, "run", overrides)]
     if any(override.startswith("tune=") for override in overrides):
-        return found
-    if reason := refusal([*WHOLE, *overrides]):
+        return digests
+    if reason := refusal([*FULL_WEIGHTS_RUN, *overrides]):
         sys.stdout.write(f"full weights are left out: {reason}\n")
-        return found
-    return [*found, shown(whole, out, "whole", [*WHOLE, *overrides])]
+        return digests
+    return [*digests, run_cases(full_weights, out, "whole", [*FULL_WEIGHTS_RUN, *overrides])]
 
 
 def refusal(overrides: Sequence[str]) -> str | None:
-    """Returns why a run with these overrides would be refused; None if nothing stands against it."""
+    """Returns the reason why a run with these overrides would be refused, or None if it would be accepted."""
     try:
         check(compose_config("one_step_off", [*SHORT_RUN, *overrides]))
     except ConfigError as error:
@@ -89,8 +107,11 @@ def refusal(overrides: Sequence[str]) -> str | None:
     return None
 
 
-def shown(cases: Mapping[str, Case], out: Path, name: str, overrides: Sequence[str]) -> dict[str, str]:
-    """Runs the cases in folders of that name and writes a line on each."""
+def run_cases(cases: Mapping[str, Case], out: Path, name: str, overrides: Sequence[str]) -> dict[str, str]:
+    """Makes the runs of the cases and writes one line on each; returns title → digest.
+
+    `cases` is title → case. Their folders are `out`/`name`_0, `out`/`name`_1 and so on.
+    """
     digests = {}
     for number, (title, case) in enumerate(cases.items()):
         began = time.monotonic()
@@ -101,11 +122,13 @@ def shown(cases: Mapping[str, Case], out: Path, name: str, overrides: Sequence[s
 
 
 def undisturbed(folder: Path, overrides: Sequence[str]) -> str:
+    """Case without a disturbance."""
     finish(start(folder, overrides), folder)
     return digest(folder)
 
 
 def delayed(folder: Path, overrides: Sequence[str]) -> str:
+    """Case in which random delays change the order in which tickets are finished."""
     delays = [f"debug.delays.{stage}=0.3" for stage in ("generate", "score", "update", "publish")]
     finish(start(folder, [*overrides, "rollout.num_workers=3", *delays]), folder)
     order = [event["ordinal"] for event in events(folder, "ticket") if event["state"] == "SCORING"]
@@ -115,6 +138,7 @@ def delayed(folder: Path, overrides: Sequence[str]) -> str:
 
 
 def killed(folder: Path, overrides: Sequence[str]) -> str:
+    """Case in which a rollout worker is killed, and later the driver; the run is then resumed from checkpoint 6."""
     run = start(folder, [*overrides, "rollout.num_workers=2", "debug.delays.generate=0.2"])
     victim = wait_for(run, folder, lambda: running_worker(folder, step=2), "a ticket of step 2 is RUNNING")
     os.kill(victim, signal.SIGKILL)
@@ -129,23 +153,25 @@ def killed(folder: Path, overrides: Sequence[str]) -> str:
 
 
 def worker_killed(folder: Path, overrides: Sequence[str]) -> str:
+    """Case in which a rollout worker is killed."""
     run = start(folder, [*overrides, "rollout.num_workers=2", "debug.delays.generate=0.2"])
     victim = wait_for(run, folder, lambda: running_worker(folder, step=1), "a ticket of step 1 is RUNNING")
     os.kill(victim, signal.SIGKILL)
     finish(run, folder)
     if not events(folder, "fault"):
-        raise NotProven("nobody noticed that a rollout worker died")
+        raise NotProven("the run has no event of the rollout worker's death")
     return digest(folder)
 
 
 def rank_killed(folder: Path, overrides: Sequence[str]) -> str:
+    """Case in which the first of two trainer ranks is killed; the run must go on without the checkpoint."""
     run = start(folder, [*overrides, "trainer.num_workers=2", "trainer.shard=none", "debug.delays.generate=0.2"])
     wait_for(run, folder, lambda: any(event["step"] == 4 for event in events(folder, "step")), "step 4 is done")
     pids = {event["worker"]: event["pid"] for event in events(folder, "worker")}
-    os.kill(pids["trainer-0"], signal.SIGKILL)  # which sends the weights and writes the checkpoints
+    os.kill(pids["trainer-0"], signal.SIGKILL)  # This rank sends the weights and writes the checkpoints.
     finish(run, folder)
     if "trainer-0" not in {event["worker"] for event in events(folder, "fault")}:
-        raise NotProven("nobody noticed that a trainer rank died")
+        raise NotProven("the run has no event of the trainer rank's death")
     if events(folder, "rollback"):
         raise NotProven("the run went back to a checkpoint when one of two trainer ranks died")
     shares = Counter(event["worker"].split(".")[0] for event in events(folder, "fetched") if event["bytes"])
@@ -155,6 +181,7 @@ def rank_killed(folder: Path, overrides: Sequence[str]) -> str:
 
 
 def start(folder: Path, overrides: Sequence[str]) -> "subprocess.Popen[bytes]":
+    """Starts a run in `folder` as a process of its own and returns that process."""
     command = [sys.executable, "-m", "async_flowrl.main", "--config-name", "one_step_off", *SHORT_RUN]
     return subprocess.Popen(
         [*command, f"output_dir={folder}", *overrides], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
@@ -162,12 +189,17 @@ def start(folder: Path, overrides: Sequence[str]) -> "subprocess.Popen[bytes]":
 
 
 def finish(run: "subprocess.Popen[bytes]", folder: Path) -> None:
+    """Waits for the end of a run. Raises NotProven with the end of its error output if its exit code is not 0."""
     _, errors = run.communicate(timeout=MAX_RUN_SECONDS)
     if run.returncode != 0:
         raise NotProven(f"{folder.name} ended with exit code {run.returncode}: {errors.decode()[-2000:]}")
 
 
 def wait_for(run: "subprocess.Popen[bytes]", folder: Path, condition: Callable[[], Any], what: str) -> Any:
+    """Waits until `condition` returns something true, and returns that; `what` says in words what is waited for.
+
+    Raises NotProven if the run ends before, or after MAX_RUN_SECONDS.
+    """
     deadline = time.monotonic() + MAX_RUN_SECONDS
     while time.monotonic() < deadline:
         if result := condition():
@@ -180,7 +212,7 @@ def wait_for(run: "subprocess.Popen[bytes]", folder: Path, condition: Callable[[
 
 
 def running_worker(folder: Path, *, step: int) -> int | None:
-    """Pid of the rollout worker that now runs a ticket of `step` or later."""
+    """Returns the process id of a rollout worker that runs a training ticket of `step` or later, or None."""
     pids = {event["worker"]: event["pid"] for event in events(folder, "worker")}
     last = {event["ordinal"]: event for event in events(folder, "ticket") if event["kind"] == "train"}
     running = [event for event in last.values() if event["state"] == "RUNNING" and event["step"] >= step]
@@ -188,11 +220,13 @@ def running_worker(folder: Path, *, step: int) -> int | None:
 
 
 def events(folder: Path, name: str) -> list[Event]:
+    """Returns the run's events of that name in the order of their writing; empty if the run has written none."""
     path = folder / "events.jsonl"
     return [event for event in read_events(path) if event["event"] == name] if path.exists() else []
 
 
 def digest(folder: Path) -> str:
+    """Returns the digest of the trained weights from the run's summary."""
     return str(json.loads((folder / "summary.json").read_text())["weights_digest"])
 
 

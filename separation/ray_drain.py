@@ -1,7 +1,7 @@
-"""Notices that a node is about to end, as Ray has them: the only file that knows where.
+"""Reader of Ray's drain notices, each of which says that a node is about to end; no other file reads them.
 
-`ray drain-node`, KubeRay and Ray's autoscaler send them before they end a node: spot instances, scaling down. Ray gives
-a draining node nothing new, and its raylet ends by itself when nothing is left on it.
+`ray drain-node`, KubeRay and Ray's autoscaler send a notice before they end a node, for example a spot instance or a
+node that is no longer needed. Ray puts nothing new on a draining node, and its raylet ends when nothing is left there.
 """
 
 import math

@@ -1,5 +1,4 @@
-"""RayGrowth changes the size of an elastic pool of Ray actors: it fills new seats and gives seats of ending nodes
-up."""
+"""Growth of an elastic pool of Ray actors: `RayGrowth` fills new seats and gives up the seats of ending nodes."""
 
 import asyncio
 from collections.abc import Collection, Sequence

@@ -6,7 +6,7 @@ from async_flowrl.config.schema import Config
 SHARED = "shared"
 """Value of `placement`, and name of the pool."""
 SAME = ("num_workers", "workers_per_node", "gpus_per_worker", "threads")
-"""Settings of a process, which is of both pools."""
+"""Settings that must be equal for trainer and rollout, because a process belongs to both pools."""
 
 
 def shared_obstacle(config: Config) -> str | None:

@@ -2,7 +2,7 @@
 
 With a configuration it checks whether a run with it can start here, or on the cluster at its `runtime.address`. With
 `--gpu` it runs a series of checks, each in a process of its own with a time limit, and writes a report. Without either
-it shows versions, devices and optional parts. The exit code is 0 if nothing failed, 1 if something failed, and 2 for
+it shows versions, devices and optional features. The exit code is 0 if nothing failed, 1 if something failed, and 2 for
 wrong arguments, a configuration that cannot be read, or `--gpu` without a GPU.
 """
 
@@ -89,7 +89,7 @@ def refused(sentence: str) -> int:
 
 
 def look() -> int:
-    """Prints versions, devices and optional parts without computing anything; returns the exit code."""
+    """Prints versions, devices and optional features without computing anything; returns the exit code."""
     rows = [machine.versions_finding(machine.versions()), machine_finding(Machine("here", facts(Asked())))]
     devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
     rows += [machine.device_finding(machine.device(index)) for index in range(devices)]

@@ -1,4 +1,4 @@
-"""Optional parts of the installation: what each needs on a machine, and which pools of a configuration need it.
+"""Optional features of the installation: each names the software that it needs, and the pools that need it.
 
 `optional_findings` looks at this machine. On a cluster `missing` looks at every node, and node_parts.py judges.
 """
@@ -30,8 +30,8 @@ SERVE_COMMANDS = ("serve-rewards", "serve_rewards")
 
 
 @dataclass(frozen=True)
-class Part:
-    """An optional part."""
+class Feature:
+    """Optional feature, which needs software or a device that a machine may lack."""
 
     what: str
     """Its purpose."""
@@ -102,64 +102,64 @@ def ours(serve: ServeConfig) -> bool:
     return serve.requirements is None and any(word in words for word in SERVE_COMMANDS)
 
 
-PARTS: Mapping[str, Part] = {
-    "NCCL": Part("weights from GPU to GPU", torch_nccl, lambda config: weights_by(config, NCCL), on_device=True),
-    "cupy": Part("transport pynccl", cupy_nccl, lambda config: weights_by(config, PYNCCL), on_device=True),
-    "vllm-omni": Part(
+FEATURES: Mapping[str, Feature] = {
+    "NCCL": Feature("weights from GPU to GPU", torch_nccl, lambda config: weights_by(config, NCCL), on_device=True),
+    "cupy": Feature("transport pynccl", cupy_nccl, lambda config: weights_by(config, PYNCCL), on_device=True),
+    "vllm-omni": Feature(
         "rollout.engine=vllm_omni",
         lambda: why_not(vllm_omni.check_installed),
         lambda config: [ROLLOUT] if config.rollout.engine == "vllm_omni" else [],
     ),
-    "httpx and tenacity": Part(
+    "httpx and tenacity": Feature(
         "rewards behind HTTP",
         lambda: modules(("httpx", "tenacity"), "http"),
         lambda config: scored_by(config, asks_server),
     ),
-    "serve-rewards": Part(
+    "serve-rewards": Feature(
         "extra serve",
         lambda: modules(("fastapi", "uvicorn", "python_multipart"), "serve"),
         lambda config: [server_pool(term) for term, serve in served_terms(config) if ours(serve)],
     ),
-    "reward hps": Part(
+    "reward hps": Feature(
         "extra hps",
         lambda: modules(("ftfy",), "hps"),
         lambda config: scored_by(config, lambda key, term: (term.name or key) in HPS_REWARDS),
     ),
 }
-"""Name of an optional part → the part."""
+"""Name of an optional feature → the feature."""
 
 
 def missing(names: Sequence[str]) -> dict[str, str]:
-    """Returns name of a part → which software of it is missing here; parts of which nothing is missing are left out.
+    """Returns name of a feature → the software that it lacks on this machine; features that lack none are left out.
 
-    The doctor calls it on every node of a cluster. GPUs are not looked for: the process that asks may have been given
+    The doctor calls it on every node of a cluster. GPUs do not count, because the calling process may have been given
     none.
     """
-    return {name: lack for name in names if (lack := PARTS[name].lack()) is not None}
+    return {name: lack for name in names if (lack := FEATURES[name].lack()) is not None}
 
 
 def needed(config: Config) -> dict[str, Sequence[str]]:
-    """Returns name of a part → the pools that need it, for the parts that the configuration needs."""
-    return {name: pools for name, part in PARTS.items() if (pools := part.needed_by(config))}
+    """Returns name of a feature → the pools that need it, for the features that the configuration needs."""
+    return {name: pools for name, feature in FEATURES.items() if (pools := feature.needed_by(config))}
 
 
 def optional_findings(config: Config | None = None) -> list[Finding]:
-    """Returns one finding per part: ok or skipped, or failed if the configuration needs a part that is missing.
+    """Returns one finding per feature: ok or skipped, or failed if the configuration needs one that is missing.
 
-    The workers of a cluster are elsewhere: what this machine lacks of theirs is skipped, and the nodes are asked.
+    With a cluster, a feature that this machine lacks is skipped, because the nodes of the workers are asked for it.
     """
-    return [finding_of(name, part, config) for name, part in PARTS.items()]
+    return [finding_of(name, feature, config) for name, feature in FEATURES.items()]
 
 
-def finding_of(name: str, part: Part, config: Config | None) -> Finding:
-    """Returns the finding on one part; `config` is the configuration that may need it, or None."""
+def finding_of(name: str, feature: Feature, config: Config | None) -> Finding:
+    """Returns the finding on one feature; `config` is the configuration that may need it, or None."""
     title = f"optional {name}"
-    lack = part.lack() or (no_device() if part.on_device else None)
+    lack = feature.lack() or (no_device() if feature.on_device else None)
     if lack is None:
         number = f" {nccl_version()}" if name == "NCCL" else ""
-        return Finding(title, OK, f"here{number}, for {part.what}")
-    if config is None or not part.needed_by(config):
-        return Finding(title, SKIPPED, lack, f"needed for {part.what} alone")
+        return Finding(title, OK, f"here{number}, for {feature.what}")
+    if config is None or not feature.needed_by(config):
+        return Finding(title, SKIPPED, lack, f"needed for {feature.what} alone")
     if config.runtime.address is not None:
-        return Finding(title, SKIPPED, lack, f"the workers need it ({part.what}), and each node is asked for it")
-    return Finding(title, FAILED, lack, f"this configuration asks for it ({part.what})")
+        return Finding(title, SKIPPED, lack, f"the workers need it ({feature.what}), and each node is asked for it")
+    return Finding(title, FAILED, lack, f"this configuration asks for it ({feature.what})")

@@ -1,4 +1,4 @@
-"""Processes of `placement=shared` in a run's records: two tracks on one device, and what the device waited for."""
+"""Processes of `placement=shared` in a run's records: two tracks per device, and the reasons for its idle time."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,21 +9,21 @@ from async_flowrl.observability.ledger import pool_of
 from async_flowrl.observability.timeline import Track
 from async_flowrl.types import TRAIN
 
-PARTS = ("rollout", "trainer")
+SHARING_POOLS = ("rollout", "trainer")
 """Pools whose workers of the same number are one process."""
 SCORING = "SCORING"
 """State of a ticket that has images and no reward yet (tickets/ticket.py)."""
 
 
 def by_device(workers: Sequence[Track]) -> list[Track]:
-    """Returns the tracks with those of a process one after the other, and no wait while its other part computes."""
-    parts = {track.place: track for track in workers if pool_of(track.place) in PARTS}
+    """Returns the tracks sorted by process, without waits during which the other worker of the process computes."""
+    sharing = {track.place: track for track in workers if pool_of(track.place) in SHARING_POOLS}
     found = []
-    for index in sorted({_index(place) for place in parts}):
-        own = [parts[place] for place in (f"{pool}-{index}" for pool in PARTS) if place in parts]
+    for index in sorted({_index(place) for place in sharing}):
+        own = [sharing[place] for place in (f"{pool}-{index}" for pool in SHARING_POOLS) if place in sharing]
         busy = union(interval for track in own for interval in track.busy)
         found += [Track(track.place, track.spans, _left(track, busy)) for track in own]
-    return found + [track for track in workers if track.place not in parts]
+    return found + [track for track in workers if track.place not in sharing]
 
 
 def _left(track: Track, busy: Sequence[Interval]) -> list[tuple[str, Interval]]:
@@ -52,12 +52,12 @@ class DeviceTime:
 
 def device_time(workers: Sequence[Track], history: Sequence[Event], window: Interval) -> DeviceTime | None:
     """Returns what the devices did in `window`, unix seconds; None if nothing of it was recorded."""
-    both = [track for track in workers if pool_of(track.place) in PARTS]
+    both = [track for track in workers if pool_of(track.place) in SHARING_POOLS]
     indices = {_index(track.place) for track in both}
     whole = (window[1] - window[0]) * len(indices)
     if whole <= 0:
         return None
-    work = dict.fromkeys(PARTS, 0.0)
+    work = dict.fromkeys(SHARING_POOLS, 0.0)
     idle: list[list[Interval]] = []
     for index in indices:
         own = [track for track in both if _index(track.place) == index]

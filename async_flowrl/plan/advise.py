@@ -172,7 +172,7 @@ def on_balance(work: Work, chosen: Prediction, limits: Limits) -> list[str]:
 
 
 def on_small_steps(chosen: Prediction, limits: Limits) -> list[str]:
-    """What Ray's processes cost where all pools share the cores of one machine, if a step is short enough to notice."""
+    """Returns the sentence on the CPU time of Ray's own processes, if it is a notable share of a step."""
     share = CLUSTER_CPU_SECONDS / chosen.step_seconds if chosen.step_seconds > 0 else 0.0
     if limits.backend != "ray" or share < NOTABLE_CLUSTER_SHARE:
         return []
@@ -184,6 +184,7 @@ def on_small_steps(chosen: Prediction, limits: Limits) -> list[str]:
 
 
 def no_memory(depths: Sequence[Prediction], limits: Limits) -> str:
+    """Returns the sentence for a step whose images and trajectories the object store cannot hold with any staleness."""
     min_bytes = min(p.payload_bytes for p in depths)
     return (
         f"Even without staleness {min_bytes / 2**30:.3g} GiB of images and trajectories wait to be trained, more than "

@@ -62,9 +62,10 @@ class NothingToLearn(ValueError):
 
 
 def calibrate(run: Path, *, last: int | None = None) -> Run:
-    """The laws of the steps from the last attempt's warm-up on to `last` - 1, or to the end.
+    """Returns what the steps of the last attempt took, from the end of its warm-up to step `last` - 1.
 
-    Raises NothingToLearn, or ValueError for a broken directory.
+    `last` None means to the end of the run. Raises NothingToLearn if these steps have no timings or tickets, and
+    ValueError if the directory is not that of a run or a file in it is broken.
     """
     config, began, history, metrics = load(run)
     one_pool = config.placement == ONE_POOL
@@ -132,8 +133,9 @@ def step_cost(costs: Mapping[int, float], step: int, groups: int) -> float:
 def load(run: Path) -> tuple[Config, int, list[Event], list[dict[str, Any]]]:
     """Returns the configuration, and the first step, events and metrics since the run was last resumed.
 
-    The placement is that which the events say these steps were made with: a run that is being resumed with another one
-    has written its configuration by now. Raises ValueError if a file is missing or broken.
+    The configuration's placement is replaced by the one that the events record for these steps. They differ if the run
+    is being resumed with another placement, because the new configuration is already written. Raises ValueError if a
+    file is missing or broken.
     """
     try:
         whole = effective(read_events(run / "events.jsonl"))

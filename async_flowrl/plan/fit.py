@@ -148,6 +148,7 @@ def answer(recipe: Recipe, hardware: Hardware) -> Answer:
 
 
 def judged(recipe: Recipe, hardware: Hardware, words: Sequence[str], config: Config) -> Answer:
+    """Returns the answer for one candidate: `words` are its arguments, and `config` is their configuration."""
     device = round(hardware.gib * GIB)
     trainer, rollout = recipe.footprints(config, device)
     missing, lacking = max(shortages(config, trainer, rollout, device))

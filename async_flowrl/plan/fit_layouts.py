@@ -29,7 +29,10 @@ def candidates(words: Sequence[str], plain: Config, devices: int) -> Iterator[li
 
 
 def staffs(config: Config) -> Iterator[Staff]:
-    """Yields the workers of reward pools of single terms: as configured, then one each, which is slower but smaller."""
+    """Yields the workers of each reward pool of a single term: first as configured, then one per pool.
+
+    One worker per pool is slower but needs fewer GPUs.
+    """
     configured = {p.name: p.workers for p in scoring_pools(config) if p.name != SHARED and p.gpus_per_worker > 0}
     yield configured
     if any(count > 1 for count in configured.values()):
@@ -39,9 +42,10 @@ def staffs(config: Config) -> Iterator[Staff]:
 def layouts(words: Sequence[str], config: Config, devices: int, staff: Staff) -> Iterator[list[str]]:
     """Yields the arguments for each split of the devices into rollout and trainer workers, even splits first.
 
-    The reward pools of `staff` and the servers have their seats first; trainer and rollout take all that is left. After
-    the splits comes `placement=shared` on all of them, on a single one only where the pools of `staff` cannot be
-    smaller; a recipe that has this placement itself has no split. A single device is shared by all pools.
+    The reward pools of `staff` and the reward servers get their GPUs first; trainer and rollout get all that are left.
+    The last layout has `placement=shared`, with as many processes as fit. A layout with a single process is tried only
+    if no smaller `staff` follows or if `shared` is the recipe's own placement, which then has no other layout. With
+    `devices` of 1, all pools share that device.
     """
     if devices == 1:
         yield from _one_device(words, config, staff)
@@ -60,8 +64,8 @@ def layouts(words: Sequence[str], config: Config, devices: int, staff: Staff) ->
 def splits(config: Config, devices: int, staff: Staff) -> list[tuple[int, int]]:
     """Returns (trainer ranks, rollout workers) that fit the devices and leave no room for one more, even splits first.
 
-    Rollout brings its workers of the shared reward pool along, so if these have whole GPUs the sum is not the same in
-    every split.
+    The shared reward pool has as many workers as the rollout pool. So if its workers have whole GPUs, the sum of
+    trainer and rollout devices differs between splits.
     """
 
     def fits(trainer: int, rollout: int) -> bool:

@@ -12,7 +12,7 @@ from async_flowrl.plan.memory import Peaks, sampling_peak, training_peak
 from async_flowrl.plan.meta_model import MetaModel, build_meta_model
 
 MICRO_BATCH, CHUNK = "trainer.micro_batch_size", "rollout.batch_size"
-TOGETHER = "rollout.tickets_per_batch"
+TICKETS_PER_BATCH = "rollout.tickets_per_batch"
 BY_IMAGES, BY_TILES = "rollout.vae_slicing", "rollout.vae_tiling"
 """Settings after which the peak of decoding is counted again; for all others the peaks are taken as unchanged."""
 
@@ -52,7 +52,8 @@ def smaller(title: str, config: Config, family: str) -> Iterator[Change]:
         if trainer.micro_batch_size > 3:
             yield Change(MICRO_BATCH, 1)
     if title != TRAINER and rollout.tickets_per_batch > 1:
-        yield from (Change(TOGETHER, few) for few in sorted({max(1, rollout.tickets_per_batch // 2), 1}, reverse=True))
+        fewer = sorted({max(1, rollout.tickets_per_batch // 2), 1}, reverse=True)
+        yield from (Change(TICKETS_PER_BATCH, tickets) for tickets in fewer)
     if title != TRAINER and (rollout.batch_size or config.images_per_ticket) > 1:
         if not rollout.vae_slicing:
             yield Change(BY_IMAGES, True)
@@ -68,7 +69,7 @@ def counted(change: Change, config: Config, model: MetaModel, peaks: Peaks) -> P
     With checkpointing a new network is built, because checkpointing cannot be removed from a network.
     """
     after = change.applied(config)
-    if change.key in (CHUNK, TOGETHER):
+    if change.key in (CHUNK, TICKETS_PER_BATCH):
         return Peaks(peaks.training, sampling_peak(after, model))
     if change.key in (BY_IMAGES, BY_TILES):
         return Peaks(peaks.training, sampling_peak(after, build_meta_model(after)))

@@ -23,6 +23,7 @@ from async_flowrl.plan.simulate import simulate
 logger = logging.getLogger(__name__)
 
 MAX_SIMULATED_STEPS = 40
+"""Upper limit of the run's steps that are simulated, besides those of the warm-up."""
 
 
 def step_time(config: Config, run_directory: Path) -> str:
@@ -52,6 +53,7 @@ def step_time(config: Config, run_directory: Path) -> str:
 
 
 def workers_of(config: Config) -> dict[str, int]:
+    """Returns pool → number of its workers by the configuration, for rollout and trainer."""
     return {"rollout": config.rollout.num_workers, "trainer": config.trainer.num_workers}
 
 

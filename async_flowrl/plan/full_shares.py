@@ -13,10 +13,11 @@ REDUCED_BLOCKS = 2
 
 
 def of_one_rank(parts: Mapping[str, int], model: MetaModel, ranks: int) -> dict[str, int]:
-    """Returns the parts of a footprint in bytes, from those of a rank that has all of the weights.
+    """Returns the parts of the footprint of one of `ranks` ranks, name → bytes.
 
-    FSDP2 keeps the trained weights in float32 beside the masters, and frozen ones as they are. There is one sum of
-    gradients, because none outlives the death of a rank.
+    `parts` are those of a rank that has all of the weights. FSDP2 keeps the trained weights in float32 beside the
+    masters, and frozen weights in their own dtype. There is a single buffer for the sum of the gradients: after the
+    death of a rank the step starts from a checkpoint, so no earlier sum has to be kept.
     """
     trained, frozen = model.adapter_parameters, model.base_bytes - model.version_bytes
     counted = {"base weights", "activations", "sum of the gradients"}

@@ -37,7 +37,7 @@ def host_bytes(config: Config, model: MetaModel) -> int:
     if not model.full:
         return base_share(config, model) if config.trainer.cpu_offload else 0
     shares = in_shares(config)
-    # A share of each, and of the canary, which every rank keeps for workers that come later.
+    # With shares, each rank also keeps its share of the canary, which it sends to workers that join later.
     versions = streams(config) * (config.live_versions + 2) + shares
     return versions * pinned(-(-model.version_bytes // (config.trainer.num_workers if shares else 1)))
 
@@ -45,7 +45,7 @@ def host_bytes(config: Config, model: MetaModel) -> int:
 def received_versions(config: Config) -> int:
     """Returns the versions that a rollout worker has room for beside the live one.
 
-    The ring of each stream has one place for each version that a ticket may name. There is one slot for evaluation, and
+    The ring of each stream has one slot for each version that a ticket may name. There is one slot for evaluation, and
     one version is being received.
     """
     return streams(config) * config.live_versions + 1 + 1
@@ -57,9 +57,10 @@ def ring_bytes(config: Config, model: MetaModel) -> int:
 
 
 def snapshot_bytes(config: Config, model: MetaModel) -> int:
-    """Returns the bytes of the copy that a trainer rank makes of what a checkpoint holds: of its share, if it has one.
+    """Returns the bytes of the copy that a trainer rank makes of the state for a checkpoint.
 
-    These are masters and both Adam moments in float32, moving averages if used, and all kept versions.
+    The state is the masters and both Adam moments in float32, the moving averages if there are any, and all kept
+    versions. A rank that has a share of it copies only that share.
     """
     whole = (
         3 + moving_averages(config)

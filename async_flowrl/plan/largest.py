@@ -23,8 +23,11 @@ def _of_prompts(data: DataConfig) -> list[Resolution]:
 
 
 def prompts_with_sizes(data: DataConfig) -> Data | None:
-    """Returns the prompts; None if no size can be learnt from them, because a file is not on this machine or all are
-    text files of one prompt per line, which have no sizes."""
+    """Returns the prompts if they may have sizes of their own, else None.
+
+    The result is None if a prompt file is not on this machine, or if all are text files with one prompt per line, which
+    cannot have sizes.
+    """
     try:
         files = [find_data(name, key="data", folder=True) for name in (data.train, data.evaluation) if name]
     except FileNotFoundError:

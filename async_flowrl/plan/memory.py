@@ -154,7 +154,7 @@ def trainer_footprint(config: Config, model: MetaModel, activations: int = 0) ->
     # averages, a warm start, and a copy of the live values while a version replaces them.
     versions = config.live_versions + 2 * streams(config)
     masters = moving_averages(config) + (config.lora.path is not None) + 1
-    # Of several ranks also the weights at the start of the batch, where a later optimizer step may look back at them.
+    # With several ranks, later optimizer steps of a batch may need the weights at its start.
     masters += trainer.num_workers > 1 and trainer.updates_per_batch > 1
     if model.full:
         whole = _full_parts(config, model, activations, versions, masters)
@@ -174,18 +174,23 @@ def trainer_footprint(config: Config, model: MetaModel, activations: int = 0) ->
 
 
 def _sum_bytes(config: Config, model: MetaModel) -> int:
-    """Of int64; of several ranks beside the whole, because a sum outlives a reduction that breaks off.
+    """Returns the bytes of the int64 sum of the gradients on one rank.
 
-    What was used holds the weights before the step.
+    With several ranks there are two buffers: the rank's own sum and the sum over all ranks. The own sum is kept, so
+    that the reduction can be repeated if a rank dies during it. Afterwards a buffer is used for the weights before the
+    step, so these are not counted again.
     """
     return (2 if config.trainer.num_workers > 1 else 1) * model.adapter_parameters * INT64_BYTES
 
 
 def _full_parts(config: Config, model: MetaModel, activations: int, versions: int, masters: int) -> dict[str, int]:
-    """Of a rank that steps whole weights. Float32 ones are computed with as they are; others stand beside masters."""
+    """Returns the parts of the footprint of a rank that trains all weights and holds all of them, name → bytes.
+
+    In float32 the network computes with the masters; otherwise it has weights of its own beside them.
+    """
     vector, beside_masters = model.adapter_parameters * FLOAT32_BYTES, model.itemsize < FLOAT32_BYTES
     if beside_masters:
-        masters -= 1  # what another version takes the place of follows from the masters
+        masters -= 1  # No copy of the live values is made while a version replaces them: the masters give them back.
     reference = build_algorithm(config).needs_reference
     return {
         "base weights": model.base_bytes + model.buffer_bytes - (0 if beside_masters else vector),
@@ -206,7 +211,7 @@ def rollout_footprint(config: Config, model: MetaModel, activations: int = 0) ->
     text, where = model.text_parameters * model.itemsize, config.rollout.text_encoder
     frozen = model.base_bytes - model.version_bytes if model.full else model.base_bytes
     base = -(-frozen // rollout_ranks(config)) + model.buffer_bytes
-    # An encoder that visits does so before there are activations, and one that is loaded has the network's place.
+    # With `offload` the encoders are on the device only before the activations, with `cached` instead of the network.
     visiting = {"resident": 0, "offload": text, "cached": text - base}[where]
     copies = 1 + (0 if config.versions_on_host else received_versions(config))
     return Footprint(

@@ -167,13 +167,13 @@ def as_json(plan: MemoryPlan, config: Config, device_gib: float) -> dict[str, An
 
 
 def cheapest_layout(config: Config, device_bytes: int) -> Chosen:
-    """The layout that `auto` would choose for everything that may be `auto`."""
+    """Returns the layout that would be chosen if `shard` and `gradient_checkpointing` were both `auto`."""
     free = replace(config.trainer, shard="auto", shard_size=None, gradient_checkpointing="auto")
     return resolved(replace(config, trainer=free), on_devices(config, device_bytes))
 
 
 def recommended(config: Config, cheapest: Chosen, chosen: Chosen) -> list[str]:
-    """A sentence on the cheapest layout that fits, where the configuration names another one."""
+    """Returns a sentence on the cheapest layout that fits, if the configuration names another one, else none."""
     one, other = cheapest.layout, chosen.layout
     held_alike = config.trainer.num_workers == 1 or one.shard in ("auto", other.shard)
     if held_alike and one.gradient_checkpointing == other.gradient_checkpointing:

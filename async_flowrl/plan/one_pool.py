@@ -1,7 +1,7 @@
 """Stand-ins for the processes of `placement=shared` in a simulation: each is a device that samples or trains.
 
-Which process trains what is decided by the real controller (controller/trainer.py). Who computes next on a device
-follows the rule of shared/turns.py.
+The real controller (controller/trainer.py) decides which process trains which groups. The order of tickets and training
+on a device follows the rule of shared/turns.py.
 """
 
 import asyncio
@@ -28,11 +28,11 @@ from async_flowrl.training.trust_region import MEASURED_EVERY
 from async_flowrl.types import Prompt, Sampling
 
 Booked = Callable[[str, str], None]
-"""Is told (worker, state) whenever a device begins or ends something."""
+"""Function that is called with (worker name, state) whenever a device begins or ends a piece of work."""
 
 
 class Device:
-    """Device of one process. One unit of work computes at a time, training first; no ticket is interrupted."""
+    """Device of one process. It computes one unit of work at a time, training before tickets, and interrupts none."""
 
     def __init__(self, index: int, booked: Booked, units: list[Unit]) -> None:
         self._rollout, self._trainer = f"rollout-{index}", f"trainer-{index}"
@@ -40,27 +40,28 @@ class Device:
         self._changed = Signal()
         self._taken = False
         self._waiting = 0
-        """Calls to train that wait for the unit under way."""
-        self._kept_until = 0.0
+        """Number of calls to train that wait for the unit under way."""
+        self._paused_until = 0.0
+        """End of the pause before the next ticket, in virtual seconds."""
         self._owed: float | None = None
-        """Seconds that the ticket under way lost to what was computed beside it; None if there is no such ticket."""
+        """Seconds by which work beside the ticket under way has delayed it; None if no ticket is under way."""
 
     async def train(self, seconds: float, step: int, *, more: bool = False) -> None:
-        """Computes for `step` after the unit under way. `more`: the next call follows, so no ticket begins before."""
+        """Computes for `step` after the unit under way; with `more` the next ticket waits for a further call."""
         self._waiting += 1
         await self._changed.until(lambda: not self._taken)
         self._waiting, self._taken = self._waiting - 1, True
         began = _now()
         await self._compute(self._trainer, step, seconds)
-        self._taken, self._kept_until = False, _now() + patience(_now() - began) if more else 0.0
+        self._taken, self._paused_until = False, _now() + patience(_now() - began) if more else 0.0
         self._changed.notify()
 
     async def sample(self, seconds: float, step: int) -> None:
-        """Makes a ticket of `step`, as soon as nothing is trained or waits to be."""
-        while self._taken or self._waiting or _now() < self._kept_until:
+        """Makes a ticket of `step`, once no training computes, waits or is expected."""
+        while self._taken or self._waiting or _now() < self._paused_until:
             busy = self._taken or self._waiting
             with suppress(TimeoutError):
-                async with asyncio.timeout(None if busy else self._kept_until - _now()):
+                async with asyncio.timeout(None if busy else self._paused_until - _now()):
                     await self._changed.wait()
         self._taken, self._owed = True, 0.0
         began = _now()
@@ -75,7 +76,7 @@ class Device:
         self._changed.notify()
 
     async def beside(self, seconds: float, step: int) -> None:
-        """Computes for `step` without a wait for the ticket under way, which takes that much longer."""
+        """Computes for `step` at once; a ticket that is under way takes so much longer."""
         if self._owed is None:
             await self.train(seconds, step)
             return
@@ -85,12 +86,12 @@ class Device:
         if self._owed is not None:
             self._booked(self._rollout, "busy")
 
-    async def _compute(self, place: str, step: int, seconds: float) -> None:
+    async def _compute(self, worker: str, step: int, seconds: float) -> None:
         began = _now()
-        self._booked(place, "busy")
+        self._booked(worker, "busy")
         await asyncio.sleep(seconds)
-        self._booked(place, "idle")
-        self._units.append(Unit(place, step, began, _now()))
+        self._booked(worker, "idle")
+        self._units.append(Unit(worker, step, began, _now()))
 
 
 def _now() -> float:
@@ -98,7 +99,7 @@ def _now() -> float:
 
 
 class SharedRollout(PlannedWorker):
-    """Rollout worker of a process: its tickets take the device."""
+    """Stand-in for the rollout worker of a shared process; its tickets occupy the device."""
 
     def __init__(self, device: Device, index: int, work: Work, layout: Layout, seed: int) -> None:
         super().__init__("rollout", index, work, layout, seed, [])
@@ -112,7 +113,10 @@ class SharedRollout(PlannedWorker):
 
 
 class SharedRank(VirtualWorker):
-    """Trainer rank of a process: its calls take the device, but for the end of an optimizer step."""
+    """Stand-in for the trainer rank of a shared process.
+
+    Its calls occupy the device, except `take_step`, which runs beside a ticket.
+    """
 
     def __init__(self, device: Device, index: int, work: Work, config: Config, seed: int) -> None:
         ranks = config.trainer.num_workers
@@ -120,7 +124,10 @@ class SharedRank(VirtualWorker):
         super().__init__("trainer", index, PlannedSums(self.place, self._samples))
         self._device, self._work, self._seed = device, work, seed
         self._whole = work.update.scaled(1.0 + work.serial * (ranks - 1))
-        """All of a group on one of several ranks: all of them busy, they get as much done as `serial` says."""
+        """Duration of a whole group on one of several ranks.
+
+        If all ranks are busy, together they train as fast as `Work.serial` says.
+        """
 
     async def serve(self, method: str, args: tuple[Any, ...]) -> Any:
         if method == "train":
@@ -130,7 +137,7 @@ class SharedRank(VirtualWorker):
             step = self.target.step
             await self._device.beside(self._work.finish.draw(f"{self._seed}/finish/{step}"), step)
         elif method == "add_up" and args[0].probe is not None:
-            await self._device.train(0.0, args[0].step)  # what is measured waits for its turn
+            await self._device.train(0.0, args[0].step)  # The probe waits for its turn; its duration is not planned.
         return self.run(method, args)
 
     def _seconds(self, request: TrainRequest) -> float:
@@ -145,7 +152,7 @@ class SharedRank(VirtualWorker):
 
 
 class PlannedSums:
-    """Target of a stand-in rank: knows which parts are in its sum, and steps without computing anything."""
+    """Target of a stand-in rank: records the parts that were added to its sum, and computes nothing."""
 
     def __init__(self, place: Place, samples: int) -> None:
         self._place, self._samples = place, samples
@@ -183,7 +190,7 @@ class PlannedPrompt(Prompt):
 
 @dataclass(frozen=True)
 class PlannedRequest:
-    """What a stand-in rollout worker and the plan of an optimizer step need to know of a ticket."""
+    """Request of a ticket, with the fields that stand-in workers and the plan of an optimizer step read."""
 
     ordinal: int
     step: int
@@ -193,7 +200,7 @@ class PlannedRequest:
 
 
 class TrainedRequests(TicketsAsRequests):
-    """Request builder that also answers what the real trainer asks about a group."""
+    """Request builder with the methods that the real trainer calls for a group."""
 
     def __init__(self, config: Config) -> None:
         self._sampling = sampling(config)

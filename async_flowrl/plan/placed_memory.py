@@ -1,4 +1,4 @@
-"""Comparison of placements by memory: what a configuration's processes would need under each, on the same devices."""
+"""Comparison of placements by the memory that a configuration's processes would need with each, on the same devices."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -21,13 +21,17 @@ class Placed:
     fits: bool
 
     def sentence(self) -> str:
+        """Returns whether the placement fits, with the GiB of each kind of process."""
         needs = ", ".join(f"{title} {size / GIB:.1f}" for title, size in self.processes.items())
         return f"{self.placement} {'fits' if self.fits else 'does not fit'} ({needs})"
 
 
 def by_placement(plan: MemoryPlan, config: Config, device_gib: float) -> list[Placed]:
-    """Returns the placements that the engine allows, in devices of `device_gib` GiB, of which a process may be given a
-    share. With `shared` each process holds all of the base, whatever `trainer.shard` says for the others."""
+    """Returns each placement that the rollout engine allows, on devices of `device_gib` GiB.
+
+    A process may use its share of a device (`gpus_per_worker`). With `shared` each process holds all of the base,
+    whatever `trainer.shard` is.
+    """
     device = round(device_gib * GIB)
     return [
         Placed(name, {title: one.total for title, (one, _) in found.items()}, _fit(found, device))

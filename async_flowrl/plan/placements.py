@@ -1,4 +1,8 @@
-"""Comparison of placements on the same devices: two pools, or one pool that does both (shared)."""
+"""Comparison of placements by step time: separate rollout and trainer pools, or one pool that does both (shared).
+
+Both have the same number of devices. Phases *overlap* if some images are generated while others are trained on. They
+are *in turn* if all devices first generate a step's images and then train on them.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,38 +13,38 @@ from async_flowrl.plan.simulate import Prediction
 from async_flowrl.plan.work import SEPARATE, Layout, Work
 
 MIN_SPEEDUP = 1.02
-"""Speed-up below which phases take turns, and pools are separate rather than shared."""
+"""Speed-up from which phases overlap rather than take turns, and from which one pool is preferred to two."""
 NO_LAYOUT = "Nothing fits: separate pools need at least 2 devices, and one base with both adapters does not fit one."
 """Advice where a single device cannot hold a process that samples and trains."""
 SHARED_DEPTHS = ((0, "batch"), (0, "stream"), (1, "stream"), (2, "stream"))
-"""(max_staleness, hand_over) that are simulated of a shared pool."""
+"""Pairs (max_staleness, hand_over) that are simulated for a shared pool."""
 
 
 @dataclass(frozen=True)
 class Placements:
-    """The best layout of each placement; None where it is not possible."""
+    """The best layout of each placement; a placement that is not possible has None."""
 
     separate: Prediction | None
     shared: tuple[Prediction, ...]
-    """One for each of SHARED_DEPTHS; empty where it is not possible."""
+    """One prediction for each of SHARED_DEPTHS; empty if a shared pool is not possible."""
     one_pool: Prediction | None
-    """The one to use of `shared`."""
+    """The prediction of `shared` that is recommended."""
     shared_overlap: Prediction | None
-    """The one to use of those of `shared` whose phases overlap."""
+    """The recommended one among the predictions of `shared` whose phases overlap."""
 
     @property
     def in_turn(self) -> Prediction | None:
-        """The best one that has all devices generate and then train, on samples of its own version."""
+        """Recommended prediction whose phases are in turn, so that all samples are of the trained version."""
         return _preferred([p for p in self.shared if _is_in_turn(p)])
 
     @property
     def overlapping(self) -> Prediction | None:
-        """The best one whose phases overlap: separate pools, unless a shared one is faster."""
+        """Recommended prediction whose phases overlap: separate pools, unless a shared pool is faster."""
         return _preferred([*_there(self.separate), *_there(self.shared_overlap)])
 
     @property
     def best(self) -> Prediction | None:
-        """The one to use: phases in turn, unless overlap gains enough."""
+        """Recommended prediction of all: phases in turn, unless overlap gains enough."""
         return _preferred([*_there(self.in_turn), *_there(self.overlapping)])
 
 
@@ -58,7 +62,7 @@ def _shared(limits: Limits, max_staleness: int, hand_over: str) -> Layout:
 
 
 def settings(layout: Layout) -> str:
-    """Returns what to type for this layout."""
+    """Returns the command-line settings of this layout."""
     placed = "" if layout.placement == SEPARATE else f"placement={layout.placement} "
     return (
         f"--config-name {layout.mode} {placed}rollout.num_workers={layout.rollout} "
@@ -67,13 +71,13 @@ def settings(layout: Layout) -> str:
 
 
 def worth_it(placements: Placements) -> bool:
-    """Returns whether overlap gains enough, or nothing else is possible."""
+    """Returns True if a layout whose phases overlap is recommended."""
     best = placements.best
     return best is not None and best is placements.overlapping
 
 
 def on_overlap(placements: Placements, devices: int) -> list[str]:
-    """Returns the sentence on whether overlap gains anything over all devices taking both phases in turn."""
+    """Returns the sentence that compares overlapping phases with phases in turn, on the same devices."""
     in_turn, other = placements.in_turn, placements.overlapping
     if in_turn is None:
         return [] if other is not None else [NO_LAYOUT]
@@ -113,7 +117,10 @@ def on_placement(placements: Placements) -> list[str]:
 
 
 def recommendation(placements: Placements) -> list[str]:
-    """Returns the sentence with the settings to use and the predicted step time, and those of two pools if others."""
+    """Returns the sentence with the recommended settings and their step time.
+
+    If these are not of separate pools, a second sentence has those of the best separate pools.
+    """
     best, separate = placements.best, placements.separate
     said = [] if best is None else [f"Use {_settled(best)}."]
     if separate is not None and separate is not best:
@@ -147,7 +154,7 @@ def _is_in_turn(prediction: Prediction) -> bool:
 
 
 def _preferred(candidates: Sequence[Prediction]) -> Prediction | None:
-    """Returns the first, unless a later one is faster by MIN_SPEEDUP."""
+    """Returns the first candidate, or a later one that is faster by at least MIN_SPEEDUP; None without candidates."""
     chosen: Prediction | None = None
     for candidate in candidates:
         if chosen is None or chosen.step_seconds / candidate.step_seconds >= MIN_SPEEDUP:

@@ -53,9 +53,10 @@ class Prediction:
 
     @property
     def efficiency(self) -> float:
-        """Share of its time that the busiest pool works or publishes, from 0 to 1; of one that does both, all it does.
+        """Share of its time that the busiest pool works or publishes, from 0 to 1.
 
-        It is 1 if the schedule reaches the bound (`Bounds.overlapped`).
+        With `placement=shared`, rollout and trainer count as one pool. The efficiency is 1 if the schedule reaches the
+        bound (`Bounds.overlapped`).
         """
         works = {pool: states.get("busy", 0.0) + states.get("sync", 0.0) for pool, states in self.pools.items()}
         if self.bounds.together:
@@ -69,7 +70,7 @@ class Prediction:
 def simulate(work: Work, layout: Layout, *, steps: int = 40, seed: int = 0) -> Prediction:
     """Simulates `steps` training steps; the same `seed` draws the same durations.
 
-    The result is a function of the arguments, so that a plan which asks for a layout again gets what it got before.
+    The result depends on the arguments alone, and results are cached, because a plan asks for some layouts repeatedly.
     Raises ValueError if there are too few steps for a warm-up and a steady state.
     """
     min_steps = WARM_UP_STEPS + layout.max_staleness + 2
@@ -86,7 +87,7 @@ def _remembered(work: Work, layout: Layout, steps: int, seed: int) -> Prediction
 
 
 def traced(work: Work, layout: Layout, steps: int, seed: int = 0) -> tuple[Prediction, list[Unit]]:
-    """As `simulate`, with every unit of work of the run by the time of its end."""
+    """Simulates like `simulate` and also returns every unit of work of the run, sorted by its end."""
     return run_virtual(_simulate(work, layout, steps, seed), horizon=math.inf)
 
 
@@ -115,7 +116,7 @@ async def _simulate(work: Work, layout: Layout, steps: int, seed: int) -> tuple[
 
 @dataclass(frozen=True)
 class _Parts:
-    """What is another one with `placement=shared`."""
+    """Objects of a simulation that depend on the placement."""
 
     requests: TicketsAsRequests
     rollout: VirtualPool
@@ -146,7 +147,7 @@ class Recorder:
         self._max_stored = 0
         self._pools: Mapping[str, Mapping[str, float]] = {}
         self._own = ("rollout", "trainer") if layout.placement == SHARED else ()
-        """Pools whose states the devices know, not the controller: a ticket that waits for its turn is none's work."""
+        """Pools whose states the devices report; the controller would count a ticket's wait for its turn as work."""
         self.units: list[Unit] = []
         self.trained = False
         for index in range(layout.trainer if self._own else 0):
@@ -161,7 +162,7 @@ class Recorder:
             self._ledger.enter(worker, state)
 
     def computes(self, worker: str, state: str) -> None:
-        """Records what a device of one pool does, for which of its two parts."""
+        """Records the state of a worker of a shared process, as its device reports it."""
         self._ledger.enter(worker, state)
 
     def event(self, event: str, **fields: Any) -> None:

@@ -1,6 +1,6 @@
-"""Sizes of a run's training images: how many groups have each, and how much they cost in relation to the largest.
+"""Sizes of a run's training images: each has a share of the groups, and a cost in relation to the largest size.
 
-Estimates of durations need it; memory is planned for the largest size alone (plan/largest.py).
+They are used for estimates of durations. Memory is planned for the largest size alone (plan/largest.py).
 """
 
 from collections import defaultdict

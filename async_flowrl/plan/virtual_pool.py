@@ -52,7 +52,7 @@ class VirtualWorker:
 
     async def watch(self) -> NoReturn:
         await asyncio.Event().wait()
-        raise AssertionError("nobody sets that event")
+        raise AssertionError("an event that is never set was set")
 
     def kill(self) -> None:
         """Does nothing: there is no process."""

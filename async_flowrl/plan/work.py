@@ -101,8 +101,10 @@ class Layout:
     own_rewards: Mapping[str, int] = field(default_factory=dict, hash=False)
     """Pool name (`reward/X`) → workers, for pools that score a single reward term X."""
     placement: str = SEPARATE
-    """`separate`, or `shared` where every process samples and trains; `rollout` and `trainer` are then both the number
-    of devices."""
+    """`separate`, or `shared`, with which every process samples and trains.
+
+    With `shared`, `rollout` and `trainer` are both the number of devices.
+    """
 
     @property
     def devices(self) -> int:
@@ -134,7 +136,7 @@ class Bounds:
     rewards: Mapping[str, float]
     """Reward pool → seconds per step."""
     together: bool = False
-    """The same devices generate and train, so that the seconds of both add up."""
+    """True if the same devices generate and train, so that the seconds of both add up."""
 
     @property
     def reward(self) -> float:
@@ -156,11 +158,11 @@ def bounds(work: Work, layout: Layout) -> Bounds:
     """Computes the bounds from the mean durations.
 
     Rollout workers share the tickets in proportion to their speeds. `update` includes `finish` and `stage`, but with
-    `placement=shared` not `stage`: what is sampled meanwhile is not lost.
+    `placement=shared` not `stage`, because the device generates images during it.
     """
     speed = sum(1.0 / layout.slowness(index) for index in range(layout.rollout))
     one_pool = layout.placement == ONE_POOL
-    # A rank of one pool that has fewer parts than others samples instead of waiting for them.
+    # With one pool, a rank that has fewer parts than others generates images instead of waiting for them.
     per_group = replace(work, parts=0).update_on(layout.trainer) if one_pool else work.update_on(layout.trainer)
     return Bounds(
         generation=work.tickets_per_step * work.generate.mean / speed,

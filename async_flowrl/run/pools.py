@@ -14,7 +14,7 @@ from async_flowrl.run.nodes import OUR_CODE
 from async_flowrl.run.prepare import Prepared
 from async_flowrl.tickets.wordings import upcoming
 from separation.group import PoolSpec, WorkerGroup
-from separation.shared import Part, in_parts
+from separation.shared import SubPool, sub_groups
 
 EXPANDABLE = "expandable_segments:True"
 """Setting of torch's CUDA allocator that lets its segments grow, so that blocks of many sizes (FSDP2's shards, prompts
@@ -37,7 +37,7 @@ def pools(prepared: Prepared) -> list[PoolSpec]:
 
 
 def shared_pool(prepared: Prepared) -> PoolSpec:
-    """Returns the pool for `placement=shared`: its processes both sample and train, and `PARTS` splits it into two."""
+    """Returns the pool for `placement=shared`: its processes sample and train (see `SUB_POOLS`)."""
     config = prepared.config
     return PoolSpec(
         SHARED,
@@ -60,12 +60,15 @@ def shared_pool(prepared: Prepared) -> PoolSpec:
     )
 
 
-PARTS = (
-    Part(TRAINER, {"main": "train", "publish": "publish", "save": "save", "control": "control"}),
-    Part(ROLLOUT, {"main": "main", "sync": "sync", "control": "control"}),
+SUB_POOLS = (
+    SubPool(TRAINER, {"main": "train", "publish": "publish", "save": "save", "control": "control"}),
+    SubPool(ROLLOUT, {"main": "main", "sync": "sync", "control": "control"}),
 )
-"""The two parts of a shared process, each with a map from the part's lanes to those of the process. Training has its
-own lane, so its calls do not wait behind tickets; shared/turns.py decides which of the two computes."""
+"""The two pools that share the processes of `shared_pool`, each with a map from its lanes to those of the process.
+
+Calls to train have a lane of their own, so that they do not wait behind tickets; shared/turns.py decides which of the
+two computes.
+"""
 
 
 def separate_pools(prepared: Prepared) -> list[PoolSpec]:
@@ -135,10 +138,10 @@ def reward_spec(pool: RewardPool, config: Config) -> PoolSpec:
 
 @asynccontextmanager
 async def as_two(groups: Mapping[str, WorkerGroup]) -> AsyncIterator[Mapping[str, WorkerGroup]]:
-    """Yields the pools by name; a shared pool, if there is one, is replaced by its trainer and its rollout part."""
+    """Yields the pools by name; a shared pool, if there is one, is replaced by a trainer and a rollout pool."""
     if SHARED not in groups:
         yield groups
         return
     others = {name: group for name, group in groups.items() if name != SHARED}
-    async with in_parts(groups[SHARED], PARTS) as parts:
-        yield {**parts, **others}
+    async with sub_groups(groups[SHARED], SUB_POOLS) as two:
+        yield {**two, **others}

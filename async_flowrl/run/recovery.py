@@ -37,7 +37,7 @@ from async_flowrl.run.prepare import Prepared
 from async_flowrl.run.stopping import StopRequest
 from async_flowrl.training.checkpoint import drop_newer
 from separation.group import Worker, WorkerDied, WorkerFailed, WorkerGroup
-from separation.shared import PartGroup
+from separation.shared import SubGroup
 from separation.supervise import DeadlineExceeded, deadline, together
 
 logger = logging.getLogger(__name__)
@@ -139,7 +139,7 @@ async def recover(run: Run, before: Resume) -> Resume:
     ranks = loaders(trainers=trainer.workers)
     await download_model(run.prepared.model, ranks, seconds=config.deadlines.download)
     rollout = run.groups[ROLLOUT]
-    if isinstance(rollout, PartGroup):
+    if isinstance(rollout, SubGroup):
         await follow_trainer(run, rollout)
     info = await load_trainer(config, trainer, run.trainers)
     check_base(trainer.workers[0], info["base_digest"], run.base_digest)
@@ -157,8 +157,8 @@ async def recover(run: Run, before: Resume) -> Resume:
     return resume
 
 
-async def follow_trainer(run: Run, rollout: PartGroup) -> None:
-    """Loads the rollout workers that have come with new trainer ranks, as each is of both pools."""
+async def follow_trainer(run: Run, rollout: SubGroup) -> None:
+    """Loads the rollout workers of the new processes, which have replaced those of the old trainer ranks."""
     workers = [rollout.follow(worker.index) for worker in list(rollout.workers)]
     seconds = run.prepared.config.deadlines.load
     for worker, digest in zip(

@@ -1,1 +1,1 @@
-"""One process that samples and trains, with one copy of the base (`placement=shared`)."""
+"""Processes of `placement=shared`: each samples and trains with a single copy of the base weights."""

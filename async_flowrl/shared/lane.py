@@ -1,8 +1,9 @@
-"""The training thread of a process that samples, too, on a GPU: where its work is queued.
+"""Training lane of `placement=shared`: chooses the CUDA stream for each piece of the training thread's work.
 
-Units of training, which take turns with tickets, are on the default stream, as tickets are: one of them uses the memory
-of activations after the other. Everything else of the training thread is on a CUDA stream of its own, so that neither
-the sum over the ranks, nor the optimizer step, nor staging a version waits for what was queued of the ticket under way.
+A ticket is the generation of some images. A unit of training is the forward and backward passes of some groups. Both
+run on the default stream, one after the other, so that both can use the same memory for their activations. All other
+work of the training thread runs on a CUDA stream of its own: the sum over the ranks, the optimizer step and the staging
+of a version. So it does not wait for the kernels that the ticket under way has queued.
 """
 
 from collections.abc import Iterator
@@ -19,17 +20,24 @@ cuda: Any = torch.cuda
 
 
 class TrainingLane:
-    """For one thread. All of its work is in order, whichever of the two streams it is on. On a CPU there are none."""
+    """Streams of the training thread; only that thread may use this object.
+
+    The thread's work is executed in the order in which it was queued, also across the two streams. On a CPU there are
+    no streams, and only the turns matter.
+    """
 
     def __init__(self, turns: Turns, device: torch.device) -> None:
         self._turns, self._device = turns, device
         self._side = SideStream.of(device)
         self._depth = 0
-        """How many turns have been entered, one inside the other."""
+        """Number of turns that were entered and not left, each inside the one before."""
 
     @contextmanager
     def turn(self, *, more: bool = False) -> Iterator[None]:
-        """A unit of training, which waits for the ticket under way. May be entered again inside; `more` as of Turns."""
+        """Context of a unit of training, which begins after the ticket under way. It may be entered again inside.
+
+        `more` has the meaning that it has in `Turns.training`.
+        """
         with self._turns.training(more=more):
             if self._side is None:
                 yield
@@ -47,9 +55,10 @@ class TrainingLane:
 
     @contextmanager
     def beside(self) -> Iterator[None]:
-        """What takes no turn. At its end the device has done it, so that any other thread may use what it has made.
+        """Context of work that takes no turn and runs beside a ticket.
 
-        Inside a turn it is a part of that.
+        When the context ends, the device has finished this work, so that other threads may use the results. Inside a
+        turn the context does nothing, and the work belongs to the turn.
         """
         if self._side is None or self._depth:
             yield

@@ -1,47 +1,59 @@
-"""Turns of a process that samples and trains: one unit of work at a time, and training before tickets."""
+"""Turns of the two threads of a process that samples and trains: one unit of work at a time, training before tickets.
+
+A ticket is the generation of some images. A unit of training is the forward and backward passes of some groups.
+"""
 
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-PATIENCE = 0.1
-"""How long no ticket begins after a unit of training that others are to follow, as a share of that unit's time. No
-longer: another worker may have taken what was to follow, or it may have been lost, and this worker must sample it
-again."""
+PATIENCE_SHARE = 0.1
+"""Pause before the next ticket, as a share of the duration of the unit of training before it.
+
+The pause is made if another unit is expected, which would otherwise wait for a whole ticket. It is short, because the
+expected unit may never come: another worker may have taken it, or its images may be lost, and then this worker has to
+generate them again.
+"""
 MAX_PATIENCE_SECONDS = 0.25
-"""Upper limit of that time."""
+"""Upper limit of that pause, in seconds."""
 
 
 def patience(trained: float) -> float:
-    """Returns the seconds in which no ticket begins after a unit that `trained` for so many, if another follows."""
-    return min(PATIENCE * trained, MAX_PATIENCE_SECONDS)
+    """Returns the pause in seconds after a unit of training that took `trained` seconds, if another is expected."""
+    return min(PATIENCE_SHARE * trained, MAX_PATIENCE_SECONDS)
 
 
 class Turns:
-    """For the thread that samples and the thread that trains. No ticket begins where training waits; none is
-    interrupted."""
+    """Lock of the sampling thread and the training thread of one process, which prefers training.
+
+    No ticket begins while the training thread waits for its turn. A ticket that has begun is not interrupted.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._changed = threading.Condition()
         self._clock = clock
         self._taken = False
         self._depth = 0
-        """How often the thread that trains has entered its turn."""
+        """Number of turns that the training thread has entered and not left, each inside the one before."""
         self._waiting = False
-        """Whether it waits for it."""
+        """True while the training thread waits for its turn."""
         self._trained_since = 0.0
-        self._kept_until = 0.0
+        self._paused_until = 0.0
+        """End of the pause before the next ticket, by the clock."""
         self._sampling_since: float | None = None
 
     def sampled_for(self) -> float:
-        """Seconds since the ticket under way got its turn; 0 if there is none, also while one waits for its turn."""
+        """Returns the seconds since the ticket under way got its turn; 0.0 if no ticket has the turn."""
         began = self._sampling_since
         return 0.0 if began is None else self._clock() - began
 
     @contextmanager
     def training(self, *, more: bool = False) -> Iterator[None]:
-        """Waits for the ticket under way at most. May be entered again inside. `more`: another unit follows at once."""
+        """Context of a unit of training; it waits at most for the ticket under way. It may be entered again inside.
+
+        `more` says that another unit is expected at once, so that the next ticket waits for it for a short time.
+        """
         with self._changed:
             self._depth += 1
             if self._depth == 1:
@@ -57,15 +69,15 @@ class Turns:
                 if self._depth == 0:
                     self._taken = False
                     now = self._clock()
-                    self._kept_until = now + patience(now - self._trained_since) if more else 0.0
+                    self._paused_until = now + patience(now - self._trained_since) if more else 0.0
                     self._changed.notify_all()
 
     @contextmanager
     def sampling(self) -> Iterator[None]:
-        """Waits while there is anything to train."""
+        """Context of a ticket; it waits while a unit of training computes, waits for its turn, or is expected."""
         with self._changed:
-            while self._taken or self._waiting or self._kept() > 0:
-                self._changed.wait(None if self._taken or self._waiting else self._kept())
+            while self._taken or self._waiting or self._pause() > 0:
+                self._changed.wait(None if self._taken or self._waiting else self._pause())
             self._taken, self._sampling_since = True, self._clock()
         try:
             yield
@@ -74,5 +86,6 @@ class Turns:
                 self._taken, self._sampling_since = False, None
                 self._changed.notify_all()
 
-    def _kept(self) -> float:
-        return max(0.0, self._kept_until - self._clock())
+    def _pause(self) -> float:
+        """Returns the seconds that are left of the pause before the next ticket."""
+        return max(0.0, self._paused_until - self._clock())

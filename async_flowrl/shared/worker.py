@@ -1,7 +1,8 @@
-"""Worker of `placement=shared`: a process that samples and trains, with a rollout worker and a trainer rank.
+"""Worker of `placement=shared`: a rollout worker and a trainer rank in one process.
 
-Both are the classes of the separate pools, and each has a thread of its own. They share only the frozen base weights
-and the device, which they use in turns (turns.py). So the same calls give the same bits as in two processes.
+Both are subclasses of the classes that the separate pools use, and each has a thread of its own. They share only the
+frozen base weights and the device, on which they take turns (turns.py). So the same calls give the same bits as in two
+processes.
 """
 
 from collections.abc import Callable, Sequence
@@ -49,19 +50,19 @@ class SharedWorker:
 
         `name` is that of the process in its pool; both workers get the number at its end.
         """
-        turns, place = Turns(), name.rpartition("-")[2]
+        turns, number = Turns(), name.rpartition("-")[2]
         lane = TrainingLane(turns, torch.device(device()))
         base = OneBase(model, parts=PARTS[config.rollout.text_encoder], device=device())
-        self.trainer = SharedTrainer(config, model, index, f"trainer-{place}", sizes, base=base, turn=lane.turn)
+        self.trainer = SharedTrainer(config, model, index, f"trainer-{number}", sizes, base=base, turn=lane.turn)
         self.trainer.lane = lane
-        self.rollout = SharedRollout(config, model, index, f"rollout-{place}", upcoming, base=base)
+        self.rollout = SharedRollout(config, model, index, f"rollout-{number}", upcoming, base=base)
         self.rollout.turns, self.rollout.trainer = turns, self.trainer
 
 
 def beside(
     method: "Callable[Concatenate[SharedTrainer, Given], Result]",
 ) -> "Callable[Concatenate[SharedTrainer, Given], Result]":
-    """The method, without a turn, beside the ticket under way."""
+    """Returns `method` as one that takes no turn and runs beside the ticket under way."""
 
     @wraps(method)
     def run(self: "SharedTrainer", /, *args: Given.args, **kwargs: Given.kwargs) -> Result:
@@ -72,7 +73,11 @@ def beside(
 
 
 class SharedTrainer(TrainerWorker):
-    """Computes before any further ticket is made; adds up and steps beside one."""
+    """Trainer rank of a shared process.
+
+    `train` takes a turn, so that no further ticket begins before it. The methods below that are wrapped in `beside`,
+    such as `add_up` and `take_step`, run while a ticket is generated.
+    """
 
     lane: TrainingLane
 
@@ -83,7 +88,7 @@ class SharedTrainer(TrainerWorker):
     def _new_sender(self) -> PublishedStreams:
         sender = SharedStreams(self.config, self.policy, self.parameters, self.versions, self.lane)
         if (made := recorded(self.device)) is not None:
-            made.synchronize()  # Whichever lane asks first makes it, on a stream for which `stage` does not wait.
+            made.synchronize()  # Any lane may make the sender, on a stream for which `stage` does not wait.
         return sender
 
     load = beside(TrainerWorker.load)
@@ -96,7 +101,7 @@ class SharedTrainer(TrainerWorker):
 
 
 class SharedStreams(PublishedStreams):
-    """Stages versions beside the ticket under way."""
+    """Sending end of a shared process; it stages versions beside the ticket under way."""
 
     def __init__(
         self, config: Config, policy: Policy, parameters: FlatParameters, versions: Versions, lane: TrainingLane
@@ -114,9 +119,9 @@ class SharedStreams(PublishedStreams):
 
 
 class SharedRollout(RolloutWorker):
-    """Rollout worker of a shared process; it makes tickets while the trainer rank has nothing to compute.
+    """Rollout worker of a shared process; it generates images while the trainer rank has nothing to compute.
 
-    It takes the versions that this trainer rank has made.
+    It receives no versions from other processes, but takes those that the trainer rank of its process has made.
     """
 
     turns: Turns

@@ -1,7 +1,8 @@
-"""One optimizer step of one rank: begin … accumulate (parts of groups) … add_up, take_step.
+"""Optimizer steps of one trainer rank, by calls in this order: begin, accumulate (any number), add_up, take_step.
 
-Each part's gradient starts from zero, is added exactly (see `exact.py`), and the sum of all ranks is divided by the
-rows of the step. So neither the order of groups, nor which rank trained what, changes a bit.
+`accumulate` computes the gradients of parts of groups. Each part's gradient starts from zero and is added to the sum
+exactly (see `exact.py`). The sum of all ranks is divided by the rows of the step. So neither the order of groups, nor
+the choice of the rank that trains a part, changes a bit of the weights.
 """
 
 import math
@@ -39,11 +40,14 @@ from async_flowrl.types import Conditioning, Span, Trajectory, Wording
 
 
 class NonFiniteError(RuntimeError):
-    """A loss or gradient is NaN or infinite. The weights were not touched; the message names step and group."""
+    """A loss or gradient is NaN or infinite; the weights are unchanged, and the message names the step.
+
+    The message also names the group if it is known.
+    """
 
 
 class Update:
-    """Accumulates gradients and steps; the only place where weights change."""
+    """Accumulates gradients and takes optimizer steps; no other object changes the trained weights during training."""
 
     def __init__(self, inputs: UpdateInputs) -> None:
         self._inputs = inputs
@@ -52,19 +56,22 @@ class Update:
         kind = ShardSum if inputs.parameters.sharded else ExactSum
         self._sum = kind(len(inputs.parameters.gradients), inputs.device)
         self._next_exponent: int | None = None
-        """Of the next beginning, where this sum could have left its range. Not before: a rank that adds up once more,
-        because one died before all ranks had the whole, must find the same again."""
+        """Exponent that the next `begin` sets, because the present sum may have left its range; None: it stays.
+
+        It is not set at once: if a rank dies before all ranks have the whole sum, the ranks that are left add up again,
+        and must get the same result.
+        """
         self._planned = Account()
-        """What all ranks together are to add."""
+        """Account of the parts that all ranks together have to add."""
         self._lowest: int | None = None
-        """The lowest group until now, whose first part is the one to probe."""
+        """Lowest number of a group in this optimizer step so far; the first part of that group is probed."""
         self._fetched = Fetched()
         self._step: int | None = None
-        """The one under way: what was added is not in the weights yet."""
+        """Training step under way, whose gradients are not in the weights yet; None if none is."""
         self._summed = self._broken = False
-        """Whether the ranks' sums were added up; whether a call that was adding to this rank's has failed."""
+        """`_summed`: the sums of all ranks were added up. `_broken`: a call that added to this rank's sum failed."""
         self._start: Tensor | None = None
-        """The weights at the start of the batch, where later optimizer steps of it may have to look back."""
+        """Weights at the start of the batch, which later optimizer steps of the batch may need; a flat tensor."""
         self._plan = StepPlan(rows=0)
         self._measured = UpdateMetrics()
         self._before: list[Span] = []
@@ -73,7 +80,7 @@ class Update:
 
     @property
     def exponent(self) -> int:
-        """Of the multiples that gradients are added in; it only rises, and goes with the checkpoints."""
+        """Exponent of the power of two in whose multiples gradients are added; it never falls; checkpoints have it."""
         return self._sum.exponent
 
     @exponent.setter
@@ -81,7 +88,7 @@ class Update:
         self._sum.exponent, self._next_exponent = value, None
 
     def set_negatives(self, conditionings: Mapping[Wording, Conditioning]) -> None:
-        """Conditioning of the negative prompts by text, once per run."""
+        """Sets the conditioning of the negative prompts, prompt → conditioning; called once per run."""
         self._passes.set_negatives(conditionings)
 
     @property
@@ -90,25 +97,26 @@ class Update:
 
     @property
     def under_way(self) -> int | None:
-        """The step whose sum is not in the weights yet."""
+        """Training step under way, whose gradients are not in the weights yet; None if none is."""
         return self._step
 
     @property
     def manifest(self) -> Manifest:
-        """What this rank has added to the optimizer step under way. Raises RuntimeError where none is."""
+        """Parts that this rank has added to the optimizer step under way. Raises RuntimeError if none is under way."""
         if self._step is None:
             raise RuntimeError("no optimizer step is under way")
         parts = tuple((part.group, part.part) for part in self._measured.parts)
         return Manifest(self._step, self._plan.update, self._plan.attempt, parts)
 
     def proximal(self, request: TrainRequest, *trajectories: Trajectory) -> None:
-        """Predicts, under the weights at the start of the batch, for groups that a later optimizer step trains on.
+        """Computes the predictions of the weights at the start of the batch, for groups of a later optimizer step.
 
-        That is before the first step of the batch, or later for groups whose predictions were lost with their rank.
+        It is called before the first optimizer step of the batch, and later for groups whose predictions were lost when
+        a rank died.
         """
         parameters, start = self._inputs.parameters, self._start
         self._fetched = self._fetched.plus(trajectories)
-        # During a step its measurements go on; before it, they wait for it.
+        # Spans go to the optimizer step under way; before it, they are kept until it begins.
         measured = UpdateMetrics()
         with self._inputs.turn(), parameters.swapped(start) if start is not None else nullcontext():
             for group, parts in self._mine(request.metas, trajectories, request.tickets):
@@ -118,7 +126,11 @@ class Update:
         spans.extend(measured.spans)
 
     def begin(self, step: int, plan: StepPlan) -> None:
-        """Clears gradients and statistics. `step` is the batch; its optimizer steps come as plan.update = 0, 1, ..."""
+        """Begins an optimizer step: clears gradients and statistics.
+
+        `step` is the training step, whose optimizer steps have `plan.update` 0, 1 and so on. Raises ValueError for an
+        update that `trainer.updates_per_batch` does not have.
+        """
         last = self._inputs.config.trainer.updates_per_batch - 1
         if not 0 <= plan.update <= last:
             raise ValueError(f"step {step} has no update {plan.update}: trainer.updates_per_batch is {last + 1}")
@@ -138,10 +150,11 @@ class Update:
     def accumulate(
         self, metas: Sequence[GroupMeta], *trajectories: Trajectory, tickets: Sequence[Sequence[int]] = ()
     ) -> None:
-        """Adds the gradients of this rank's parts of the groups; each group's tickets stand together in `trajectories`.
+        """Adds the gradients of this rank's parts of the groups.
 
-        `tickets`: which of each group's they are, where not all of them came along. Raises NonFiniteError naming step
-        and group, and ValueError where a group does not fit the run.
+        `trajectories` are sorted by group. `tickets` has, for each group, the positions of the tickets whose
+        trajectories are passed; empty means all tickets. Raises NonFiniteError if a loss or gradient is not finite,
+        ValueError if a group does not fit the run, and RuntimeError if no step is under way or an earlier call failed.
         """
         step = self._begun("accumulate")
         if self._plan.rows <= 0:
@@ -150,7 +163,7 @@ class Update:
         samples = self._inputs.config.trainer.micro_batch_size
         probed = self._lower_than_all_before(metas)
         probing = probed is not None and self._plan.probes(self._inputs.algorithm.records)
-        self._broken = True  # unless it reaches its end: a part may be in the sum, or half of one in the gradient
+        self._broken = True  # After an error, the sum may have only some of the parts, and the gradient half of one.
         for group, parts in self._mine(metas, trajectories, tickets):
             if group.meta.group == probed and self._inputs.world.size == 1:
                 self._remember(group)
@@ -161,7 +174,7 @@ class Update:
         self._planned = self._planned.joined(self._account_of(step, counted))
 
     def _begun(self, call: str) -> int:
-        """The step under way. Raises RuntimeError where there is none, or its sum is not one of whole parts."""
+        """Returns the step under way. Raises RuntimeError if there is none, or if a call that added to it failed."""
         if self._step is None:
             raise RuntimeError(f"{call} was called before begin")
         if self._broken:
@@ -171,7 +184,7 @@ class Update:
         return self._step
 
     def _lower_than_all_before(self, metas: Sequence[GroupMeta]) -> int | None:
-        """The lowest group of a call, unless a lower one came before in this optimizer step."""
+        """Returns the lowest group of a call, or None if this optimizer step already had a lower one."""
         groups = [meta.group for meta in metas if meta.selected]
         if not groups or (self._lowest is not None and self._lowest < min(groups)):
             return None
@@ -183,7 +196,7 @@ class Update:
             self._region.remember(group, self._passes.batches(group, Part(0, 0)))
 
     def _account_of(self, step: int, groups: Sequence[tuple[int, int]]) -> Account:
-        """Of every part of the groups, given as number and parts, without their magnitudes."""
+        """Returns the account of all parts of the groups, without their magnitudes; `groups` is (number, parts)."""
         account = Account()
         for group, parts in groups:
             for part in range(parts):
@@ -191,11 +204,12 @@ class Update:
         return account
 
     def add_up(self, request: TrainRequest, *trajectories: Trajectory) -> Summed:
-        """Adds up the ranks' sums; no weight changes, and this rank's own sum stays, so it can be done again.
+        """Adds up the sums of all ranks; all ranks must call it.
 
-        Where the whole could have left its range, the step is to be begun again. `trajectories`: those of the request's
-        probe. Raises RuntimeError where not each planned part is in the whole once, or the request is of an attempt
-        that is over.
+        The weights and this rank's own sum stay unchanged, so the call can be repeated. If the whole sum may have left
+        its range, the result has `overflow` set and the step must begin again. `trajectories` are those of the
+        request's probe. Raises RuntimeError if any planned part is not in the whole sum exactly once, or if the request
+        belongs to an earlier attempt.
         """
         step, plan, measured = self._begun("add_up"), self._plan, self._measured
         if request.attempt != plan.attempt:
@@ -218,10 +232,11 @@ class Update:
         return Summed(overflow, tuple(measured.parts))
 
     def take_step(self) -> UpdateStats:
-        """Clips what was added up and steps; without a group to train on the weights stay as they are.
+        """Clips the mean of the summed gradients and takes the optimizer step.
 
-        (Adam's momentum would move them.) No rank waits for another replica's. Raises NonFiniteError, before anything
-        changed.
+        If the step has no group to train on, the weights stay as they are; a step with a gradient of zero would still
+        move them by Adam's momentum. No rank waits for a rank of another replica. Raises NonFiniteError if the norm of
+        the gradient is not finite, before any weight changes, and RuntimeError if `add_up` was not called.
         """
         if self._step is None or not self._summed:
             raise RuntimeError("take_step was called before add_up")
@@ -251,7 +266,7 @@ class Update:
         return replace(stats, metrics=taken, spans=tuple(measured.spans), parts=tuple(measured.parts))
 
     def _add(self, step: int) -> int | None:
-        """The exponent in which the sum of all ranks could overflow, if it could."""
+        """Adds up the sums of all ranks; returns the exponent if the sum may have overflowed with it, else None."""
         inputs, total = self._inputs, self._sum
         found = total.reduce(inputs.world)
         if not found.holds(self._planned):
@@ -265,7 +280,7 @@ class Update:
         return None
 
     def _step_from(self, before: Tensor, rate: float, step: int) -> dict[str, float]:
-        """One step of the optimizer; leaves the weights as they were in `before`."""
+        """Takes one step of the optimizer and returns its metrics; copies the weights before it to `before`."""
         inputs = self._inputs
         norm = inputs.optimizer.gradient_norm()
         if not math.isfinite(norm):
@@ -281,12 +296,12 @@ class Update:
         return groups_of(metas, trajectories, tickets, self._inputs.world, samples, self._inputs.device)
 
     def _train(self, group: Group, parts: Sequence[Part], step: int, *, probing: bool) -> None:
-        """Computes parts of one group and adds the gradient of those that count; one wait for the device."""
+        """Computes parts of one group and adds the gradients of those that count; waits for the device only once."""
         sums = [self._contribution(group, part, probing=probing and index == 0) for index, part in enumerate(parts)]
         added = [(part, of_part) for part, of_part in zip(parts, sums, strict=True) if of_part is not None]
         found = on_host([of_part for _, of_part in added])
         for (part, of_part), values in zip(added, found, strict=True):
-            # Here and not only on the summed gradient, so that the message can name the group.
+            # This is checked for each part, and not only for the whole sum, so that the message can name the group.
             for what in ("loss", GRADIENT):
                 if not math.isfinite(values[what]):
                     raise NonFiniteError(f"step {step}, group {group.meta.group}: the {what} is {values[what]}")
@@ -296,12 +311,11 @@ class Update:
                 self._sum.witness(values[GRADIENT])
 
     def _contribution(self, group: Group, part: Part, *, probing: bool) -> PartSums | None:
-        """Adds the gradient of one part to the sum; None, and nothing added, where the part does not count.
+        """Computes one part, adds its gradient to the sum, and returns its statistics.
 
-        Of sharded weights, what is added is the sum of the parts that the ranks compute side by side, to which one that
-        does not count adds zeros.
-
-        `probing`: every rank of the replica does so at once; what the lowest group's first part finds is reported.
+        A part that does not count adds nothing and returns None. With sharded weights, the ranks add the sum of the
+        parts that they compute side by side, and a part that does not count contributes zeros to it. `probing` must be
+        equal on all ranks of the replica; only the measurement on the lowest group's first part is reported.
         """
         inputs, passes, plan, measured = self._inputs, self._passes, self._plan, self._measured
         batches = passes.batches(group, part)
@@ -325,7 +339,7 @@ class Update:
             return None
         if part.counts and probing and part.part == 0 and group.meta.group == self._lowest:
             sums.set_mean(GAP, gap)
-        if not sharded:  # there it would be that of a share of several parts
+        if not sharded:  # With shards, it would be the norm of a share of several parts.
             sums.set(SQUARED, torch.linalg.vector_norm(gradients, dtype=torch.float64).square())
         sums.set(GRADIENT, self._sum.add(gradients))
         return sums

@@ -61,7 +61,7 @@ logger = logging.getLogger(__name__)
 
 @runtime_checkable
 class Stateful(Protocol):
-    """An algorithm with state that goes from batch to batch, and therefore into checkpoints."""
+    """Algorithm whose state lasts from batch to batch, and is therefore saved in checkpoints."""
 
     def state_dict(self) -> Mapping[str, Tensor]: ...
 
@@ -128,7 +128,7 @@ class TrainerWorker:
     def _load(self, ranks: int) -> dict[str, Any]:
         self.world = World.current() if ranks == 1 else World(self.index, ranks)
         config, trainer = self.config, self.config.trainer
-        # Alone on the CPU first. Several ranks read nothing until each has memory for its shard, and no more.
+        # A single rank reads the model to the CPU. Several ranks read nothing before each has memory for its shard.
         parts = "structure" if self.world.joined or self._one_base is not None else "transformer"
         policy = load_policy(self.model, dtype=self.model.dtype, device="cpu", parts=parts)
         tuning = tuning_of(config)
@@ -144,9 +144,9 @@ class TrainerWorker:
         checkpoint_blocks(policy, unplanned(trainer.gradient_checkpointing, self.device))
         if trainer.compile:
             compile_blocks(policy)
-        dtypes = tuning.dtypes(policy.transformer)  # now: those that are sharded become float32
+        dtypes = tuning.dtypes(policy.transformer)  # Read before sharding, which makes them float32.
         layout = self._place(policy, set(tuning.parameters(policy.transformer).values()))
-        # Now: of several ranks, the base's parameters are other objects since they have memory.
+        # Read after `_place`, which replaces the parameters of the base by other objects if there are several ranks.
         trained = tuning.parameters(policy.transformer)
         if self.world.by_group:
             self.parameters = ShardedParameters(trained, policy.transformer, self.world, self.device)
@@ -158,7 +158,7 @@ class TrainerWorker:
         self.optimizer = Optimizer(trainer, self.parameters)
         self.versions = Versions(config, self.parameters, dtypes)
         if (self.world.rank == 0 and ranks == 1) or self.world.by_group:
-            _ = self.sender  # now, so that its memory is part of what loading takes
+            _ = self.sender  # Made here, so that its memory counts as part of loading.
         self.update = Update(self._inputs())
         return {
             "base_digest": digest,
@@ -171,7 +171,7 @@ class TrainerWorker:
         }
 
     def _digest(self, base: Mapping[str, Tensor]) -> str:
-        """Returns the digest of the base weights; of several ranks that read them together, only the first has it."""
+        """Returns the digest of the base weights; if several ranks read them together, only the first rank has it."""
         if self._one_base is not None:
             return self._one_base.digest
         return digest_of_stored(self.model, self.world, set(base)) if self.world.joined else base_digest(base)
@@ -320,8 +320,8 @@ class TrainerWorker:
 
     def state(self) -> tuple[str, PeerState]:
         """Returns the state from which another rank can go on as this one, and the state's digest."""
-        found = PeerState(self._state(), self.update.negatives, dict(self.versions.kept))
-        return found.digest(), found
+        state = PeerState(self._state(), self.update.negatives, dict(self.versions.kept))
+        return state.digest(), state
 
     def take_over(self, digest: str, state: PeerState) -> str:
         """Takes over another rank's state, with the digest that its `state` returned; returns the weights' fingerprint.

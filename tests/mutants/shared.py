@@ -26,7 +26,7 @@ SHARED_FAULTS = (
     ),
     Mutant(
         "a ticket begins between two units of training that follow one another",
-        {"async_flowrl.shared.turns:Turns._kept": no_patience},
+        {"async_flowrl.shared.turns:Turns._pause": no_patience},
         f"{TURNS}:test_a_ticket_waits_for_more_to_train_but_not_for_ever",
         arguments={"more": True, "seconds": 0.5},
     ),

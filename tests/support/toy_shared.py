@@ -1,6 +1,6 @@
 """Toy workers that sample and train (`placement=shared`), in virtual time, under the real controller.
 
-The pool is divided into its two parts by the real code (separation/shared.py).
+The pool is divided into two pools by the real code (separation/shared.py).
 """
 
 import asyncio
@@ -15,9 +15,9 @@ from async_flowrl.config.reward_pools import scoring_pools
 from async_flowrl.config.schema import Config
 from async_flowrl.config.shared import SHARED
 from async_flowrl.plan.virtual_time import run_virtual
-from async_flowrl.run.pools import PARTS
+from async_flowrl.run.pools import SUB_POOLS
 from async_flowrl.shared.worker import SharedRollout
-from separation.shared import PartGroup, Successors
+from separation.shared import SubGroup, Successors
 from tests.support.toy import Disturbance, ToyRun, toy_config, trained_on
 from tests.support.toy_models import ToyReward, ToyRollout, ToyTrainer
 from tests.support.toy_pool import Fault, ListObserver, Timing, ToyPool, ToyWorker, World, name_of, no_fault
@@ -122,7 +122,7 @@ def shared_toys() -> Iterator[None]:
     meet are those whose sums are added."""
 
     async def meet(pool: Any, timeout: float, members: Any = None, apart: bool = False) -> None:
-        targets = [worker.whole.target.trainer for worker in (members or pool.workers)]
+        targets = [worker.process.target.trainer for worker in (members or pool.workers)]
         for target in targets:
             target.ranks = lambda: targets
 
@@ -150,7 +150,7 @@ def shared_groups(config: Config, world: World) -> dict[str, Any]:
     rewards = {
         pool.name: ToyPool(pool.name, pool.workers, partial(ToyReward, config), world) for pool in scoring_pools(config)
     }
-    return {SHARED: whole, **{part.pool: PartGroup(successors, part) for part in PARTS}, **rewards}
+    return {SHARED: whole, **{each.pool: SubGroup(successors, each) for each in SUB_POOLS}, **rewards}
 
 
 async def _run(
@@ -159,7 +159,7 @@ async def _run(
     groups = shared_groups(config, World(timing, fault, observer))
     for worker in groups[SHARED].workers:
         worker.target.rollout.load()
-    return await trained_on(config, groups, observer, disturb, hosted=lambda worker: worker.whole.target.trainer)
+    return await trained_on(config, groups, observer, disturb, hosted=lambda worker: worker.process.target.trainer)
 
 
 def shared_virtual(

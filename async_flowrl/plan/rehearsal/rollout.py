@@ -45,7 +45,7 @@ class RolloutRehearsal:
 
 
 def rehearse_rollout(config: Config, model: FakeModel, card: Card) -> RolloutRehearsal:
-    """Rehearses a worker in steady state: all its places for versions are full, and one more is being received."""
+    """Rehearses a worker in steady state: all its slots for versions are full, and one more is being received."""
     if config.rollout.text_encoder == "cached":
         # A visit before the network is loaded, or in its place; no ticket of the steady state waits for one.
         config = replace(config, rollout=replace(config.rollout, text_encoder="offload"))
@@ -90,7 +90,7 @@ def as_one_ticket(config: Config) -> Config:
 
 
 def deliver(worker: RolloutWorker, config: Config) -> tuple[int, Intake]:
-    """Fills the receiver's ring (a place for each version that a ticket may name) and its place for an evaluation.
+    """Fills the receiver's ring (a slot for each version that a ticket may name) and its slot for an evaluation.
 
     Returns the newest version, and the intake of a version that is arriving, whose memory lasts as long as the intake.
     """

@@ -13,7 +13,7 @@ from async_flowrl.doctor.facts import importable
 from async_flowrl.doctor.findings import FAILED, OK, SKIPPED, Finding
 from async_flowrl.doctor.machines import Machine
 from async_flowrl.doctor.node_parts import node_part_findings
-from async_flowrl.doctor.optional import PARTS, finding_of, missing, modules, needed
+from async_flowrl.doctor.optional import FEATURES, finding_of, missing, modules, needed
 from async_flowrl.doctor.seats import seats
 from separation.group import PoolSpec
 from separation.survey import Node
@@ -92,7 +92,7 @@ def test_a_part_for_gpus_needs_a_gpu_on_the_node() -> None:
 
 
 def test_what_the_drivers_machine_lacks_is_asked_of_the_nodes() -> None:
-    part = replace(PARTS["vllm-omni"], lack=lambda: "no vllm")
+    part = replace(FEATURES["vllm-omni"], lack=lambda: "no vllm")
     given = config("rollout.engine=vllm_omni")
     assert finding_of("vllm-omni", part, given).status == FAILED
     assert finding_of("vllm-omni", part, config()).status == SKIPPED
@@ -107,7 +107,7 @@ def test_an_empty_folder_is_not_the_package(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.syspath_prepend(tmp_path)
     assert not importable("left_over") and importable("json") and importable("sys")
     assert modules(("json", "left_over"), "extra") == "no left_over: pip install 'async-flowrl[extra]'"
-    assert set(missing(list(PARTS))) <= set(PARTS)
+    assert set(missing(list(FEATURES))) <= set(FEATURES)
 
 
 def test_an_elastic_pool_starts_with_the_least_and_may_grow() -> None:

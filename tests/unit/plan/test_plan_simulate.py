@@ -137,7 +137,7 @@ def test_too_few_steps_are_refused() -> None:
 @pytest.mark.parametrize(("k", "hand_over"), [(0, "batch"), (0, "stream"), (1, "batch"), (1, "stream"), (2, "stream")])
 @pytest.mark.parametrize("workers", [1, 3])
 def test_the_plan_of_a_toy_run_is_the_toy_run(k: int, hand_over: str, workers: int) -> None:
-    """The toy run has the real gang, publisher and receivers; with the same constant times every step ends together.
+    """The toy run has the real trainer group, publisher and receivers; with constant times the steps end together.
 
     As many reward workers as groups: who is scored first of several at the same instant is chance.
     """

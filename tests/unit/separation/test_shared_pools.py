@@ -9,9 +9,9 @@ import pytest
 
 from separation.cluster import cluster
 from separation.group import PoolSpec, WorkerDied, WorkerFailed
-from separation.shared import Part, PartGroup, in_parts
+from separation.shared import SubGroup, SubPool, sub_groups
 
-PARTS = (Part("one", {"main": "main", "side": "side"}), Part("two", {"main": "two"}))
+SUB_POOLS = (SubPool("one", {"main": "main", "side": "side"}), SubPool("two", {"main": "two"}))
 built: list[str] = []
 
 
@@ -40,16 +40,16 @@ def running(main: Any) -> Any:
         spec = PoolSpec("both", f"{__name__}:Both", 2, lanes=("side", "two"))
         async with (
             cluster([spec], backend="local", start_deadline=60) as groups,
-            in_parts(groups["both"], PARTS) as parts,
+            sub_groups(groups["both"], SUB_POOLS) as pools,
         ):
-            return await main(groups["both"], parts["one"], parts["two"])
+            return await main(groups["both"], pools["one"], pools["two"])
 
     coroutine: Coroutine[Any, Any, Any] = inside()
     return asyncio.run(coroutine)
 
 
-def test_each_part_is_a_pool_of_its_own() -> None:
-    async def main(whole: Any, one: PartGroup, two: PartGroup) -> None:
+def test_each_sub_pool_has_workers_of_its_own() -> None:
+    async def main(whole: Any, one: SubGroup, two: SubGroup) -> None:
         assert [w.name for w in (*one.workers, *two.workers)] == ["one-0", "one-1", "two-0", "two-1"]
         assert (one.spec.name, one.spec.lanes, two.spec.lanes) == ("one", ("side",), ())
         assert (
@@ -69,7 +69,7 @@ def test_each_part_is_a_pool_of_its_own() -> None:
 
 
 def test_a_death_is_that_of_both_and_is_replaced_once() -> None:
-    async def main(whole: Any, one: PartGroup, two: PartGroup) -> None:
+    async def main(whole: Any, one: SubGroup, two: SubGroup) -> None:
         watch = asyncio.create_task(two.workers[1].watch())
         await asyncio.sleep(0)
         one.workers[1].kill()
@@ -89,7 +89,7 @@ def test_a_death_is_that_of_both_and_is_replaced_once() -> None:
 
 
 def test_a_replacement_goes_on_for_others_when_one_no_longer_waits() -> None:
-    async def main(whole: Any, one: PartGroup, two: PartGroup) -> None:
+    async def main(whole: Any, one: SubGroup, two: SubGroup) -> None:
         asked = asyncio.create_task(one.replace(0))
         await asyncio.sleep(0)
         asked.cancel()
@@ -101,7 +101,7 @@ def test_a_replacement_goes_on_for_others_when_one_no_longer_waits() -> None:
 
 
 def test_a_successor_that_cannot_be_built_is_asked_for_again() -> None:
-    async def main(whole: Any, one: PartGroup, two: PartGroup) -> None:
+    async def main(whole: Any, one: SubGroup, two: SubGroup) -> None:
         whole._incarnations[0] = 8
         results = await asyncio.gather(one.replace(0), two.replace(0), return_exceptions=True)
         assert all(isinstance(result, WorkerFailed) for result in results)
