@@ -196,6 +196,7 @@ class TrainedRequests(TicketsAsRequests):
     """Request builder that also answers what the real trainer asks about a group."""
 
     def __init__(self, config: Config) -> None:
+        super().__init__(config)
         self._sampling = sampling(config)
 
     def request(self, ticket: Ticket) -> PlannedRequest:  # type: ignore[override]

@@ -72,31 +72,33 @@ def test_one_pool_makes_batches_too() -> None:
 
 def test_a_call_is_the_sum_of_its_tickets_divided_by_its_batch() -> None:
     """8 tickets per step in batches of 3; a ticket that was lost is made again, and all of its batch with it."""
-    batches = Batches(3, 8, 2)
+    batches = [(0, 5, 2), (3, 4, 1), (6, 7), (8, 9, 10)]
 
     def made(worker: str, ordinal: int, seconds: float) -> TicketTime:
-        return TicketTime(worker, ordinal, ordinal // 8, seconds)
+        (batch,) = (each for each in batches if ordinal in each)
+        return TicketTime(worker, ordinal, ordinal // 8, seconds, batch)
 
     found = per_call(
         [
             made("rollout-0", 0, 3.0),
-            made("rollout-0", 1, 0.0),
+            made("rollout-0", 5, 0.0),
             made("rollout-1", 6, 2.0),
             made("rollout-0", 2, 0.0),
             made("rollout-1", 7, 0.0),
-            made("rollout-1", 1, 3.3),
+            made("rollout-1", 5, 3.3),
             made("rollout-0", 8, 2.7),
             made("rollout-0", 9, 0.3),
-        ],
-        batches,
+            made("rollout-0", 9, 3.0),
+        ]
     )
     assert [(call.worker, call.ordinal) for call in found] == [
         ("rollout-0", 0),
         ("rollout-1", 6),
-        ("rollout-1", 1),
+        ("rollout-1", 5),
         ("rollout-0", 8),
+        ("rollout-0", 9),
     ]
-    assert [call.seconds for call in found] == pytest.approx([1.0, 1.0, 1.1, 1.0])
+    assert [call.seconds for call in found] == pytest.approx([1.0, 1.0, 1.1, 1.0, 1.0])
 
 
 def costly(size: float) -> Work:
@@ -126,7 +128,7 @@ def test_groups_of_two_sizes_take_as_long_as_they_should() -> None:
 
 def test_sizes_are_seen_in_the_flops_of_a_runs_tickets() -> None:
     """Tickets take 1 s and 1 s per 10 GFLOP, of which small images take 10 and large ones 30."""
-    batches = Batches(1, 4, 2)
+    batches = Batches(1, 2)
     sizes = {0: 10e9, 1: 30e9, 2: 10e9, 3: 30e9, 4: 30e9}
 
     def history(flops: Mapping[int, float]) -> list[dict[str, Any]]:
@@ -149,7 +151,7 @@ def test_sizes_are_seen_in_the_flops_of_a_runs_tickets() -> None:
     assert group_costs(history(sizes), times, batches) == pytest.approx(expected)
     assert group_costs(history({}), times, batches) == {}, "nothing was counted"
     assert group_costs(history(dict.fromkeys(sizes, 10e9)), times, batches) == {}, "all are alike"
-    assert group_costs(history(sizes), times, Batches(2, 4, 2)) == {}, "a batch has one size"
+    assert group_costs(history(sizes), times, Batches(2, 2)) == {}, "a batch has one size"
 
 
 @pytest.mark.parametrize(
