@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from async_flowrl.config.paths import config_dir
 from async_flowrl.controller.context import Tally
 from async_flowrl.controller.dispatch import TicketLost
 from async_flowrl.data.sampler import Sampler
@@ -14,6 +15,7 @@ from async_flowrl.tickets.batches import by_length
 from async_flowrl.tickets.request import RequestBuilder
 from async_flowrl.tickets.table import TRAIN, Ticket
 from async_flowrl.types import Prompt
+from tests.performance.padding import share, words
 from tests.support.toy import ToyRun, toy_config, virtual
 from tests.support.toy_pool import Fault, Timing
 
@@ -72,6 +74,15 @@ def test_the_order_of_batches_changes_no_ticket() -> None:
     config, alone = (toy_config(1, ticket_size=2, rollout__tickets_per_batch=size) for size in (4, 1))
     ticket = Ticket(TRAIN, 3, 0, 1, 1, 0)
     assert RequestBuilder(config, prompts, []).request(ticket) == RequestBuilder(alone, prompts, []).request(ticket)
+
+
+def test_the_order_by_length_saves_padding() -> None:
+    """Prompts of a recipe, counted in words, against batches by number."""
+    prompts = (config_dir() / "prompts" / "ocr_train.txt").read_text().splitlines()
+    shares = {size: share(prompts, words, per_step=16, steps=12, size=size) for size in (2, 4, 8)}
+    for by_number, by_bytes, by_tokens in shares.values():
+        assert 0 < by_tokens <= by_bytes < by_number
+    assert shares[2][1] < shares[2][0] * 2 / 3 and shares[4][1] < shares[4][0] * 2 / 3
 
 
 @pytest.mark.parametrize("what", ["kill", "lose-images"])

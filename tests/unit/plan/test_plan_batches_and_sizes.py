@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
@@ -10,9 +11,12 @@ from typing import Any
 import pytest
 
 from async_flowrl.plan.__main__ import main
+from async_flowrl.plan.advise import advise
 from async_flowrl.plan.calibrate import calibrate
+from async_flowrl.plan.finer import finer_tickets, finer_works
 from async_flowrl.plan.laws import Law
-from async_flowrl.plan.simulate import simulate, traced
+from async_flowrl.plan.limits import Limits
+from async_flowrl.plan.simulate import Prediction, simulate, traced
 from async_flowrl.plan.ticket_times import Batches, TicketTime, group_costs, per_call
 from async_flowrl.plan.work import Layout, Work
 from tests.support.recorded import recorded
@@ -154,6 +158,34 @@ def test_sizes_are_seen_in_the_flops_of_a_runs_tickets() -> None:
     assert group_costs(history(sizes), times, Batches(2, 2)) == {}, "a batch has one size"
 
 
+def test_batches_get_smaller_before_tickets_do() -> None:
+    """A ticket in place of one in a batch of 4 would be a quarter of the call; so a batch of 2 comes first."""
+    work = Work(4, Law(1.0, 0.5), Law(0.5), tickets_per_group=2, tickets_per_batch=4, group_size=8, ticket_bytes=64)
+    tried = [(w.tickets_per_batch, w.tickets_per_group, w.generate.mean, w.ticket_bytes) for w in finer_works(work)]
+    assert tried == [(2, 2, 1.0, 64), (1, 2, 1.0, 64), (1, 4, 0.5, 32), (1, 8, 0.25, 16)]
+    alone = [(w.tickets_per_batch, w.tickets_per_group) for w in finer_works(replace(work, tickets_per_batch=1))]
+    assert alone == [(1, 4), (1, 8)]
+    assert [w.tickets_per_batch for w in finer_works(replace(work, tickets_per_batch=5))][:2] == [2, 1]
+
+
+def test_smaller_batches_are_recommended_before_older_samples() -> None:
+    """Two uneven batches of two tickets a step: single tickets even out, as a deeper pipeline would."""
+    work = Work(2, Law(0.5, 0.8), Law(0.9, 0.02), tickets_per_group=2, tickets_per_batch=2, group_size=16)
+    advice = advise(work, Limits(3, split=(2, 1), share=False, steps=80))
+    assert advice.chosen is not None
+    (said,) = [each for each in advice.sentences if each.startswith("Smaller ")]
+    assert "rollout.tickets_per_batch=1 in place of 2" in said and "if a part of a batch's images" in said
+    seen: list[Work] = []
+
+    def simulated(smaller: Work, layout: Layout) -> Prediction:
+        seen.append(smaller)
+        return simulate(smaller, layout, steps=80)
+
+    found = finer_tickets(work, advice.chosen, simulated)
+    assert found is not None and found.work == seen[-1] and found.sentence(advice.chosen) == said
+    assert seen[0] == replace(work, tickets_per_batch=1)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -164,6 +196,12 @@ def test_sizes_are_seen_in_the_flops_of_a_runs_tickets() -> None:
 def test_bad_options_are_one_sentence(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--generate", "8", "--update", "8", *options]) == 2
     assert capsys.readouterr().err.startswith(message)
+
+
+def test_costs_of_which_only_some_have_a_share_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match=r"^2$"):
+        main(["--generate", "8", "--update", "8", "--costs", "1:0.5,2"])
+    assert "error: argument --costs: all must have a share or none" in capsys.readouterr().err
 
 
 def test_the_command_knows_batches_and_sizes(capsys: pytest.CaptureFixture[str]) -> None:
