@@ -61,12 +61,17 @@ class Found:
 
 
 def requests(prepared: Prepared, tickets: int) -> list[RolloutRequest]:
-    """Returns the first tickets of the first step, on version 0. Raises ValueError if a step has fewer tickets."""
+    """Returns the first tickets of the first step's batches, on version 0.
+
+    Raises ValueError if a step has fewer tickets.
+    """
     plan = shape(prepared.config)
     if tickets > plan.tickets_per_step:
         raise ValueError(f"--tickets must be at most {plan.tickets_per_step}, the tickets of a step, got {tickets}")
-    places = [(k, *divmod(k, plan.tickets_per_group)) for k in range(tickets)]
-    return [prepared.requests.request(Ticket(TRAIN, k, 0, group, part, 0)) for k, group, part in places]
+    per_group = plan.tickets_per_group
+    places = [(group, part) for group in prepared.requests.batch_order(0) for part in range(per_group)][:tickets]
+    made = [Ticket(TRAIN, group * per_group + part, 0, group, part, 0) for group, part in places]
+    return [prepared.requests.request(ticket) for ticket in made]
 
 
 def deliver(worker: RolloutWorker) -> None:

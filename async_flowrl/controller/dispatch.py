@@ -14,6 +14,7 @@ from async_flowrl.controller.held_out import ask_held_out
 from async_flowrl.controller.pool_size import change_size, leave, refuse
 from async_flowrl.controller.scoring import Free, ask_reward, free_workers
 from async_flowrl.controller.shared import ticket_deadline
+from async_flowrl.tickets.batches import batch_of
 from async_flowrl.tickets.table import TRAIN, State, Ticket, describe
 from async_flowrl.types import ACTIVATE, RolloutReport, RolloutRequest
 from separation.group import NoSeat, Ref, RefLost, Worker, WorkerDied, WorkerFailed, seated
@@ -108,7 +109,7 @@ async def work(ctx: Context, slot: Slot, free: Free, tasks: asyncio.TaskGroup) -
     Raises the errors in `LOST`, TicketLost, and the worker's other errors.
     """
     while (ticket := await next_ticket(ctx, slot)) is not None:
-        made = await generate(ctx, slot, batch_of(ctx, ticket))
+        made = await generate(ctx, slot, together_with(ctx, ticket))
         slot.finished = True
         # A batch can contain several tickets of one group; the group is scored once.
         for accepted in {ticket.group: ticket for ticket in made}.values():
@@ -162,10 +163,12 @@ def at_the_gate(ctx: Context, slot: Slot) -> Ticket | None:
     return ctx.table.next_for(name, ahead=True, together=size)
 
 
-def batch_of(ctx: Context, ticket: Ticket) -> list[Ticket]:
+def together_with(ctx: Context, ticket: Ticket) -> list[Ticket]:
     """Returns the tickets, of any state, that go through the network together with `ticket`, it itself included."""
     size = ctx.config.rollout.tickets_per_batch
-    return ctx.table.batch(ticket, size) if size > 1 and ticket.kind == TRAIN else [ticket]
+    if size == 1 or ticket.kind != TRAIN:
+        return [ticket]
+    return batch_of(ctx.table, ticket, size, ctx.requests.batch_order(ticket.step))
 
 
 async def generate(ctx: Context, slot: Slot, batch: Sequence[Ticket]) -> list[Ticket]:
@@ -175,10 +178,11 @@ async def generate(ctx: Context, slot: Slot, batch: Sequence[Ticket]) -> list[Ti
     Raises TicketLost if a ticket was lost too often, DeadlineExceeded, WorkerDied or WorkerFailed.
     """
     worker, wanted = slot.worker, [ticket for ticket in batch if ticket.state is State.PENDING]
+    ordinals = tuple(ticket.ordinal for ticket in batch) if len(batch) > 1 else ()
     for ticket in wanted:
         if (lost := ticket.attempt - ticket.handed_back) >= MAX_TICKET_ATTEMPTS:
             raise TicketLost(f"{describe(ticket)} was lost {lost} times; see the faults in events.jsonl")
-        ctx.table.start(ticket, worker.name, along=ticket is not wanted[0])
+        ctx.table.start(ticket, worker.name, batch=ordinals, along=ticket is not wanted[0])
     ctx.observer.state(worker.name, "busy")
     slot.given += len(batch)
     try:

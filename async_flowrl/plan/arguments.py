@@ -29,7 +29,11 @@ def parser() -> argparse.ArgumentParser:
     option("--ticket-size", type=count, help="images per ticket (default: a whole group)")
     option("--tickets-per-batch", type=count, default=1, help="tickets that a worker makes at once (default 1)")
     option(
-        "--costs", type=factors, default=(), metavar="X,Y", help="relative durations of groups, one for each image size"
+        "--costs",
+        type=costs,
+        default=((), ()),
+        metavar="X:SHARE,Y:SHARE",
+        help="relative durations of groups, one for each image size, and the share of the groups that has it",
     )
     option("--devices", type=count, help="devices to split (default 2, or the run's)")
     option("--split", type=pair, metavar="R:T", help="fix the split instead of searching it")
@@ -61,10 +65,20 @@ def factor(value: str) -> float:
     return number
 
 
-def factors(value: str) -> tuple[float, ...]:
-    """Parses numbers above 0 with commas between; returns them divided by their mean."""
-    numbers = [factor(each) for each in value.split(",")]
-    return tuple(number * len(numbers) / sum(numbers) for number in numbers)
+def costs(value: str) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Parses `X,Y` or `X:SHARE,Y:SHARE`, numbers above 0; shares are in relation to each other.
+
+    Returns the numbers X, Y divided by their mean, and the shares divided by their sum, empty if none is given. Raises
+    argparse.ArgumentTypeError if some have a share and others not.
+    """
+    given = [each.partition(":") for each in value.split(",")]
+    if len({separator for _, separator, _ in given}) > 1:
+        raise argparse.ArgumentTypeError(f"all must have a share or none, for example 1:0.7,2.4:0.3, got {value}")
+    numbers = [factor(number) for number, _, _ in given]
+    weights = [factor(weight) if separator else 1.0 for _, separator, weight in given]
+    shares = tuple(weight / sum(weights) for weight in weights)
+    mean = sum(number * share for number, share in zip(numbers, shares, strict=True))
+    return tuple(number / mean for number in numbers), shares if given[0][1] else ()
 
 
 def share(value: str) -> float:

@@ -77,7 +77,7 @@ def calibrate(run: Path, *, last: int | None = None) -> Run:
         raise NothingToLearn(f"{run} has no step from {first} to {stop} with its timing in metrics.jsonl")
     history = within(history, first, stop)
     batches = batches_of(config)
-    times = per_call(ticket_times(history) if one_pool else generation_times(history), batches)
+    times = per_call(ticket_times(history) if one_pool else generation_times(history))
     costs = group_costs(history, times, batches)
     tickets = at_mean_cost(times, costs, batches)
     if not tickets:
@@ -122,7 +122,7 @@ def calibrate(run: Path, *, last: int | None = None) -> Run:
 
 def batches_of(config: Config) -> Batches:
     per_group = config.group_size // config.images_per_ticket
-    return Batches(config.rollout.tickets_per_batch, config.prompts_per_step * per_group, per_group)
+    return Batches(config.rollout.tickets_per_batch, per_group)
 
 
 def step_cost(costs: Mapping[int, float], step: int, groups: int) -> float:

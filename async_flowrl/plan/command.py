@@ -75,13 +75,15 @@ def from_numbers(given: argparse.Namespace) -> Work:
     per_group, groups, together = size // ticket, given.prompts, given.tickets_per_batch
     if together > groups * per_group:
         raise ValueError(f"--tickets-per-batch {together}, but a step has {groups * per_group} tickets")
-    if together > 1 and given.costs:
+    costs, shares = given.costs
+    if together > 1 and costs:
         raise ValueError("--tickets-per-batch above 1 needs images of one size, so it cannot be combined with --costs")
     return Work(
         prompts_per_step=groups,
         tickets_per_group=per_group,
         tickets_per_batch=together,
-        costs=given.costs,
+        costs=costs,
+        cost_shares=shares,
         group_size=size,
         generate=Law(given.generate / (groups * per_group), given.cv),
         update=Law(given.update / groups, given.update_cv),

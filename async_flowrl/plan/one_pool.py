@@ -203,6 +203,7 @@ class TrainedRequests(TicketsAsRequests):
     """Request builder with the methods that the real trainer calls for a group."""
 
     def __init__(self, config: Config) -> None:
+        super().__init__(config)
         self._sampling = sampling(config)
 
     def request(self, ticket: Ticket) -> PlannedRequest:  # type: ignore[override]

@@ -126,7 +126,7 @@ class _Parts:
 def _parts(work: Work, layout: Layout, config: Config, seed: int, recorder: "Recorder") -> _Parts:
     if layout.placement != SHARED:
         rollout = planned_pool("rollout", layout.rollout, work, layout, seed, recorder.units)
-        return _Parts(TicketsAsRequests(), rollout, PlannedTrainer(work, layout, seed, recorder.units))
+        return _Parts(TicketsAsRequests(config), rollout, PlannedTrainer(work, layout, seed, recorder.units))
     pools = one_pool(work, layout, config, seed, recorder.computes, recorder.units)
     return _Parts(TrainedRequests(config), *pools)
 

@@ -17,9 +17,6 @@ from async_flowrl.plan.memory import velocity
 from async_flowrl.plan.meta_model import MetaModel, build_meta_model
 from async_flowrl.types import Resolution
 
-PARTS = 20
-"""Most values with which the shares of sizes are given to the prediction command."""
-
 
 @dataclass(frozen=True)
 class SizeCosts:
@@ -36,15 +33,10 @@ class SizeCosts:
         return sum(share * self.costs[size] for size, share in self.shares.items())
 
     def option(self) -> str:
-        """Returns the option `--costs` of the prediction command, with a space in front; empty with a single size.
-
-        Its values are equally likely, so a size with a larger share has several of them.
-        """
+        """Returns the option `--costs` of the prediction command, with a space in front; empty with a single size."""
         if len(self.shares) == 1:
             return ""
-        least = min(self.shares.values())
-        count = {size: round(share / max(least, 1 / PARTS)) or 1 for size, share in self.shares.items()}
-        return " --costs " + ",".join(f"{self.costs[size]:.3g}" for size in count for _ in range(count[size]))
+        return " --costs " + ",".join(f"{self.costs[size]:.3g}:{share:.4g}" for size, share in self.shares.items())
 
     def sentence(self) -> str:
         """Returns a sentence on the sizes, for estimates that are means over them; empty for the largest alone."""

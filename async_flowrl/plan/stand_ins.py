@@ -23,8 +23,15 @@ from async_flowrl.types import RolloutReport, Scores
 class TicketsAsRequests:
     """Request builder that returns the ticket itself, because the stand-ins need no request."""
 
+    def __init__(self, config: Config) -> None:
+        self._groups = tuple(range(config.prompts_per_step))
+
     def request(self, ticket: Ticket) -> Ticket:
         return ticket
+
+    def batch_order(self, step: int) -> tuple[int, ...]:
+        """Returns the groups by number: the lengths of prompts are not planned."""
+        return self._groups
 
     def prompt(self, ticket: Ticket) -> Ticket:
         return ticket

@@ -4,7 +4,7 @@
 """
 
 from collections.abc import Collection, Container, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean, linear_regression
 
 from async_flowrl.observability.events import Event
@@ -25,24 +25,17 @@ class TicketTime:
     ordinal: int
     step: int
     seconds: float
+    batch: tuple[int, ...] = ()
+    """Ordinals of the tickets of its call in their order, itself included; empty if a call has one ticket."""
 
 
 @dataclass(frozen=True)
 class Batches:
-    """Which tickets are made in one call: `size` in a row of a step, at its end those that are left."""
+    """Numbers of tickets."""
 
     size: int
-    tickets_per_step: int
+    """Most tickets of one call."""
     tickets_per_group: int
-
-    def batch(self, ordinal: int) -> tuple[int, int]:
-        """Returns (step, number of the batch in it) of a training ticket."""
-        step, place = divmod(ordinal, self.tickets_per_step)
-        return step, place // self.size
-
-    def tickets(self, ordinal: int) -> int:
-        """Returns the number of tickets in the ticket's batch."""
-        return min(self.size, self.tickets_per_step - self.batch(ordinal)[1] * self.size)
 
     def group(self, ordinal: int) -> int:
         """Returns the number of the ticket's group in the run."""
@@ -55,7 +48,7 @@ def generation_times(history: Iterable[Event], steps: Container[int] | None = No
     The seconds run from the ticket's dispatch to its result, but begin with the worker's previous result if that is
     later: a worker gets its next ticket while it generates one. Of tickets of one batch the first has the time of all.
     """
-    started: dict[tuple[str, int], tuple[float, str]] = {}
+    started: dict[tuple[str, int], tuple[float, str, tuple[int, ...]]] = {}
     last: dict[str | None, float] = {}
     times = []
     for event in history:
@@ -63,37 +56,42 @@ def generation_times(history: Iterable[Event], steps: Container[int] | None = No
             continue
         key = event["kind"], event["ordinal"]
         if event["state"] == State.RUNNING:
-            started[key] = event["time"], event["worker"]
+            started[key] = event["time"], event["worker"], batch_in(event)
         elif event["state"] == State.SCORING and key in started:
-            began, worker = started.pop(key)
+            began, worker, batch = started.pop(key)
             if event["kind"] == TRAIN and (steps is None or event["step"] in steps):
                 seconds = event["time"] - max(began, last.get(worker, 0.0))
-                times.append(TicketTime(worker, event["ordinal"], event["step"], seconds))
+                times.append(TicketTime(worker, event["ordinal"], event["step"], seconds, batch))
             last[worker] = event["time"]
         elif event["state"] == State.PENDING:
             started.pop(key, None)
     return times
 
 
-def per_call(times: Iterable[TicketTime], batches: Batches) -> list[TicketTime]:
+def batch_in(event: Event) -> tuple[int, ...]:
+    """Returns `TicketTime.batch` from the event of a ticket that a worker has started."""
+    return tuple(event.get("batch", ()))
+
+
+def per_call(times: Iterable[TicketTime]) -> list[TicketTime]:
     """Returns one duration per call: the sum of its tickets' durations, divided by the number of tickets in the batch.
 
     A batch of which only some tickets were wanted was computed whole. `times` are in the order of the results.
     """
     calls: list[TicketTime] = []
     newest: dict[str, tuple[int, int]] = {}
-    """Worker → (index of its last call in `calls`, last ordinal of that call)."""
+    """Worker → (index of its last call in `calls`, place in the batch of that call's last result)."""
     for time in times:
-        share = time.seconds / batches.tickets(time.ordinal)
+        share = time.seconds / max(1, len(time.batch))
+        place = time.batch.index(time.ordinal) if time.batch else 0
         index, before = newest.get(time.worker, (-1, -1))
-        same = index >= 0 and batches.batch(before) == batches.batch(time.ordinal) and before < time.ordinal
-        if same:
-            call = calls[index]
-            calls[index] = TicketTime(call.worker, call.ordinal, call.step, call.seconds + share)
+        # The results of a call come in the order of its batch.
+        if index >= 0 and time.batch == calls[index].batch and before < place:
+            calls[index] = replace(calls[index], seconds=calls[index].seconds + share)
         else:
             index = len(calls)
-            calls.append(TicketTime(time.worker, time.ordinal, time.step, share))
-        newest[time.worker] = index, time.ordinal
+            calls.append(replace(time, seconds=share))
+        newest[time.worker] = index, place
     return calls
 
 

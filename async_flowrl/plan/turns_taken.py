@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from async_flowrl.observability.events import Event
 from async_flowrl.observability.intervals import length, union
 from async_flowrl.observability.ledger import place_of, pool_of
-from async_flowrl.plan.ticket_times import TicketTime
+from async_flowrl.plan.ticket_times import TicketTime, batch_in
 from async_flowrl.tickets.table import TRAIN, State
 
 BESIDE_GROUPS = ("optimizer", "probe")
@@ -18,6 +18,7 @@ BESIDE_GROUPS = ("optimizer", "probe")
 def ticket_times(history: Iterable[Event]) -> list[TicketTime]:
     """Returns the seconds of every training ticket that was generated; of a batch only those of the first, for all."""
     spans: dict[tuple[str, int], tuple[float, float]] = {}
+    batches: dict[tuple[str, int], tuple[int, ...]] = {}
     last: dict[str, float] = {}
     times = []
     for event in history:
@@ -25,12 +26,14 @@ def ticket_times(history: Iterable[Event]) -> list[TicketTime]:
             key = event["worker"], event["ordinal"]
             start, end = spans.get(key, (event["start"], event["end"]))
             spans[key] = min(start, event["start"]), max(end, event["end"])
+        elif event["event"] == "ticket" and event["state"] == State.RUNNING:
+            batches[event["kind"], event["ordinal"]] = batch_in(event)
         elif event["event"] == "ticket" and event["state"] == State.SCORING:
-            worker = event["worker"]
+            worker, batch = event["worker"], batches.get((event["kind"], event["ordinal"]), ())
             start, end = spans.pop((worker, event["ordinal"]), (0.0, 0.0))
             if event["kind"] == TRAIN and end > 0:
                 seconds = max(0.0, end - max(start, last.get(worker, 0.0)))
-                times.append(TicketTime(worker, event["ordinal"], event["step"], seconds))
+                times.append(TicketTime(worker, event["ordinal"], event["step"], seconds, batch))
             last[worker] = max(end, last.get(worker, 0.0))
     return times
 

@@ -37,8 +37,10 @@ class Work:
     tickets_per_batch: int = 1
     """Tickets that a rollout worker makes in one call (`rollout.tickets_per_batch`)."""
     costs: tuple[float, ...] = ()
-    """Relative durations of groups whose images have different sizes, equally likely, with a mean of 1; empty if all
-    are alike. They multiply `generate` and `update`, which are means over all sizes."""
+    """Relative durations of groups whose images have different sizes, with a mean of 1; empty if all are alike. They
+    multiply `generate` and `update`, which are means over all sizes."""
+    cost_shares: tuple[float, ...] = ()
+    """Share of the groups that has each of `costs`; empty if all shares are equal."""
     group_size: int = 0
     """Images per group; 0 means unknown."""
     parts: int = 0
@@ -70,7 +72,9 @@ class Work:
 
     def cost(self, seed: int, step: int, group: int) -> float:
         """Returns the relative duration of a group's tickets and update; every group draws its own."""
-        return random.Random(f"{seed}/cost/{step}/{group}").choice(self.costs) if self.costs else 1.0
+        if not self.costs:
+            return 1.0
+        return random.Random(f"{seed}/cost/{step}/{group}").choices(self.costs, self.cost_shares or None)[0]
 
     def score_in(self, pool: str) -> Law:
         """Returns the duration of scoring one group on one worker of the reward pool `pool`."""

@@ -4,9 +4,9 @@ The controller calls it for every ticket. Its results depend on the configuratio
 and, with `data.curriculum`, on the rewards of earlier steps; they do not depend on timing or on the worker.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +18,7 @@ from async_flowrl.data.curriculum import NO_SPREAD, SPREAD, UNKNOWN, Curriculum
 from async_flowrl.data.sampler import Sampler
 from async_flowrl.data.store import shared_texts
 from async_flowrl.seeds import derive
+from async_flowrl.tickets.batches import by_length
 from async_flowrl.tickets.table import EVALUATION, Ticket
 from async_flowrl.types import Prompt, Resolution, RolloutRequest, Sampling
 
@@ -76,8 +77,17 @@ class RequestBuilder:
         """Returns the prompt of the ticket's group."""
         if ticket.kind == EVALUATION:
             return self.evaluation[ticket.group]
-        chosen = self.curriculum.choice(ticket.step).prompts if self.curriculum else self.sampler.step(ticket.step)
-        return self.train[chosen[ticket.group]]
+        return self.train[self._chosen(ticket.step)[ticket.group]]
+
+    @cached_property
+    def batch_order(self) -> Callable[[int], tuple[int, ...]]:
+        """Function that returns the groups of a step in the order in which batches of tickets take them (`batches`)."""
+        # Cached, because every batch of a step asks for it.
+        return lru_cache(maxsize=64)(lambda step: by_length([self.train[index] for index in self._chosen(step)]))
+
+    def _chosen(self, step: int) -> Sequence[int]:
+        """Returns the index of each group's prompt."""
+        return self.curriculum.choice(step).prompts if self.curriculum else self.sampler.step(step)
 
     def trained(self, step: int, spread: Sequence[bool | None]) -> dict[str, int]:
         """Records a trained step in the curriculum and returns the metrics `curriculum/*`; {} without a curriculum.

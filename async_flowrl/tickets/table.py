@@ -127,28 +127,33 @@ class TicketTable:
         if held is None:
             return None
         train = self._first_pending(TRAIN, held.policy)
-        if ahead and self._waiting(held) < MIN_WAITING_PER_WORKER * together * len(self.held):
+        if ahead and self._waiting(held, together) < MIN_WAITING_PER_WORKER * together * len(self.held):
             return None
         evaluation = self._first_pending(EVALUATION, held.evaluation)
         if evaluation and (train is None or held.taken % EVALUATION_SHARE == EVALUATION_SHARE - 1):
             return evaluation
         return train
 
-    def _waiting(self, held: Held) -> int:
-        # An upper bound: a ticket started out of order is counted until it is at the head of its heap.
-        return sum(len(self._pending.get((TRAIN, version), ())) for version in held.policy)
+    def _waiting(self, held: Held, together: int) -> int:
+        heaps = [self._pending.get((TRAIN, version), ()) for version in held.policy]
+        if together == 1:
+            # An upper bound: a ticket started out of order is counted until it is at the head of its heap.
+            return sum(map(len, heaps))
+        # Batches take their tickets out of order.
+        return sum(self._tickets[k].state is State.PENDING for heap in heaps for k in heap if k in self._tickets)
 
-    def start(self, ticket: Ticket, worker: str, *, along: bool = False) -> None:
+    def start(self, ticket: Ticket, worker: str, *, batch: tuple[int, ...] = (), along: bool = False) -> None:
         """Marks a PENDING ticket, whose version `worker` holds, as RUNNING there; Refused for any other ticket.
 
-        `along=True` means that it is not the first ticket of its batch and does not count for EVALUATION_SHARE.
+        `batch` has the ordinals of all tickets of its call, if they are several. `along=True` means that it is not the
+        first one that is wanted of them and does not count for EVALUATION_SHARE.
         """
         held = self.held[worker]
         known = held.policy if ticket.kind == TRAIN else held.evaluation
         if ticket.state is not State.PENDING or ticket.version not in known:
             raise Refused(f"{worker} may not start {describe(ticket)}: it holds versions {sorted(known)}")
         held.taken += not along
-        ticket.worker, ticket.attempt = worker, ticket.attempt + 1
+        ticket.worker, ticket.attempt, ticket.batch = worker, ticket.attempt + 1, batch
         self._move(ticket, State.RUNNING)
 
     def blocked(self, worker: str) -> str:
@@ -202,13 +207,6 @@ class TicketTable:
         first = step * self.shape.tickets_per_step + group * self.shape.tickets_per_group
         ordinals = range(first, first + self.shape.tickets_per_group)
         return [self._tickets[k] for k in ordinals if k in self._tickets]
-
-    def batch(self, ticket: Ticket, size: int) -> list[Ticket]:
-        """Returns the tickets made in one call with `ticket`: `size` in a row of its step, at the step's end fewer."""
-        first = ticket.step * self.shape.tickets_per_step
-        start = ticket.ordinal - (ticket.ordinal - first) % size
-        end = min(start + size, first + self.shape.tickets_per_step)
-        return [self._tickets[k] for k in range(start, end)]
 
     def ready(self, step: int, group: int) -> bool:
         tickets = self.group(step, group)

@@ -74,6 +74,8 @@ class Ticket:
     """Name of the worker that makes it or made it last; None if it waits to be made again or was never started."""
     attempt: int = 0
     """Number of times that a worker has started it."""
+    batch: tuple[int, ...] = ()
+    """Ordinals of the tickets of its last call, itself included; empty if a call has one ticket."""
     handed_back: int = 0
     """Attempts that ended because their worker left the pool; the limit on attempts does not count them."""
     digest: str | None = None
@@ -103,7 +105,8 @@ class Held:
 def record(ticket: Ticket) -> dict[str, Any]:
     """Returns the fields of the event that is logged for each change of a ticket's state."""
     names = ("ordinal", "kind", "step", "group", "state", "worker", "attempt", "version", "digest")
-    return {name: getattr(ticket, name) for name in names}
+    batch = {"batch": ticket.batch} if ticket.batch and ticket.state is State.RUNNING else {}
+    return {name: getattr(ticket, name) for name in names} | batch
 
 
 def describe(ticket: Ticket) -> str:

@@ -59,7 +59,7 @@ def leaves(summary: Mapping[str, Any]) -> set[str]:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Run]:
-    """Two runs whose keys differ: correction, KL, windows that differ, evaluation before training."""
+    """Two runs whose keys differ: correction, KL, other windows, batches of tickets, evaluation before training."""
     folder = tmp_path_factory.mktemp("documented")
     evaluated = (
         "evaluate.before_training=true",
@@ -74,6 +74,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Run]:
         "algorithm.kl_coef=0.01",
         "algorithm.max_kl_per_update=1",
         "data.curriculum.after=2",
+        "rollout.tickets_per_batch=2",
         *windows,
     )
     corrected = train(folder / "corrected", "fully_async", "total_steps=4", *extras)

@@ -6,7 +6,7 @@ image, its noise, its version and the order of training, so equal digests mean e
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -30,6 +30,9 @@ from async_flowrl.types import Prompt
 from tests.support.toy_growth import ToyGrowth
 from tests.support.toy_models import ToyReward, ToyRollout, ToyTrainer
 from tests.support.toy_pool import Fault, ListObserver, Timing, ToyPool, World, no_fault
+
+TEXTS = tuple(f"prompt {index}" for index in range(5))
+"""Training prompts of a toy run, all of one length."""
 
 
 class ToySteps:
@@ -126,16 +129,18 @@ async def toy_run(
     *,
     disturb: Disturbance | None = None,
     observer: ListObserver | None = None,
+    texts: Sequence[str] = TEXTS,
 ) -> ToyRun:
     """Builds the pools and the context of a toy run, runs the real loop, and returns the results.
 
-    `timing` says how long calls take, `fault` which calls fail, and `disturb` runs beside the loop.
+    `timing` says how long calls take, `fault` which calls fail, and `disturb` runs beside the loop. `texts` are the
+    training prompts.
     """
     observer = observer or ListObserver()
     groups = toy_groups(config, World(timing or Timing(), fault, observer))
     for worker in groups["rollout"].workers:
         worker.target.load()
-    return await trained_on(config, groups, observer, disturb)
+    return await trained_on(config, groups, observer, disturb, texts=texts)
 
 
 async def trained_on(
@@ -145,13 +150,14 @@ async def trained_on(
     disturb: Disturbance | None = None,
     *,
     hosted: Callable[[Any], ToyTrainer] = lambda worker: worker.target,
+    texts: Sequence[str] = TEXTS,
 ) -> ToyRun:
     """Runs the real loop on pools of toy workers, whose models are loaded, and returns the results.
 
     `hosted` returns the toy trainer of a worker of the trainer's pool.
     """
     steps = ToySteps(observer)
-    ctx = toy_context(config, groups, observer, steps)
+    ctx = toy_context(config, groups, observer, steps, texts)
     beside = asyncio.ensure_future(disturb(ctx, groups)) if disturb else None
     try:
         await run(ctx)
@@ -188,9 +194,15 @@ def toy_groups(config: Config, world: World) -> dict[str, ToyPool]:
     return made
 
 
-def toy_context(config: Config, groups: Mapping[str, ToyPool], observer: ListObserver, steps: ToySteps) -> Context:
+def toy_context(
+    config: Config,
+    groups: Mapping[str, ToyPool],
+    observer: ListObserver,
+    steps: ToySteps,
+    texts: Sequence[str] = TEXTS,
+) -> Context:
     algorithm = build_algorithm(config)
-    prompts = [Prompt(index, f"prompt {index}") for index in range(5)]
+    prompts = [Prompt(index, text) for index, text in enumerate(texts)]
     requests, trainers = RequestBuilder(config, prompts, prompts[:2]), TrainerGroup(groups["trainer"], algorithm)
     return build_context(requests, groups, trainers, observer, steps, base_digest="toy")
 

@@ -7,15 +7,32 @@ from typing import Any
 
 import pytest
 
+from async_flowrl.config.paths import config_dir
 from async_flowrl.controller.context import Tally
 from async_flowrl.controller.dispatch import TicketLost
+from async_flowrl.data.sampler import Sampler
+from async_flowrl.tickets.batches import by_length
+from async_flowrl.tickets.request import RequestBuilder
+from async_flowrl.tickets.table import TRAIN, Ticket
+from async_flowrl.types import Prompt
+from tests.performance.padding import share, words
 from tests.support.toy import ToyRun, toy_config, virtual
 from tests.support.toy_pool import Fault, Timing
 
+LENGTHS = 30, 1, 20, 2, 10, 10
+"""Lengths of six training prompts, four of which are in a step."""
 
-def shared(size: int, fault: Fault | None = None, *, workers: int = 2, timing: Timing | None = None) -> ToyRun:
+
+def shared(
+    size: int, fault: Fault | None = None, *, workers: int = 2, timing: Timing | None = None, **more: Any
+) -> ToyRun:
     config = toy_config(1, steps=5, ticket_size=2, rollout__tickets_per_batch=size, rollout__num_workers=workers)
-    return virtual(config, timing, *([fault] if fault else []))
+    return virtual(config, timing, *([fault] if fault else []), **more)
+
+
+def uneven(size: int, fault: Fault | None = None, **more: Any) -> ToyRun:
+    """The same with prompts of different lengths."""
+    return shared(size, fault, texts=["x" * length for length in LENGTHS], **more)
 
 
 def swapping(generate_together: Callable[..., Any], calls: list[bool]) -> Callable[..., Any]:
@@ -34,6 +51,46 @@ def test_a_batch_is_the_next_tickets_of_a_step() -> None:
     (worker,) = shared(3, workers=1).groups["rollout"].workers
     first = [(0, 1, 2), (3, 4, 5), (6, 7)]
     assert worker.target.batches == [tuple(8 * step + k for k in batch) for step in range(5) for batch in first]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
+def test_batches_are_of_prompts_of_about_one_length(size: int) -> None:
+    """Whoever makes them: a step's tickets in the order of their prompts' lengths, then by number, cut into batches."""
+    found = uneven(size, workers=3, timing=Timing(seed=1, spread=0.9))
+    drawn = Sampler(len(LENGTHS), 4, seed=0, shuffle=True)
+    expected = []
+    for step in range(5):
+        tickets = sorted(range(8), key=lambda k: (LENGTHS[drawn.step(step)[k // 2]], k))
+        expected += [tuple(8 * step + k for k in tickets[start : start + size]) for start in range(0, 8, size)]
+    assert size <= 2 or any(list(batch) != sorted(batch) for batch in expected), "the order of numbers would do"
+    made = [batch for worker in found.groups["rollout"].workers for batch in worker.target.batches]
+    assert sorted(made) == ([] if size == 1 else sorted(expected))
+
+
+def test_the_order_of_batches_changes_no_ticket() -> None:
+    """Noise and prompt of a ticket do not depend on it, and prompts of one length keep their order."""
+    prompts = [Prompt(0, "five 5"), Prompt(1, "ä"), Prompt(2, "cc"), Prompt(3, "", token_ids=(1, 2)), Prompt(4, "x")]
+    assert by_length(prompts) == (4, 1, 2, 0, 3)
+    config, alone = (toy_config(1, ticket_size=2, rollout__tickets_per_batch=size) for size in (4, 1))
+    ticket = Ticket(TRAIN, 3, 0, 1, 1, 0)
+    assert RequestBuilder(config, prompts, []).request(ticket) == RequestBuilder(alone, prompts, []).request(ticket)
+
+
+def test_the_order_by_length_saves_padding() -> None:
+    """Prompts of a recipe, counted in words, against batches by number."""
+    prompts = (config_dir() / "prompts" / "ocr_train.txt").read_text().splitlines()
+    shares = {size: share(prompts, words, per_step=16, steps=12, size=size) for size in (2, 4, 8)}
+    for by_number, by_bytes, by_tokens in shares.values():
+        assert 0 < by_tokens <= by_bytes < by_number
+    assert shares[2][1] < shares[2][0] * 2 / 3 and shares[4][1] < shares[4][0] * 2 / 3
+
+
+@pytest.mark.parametrize("what", ["kill", "lose-images"])
+def test_batches_by_length_are_made_again_in_the_same_company(what: str) -> None:
+    digest = uneven(3, workers=1).digest
+    assert digest == uneven(3, workers=3, timing=Timing(seed=1, spread=0.9, slow={"rollout-1": 3.0})).digest
+    found = uneven(3, lambda *call: what if call == ("rollout-0", "generate_together", 2) else None)
+    assert found.table.retried > 0 and found.digest == digest
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -83,6 +140,16 @@ def test_no_worker_takes_a_batch_ahead_that_another_could_make_sooner() -> None:
     """Four batches a step; a worker that needs four times as long makes one of them."""
     config = toy_config(0, steps=3, prompts_per_step=8, ticket_size=2, rollout__tickets_per_batch=4)
     found = virtual(config, Timing(slow={"rollout-0": 4.0}))
+    (slow, _) = found.groups["rollout"].workers
+    assert len(slow.target.batches) == 3
+
+
+def test_nor_if_a_batch_takes_tickets_out_of_order() -> None:
+    """What a batch has taken does not count as waiting, whatever its number."""
+    config = toy_config(0, steps=3, prompts_per_step=8, ticket_size=2, rollout__tickets_per_batch=4)
+    texts = ["x" * length for length in (1, 9, 2, 8, 3, 7, 4, 6)]
+    config.data.shuffle = False
+    found = virtual(config, Timing(slow={"rollout-0": 4.0}), texts=texts)
     (slow, _) = found.groups["rollout"].workers
     assert len(slow.target.batches) == 3
 

@@ -28,8 +28,8 @@ class RolloutConfig:
     batch_size: int | None = setting(None, at_least=1, changes=ROUNDING)
     """Images of a ticket per forward pass: tickets are cut into chunks of this size; null = no cutting."""
     tickets_per_batch: int = setting(1, at_least=1, changes=ROUNDING)
-    """Training tickets that one forward pass computes together, always the same ones. It helps if single tickets are
-    too small to fill a GPU; the last float bits of an image then depend on its batch."""
+    """Training tickets that one forward pass computes together, always the same ones, with prompts of about one length.
+    It helps if single tickets are too small to fill a GPU; the last float bits of an image then depend on its batch."""
     threads: int = setting(1, at_least=1, changes=ROUNDING)
     """Torch threads per worker."""
     compile: bool = setting(False, changes=ROUNDING)

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
@@ -10,9 +11,12 @@ from typing import Any
 import pytest
 
 from async_flowrl.plan.__main__ import main
+from async_flowrl.plan.advise import advise
 from async_flowrl.plan.calibrate import calibrate
+from async_flowrl.plan.finer import finer_tickets, finer_works
 from async_flowrl.plan.laws import Law
-from async_flowrl.plan.simulate import simulate, traced
+from async_flowrl.plan.limits import Limits
+from async_flowrl.plan.simulate import Prediction, simulate, traced
 from async_flowrl.plan.ticket_times import Batches, TicketTime, group_costs, per_call
 from async_flowrl.plan.work import Layout, Work
 from tests.support.recorded import recorded
@@ -72,31 +76,33 @@ def test_one_pool_makes_batches_too() -> None:
 
 def test_a_call_is_the_sum_of_its_tickets_divided_by_its_batch() -> None:
     """8 tickets per step in batches of 3; a ticket that was lost is made again, and all of its batch with it."""
-    batches = Batches(3, 8, 2)
+    batches = [(0, 5, 2), (3, 4, 1), (6, 7), (8, 9, 10)]
 
     def made(worker: str, ordinal: int, seconds: float) -> TicketTime:
-        return TicketTime(worker, ordinal, ordinal // 8, seconds)
+        (batch,) = (each for each in batches if ordinal in each)
+        return TicketTime(worker, ordinal, ordinal // 8, seconds, batch)
 
     found = per_call(
         [
             made("rollout-0", 0, 3.0),
-            made("rollout-0", 1, 0.0),
+            made("rollout-0", 5, 0.0),
             made("rollout-1", 6, 2.0),
             made("rollout-0", 2, 0.0),
             made("rollout-1", 7, 0.0),
-            made("rollout-1", 1, 3.3),
+            made("rollout-1", 5, 3.3),
             made("rollout-0", 8, 2.7),
             made("rollout-0", 9, 0.3),
-        ],
-        batches,
+            made("rollout-0", 9, 3.0),
+        ]
     )
     assert [(call.worker, call.ordinal) for call in found] == [
         ("rollout-0", 0),
         ("rollout-1", 6),
-        ("rollout-1", 1),
+        ("rollout-1", 5),
         ("rollout-0", 8),
+        ("rollout-0", 9),
     ]
-    assert [call.seconds for call in found] == pytest.approx([1.0, 1.0, 1.1, 1.0])
+    assert [call.seconds for call in found] == pytest.approx([1.0, 1.0, 1.1, 1.0, 1.0])
 
 
 def costly(size: float) -> Work:
@@ -126,7 +132,7 @@ def test_groups_of_two_sizes_take_as_long_as_they_should() -> None:
 
 def test_sizes_are_seen_in_the_flops_of_a_runs_tickets() -> None:
     """Tickets take 1 s and 1 s per 10 GFLOP, of which small images take 10 and large ones 30."""
-    batches = Batches(1, 4, 2)
+    batches = Batches(1, 2)
     sizes = {0: 10e9, 1: 30e9, 2: 10e9, 3: 30e9, 4: 30e9}
 
     def history(flops: Mapping[int, float]) -> list[dict[str, Any]]:
@@ -149,7 +155,35 @@ def test_sizes_are_seen_in_the_flops_of_a_runs_tickets() -> None:
     assert group_costs(history(sizes), times, batches) == pytest.approx(expected)
     assert group_costs(history({}), times, batches) == {}, "nothing was counted"
     assert group_costs(history(dict.fromkeys(sizes, 10e9)), times, batches) == {}, "all are alike"
-    assert group_costs(history(sizes), times, Batches(2, 4, 2)) == {}, "a batch has one size"
+    assert group_costs(history(sizes), times, Batches(2, 2)) == {}, "a batch has one size"
+
+
+def test_batches_get_smaller_before_tickets_do() -> None:
+    """A ticket in place of one in a batch of 4 would be a quarter of the call; so a batch of 2 comes first."""
+    work = Work(4, Law(1.0, 0.5), Law(0.5), tickets_per_group=2, tickets_per_batch=4, group_size=8, ticket_bytes=64)
+    tried = [(w.tickets_per_batch, w.tickets_per_group, w.generate.mean, w.ticket_bytes) for w in finer_works(work)]
+    assert tried == [(2, 2, 1.0, 64), (1, 2, 1.0, 64), (1, 4, 0.5, 32), (1, 8, 0.25, 16)]
+    alone = [(w.tickets_per_batch, w.tickets_per_group) for w in finer_works(replace(work, tickets_per_batch=1))]
+    assert alone == [(1, 4), (1, 8)]
+    assert [w.tickets_per_batch for w in finer_works(replace(work, tickets_per_batch=5))][:2] == [2, 1]
+
+
+def test_smaller_batches_are_recommended_before_older_samples() -> None:
+    """Two uneven batches of two tickets a step: single tickets even out, as a deeper pipeline would."""
+    work = Work(2, Law(0.5, 0.8), Law(0.9, 0.02), tickets_per_group=2, tickets_per_batch=2, group_size=16)
+    advice = advise(work, Limits(3, split=(2, 1), share=False, steps=80))
+    assert advice.chosen is not None
+    (said,) = [each for each in advice.sentences if each.startswith("Smaller ")]
+    assert "rollout.tickets_per_batch=1 in place of 2" in said and "if a part of a batch's images" in said
+    seen: list[Work] = []
+
+    def simulated(smaller: Work, layout: Layout) -> Prediction:
+        seen.append(smaller)
+        return simulate(smaller, layout, steps=80)
+
+    found = finer_tickets(work, advice.chosen, simulated)
+    assert found is not None and found.work == seen[-1] and found.sentence(advice.chosen) == said
+    assert seen[0] == replace(work, tickets_per_batch=1)
 
 
 @pytest.mark.parametrize(
@@ -162,6 +196,12 @@ def test_sizes_are_seen_in_the_flops_of_a_runs_tickets() -> None:
 def test_bad_options_are_one_sentence(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--generate", "8", "--update", "8", *options]) == 2
     assert capsys.readouterr().err.startswith(message)
+
+
+def test_costs_of_which_only_some_have_a_share_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match=r"^2$"):
+        main(["--generate", "8", "--update", "8", "--costs", "1:0.5,2"])
+    assert "error: argument --costs: all must have a share or none" in capsys.readouterr().err
 
 
 def test_the_command_knows_batches_and_sizes(capsys: pytest.CaptureFixture[str]) -> None:
