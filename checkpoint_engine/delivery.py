@@ -45,14 +45,17 @@ class Delivery:
         options: DeliveryOptions | None = None,
         broadcast: CollectiveBroadcast | None = None,
         ahead: Callable[[int, Sequence[ReceiverEndpoint]], Awaitable[None]] | None = None,
+        on_close: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         """`replace(name, error)` is awaited after a receiver was given up; its successor must be added by `join`.
 
         `ahead(version, idle receivers)` is awaited before a version is sealed: it may send bytes that a receiver's
-        `receive`, which is called in any case, then need not wait for.
+        `receive`, which is called in any case, then need not wait for. `on_close()` is awaited at the end of `close`;
+        it must end what the sender has begun and nobody waits for any more.
         """
         self.stats = DeliveryStats()
-        self._sender, self._replace, self._broadcast, self._ahead = sender, replace, broadcast, ahead
+        self._sender, self._replace, self._broadcast = sender, replace, broadcast
+        self._ahead, self._on_close = ahead, on_close
         self._options = options or DeliveryOptions()
         self._queues: dict[str, ReceiverQueue] = {}
         self._headers: dict[int, Header] = {}
@@ -167,13 +170,15 @@ class Delivery:
         self._check()
 
     async def close(self) -> None:
-        """Cancels all deliveries and waits until they have ended."""
+        """Cancels all deliveries, and what was sent ahead of them, and waits until they have ended."""
         tasks = [*self._tasks, *(queue.task for queue in self._queues.values())]
         for name in list(self._queues):
             await self.leave(name)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        if self._on_close is not None:
+            await self._on_close()
         if self._broadcast is not None:
             await self._broadcast.close()
 

@@ -181,5 +181,6 @@ class ReceiverQueue:
     async def _has_it(self, parent: Job) -> bool:
         """Returns True if the parent acknowledges in time; a slow parent must not delay all receivers below it."""
         seconds = (parent.depth + 1) * (RELAY_SECONDS + parent.header.nbytes / MIN_BYTES_PER_SECOND)
-        await asyncio.wait([parent.done], timeout=min(seconds, self._options.deadline))
+        limit = self._options.deadline
+        await asyncio.wait([parent.done], timeout=seconds if limit is None else min(seconds, limit))
         return parent.done.done() and parent.done.result()

@@ -17,12 +17,12 @@ from async_flowrl.controller.ema import EmaWeights
 from async_flowrl.controller.endpoints import PUBLISHING, EmaEndpoint, RolloutEndpoint, TrainerEndpoint
 from async_flowrl.controller.own_versions import endpoint_of
 from async_flowrl.controller.shard_endpoints import (
-    SenderLost,
     ShardedEmaEndpoint,
     ShardedRolloutEndpoint,
     ShardedTrainerEndpoint,
     sharded_sender,
 )
+from async_flowrl.controller.share_payload import SenderLost
 from async_flowrl.controller.shared import delivery_options
 from async_flowrl.controller.trainer import TrainerGroup
 from async_flowrl.tickets.table import TicketTable
@@ -157,7 +157,7 @@ class PublishedWeights:
     async def retain_for_evaluation(self, version: int) -> None:
         """Retains the EMA as it is now, under the number `version`; without an EMA, the version itself."""
         if self.ema is not None:
-            await self._in_time(f"the average at version {version}", self.ema.retain(version))
+            await self._from_sender(f"the average at version {version}", self.ema.retain(version))
             return
         await self._sealed[version].wait()
         await self.delivery.keep(version)
@@ -216,13 +216,12 @@ class PublishedWeights:
         """Makes the canary, the sender and the deliveries of the policy and of its EMA."""
         config, living = self.config, self.trainers.living
         sender: TrainerEndpoint | ShardedTrainerEndpoint
-        async with deadline(config.deadlines.publish, "publish: the trainer's canary"):
-            if self.sharded:
-                sender = await sharded_sender(living, config, self.sealed)
-                self.canary = Canary(*await sender.canary())
-            else:
-                self.canary = await self._by_first(Canary.of)
-                sender = TrainerEndpoint(living, self, self.transport, self.sealed, on_moved=self._moved)
+        if self.sharded:
+            sender = await sharded_sender(living, config, self.sealed)
+            self.canary = Canary(*await sender.canary())
+        else:
+            self.canary = await self._in_time("the trainer's canary", self._by_first(Canary.of))
+            sender = TrainerEndpoint(living, self, self.transport, self.sealed, on_moved=self._moved)
         broadcast = None
         if isinstance(sender, TrainerEndpoint) and self.transport != OBJECT_STORE:
             broadcast = CollectiveBroadcast(
@@ -234,8 +233,17 @@ class PublishedWeights:
                 max_members=config.checkpoint_engine.max_members,
             )
         options = delivery_options(config, POLICY, sharded=self.sharded)
-        ahead = sender.send_ahead if isinstance(sender, ShardedTrainerEndpoint) else None
-        self.delivery = Delivery(sender, replace=self._give_up, options=options, broadcast=broadcast, ahead=ahead)
+        ahead, on_close = (
+            (sender.send_ahead, sender.close) if isinstance(sender, ShardedTrainerEndpoint) else (None, None)
+        )
+        self.delivery = Delivery(
+            sender,
+            replace=self._give_up,
+            options=options,
+            broadcast=broadcast,
+            ahead=ahead,
+            on_close=on_close,
+        )
         self.delivery.on_ack(self._acknowledged)
         if config.trainer.ema_decay is not None:
             self.ema = EmaWeights(
@@ -277,13 +285,14 @@ class PublishedWeights:
     async def _prove(self, worker: Worker) -> None:
         """Delivers the canary to the worker and compares the results of its network with the trainer's.
 
-        Raises WeightsMismatch, which names the module that differs, WorkerDied or DeadlineExceeded.
+        Raises WeightsMismatch, which names the module that differs, WorkerDied, DeadlineExceeded or SenderLate.
         """
         kind = ShardedRolloutEndpoint if self.sharded else RolloutEndpoint
         end = kind(worker, self.observer, self.transport)
         for attempt in range(self.config.checkpoint_engine.retries + 1):
             try:
-                await self._in_time(f"canary to {worker.name}", end.receive(self.canary.header, self.canary.payload))
+                received = end.receive(self.canary.header, self.canary.payload)
+                await self._from_sender(f"canary to {worker.name}", received)
                 break
             except Exception as error:
                 if verdict(error) is not Verdict.RESEND or isinstance(error, DeadlineExceeded):
@@ -314,6 +323,10 @@ class PublishedWeights:
     async def _in_time(self, what: str, call: Awaitable[T]) -> T:
         async with deadline(self.config.deadlines.publish, f"publish: {what}"):
             return await call
+
+    async def _from_sender(self, what: str, call: Awaitable[T]) -> T:
+        """As `_in_time`; if ranks have shares, without a deadline here, because each of their answers has its own."""
+        return await (call if self.sharded else self._in_time(what, call))
 
     def _acknowledged(self, worker: str, ack: Ack) -> None:
         if worker not in self.table.held:
