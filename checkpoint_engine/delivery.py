@@ -26,8 +26,7 @@ from checkpoint_engine.base import (
 )
 from checkpoint_engine.collective_delivery import CollectiveBroadcast
 from checkpoint_engine.errors import Verdict, VersionGone, error_names, verdict
-from checkpoint_engine.fanout import depth, parents
-from checkpoint_engine.receiver_queue import Job, QueueEvents, ReceiverQueue
+from checkpoint_engine.receiver_queue import Job, QueueEvents, ReceiverQueue, planned
 
 logger = logging.getLogger(__name__)
 
@@ -261,21 +260,7 @@ class Delivery:
             if "VersionGone" in error_names(error) and slot == RING and header.version not in self._headers:
                 return []  # lost, when the sender moved during the call
             raise
-        jobs = {queue.name: Job(header, slot, payload, self._future()) for queue in queues}
-        ends = {queue.name: queue.endpoint for queue in queues}
-        sources = {name: (ends[name], jobs[name]) for name in jobs} | {
-            end.name: (end, job) for end, job in holders.values()
-        }
-        plan = parents(
-            {name: end.node for name, end in ends.items()},
-            {node: end.name for node, (end, _) in holders.items()},
-            max_fan_out=self._options.max_fan_out,
-            node_fan_out=self._options.node_fan_out,
-        )
-        for name, job in jobs.items():
-            parent = plan[name]
-            job.parent = None if parent is None else sources[parent]
-            job.depth = depth(plan, name)
+        jobs = planned(header, slot, payload, queues, holders, self._options)
         for queue in queues:
             if self._queues.get(queue.name) is queue:
                 queue.put(jobs[queue.name])

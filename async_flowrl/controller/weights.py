@@ -11,10 +11,11 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from async_flowrl.config.schema import Config
+from async_flowrl.controller.canary import Canary
 from async_flowrl.controller.context import Observer, Signal
 from async_flowrl.controller.corruption import CorruptionWatch
 from async_flowrl.controller.ema import EmaWeights
-from async_flowrl.controller.endpoints import PUBLISHING, EmaEndpoint, RolloutEndpoint, TrainerEndpoint
+from async_flowrl.controller.endpoints import EmaEndpoint, RolloutEndpoint, TrainerEndpoint
 from async_flowrl.controller.own_versions import endpoint_of
 from async_flowrl.controller.shard_endpoints import (
     ShardedEmaEndpoint,
@@ -42,30 +43,6 @@ from separation.group import RefLost, Worker, WorkerDied, WorkerGroup
 from separation.supervise import DeadlineExceeded, deadline
 
 T = TypeVar("T")
-
-
-@dataclass
-class Canary:
-    """Random weights under version -1; a new worker must compute the same with them as the trainer before it serves."""
-
-    header: Header
-    payload: Any
-    """The weights' bytes, or a reference to them in the object store."""
-    probe: dict[str, Any]
-    """Results of the trainer's network with these weights (checkpoint_engine/binding_proof.py)."""
-
-    @classmethod
-    async def of(cls, rank: Worker) -> "Canary":
-        """Has a trainer rank make the canary; every rank makes the same one."""
-        probe = await rank.call("sender.canary")
-        header = await rank.call("sender.policy.seal", CANARY_VERSION, lane=PUBLISHING)
-        _, (payload,) = await rank.call_split("sender.policy.payload", CANARY_VERSION, returns=2, lane=PUBLISHING)
-        return cls(header, payload, probe)
-
-    async def again(self, rank: Worker) -> "Canary":
-        """Has a trainer rank send the payload once more, for the case that the node that held it is lost."""
-        _, (payload,) = await rank.call_split("sender.canary_again", returns=2, lane=PUBLISHING)
-        return Canary(self.header, payload, self.probe)
 
 
 @dataclass
