@@ -119,12 +119,12 @@ class DeliveryOptions:
     """Options of a Delivery.
 
     `retries`: further attempts to send a version to a receiver. `deadline`: seconds that one call of the sender or a
-    receiver may take. `retain`: number of newest sealed versions that a new receiver can ask for. `max_fan_out` and
-    `node_fan_out`: see fanout.py.
+    receiver may take; None if the endpoints limit their own waits, with errors that name who is late. `retain`: number
+    of newest sealed versions that a new receiver can ask for. `max_fan_out` and `node_fan_out`: see fanout.py.
     """
 
     retries: int = 3
-    deadline: float = 30.0
+    deadline: float | None = 30.0
     retain: int = 2
     max_fan_out: int = MAX_FAN_OUT
     node_fan_out: int = NODE_FAN_OUT

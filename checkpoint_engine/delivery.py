@@ -26,8 +26,7 @@ from checkpoint_engine.base import (
 )
 from checkpoint_engine.collective_delivery import CollectiveBroadcast
 from checkpoint_engine.errors import Verdict, VersionGone, error_names, verdict
-from checkpoint_engine.fanout import depth, parents
-from checkpoint_engine.receiver_queue import Job, QueueEvents, ReceiverQueue
+from checkpoint_engine.receiver_queue import Job, QueueEvents, ReceiverQueue, planned
 
 logger = logging.getLogger(__name__)
 
@@ -45,14 +44,17 @@ class Delivery:
         options: DeliveryOptions | None = None,
         broadcast: CollectiveBroadcast | None = None,
         ahead: Callable[[int, Sequence[ReceiverEndpoint]], Awaitable[None]] | None = None,
+        on_close: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         """`replace(name, error)` is awaited after a receiver was given up; its successor must be added by `join`.
 
         `ahead(version, idle receivers)` is awaited before a version is sealed: it may send bytes that a receiver's
-        `receive`, which is called in any case, then need not wait for.
+        `receive`, which is called in any case, then need not wait for. `on_close()` is awaited at the end of `close`;
+        it must end what the sender has begun and nobody waits for any more.
         """
         self.stats = DeliveryStats()
-        self._sender, self._replace, self._broadcast, self._ahead = sender, replace, broadcast, ahead
+        self._sender, self._replace, self._broadcast = sender, replace, broadcast
+        self._ahead, self._on_close = ahead, on_close
         self._options = options or DeliveryOptions()
         self._queues: dict[str, ReceiverQueue] = {}
         self._headers: dict[int, Header] = {}
@@ -167,13 +169,15 @@ class Delivery:
         self._check()
 
     async def close(self) -> None:
-        """Cancels all deliveries and waits until they have ended."""
+        """Cancels all deliveries, and what was sent ahead of them, and waits until they have ended."""
         tasks = [*self._tasks, *(queue.task for queue in self._queues.values())]
         for name in list(self._queues):
             await self.leave(name)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        if self._on_close is not None:
+            await self._on_close()
         if self._broadcast is not None:
             await self._broadcast.close()
 
@@ -256,21 +260,7 @@ class Delivery:
             if "VersionGone" in error_names(error) and slot == RING and header.version not in self._headers:
                 return []  # lost, when the sender moved during the call
             raise
-        jobs = {queue.name: Job(header, slot, payload, self._future()) for queue in queues}
-        ends = {queue.name: queue.endpoint for queue in queues}
-        sources = {name: (ends[name], jobs[name]) for name in jobs} | {
-            end.name: (end, job) for end, job in holders.values()
-        }
-        plan = parents(
-            {name: end.node for name, end in ends.items()},
-            {node: end.name for node, (end, _) in holders.items()},
-            max_fan_out=self._options.max_fan_out,
-            node_fan_out=self._options.node_fan_out,
-        )
-        for name, job in jobs.items():
-            parent = plan[name]
-            job.parent = None if parent is None else sources[parent]
-            job.depth = depth(plan, name)
+        jobs = planned(header, slot, payload, queues, holders, self._options)
         for queue in queues:
             if self._queues.get(queue.name) is queue:
                 queue.put(jobs[queue.name])

@@ -11,6 +11,7 @@ import torch
 import xxhash
 from torch import Tensor
 
+from checkpoint_engine import pinned_memory
 from checkpoint_engine.digest import ByteArray, combine
 from checkpoint_engine.errors import WeightsMismatch
 
@@ -62,8 +63,10 @@ class Layout:
         return combine(f"{e.name}|{e.shape}|{e.dtype}|{e.offset}" for e in self.entries)
 
     def empty(self, device: torch.device | str = "cpu", *, pinned: bool = False) -> Tensor:
-        """Returns an uninitialised buffer uint8 [nbytes]; `pinned` is page-locked host memory."""
-        return torch.empty(self.nbytes, dtype=torch.uint8, device=device, pin_memory=pinned)
+        """Returns an uninitialised buffer uint8 [nbytes]; `pinned` is page-locked host memory (pinned_memory.py)."""
+        if pinned:
+            return pinned_memory.pinned(self.nbytes)
+        return torch.empty(self.nbytes, dtype=torch.uint8, device=device)
 
     def views(self, buffer: Tensor) -> dict[str, Tensor]:
         """Returns name → tensor, all views of a buffer uint8 [nbytes]."""

@@ -6,12 +6,13 @@ A version that the sender has dropped for newer ones, while its payload came in 
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from checkpoint_engine.base import Ack, DeliveryOptions, DeliveryStats, Header, ReceiverEndpoint
 from checkpoint_engine.errors import Verdict, WeightsMismatch, error_names, verdict
+from checkpoint_engine.fanout import depth, parents
 from checkpoint_engine.process_group import MIN_BYTES_PER_SECOND
 
 logger = logging.getLogger(__name__)
@@ -181,5 +182,37 @@ class ReceiverQueue:
     async def _has_it(self, parent: Job) -> bool:
         """Returns True if the parent acknowledges in time; a slow parent must not delay all receivers below it."""
         seconds = (parent.depth + 1) * (RELAY_SECONDS + parent.header.nbytes / MIN_BYTES_PER_SECOND)
-        await asyncio.wait([parent.done], timeout=min(seconds, self._options.deadline))
+        limit = self._options.deadline
+        await asyncio.wait([parent.done], timeout=seconds if limit is None else min(seconds, limit))
         return parent.done.done() and parent.done.result()
+
+
+def planned(
+    header: Header,
+    slot: str,
+    payload: Any,
+    queues: Sequence[ReceiverQueue],
+    holders: "Mapping[str, tuple[ReceiverEndpoint, Job]]",
+    options: DeliveryOptions,
+) -> dict[str, Job]:
+    """Returns by receiver the jobs that send a version to all `queues`, with the receivers that pass it on to them.
+
+    `holders` (by node) have the version already and pass it on within their nodes.
+    """
+    future = asyncio.get_running_loop().create_future
+    jobs = {queue.name: Job(header, slot, payload, future()) for queue in queues}
+    ends = {queue.name: queue.endpoint for queue in queues}
+    sources = {name: (ends[name], jobs[name]) for name in jobs} | {
+        end.name: (end, job) for end, job in holders.values()
+    }
+    plan = parents(
+        {name: end.node for name, end in ends.items()},
+        {node: end.name for node, (end, _) in holders.items()},
+        max_fan_out=options.max_fan_out,
+        node_fan_out=options.node_fan_out,
+    )
+    for name, job in jobs.items():
+        parent = plan[name]
+        job.parent = None if parent is None else sources[parent]
+        job.depth = depth(plan, name)
+    return jobs

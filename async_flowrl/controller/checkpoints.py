@@ -8,23 +8,19 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any
 
-from async_flowrl.config.check import ConfigError
 from async_flowrl.config.curves import best_curve, evaluation_due
 from async_flowrl.config.schema import Config
 from async_flowrl.config.sections.tune import FULL
 from async_flowrl.controller.context import Context
-from async_flowrl.controller.fingerprint import config_hash, differences, numerics
-from async_flowrl.controller.inputs import inputs_of, other_inputs, other_prompts
-from async_flowrl.controller.shard_checkpoints import DISK_ERRORS, check_shares, write_shares
+from async_flowrl.controller.fingerprint import config_hash, device_type, numerics
+from async_flowrl.controller.inputs import inputs_of
+from async_flowrl.controller.shard_checkpoints import DISK_ERRORS, write_shares
 from async_flowrl.controller.trainer import TrainerGroup
-from async_flowrl.data.curriculum import UNKNOWN, read_outcomes
 from async_flowrl.observability.run_directory import RunDirectory
 from async_flowrl.tickets.request import RequestBuilder
-from async_flowrl.training.checkpoint import DamagedCheckpoint, find_checkpoint, read_controller, written
 from separation.group import Worker, WorkerDied, WorkerFailed
 from separation.supervise import deadline, together
 
@@ -192,127 +188,3 @@ class Checkpoints:
         logger.warning("checkpoint %d could not be written (%d in a row): %s", version, self.misses, why)
         if self.misses >= MAX_MISSED_CHECKPOINTS:
             raise SaveFailed(f"{self.misses} checkpoints in a row could not be written: {why}") from error
-
-
-@dataclass(frozen=True)
-class Resume:
-    """The point from which an attempt goes on: a checkpoint, or the start of the run."""
-
-    path: Path | None
-    """Folder of the checkpoint; None means the start of the run."""
-    version: int
-    controller: dict[str, Any]
-    """The controller's part of the checkpoint (controller.json)."""
-    forced: tuple[str, ...] = ()
-    """Sentences on differences for which a resume is refused unless `resume=force` is set."""
-    notes: tuple[str, ...] = ()
-    """Phrases on differences that a resume only warns of."""
-
-
-START = Resume(None, 0, {})
-"""The start of a run, without a checkpoint."""
-
-
-def newest(directory: RunDirectory) -> Resume:
-    """Returns the newest undamaged checkpoint of this run, or START if the run has written none.
-
-    Raises DamagedCheckpoint if there are checkpoints and all of them are damaged.
-    """
-    path = find_checkpoint(directory.checkpoints)
-    if path is None:
-        if written(directory.checkpoints):
-            raise DamagedCheckpoint(f"{directory.checkpoints} holds no sound checkpoint to go on from")
-        return START
-    return read_resume(path)
-
-
-def read_resume(path: Path) -> Resume:
-    """Reads the checkpoint in the folder `path`. Raises DamagedCheckpoint if a file of it differs from its digest."""
-    controller = read_controller(path)
-    return Resume(path, int(controller["version"]), controller)
-
-
-def find_resume(requests: RequestBuilder, directory: RunDirectory) -> Resume:
-    """Returns the checkpoint that the setting `resume` names, or START.
-
-    Raises ConfigError if the checkpoint is damaged. Also raises ConfigError if it was made with a configuration that
-    leads to other weights or with other training prompts; with resume=force these differences are only noted in
-    `Resume.forced`.
-    """
-    config = requests.config
-    if config.resume == "never":
-        return START
-    own = config.resume in ("auto", "force")
-    try:
-        resume = newest(directory) if own else read_resume(Path(config.resume).expanduser())
-    except DamagedCheckpoint as error:
-        raise ConfigError(str(error)) from error
-    if resume.path is None:
-        return resume
-    check_shares(config, resume.path)
-    now = inputs_of(requests)
-    sentences = []
-    if resume.controller["config_hash"] != config_hash(config):
-        sentences.append(
-            f"{resume.path} was made with a configuration that leads to other weights; compare "
-            f"{resume.path.parent.parent / directory.config.name} with yours"
-        )
-    if prompts := other_prompts(resume.controller["inputs"], now, config.data.train):
-        sentences.append(f"{resume.path}: {prompts}")
-    if sentences and config.resume != "force":
-        raise ConfigError(f"{'; and '.join(sentences)}. resume=force goes on all the same")
-    return replace(resume, forced=tuple(sentences), notes=tuple(other_inputs(resume.controller["inputs"], now)))
-
-
-def check_base_weights(config: Config, resume: Resume, base_digest: str) -> Resume:
-    """Compares the digest of the loaded base weights with the checkpoint's; returns `resume` if they are equal.
-
-    Raises ConfigError if they differ; with resume=force the difference is added to `Resume.forced` instead.
-    """
-    if resume.path is None or resume.controller["base_digest"] == base_digest:
-        return resume
-    sentence = (
-        f"{resume.path} was made on other base weights than model.path={config.model.path} has now: "
-        f"{resume.controller['base_digest'][:12]} before, {base_digest[:12]} now"
-    )
-    if config.resume != "force":
-        raise ConfigError(f"{sentence}. resume=force goes on all the same")
-    return replace(resume, forced=(*resume.forced, sentence))
-
-
-def with_outcomes(requests: RequestBuilder, resume: Resume) -> RequestBuilder:
-    """Returns the request builder of an attempt from `resume`, with the outcomes of earlier steps for data.curriculum.
-
-    There is one outcome per group of the steps before. All are UNKNOWN if the checkpoint has none for these steps, or
-    if it was made with other prompts and resume=force is set.
-    """
-    if requests.config.data.curriculum.after is None or resume.path is None:
-        return replace(requests, outcomes=b"")
-    groups = resume.version * requests.config.prompts_per_step
-    saved, inputs = resume.controller["curriculum"], resume.controller["inputs"]
-    outcomes = read_outcomes(saved) if saved is not None else b""
-    if len(outcomes) != groups or inputs["train"] != inputs_of(requests)["train"]:
-        outcomes = bytes([UNKNOWN]) * groups
-    return replace(requests, outcomes=outcomes)
-
-
-def warn_of_differences(config: Config, resume: Resume, device: str) -> None:
-    """Logs each difference from the checkpoint with which the run goes on nevertheless.
-
-    These are `Resume.forced`, `Resume.notes`, and the settings, packages and device that change only the last bits of
-    the weights (`numerics` in fingerprint.py).
-    """
-    if resume.path is None:
-        return
-    for sentence in resume.forced:
-        logger.warning("resume=force: %s", sentence)
-    for phrase in resume.notes:
-        logger.warning("resuming from %s, but %s", resume.path, phrase)
-    changed = differences(resume.controller["numerics"], numerics(config, device_type(device)))
-    if changed:
-        logger.warning("resuming, but %s: the last bits of the weights will differ", ", ".join(changed))
-
-
-def device_type(device: str) -> str:
-    """Returns the device without its number, e.g. `cuda` for `cuda:0`, because the number does not change results."""
-    return device.partition(":")[0]

@@ -25,7 +25,8 @@ class EmaWeights:
         acknowledged: Callable[[str, Ack], None],
     ) -> None:
         self._sender = sender
-        self.delivery = Delivery(self._sender, replace=replace, options=options)
+        on_close = sender.close if isinstance(sender, ShardedEmaEndpoint) else None
+        self.delivery = Delivery(self._sender, replace=replace, options=options, on_close=on_close)
         self.delivery.on_ack(acknowledged)
         self._current: int | None = None
 

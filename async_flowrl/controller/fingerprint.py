@@ -79,3 +79,8 @@ def _installed(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:
         return None
+
+
+def device_type(device: str) -> str:
+    """Returns the device without its number, e.g. `cuda` for `cuda:0`, because the number does not change results."""
+    return device.partition(":")[0]

@@ -8,84 +8,25 @@ endpoints.py, and implement the same protocols of checkpoint_engine/base.py.
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from async_flowrl.config.schema import Config
 from async_flowrl.controller.context import Observer
 from async_flowrl.controller.endpoints import PUBLISHING, RolloutEndpoint
 from async_flowrl.controller.living import Living
+from async_flowrl.controller.share_payload import (
+    MAX_BUCKETS_AHEAD,
+    Allowance,
+    SenderLate,
+    SenderLost,
+    ShardedPayload,
+    answer_of,
+    kept_in,
+)
 from async_flowrl.types import EMA, POLICY
 from checkpoint_engine import CANARY_VERSION, RING, Ack, Draft, Header, Layout, ReceiverEndpoint, ShardedHeader
-from checkpoint_engine.shards import shard_layout
-from separation.group import RefLost, Worker, WorkerDied
+from separation.group import RefLost, Worker
 from separation.supervise import together
-
-MAX_BUCKETS_AHEAD = 4
-"""Buckets that are fetched for a receiver while it puts another one in its place; at least one, else one per rank."""
-MAX_KEPT_BUCKETS = 2 * MAX_BUCKETS_AHEAD
-"""Buckets of one version that stay in the object store for receivers that ask for them a little later."""
-
-
-class SenderLost(WorkerDied):
-    """Raised where a bucket is asked for and its trainer rank has died: the receiver is not to blame."""
-
-    kind = "SenderLost"
-    """By this name checkpoint_engine judges it, as an error that it cannot cure."""
-
-
-@dataclass
-class ShardedPayload:
-    """The bytes of one version on all ranks, fetched bucket by bucket when receivers ask for them."""
-
-    ranks: Sequence[Worker]
-    """By shard."""
-    method: str
-    """Method of the ranks that returns a bucket: (version, first byte, number of bytes) → (size, bytes)."""
-    version: int
-    bucket_bytes: int
-    _buckets: "dict[tuple[int, int], asyncio.Future[Any]]" = field(default_factory=dict)
-
-    async def bucket(self, shard: int, start: int) -> Any:
-        """Returns a reference to the bucket of a shard that begins at byte `start` of it.
-
-        Receivers that ask for the same one share it while it is among the newest MAX_KEPT_BUCKETS. Raises SenderLost,
-        WorkerFailed (VersionGone in it), or RefLost.
-        """
-        fetched = self.fetch(shard, start)
-        try:
-            return await asyncio.shield(fetched)
-        except Exception:
-            self._buckets.pop((shard, start), None)
-            raise
-
-    def fetch(self, shard: int, start: int) -> "asyncio.Future[Any]":
-        """Begins to fetch the bucket, unless it is kept or under way; returns a future of its reference."""
-        key = shard, start
-        if key not in self._buckets:
-            for old in list(self._buckets)[: max(0, len(self._buckets) + 1 - MAX_KEPT_BUCKETS)]:
-                del self._buckets[old]
-            self._buckets[key] = asyncio.ensure_future(self._fetch(shard, start))
-            self._buckets[key].add_done_callback(_asked)
-        return self._buckets[key]
-
-    def buckets(self, layout: Layout) -> list[tuple[int, int]]:
-        """Returns shard and first byte of all buckets in the order in which they are sent: of all ranks in turn."""
-        sizes = [shard_layout(layout, len(self.ranks), shard).nbytes for shard in range(len(self.ranks))]
-        starts = range(0, max(sizes), self.bucket_bytes)
-        return [(shard, start) for start in starts for shard, size in enumerate(sizes) if start < size]
-
-    def forget(self, shard: int, start: int) -> None:
-        """Has the bucket fetched again when it is asked for next: its reference was lost with a node."""
-        self._buckets.pop((shard, start), None)
-
-    async def _fetch(self, shard: int, start: int) -> Any:
-        arguments = self.version, start, self.bucket_bytes
-        try:
-            _, (ref,) = await self.ranks[shard].call_split(self.method, *arguments, returns=2, lane=PUBLISHING)
-        except WorkerDied as error:
-            raise SenderLost(error.worker, error.reason) from error
-        return ref
 
 
 class ShardedTrainerEndpoint:
@@ -100,10 +41,18 @@ class ShardedTrainerEndpoint:
         layout: Layout,
         bucket_bytes: int,
         on_sealed: Callable[[Header], None],
+        *,
+        seconds: float = 120.0,
     ) -> None:
-        """`layout` is that of whole tensors; `on_sealed` as in TrainerEndpoint."""
+        """`layout` is that of whole tensors; `on_sealed` as in TrainerEndpoint.
+
+        `seconds` is the deadline of each answer of a rank; its error, SenderLate, names the rank. A receiver has as
+        long for all its calls of one version, and what it waits for ranks does not count. The callers need no deadline.
+        """
         self._ranks, self._layout, self._bucket_bytes = ranks, layout, bucket_bytes
-        self._on_sealed = on_sealed
+        self._on_sealed, self._seconds = on_sealed, seconds
+        self._under_way: set[asyncio.Future[Any]] = set()
+        """Buckets that are being fetched, and versions that receivers take before they are sealed."""
 
     async def stage(self, version: int) -> None:
         await self._all("sender.stage", version, self._stream, lane="main")
@@ -119,7 +68,7 @@ class ShardedTrainerEndpoint:
         """Sends the bytes of a staged version to the receivers while the ranks digest them.
 
         Returns when the first receiver has all of them, so that the version can be sealed; the others go on. A receiver
-        that fails is sent the version again when its `receive` is called. Raises SenderLost.
+        that fails is sent the version again when its `receive` is called. Raises SenderLost or SenderLate.
         """
         ends = [end for end in receivers if isinstance(end, ShardedRolloutEndpoint)]
         if not ends:
@@ -127,12 +76,12 @@ class ShardedTrainerEndpoint:
         await self._publish("open", version)
         draft = Draft(self._stream, version, self._layout, None, None)
         payload = await self.payload(version)
-        tasks = waiting = {end.take_ahead(draft, payload) for end in ends}
+        tasks = waiting = {kept_in(self._under_way, end.take_ahead(draft, payload)) for end in ends}
         try:
             while waiting:
                 done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
                 errors = [task.exception() for task in done]
-                if lost := [error for error in errors if isinstance(error, SenderLost)]:
+                if lost := [error for error in errors if isinstance(error, SenderLost | SenderLate)]:
                     raise lost[0]
                 if None in errors:
                     return
@@ -150,7 +99,8 @@ class ShardedTrainerEndpoint:
         return ShardedHeader.of(self._layout, await self._publish("seal", version))
 
     async def payload(self, version: int) -> ShardedPayload:
-        return ShardedPayload(self._ranks, f"sender.{self._stream}.piece", version, self._bucket_bytes)
+        method = f"sender.{self._stream}.piece"
+        return ShardedPayload(self._ranks, method, version, self._bucket_bytes, self._seconds, self._under_way)
 
     async def hold(self, version: int) -> None:
         await self._publish("hold", version)
@@ -158,11 +108,23 @@ class ShardedTrainerEndpoint:
     async def release(self, version: int) -> None:
         await self._publish("release", version)
 
+    async def close(self) -> None:
+        """Cancels all that is fetched and taken ahead, and waits until it has ended."""
+        under_way = list(self._under_way)
+        for each in under_way:
+            each.cancel()
+        if under_way:
+            await asyncio.wait(under_way)
+
     async def _publish(self, method: str, version: int) -> list[Any]:
         return await self._all(f"sender.{self._stream}.{method}", version, lane=PUBLISHING)
 
     async def _all(self, method: str, *arguments: Any, lane: str) -> list[Any]:
-        return await together(*(rank.call(method, *arguments, lane=lane) for rank in self._ranks))
+        async def asked(rank: Worker) -> Any:
+            async with answer_of(rank, method, self._seconds):
+                return await rank.call(method, *arguments, lane=lane)
+
+        return await together(*(asked(rank) for rank in self._ranks))
 
 
 class ShardedEmaEndpoint(ShardedTrainerEndpoint):
@@ -189,9 +151,11 @@ async def sharded_sender(
     on_sealed: Callable[[Header], None],
     kind: type[E] = ShardedTrainerEndpoint,  # type: ignore[assignment]
 ) -> E:
-    """Returns all ranks as the sender of a stream."""
-    layout: Layout = await living.first.call("sender.whole_layout")
-    return kind(living.workers, layout, config.checkpoint_engine.bucket_bytes, on_sealed)
+    """Returns all ranks as the sender of a stream. Raises SenderLate."""
+    rank, method, seconds = living.first, "sender.whole_layout", config.deadlines.publish
+    async with answer_of(rank, method, seconds):
+        layout: Layout = await rank.call(method)
+    return kind(living.workers, layout, config.checkpoint_engine.bucket_bytes, on_sealed, seconds=seconds)
 
 
 class ShardedRolloutEndpoint(RolloutEndpoint):
@@ -209,7 +173,6 @@ class ShardedRolloutEndpoint(RolloutEndpoint):
     def take_ahead(self, draft: Draft, payload: ShardedPayload) -> "asyncio.Task[None]":
         """Begins to take a version before it is sealed; `receive` goes on from there. The task raises as `receive`."""
         task = asyncio.create_task(self._take_ahead(draft, payload), name=f"ahead-{self.name}-{draft.version}")
-        task.add_done_callback(_asked)
         self._ahead = draft, task
         return task
 
@@ -228,7 +191,8 @@ class ShardedRolloutEndpoint(RolloutEndpoint):
                 await self._take(header, payload, slot)
             if self._is_ahead(header):
                 self._ahead = None
-            ack: Ack = await self._deliver("shards.finish", header)
+            allowed = Allowance(f"publish: version {header.version} to {self.name}", payload.seconds)
+            ack: Ack = await allowed.spend(self._deliver("shards.finish", header))
             return ack
 
     async def _came_ahead(self, header: Header, slot: str) -> bool:
@@ -247,9 +211,14 @@ class ShardedRolloutEndpoint(RolloutEndpoint):
         return self._ahead is not None and _name(self._ahead[0]) == _name(draft)
 
     async def _take(self, draft: Draft, payload: ShardedPayload, slot: str) -> None:
-        """Has the worker put all buckets in their place. The next ones are fetched meanwhile."""
+        """Has the worker put all buckets in their place. The next ones are fetched meanwhile.
+
+        Raises DeadlineExceeded if the worker's own calls take longer than `payload.seconds` together, and the errors of
+        `ShardedPayload.bucket`.
+        """
         shards = len(payload.ranks)
-        await self._deliver("shards.begin", draft, shards, slot)
+        allowed = Allowance(f"publish: version {draft.version} to {self.name}", payload.seconds)
+        await allowed.spend(self._deliver("shards.begin", draft, shards, slot))
         coming = payload.buckets(draft.layout)
         ahead = max(1, min(shards, MAX_BUCKETS_AHEAD))
         for place, (shard, start) in enumerate(coming):
@@ -257,16 +226,10 @@ class ShardedRolloutEndpoint(RolloutEndpoint):
             for following in coming[place + 1 : place + 1 + ahead]:
                 payload.fetch(*following)
             try:
-                await self._deliver("shards.take", draft.version, shard, start, ref)
+                await allowed.spend(self._deliver("shards.take", draft.version, shard, start, ref))
             except RefLost:
                 payload.forget(shard, start)
                 raise
-
-
-def _asked(ended: "asyncio.Future[Any]") -> None:
-    """Takes the error of a future that perhaps nobody waits for, so that asyncio does not report it as forgotten."""
-    if not ended.cancelled():
-        ended.exception()
 
 
 def _name(draft: Draft) -> tuple[str, int]:

@@ -23,11 +23,11 @@ UNLIMITED_FAN_OUT = 1 << 30
 def delivery_options(config: Config, stream: str, *, sharded: bool = False) -> DeliveryOptions:
     """Returns the options with which the versions of `stream` are delivered to the rollout workers, or only announced.
 
-    `sharded` means that every trainer rank sends the buckets of its own share.
+    `sharded` means that every trainer rank sends the buckets of its own share. Each answer of a rank and the calls of
+    each receiver then have deadlines of their own (shard_endpoints.py).
     """
-    options = DeliveryOptions(
-        retries=config.checkpoint_engine.retries, deadline=config.deadlines.publish, retain=config.live_versions
-    )
+    limit = None if sharded else config.deadlines.publish
+    options = DeliveryOptions(retries=config.checkpoint_engine.retries, deadline=limit, retain=config.live_versions)
     announced = config.placement == SHARED and stream == POLICY
     direct = announced or sharded
     return replace(options, max_fan_out=UNLIMITED_FAN_OUT, node_fan_out=UNLIMITED_FAN_OUT) if direct else options

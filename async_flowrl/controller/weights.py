@@ -11,18 +11,19 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from async_flowrl.config.schema import Config
+from async_flowrl.controller.canary import Canary
 from async_flowrl.controller.context import Observer, Signal
 from async_flowrl.controller.corruption import CorruptionWatch
 from async_flowrl.controller.ema import EmaWeights
-from async_flowrl.controller.endpoints import PUBLISHING, EmaEndpoint, RolloutEndpoint, TrainerEndpoint
+from async_flowrl.controller.endpoints import EmaEndpoint, RolloutEndpoint, TrainerEndpoint
 from async_flowrl.controller.own_versions import endpoint_of
 from async_flowrl.controller.shard_endpoints import (
-    SenderLost,
     ShardedEmaEndpoint,
     ShardedRolloutEndpoint,
     ShardedTrainerEndpoint,
     sharded_sender,
 )
+from async_flowrl.controller.share_payload import SenderLost
 from async_flowrl.controller.shared import delivery_options
 from async_flowrl.controller.trainer import TrainerGroup
 from async_flowrl.tickets.table import TicketTable
@@ -42,30 +43,6 @@ from separation.group import RefLost, Worker, WorkerDied, WorkerGroup
 from separation.supervise import DeadlineExceeded, deadline
 
 T = TypeVar("T")
-
-
-@dataclass
-class Canary:
-    """Random weights under version -1; a new worker must compute the same with them as the trainer before it serves."""
-
-    header: Header
-    payload: Any
-    """The weights' bytes, or a reference to them in the object store."""
-    probe: dict[str, Any]
-    """Results of the trainer's network with these weights (checkpoint_engine/binding_proof.py)."""
-
-    @classmethod
-    async def of(cls, rank: Worker) -> "Canary":
-        """Has a trainer rank make the canary; every rank makes the same one."""
-        probe = await rank.call("sender.canary")
-        header = await rank.call("sender.policy.seal", CANARY_VERSION, lane=PUBLISHING)
-        _, (payload,) = await rank.call_split("sender.policy.payload", CANARY_VERSION, returns=2, lane=PUBLISHING)
-        return cls(header, payload, probe)
-
-    async def again(self, rank: Worker) -> "Canary":
-        """Has a trainer rank send the payload once more, for the case that the node that held it is lost."""
-        _, (payload,) = await rank.call_split("sender.canary_again", returns=2, lane=PUBLISHING)
-        return Canary(self.header, payload, self.probe)
 
 
 @dataclass
@@ -157,7 +134,7 @@ class PublishedWeights:
     async def retain_for_evaluation(self, version: int) -> None:
         """Retains the EMA as it is now, under the number `version`; without an EMA, the version itself."""
         if self.ema is not None:
-            await self._in_time(f"the average at version {version}", self.ema.retain(version))
+            await self._from_sender(f"the average at version {version}", self.ema.retain(version))
             return
         await self._sealed[version].wait()
         await self.delivery.keep(version)
@@ -216,13 +193,12 @@ class PublishedWeights:
         """Makes the canary, the sender and the deliveries of the policy and of its EMA."""
         config, living = self.config, self.trainers.living
         sender: TrainerEndpoint | ShardedTrainerEndpoint
-        async with deadline(config.deadlines.publish, "publish: the trainer's canary"):
-            if self.sharded:
-                sender = await sharded_sender(living, config, self.sealed)
-                self.canary = Canary(*await sender.canary())
-            else:
-                self.canary = await self._by_first(Canary.of)
-                sender = TrainerEndpoint(living, self, self.transport, self.sealed, on_moved=self._moved)
+        if self.sharded:
+            sender = await sharded_sender(living, config, self.sealed)
+            self.canary = Canary(*await sender.canary())
+        else:
+            self.canary = await self._in_time("the trainer's canary", self._by_first(Canary.of))
+            sender = TrainerEndpoint(living, self, self.transport, self.sealed, on_moved=self._moved)
         broadcast = None
         if isinstance(sender, TrainerEndpoint) and self.transport != OBJECT_STORE:
             broadcast = CollectiveBroadcast(
@@ -234,8 +210,17 @@ class PublishedWeights:
                 max_members=config.checkpoint_engine.max_members,
             )
         options = delivery_options(config, POLICY, sharded=self.sharded)
-        ahead = sender.send_ahead if isinstance(sender, ShardedTrainerEndpoint) else None
-        self.delivery = Delivery(sender, replace=self._give_up, options=options, broadcast=broadcast, ahead=ahead)
+        ahead, on_close = (
+            (sender.send_ahead, sender.close) if isinstance(sender, ShardedTrainerEndpoint) else (None, None)
+        )
+        self.delivery = Delivery(
+            sender,
+            replace=self._give_up,
+            options=options,
+            broadcast=broadcast,
+            ahead=ahead,
+            on_close=on_close,
+        )
         self.delivery.on_ack(self._acknowledged)
         if config.trainer.ema_decay is not None:
             self.ema = EmaWeights(
@@ -277,13 +262,14 @@ class PublishedWeights:
     async def _prove(self, worker: Worker) -> None:
         """Delivers the canary to the worker and compares the results of its network with the trainer's.
 
-        Raises WeightsMismatch, which names the module that differs, WorkerDied or DeadlineExceeded.
+        Raises WeightsMismatch, which names the module that differs, WorkerDied, DeadlineExceeded or SenderLate.
         """
         kind = ShardedRolloutEndpoint if self.sharded else RolloutEndpoint
         end = kind(worker, self.observer, self.transport)
         for attempt in range(self.config.checkpoint_engine.retries + 1):
             try:
-                await self._in_time(f"canary to {worker.name}", end.receive(self.canary.header, self.canary.payload))
+                received = end.receive(self.canary.header, self.canary.payload)
+                await self._from_sender(f"canary to {worker.name}", received)
                 break
             except Exception as error:
                 if verdict(error) is not Verdict.RESEND or isinstance(error, DeadlineExceeded):
@@ -314,6 +300,10 @@ class PublishedWeights:
     async def _in_time(self, what: str, call: Awaitable[T]) -> T:
         async with deadline(self.config.deadlines.publish, f"publish: {what}"):
             return await call
+
+    async def _from_sender(self, what: str, call: Awaitable[T]) -> T:
+        """As `_in_time`; if ranks have shares, without a deadline here, because each of their answers has its own."""
+        return await (call if self.sharded else self._in_time(what, call))
 
     def _acknowledged(self, worker: str, ack: Ack) -> None:
         if worker not in self.table.held:

@@ -1,12 +1,14 @@
 """Host memory of the processes beside what lies on devices: versions to send, versions received, and a snapshot.
 
-The snapshot is the copy of a trainer rank's state that is written as a checkpoint beside the next step.
+The snapshot is the copy of a trainer rank's state that is written as a checkpoint beside the next step. Versions count
+as pinned, also on a CPU, where a small one takes less.
 """
 
 from async_flowrl.algorithms.ema import samples_from_average
 from async_flowrl.config.schema import Config
 from async_flowrl.plan.meta_model import MetaModel
 from async_flowrl.training.fsdp import is_sharded, ranks_per_replica
+from checkpoint_engine.pinned_memory import pinned_bytes
 
 FLOAT32_BYTES = 4
 
@@ -21,14 +23,6 @@ def in_shares(config: Config) -> bool:
     return config.tune == "full" and config.trainer.num_workers > 1 and is_sharded(config)
 
 
-def pinned(size: int) -> int:
-    """Returns the bytes that torch takes for a pinned tensor of `size` bytes: the next power of two.
-
-    Not pinned, as on a CPU, it takes only its size; the plan does not distinguish this.
-    """
-    return 1 << max(0, size - 1).bit_length()
-
-
 def host_bytes(config: Config, model: MetaModel) -> int:
     """Returns the bytes that a trainer rank pins: an offloaded base, or with tune=full versions that are sent.
 
@@ -39,7 +33,7 @@ def host_bytes(config: Config, model: MetaModel) -> int:
     shares = in_shares(config)
     # With shares, each rank also keeps its share of the canary, which it sends to workers that join later.
     versions = streams(config) * (config.live_versions + 2) + shares
-    return versions * pinned(-(-model.version_bytes // (config.trainer.num_workers if shares else 1)))
+    return versions * pinned_bytes(-(-model.version_bytes // (config.trainer.num_workers if shares else 1)))
 
 
 def received_versions(config: Config) -> int:
@@ -53,7 +47,7 @@ def received_versions(config: Config) -> int:
 
 def ring_bytes(config: Config, model: MetaModel) -> int:
     """Returns the bytes of the versions that a rollout worker keeps in host memory, pinned where it has a GPU."""
-    return received_versions(config) * pinned(model.version_bytes) if config.versions_on_host else 0
+    return received_versions(config) * pinned_bytes(model.version_bytes) if config.versions_on_host else 0
 
 
 def snapshot_bytes(config: Config, model: MetaModel) -> int:

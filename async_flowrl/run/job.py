@@ -20,8 +20,8 @@ from async_flowrl.config.check import ConfigError
 from async_flowrl.config.schema import Config
 from async_flowrl.config.typed import resume_command
 from async_flowrl.controller.build import ROLLOUT, TRAINER
-from async_flowrl.controller.checkpoints import Resume, check_base_weights, find_resume, warn_of_differences
 from async_flowrl.controller.inputs import inputs_of
+from async_flowrl.controller.resume import Resume, check_base_weights, find_resume, warn_of_differences
 from async_flowrl.controller.reward_servers import serving
 from async_flowrl.controller.score_log import forget_scores
 from async_flowrl.controller.server_replicas import ServerLost

@@ -16,11 +16,12 @@ from async_flowrl.config import exit_codes
 from async_flowrl.controller.admission import check_base, load_rollout
 from async_flowrl.controller.after_step import AfterStep
 from async_flowrl.controller.build import ROLLOUT, TRAINER, build_context
-from async_flowrl.controller.checkpoints import Checkpoints, Resume, newest, with_outcomes
+from async_flowrl.controller.checkpoints import Checkpoints
 from async_flowrl.controller.context import Context
 from async_flowrl.controller.deaths import dead_among
 from async_flowrl.controller.download import download_model, loaders
 from async_flowrl.controller.evaluation_records import EvaluationRecords
+from async_flowrl.controller.resume import Resume, newest, with_outcomes
 from async_flowrl.controller.reward_servers import RewardServers
 from async_flowrl.controller.score_log import ScoreLog
 from async_flowrl.controller.trainer import TrainerGroup

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from async_flowrl.controller.shard_endpoints import ShardedRolloutEndpoint, ShardedTrainerEndpoint
+from async_flowrl.controller.share_payload import SenderLate
 from async_flowrl.plan.virtual_pool import VirtualWorker
 from async_flowrl.plan.virtual_time import run_virtual
 from checkpoint_engine import Delivery, DeliveryOptions, Header, Layout
@@ -29,9 +30,9 @@ CELLS: dict[str, tuple[str, ...]] = {
     "receiver:begin": ("kill", "hang", "slow"),
     "receiver:take": ("kill", "hang", "slow", "corrupt", "truncate", "lose"),
     "receiver:finish": ("kill", "hang", "slow"),
-    "rank:open": ("kill", "slow"),
-    "rank:piece": ("kill", "slow"),
-    "rank:seal": ("kill", "slow"),
+    "rank:open": ("kill", "hang", "slow"),
+    "rank:piece": ("kill", "hang", "slow"),
+    "rank:seal": ("kill", "hang", "slow"),
 }
 """Place → what goes wrong there: `lose` is a bucket whose node is gone."""
 PAIRS = [(place, fault) for place, faults in CELLS.items() for fault in faults]
@@ -52,8 +53,8 @@ class Schedule:
 
     @property
     def fatal(self) -> bool:
-        """Whether a trainer rank dies, which ends the delivery by name."""
-        return any(place.startswith("rank") and fault == "kill" for place, fault in self.hit)
+        """Whether a trainer rank dies or hangs, which ends the delivery by name."""
+        return any(place.startswith("rank") and fault in ("kill", "hang") for place, fault in self.hit)
 
 
 def make_schedule(seed: int) -> Schedule:
@@ -118,9 +119,16 @@ class Site:
         self.ranks = [FaultyWorker("trainer", index, sender, schedule) for index, sender in enumerate(senders)]
         self.workers = [self._receiver(index) for index in range(schedule.workers)]
         self.replaced = 0
-        sender = ShardedTrainerEndpoint(self.ranks, Layout.of(weights(0)), schedule.buckets, self._sealed)
-        options = DeliveryOptions(retries=2, deadline=DEADLINE, retain=RETAIN, max_fan_out=99, node_fan_out=99)
-        self.delivery = Delivery(sender, replace=self._replace, options=options, ahead=sender.send_ahead)  # type: ignore[arg-type]
+        self.sender = sender = ShardedTrainerEndpoint(
+            self.ranks, Layout.of(weights(0)), schedule.buckets, self._sealed, seconds=DEADLINE
+        )
+        self.delivery = Delivery(
+            sender,  # type: ignore[arg-type]
+            replace=self._replace,
+            options=DeliveryOptions(retries=2, deadline=None, retain=RETAIN, max_fan_out=99, node_fan_out=99),
+            ahead=sender.send_ahead,
+            on_close=sender.close,
+        )
 
     def _receiver(self, index: int, incarnation: int = 0) -> FaultyWorker:
         target = ShareReceiver(index, f"rollout-{index}", {})
@@ -177,15 +185,15 @@ def outcome(seed: int, *, calm: bool = False) -> Ended:
 
     async def job() -> str | None:
         site = Site(schedule)
-        error: WorkerDied | None = None
+        error: WorkerDied | SenderLate | None = None
         try:
             await site.publish()
-        except WorkerDied as died:
-            error = died
+        except (WorkerDied, SenderLate) as lost:
+            error = lost
         finally:
             await site.delivery.close()
         if schedule.fatal and (error is None or not error.worker.startswith("trainer")):
-            return f"a rank died, and the delivery ended with {error!r}"
+            return f"a rank died or hung, and the delivery ended with {error!r}"
         if error is not None and not schedule.fatal:
             return f"ended with {error!r}"
         return site.wrong(finished=error is None)

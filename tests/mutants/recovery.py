@@ -10,9 +10,10 @@ from tests.mutants.mutation import Mutant, after, before, no_limit, nothing
 from tests.mutants.tickets import DISPATCH, FAULTS, HANDED, HANGS, TICKETS
 
 LOST = f"{FAULTS}:test_a_worker_lost_while_it_makes_images_is_replaced"
-RUN_RECOVERY, CHECKPOINTS, AFTER_STEP = (
+RUN_RECOVERY, CHECKPOINTS, RESUME, AFTER_STEP = (
     "async_flowrl.run.recovery",
     "async_flowrl.controller.checkpoints",
+    "async_flowrl.controller.resume",
     "async_flowrl.controller.after_step:AfterStep",
 )
 TRUNCATE = "async_flowrl.observability.metrics:MetricsLog.truncate"
@@ -164,7 +165,7 @@ ATTEMPT_FAULTS = (
     ),
     Mutant(
         "a damaged checkpoint is taken",
-        {f"{CHECKPOINTS}:find_checkpoint": lambda find: lambda directory: next(iter(written(directory)), None)},
+        {f"{RESUME}:find_checkpoint": lambda find: lambda directory: next(iter(written(directory)), None)},
         f"{RECOVERY}:test_a_checkpoint_damaged_while_the_run_goes_on_is_passed_over",
         raises=("DamagedCheckpoint", "WorkerFailed"),
     ),

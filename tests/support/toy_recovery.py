@@ -16,7 +16,7 @@ from unittest import mock
 
 from async_flowrl.algorithms.registry import build_algorithm
 from async_flowrl.config.schema import Config
-from async_flowrl.controller.checkpoints import find_resume, warn_of_differences
+from async_flowrl.controller.resume import find_resume, warn_of_differences
 from async_flowrl.controller.trainer import TrainerGroup
 from async_flowrl.observability.events import Event, read_events
 from async_flowrl.observability.run_directory import RunDirectory

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from async_flowrl.controller.endpoints import DELIVERIES
-from async_flowrl.controller.shard_endpoints import SenderLost, ShardedRolloutEndpoint, ShardedTrainerEndpoint
+from async_flowrl.controller.shard_endpoints import ShardedRolloutEndpoint, ShardedTrainerEndpoint
+from async_flowrl.controller.share_payload import SenderLost
 from checkpoint_engine import Delivery, DeliveryOptions, Header, Layout
 from separation.group import WorkerDied, WorkerFailed
 from tests.support.process_pool import ProcessPool

@@ -2,20 +2,18 @@
 
 import asyncio
 
-from async_flowrl.controller.shard_endpoints import (
-    MAX_BUCKETS_AHEAD,
-    MAX_KEPT_BUCKETS,
-    ShardedPayload,
-    ShardedTrainerEndpoint,
-)
+import pytest
+
+from async_flowrl.controller.shard_endpoints import ShardedTrainerEndpoint
+from async_flowrl.controller.share_payload import MAX_BUCKETS_AHEAD, MAX_KEPT_BUCKETS, SenderLate, ShardedPayload
 from async_flowrl.plan.virtual_time import run_virtual
 from checkpoint_engine import Layout
-from tests.chaos.share_schedules import HORIZON_SECONDS, RANKS, Schedule, Site
+from tests.chaos.share_schedules import DEADLINE, HORIZON_SECONDS, RANKS, Schedule, Site
 from tests.support.share_ends import weights
 
 
 def buckets(site: Site) -> int:
-    payload = ShardedPayload(site.ranks, "sender.policy.piece", 0, site.schedule.buckets)
+    payload = ShardedPayload(site.ranks, "sender.policy.piece", 0, site.schedule.buckets, DEADLINE)
     return len(payload.buckets(Layout.of(weights(0))))
 
 
@@ -63,3 +61,85 @@ def test_bytes_that_wait_for_a_delivery_of_another_stream_are_sent_once() -> Non
 
     begun, there, asked = run_virtual(job(), horizon=HORIZON_SECONDS)
     assert begun == 2 and asked == 2 * there
+
+
+@pytest.mark.parametrize("bucket", [1, 4])
+def test_a_rank_that_hangs_in_a_bucket_is_named_with_its_deadline_and_no_receiver_is_blamed(bucket: int) -> None:
+    async def job() -> tuple[Site, float]:
+        site = Site(Schedule(0, {("trainer-1", "piece", bucket): ("rank:piece", "hang")}))
+        clock = asyncio.get_running_loop().time
+        try:
+            for worker in site.workers:
+                await site.delivery.join(site.end(worker))
+            began = clock()
+            await site.delivery.publish(0)
+            with pytest.raises(SenderLate, match=r"publish: trainer-1 has not answered .* within its deadline of 20 s"):
+                await site.delivery.drain()
+            return site, clock() - began
+        finally:
+            await site.delivery.close()
+
+    site, seconds = run_virtual(job(), horizon=HORIZON_SECONDS)
+    assert site.schedule.hit and site.replaced == 0 and site.delivery.stats.retries == 0
+    assert DEADLINE <= seconds < DEADLINE + 5
+
+
+def test_a_rank_that_hangs_while_a_receiver_joins_is_named() -> None:
+    """Nothing comes ahead of a version that is sealed already: the receiver's own `receive` waits for the rank."""
+
+    async def job() -> Site:
+        schedule = Schedule(0)
+        site = Site(schedule)
+        try:
+            await site.delivery.publish(0)
+            await site.delivery.drain()
+            schedule.faults["trainer-0", "piece", 3] = "rank:piece", "hang"
+            await asyncio.sleep(1)
+            with pytest.raises(SenderLate, match=r"publish: trainer-0 has not answered .* within its deadline of 20 s"):
+                await site.delivery.join(site.end(site.workers[0]), [0])
+            return site
+        finally:
+            await site.delivery.close()
+
+    site = run_virtual(job(), horizon=HORIZON_SECONDS)
+    assert site.schedule.hit and site.replaced == 0 and site.delivery.stats.retries == 0
+
+
+def test_a_receiver_that_always_hangs_is_replaced_after_its_own_deadlines() -> None:
+    async def job() -> Site:
+        hangs = {("rollout-1", "take", n): ("receiver:take", "hang") for n in range(1, 9)}
+        site = Site(Schedule(0, hangs))
+        try:
+            for worker in site.workers:
+                await site.delivery.join(site.end(worker))
+            await site.delivery.publish(0)
+            async with asyncio.timeout(10 * DEADLINE):
+                while not site.replaced:  # noqa: ASYNC110
+                    await asyncio.sleep(1)
+            site.schedule.faults.clear()
+            await site.delivery.drain()
+            return site
+        finally:
+            await site.delivery.close()
+
+    site = run_virtual(job(), horizon=HORIZON_SECONDS)
+    assert site.replaced == 1 and all(worker.target.held() for worker in site.workers)
+
+
+@pytest.mark.parametrize("seconds", [0.05, 0.1, 0.15])
+def test_no_task_survives_a_delivery_that_is_closed_while_buckets_are_ahead(seconds: float) -> None:
+    async def job() -> tuple[set[str], set[str]]:
+        schedule = Schedule(0, {("rollout-1", "take", n): ("receiver:take", "slow") for n in range(1, 9)})
+        site = Site(schedule)
+        for worker in site.workers:
+            await site.delivery.join(site.end(worker))
+        before = asyncio.all_tasks()
+        before -= {task for task in before if task.get_name().startswith("receiver-")}
+        await site.delivery.publish(0)
+        await asyncio.sleep(seconds)
+        open_ones = {task.get_name().partition("-")[0] for task in asyncio.all_tasks() - before}
+        await site.delivery.close()
+        return open_ones, {task.get_name() for task in asyncio.all_tasks() - before}
+
+    ahead, left = run_virtual(job(), horizon=HORIZON_SECONDS)
+    assert "ahead" in ahead and left == set()

@@ -4,10 +4,10 @@ from copy import deepcopy
 
 import pytest
 
-from async_flowrl.plan.host_memory import pinned
 from async_flowrl.plan.memory import plan_memory
 from async_flowrl.plan.memory_report import describe
 from checkpoint_engine import Receiver
+from checkpoint_engine.pinned_memory import pinned_bytes
 from tests.support import trainer_rig as rig
 
 
@@ -38,7 +38,7 @@ def test_the_plan_is_what_a_rank_holds(dtype: str) -> None:
     receiver = Receiver(sampler.engine.live_tensors(), capacity=config.live_versions)
     assert plan.adapter_bytes == pytest.approx(receiver.layout.nbytes, rel=0.05)
     assert plan.rollout.parts["versions of the weights"] == plan.adapter_bytes, "the live one"
-    assert plan.ring == 4 * pinned(plan.adapter_bytes)
+    assert plan.ring == 4 * pinned_bytes(plan.adapter_bytes)
     config.rollout.versions_on = "device"
     on_device = plan_memory(config)
     assert (on_device.rollout.parts["versions of the weights"], on_device.ring) == (5 * plan.adapter_bytes, 0)

@@ -1,0 +1,150 @@
+"""The bytes of a version that lies in shares on all trainer ranks, fetched bucket by bucket, and the deadlines of that.
+
+Two deadlines tell who is to blame: each answer of a rank has its own (SenderLate names the rank), and the calls of one
+receiver have one together (Allowance), in which its waits for ranks do not count.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from async_flowrl.controller.endpoints import PUBLISHING
+from checkpoint_engine import Layout
+from checkpoint_engine.shards import shard_layout
+from separation.group import Worker, WorkerDied
+from separation.supervise import DeadlineExceeded
+
+T = TypeVar("T")
+F = TypeVar("F", bound="asyncio.Future[Any]")
+
+MAX_BUCKETS_AHEAD = 4
+"""Buckets that are fetched for a receiver while it puts another one in its place; at least one, else one per rank."""
+MAX_KEPT_BUCKETS = 2 * MAX_BUCKETS_AHEAD
+"""Buckets of one version that stay in the object store for receivers that ask for them a little later."""
+
+
+class SenderLost(WorkerDied):
+    """Raised where a bucket is asked for and its trainer rank has died: the receiver is not to blame."""
+
+    kind = "SenderLost"
+    """By this name checkpoint_engine judges it, as an error that it cannot cure."""
+
+
+class SenderLate(RuntimeError):
+    """Raised if a trainer rank lives and does not answer in time: the receivers that wait for it are not to blame."""
+
+    def __init__(self, worker: str, method: str, seconds: float) -> None:
+        super().__init__(f"publish: {worker} has not answered {method} within its deadline of {seconds:g} s")
+        self.worker, self.method, self.seconds = worker, method, seconds
+
+
+@dataclass
+class ShardedPayload:
+    """The bytes of one version on all ranks, fetched bucket by bucket when receivers ask for them."""
+
+    ranks: Sequence[Worker]
+    """By shard."""
+    method: str
+    """Method of the ranks that returns a bucket: (version, first byte, number of bytes) → (size, bytes)."""
+    version: int
+    bucket_bytes: int
+    seconds: float
+    """Deadline of each answer of a rank, and of all calls of one receiver together."""
+    under_way: "set[asyncio.Future[Any]]" = field(default_factory=set)
+    """The sender's set of what it must cancel when it is closed; buckets that are being fetched are put into it."""
+    _buckets: "dict[tuple[int, int], asyncio.Future[Any]]" = field(default_factory=dict)
+
+    async def bucket(self, shard: int, start: int) -> Any:
+        """Returns a reference to the bucket of a shard that begins at byte `start` of it.
+
+        Receivers that ask for the same one share it while it is among the newest MAX_KEPT_BUCKETS. Raises SenderLost,
+        SenderLate, WorkerFailed (VersionGone in it), or RefLost.
+        """
+        fetched = self.fetch(shard, start)
+        try:
+            return await asyncio.shield(fetched)
+        except Exception:
+            self._buckets.pop((shard, start), None)
+            raise
+
+    def fetch(self, shard: int, start: int) -> "asyncio.Future[Any]":
+        """Begins to fetch the bucket, unless it is kept or under way; returns a future of its reference."""
+        key = shard, start
+        if key not in self._buckets:
+            for old in list(self._buckets)[: max(0, len(self._buckets) + 1 - MAX_KEPT_BUCKETS)]:
+                del self._buckets[old]
+            name = f"bucket-{self.version}-{shard}-{start}"
+            self._buckets[key] = kept_in(self.under_way, asyncio.create_task(self._fetch(shard, start), name=name))
+        return self._buckets[key]
+
+    def buckets(self, layout: Layout) -> list[tuple[int, int]]:
+        """Returns shard and first byte of all buckets in the order in which they are sent: of all ranks in turn."""
+        sizes = [shard_layout(layout, len(self.ranks), shard).nbytes for shard in range(len(self.ranks))]
+        starts = range(0, max(sizes), self.bucket_bytes)
+        return [(shard, start) for start in starts for shard, size in enumerate(sizes) if start < size]
+
+    def forget(self, shard: int, start: int) -> None:
+        """Has the bucket fetched again when it is asked for next: its reference was lost with a node."""
+        self._buckets.pop((shard, start), None)
+
+    async def _fetch(self, shard: int, start: int) -> Any:
+        rank, arguments = self.ranks[shard], (self.version, start, self.bucket_bytes)
+        try:
+            async with answer_of(rank, self.method, self.seconds):
+                _, (ref,) = await rank.call_split(self.method, *arguments, returns=2, lane=PUBLISHING)
+        except WorkerDied as error:
+            raise SenderLost(error.worker, error.reason) from error
+        return ref
+
+
+@dataclass
+class Allowance:
+    """Seconds that a receiver has for its own calls of one version together; waits for trainer ranks do not count."""
+
+    what: str
+    """Names the calls in the error."""
+    seconds: float
+    spent: float = 0.0
+
+    async def spend(self, call: Awaitable[T]) -> T:
+        """Returns the call's result. Raises DeadlineExceeded if this and the earlier calls take too long together."""
+        clock = asyncio.get_running_loop().time
+        began = clock()
+        try:
+            async with asyncio.timeout(self.seconds - self.spent) as scope:
+                return await call
+        except TimeoutError as error:
+            if not scope.expired():
+                raise
+            raise DeadlineExceeded(self.what, self.seconds) from error
+        finally:
+            self.spent += clock() - began
+
+
+@asynccontextmanager
+async def answer_of(rank: Worker, method: str, seconds: float) -> AsyncIterator[None]:
+    """Raises SenderLate if the body, which waits for the rank's answer to a call of `method`, takes too long."""
+    scope = asyncio.timeout(seconds)
+    try:
+        async with scope:
+            yield
+    except TimeoutError as error:
+        if not scope.expired():
+            raise
+        raise SenderLate(rank.name, method, seconds) from error
+
+
+def kept_in(under_way: "set[asyncio.Future[Any]]", started: F) -> F:
+    """Keeps a future in the set until it has ended; returns it. Its error counts as seen, even if nobody waits."""
+    under_way.add(started)
+    started.add_done_callback(under_way.discard)
+    started.add_done_callback(_asked)
+    return started
+
+
+def _asked(ended: "asyncio.Future[Any]") -> None:
+    """Takes the error of a future that perhaps nobody waits for, so that asyncio does not report it as forgotten."""
+    if not ended.cancelled():
+        ended.exception()

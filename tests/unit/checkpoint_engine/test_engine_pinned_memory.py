@@ -1,0 +1,110 @@
+"""Tests of page-locked memory: what it takes, and when CUDA is told to lock and to release it.
+
+There is no CUDA here, so its functions are replaced; tests/gpu/test_pinned_memory.py runs them.
+"""
+
+import ctypes
+import gc
+import mmap
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from checkpoint_engine import Layout, pinned_memory
+from checkpoint_engine.host_buffers import MAX_SPARE_BUFFERS, HostBuffers
+from checkpoint_engine.pinned_memory import EXACT_FROM_BYTES, pinned, pinned_bytes
+
+SMALL = 3 * mmap.PAGESIZE
+"""Size from which buffers are page-locked by themselves in these tests."""
+
+
+class Driver:
+    """What CUDA is asked for; `refuses` is its answer to the next request, 0 means success."""
+
+    def __init__(self) -> None:
+        self.locked: dict[int, int] = {}
+        """Address → bytes."""
+        self.released: list[int] = []
+        self.refuses = 0
+
+    def register(self, address: int, size: int, flags: int) -> int:
+        assert address % mmap.PAGESIZE == 0 and size % mmap.PAGESIZE == 0 and flags == 0
+        if not self.refuses:
+            self.locked[address] = size
+        return self.refuses
+
+    def unregister(self, address: int) -> int:
+        size = self.locked.pop(address)
+        assert ctypes.string_at(address + size - 1, 1), "it is still mapped"
+        self.released.append(size)
+        return 0
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
+    driver = Driver()
+    functions = SimpleNamespace(
+        cudaHostRegister=driver.register,
+        cudaHostUnregister=driver.unregister,
+        cudaGetErrorString=lambda code: f"error {code}",
+    )
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: functions)
+    monkeypatch.setattr(pinned_memory, "EXACT_FROM_BYTES", SMALL)
+    return driver
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "taken"),
+    [
+        (1, 1),
+        (5_000_000, 1 << 23),
+        (EXACT_FROM_BYTES - 1, EXACT_FROM_BYTES),
+        (EXACT_FROM_BYTES, EXACT_FROM_BYTES),
+        (EXACT_FROM_BYTES + 1, EXACT_FROM_BYTES + mmap.PAGESIZE),
+        (41_000_000_000, -(-41_000_000_000 // mmap.PAGESIZE) * mmap.PAGESIZE),
+    ],
+)
+def test_a_large_buffer_takes_its_own_size_and_a_small_one_a_power_of_two(nbytes: int, taken: int) -> None:
+    assert pinned_bytes(nbytes) == taken
+    assert nbytes < EXACT_FROM_BYTES or taken - nbytes < mmap.PAGESIZE
+
+
+def test_what_is_locked_is_what_the_plan_counts_and_is_released_with_the_last_reference(driver: Driver) -> None:
+    nbytes = SMALL + 8
+    buffer = pinned(nbytes)
+    assert buffer.dtype == torch.uint8 and buffer.shape == (nbytes,)
+    assert driver.locked == {buffer.data_ptr(): pinned_bytes(nbytes)}
+    part = buffer[nbytes - 8 :].view(torch.int64)
+    array = np.frombuffer(buffer.numpy().data, np.uint8)
+    del buffer
+    gc.collect()
+    part.fill_(7)
+    del part
+    gc.collect()
+    assert driver.locked and array[-8] == 7
+    del array
+    gc.collect()
+    assert driver.locked == {} and driver.released == [pinned_bytes(nbytes)]
+
+
+def test_memory_that_cannot_be_locked_is_an_error_with_its_size(driver: Driver) -> None:
+    driver.refuses = 2
+    with pytest.raises(MemoryError, match=rf"CUDA can't page-lock {SMALL:,} bytes of host memory: error 2"):
+        pinned(SMALL)
+    assert driver.locked == {} and driver.released == []
+
+
+def test_buffers_that_are_sent_are_locked_once_and_released_when_too_many_are_spare(driver: Driver) -> None:
+    layout = Layout.of({"weight": torch.empty(SMALL, dtype=torch.uint8), "bias": torch.empty(3)})
+    buffers = HostBuffers(layout, pinned=True)
+    used = [buffers.take() for _ in range(MAX_SPARE_BUFFERS + 2)]
+    used[0].data[:] = 1
+    assert list(driver.locked.values()) == len(used) * [pinned_bytes(layout.nbytes)]
+    used.clear()
+    gc.collect()
+    again = buffers.take()
+    gc.collect()
+    assert len(driver.locked) == MAX_SPARE_BUFFERS + 1 and len(driver.released) == 1
+    assert again.data.ctypes.data in driver.locked
