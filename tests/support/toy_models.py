@@ -217,7 +217,7 @@ class FloatSum(ExactSum):
 
     def __init__(self, numel: int, device: torch.device) -> None:
         super().__init__(numel, device)
-        self.floats = torch.zeros(numel)
+        self.floats = torch.zeros(numel, device=device)
 
     def begin(self) -> None:
         super().begin()
