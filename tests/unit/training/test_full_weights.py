@@ -69,7 +69,9 @@ def test_a_step_changes_every_parameter_and_its_version_is_the_whole_network(dty
     dead = {name for name in names if re.fullmatch(str(worker.policy.lora_exclude), name.rpartition(".")[0])}
     dead.add("transformer_blocks.1.attn.norm_added_q.weight")  # of the last block's text stream, as those are
     assert same == dead, "what no output depends on, and nothing else"
-    assert stats.metrics["behaviour_gap"] < 1e-6, "rollout and trainer compute the same"
+    # The sampler of these tests is on the CPU: beside a trainer on a GPU its bfloat16 kernels round otherwise.
+    bound = 1e-4 if dtype == "bfloat16" and torch.cuda.is_available() else 1e-6
+    assert stats.metrics["behaviour_gap"] < bound, "rollout and trainer compute the same"
     worker.sender.stage(1)
     site.receive(worker, 1)
     network = site.network()
