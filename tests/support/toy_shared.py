@@ -4,7 +4,7 @@ The pool is divided into two pools by the real code (separation/shared.py).
 """
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
@@ -18,7 +18,7 @@ from async_flowrl.plan.virtual_time import run_virtual
 from async_flowrl.run.pools import SUB_POOLS
 from async_flowrl.shared.worker import SharedRollout
 from separation.shared import SubGroup, Successors
-from tests.support.toy import Disturbance, ToyRun, toy_config, trained_on
+from tests.support.toy import TEXTS, Disturbance, ToyRun, toy_config, trained_on
 from tests.support.toy_models import ToyReward, ToyRollout, ToyTrainer
 from tests.support.toy_pool import Fault, ListObserver, Timing, ToyPool, ToyWorker, World, name_of, no_fault
 
@@ -154,12 +154,15 @@ def shared_groups(config: Config, world: World) -> dict[str, Any]:
 
 
 async def _run(
-    config: Config, timing: Timing, fault: Fault, disturb: Disturbance | None, observer: ListObserver
+    config: Config, timing: Timing, fault: Fault, disturb: Disturbance | None, texts: Sequence[str]
 ) -> ToyRun:
+    observer = ListObserver()
     groups = shared_groups(config, World(timing, fault, observer))
     for worker in groups[SHARED].workers:
         worker.target.rollout.load()
-    return await trained_on(config, groups, observer, disturb, hosted=lambda worker: worker.process.target.trainer)
+    return await trained_on(
+        config, groups, observer, disturb, hosted=lambda worker: worker.process.target.trainer, texts=texts
+    )
 
 
 def shared_virtual(
@@ -168,10 +171,11 @@ def shared_virtual(
     fault: Fault = no_fault,
     *,
     disturb: Disturbance | None = None,
+    texts: Sequence[str] = TEXTS,
     horizon: float = 1e5,
 ) -> ToyRun:
-    """Runs a toy run in virtual time and returns its results. Raises the error that ends it.
+    """Runs a toy run on `texts` in virtual time and returns its results. Raises the error that ends it.
 
     Raises Deadlock if nothing can happen any more, and HorizonReached after `horizon` virtual seconds.
     """
-    return run_virtual(_run(config, timing or Timing(), fault, disturb, ListObserver()), horizon=horizon)
+    return run_virtual(_run(config, timing or Timing(), fault, disturb, texts), horizon=horizon)
