@@ -103,10 +103,10 @@ def test_the_weights_depend_on_the_batches_and_not_on_who_makes_them_when(size: 
 @pytest.mark.parametrize("what", ["kill", "hang", "lose-images", "lose-trajectory"])
 @pytest.mark.parametrize("number", [1, 4])
 def test_what_is_lost_is_made_again_in_the_same_company(what: str, number: int) -> None:
-    """Also where only one ticket of a batch is lost: the others are computed beside it, and thrown away."""
-    found = shared(2, lambda *call: what if call == ("rollout-0", "generate_together", number) else None)
+    """A group of two tickets is in two batches of three, or beside half a group: the others are computed, too."""
+    found = shared(3, lambda *call: what if call == ("rollout-0", "generate_together", number) else None)
     assert found.observer.of("injected") and found.table.retried > 0
-    assert found.digest == shared(2).digest
+    assert found.digest == shared(3).digest
 
 
 def test_swaps_and_spans_count_also_where_their_ticket_is_only_computed_along() -> None:
