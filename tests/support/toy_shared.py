@@ -26,7 +26,7 @@ SAMPLING, TRAINING = ("generate", "generate/evaluation", "generate_together"), (
 
 
 class ToySharedRollout(ToyRollout):
-    """The rollout part of a toy worker; it keeps the versions of its trainer part by the real worker's method."""
+    """Rollout worker of a toy process; it keeps the versions of the trainer beside it by the real worker's method."""
 
     trainer: Any
     both: "ToyBoth"
@@ -55,8 +55,7 @@ class ToySharedTrainer(ToyTrainer):
 
 
 class ToyBoth:
-    """The object of a toy worker: its trainer part, its rollout part, and the state that says which of them
-    computes."""
+    """The object of a toy process: its trainer, its rollout worker, and the state that says which of them computes."""
 
     def __init__(self, config: Config, index: int, name: str) -> None:
         place = name.removeprefix(f"{SHARED}-")
