@@ -1,8 +1,8 @@
 """Command `python -m async_flowrl.prove` (`make prove`): shows that disturbances do not change the trained weights.
 
-The same short run is made several times: undisturbed, with random delays, and with processes killed. So is a shorter
-run that trains whole weights (tune=full). The command compares the digests of the trained weights; its exit code is 0
-if they are equal, and 1 if they differ or if a run failed.
+The same short run is made several times: undisturbed, with random delays, and with processes killed. A shorter run that
+trains whole weights (tune=full) is made undisturbed and with a rollout worker killed. The command compares the digests
+of the trained weights; its exit code is 0 if they are equal, and 1 if they differ or if a run failed.
 """
 
 import argparse

@@ -175,7 +175,8 @@ async def generate(ctx: Context, slot: Slot, batch: Sequence[Ticket]) -> list[Ti
     """Has the worker make the batch's PENDING tickets; returns those of them whose result was accepted.
 
     The batch's other tickets are computed along and dropped, because the bits of a ticket depend on the whole batch.
-    Raises TicketLost if a ticket was lost too often, DeadlineExceeded, WorkerDied or WorkerFailed.
+    Raises TicketLost if a ticket was lost too often, Refused if other weights than the ticket's made its images,
+    DeadlineExceeded, WorkerDied or WorkerFailed.
     """
     worker, wanted = slot.worker, [ticket for ticket in batch if ticket.state is State.PENDING]
     ordinals = tuple(ticket.ordinal for ticket in batch) if len(batch) > 1 else ()
@@ -193,8 +194,15 @@ async def generate(ctx: Context, slot: Slot, batch: Sequence[Ticket]) -> list[Ti
     ctx.swaps.add(sum(report.swaps for report in reports))  # of those computed along, too
     ctx.activation.add(sum(span.end - span.start for each in reports for span in each.spans if span.name == ACTIVATE))
     parts = [payload[2 * index : 2 * index + 2] for index in range(len(batch))]
-    results = [(t, r, p) for t, r, p in zip(batch, reports, parts, strict=True) if t in wanted]
-    return [ticket for ticket, report, part in results if accept(ctx, worker, ticket, report, part)]
+    accepted = []
+    for ticket, report, part in zip(batch, reports, parts, strict=True):
+        needed = ticket in wanted
+        # The first report has the spans of the whole batch, also if its own ticket is only computed along.
+        for span in report.spans:
+            book_span(ctx.observer, worker.name, span, ordinal=(ticket if needed else wanted[0]).ordinal)
+        if needed and ctx.table.generated(ticket, version=report.version, digest=report.digest, payload=part):
+            accepted.append(ticket)
+    return accepted
 
 
 async def ask(worker: Worker, requests: list[RolloutRequest]) -> tuple[Sequence[RolloutReport], tuple[Ref, ...]]:
@@ -203,16 +211,6 @@ async def ask(worker: Worker, requests: list[RolloutRequest]) -> tuple[Sequence[
         report, payload = await worker.call_split("generate", requests[0], returns=3)
         return [report], payload
     return await worker.call_split("generate_together", requests, returns=1 + 2 * len(requests))
-
-
-def accept(ctx: Context, worker: Worker, ticket: Ticket, report: RolloutReport, payload: object) -> bool:
-    """Records the spans of a result and gives it to the table. Returns False for a duplicate.
-
-    Raises Refused if the images were made by other weights than the ticket's.
-    """
-    for span in report.spans:
-        book_span(ctx.observer, worker.name, span, ordinal=ticket.ordinal)
-    return ctx.table.generated(ticket, version=report.version, digest=report.digest, payload=payload)
 
 
 async def replace_rollout(ctx: Context, index: int, death: BaseException, *, pause: float) -> Worker:

@@ -1,6 +1,6 @@
 """Optional features of the installation: each names the software that it needs, and the pools that need it.
 
-`optional_findings` looks at this machine. On a cluster `missing` looks at every node, and node_parts.py judges.
+`optional_findings` looks at this machine. On a cluster `missing` looks at every node, and node_features.py judges.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -26,7 +26,7 @@ from async_flowrl.doctor.machines import (
 )
 from async_flowrl.doctor.needs import Needs, needs_of
 from async_flowrl.doctor.network import between, first
-from async_flowrl.doctor.node_parts import node_part_findings
+from async_flowrl.doctor.node_features import node_feature_findings
 from async_flowrl.doctor.optional import needed, optional_findings
 from async_flowrl.doctor.seats import seats
 from async_flowrl.run.launch import check_machine
@@ -114,7 +114,7 @@ def on_cluster(prepared: Prepared, here: Machine, asked: Asked, wanted: Wanted) 
             yield from same_findings(here.facts, machines)
             yield from interface_findings(machines)
             missing = {node.name: parts[node.id] for node in looked.nodes if _answered(parts[node.id])}
-            yield from node_part_findings(config, pools(prepared), machines, missing)
+            yield from node_feature_findings(config, pools(prepared), machines, missing)
             yield from judged(prepared, here, machines, looked)
     except (ResourcesMissing, ConnectionError, RuntimeError) as error:
         advice = "start a cluster (ray start --head), or leave runtime.address out for one of this machine"

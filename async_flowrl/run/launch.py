@@ -170,7 +170,7 @@ async def load_pools(config: Config, groups: Mapping[str, WorkerGroup], trainers
     async with asyncio.TaskGroup() as tasks:
         digests = [tasks.create_task(load_rollout(worker, seconds=config.deadlines.load)) for worker in rollouts]
         if config.placement == SHARED:
-            await asyncio.wait(digests)  # The rollout part may need the device for text encoders before it is in use.
+            await asyncio.wait(digests)  # The rollout worker may need the device for text encoders before it is in use.
         trainer = tasks.create_task(load_trainer(config, groups[TRAINER], trainers))
     info = trainer.result()
     for worker, digest in zip(rollouts, digests, strict=True):

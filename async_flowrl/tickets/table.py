@@ -139,8 +139,9 @@ class TicketTable:
         if together == 1:
             # An upper bound: a ticket started out of order is counted until it is at the head of its heap.
             return sum(map(len, heaps))
-        # Batches take their tickets out of order.
-        return sum(self._tickets[k].state is State.PENDING for heap in heaps for k in heap if k in self._tickets)
+        # Batches take their tickets out of order; a ticket that is made again may be in its heap twice.
+        ordinals = {ordinal for heap in heaps for ordinal in heap if ordinal in self._tickets}
+        return sum(self._tickets[ordinal].state is State.PENDING for ordinal in ordinals)
 
     def start(self, ticket: Ticket, worker: str, *, batch: tuple[int, ...] = (), along: bool = False) -> None:
         """Marks a PENDING ticket, whose version `worker` holds, as RUNNING there; Refused for any other ticket.

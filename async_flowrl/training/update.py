@@ -152,9 +152,10 @@ class Update:
     ) -> None:
         """Adds the gradients of this rank's parts of the groups.
 
-        `trajectories` are sorted by group. `tickets` has, for each group, the positions of the tickets whose
-        trajectories are passed; empty means all tickets. Raises NonFiniteError if a loss or gradient is not finite,
-        ValueError if a group does not fit the run, and RuntimeError if no step is under way or an earlier call failed.
+        `trajectories` are in the order of `metas`, those of a group together. `tickets` has, for each group, the
+        positions of the tickets whose trajectories are passed; empty means all tickets. Raises NonFiniteError if a loss
+        or gradient is not finite, ValueError if a group does not fit the run, and RuntimeError if no step is under way
+        or an earlier call failed.
         """
         step = self._begun("accumulate")
         if self._plan.rows <= 0:

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The whole job in every mode on a tiny random Qwen-Image, asserting on summary.json.
+# A whole run in every mode on a tiny random Qwen-Image, asserting on summary.json.
 #
 #   NUM_GPUS        devices in all (default 0: CPU); split N_GPU_ROLLOUT : the rest
 #   N_GPU_ROLLOUT   devices that generate (default: half of NUM_GPUS, at least 1)

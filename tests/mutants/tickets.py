@@ -13,6 +13,7 @@ HANDED = "async_flowrl.controller.handed"
 SCORING = "async_flowrl.controller.scoring"
 EVALUATIONS = "async_flowrl.controller.evaluation:Evaluations"
 RECEIVER = "checkpoint_engine.receiver:Receiver"
+BATCHES = "tests.unit.test_batches"
 LOOP, FAULTS, TABLE = "tests.unit.test_loop", "tests.unit.test_faults", "tests.unit.test_tickets"
 STALE = {"mode": "one_step_off"}
 HANGS = ("Deadlock", "HorizonReached", "Stalled")
@@ -248,4 +249,32 @@ EVALUATION_FAULTS = (
     ),
 )
 
-TICKET_FAULTS = (*GATE, *ORDER, *DOORS, *EVALUATION_FAULTS)
+
+def only_wanted(batch_of: Any) -> Any:
+    return lambda *batch: [ticket for ticket in batch_of(*batch) if ticket.state is State.PENDING]
+
+
+def whatever_waits(batch_of: Any) -> Any:
+    def fault(table: Any, ticket: Any, size: int, order: Any) -> list[Any]:
+        waiting = [t for t in table.live() if t.state is State.PENDING and (t.kind, t.step) == (TRAIN, ticket.step)]
+        return waiting[:size]
+
+    return fault
+
+
+BATCH_FAULTS = (
+    Mutant(
+        "a ticket that is made again has not the company that it had",
+        {f"{DISPATCH}:batch_of": only_wanted},
+        f"{BATCHES}:test_what_is_lost_is_made_again_in_the_same_company",
+        arguments={"what": "lose-images", "number": 1},
+    ),
+    Mutant(
+        "a batch is of whatever tickets wait",
+        {f"{DISPATCH}:batch_of": whatever_waits},
+        f"{BATCHES}:test_batches_are_of_prompts_of_about_one_length",
+        arguments={"size": 3},
+    ),
+)
+
+TICKET_FAULTS = (*GATE, *ORDER, *DOORS, *EVALUATION_FAULTS, *BATCH_FAULTS)

@@ -4,7 +4,7 @@ The pool is divided into two pools by the real code (separation/shared.py).
 """
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
@@ -18,7 +18,7 @@ from async_flowrl.plan.virtual_time import run_virtual
 from async_flowrl.run.pools import SUB_POOLS
 from async_flowrl.shared.worker import SharedRollout
 from separation.shared import SubGroup, Successors
-from tests.support.toy import Disturbance, ToyRun, toy_config, trained_on
+from tests.support.toy import TEXTS, Disturbance, ToyRun, toy_config, trained_on
 from tests.support.toy_models import ToyReward, ToyRollout, ToyTrainer
 from tests.support.toy_pool import Fault, ListObserver, Timing, ToyPool, ToyWorker, World, name_of, no_fault
 
@@ -26,7 +26,7 @@ SAMPLING, TRAINING = ("generate", "generate/evaluation", "generate_together"), (
 
 
 class ToySharedRollout(ToyRollout):
-    """The rollout part of a toy worker; it keeps the versions of its trainer part by the real worker's method."""
+    """Rollout worker of a toy process; it keeps the versions of the trainer beside it by the real worker's method."""
 
     trainer: Any
     both: "ToyBoth"
@@ -55,8 +55,7 @@ class ToySharedTrainer(ToyTrainer):
 
 
 class ToyBoth:
-    """The object of a toy worker: its trainer part, its rollout part, and the state that says which of them
-    computes."""
+    """The object of a toy process: its trainer, its rollout worker, and the state that says which of them computes."""
 
     def __init__(self, config: Config, index: int, name: str) -> None:
         place = name.removeprefix(f"{SHARED}-")
@@ -154,12 +153,15 @@ def shared_groups(config: Config, world: World) -> dict[str, Any]:
 
 
 async def _run(
-    config: Config, timing: Timing, fault: Fault, disturb: Disturbance | None, observer: ListObserver
+    config: Config, timing: Timing, fault: Fault, disturb: Disturbance | None, texts: Sequence[str]
 ) -> ToyRun:
+    observer = ListObserver()
     groups = shared_groups(config, World(timing, fault, observer))
     for worker in groups[SHARED].workers:
         worker.target.rollout.load()
-    return await trained_on(config, groups, observer, disturb, hosted=lambda worker: worker.process.target.trainer)
+    return await trained_on(
+        config, groups, observer, disturb, hosted=lambda worker: worker.process.target.trainer, texts=texts
+    )
 
 
 def shared_virtual(
@@ -168,10 +170,11 @@ def shared_virtual(
     fault: Fault = no_fault,
     *,
     disturb: Disturbance | None = None,
+    texts: Sequence[str] = TEXTS,
     horizon: float = 1e5,
 ) -> ToyRun:
-    """Runs a toy run in virtual time and returns its results. Raises the error that ends it.
+    """Runs a toy run on `texts` in virtual time and returns its results. Raises the error that ends it.
 
     Raises Deadlock if nothing can happen any more, and HorizonReached after `horizon` virtual seconds.
     """
-    return run_virtual(_run(config, timing or Timing(), fault, disturb, ListObserver()), horizon=horizon)
+    return run_virtual(_run(config, timing or Timing(), fault, disturb, texts), horizon=horizon)

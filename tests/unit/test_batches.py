@@ -13,8 +13,8 @@ from async_flowrl.controller.dispatch import TicketLost
 from async_flowrl.data.sampler import Sampler
 from async_flowrl.tickets.batches import by_length
 from async_flowrl.tickets.request import RequestBuilder
-from async_flowrl.tickets.table import TRAIN, Ticket
-from async_flowrl.types import Prompt
+from async_flowrl.tickets.table import TRAIN, Shape, Ticket, TicketTable
+from async_flowrl.types import Prompt, Span
 from tests.performance.padding import share, words
 from tests.support.toy import ToyRun, toy_config, virtual
 from tests.support.toy_pool import Fault, Timing
@@ -35,13 +35,13 @@ def uneven(size: int, fault: Fault | None = None, **more: Any) -> ToyRun:
     return shared(size, fault, texts=["x" * length for length in LENGTHS], **more)
 
 
-def swapping(generate_together: Callable[..., Any], calls: list[bool]) -> Callable[..., Any]:
-    """Returns the method with a swap in its first report; each call is noted in `calls`."""
+def reporting(generate_together: Callable[..., Any], calls: list[bool]) -> Callable[..., Any]:
+    """Returns the method with a swap and a span in its first report; each call is noted in `calls`."""
 
     def call(requests: Any) -> Any:
         calls.append(True)
         (first, *others), *payloads = generate_together(requests)
-        return [replace(first, swaps=1), *others], *payloads
+        return [replace(first, swaps=1, spans=(Span("generate", 1.0, 2.0),)), *others], *payloads
 
     return call
 
@@ -103,20 +103,20 @@ def test_the_weights_depend_on_the_batches_and_not_on_who_makes_them_when(size: 
 @pytest.mark.parametrize("what", ["kill", "hang", "lose-images", "lose-trajectory"])
 @pytest.mark.parametrize("number", [1, 4])
 def test_what_is_lost_is_made_again_in_the_same_company(what: str, number: int) -> None:
-    """Also where only one ticket of a batch is lost: the others are computed beside it, and thrown away."""
-    found = shared(2, lambda *call: what if call == ("rollout-0", "generate_together", number) else None)
+    """A group of two tickets is in two batches of three, or beside half a group: the others are computed, too."""
+    found = shared(3, lambda *call: what if call == ("rollout-0", "generate_together", number) else None)
     assert found.observer.of("injected") and found.table.retried > 0
-    assert found.digest == shared(2).digest
+    assert found.digest == shared(3).digest
 
 
-def test_a_swap_counts_also_where_its_ticket_is_only_computed_along() -> None:
-    """The first report says it for the whole batch. Group 1 is the tickets 2 and 3, of batches (0, 1, 2), (3, 4, 5)."""
+def test_swaps_and_spans_count_also_where_their_ticket_is_only_computed_along() -> None:
+    """The first report has those of the whole batch. Group 1 is tickets 2 and 3, of batches (0, 1, 2) and (3, 4, 5)."""
     tallies, calls = list[Tally](), list[bool]()
 
     async def lose_one(ctx: Any, groups: Any) -> None:
         tallies.append(ctx.swaps)
         for worker in groups["rollout"].workers:
-            worker.target.generate_together = swapping(worker.target.generate_together, calls)
+            worker.target.generate_together = reporting(worker.target.generate_together, calls)
         while True:
             if lost := [ticket for ticket in ctx.table.live() if ticket.ordinal == 2 and ticket.payload]:
                 lost[0].payload[1].lost = True
@@ -127,6 +127,8 @@ def test_a_swap_counts_also_where_its_ticket_is_only_computed_along() -> None:
     found = virtual(config, disturb=lose_one)
     assert found.table.retried == 2
     assert tallies[0].take() == len(calls) == 5 * 3 + 2
+    spans = [event["ordinal"] for event in found.observer.of("span", name="generate")]
+    assert len(spans) == len(calls) and spans.count(2) == 1, "ticket 2 alone was wanted of the batch (0, 1, 2)"
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -152,6 +154,20 @@ def test_nor_if_a_batch_takes_tickets_out_of_order() -> None:
     found = virtual(config, Timing(slow={"rollout-0": 4.0}), texts=texts)
     (slow, _) = found.groups["rollout"].workers
     assert len(slow.target.batches) == 3
+
+
+def test_a_ticket_that_is_made_again_waits_once() -> None:
+    """Tickets 0, 1 and 2 wait; four would have to wait for a busy worker to get one."""
+    table = TicketTable(Shape(tickets_per_group=1, groups_per_step=8, total_steps=1, max_staleness=0))
+    table.join("rollout-0")
+    table.publish(0, "digest")
+    table.acknowledge("rollout-0", 0, "digest")
+    for ticket in list(table.live())[2:]:
+        table.start(ticket, "rollout-0")
+    table.retry(next(ticket for ticket in table.live() if ticket.ordinal == 2))
+    assert table.next_for("rollout-0", ahead=True, together=2) is None
+    table.retry(next(ticket for ticket in table.live() if ticket.ordinal == 5))
+    assert table.next_for("rollout-0", ahead=True, together=2) is not None
 
 
 @pytest.mark.parametrize("size", [2, 4])

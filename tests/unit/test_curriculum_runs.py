@@ -64,10 +64,17 @@ def ratio(found: ToyRun) -> float:
     return sum(line["zero_std_ratio"] for line in found.lines) / len(found.lines)
 
 
-@pytest.mark.parametrize("k", [1, 3])
-def test_a_killed_trainer_and_a_killed_controller(k: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("k", "together"), [(1, 1), (3, 1), (3, 3)])
+def test_a_killed_trainer_and_a_killed_controller(
+    k: int, together: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also with several tickets per batch, which depend on the lengths of the chosen prompts."""
+    monkeypatch.setattr("tests.support.toy_recovery.PROMPTS", [Prompt(i, f"{'x' * (7 * i % 5)} {i}") for i in range(5)])
+    monkeypatch.setattr(f"{__name__}.DULL", ("xx 1", "xxx 4"))
+    batches = {"ticket_size": 2, "rollout__tickets_per_batch": together}
+
     def controller(root: Path, fault: Any = no_fault, **how: Any) -> Path | None:
-        config = toy_config(k, **settings(resume="auto", console="quiet", save__every=2))
+        config = toy_config(k, **settings(resume="auto", console="quiet", save__every=2), **batches)
         return run_controller(config, root, World(Timing(), fault, ListObserver()), **how)
 
     plain, dead = tmp_path / "plain", tmp_path / "dead"

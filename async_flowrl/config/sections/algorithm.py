@@ -1,7 +1,4 @@
-"""The section `algorithm` of the configuration; docs/algorithms.md explains its losses and suitable values.
-
-docs/write_configuration.py copies the text under each field to docs/configuration.md.
-"""
+"""The section `algorithm` of the configuration; docs/algorithms.md explains its losses and suitable values."""
 
 from dataclasses import dataclass, field
 from typing import Any

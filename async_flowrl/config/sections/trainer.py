@@ -10,7 +10,8 @@ class TrainerConfig:
     """The pool that trains."""
 
     num_workers: int = setting(1, at_least=1, changes=NOTHING)
-    """Trainer ranks; they share the groups of a step, and the trained weights do not depend on their number."""
+    """Trainer ranks; they share the groups of a step. The trained weights do not depend on their number, except with
+    tune=full and shard=full."""
     workers_per_node: int | None = setting(None, at_least=1, changes=NOTHING)
     """Ranks on each node: exactly this many, in order, on num_workers / workers_per_node nodes; null = on as few nodes
     as possible."""

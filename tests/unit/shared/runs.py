@@ -3,7 +3,7 @@
 import functools
 from typing import Any
 
-from tests.support.toy import ToyRun, toy_config, virtual
+from tests.support.toy import TEXTS, ToyRun, toy_config, virtual
 from tests.support.toy_pool import Fault, Timing, no_fault
 from tests.support.toy_shared import shared_config, shared_toys, shared_virtual
 
@@ -17,16 +17,16 @@ MODES: dict[str, dict[str, Any]] = {
 
 
 def shared(mode: str, workers: int, fault: Fault = no_fault, timing: Timing = SHAKEN, **more: Any) -> ToyRun:
-    """`more`: settings of the run, and `disturb`."""
-    disturb = more.pop("disturb", None)
+    """`more`: settings of the run, `disturb`, and `texts`, the training prompts."""
+    disturb, texts = more.pop("disturb", None), more.pop("texts", TEXTS)
     config = shared_config(workers=workers, prompts_per_step=8, **MODES[mode], **more)
     with shared_toys():
-        return shared_virtual(config, timing, fault, disturb=disturb)
+        return shared_virtual(config, timing, fault, disturb=disturb, texts=texts)
 
 
 @functools.cache
-def separate(mode: str, **more: Any) -> ToyRun:
-    return virtual(toy_config(prompts_per_step=8, **MODES[mode], **more), SHAKEN)
+def separate(mode: str, *, texts: tuple[str, ...] = TEXTS, **more: Any) -> ToyRun:
+    return virtual(toy_config(prompts_per_step=8, **MODES[mode], **more), SHAKEN, texts=texts)
 
 
 def check(found: ToyRun, mode: str, **more: Any) -> None:

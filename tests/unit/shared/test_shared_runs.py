@@ -8,7 +8,7 @@ import torch
 
 from separation.group import WorkerDied, WorkerFailed
 from separation.supervise import DeadlineExceeded
-from tests.support.toy_pool import Timing, once
+from tests.support.toy_pool import Timing, no_fault, once
 from tests.support.toy_shared import SAMPLING, TRAINING, ToySharedTrainer, shared_config
 from tests.unit.shared.runs import MODES, check, first, shared
 
@@ -17,6 +17,19 @@ from tests.unit.shared.runs import MODES, check, first, shared
 @pytest.mark.parametrize("mode", MODES)
 def test_the_weights_of_separate_pools(mode: str, workers: int) -> None:
     check(shared(mode, workers), mode)
+
+
+@pytest.mark.parametrize("what", ["", "kill", "lose-images"])
+@pytest.mark.parametrize("mode", ["stream", "fully async"])
+def test_batches_of_tickets_are_those_of_separate_pools(mode: str, what: str) -> None:
+    """Of prompts of other lengths, so that batches take tickets out of order, and some of several optimizer steps."""
+    batches: dict[str, Any] = {"ticket_size": 2, "rollout__tickets_per_batch": 3}
+    batches["texts"] = tuple("x" * length for length in (30, 1, 20, 2, 10, 10))
+    fault = first("shared-0", "generate_together", what, after=1) if what else no_fault
+    found = shared(mode, 2, fault, **batches)
+    check(found, mode, **batches)
+    assert bool(what) == (found.table.retried > 0)
+    assert any(list(event["batch"]) != sorted(event["batch"]) for event in found.tickets("RUNNING"))
 
 
 @pytest.mark.parametrize("workers", [1, 3])

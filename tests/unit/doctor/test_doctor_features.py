@@ -1,4 +1,4 @@
-"""Optional parts: which pools of a configuration need one, and which nodes lack it that have room for their workers."""
+"""Tests of optional features: the pools that need one, and the nodes that lack it and have room for their workers."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -12,7 +12,7 @@ from async_flowrl.config.schema import Config
 from async_flowrl.doctor.facts import importable
 from async_flowrl.doctor.findings import FAILED, OK, SKIPPED, Finding
 from async_flowrl.doctor.machines import Machine
-from async_flowrl.doctor.node_parts import node_part_findings
+from async_flowrl.doctor.node_features import node_feature_findings
 from async_flowrl.doctor.optional import FEATURES, finding_of, missing, modules, needed
 from async_flowrl.doctor.seats import seats
 from separation.group import PoolSpec
@@ -39,12 +39,12 @@ def node(name: str, **resources: float) -> Machine:
 def found(given: Config, machines: list[Machine], lacks: Mapping[str, Mapping[str, str]]) -> dict[str, Finding]:
     """Subject without its end → the finding; `lacks` holds the nodes that lack something."""
     told = {machine.name: lacks.get(machine.name, {}) for machine in machines}
-    findings = node_part_findings(given, POOLS, machines, told)
+    findings = node_feature_findings(given, POOLS, machines, told)
     return {finding.name.removesuffix(" on the nodes"): finding for finding in findings}
 
 
 @pytest.mark.parametrize(
-    ("words", "parts"),
+    ("words", "features"),
     [
         ((), {}),
         (("rollout.engine=vllm_omni",), {"vllm-omni": ["rollout"]}),
@@ -62,8 +62,10 @@ def found(given: Config, machines: list[Machine], lacks: Mapping[str, Mapping[st
     ],
     ids=str,
 )
-def test_a_part_is_needed_by_the_pools_whose_workers_use_it(words: tuple[str, ...], parts: dict[str, Any]) -> None:
-    assert needed(config(*words)) == parts
+def test_a_feature_is_needed_by_the_pools_whose_workers_use_it(
+    words: tuple[str, ...], features: dict[str, Any]
+) -> None:
+    assert needed(config(*words)) == features
 
 
 def test_nodes_with_room_for_a_worker_must_have_what_it_needs() -> None:
@@ -81,7 +83,7 @@ def test_nodes_with_room_for_a_worker_must_have_what_it_needs() -> None:
     assert "this configuration asks for it (rewards behind HTTP)" in wrong["optional httpx and tenacity"].advice
 
 
-def test_a_part_for_gpus_needs_a_gpu_on_the_node() -> None:
+def test_a_feature_for_gpus_needs_a_gpu_on_the_node() -> None:
     """Where no node has a GPU, the workers take the custom resource of their pool's name, and CPUs."""
     given = config("checkpoint_engine.transport=nccl")
     both = {"trainer": 1.0, "rollout": 1.0}
@@ -92,12 +94,12 @@ def test_a_part_for_gpus_needs_a_gpu_on_the_node() -> None:
 
 
 def test_what_the_drivers_machine_lacks_is_asked_of_the_nodes() -> None:
-    part = replace(FEATURES["vllm-omni"], lack=lambda: "no vllm")
+    feature = replace(FEATURES["vllm-omni"], lack=lambda: "no vllm")
     given = config("rollout.engine=vllm_omni")
-    assert finding_of("vllm-omni", part, given).status == FAILED
-    assert finding_of("vllm-omni", part, config()).status == SKIPPED
+    assert finding_of("vllm-omni", feature, given).status == FAILED
+    assert finding_of("vllm-omni", feature, config()).status == SKIPPED
     given.runtime.address = "10.0.0.1:6379"
-    there = finding_of("vllm-omni", part, given)
+    there = finding_of("vllm-omni", feature, given)
     assert there.status == SKIPPED and "each node is asked" in there.advice
 
 

@@ -12,7 +12,7 @@ Missing = Mapping[str, Mapping[str, str]]
 """Name of a node → what `optional.missing` found there. A node that gave no answer is left out."""
 
 
-def node_part_findings(
+def node_feature_findings(
     config: Config, wanted: Sequence[PoolSpec], machines: Sequence[Machine], missing: Missing
 ) -> Iterator[Finding]:
     """Yields one finding per optional feature that the configuration needs.
