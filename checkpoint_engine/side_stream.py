@@ -78,8 +78,8 @@ class HostCopy:
     """An asynchronous copy of a GPU buffer uint8 [n] into pinned host memory, block by block.
 
     The buffer must be complete at the start, because the copy waits for no stream but `side`, and must not change until
-    `wait` has returned for its last byte. Where the copy is dropped before, its end is waited for, because only then may
-    its memory be used for something else or released (pinned_memory.py).
+    `wait` has returned for its last byte. Where the copy is dropped before, its end is waited for, because only then
+    may its memory be used for something else or released (pinned_memory.py).
     """
 
     def __init__(self, source: Tensor, target: Tensor, side: SideStream) -> None:
