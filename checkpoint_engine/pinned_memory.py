@@ -29,7 +29,8 @@ def pinned_bytes(nbytes: int) -> int:
 def pinned(nbytes: int) -> Tensor:
     """Returns a page-locked buffer uint8 [nbytes] in host memory, with any contents. Needs a CUDA device.
 
-    No copy may be under way when the last reference to it is dropped. Raises MemoryError if CUDA cannot page-lock the
+    Unlike torch's allocator, this knows nothing of copies that are under way: whoever queues one must refer to the
+    buffer until it has ended, as HostCopy (side_stream.py) does. Raises MemoryError if CUDA cannot page-lock the
     memory, OSError if there is none.
     """
     if nbytes < EXACT_FROM_BYTES:

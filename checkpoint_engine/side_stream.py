@@ -4,6 +4,7 @@ All threads of a process share the default stream. A copy on it would begin only
 queued there: a whole image, or a whole optimizer step.
 """
 
+import weakref
 from collections import deque
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -77,12 +78,14 @@ class HostCopy:
     """An asynchronous copy of a GPU buffer uint8 [n] into pinned host memory, block by block.
 
     The buffer must be complete at the start, because the copy waits for no stream but `side`, and must not change until
-    `wait` has returned for its last byte.
+    `wait` has returned for its last byte. Where the copy is dropped before, its end is waited for, because only then
+    may its memory be used for something else or released (pinned_memory.py).
     """
 
     def __init__(self, source: Tensor, target: Tensor, side: SideStream) -> None:
         self.source, self._end = source, 0
         self._under_way: deque[tuple[int, Any]] = deque()
+        weakref.finalize(self, _wait_for_rest, self._under_way, (source, target)).atexit = False
         with side.current():
             for start in range(0, source.shape[0], BLOCK_BYTES):
                 end = min(start + BLOCK_BYTES, source.shape[0])
@@ -94,6 +97,13 @@ class HostCopy:
         while self._end < end:
             self._end, event = self._under_way.popleft()
             event.synchronize()
+
+
+def _wait_for_rest(under_way: deque[tuple[int, Any]], memory: tuple[Tensor, Tensor]) -> None:
+    """Waits for the blocks of a copy that nobody has waited for; `memory`, its two ends, is referred to until then."""
+    if under_way:
+        _, last = under_way[-1]
+        last.synchronize()
 
 
 @dataclass

@@ -115,7 +115,7 @@ class Weights(Protocol):
     async def welcome(self, worker: Worker) -> None:
         """Checks that delivered weights reach the new worker's modules, then sends it all versions that tickets name.
 
-        Raises WeightsMismatch, WorkerDied or DeadlineExceeded if the check fails.
+        Raises WeightsMismatch, WorkerDied or DeadlineExceeded if the check fails, or SenderLate (share_payload.py).
         """
         ...
 

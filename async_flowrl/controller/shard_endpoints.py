@@ -20,7 +20,7 @@ from async_flowrl.controller.share_payload import (
     SenderLate,
     SenderLost,
     ShardedPayload,
-    answer_of,
+    answers_of,
     kept_in,
 )
 from async_flowrl.types import EMA, POLICY
@@ -46,8 +46,9 @@ class ShardedTrainerEndpoint:
     ) -> None:
         """`layout` is that of whole tensors; `on_sealed` as in TrainerEndpoint.
 
-        `seconds` is the deadline of each answer of a rank; its error, SenderLate, names the rank. A receiver has as
-        long for all its calls of one version, and what it waits for ranks does not count. The callers need no deadline.
+        `seconds` is the deadline of each answer of a rank; its error, SenderLate, names the ranks that are late. A
+        receiver has as long for all its calls of one version, and what it waits for ranks does not count. The callers
+        need no deadline.
         """
         self._ranks, self._layout, self._bucket_bytes = ranks, layout, bucket_bytes
         self._on_sealed, self._seconds = on_sealed, seconds
@@ -120,11 +121,15 @@ class ShardedTrainerEndpoint:
         return await self._all(f"sender.{self._stream}.{method}", version, lane=PUBLISHING)
 
     async def _all(self, method: str, *arguments: Any, lane: str) -> list[Any]:
-        async def asked(rank: Worker) -> Any:
-            async with answer_of(rank, method, self._seconds):
-                return await rank.call(method, *arguments, lane=lane)
+        waiting = [rank.name for rank in self._ranks]
 
-        return await together(*(asked(rank) for rank in self._ranks))
+        async def asked(rank: Worker) -> Any:
+            answer = await rank.call(method, *arguments, lane=lane)
+            waiting.remove(rank.name)
+            return answer
+
+        async with answers_of(waiting, method, self._seconds):
+            return await together(*(asked(rank) for rank in self._ranks))
 
 
 class ShardedEmaEndpoint(ShardedTrainerEndpoint):
@@ -153,7 +158,7 @@ async def sharded_sender(
 ) -> E:
     """Returns all ranks as the sender of a stream. Raises SenderLate."""
     rank, method, seconds = living.first, "sender.whole_layout", config.deadlines.publish
-    async with answer_of(rank, method, seconds):
+    async with answers_of([rank.name], method, seconds):
         layout: Layout = await rank.call(method)
     return kind(living.workers, layout, config.checkpoint_engine.bucket_bytes, on_sealed, seconds=seconds)
 

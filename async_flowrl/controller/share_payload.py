@@ -1,7 +1,7 @@
 """The bytes of a version that lies in shares on all trainer ranks, fetched bucket by bucket, and the deadlines of that.
 
-Two deadlines tell who is to blame: each answer of a rank has its own (SenderLate names the rank), and the calls of one
-receiver have one together (Allowance), in which its waits for ranks do not count.
+Two deadlines tell who is to blame: each call of the ranks has its own (SenderLate names the ranks that are late), and
+the calls of one receiver have one together (Allowance), in which its waits for ranks do not count.
 """
 
 import asyncio
@@ -33,11 +33,16 @@ class SenderLost(WorkerDied):
 
 
 class SenderLate(RuntimeError):
-    """Raised if a trainer rank lives and does not answer in time: the receivers that wait for it are not to blame."""
+    """Raised if trainer ranks live and do not answer in time: the receivers that wait for them are not to blame.
 
-    def __init__(self, worker: str, method: str, seconds: float) -> None:
-        super().__init__(f"publish: {worker} has not answered {method} within its deadline of {seconds:g} s")
-        self.worker, self.method, self.seconds = worker, method, seconds
+    `workers` are the names of all ranks that were asked and have not answered. In a method in which the ranks wait for
+    each other, as in the canary's probe, these may be all, of which one hangs.
+    """
+
+    def __init__(self, workers: Sequence[str], method: str, seconds: float) -> None:
+        late = f"{', '.join(workers)} {'has' if len(workers) == 1 else 'have'}"
+        super().__init__(f"publish: {late} not answered {method} within the deadline of {seconds:g} s")
+        self.workers, self.method, self.seconds = tuple(workers), method, seconds
 
 
 @dataclass
@@ -92,7 +97,7 @@ class ShardedPayload:
     async def _fetch(self, shard: int, start: int) -> Any:
         rank, arguments = self.ranks[shard], (self.version, start, self.bucket_bytes)
         try:
-            async with answer_of(rank, self.method, self.seconds):
+            async with answers_of([rank.name], self.method, self.seconds):
                 _, (ref,) = await rank.call_split(self.method, *arguments, returns=2, lane=PUBLISHING)
         except WorkerDied as error:
             raise SenderLost(error.worker, error.reason) from error
@@ -124,8 +129,11 @@ class Allowance:
 
 
 @asynccontextmanager
-async def answer_of(rank: Worker, method: str, seconds: float) -> AsyncIterator[None]:
-    """Raises SenderLate if the body, which waits for the rank's answer to a call of `method`, takes too long."""
+async def answers_of(waiting: Sequence[str], method: str, seconds: float) -> AsyncIterator[None]:
+    """Raises SenderLate if the body, which waits for answers of ranks to calls of `method`, takes too long.
+
+    `waiting` are the names of these ranks; the body may take out those that have answered.
+    """
     scope = asyncio.timeout(seconds)
     try:
         async with scope:
@@ -133,7 +141,7 @@ async def answer_of(rank: Worker, method: str, seconds: float) -> AsyncIterator[
     except TimeoutError as error:
         if not scope.expired():
             raise
-        raise SenderLate(rank.name, method, seconds) from error
+        raise SenderLate(waiting, method, seconds) from error
 
 
 def kept_in(under_way: "set[asyncio.Future[Any]]", started: F) -> F:

@@ -32,8 +32,19 @@ def host_bytes(config: Config, model: MetaModel) -> int:
         return base_share(config, model) if config.trainer.cpu_offload else 0
     shares = in_shares(config)
     # With shares, each rank also keeps its share of the canary, which it sends to workers that join later.
-    versions = streams(config) * (config.live_versions + 2) + shares
+    versions = sent_versions(config) + shares
     return versions * pinned_bytes(-(-model.version_bytes // (config.trainer.num_workers if shares else 1)))
+
+
+def sent_versions(config: Config) -> int:
+    """Returns the largest number of versions for which a sending rank has buffers.
+
+    For each stream these are the newest `live_versions`, one that is being sealed, and one that is held for its
+    evaluation. If the policy itself is evaluated, because there is no EMA, one more can be held for the next evaluation
+    before the first is released.
+    """
+    held_twice = config.trainer.ema_decay is None and config.evaluate.every > 0
+    return streams(config) * (config.live_versions + 2) + held_twice
 
 
 def received_versions(config: Config) -> int:

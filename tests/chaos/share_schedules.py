@@ -50,6 +50,8 @@ class Schedule:
     buckets: int = 256
     workers: int = 2
     hit: Counter[tuple[str, str]] = field(default_factory=Counter)
+    lost: set[str] = field(default_factory=set)
+    """Names of the workers that died or hung."""
 
     @property
     def fatal(self) -> bool:
@@ -86,6 +88,8 @@ class FaultyWorker(VirtualWorker):
         cell = self._schedule.faults.get((self.name, name, self._calls[name]))
         if cell is not None and not self.dead:
             self._schedule.hit[cell] += 1
+            if cell[1] in ("kill", "hang"):
+                self._schedule.lost.add(self.name)
             args = await self._suffer(cell[1], args)
         await asyncio.sleep(0.01)
         if self.dead:
@@ -192,8 +196,9 @@ def outcome(seed: int, *, calm: bool = False) -> Ended:
             error = lost
         finally:
             await site.delivery.close()
-        if schedule.fatal and (error is None or not error.worker.startswith("trainer")):
-            return f"a rank died or hung, and the delivery ended with {error!r}"
+        named = set(error.workers) if isinstance(error, SenderLate) else {error.worker} if error else set()
+        if schedule.fatal and not (named and named <= {rank.name for rank in site.ranks} & schedule.lost):
+            return f"{sorted(schedule.lost)} died or hung, and the delivery ended with {error!r}"
         if error is not None and not schedule.fatal:
             return f"ended with {error!r}"
         return site.wrong(finished=error is None)

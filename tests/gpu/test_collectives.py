@@ -278,6 +278,17 @@ def test_a_copy_to_the_host_that_went_wrong_is_not_sent(monkeypatch: pytest.Monk
     assert publisher.retained() == () and len(publisher._free) == 2
 
 
+def test_a_copy_to_the_host_that_is_dropped_has_ended_before_its_memory_is_used_again() -> None:
+    there = torch.ones(64 << 20, dtype=torch.uint8, device="cuda")
+    torch.cuda.synchronize()
+    host = torch.zeros(64 << 20, dtype=torch.uint8, pin_memory=True)
+    copy = HostCopy(there, host, SideStream(torch.device("cuda", 0)))
+    del copy
+    host.fill_(2)
+    torch.cuda.synchronize()
+    assert host.eq(2).all()
+
+
 def test_copies_by_pinned_blocks_are_the_bytes_in_their_order() -> None:
     side = SideStream(torch.device("cuda", 0))
     size = 3 * (4 << 20) + 1001

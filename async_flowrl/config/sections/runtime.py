@@ -28,7 +28,8 @@ class DeadlinesConfig:
     score: float = setting(300.0, above=0, infinite=True)
     """Seconds for the rewards of one group."""
     publish: float = setting(120.0, above=0, infinite=True)
-    """Seconds for one delivery of weights."""
+    """Seconds for one delivery of weights. With tune=full and trainer.shard=full: for each answer of a trainer rank,
+    and for all that one rollout worker does with one version; it does not pay for its waits for ranks."""
     update: float = setting(1800.0, above=0, infinite=True)
     """Seconds for one group's share of an update, for its end, or for writing a checkpoint. With placement=shared, a
     call to train may take 5 * deadlines.generate * rollout.tickets_per_batch longer, because it waits for the ticket

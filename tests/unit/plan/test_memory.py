@@ -121,9 +121,11 @@ def test_the_sum_of_the_gradients_is_planned_as_a_rank_holds_it(tune: str, ranks
 
 
 def test_each_stream_of_whole_weights_pins_its_versions() -> None:
-    config = compose_config("one_step_off", ["model=tiny", "tune=full", "trainer.ema_decay=null"])
+    config = compose_config("one_step_off", ["model=tiny", "tune=full", "trainer.ema_decay=null", "evaluate.every=0"])
     model = build_meta_model(config)
     alone = host_bytes(config, model)
+    config.evaluate.every = 10
+    assert host_bytes(config, model) == alone + alone // (config.live_versions + 2), "the next one to be evaluated"
     config.trainer.ema_decay = 0.9
     assert host_bytes(config, model) == 2 * alone > 0
 
