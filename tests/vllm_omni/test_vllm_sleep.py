@@ -5,6 +5,9 @@ import re
 from typing import Any
 
 import pytest
+
+pytest.importorskip("vllm_omni", reason="vllm-omni is not installed; `make test-vllm-omni` sets an environment up")
+
 import torch
 
 from tests.vllm_omni.rig import Rig
