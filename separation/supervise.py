@@ -5,7 +5,7 @@ All time comes from the running loop, so tests can use a loop with virtual time.
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -25,8 +25,8 @@ class DeadlineExceeded(TimeoutError):
 
 
 @asynccontextmanager
-async def deadline(seconds: float, what: str, *, report: Callable[[], str] | None = None) -> AsyncIterator[None]:
-    """Raises DeadlineExceeded if the body takes longer than `seconds`; `report()` then returns a note for the error.
+async def limited(seconds: float, late: Callable[[], Exception]) -> AsyncIterator[None]:
+    """Raises `late()` if the body takes longer than `seconds`.
 
     A cancellation from elsewhere and a TimeoutError of the body itself are not changed.
     """
@@ -37,10 +37,21 @@ async def deadline(seconds: float, what: str, *, report: Callable[[], str] | Non
     except TimeoutError as error:
         if not scope.expired():
             raise
-        late = DeadlineExceeded(what, seconds)
+        raise late() from error
+
+
+def deadline(
+    seconds: float, what: str, *, report: Callable[[], str] | None = None
+) -> AbstractAsyncContextManager[None]:
+    """As `limited`, with a DeadlineExceeded; `report()` then returns a note for the error."""
+
+    def late() -> DeadlineExceeded:
+        error = DeadlineExceeded(what, seconds)
         if report is not None:
-            late.add_note(report())
-        raise late from error
+            error.add_note(report())
+        return error
+
+    return limited(seconds, late)
 
 
 @asynccontextmanager

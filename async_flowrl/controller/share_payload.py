@@ -5,8 +5,8 @@ the calls of one receiver have one together (Allowance), in which its waits for 
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -14,7 +14,7 @@ from async_flowrl.controller.endpoints import PUBLISHING
 from checkpoint_engine import Layout
 from checkpoint_engine.shards import shard_layout
 from separation.group import Worker, WorkerDied
-from separation.supervise import DeadlineExceeded
+from separation.supervise import DeadlineExceeded, limited
 
 T = TypeVar("T")
 F = TypeVar("F", bound="asyncio.Future[Any]")
@@ -118,30 +118,18 @@ class Allowance:
         clock = asyncio.get_running_loop().time
         began = clock()
         try:
-            async with asyncio.timeout(self.seconds - self.spent) as scope:
+            async with limited(self.seconds - self.spent, lambda: DeadlineExceeded(self.what, self.seconds)):
                 return await call
-        except TimeoutError as error:
-            if not scope.expired():
-                raise
-            raise DeadlineExceeded(self.what, self.seconds) from error
         finally:
             self.spent += clock() - began
 
 
-@asynccontextmanager
-async def answers_of(waiting: Sequence[str], method: str, seconds: float) -> AsyncIterator[None]:
+def answers_of(waiting: Sequence[str], method: str, seconds: float) -> AbstractAsyncContextManager[None]:
     """Raises SenderLate if the body, which waits for answers of ranks to calls of `method`, takes too long.
 
     `waiting` are the names of these ranks; the body may take out those that have answered.
     """
-    scope = asyncio.timeout(seconds)
-    try:
-        async with scope:
-            yield
-    except TimeoutError as error:
-        if not scope.expired():
-            raise
-        raise SenderLate(waiting, method, seconds) from error
+    return limited(seconds, lambda: SenderLate(waiting, method, seconds))
 
 
 def kept_in(under_way: "set[asyncio.Future[Any]]", started: F) -> F:

@@ -11,12 +11,12 @@ from async_flowrl.types import Prompt
 
 
 def by_length(prompts: Sequence[Prompt]) -> tuple[int, ...]:
-    """Returns the places of the prompts in ascending order of length; equally long ones keep their order.
+    """Returns the indices of the prompts in ascending order of length; equally long ones keep their order.
 
     The length of a text is its number of UTF-8 bytes, because the controller has no tokenizer, and that of token ids is
     their number. Texts come before token ids, which cannot be compared with them.
     """
-    return tuple(sorted(range(len(prompts)), key=lambda place: _length(prompts[place])))
+    return tuple(sorted(range(len(prompts)), key=lambda index: _length(prompts[index])))
 
 
 def _length(prompt: Prompt) -> tuple[bool, int]:
