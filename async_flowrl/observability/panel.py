@@ -33,6 +33,30 @@ MIN_ROOM = 2
 """Rows of the terminal that the panel leaves free above itself."""
 
 
+class LockedConsole(Console):
+    """A rich console in which only one thread at a time composes and writes output.
+
+    Live computes how far the cursor moves up from the panel's height at its last drawing, and writes later. If another
+    thread drew a panel of another height in between, rows of that panel would stay on the terminal. Whoever needs the
+    lock of a Live as well takes this one first: `with console: live.refresh()`.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._writing = threading.RLock()
+        super().__init__(*args, **kwargs)
+
+    def __enter__(self) -> "LockedConsole":
+        self._writing.acquire()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        try:
+            super().__exit__(*error)
+        finally:
+            self._writing.release()
+
+
 class Panel:
     """Implements `Display` (console.py); it draws from the time it is made.
 
@@ -40,9 +64,9 @@ class Panel:
     the terminal's modes stay unchanged, so the terminal remains usable after the process is killed.
     """
 
-    def __init__(self, progress: Progress, now: Now, console: Console | None = None) -> None:
+    def __init__(self, progress: Progress, now: Now, console: LockedConsole | None = None) -> None:
         self._progress, self._now = progress, now
-        self._console = console or Console()
+        self._console = console or LockedConsole()
         self._glyphs = ASCII if self._console.options.ascii_only else Glyphs()
         self._warnings = Warnings(progress)
         self._pools: PoolLedger | None = None
@@ -101,7 +125,8 @@ class Panel:
         try:
             for handler, stream in self._redirected:
                 handler.setStream(stream)
-            self._live.stop()
+            with self._console:
+                self._live.stop()
         except Exception as error:  # e.g. the terminal was closed; the run's results do not depend on it
             logger.warning("the panel could not be drawn a last time: %s: %s", type(error).__name__, error)
 
@@ -148,8 +173,9 @@ class Panel:
             now.mfu = self._rates.shares(self._progress)
         now.warnings = self._warnings.newest()
         self._clear_wrapped()
-        if not self._closed.is_set():
-            self._live.refresh()
+        with self._console:
+            if not self._closed.is_set():
+                self._live.refresh()
 
     def _clear_wrapped(self) -> None:
         """Erases the extra rows of a panel that a terminal has wrapped after becoming narrower; Live ignores them."""

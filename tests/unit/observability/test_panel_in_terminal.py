@@ -141,8 +141,6 @@ def test_drawing_takes_a_hundredth_of_a_core(monkeypatch: pytest.MonkeyPatch) ->
     """CPU seconds of one drawing by the time between two."""
     import io
 
-    from rich.console import Console
-
     from async_flowrl.observability import panel
     from async_flowrl.observability.ledger import PoolLedger
     from async_flowrl.observability.panel_rows import Now
@@ -151,7 +149,7 @@ def test_drawing_takes_a_hundredth_of_a_core(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(panel, "REFRESH_SECONDS", 3600.0)
     progress = Progress(1000)
-    console = Console(file=io.StringIO(), force_terminal=True, width=120, height=40)
+    console = panel.LockedConsole(file=io.StringIO(), force_terminal=True, width=120, height=40)
     shown = panel.Panel(progress, Now("signs", held_out=True, bound=1), console)
     pools = PoolLedger(time.monotonic)
     for pool, workers in (("rollout", 64), ("trainer", 64), ("reward", 16)):
@@ -176,8 +174,6 @@ def test_a_panel_that_cannot_be_drawn_is_switched_off_and_named(
     """It ends no run, also when it is closed in the end, and gives stdout back."""
     import io
 
-    from rich.console import Console
-
     from async_flowrl.config.sections.monitor import MonitorConfig
     from async_flowrl.observability import panel
     from async_flowrl.observability.monitor import Monitor
@@ -189,7 +185,7 @@ def test_a_panel_that_cannot_be_drawn_is_switched_off_and_named(
 
     monkeypatch.setattr(panel, "rows", broken)
     before = sys.stdout
-    shown = panel.Panel(Progress(2), Now("signs"), Console(file=io.StringIO(), force_terminal=True))
+    shown = panel.Panel(Progress(2), Now("signs"), panel.LockedConsole(file=io.StringIO(), force_terminal=True))
     monitor = Monitor(MonitorConfig(), tmp_path, name="run", settings={}, display=shown)
     shown._timer.join(60)
     monitor.log(0, {"reward/mean": 1.0})
@@ -204,8 +200,6 @@ def test_a_step_waits_while_the_panel_goes_over_the_steps(monkeypatch: pytest.Mo
     """What the timer's thread is reading would change below it, which raises and would end the run as incomplete."""
     import io
     import threading
-
-    from rich.console import Console
 
     from async_flowrl.observability import panel
     from async_flowrl.observability.panel_rows import Now
@@ -225,7 +219,7 @@ def test_a_step_waits_while_the_panel_goes_over_the_steps(monkeypatch: pytest.Mo
 
     drawing = threading.Event()
     monkeypatch.setattr(panel, "rows", lambda *arguments: drawing.wait() and slow(*arguments))
-    shown = panel.Panel(progress, Now("signs"), Console(file=io.StringIO(), force_terminal=True))
+    shown = panel.Panel(progress, Now("signs"), panel.LockedConsole(file=io.StringIO(), force_terminal=True))
     drawing.set()
     shown.close()
     others[0].join()
@@ -238,8 +232,6 @@ def test_a_last_panel_that_cannot_be_drawn_is_a_warning(
     """The run has its results by then."""
     import io
 
-    from rich.console import Console
-
     from async_flowrl.observability import panel
     from async_flowrl.observability.panel_rows import Now
     from async_flowrl.observability.progress import Progress
@@ -251,6 +243,46 @@ def test_a_last_panel_that_cannot_be_drawn_is_a_warning(
 
     monkeypatch.setattr(panel, "rows", broken)
     before = sys.stdout
-    panel.Panel(Progress(2), Now("signs"), Console(file=io.StringIO(), force_terminal=True)).close()
+    panel.Panel(Progress(2), Now("signs"), panel.LockedConsole(file=io.StringIO(), force_terminal=True)).close()
     assert "could not be drawn a last time: ValueError: I/O" in caplog.text
     assert sys.stdout is before
+
+
+def test_no_panel_is_drawn_between_the_composition_and_the_writing_of_a_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the text would be written with the height of the panel before, whose rows would stay above it."""
+    import io
+    import threading
+
+    import pyte
+    from rich.text import Text
+
+    from async_flowrl.observability import panel
+    from async_flowrl.observability.panel_rows import Now
+    from async_flowrl.observability.progress import Progress
+
+    height = [2]
+    monkeypatch.setattr(panel, "rows", lambda *_: [Text(f"panel row {n}") for n in range(height[0])])
+    monkeypatch.setattr(panel, "REFRESH_SECONDS", 3600.0)
+    file = io.StringIO()
+    console = panel.LockedConsole(file=file, force_terminal=True, width=80, height=24)
+    shown = panel.Panel(Progress(2), Now("signs"), console)
+
+    def grow(renderables: list[object]) -> list[object]:
+        if threading.current_thread() is threading.main_thread():
+            height[0] = 5
+            others.append(threading.Thread(target=shown._refresh))
+            others[0].start()
+            others[0].join(0.3)
+        return renderables
+
+    others: list[threading.Thread] = []
+    hook = type("Hook", (), {"process_renderables": staticmethod(grow)})()
+    console.push_render_hook(hook)
+    console.print("a text")
+    console.pop_render_hook()
+    others[0].join(60)
+    shown.close()
+    screen = pyte.Screen(80, 24)
+    pyte.Stream(screen).feed(file.getvalue().replace("\n", "\r\n"))
+    lines = [line.rstrip() for line in screen.display]
+    assert [line for line in lines if line] == ["a text", *(f"panel row {n}" for n in range(5))]
