@@ -1,9 +1,9 @@
-"""Measurement of trained LoRAs on the held-out words: the trained OCR score and scores that were not trained.
+"""Measurement of trained weights on the held-out words: the trained OCR score and scores that were not trained.
 
 python -m examples.glyphs.audit outputs/glyphs/lora
 
-Prints a Markdown table: drawn words, the base model, and each given LoRA. Held-out words (`TEST`) are those that no
-training has seen. compare.py and league.py in this folder use `scores` for their results.
+Prints a Markdown table: drawn words, the base model, and each given LoRA or whole transformer. Held-out words (`TEST`)
+are those that no training has seen. compare.py and league.py in this folder use `scores` for their results.
 """
 
 import argparse
@@ -31,7 +31,7 @@ COPIES = 8
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("lora", type=Path, nargs="*", help="lora/ folders of finished runs")
+    parser.add_argument("trained", type=Path, nargs="*", help="lora/ or transformer/ folders of finished runs")
     parser.add_argument("--model", default=str(WEIGHTS))
     parser.add_argument("--copies", type=int, default=COPIES, help="images per word")
     parser.add_argument("--picture", type=Path, help="before (above) and after (below), two images per word")
@@ -47,7 +47,7 @@ def main() -> None:
         rows.append(generate(pipeline, TEST, arguments.copies, steps=steps, guidance=guidance))
         print(row(name, rows[-1]), flush=True)
     after = rows[0]
-    for folder in arguments.lora:
+    for folder in arguments.trained:
         after = trained_images(pipeline, folder, arguments.copies)
         print(row(str(folder), after), flush=True)
     if arguments.picture is not None:
@@ -59,9 +59,16 @@ def open_model(path: str = str(WEIGHTS)) -> Any:
     return load_pipeline(resolve_model(ModelConfig(path=path)), dtype="float32", device="cpu")
 
 
-def trained_images(pipeline: Any, lora: Path, copies: int, steps: int = STEPS) -> ByteArray:
-    """Generates uint8 [len(TEST), copies, H, W, 3] of the held-out words with a trained LoRA, then unloads it."""
-    pipeline.load_lora_weights(lora, adapter_name="trained")
+def trained_images(pipeline: Any, trained: Path, copies: int, steps: int = STEPS) -> ByteArray:
+    """Generates uint8 [len(TEST), copies, H, W, 3] of the held-out words with weights that a run trained.
+
+    `trained` is the run's folder of a LoRA, or of a whole transformer (`tune=full`). The pipeline has its own weights
+    again afterwards.
+    """
+    if (trained / "config.json").is_file():
+        whole = type(pipeline.transformer).from_pretrained(trained)
+        return generate(type(pipeline)(**pipeline.components | {"transformer": whole}), TEST, copies, steps=steps)
+    pipeline.load_lora_weights(trained, adapter_name="trained")
     try:
         return generate(pipeline, TEST, copies, steps=steps)
     finally:

@@ -25,7 +25,7 @@ from examples.glyphs.audit import open_model, scores, trained_images
 from examples.glyphs.curves import read
 from examples.glyphs.flow import STEPS
 from examples.glyphs.result import Result, load_all
-from examples.glyphs.result_picture import FAST, FAST_AGAINST, FLOW_GRPO, draw, table
+from examples.glyphs.result_picture import AGAINST, FAST, FLOW_GRPO, FULL, draw, table
 
 ROOT = Path(__file__).resolve().parents[2]
 SEEDS = (0, 1, 2, 3, 4)
@@ -61,6 +61,8 @@ VARIANTS = {
     "sync_all_cores": Variant("sync", ("rollout.threads=2", "trainer.threads=2"), seeds=(0,)),
     "fully_async": Variant("fully_async", ("max_staleness=3",)),
     "permuted": Variant("one_step_off", ("algorithm.permute_advantages=true",), seeds=(0,)),
+    "full": Variant("one_step_off", seeds=(1, 2), experiment="glyphs_full"),
+    "full_permuted": Variant("one_step_off", ("algorithm.permute_advantages=true",), (1,), "glyphs_full"),
     "fast": Variant("one_step_off", seeds=JUDGED_FAST, experiment="glyphs_fast", sampling_steps=8),
     "grpo_sync": flow_grpo("sync"),
     "grpo_one_step_off": flow_grpo("one_step_off"),
@@ -106,14 +108,16 @@ def main() -> None:
 def sections(found: Sequence[Result]) -> dict[str, list[Result]]:
     """Splits the results into the sections of the page; a key is the name of the section's markers.
 
-    `fast` holds the runs of the fast recipe and those of the recipe it is compared with, for the same seeds.
+    `fast` and `full` (whole weights) also hold the runs of the recipe they are compared with, for the same seeds.
     """
-    slow = [result for result in found if not result.variant.startswith(FLOW_GRPO) and result.variant != FAST]
-    fast = [result for result in found if result.variant == FAST]
-    seeds = {result.seed for result in fast}
-    beside = [result for result in slow if result.variant == FAST_AGAINST and result.seed in seeds]
-    flow_grpo_runs = [result for result in found if result.variant.startswith(FLOW_GRPO)]
-    return {"compare": slow, "flow_grpo": flow_grpo_runs, "fast": [*fast, *beside]}
+    parts = {FLOW_GRPO: "flow_grpo", FAST: FAST, FULL: FULL}
+    grouped: dict[str, list[Result]] = {"compare": [], **{name: [] for name in parts.values()}}
+    for result in found:
+        grouped[parts.get(result.variant.split("_")[0], "compare")].append(result)
+    for name in (FAST, FULL):
+        seeds = {result.seed for result in grouped[name]}
+        grouped[name] += [r for r in grouped["compare"] if r.variant == AGAINST and r.seed in seeds]
+    return grouped
 
 
 def show(results: Sequence[Result], name: str, arguments: argparse.Namespace) -> None:
@@ -167,9 +171,10 @@ def overrides(variant: Variant, seed: int, folder: Path, *, steps: int | None) -
 
 
 def collect(name: str, seed: int, folder: Path, copies: int, sampling_steps: int = STEPS) -> Result:
-    """Reads the curve of a finished run and measures its LoRA on `copies` images per held-out word (0: not at all)."""
+    """Reads the curve of a finished run and measures what it trained on `copies` images per held-out word (0: none)."""
     curve = read(folder)
-    final = scores(trained_images(open_model(), folder / "lora", copies, sampling_steps)) if copies else {}
+    trained = next(path for name in ("lora", "transformer") if (path := folder / name).is_dir())
+    final = scores(trained_images(open_model(), trained, copies, sampling_steps)) if copies else {}
     return Result(
         variant=name,
         seed=seed,

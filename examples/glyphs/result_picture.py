@@ -21,29 +21,31 @@ COLOURS = {
     "two_updates": "#6a51a3",
     "permuted": "#b03060",
     "fast": "#c23b22",
+    "full": "#6a51a3",
+    "full_permuted": "#b03060",
 }
 """Variant to its colour, in the order of the table."""
-FLOW_GRPO = "grpo_"
-"""Prefix of the variants trained with Flow-GRPO; they have a picture and a table of their own."""
-FAST, FAST_AGAINST = "fast", "one_step_off"
-"""The recipe meant to reach the goal sooner, and the recipe it is compared with."""
+FLOW_GRPO = "grpo"
+"""First word of the variants trained with Flow-GRPO; they have a picture and a table of their own."""
+FAST, FULL, AGAINST = "fast", "full", "one_step_off"
+"""Recipe meant to reach the goal sooner; first word of those with whole weights; recipe both are compared with."""
 
 
 def draw(results: Sequence[Result], out: Path) -> None:
     """Draws OCR scores against images and seconds: lines are training images, dots held-out words.
 
-    Each variant has a colour. Without any `timed` run there is no panel of seconds.
+    Each variant has a colour. There is a panel of seconds only if several variants have `timed` runs.
     """
     mpl.use("Agg")
     from matplotlib import pyplot
 
-    axes = ("images", "seconds") if any(result.timed for result in results) else ("images",)
+    axes = ("images", "seconds") if len({result.variant for result in results if result.timed}) > 1 else ("images",)
     figure, grid = pyplot.subplots(1, len(axes), figsize=(10, 4), sharey=True, squeeze=False)
     panels = grid[0]
     for panel, axis in zip(panels, axes, strict=True):
         labelled: set[str] = set()
         for result in (r for r in results if axis == "images" or r.timed):
-            along, colour = getattr(result, axis), COLOURS.get(result.variant.removeprefix(FLOW_GRPO), "black")
+            along, colour = getattr(result, axis), COLOURS.get(result.variant.removeprefix(f"{FLOW_GRPO}_"), "black")
             label = None if result.variant in labelled else result.variant
             labelled.add(result.variant)
             panel.plot(along, smooth(result.reward), color=colour, label=label, linewidth=0.8, alpha=0.6)
@@ -67,15 +69,15 @@ def table(results: Sequence[Result]) -> str:
     ]
     for variant in [*COLOURS, *sorted({r.variant for r in results} - set(COLOURS))]:
         lines += [_line(result) for result in results if result.variant == variant]
-    others = [name for name in COLOURS if name not in ("sync", "permuted", FAST)]
-    others += [f"{FLOW_GRPO}{name}" for name in others]
+    others = [name for name in COLOURS if name not in ("sync", "permuted", "full_permuted", FAST, FULL)]
+    others += [f"{FLOW_GRPO}_{name}" for name in others]
     compared = [_against_sync(results, name) for name in others]
-    return "\n".join([*lines, *filter(None, [*compared, _fast(results)])])
+    return "\n".join([*lines, *filter(None, [*compared, _fast(results), _full(results)])])
 
 
 def _against_sync(results: Sequence[Result], variant: str) -> str:
     """Returns score differences and time ratios, paired by seed; empty without pairs."""
-    sync = f"{FLOW_GRPO}sync" if variant.startswith(FLOW_GRPO) else "sync"
+    sync = f"{FLOW_GRPO}_sync" if variant.startswith(FLOW_GRPO) else "sync"
     differences = score_differences(results, variant, sync)
     if not differences:
         return ""
@@ -95,13 +97,23 @@ def _fast(results: Sequence[Result]) -> str:
     """Returns score differences and time ratios of the fast recipe, paired by seed; its scores should not be lower."""
     lines = []
     for key in ("ocr", "other_reader", "variety"):
-        if differences := score_differences(results, FAST, FAST_AGAINST, key=key):
+        if differences := score_differences(results, FAST, AGAINST, key=key):
             shown = ", ".join(f"{each:+.3f}" for each in differences)
-            lines.append(f"{key} of {FAST} less that of {FAST_AGAINST}, by seed: {shown}")
-    if reached := goal_ratios(results, FAST, FAST_AGAINST, GOAL):
+            lines.append(f"{key} of {FAST} less that of {AGAINST}, by seed: {shown}")
+    if reached := goal_ratios(results, FAST, AGAINST, GOAL):
         lines.append(
-            f"Seconds of {FAST} ÷ {FAST_AGAINST} until the first evaluation of {GOAL:g} or more: {_listed(reached)}"
+            f"Seconds of {FAST} ÷ {AGAINST} until the first evaluation of {GOAL:g} or more: {_listed(reached)}"
         )
+    return "\n" + "\n\n".join(lines) if lines else ""
+
+
+def _full(results: Sequence[Result]) -> str:
+    """Returns score differences of whole weights and the LoRA, paired by seed; empty without pairs."""
+    lines = [
+        f"{key} of {FULL} less that of {AGAINST}, by seed: " + ", ".join(f"{each:+.3f}" for each in differences)
+        for key in ("ocr", "other_reader")
+        if (differences := score_differences(results, FULL, AGAINST, key=key))
+    ]
     return "\n" + "\n\n".join(lines) if lines else ""
 
 

@@ -3,11 +3,13 @@
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
 from async_flowrl.config.compose import compose_config
 from async_flowrl.main import command_line
-from examples.glyphs.audit import open_model
+from examples.glyphs.audit import open_model, trained_images
 from examples.glyphs.compare import ROOT, VARIANTS, complete, overrides, sections
 from examples.glyphs.flow import STEPS, generate, legibility
 from examples.glyphs.result import Result, goal_ratios, interval, load_all, score_differences, time_ratios
@@ -96,7 +98,7 @@ def test_every_variant_can_run_and_has_a_colour(name: str, tmp_path: Path, monke
     assert config.output_dir == str(tmp_path / name)
     assert config.algorithm.permute_advantages is name.endswith("permuted")
     expected = "flow_grpo" if name.startswith(FLOW_GRPO) else "diffusion_nft"
-    assert config.algorithm.name == expected and name.removeprefix(FLOW_GRPO) in COLOURS
+    assert config.algorithm.name == expected and name.removeprefix(f"{FLOW_GRPO}_") in COLOURS
 
 
 def test_the_fast_recipe_is_measured_against_the_other_at_the_same_seeds() -> None:
@@ -118,6 +120,32 @@ def test_the_fast_recipe_is_measured_against_the_other_at_the_same_seeds() -> No
     assert "fast" not in table(parts["compare"])
 
 
+def test_whole_weights_are_measured_against_the_lora_at_the_same_seeds() -> None:
+    found = [result("one_step_off", seed, 0.8, steps=6) for seed in (0, 1, 2)]
+    found += [result("full", seed, 0.85, steps=6) for seed in (1, 2)] + [result("full_permuted", 1, 0.2, steps=6)]
+    parts = sections(found)
+    assert [(each.variant, each.seed) for each in parts["full"]] == [
+        *(("full", 1), ("full", 2), ("full_permuted", 1)),
+        *(("one_step_off", 1), ("one_step_off", 2)),
+    ]
+    assert [each.variant for each in parts["compare"]] == ["one_step_off"] * 3
+    assert "ocr of full less that of one_step_off, by seed: +0.050, +0.050" in table(parts["full"])
+    assert "full" not in table(parts["compare"])
+
+
+def test_a_whole_transformer_is_measured_and_leaves_the_pipeline_as_it_was(tmp_path: Path) -> None:
+    pipeline = open_model()
+    before = generate(pipeline, TEST[:1], 1, steps=2)
+    changed = type(pipeline.transformer).from_pretrained(WEIGHTS / "transformer")
+    with torch.no_grad():
+        for parameter in changed.parameters():
+            parameter.mul_(0.9)
+    changed.save_pretrained(tmp_path / "transformer")
+    images = trained_images(pipeline, tmp_path / "transformer", 1, steps=2)
+    assert not np.array_equal(images[:1], before)
+    assert np.array_equal(generate(pipeline, TEST[:1], 1, steps=2), before)
+
+
 @pytest.mark.slow
 def test_the_shipped_model_is_small_and_writes_badly() -> None:
     assert sum(path.stat().st_size for path in WEIGHTS.rglob("*")) < 10_000_000
@@ -128,7 +156,7 @@ def test_the_shipped_model_is_small_and_writes_badly() -> None:
 def test_the_kept_results_are_of_the_shipped_recipe(tmp_path: Path) -> None:
     kept = load_all(ROOT / "examples/glyphs/results")
     page = (ROOT / "docs/glyphs.md").read_text(encoding="utf-8")
-    for experiment in ("glyphs", "glyphs_flow_grpo", "glyphs_fast"):
+    for experiment in ("glyphs", "glyphs_flow_grpo", "glyphs_fast", "glyphs_full"):
         given = [f"experiment={experiment}", "model.path=tiny", f"output_dir={tmp_path / 'run'}"]
         config = compose_config(overrides=given)
         mine = [result for result in kept if VARIANTS[result.variant].experiment == experiment]
