@@ -16,7 +16,7 @@ LONG = round(300 * BYTES_PER_TOKEN)
 
 
 def configured(folder: Path, lengths: list[int], *settings: str, family: str = "qwen_image") -> Config:
-    """A run on prompts of these numbers of bytes, in the order of the file, four per step, all of them evaluated too."""
+    """A run on prompts of these numbers of bytes, in the order of the file, four per step; all are evaluated, too."""
     path = folder / "prompts.txt"
     path.write_text("".join(f"{index:03d}".ljust(length, "a") + "\n" for index, length in enumerate(lengths)))
     given = [f"data.train={path}", "data.shuffle=false", "prompts_per_step=4", f"model.tiny.family={family}"]
