@@ -14,8 +14,8 @@ from async_flowrl.config.resolution import at_size, configured, in_words
 from async_flowrl.config.schema import Config
 from async_flowrl.observability.flops import FlopCounter
 from async_flowrl.plan.largest import at_largest, prompts_with_sizes
-from async_flowrl.plan.memory import velocity
 from async_flowrl.plan.meta_model import MetaModel, build_meta_model
+from async_flowrl.plan.peaks import velocity
 from async_flowrl.plan.text_lengths import text_lengths
 from async_flowrl.types import Resolution
 
