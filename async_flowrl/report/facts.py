@@ -45,7 +45,7 @@ def facts_of(run: Records) -> list[Row]:
 
 def is_shared(run: Records) -> bool:
     """Returns True if the run's processes sample and train (`placement=shared`)."""
-    return run.setting("placement") == SHARED
+    return bool(run.setting("placement") == SHARED)
 
 
 def _size(size: Mapping[str, int]) -> str | None:
