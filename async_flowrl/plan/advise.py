@@ -13,6 +13,7 @@ from async_flowrl.plan.placements import Placements, compare_placements, on_over
 from async_flowrl.plan.rewards import cures, limit_sentence, with_workers
 from async_flowrl.plan.simulate import Prediction
 from async_flowrl.plan.work import HAND_OVERS, Layout, Work, balance, bounds
+from async_flowrl.tickets.ticket import EVALUATION_SHARE
 
 MIN_DEVICE_USE = 0.95
 """Share of the devices; if the best split uses less, the advice says so."""
@@ -50,7 +51,10 @@ def advise(work: Work, limits: Limits) -> Advice:
     candidates = splits(work, limits)
     if not candidates:
         placements = compare_placements(work, None, limits)
-        return Advice((), (), None, placements, (*on_overlap(placements, limits.devices), *recommendation(placements)))
+        sentences = [*on_overlap(placements, limits.devices), *recommendation(placements)]
+        if placements.best is not None:
+            sentences += on_evaluations(work, placements.best)
+        return Advice((), (), None, placements, tuple(sentences))
     depths = search_staleness(work, fastest(work, candidates, limits), limits)
     chosen = choose(depths, limits)
     placements = compare_placements(work, chosen, limits)
@@ -116,12 +120,13 @@ def explain(work: Work, limits: Limits, advice: Advice) -> list[str]:
         *on_tickets(work, chosen, limits),
         *on_balance(work, chosen, limits),
         *on_small_steps(chosen, limits),
+        *on_evaluations(work, advice.placements.best or chosen),
     ]
 
 
 def on_rewards(work: Work, chosen: Prediction, limits: Limits) -> list[str]:
     """Returns the sentence on reward pools that limit the speed, if any."""
-    cure = cures(work, chosen.layout, chosen.bounds)
+    cure = cures(chosen.layout, chosen.bounds)
     if not cure:
         return []
     cured = simulated(work, with_workers(chosen.layout, cure), limits)
@@ -132,7 +137,7 @@ def on_tickets(work: Work, chosen: Prediction, limits: Limits) -> list[str]:
     """Returns the sentence on smaller tickets, if they gain as much as more staleness would."""
     if chosen.layout.max_staleness < 2 and chosen.efficiency >= ENOUGH_EFFICIENCY:
         return []
-    if cures(work, chosen.layout, chosen.bounds):
+    if cures(chosen.layout, chosen.bounds):
         return []
     finer = finer_tickets(work, chosen, lambda smaller, layout: simulated(smaller, layout, limits))
     return [] if finer is None else [finer.sentence(chosen)]
@@ -160,7 +165,7 @@ def on_staleness(chosen: Prediction, depths: Sequence[Prediction]) -> list[str]:
 def on_balance(work: Work, chosen: Prediction, limits: Limits) -> list[str]:
     """Returns the sentence on devices that no whole-number split can use, if they are many."""
     sentences = []
-    generation = work.tickets_per_step * work.generate.mean
+    generation = work.generation_seconds
     update = work.prompts_per_step * work.update.mean
     used = balance(generation, update, limits.devices) if limits.devices > 1 and generation + update > 0 else 1.0
     if used < MIN_DEVICE_USE:
@@ -181,6 +186,23 @@ def on_small_steps(chosen: Prediction, limits: Limits) -> list[str]:
         f"CPU per step beside the pools, {share:.0%} of this step: runtime.backend=local has the same weights without "
         "these processes."
     ]
+
+
+def on_evaluations(work: Work, best: Prediction) -> list[str]:
+    """Returns the sentence on the time that an evaluation takes beside the training; empty without evaluations."""
+    planned = work.evaluation
+    if planned is None:
+        return []
+    what = f"Evaluations of {planned.tickets} tickets, every {planned.every} steps,"
+    if not best.evaluations:
+        return [f"{what} are later than the simulated steps, so these figures lack them: use --steps."]
+    longest, between = max(best.evaluations), planned.every * best.step_seconds
+    if longest > between:
+        return [
+            f"{what} fall behind: one takes up to {longest:.3g} s, and the next is due after {between:.3g} s. At most "
+            f"one ticket in {EVALUATION_SHARE} is of an evaluation as long as a worker has others to make."
+        ]
+    return [f"{what} are in these figures; one takes up to {longest:.3g} s, beside the training."]
 
 
 def no_memory(depths: Sequence[Prediction], limits: Limits) -> str:

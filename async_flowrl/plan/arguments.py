@@ -35,6 +35,13 @@ def parser() -> argparse.ArgumentParser:
         metavar="X:SHARE,Y:SHARE",
         help="relative durations of groups, one for each image size, and the share of the groups that has it",
     )
+    option(
+        "--evaluation", type=seconds, default=0.0, metavar="S", help="device-seconds of one evaluation (default: none)"
+    )
+    option("--evaluate-every", type=count, default=50, help="training steps between two evaluations (default 50)")
+    option(
+        "--evaluation-prompts", type=count, default=16, help="prompts of an evaluation, one ticket each (default 16)"
+    )
     option("--devices", type=count, help="devices to split (default 2, or the run's)")
     option("--split", type=pair, metavar="R:T", help="fix the split instead of searching it")
     option("--reward-workers", type=count, help="not counted among the devices (default 1, or the run's)")

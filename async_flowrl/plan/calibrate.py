@@ -5,6 +5,7 @@ neither the model nor the rewards of the run's configuration are imported.
 """
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,8 +25,9 @@ from async_flowrl.observability.timeline import tracks
 from async_flowrl.plan.laws import Law
 from async_flowrl.plan.ticket_times import Batches, at_mean_cost, generation_times, group_costs, per_call
 from async_flowrl.plan.turns_taken import ticket_times, update_times
-from async_flowrl.plan.work import Layout, Work, largest_share
+from async_flowrl.plan.work import EvaluationWork, Layout, Work, largest_share
 from async_flowrl.tickets.arithmetic import parts_per_group
+from async_flowrl.tickets.table import EVALUATION
 
 MIN_SLOWNESS = 1.15
 """A worker is slow if its tickets take more than this many times those of the middle worker."""
@@ -114,10 +116,26 @@ def calibrate(run: Path, *, last: int | None = None) -> Run:
         own_scores={pool: Law.measured(times) for pool, times in scores.items()},
         stage=Law.measured(rest),
         deliver=Law.measured(delivery_times(history)),
+        evaluation=evaluation_work(config, history, slow),
         ticket_bytes=payload_bytes(history),
         adapter_bytes=adapter_bytes(run),
     )
     return Run(config, work, layout_of(config, slow), began, len(metrics), resized)
+
+
+def evaluation_work(config: Config, history: Sequence[Event], slow: Mapping[str, float]) -> EvaluationWork | None:
+    """Returns the work of the run's evaluations; None if it makes none during training, or none was measured.
+
+    The evaluations of version 0 are left out; one of them may be of the baseline, with other sampling. `slow` is as for
+    `layout_of`.
+    """
+    found = (ticket_times if config.placement == ONE_POOL else generation_times)(history, kind=EVALUATION)
+    times = [time for time in found if time.step > 0]
+    if config.evaluate.every == 0 or not times:
+        return None
+    evaluated = Counter(time.step for time in times)
+    law = Law.measured([time.seconds / slow.get(place_of(time.worker), 1.0) for time in times])
+    return EvaluationWork(config.evaluate.every, max(evaluated.values()), law)
 
 
 def batches_of(config: Config) -> Batches:

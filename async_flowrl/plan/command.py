@@ -16,7 +16,7 @@ from async_flowrl.plan.laws import Law
 from async_flowrl.plan.limits import Limits
 from async_flowrl.plan.prediction import predicted_against_actual
 from async_flowrl.plan.show import as_json, text
-from async_flowrl.plan.work import Work
+from async_flowrl.plan.work import EvaluationWork, Work
 
 GIB = 2**30
 
@@ -91,6 +91,11 @@ def from_numbers(given: argparse.Namespace) -> Work:
         stage=Law(given.stage),
         deliver=Law(given.sync),
         serial=given.serial,
+        evaluation=EvaluationWork(
+            given.evaluate_every, given.evaluation_prompts, Law(given.evaluation / given.evaluation_prompts, given.cv)
+        )
+        if given.evaluation
+        else None,
         ticket_bytes=int(given.image_megabytes * 1e6) * ticket,
         adapter_bytes=int(given.adapter_megabytes * 1e6),
     )

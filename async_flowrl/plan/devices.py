@@ -24,11 +24,10 @@ from async_flowrl.plan.memory import (
     in_one,
     rollout_footprint,
     rollout_ranks,
-    sampling_peak,
     trainer_footprint,
-    training_peak,
 )
 from async_flowrl.plan.meta_model import MetaModel, build_meta_model
+from async_flowrl.plan.peaks import remembered_training_peak, sampling_peak
 from async_flowrl.plan.seats import reward_seats
 from async_flowrl.rollout.vllm_omni.settings import FAMILIES as VLLM_FAMILIES
 from async_flowrl.tickets.arithmetic import check_batching
@@ -124,7 +123,7 @@ def compared(config: Config, memory: Mapping[str, int]) -> list[str]:
             warnings.append(sentence)
     if warnings:
         return warnings
-    sampling, training = sampling_peak(config, model), training_peak(config, model)
+    sampling, training = sampling_peak(config, model), remembered_training_peak(config)
     for title, device in titled_devices(config, memory).items():
         whole = footprint(title, config, model, device, training=training, sampling=sampling)
         if whole.total > TIGHT * device.available:

@@ -20,15 +20,9 @@ from async_flowrl.plan.devices import TIGHT
 from async_flowrl.plan.fit_layouts import candidates
 from async_flowrl.plan.largest import at_largest
 from async_flowrl.plan.layout import AUTO
-from async_flowrl.plan.memory import (
-    Footprint,
-    in_one,
-    rollout_footprint,
-    sampling_peak,
-    trainer_footprint,
-    training_peak,
-)
+from async_flowrl.plan.memory import Footprint, in_one, rollout_footprint, trainer_footprint
 from async_flowrl.plan.meta_model import MetaModel, build_meta_model
+from async_flowrl.plan.peaks import sampling_peak, training_peak
 from async_flowrl.plan.seats import describe_pools, gpus_taken, reward_seats
 from async_flowrl.tickets.arithmetic import check_batching
 

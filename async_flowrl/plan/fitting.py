@@ -8,8 +8,9 @@ from collections.abc import Iterator, Sequence
 from async_flowrl.config.schema import Config
 from async_flowrl.plan.devices import GIB, ROLLOUT, SHOWN, TRAINER, Change, Device, changes, footprint, scaled
 from async_flowrl.plan.layout import CHECKPOINTED, CHECKPOINTING
-from async_flowrl.plan.memory import Peaks, sampling_peak, training_peak
+from async_flowrl.plan.memory import Peaks
 from async_flowrl.plan.meta_model import MetaModel, build_meta_model
+from async_flowrl.plan.peaks import sampling_peak, training_peak
 
 MICRO_BATCH, CHUNK = "trainer.micro_batch_size", "rollout.batch_size"
 TICKETS_PER_BATCH = "rollout.tickets_per_batch"

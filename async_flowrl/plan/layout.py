@@ -13,8 +13,8 @@ from async_flowrl.config.schema import Config
 from async_flowrl.config.sections.tune import FULL
 from async_flowrl.config.shared import SHARED
 from async_flowrl.plan.devices import GIB, ROLLOUT, TIGHT, TRAINER, Device, footprint, titled_devices
-from async_flowrl.plan.memory import sampling_peak, training_peak
-from async_flowrl.plan.meta_model import MetaModel, build_meta_model
+from async_flowrl.plan.meta_model import build_meta_model
+from async_flowrl.plan.peaks import remembered_training_peak, sampling_peak
 from async_flowrl.training.messages import Layout
 
 logger = logging.getLogger(__name__)
@@ -104,8 +104,7 @@ def _planned(config: Config, memory: Mapping[str, int], asked: list[str]) -> Cho
         now, how = with_layout(config, layout), layout.gradient_checkpointing
         held = footprint(title, now, model, device).resident
         if held <= device.available and how not in peaks:
-            # Checkpointing cannot be removed from a network again, so each setting needs a new network.
-            peaks[how] = _peak(now, model if how == "none" else build_meta_model(now))
+            peaks[how] = remembered_training_peak(now)
         whole = footprint(title, now, model, device, training=peaks.get(how, 0), sampling=sampling)
         total = whole.total if held <= device.available else max(held, whole.total)
         tried.append((layout, total))
@@ -116,15 +115,6 @@ def _planned(config: Config, memory: Mapping[str, int], asked: list[str]) -> Cho
     least = min(reversed(tried), key=lambda one: one[1])
     layout, total = tried[-1] if tried[-1][1] <= TIGHT * device.available else least
     return _chosen(layout, asked, _why(title, tried, layout, total, device))
-
-
-def _peak(config: Config, model: MetaModel) -> int:
-    """Returns the peak bytes of training's activations.
-
-    Sampling runs first, so that what a network computes once and keeps is not counted as part of training.
-    """
-    sampling_peak(config, model)
-    return training_peak(config, model)
 
 
 def _why(title: str, tried: list[tuple[Layout, int]], layout: Layout, total: int, device: Device) -> str:

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from async_flowrl.config.shared import SHARED
+from async_flowrl.observability.summary import WARM_UP_STEPS
 from async_flowrl.plan.simulate import Prediction, simulate
 from async_flowrl.plan.work import Layout, Work
 
@@ -16,6 +17,8 @@ TICKETS_PER_SIMULATION = 1000
 """Approximate number of tickets per simulation; they take a few tenths of a second."""
 TICKETS_OF_ONE_POOL = 300
 """The same with `placement=shared`, where the real trainer takes part and a ticket costs some three times as much."""
+MAX_TICKETS_OF_A_PERIOD = 2000
+"""Most training tickets from one evaluation to the next for which whole periods are simulated."""
 
 
 @dataclass(frozen=True)
@@ -47,10 +50,23 @@ class Limits:
 
 def simulated(work: Work, layout: Layout, limits: Limits) -> Prediction:
     """Simulates as many steps as the limits say."""
+    return simulate(work, layout, steps=limits.steps or steps_of(work, layout))
+
+
+def steps_of(work: Work, layout: Layout) -> int:
+    """Returns the steps that are simulated if no number is given: enough tickets, and whole periods of evaluations.
+
+    With whole periods the mean step has its share of the evaluations. If a single period has more than
+    MAX_TICKETS_OF_A_PERIOD tickets, evaluations have no part in the number.
+    """
     min_steps = 16 + 2 * layout.max_staleness
     tickets = TICKETS_OF_ONE_POOL if layout.placement == SHARED else TICKETS_PER_SIMULATION
-    steps = limits.steps or max(min_steps, min(200, tickets // work.tickets_per_step))
-    return simulate(work, layout, steps=steps)
+    steps = max(min_steps, min(200, tickets // work.tickets_per_step))
+    every = work.evaluation.every if work.evaluation else 1
+    if every * work.tickets_per_step > MAX_TICKETS_OF_A_PERIOD:
+        return steps
+    around = WARM_UP_STEPS + layout.max_staleness
+    return around + every * max(1, -(-(steps - around) // every))
 
 
 def choose(depths: Sequence[Prediction], limits: Limits) -> Prediction | None:

@@ -5,16 +5,11 @@ by running the network on the meta device, forward and backward, with the run's 
 checkpointing.
 """
 
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Mapping
 from dataclasses import dataclass
-
-import torch
-from torch import Tensor
 
 from async_flowrl.algorithms.registry import build_algorithm
 from async_flowrl.config.schema import Config
-from async_flowrl.plan.footprint import Allocations, fused_attention
 from async_flowrl.plan.full_shares import of_one_rank
 from async_flowrl.plan.host_memory import (
     FLOAT32_BYTES,
@@ -26,10 +21,10 @@ from async_flowrl.plan.host_memory import (
     snapshot_bytes,
     streams,
 )
-from async_flowrl.plan.meta_model import MetaModel, build_meta_model, conditioning
-from async_flowrl.tickets.arithmetic import stored_bytes, ticket_bytes, trained_steps
-from async_flowrl.tickets.request import sampling
-from async_flowrl.training.fsdp import checkpoint_blocks, is_sharded, unplanned
+from async_flowrl.plan.meta_model import MetaModel, build_meta_model
+from async_flowrl.plan.peaks import remembered_training_peak, sampling_peak
+from async_flowrl.tickets.arithmetic import stored_bytes, ticket_bytes
+from async_flowrl.training.fsdp import is_sharded
 
 INT64_BYTES = 8
 MARGIN_SHARE = 0.10
@@ -126,7 +121,7 @@ def plan_memory(config: Config) -> MemoryPlan:
     """
     model = build_meta_model(config)
     sampling_bytes = sampling_peak(config, model)
-    activations = training_peak(config, model)
+    activations = remembered_training_peak(config)
     shapes = model.policy.shapes(config.rollout.resolution)
     return MemoryPlan(
         model=model,
@@ -228,54 +223,3 @@ def rollout_footprint(config: Config, model: MetaModel, activations: int = 0) ->
 def rollout_ranks(config: Config) -> int:
     """Returns the number of GPUs among which one rollout worker's network is divided."""
     return max(1, int(config.rollout.gpus_per_worker)) if config.rollout.engine == "vllm_omni" else 1
-
-
-def training_peak(config: Config, model: MetaModel, *, device: str = "meta") -> int:
-    """Returns the peak bytes of forward and backward of one micro-batch, without the gradients of the adapter.
-
-    If the run checkpoints, `model`'s network is wrapped for checkpointing, which cannot be undone.
-    """
-    policy, trainer = model.policy, config.trainer
-    checkpoint_blocks(policy, unplanned(trainer.gradient_checkpointing, torch.device("cuda")))
-    rows = trainer.micro_batch_size * (trainer.timesteps_per_forward or trained_steps(config))
-
-    def forward() -> Tensor:
-        return velocity(config, model, rows, device).square().mean()
-
-    for parameter in policy.transformer.parameters():
-        if parameter.requires_grad:
-            parameter.grad = torch.zeros_like(parameter)
-    return measured(forward, device)
-
-
-def sampling_peak(config: Config, model: MetaModel) -> int:
-    """Returns the larger of the peak bytes of one denoising step and of decoding.
-
-    A denoising step has one chunk (`rollout.batch_size` images) of each ticket in a batch; decoding has one chunk.
-    """
-    policy, rows = model.policy, config.rollout.batch_size or config.images_per_ticket
-    latents = torch.zeros(rows, *policy.latent_shape(config.rollout.resolution), device="meta")
-    pipeline = policy._whole("decode images")
-    with torch.no_grad():
-        denoise = measured(lambda: velocity(config, model, rows * config.rollout.tickets_per_batch, "meta"), "meta")
-        decode = measured(lambda: policy._decoded(pipeline, latents, config.rollout.resolution), "meta")
-    return max(denoise, decode)
-
-
-def velocity(config: Config, model: MetaModel, rows: int, device: str) -> Tensor:
-    """Returns the velocity of `rows` images in one call of the network, of the meta model's policy."""
-    policy, how = model.policy, sampling(config)
-    latents = torch.zeros(rows, *policy.latent_shape(how.resolution), device=device)
-    prompt = conditioning(policy, device)
-    negative = prompt if how.true_cfg_scale > 1 else None
-    return policy.velocity(latents, torch.full((rows,), 0.5, device=device), prompt, negative, how)
-
-
-def measured(forward: Callable[[], Tensor], device: str) -> int:
-    """Returns the peak bytes of `forward` and, if its result requires a gradient, of the backward pass."""
-    allocations = Allocations()
-    with fused_attention() if device == "meta" else nullcontext(), allocations:
-        out = forward()
-        if out.requires_grad:
-            out.backward()  # type: ignore[no-untyped-call]
-    return allocations.peak

@@ -10,6 +10,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from async_flowrl.config.schema import Config
+from async_flowrl.plan.text_lengths import text_lengths
 from async_flowrl.policies.architectures import KNOWN, Architecture
 from async_flowrl.policies.lora import attach_lora
 from async_flowrl.policies.pipeline import PipelinePolicy
@@ -73,6 +74,7 @@ def build_meta_model(config: Config) -> MetaModel:
         dtype=DTYPES[dtype],
         max_sequence_length=config.model.max_sequence_length,
     )
+    policy.planned_tokens = text_lengths(config).longest
     policy.decode_by_parts(images=config.rollout.vae_slicing, tiles=config.rollout.vae_tiling)
     blocks = tuple(sum(_bytes(p) for p in block.parameters()) for block in policy.blocks)
     base = list(policy.transformer.parameters())
@@ -123,7 +125,7 @@ def _stored_parameters(file: Path) -> int:
 
 
 def conditioning(policy: PipelinePolicy, device: str = "meta") -> dict[str, Tensor]:
-    """Returns a prompt's embeddings of usual length as zeros in float32, the dtype in which workers exchange them."""
+    """Returns the longest prompt's embeddings as zeros in float32, the dtype in which workers exchange them."""
     return {name: torch.zeros(shape, device=device) for name, shape in policy.conditioning_shapes().items()}
 
 

@@ -21,7 +21,7 @@ from async_flowrl.plan.virtual_pool import VirtualPool, VirtualWorker
 from async_flowrl.plan.work import Layout, Work
 from async_flowrl.shared.turns import patience
 from async_flowrl.tickets.request import sampling
-from async_flowrl.tickets.table import Ticket
+from async_flowrl.tickets.table import EVALUATION, TRAIN, Ticket
 from async_flowrl.training.messages import Manifest, StepPlan, Summed, TrainRequest, UpdateStats
 from async_flowrl.training.parts import Place, cut, parts_of
 from async_flowrl.training.trust_region import MEASURED_EVERY
@@ -56,7 +56,7 @@ class Device:
         self._taken, self._paused_until = False, _now() + patience(_now() - began) if more else 0.0
         self._changed.notify()
 
-    async def sample(self, seconds: float, step: int) -> None:
+    async def sample(self, seconds: float, step: int, *, evaluation: bool = False) -> None:
         """Makes a ticket of `step`, once no training computes, waits or is expected."""
         while self._taken or self._waiting or _now() < self._paused_until:
             busy = self._taken or self._waiting
@@ -71,7 +71,7 @@ class Device:
             self._owed = 0.0
             await asyncio.sleep(owed)
         self._booked(self._rollout, "idle")
-        self._units.append(Unit(self._rollout, step, began, _now()))
+        self._units.append(Unit(self._rollout, step, began, _now(), evaluation=evaluation))
         self._taken, self._owed = False, None
         self._changed.notify()
 
@@ -108,7 +108,8 @@ class SharedRollout(PlannedWorker):
     async def serve(self, method: str, args: tuple[Any, ...]) -> Any:
         if method == "score":
             return await super().serve(method, args)
-        await self._device.sample(self.duration(method, args), first_of(args).step)
+        first = first_of(args)
+        await self._device.sample(self.duration(method, args), first.step, evaluation=first.kind == EVALUATION)
         return self.run(method, args)
 
 
@@ -184,6 +185,7 @@ class PlannedSums:
 class PlannedPrompt(Prompt):
     """Prompt that names its group, from which the stand-in of a reward draws its duration."""
 
+    kind: str = TRAIN
     step: int = 0
     group: int = 0
 
@@ -192,6 +194,7 @@ class PlannedPrompt(Prompt):
 class PlannedRequest:
     """Request of a ticket, with the fields that stand-in workers and the plan of an optimizer step read."""
 
+    kind: str
     ordinal: int
     step: int
     group: int
@@ -207,10 +210,10 @@ class TrainedRequests(TicketsAsRequests):
         self._sampling = sampling(config)
 
     def request(self, ticket: Ticket) -> PlannedRequest:  # type: ignore[override]
-        return PlannedRequest(ticket.ordinal, ticket.step, ticket.group, ticket.version)
+        return PlannedRequest(ticket.kind, ticket.ordinal, ticket.step, ticket.group, ticket.version)
 
     def prompt(self, ticket: Ticket) -> PlannedPrompt:  # type: ignore[override]
-        return PlannedPrompt(ticket.group, "", step=ticket.step, group=ticket.group)
+        return PlannedPrompt(ticket.group, "", kind=ticket.kind, step=ticket.step, group=ticket.group)
 
     def sampling(self, ticket: Ticket) -> Sampling:
         return self._sampling

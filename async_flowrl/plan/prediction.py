@@ -23,8 +23,8 @@ def predicted_against_actual(run: Path) -> dict[str, Any] | None:
 
     The result has `predicted` and `actual` (seconds per step, each pool's busy share), `deviation` (actual ÷ predicted
     - 1), `learnt_from_steps` [first, end) and `sentence`; it is None if the run is too short, recorded too little, or
-    its rollout pool changed its size. Deviations come from evaluations, checkpoints, pools that slow each other down,
-    or work that changed.
+    its rollout pool changed its size. Deviations come from checkpoints, evaluations that the first half did not
+    have, pools that slow each other down, or work that changed.
     """
     try:
         whole = calibrate(run)

@@ -11,13 +11,13 @@ from async_flowrl.plan.work import Bounds, Layout, Work
 EPSILON = 1e-9
 
 
-def cures(work: Work, layout: Layout, limit: Bounds) -> dict[str, int]:
+def cures(layout: Layout, limit: Bounds) -> dict[str, int]:
     """Returns reward pool → fewest workers with which it is no slower than the rest, for pools that are slower now."""
     if not limit.without_rewards > 0:
         return {}
     needed = {
-        pool: math.ceil(work.prompts_per_step * work.score_in(pool).mean / limit.without_rewards - EPSILON)
-        for pool in layout.reward_workers
+        pool: math.ceil(limit.rewards[pool] * size / limit.without_rewards - EPSILON)
+        for pool, size in layout.reward_workers.items()
     }
     return {pool: count for pool, count in needed.items() if count > layout.reward_workers[pool]}
 

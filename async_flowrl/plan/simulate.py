@@ -16,6 +16,7 @@ from async_flowrl.controller.context import Context, Trainer
 from async_flowrl.loop import run
 from async_flowrl.observability.ledger import PoolLedger, pool_of
 from async_flowrl.observability.summary import WARM_UP_STEPS
+from async_flowrl.plan.evaluations import PlannedEvaluations
 from async_flowrl.plan.one_pool import TrainedRequests, one_pool
 from async_flowrl.plan.stand_ins import PlannedTrainer, PlannedWeights, TicketsAsRequests, planned_pool
 from async_flowrl.plan.units import Unit
@@ -24,7 +25,7 @@ from async_flowrl.plan.virtual_time import run_virtual
 from async_flowrl.plan.work import Bounds, Layout, Work, bounds, config_of
 from async_flowrl.tickets.arithmetic import shape
 from async_flowrl.tickets.request import RequestBuilder
-from async_flowrl.tickets.table import State, Ticket, TicketTable
+from async_flowrl.tickets.table import TRAIN, State, Ticket, TicketTable
 
 STORED_STATES = (State.SCORING, State.READY, State.HANDED)
 """States of a ticket whose images and trajectory (the recorded denoising steps) are in Ray's object store."""
@@ -50,6 +51,8 @@ class Prediction:
     """Bytes of the versions that all rollout workers together hold."""
     ends: tuple[float, ...]
     """End of each step in virtual seconds from the start."""
+    evaluations: tuple[float, ...] = ()
+    """Seconds of each evaluation, from the delivery of its version to its last score."""
 
     @property
     def efficiency(self) -> float:
@@ -92,7 +95,7 @@ def traced(work: Work, layout: Layout, steps: int, seed: int = 0) -> tuple[Predi
 
 
 async def _simulate(work: Work, layout: Layout, steps: int, seed: int) -> tuple[Prediction, list[Unit]]:
-    config, recorder = config_of(work, layout, steps), Recorder(layout)
+    config, recorder = config_of(work, layout, steps), Recorder(layout, PlannedEvaluations(work.evaluation))
     weights, parts = PlannedWeights(work, seed), _parts(work, layout, config, seed, recorder)
     rewards = layout.reward_workers.items()
     ctx = weights.ctx = Context(
@@ -137,8 +140,8 @@ class Recorder:
     It stands in for the controller's `observer` and `steps`.
     """
 
-    def __init__(self, layout: Layout) -> None:
-        self._layout = layout
+    def __init__(self, layout: Layout, evaluations: PlannedEvaluations) -> None:
+        self._layout, self._evaluations = layout, evaluations
         self._clock = asyncio.get_running_loop().time
         self._ledger = PoolLedger(self._clock)
         self._ends: list[float] = []
@@ -171,7 +174,7 @@ class Recorder:
     def moved(self, ticket: Ticket) -> None:
         """Records the ticket's new state. The ticket table calls this after every transition."""
         key = ticket.kind, ticket.ordinal
-        if ticket.state in STORED_STATES:
+        if ticket.kind == TRAIN and ticket.state in STORED_STATES:
             self._stored.add(key)
             self._max_stored = max(self._max_stored, len(self._stored))
         else:
@@ -185,14 +188,17 @@ class Recorder:
             self._ledger.lap()
         if step == ctx.config.total_steps - 1 - self._layout.max_staleness:
             self._pools = self._ledger.lap()
+        if step + 1 < ctx.config.total_steps:
+            self._evaluations.after(ctx, step + 1)
 
-    async def _nothing(self, *args: Any, **options: Any) -> None:
-        """Does nothing: a simulated run evaluates and saves nothing."""
+    async def before_training(self, ctx: Context) -> None:
+        """Does nothing: a simulated run saves nothing, and its evaluations begin after its first steps."""
 
-    before_training = drain = _nothing
+    async def drain(self, ctx: Context) -> None:
+        await self._evaluations.drain()
 
     def abandon(self) -> None:
-        """Does nothing: a simulated run has no outstanding work."""
+        self._evaluations.cancel()
 
     def prediction(self, work: Work) -> Prediction:
         """Returns the averages over the steady state, once the run has ended."""
@@ -213,4 +219,5 @@ class Recorder:
             payload_bytes=self._max_stored * work.ticket_bytes,
             adapter_bytes=(self._layout.max_staleness + 1) * self._layout.rollout * work.adapter_bytes,
             ends=tuple(self._ends),
+            evaluations=tuple(self._evaluations.seconds),
         )

@@ -1,6 +1,7 @@
 """Sizes of a run's training images: each has a share of the groups, and a cost in relation to the largest size.
 
-They are used for estimates of durations. Memory is planned for the largest size alone (plan/largest.py).
+They are used for estimates of durations, and so are the padded lengths of the prompts. Memory is planned for the
+largest size (plan/largest.py) and the longest prompt alone.
 """
 
 from collections import defaultdict
@@ -13,8 +14,9 @@ from async_flowrl.config.resolution import at_size, configured, in_words
 from async_flowrl.config.schema import Config
 from async_flowrl.observability.flops import FlopCounter
 from async_flowrl.plan.largest import at_largest, prompts_with_sizes
-from async_flowrl.plan.memory import velocity
 from async_flowrl.plan.meta_model import MetaModel, build_meta_model
+from async_flowrl.plan.peaks import velocity
+from async_flowrl.plan.text_lengths import text_lengths
 from async_flowrl.types import Resolution
 
 
@@ -25,11 +27,14 @@ class SizeCosts:
     shares: Mapping[Resolution, float]
     """Size → share of the groups that have it; all shares together are 1."""
     costs: Mapping[Resolution, float]
-    """Size → FLOPs of one forward pass ÷ those of the largest size, which may be one of evaluations alone."""
+    """Size → FLOPs of one forward pass with the mean padded prompt ÷ those of the largest size with the longest prompt.
+
+    The largest size may be one of evaluations alone.
+    """
 
     @property
     def mean(self) -> float:
-        """Mean cost of a group in relation to a group of the largest size; 1 with a single size."""
+        """Mean cost of a group in relation to one of the largest size and the longest prompt."""
         return sum(share * self.costs[size] for size, share in self.shares.items())
 
     def option(self) -> str:
@@ -39,24 +44,30 @@ class SizeCosts:
         return " --costs " + ",".join(f"{self.costs[size]:.3g}:{share:.4g}" for size, share in self.shares.items())
 
     def sentence(self) -> str:
-        """Returns a sentence on the sizes, for estimates that are means over them; empty for the largest alone."""
+        """Returns a sentence on the sizes, for estimates that are means over them and over the prompts.
+
+        It is empty if all are alike.
+        """
         if set(self.costs.values()) == {1.0}:
             return ""
         each = (f"{in_words(size)} ({share:.0%}, {self.costs[size]:.2f})" for size, share in self.shares.items())
         return (
-            f"memory is that of the largest images; seconds are means over all sizes in px (share of the groups, FLOPs "
-            f"in relation to the largest): {', '.join(each)}"
+            "memory is that of the largest images and the longest prompt; seconds are means over all sizes in px and "
+            "the padded lengths of prompts (share of the groups, FLOPs in relation to the largest and longest): "
+            f"{', '.join(each)}"
         )
 
 
 def size_costs(config: Config) -> SizeCosts:
     """Returns the sizes of a configuration's training images. Raises ValueError as `build_meta_model`."""
-    shares, most = size_shares(config), at_largest(config).rollout.resolution
-    if list(shares) == [most]:
+    shares, most, lengths = size_shares(config), at_largest(config).rollout.resolution, text_lengths(config)
+    padded = round(lengths.padded)
+    if list(shares) == [most] and padded == lengths.longest:
         return SizeCosts(shares, {most: 1.0})
     model = build_meta_model(config)
-    flops = {size: _flops(at_size(config, size), model) for size in {*shares, most}}
-    return SizeCosts(shares, {size: flops[size] / flops[most] for size in shares})
+    largest = _flops(at_size(config, most), model)
+    model.policy.planned_tokens = padded
+    return SizeCosts(shares, {size: _flops(at_size(config, size), model) / largest for size in shares})
 
 
 def _flops(config: Config, model: MetaModel) -> int:

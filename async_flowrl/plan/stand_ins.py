@@ -16,7 +16,7 @@ from async_flowrl.plan.laws import Law
 from async_flowrl.plan.units import Unit
 from async_flowrl.plan.virtual_pool import VirtualPool, VirtualWorker
 from async_flowrl.plan.work import Layout, Work, images_of
-from async_flowrl.tickets.table import Ticket
+from async_flowrl.tickets.table import EVALUATION, Ticket
 from async_flowrl.types import RolloutReport, Scores
 
 
@@ -65,13 +65,16 @@ class PlannedWorker(VirtualWorker):
     async def serve(self, method: str, args: tuple[Any, ...]) -> Any:
         began = asyncio.get_running_loop().time()
         result = await super().serve(method, args)
-        self._units.append(Unit(self.name, first_of(args).step, began, asyncio.get_running_loop().time()))
+        ended, first = asyncio.get_running_loop().time(), first_of(args)
+        self._units.append(Unit(self.name, first.step, began, ended, evaluation=first.kind == EVALUATION))
         return result
 
     def duration(self, method: str, args: tuple[Any, ...]) -> float:
         work, ticket = self._work, first_of(args)
         if method == "score":
             return work.score_in(self.pool).draw(f"{self._seed}/{self._scored}/{ticket.step}/{ticket.group}")
+        if work.evaluation is not None and ticket.kind == EVALUATION:
+            return work.evaluation.generate.draw(f"{self._seed}/evaluate/{ticket.ordinal}") * self._slowness
         tickets = args[0] if method == "generate_together" else args[:1]
         costs = sum(work.cost(self._seed, each.step, each.group) for each in tickets)
         return work.generate.draw(f"{self._seed}/generate/{ticket.ordinal}") * costs * self._slowness
@@ -211,20 +214,26 @@ class PlannedWeights:
         return {}
 
     async def _nothing(self, *args: Any, **options: Any) -> None:
-        """Does nothing: a simulated run has no lost workers, failed deliveries or evaluations."""
+        """Does nothing: a simulated run has no lost workers or failed deliveries, and keeps no weights."""
 
-    welcome = leave = watch = retain_for_evaluation = deliver_for_evaluation = close = _nothing
+    welcome = leave = watch = retain_for_evaluation = close = _nothing
+
+    async def deliver_for_evaluation(self, version: int) -> None:
+        """Delivers `version` to every worker's slot for evaluations; returns when all have it."""
+        await self._send(version, self._work.deliver, evaluation=True)
 
     async def _deliver(self, version: int) -> None:
-        law = self._work.deliver if version else self._work.deliver.scaled(0.0)
         self.ctx.table.publish(version, str(version))
         self.ctx.work.notify()
+        await self._send(version, self._work.deliver if version else self._work.deliver.scaled(0.0))
+
+    async def _send(self, version: int, law: Law, *, evaluation: bool = False) -> None:
         async with asyncio.TaskGroup() as tasks:
             for worker in self.ctx.rollout.workers:
                 seconds = law.draw(f"{self._seed}/deliver/{version}/{worker.name}")
-                tasks.create_task(self._acknowledge(worker.name, version, seconds))
+                tasks.create_task(self._acknowledge(worker.name, version, seconds, evaluation=evaluation))
 
-    async def _acknowledge(self, worker: str, version: int, seconds: float) -> None:
+    async def _acknowledge(self, worker: str, version: int, seconds: float, *, evaluation: bool) -> None:
         await asyncio.sleep(seconds)
-        self.ctx.table.acknowledge(worker, version, str(version))
+        self.ctx.table.acknowledge(worker, version, str(version), evaluation=evaluation)
         self.ctx.work.notify(worker)

@@ -19,7 +19,7 @@ MIN_TIMED = 8
 
 @dataclass(frozen=True)
 class TicketTime:
-    """Duration of one training ticket, or of a call that made it with others."""
+    """Duration of one ticket, or of a call that made it with others."""
 
     worker: str
     ordinal: int
@@ -42,8 +42,10 @@ class Batches:
         return ordinal // self.tickets_per_group
 
 
-def generation_times(history: Iterable[Event], steps: Container[int] | None = None) -> list[TicketTime]:
-    """Returns the seconds of every training ticket that was generated; `steps` None means of all steps.
+def generation_times(
+    history: Iterable[Event], steps: Container[int] | None = None, *, kind: str = TRAIN
+) -> list[TicketTime]:
+    """Returns the seconds of every ticket of this kind that was generated; `steps` None means of all steps.
 
     The seconds run from the ticket's dispatch to its result, but begin with the worker's previous result if that is
     later: a worker gets its next ticket while it generates one. Of tickets of one batch the first has the time of all.
@@ -59,7 +61,7 @@ def generation_times(history: Iterable[Event], steps: Container[int] | None = No
             started[key] = event["time"], event["worker"], batch_in(event)
         elif event["state"] == State.SCORING and key in started:
             began, worker, batch = started.pop(key)
-            if event["kind"] == TRAIN and (steps is None or event["step"] in steps):
+            if event["kind"] == kind and (steps is None or event["step"] in steps):
                 seconds = event["time"] - max(began, last.get(worker, 0.0))
                 times.append(TicketTime(worker, event["ordinal"], event["step"], seconds, batch))
             last[worker] = event["time"]

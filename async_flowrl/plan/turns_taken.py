@@ -15,8 +15,8 @@ BESIDE_GROUPS = ("optimizer", "probe")
 """Spans of a trainer rank that belong to the end of an optimizer step, not to a group."""
 
 
-def ticket_times(history: Iterable[Event]) -> list[TicketTime]:
-    """Returns the seconds of every training ticket that was generated; of a batch only those of the first, for all."""
+def ticket_times(history: Iterable[Event], *, kind: str = TRAIN) -> list[TicketTime]:
+    """Returns the seconds of every ticket of this kind that was generated; the first of a batch has those of all."""
     spans: dict[tuple[str, int], tuple[float, float]] = {}
     batches: dict[tuple[str, int], tuple[int, ...]] = {}
     last: dict[str, float] = {}
@@ -31,7 +31,7 @@ def ticket_times(history: Iterable[Event]) -> list[TicketTime]:
         elif event["event"] == "ticket" and event["state"] == State.SCORING:
             worker, batch = event["worker"], batches.get((event["kind"], event["ordinal"]), ())
             start, end = spans.pop((worker, event["ordinal"]), (0.0, 0.0))
-            if event["kind"] == TRAIN and end > 0:
+            if event["kind"] == kind and end > 0:
                 seconds = max(0.0, end - max(start, last.get(worker, 0.0)))
                 times.append(TicketTime(worker, event["ordinal"], event["step"], seconds, batch))
             last[worker] = max(end, last.get(worker, 0.0))

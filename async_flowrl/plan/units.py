@@ -20,3 +20,5 @@ class Unit:
     start: float
     """Virtual seconds from the start of the run."""
     end: float
+    evaluation: bool = False
+    """True for a ticket of an evaluation; its `step` is the evaluated version."""

@@ -13,12 +13,25 @@ from async_flowrl.config.sections.reward import RewardTerm
 from async_flowrl.config.sections.runtime import DeadlinesConfig
 from async_flowrl.config.shared import SHARED as ONE_POOL
 from async_flowrl.plan.laws import Law
+from async_flowrl.tickets.ticket import EVALUATION_SHARE
 
 HAND_OVERS = ("batch", "stream")
 SEPARATE = "separate"
 """Value of `Layout.placement`, beside ONE_POOL."""
 UNREACHED_SECONDS = 1e12
 """Deadline of a simulated run; no simulation lasts so long."""
+
+
+@dataclass(frozen=True)
+class EvaluationWork:
+    """Work of the evaluations of a run."""
+
+    every: int
+    """Training steps between two evaluations."""
+    tickets: int
+    """Tickets of one evaluation, one for each evaluation prompt."""
+    generate: Law
+    """Duration of one such ticket on one rollout worker."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +74,29 @@ class Work:
     """Bytes of one ticket's images and trajectory in the object store."""
     adapter_bytes: int = 0
     """Bytes of one version."""
+    evaluation: EvaluationWork | None = None
+    """Evaluations during training; None without. The baseline, and evaluations before and after training, are left
+    out."""
+
+    @property
+    def evaluation_tickets(self) -> float:
+        """Evaluation tickets that every training step certainly makes, on average.
+
+        They are at most one in EVALUATION_SHARE of all tickets; what is more is made when workers have nothing else.
+        """
+        if self.evaluation is None:
+            return 0.0
+        return min(self.evaluation.tickets / self.evaluation.every, self.tickets_per_step / (EVALUATION_SHARE - 1))
+
+    @property
+    def evaluation_seconds(self) -> float:
+        """Device-seconds per training step of these tickets."""
+        return self.evaluation_tickets * self.evaluation.generate.mean if self.evaluation else 0.0
+
+    @property
+    def generation_seconds(self) -> float:
+        """Device-seconds per training step of all its tickets, these of evaluations included."""
+        return self.tickets_per_step * self.generate.mean + self.evaluation_seconds
 
     @property
     def tickets_per_step(self) -> int:
@@ -161,19 +197,19 @@ class Bounds:
 def bounds(work: Work, layout: Layout) -> Bounds:
     """Computes the bounds from the mean durations.
 
-    Rollout workers share the tickets in proportion to their speeds. `update` includes `finish` and `stage`, but with
-    `placement=shared` not `stage`, because the device generates images during it.
+    Rollout workers share the tickets, those of evaluations included, in proportion to their speeds. `update` includes
+    `finish` and `stage`, but with `placement=shared` not `stage`, because the device generates images during it.
     """
     speed = sum(1.0 / layout.slowness(index) for index in range(layout.rollout))
     one_pool = layout.placement == ONE_POOL
     # With one pool, a rank that has fewer parts than others generates images instead of waiting for them.
     per_group = replace(work, parts=0).update_on(layout.trainer) if one_pool else work.update_on(layout.trainer)
     return Bounds(
-        generation=work.tickets_per_step * work.generate.mean / speed,
+        generation=work.generation_seconds / speed,
         update=work.prompts_per_step * per_group.mean + work.finish.mean + (0.0 if one_pool else work.stage.mean),
         together=layout.placement != SEPARATE,
         rewards={
-            pool: work.prompts_per_step * work.score_in(pool).mean / size
+            pool: (work.prompts_per_step + work.evaluation_tickets) * work.score_in(pool).mean / size
             for pool, size in layout.reward_workers.items()
         },
     )

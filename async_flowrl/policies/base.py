@@ -20,7 +20,7 @@ class Shapes:
     latents: tuple[int, ...]
     """Latents of one image at one noise level."""
     conditioning: Mapping[str, tuple[int, ...]]
-    """Conditioning (the encoded prompt) of one prompt of usual length, by name."""
+    """Conditioning (the encoded prompt) of one prompt of the planned length, by name."""
 
 
 class Policy(Protocol):

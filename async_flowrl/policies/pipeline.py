@@ -43,6 +43,9 @@ class PipelinePolicy(ABC):
     size_step: ClassVar[int] = 1
     """Image sides must be a multiple of this many pixels, and of the size of an image token."""
     has_system_prompt: ClassVar[bool] = False
+    planned_tokens: int = 128
+    """Length in tokens of a prompt of `conditioning_shapes`, in families that do not pad every prompt to one length. A
+    plan sets it (plan/text_lengths.py)."""
     stock_guidance: ClassVar[str] = "true_cfg_scale"
     """Argument of the diffusers pipeline for the scale of classifier-free guidance."""
 
@@ -111,7 +114,7 @@ class PipelinePolicy(ABC):
 
     @abstractmethod
     def conditioning_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Returns the shapes that `encode` gives for a prompt of usual length; used only to estimate sizes."""
+        """Returns the shapes that `encode` gives for a prompt of `planned_tokens`; used only to estimate sizes."""
 
     def _text_tokens(self, usual: int) -> int:
         """Returns `max_sequence_length` if it is set, else `usual`."""
@@ -186,7 +189,7 @@ class PipelinePolicy(ABC):
         """Returns the shape of one image's latents, without batch dimension."""
 
     def shapes(self, resolution: Resolution) -> Shapes:
-        """Returns the shapes of an image's latents and of the conditioning of a prompt of usual length."""
+        """Returns the shapes of an image's latents and of the conditioning of a prompt of `planned_tokens`."""
         return Shapes(self.latent_shape(resolution), self.conditioning_shapes())
 
     def velocity(

@@ -21,6 +21,25 @@ _POSITIONS = 4096
 _MLP = ("img_mlp.net.0.proj", "img_mlp.net.2", "txt_mlp.net.0.proj", "txt_mlp.net.2")
 
 
+def _no_wait_for_lengths() -> None:
+    """Puts `_text_length` in the place of diffusers' function, for this process."""
+    from diffusers.models.transformers import transformer_qwenimage
+
+    cast("Any", transformer_qwenimage).compute_text_seq_len_from_mask = _text_length
+
+
+def _text_length(texts: Tensor, mask: Tensor | None) -> tuple[int, None, Tensor | None]:
+    """Returns the padded length of `texts` [n, L, D], None, and the mask as bool; replaces a function of diffusers.
+
+    diffusers' function also computes the length of each text, which its network does not use, and for that copies a
+    number to the device. The host waits for that copy in every denoising step of a batch whose prompts differ in
+    length. Raises ValueError for a mask of another shape than [n, L].
+    """
+    if mask is not None and mask.shape != texts.shape[:2]:
+        raise ValueError(f"the mask {tuple(mask.shape)} does not fit texts {tuple(texts.shape)}")
+    return texts.shape[1], None, None if mask is None else mask.to(torch.bool)
+
+
 class QwenImagePolicy(PipelinePolicy):
     """Policy of Qwen-Image."""
 
@@ -33,6 +52,7 @@ class QwenImagePolicy(PipelinePolicy):
 
     def __init__(self, transformer: nn.Module, scheduler: Any, **options: Any) -> None:
         super().__init__(transformer, scheduler, **options)
+        _no_wait_for_lengths()
         if self._config.guidance_embeds:
             raise ValueError("Qwen-Image with embedded guidance (guidance_embeds=true) is not supported by diffusers")
         self._known_statistics: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
@@ -73,8 +93,8 @@ class QwenImagePolicy(PipelinePolicy):
         return {"prompt_embeds": embeds.float().cpu().numpy()}
 
     def conditioning_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Returns the shape for a prompt of 128 tokens; prompts are not padded."""
-        return {"prompt_embeds": (128, self._config.joint_attention_dim)}
+        """Returns the shape for a prompt of `planned_tokens`; prompts are not padded."""
+        return {"prompt_embeds": (min(self.planned_tokens, self._text_tokens(1024)), self._config.joint_attention_dim)}
 
     def latent_shape(self, resolution: Resolution) -> tuple[int, int]:
         """Returns (tokens, 64)."""

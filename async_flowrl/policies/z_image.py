@@ -51,8 +51,8 @@ class ZImagePolicy(PipelinePolicy):
         return {"prompt_embeds": embeds.float().cpu().numpy()}
 
     def conditioning_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Returns the shape for a prompt of 128 tokens; prompts are not padded."""
-        return {"prompt_embeds": (128, self._config.cap_feat_dim)}
+        """Returns the shape for a prompt of `planned_tokens`; prompts are not padded."""
+        return {"prompt_embeds": (min(self.planned_tokens, self._text_tokens(512)), self._config.cap_feat_dim)}
 
     def latent_shape(self, resolution: Resolution) -> tuple[int, int, int]:
         """Returns (channels, h, w)."""

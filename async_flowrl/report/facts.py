@@ -6,10 +6,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from async_flowrl.config.shared import SHARED
 from async_flowrl.config.typed import resume_command, typed_command
 from async_flowrl.observability.bottleneck import step_pools
 from async_flowrl.observability.ledger import STATES
 from async_flowrl.observability.mfu import mfu
+from async_flowrl.observability.one_device import SHARING_POOLS, by_device
 from async_flowrl.report.records import Records
 from async_flowrl.report.thin import rounded
 
@@ -18,25 +20,32 @@ Row = tuple[str, str]
 
 def facts_of(run: Records) -> list[Row]:
     """(label, value) rows about what the run did; values that are unknown or not yet known are left out."""
-    summary = run.summary
+    summary, shared = run.summary, is_shared(run)
+    efficiency = "sampling and training" if shared else "busier pool"
     images = sum(int(line.get("images") or 0) for line in run.metrics)
     found: list[tuple[str, str | None]] = [
         ("Mode", str(summary.get("mode") or run.setting("mode") or "–")),
+        ("Placement", "shared: each process samples and trains" if shared else None),
         ("Staleness allowed, versions", _text(summary.get("max_staleness", run.setting("max_staleness")))),
         ("Steps", f"{run.steps} of {run.total_steps}" if run.total_steps else str(run.steps)),
         ("Training images", f"{images:,}"),
         ("Wall clock", duration(run.window[1] - run.window[0] if run.step_events else None)),
         ("Images per second", _text(summary.get("steady_images_per_s") or summary.get("images_per_s"))),
-        ("Efficiency: busier pool ÷ measured", percent(summary.get("efficiency"))),
+        (f"Efficiency: {efficiency} ÷ measured", percent(summary.get("efficiency"))),
         ("Overlap of the shorter phase", percent((summary.get("overlap") or {}).get("share"))),
         ("MFU", mfu(summary) or None),
         ("Tickets", _tickets(summary.get("tickets") or {})),
         ("Faults", ", ".join(f"{count} × {kind}" for kind, count in (summary.get("faults") or {}).items()) or None),
         ("Rollout pool", _size(summary.get("rollout_size") or {})),
-        ("Weights sent", _sync(summary.get("sync") or {})),
+        ("Versions" if shared else "Weights sent", _sync(summary.get("sync") or {}, shared=shared)),
         ("Finished", summary.get("finished")),
     ]
     return [(label, value) for label, value in found if value]
+
+
+def is_shared(run: Records) -> bool:
+    """Returns True if the run's processes sample and train (`placement=shared`)."""
+    return bool(run.setting("placement") == SHARED)
 
 
 def _size(size: Mapping[str, int]) -> str | None:
@@ -47,14 +56,20 @@ def _size(size: Mapping[str, int]) -> str | None:
 
 
 def pools_of(run: Records) -> list[dict[str, Any]]:
-    """Per pool: name, number of workers, and the share of their time in each state from the first to the last step."""
+    """Per pool: name, number of workers, and the share of their time in each state from the first to the last step.
+
+    With `placement=shared` rollout and trainer have what their devices did, and their shares lack the time in which the
+    other worker of the process computed.
+    """
+    shared, whole = is_shared(run), run.window[1] - run.window[0]
+    tracks = by_device(run.workers) if shared else run.workers
     counts: dict[str, int] = {}
-    for track in run.workers:
+    for track in tracks:
         pool = track.place.rsplit("-", 1)[0]
         counts[pool] = counts.get(pool, 0) + 1
     found = []
-    for pool, seconds in step_pools(run.workers, run.window).items():
-        total = sum(seconds.values())
+    for pool, seconds in step_pools(tracks, run.window).items():
+        total = whole * counts[pool] if shared and pool in SHARING_POOLS else sum(seconds.values())
         if total > 0:
             shares = {state: rounded(seconds[state] / total) for state in STATES}
             found.append({"pool": pool, "workers": counts[pool], "shares": shares})
@@ -135,9 +150,12 @@ def _tickets(counts: dict[str, int]) -> str | None:
     return ", ".join([f"{counts['trained']:,} of {counts['issued']:,} trained", *more])
 
 
-def _sync(sync: dict[str, Any]) -> str | None:
+def _sync(sync: dict[str, Any], *, shared: bool) -> str | None:
     if not sync:
         return None
+    if shared:
+        each = sync["bytes"] / max(1, sync["publishes"])
+        return f"{sync['publishes']} of {each / 2**20:.1f} MiB, which every process made itself"
     again = f", {sync['retries']} sent again" if sync.get("retries") else ""
     return f"{sync['publishes']} versions, {sync['bytes'] / 2**20:.1f} MiB by {sync['transport']}{again}"
 

@@ -151,7 +151,8 @@ PANELS = (
         "busy",
         "time",
         "Busy share of each pool",
-        "Share of each step in which a pool's workers worked.",
+        "Share of each step in which a pool's workers worked. With placement=shared a ticket that waits for training "
+        "counts, too: there the timeline says what was computed.",
         (r"pool/(.+)/busy",),
     ),
     Panel(

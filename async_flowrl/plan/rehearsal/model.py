@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from async_flowrl.config.schema import Config
 from async_flowrl.plan.meta_model import architecture
+from async_flowrl.plan.text_lengths import text_lengths
 from async_flowrl.policies.architectures import Architecture
 from async_flowrl.policies.pipeline import PipelinePolicy
 from async_flowrl.policies.pipeline_family import PipelineFamily, structure
@@ -30,6 +31,8 @@ class FakeModel:
     known: Architecture
     family: PipelineFamily
     resolved: ResolvedModel
+    planned_tokens: int
+    """Length of every prompt: that of the configuration's longest."""
 
     @classmethod
     def of(cls, config: Config) -> "FakeModel":
@@ -38,8 +41,8 @@ class FakeModel:
         family = load_family(known.family)
         if not isinstance(family, PipelineFamily):
             raise ValueError(f"model.family {known.family} cannot be rehearsed: it is no PipelineFamily")
-        length = config.model.max_sequence_length
-        return cls(known, family, ResolvedModel(config.model.path, known.family, None, dtype, length))
+        length, tokens = config.model.max_sequence_length, text_lengths(config).longest
+        return cls(known, family, ResolvedModel(config.model.path, known.family, None, dtype, length), tokens)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -68,6 +71,7 @@ class FakeModel:
             pipeline=self._pipeline(network) if whole else None,
             max_sequence_length=self.resolved.max_sequence_length,
         )
+        policy.planned_tokens = self.planned_tokens
         return rehearsed(policy)
 
     def _network(self, aside: Aside, *, on_meta: bool) -> nn.Module:
@@ -111,7 +115,7 @@ class FakeModel:
 
 
 def rehearsed(policy: PipelinePolicy) -> PipelinePolicy:
-    """Returns the same policy, changed: its noise levels fall evenly, and any prompt has embeddings of usual length."""
+    """Returns the same policy, changed: its noise levels fall evenly, and all prompts have one length."""
     changed = cast("Any", policy)
     changed.sigmas = _sigmas
     changed.encode = lambda texts, system=None, *, negative=False: _encode(policy, texts)
@@ -124,7 +128,7 @@ def _sigmas(num_inference_steps: int, resolution: Resolution) -> Tensor:
 
 
 def conditioning(policy: Any) -> Conditioning:
-    """Returns a prompt's embeddings of usual length as float32 zeros."""
+    """Returns the longest prompt's embeddings as float32 zeros."""
     return {name: np.zeros(shape, np.float32) for name, shape in policy.conditioning_shapes().items()}
 
 

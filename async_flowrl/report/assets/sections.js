@@ -73,7 +73,8 @@ function pools(run) {
     return part;
   }));
   return el("div", { class: "card broad" }, el("h3", {}, titled("Time by pool", run)),
-    table("Shares of the time in which steps were made, mean over the pool's workers", ["pool", "workers", "shares", ...names],
+    table(`Shares of the time in which steps were made, mean over the pool's workers${run.shared
+      ? "; what rollout and trainer lack is time in which the other one of the same process computed" : ""}`, ["pool", "workers", "shares", ...names],
       run.pools.map((each) => [each.pool, each.workers, bar(each), ...states.map((state) => percent(each.shares[state]))])));
 }
 

@@ -36,6 +36,7 @@ function timeline(run) {
     el("p", {}, el("strong", {}, run.bottleneck)),
     tabs("view", "Part of the run", data.views.map((each) => each.title), chosen, (index) => { ui.view[run.name] = index; redraw(); }),
     legend(view), holder,
+    run.shared ? el("p", { class: "help" }, "rollout-N and trainer-N are one process, which computes for one of them at a time.") : "",
     later("timeline-table", "Table", () => el("div", {}, table(`Shares of time, ${view.title}`, ["worker", "share"], shares(view)),
       data.marks.length ? table("Faults and recoveries", ["after", "what", "message"], data.marks.map((m) => [seconds(m.time), m.kind, m.text])) : ""))]);
   draws.push(() => { draw(); plots.push({ resize: draw, holder }); });

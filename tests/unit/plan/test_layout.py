@@ -34,7 +34,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Callable[[Config, Layout], int]:
     model = build_meta_model(config())
     monkeypatch.setattr(layout, "build_meta_model", lambda config: model)
     monkeypatch.setattr(layout, "sampling_peak", lambda config, model: 0)
-    monkeypatch.setattr(layout, "training_peak", lambda config, model: peak(config))
+    monkeypatch.setattr(layout, "remembered_training_peak", peak)
 
     def needed(given: Config, wanted: Layout) -> int:
         now = replace(given, trainer=wanted.applied(given.trainer))

@@ -15,9 +15,10 @@ from async_flowrl.config.compose import compose_config
 from async_flowrl.config.schema import Config
 from async_flowrl.plan import __main__ as planner
 from async_flowrl.plan.footprint import Allocations, fused_attention
-from async_flowrl.plan.memory import host_bytes, plan_memory, trainer_footprint, training_peak
+from async_flowrl.plan.memory import host_bytes, plan_memory, trainer_footprint
 from async_flowrl.plan.memory_report import describe
 from async_flowrl.plan.meta_model import MetaModel, build_meta_model
+from async_flowrl.plan.peaks import training_peak
 from async_flowrl.policies.architectures import KNOWN
 from async_flowrl.policies.lora import add_lora, lora_parameters
 from async_flowrl.policies.sd3 import SD3Policy

@@ -1,12 +1,14 @@
 """Tests of the Qwen-Image policy's maths against diffusers' own pipeline."""
 
+import inspect
 import itertools
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from diffusers import QwenImagePipeline
+from diffusers import QwenImagePipeline, QwenImageTransformer2DModel
+from diffusers.models.transformers import transformer_qwenimage
 from torch import Tensor
 
 from async_flowrl.algorithms import sde
@@ -248,3 +250,17 @@ def test_bfloat16_computes_there_and_returns_float32() -> None:
         found, exact = (p.velocity(x, sigma, positive, None, sampling()) for p in (half, full))
     assert found.dtype == torch.float32
     assert 0 < (found - exact).abs().max() < 0.1
+
+
+def test_the_network_uses_no_more_of_the_texts_lengths_than_the_policy_computes() -> None:
+    """The policy replaces a function of diffusers, whose second result the network drops; its first and last stay."""
+    calls = inspect.getsource(QwenImageTransformer2DModel.forward).split("compute_text_seq_len_from_mask")
+    assert len(calls) == 2 and calls[0].endswith("text_seq_len, _, encoder_hidden_states_mask = ")
+    tiny_policy()
+    own = transformer_qwenimage.compute_text_seq_len_from_mask
+    texts, mask = torch.zeros(2, 3, 4), torch.tensor([[1, 1, 1], [1, 0, 0]])
+    length, _, kept = own(texts, mask)
+    assert length == 3 and kept is not None and kept.dtype == torch.bool and torch.equal(kept.int(), mask.int())
+    assert own(texts, None) == (3, None, None)
+    with pytest.raises(ValueError, match=r"the mask \(2, 2\) does not fit texts \(2, 3, 4\)"):
+        own(texts, mask[:, :2])

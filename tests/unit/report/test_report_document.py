@@ -309,3 +309,20 @@ def test_what_is_no_run_is_said(
     assert main(arguments(root)) == exit_codes.CONFIG
     told = capsys.readouterr().err
     assert sentence in told and told.count("\n") == 1
+
+
+def test_pools_of_a_shared_run_have_what_their_devices_computed(tmp_path: Path) -> None:
+    """In every step rollout computes for a second, then trainer for another: neither waits while the other computes."""
+    root = make_run(tmp_path / "run", config="name: x\ntotal_steps: 6\nplacement: shared\ngroup_size: 4\n")
+    sync = {"publishes": 7, "bytes": 7 * 2**20, "transport": "object_store"}
+    (root / "summary.json").write_text(json.dumps({"sync": sync, "efficiency": 0.9}))
+    made = document([root])["runs"][0]
+    shares = {each["pool"]: each["shares"]["busy"] for each in made["pools"]}
+    assert shares == {"rollout": pytest.approx(0.5), "trainer": pytest.approx(0.5)}
+    waits = [each["shares"][state] for each in made["pools"] for state in ("idle", "wait_data", "wait_weights")]
+    assert max(waits) == 0.0
+    facts = dict(made["facts"])
+    assert facts["Placement"] == "shared: each process samples and trains"
+    assert facts["Versions"] == "7 of 1.0 MiB, which every process made itself" and "Weights sent" not in facts
+    assert facts["Efficiency: sampling and training ÷ measured"] == "90%"
+    assert made["shared"]

@@ -1,0 +1,78 @@
+"""Tests of host waits for the device in a batch of tickets (`rollout.tickets_per_batch` above 1).
+
+None per denoising step, whatever the number of tickets, and for each ticket at most as many as a ticket alone has.
+"""
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+from pretended.report import SYNC, Seen, forget, watched
+from torch import Tensor
+
+from async_flowrl.policies.pipeline import PipelinePolicy
+from async_flowrl.policies.registry import resolve_model
+from async_flowrl.rollout import together
+from async_flowrl.rollout.worker import RolloutWorker
+from async_flowrl.types import Prompt, RolloutRequest
+from checkpoint_engine import Publisher
+from tests.pretend_gpu.test_host_waits import MAX_WAITS_PER_TICKET, settings
+from tests.support.families import NAMES, how
+from tests.support.tiny import request
+
+TEXTS = ("red red", "a very long prompt of blue and of green", "green", "white white white")
+GUIDANCE = {"flux": (1.0,), "flux2": (1.0,)}
+"""Scales of true guidance that are tried, by family; (1.0, 3.0) if it is not here."""
+
+
+def loaded(family: str) -> RolloutWorker:
+    config = settings(family)
+    config.rollout.tickets_per_batch = len(TEXTS)
+    worker = RolloutWorker(config, resolve_model(config.model), 0, "rollout-0")
+    worker.load()
+    publisher = Publisher(worker.engine.live_tensors(), alpha=config.lora.alpha, rank=config.lora.rank)
+    publisher.stage(0)
+    publisher.seal(0)
+    worker.receiver.receive(*publisher.payload(0))
+    return worker
+
+
+def asked(family: str, count: int, steps: int, scale: float) -> list[RolloutRequest]:
+    """Tickets of different prompts."""
+    one = request(2, how=how(family, steps=steps, cfg=scale), noise_steps=tuple(range(steps - 1)))
+    return [replace(one, version=0, ordinal=i, group=i, prompt=Prompt(i, TEXTS[i])) for i in range(count)]
+
+
+def waits(worker: RolloutWorker, requests: list[RolloutRequest]) -> Counter[Seen]:
+    """Of a batch whose prompts have been encoded, the activation included."""
+    worker.generate_together(requests)
+    with watched(SYNC) as found:
+        worker.generate_together(requests)
+    return found
+
+
+@pytest.mark.parametrize("family", NAMES)
+def test_a_batch_waits_as_often_as_its_tickets_alone_whatever_its_steps(family: str) -> None:
+    worker = loaded(family)
+    for scale in GUIDANCE.get(family, (1.0, 3.0)):
+        few, many = (waits(worker, asked(family, len(TEXTS), steps, scale)) for steps in (3, 6))
+        assert many.total() == few.total(), many - few
+        assert few.total() <= MAX_WAITS_PER_TICKET * len(TEXTS), few
+        half = waits(worker, asked(family, 2, 3, scale))
+        assert few.total() - half.total() <= MAX_WAITS_PER_TICKET * (len(TEXTS) - 2), few - half
+
+
+def test_a_wait_inside_the_common_pass_would_be_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One in each denoising step, as if the pass looked at a value on the device."""
+    worker, kept = loaded("qwen_image"), together.velocities
+
+    def looking(policy: PipelinePolicy, calls: list[together._Asked]) -> list[Tensor]:
+        found = kept(policy, calls)
+        assert torch.isfinite(found[0].sum()).item()
+        return found
+
+    monkeypatch.setattr(together, "velocities", looking)
+    few, many = (waits(worker, asked("qwen_image", 2, steps, 1.0)) for steps in (3, 6))
+    assert many.total() - few.total() == 3
+    forget()

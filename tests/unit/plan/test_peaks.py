@@ -1,0 +1,45 @@
+"""Tests of remembered peaks: equal to what is counted anew, and counted once for what does not change them."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from async_flowrl.config.compose import compose_config
+from async_flowrl.config.schema import Config
+from async_flowrl.plan import peaks
+from async_flowrl.plan.meta_model import build_meta_model
+from async_flowrl.plan.peaks import remembered_training_peak, training_peak
+
+
+@pytest.fixture
+def built(monkeypatch: pytest.MonkeyPatch) -> list[Config]:
+    """The configurations whose networks were built for a peak, with nothing remembered before."""
+    asked: list[Config] = []
+    kept: Callable[[Config], object] = peaks.build_meta_model
+    monkeypatch.setattr(peaks, "_counted", {})
+    monkeypatch.setattr(peaks, "build_meta_model", lambda config: (asked.append(config), kept(config))[1])
+    return asked
+
+
+def tiny(*words: str) -> Config:
+    return compose_config("one_step_off", ["model=tiny_sd3", "model.tiny.layers=4", *words])
+
+
+def test_the_number_of_ranks_and_their_shares_of_the_base_change_no_peak(built: list[Config]) -> None:
+    alone = tiny("trainer.gradient_checkpointing=none")
+    sharded = replace(alone, trainer=replace(alone.trainer, num_workers=4, shard="hybrid", shard_size=2))
+    assert remembered_training_peak(alone) == remembered_training_peak(sharded)
+    assert len(built) == 1
+    counted = {training_peak(each, build_meta_model(each)) for each in (alone, sharded)}
+    assert len(counted) == 1, "which the peak itself says"
+
+
+@pytest.mark.parametrize(
+    "word",
+    ["trainer.gradient_checkpointing=full", "trainer.micro_batch_size=3", "rollout.resolution=64", "lora.rank=2"],
+)
+def test_what_changes_it_is_counted_anew(built: list[Config], word: str) -> None:
+    before = remembered_training_peak(tiny("trainer.gradient_checkpointing=none"))
+    changed = tiny("trainer.gradient_checkpointing=none", word)
+    assert remembered_training_peak(changed) != before and len(built) == 2
