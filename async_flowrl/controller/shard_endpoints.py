@@ -12,13 +12,13 @@ from typing import Any, TypeVar
 
 from async_flowrl.config.schema import Config
 from async_flowrl.controller.context import Observer
+from async_flowrl.controller.deaths import SenderLost
 from async_flowrl.controller.endpoints import PUBLISHING, RolloutEndpoint
 from async_flowrl.controller.living import Living
 from async_flowrl.controller.share_payload import (
     MAX_BUCKETS_AHEAD,
     Allowance,
     SenderLate,
-    SenderLost,
     ShardedPayload,
     answers_of,
     kept_in,

@@ -14,8 +14,9 @@ from async_flowrl.config.schema import Config
 from async_flowrl.controller.canary import Canary
 from async_flowrl.controller.context import Observer, Signal
 from async_flowrl.controller.corruption import CorruptionWatch
+from async_flowrl.controller.deaths import SenderLost
 from async_flowrl.controller.ema import EmaWeights
-from async_flowrl.controller.endpoints import EmaEndpoint, RolloutEndpoint, TrainerEndpoint
+from async_flowrl.controller.endpoints import EmaEndpoint, RolloutEndpoint, TrainerEndpoint, bury_sender
 from async_flowrl.controller.own_versions import endpoint_of
 from async_flowrl.controller.shard_endpoints import (
     ShardedEmaEndpoint,
@@ -23,7 +24,6 @@ from async_flowrl.controller.shard_endpoints import (
     ShardedTrainerEndpoint,
     sharded_sender,
 )
-from async_flowrl.controller.share_payload import SenderLost
 from async_flowrl.controller.shared import delivery_options
 from async_flowrl.controller.trainer import TrainerGroup
 from async_flowrl.tickets.table import TicketTable
@@ -262,7 +262,8 @@ class PublishedWeights:
     async def _prove(self, worker: Worker) -> None:
         """Delivers the canary to the worker and compares the results of its network with the trainer's.
 
-        Raises WeightsMismatch, which names the module that differs, WorkerDied, DeadlineExceeded or SenderLate.
+        Raises WeightsMismatch, which names the module that differs, WorkerDied, DeadlineExceeded, SenderLost or
+        SenderLate.
         """
         kind = ShardedRolloutEndpoint if self.sharded else RolloutEndpoint
         end = kind(worker, self.observer, self.transport)
@@ -288,14 +289,14 @@ class PublishedWeights:
     async def _by_first(self, make: Callable[[Worker], Awaitable[Canary]]) -> Canary:
         """Returns the canary that the first rank makes, or the next rank if the first dies meanwhile.
 
-        Raises WorkerDied if no rank is left.
+        Raises SenderLost if no rank is left.
         """
         living = self.trainers.living
         while True:
             try:
                 return await make(living.first)
             except WorkerDied as error:
-                await living.bury(self, error)
+                await bury_sender(living, self, error)
 
     async def _in_time(self, what: str, call: Awaitable[T]) -> T:
         async with deadline(self.config.deadlines.publish, f"publish: {what}"):

@@ -83,7 +83,7 @@ class Site:
         }
 
     async def _store(self) -> float:
-        payload = ShardedPayload(self.ranks, "raw", 0, self.bucket)
+        payload = ShardedPayload(self.ranks, "raw", 0, self.bucket, SECONDS)
         began = time.perf_counter()
         await asyncio.gather(*(self._taken(worker, payload) for worker in self.receivers))
         return time.perf_counter() - began
