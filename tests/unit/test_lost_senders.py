@@ -10,7 +10,7 @@ from async_flowrl.config.schema import Config
 from async_flowrl.controller.context import Context
 from async_flowrl.controller.deaths import SenderLost
 from async_flowrl.controller.share_payload import ShardedPayload
-from async_flowrl.controller.weights import PublishedWeights
+from async_flowrl.controller.worker_proof import WorkerProof
 from separation.group import Worker
 from tests.support.toy import toy_config, virtual
 from tests.support.toy_growth import ToyGrowth
@@ -59,9 +59,9 @@ def test_a_rank_that_dies_while_it_sends_a_bucket_to_a_new_worker_is_blamed(
     elastic: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In the proof of the new worker, whose canary comes in shares."""
-    prove = PublishedWeights._prove
+    prove = WorkerProof.of
 
-    async def dies(self: PublishedWeights, worker: Worker) -> None:
+    async def dies(self: WorkerProof, worker: Worker) -> None:
         if worker.name not in ("rollout-0.1", "rollout-1"):
             return await prove(self, worker)
         ranks = self.trainers.living.workers
@@ -69,7 +69,7 @@ def test_a_rank_that_dies_while_it_sends_a_bucket_to_a_new_worker_is_blamed(
         await ShardedPayload(ranks, "sender.policy.piece", -1, 256, 30.0).bucket(0, 0)
         raise AssertionError("a dead rank has answered")
 
-    monkeypatch.setattr(PublishedWeights, "_prove", dies)
+    monkeypatch.setattr(WorkerProof, "of", dies)
     bounds = {"rollout__min_workers": 1, "rollout__max_workers": 4} if elastic else {}
     config = toy_config(0, steps=STEPS, **{"rollout__num_workers": 1, **bounds})
     found = blamed(config, worker_comes if elastic else worker_dies)
