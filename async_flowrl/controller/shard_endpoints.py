@@ -25,7 +25,7 @@ from async_flowrl.controller.share_payload import (
 )
 from async_flowrl.types import EMA, POLICY
 from checkpoint_engine import CANARY_VERSION, RING, Ack, Draft, Header, Layout, ReceiverEndpoint, ShardedHeader
-from separation.group import RefLost, Worker
+from separation.group import RefLost, Worker, WorkerDied
 from separation.supervise import together
 
 
@@ -124,7 +124,10 @@ class ShardedTrainerEndpoint:
         waiting = [rank.name for rank in self._ranks]
 
         async def asked(rank: Worker) -> Any:
-            answer = await rank.call(method, *arguments, lane=lane)
+            try:
+                answer = await rank.call(method, *arguments, lane=lane)
+            except WorkerDied as error:
+                raise SenderLost(error.worker, error.reason) from error
             waiting.remove(rank.name)
             return answer
 
