@@ -51,7 +51,8 @@ class Background:
     async def drain(self) -> None:
         """Waits until no task is left; raises the error with which the delivery fails."""
         while self._tasks and not self._failure.done():
-            await asyncio.wait([*self._tasks, self._failure], return_when=asyncio.FIRST_COMPLETED)
+            pending: list[asyncio.Future[Any]] = [*self._tasks, self._failure]
+            await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
         self.check()
 
     async def close(self) -> None:
