@@ -153,7 +153,8 @@ def test_a_rollout_worker_takes_a_version_in_shares_as_it_takes_a_whole_one() ->
     full = ("tune=full", "trainer.num_workers=2", "trainer.micro_batch_size=2", "rollout.versions_on=device")
     shares, whole = (worker_alone(*full, f"trainer.shard={shard}") for shard in ("full", "none"))
     assert shares.version_bytes == whole.version_bytes
-    assert shares.phases["denoise"].resident == whole.phases["denoise"].resident > 4 * shares.version_bytes
+    held = shares.phases["denoise"].resident  # but for some numbers that are made once in a process
+    assert held == pytest.approx(whole.phases["denoise"].resident, rel=1e-5) and held > 4 * shares.version_bytes
     assert shares.phases["delivery"].peak == pytest.approx(whole.phases["delivery"].peak, rel=0.01)
 
 
