@@ -10,10 +10,11 @@ async_flowrl/controller/weights.py uses it. It runs in one asyncio loop and take
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, TypeVar
 
+from checkpoint_engine.background import Background, in_time
 from checkpoint_engine.base import (
     EVALUATION,
     RING,
@@ -56,6 +57,7 @@ class Delivery:
         self._sender, self._replace, self._broadcast = sender, replace, broadcast
         self._ahead, self._on_close = ahead, on_close
         self._options = options or DeliveryOptions()
+        self._background = Background()
         self._queues: dict[str, ReceiverQueue] = {}
         self._headers: dict[int, Header] = {}
         self._staged: set[int] = set()
@@ -64,14 +66,13 @@ class Delivery:
         self._events = QueueEvents(
             acknowledged=self._acknowledged,
             retired=self._retire,
-            failed=self._fail,
+            failed=self._background.fail,
             payload=self._payload,
             superseded=self._superseded,
+            passing_on=self._background.add,
         )
-        self._tasks: set[asyncio.Task[None]] = set()
         self._listeners: list[Callable[[str, Ack], None]] = []
         self._sealing = asyncio.Lock()
-        self._failure: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
 
     @property
     def receivers(self) -> tuple[str, ...]:
@@ -84,19 +85,19 @@ class Delivery:
 
     async def publish(self, version: int) -> None:
         """Returns when the version is staged, so that the tensors may change; delivery goes on in the background."""
-        self._check()
+        self._background.check()
         start = self._now()
         await self._call(self._sender.stage(version))
         self.stats.stall_seconds += self._now() - start
         self._staged.add(version)
-        self._spawn(self._deliver(version), f"deliver-{version}")
+        self._background.start(self._deliver(version), f"deliver-{version}")
 
     async def place(self, version: int) -> None:
         """Sends a sealed version to every receiver's evaluation slot, in the background; later receivers get it, too.
 
         Raises VersionGone if the version is neither among the newest `retain` sealed ones nor retained by `keep`.
         """
-        self._check()
+        self._background.check()
         async with self._sealing:
             header = self._retained.pop(version, None) or self._headers.get(version)
             if header is None:
@@ -104,7 +105,7 @@ class Delivery:
             await self._call(self._sender.hold(version))
             before, self._evaluated = self._evaluated, header
             jobs = await self._enqueue(header, EVALUATION, list(self._queues.values()))
-        self._spawn(self._settle_evaluated(jobs, before), f"evaluate-{version}")
+        self._background.start(self._settle_evaluated(jobs, before), f"evaluate-{version}")
 
     async def keep(self, version: int) -> None:
         """Retains a sealed version for a later `place`, regardless of newer ones. Raises VersionGone if it is gone."""
@@ -120,7 +121,7 @@ class Delivery:
         Returns True when it has them, False if it left or failed before. Versions that are staged but not sealed reach
         it later. Raises VersionGone if a version is not retained, ValueError if the name has joined already.
         """
-        self._check()
+        self._background.check()
         if receiver.name in self._queues:
             raise ValueError(f"receiver {receiver.name} has joined already")
         asked = set(versions)
@@ -159,23 +160,19 @@ class Delivery:
 
     async def failed(self) -> None:
         """Waits until a delivery fails with an error that must stop the run, and raises that error."""
-        await asyncio.shield(self._failure)
+        await self._background.failed()
 
     async def drain(self) -> None:
         """Waits until all deliveries and replacements are done; raises an error that must stop the run."""
-        while self._tasks and not self._failure.done():
-            pending: list[asyncio.Future[Any]] = [*self._tasks, self._failure]
-            await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
-        self._check()
+        await self._background.drain()
 
     async def close(self) -> None:
-        """Cancels all deliveries, and what was sent ahead of them, and waits until they have ended."""
-        tasks = [*self._tasks, *(queue.task for queue in self._queues.values())]
+        """Cancels all deliveries, and what was sent ahead of them or is passed on, and waits until they have ended."""
+        queues = [queue.task for queue in self._queues.values()]
         for name in list(self._queues):
             await self.leave(name)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*queues, return_exceptions=True)
+        await self._background.close()
         if self._on_close is not None:
             await self._on_close()
         if self._broadcast is not None:
@@ -236,7 +233,7 @@ class Delivery:
         for queue in queues:
             ack = results.get(queue.name)
             if isinstance(ack, Ack):
-                job = Job(header, RING, None, self._future())
+                job = Job(header, RING, None, asyncio.get_running_loop().create_future())
                 queue.acknowledge(job, ack)
                 if self._broadcast is not None and self._broadcast.has_leaders(len(queues)):
                     holders.setdefault(queue.endpoint.node, (queue.endpoint, job))
@@ -278,8 +275,7 @@ class Delivery:
     async def _settle(self, jobs: Sequence[Job]) -> bool:
         """Waits for all jobs; returns True if all were acknowledged. Raises an error that must stop the run."""
         for job in jobs:
-            await asyncio.wait([job.done, self._failure], return_when=asyncio.FIRST_COMPLETED)
-            self._check()
+            await self._background.until(job.done)
         return all(job.done.result() for job in jobs)
 
     async def _settle_evaluated(self, jobs: Sequence[Job], before: Header | None) -> None:
@@ -295,43 +291,14 @@ class Delivery:
         self.stats.replaced += 1
         if self._queues.get(queue.name) is queue:
             del self._queues[queue.name]
-        self._spawn(self._call_replace(queue.name, error), f"replace-{queue.name}")
+        self._background.start(self._call_replace(queue.name, error), f"replace-{queue.name}")
         queue.abandon()
 
     async def _call_replace(self, name: str, error: BaseException) -> None:
         await self._replace(name, error)
 
     async def _call(self, call: Awaitable[T]) -> T:
-        try:
-            async with asyncio.timeout(self._options.deadline) as scope:
-                return await call
-        except TimeoutError as error:
-            if not scope.expired():
-                raise
-            what = getattr(call, "__qualname__", "the sender")
-            raise TimeoutError(f"{what} was not done within its deadline of {self._options.deadline:g} s") from error
-
-    def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> None:
-        task = asyncio.get_running_loop().create_task(work, name=name)
-        self._tasks.add(task)
-        task.add_done_callback(self._finished)
-
-    def _finished(self, task: "asyncio.Task[None]") -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            self._fail(error)
-
-    def _fail(self, error: BaseException) -> None:
-        if not self._failure.done():
-            self._failure.set_exception(error)
-            self._failure.exception()
-
-    def _check(self) -> None:
-        if self._failure.done() and (error := self._failure.exception()) is not None:
-            raise error
-
-    def _future(self) -> "asyncio.Future[bool]":
-        return asyncio.get_running_loop().create_future()
+        return await in_time(call, self._options.deadline)
 
     def _now(self) -> float:
         return asyncio.get_running_loop().time()

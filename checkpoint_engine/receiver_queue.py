@@ -63,6 +63,8 @@ class QueueEvents:
     """Returns the sender's payload of a version once more, after the one of a job was lost with its node."""
     superseded: Callable[["Job"], Awaitable[bool]]
     """Returns True if newer versions have replaced the one of a job, so that nobody waits for it any more."""
+    passing_on: Callable[["asyncio.Future[Any]"], None]
+    """Called with a payload that a receiver begins to pass on (`Job.copy`): it must end when the delivery is closed."""
 
 
 class ReceiverQueue:
@@ -167,9 +169,10 @@ class ReceiverQueue:
         (endpoint, parent), job.parent = job.parent, None
         why: object = "it was given up itself, or too slow"
         if await self._has_it(parent):
+            self._events.passing_on(copy := parent.passed_on(endpoint))
             try:
                 async with asyncio.timeout(self._options.deadline):
-                    return await asyncio.shield(parent.passed_on(endpoint))
+                    return await asyncio.shield(copy)
             except Exception as error:
                 if verdict(error) is Verdict.STOP and "VersionGone" not in error_names(error):
                     raise

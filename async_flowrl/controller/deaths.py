@@ -1,4 +1,4 @@
-"""dead_among tells which workers are dead when another worker has failed, perhaps because of their death."""
+"""Deaths that show in a call to another worker: a failure because of a dead peer, and a sender that died."""
 
 import asyncio
 from collections.abc import Sequence
@@ -7,6 +7,16 @@ from separation.group import Worker, WorkerDied
 
 DEATH_DETECTION_SECONDS = 2.0
 """Time within which the death of one rank must show after another rank has failed because of it."""
+
+
+class SenderLost(WorkerDied):
+    """Raised if weights cannot be had because the trainer rank that sends them has died.
+
+    `worker` is the rank. A rollout worker that waits for the weights is not to blame and must not be replaced.
+    """
+
+    kind = "SenderLost"
+    """By this name checkpoint_engine judges it, as an error that it cannot cure."""
 
 
 async def dead_among(workers: Sequence[Worker]) -> list[Worker]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from async_flowrl.controller.admission import StartError, admit
 from async_flowrl.controller.context import TICKETS_PER_WORKER, Context, book_span
+from async_flowrl.controller.deaths import SenderLost
 from async_flowrl.controller.held_out import ask_held_out
 from async_flowrl.controller.pool_size import change_size, leave, refuse
 from async_flowrl.controller.scoring import Free, ask_reward, free_workers
@@ -75,7 +76,8 @@ async def serve(ctx: Context, index: int, free: Free, tasks: asyncio.TaskGroup) 
 
     The slot ends if the worker's node is drained: the worker then finishes its tickets or hands them back. It also ends
     if a worker of an elastic pool is lost and no node has a seat for its successor. Raises the error of the last lost
-    worker after more than MAX_LOSSES_PER_SLOT losses.
+    worker after more than MAX_LOSSES_PER_SLOT losses, and SenderLost if a trainer rank dies that sends weights to a new
+    worker of the slot.
     """
     slot = filled(ctx, seated(ctx.rollout, index), tasks)
     lost: Exception | None = None
@@ -88,6 +90,8 @@ async def serve(ctx: Context, index: int, free: Free, tasks: asyncio.TaskGroup) 
             async with ctx.departures.in_time(slot.worker.name):
                 await together(*(work(ctx, slot, free, tasks) for _ in range(TICKETS_PER_WORKER)))
             return await leave(ctx, slot.worker, "its node is drained")
+        except SenderLost:  # Among the errors in LOST, but a trainer rank's death.
+            raise
         except NoSeat as error:
             return await leave(ctx, seated(ctx.rollout, index), f"{lost}; {error}")
         except LOST as error:

@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
 from async_flowrl.controller.context import Observer
+from async_flowrl.controller.deaths import SenderLost
 from async_flowrl.controller.living import Attempt, Living
 from async_flowrl.controller.published import Published
 from async_flowrl.types import EMA, POLICY
@@ -23,6 +24,14 @@ DELIVERIES, CONTROL = "sync", "control"
 """Lanes (threads of a worker) for deliveries, and for aborting a collective operation that blocks another lane."""
 PUBLISHING = "publish"
 """Lane of a trainer rank for publishing, which runs beside the next update."""
+
+
+async def bury_sender(living: Living, attempt: Attempt, error: WorkerDied) -> None:
+    """As `Living.bury`, for a rank that was asked for weights. Raises SenderLost if no rank is left to send them."""
+    try:
+        await living.bury(attempt, error)
+    except WorkerDied as last:
+        raise SenderLost(last.worker, last.reason) from last
 
 
 class TrainerEndpoint:
@@ -117,7 +126,7 @@ class TrainerEndpoint:
     async def _on_first(self, call: Callable[[Worker], Awaitable[T]]) -> T:
         """Returns the call's result on the first rank, which first publishes the versions of a sender that has died.
 
-        Raises WorkerDied if no rank is left.
+        Raises SenderLost if no rank is left.
         """
         while True:
             try:
@@ -127,7 +136,7 @@ class TrainerEndpoint:
                         await self._move_to(rank)
                 return await call(rank)
             except WorkerDied as error:
-                await self._living.bury(self._attempt, error)
+                await bury_sender(self._living, self._attempt, error)
 
     async def _move_to(self, rank: Worker) -> None:
         """Has the rank publish the versions that the sender before it had. Raises RuntimeError if a digest differs."""
@@ -153,7 +162,7 @@ class TrainerEndpoint:
             try:
                 await rank.call(f"versions.{method}", self._stream, version, lane=lane)
             except WorkerDied as error:
-                await self._living.bury(self._attempt, error)
+                await bury_sender(self._living, self._attempt, error)
 
         with self._living.telling(method, self._stream, version) as ranks:
             await together(*(on(rank) for rank in ranks))

@@ -11,6 +11,7 @@ from typing import Any
 
 from async_flowrl.controller.admission import StartError, admit
 from async_flowrl.controller.context import Context
+from async_flowrl.controller.deaths import SenderLost
 from separation.group import Growth, Worker, WorkerDied, WorkerFailed
 from separation.node_checks import OtherCode
 from separation.supervise import DeadlineExceeded
@@ -84,12 +85,17 @@ async def grow(ctx: Context, growth: Growth, serve: Callable[[int], None], tasks
         return None
 
     async def bring_in(seat: Any) -> None:
-        """Builds the worker of the seat, admits it to the run and starts to serve it, or takes it out again."""
+        """Builds the worker of the seat, admits it to the run and starts to serve it, or takes it out again.
+
+        Raises SenderLost if a trainer rank dies that sends weights to the worker.
+        """
         if (worker := await fill(seat)) is None:
             return
         arrivals.under_way.add(worker.name)
         try:
             await admit(ctx, worker, newcomer=True)
+        except SenderLost:  # Among the errors in TURNED_AWAY, but a trainer rank's death.
+            raise
         except TURNED_AWAY as error:
             refuse(ctx, worker.name, error)
             arrivals.refused.add(worker.name)

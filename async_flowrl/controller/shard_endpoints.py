@@ -12,20 +12,20 @@ from typing import Any, TypeVar
 
 from async_flowrl.config.schema import Config
 from async_flowrl.controller.context import Observer
+from async_flowrl.controller.deaths import SenderLost
 from async_flowrl.controller.endpoints import PUBLISHING, RolloutEndpoint
 from async_flowrl.controller.living import Living
 from async_flowrl.controller.share_payload import (
     MAX_BUCKETS_AHEAD,
     Allowance,
     SenderLate,
-    SenderLost,
     ShardedPayload,
     answers_of,
     kept_in,
 )
 from async_flowrl.types import EMA, POLICY
 from checkpoint_engine import CANARY_VERSION, RING, Ack, Draft, Header, Layout, ReceiverEndpoint, ShardedHeader
-from separation.group import RefLost, Worker
+from separation.group import RefLost, Worker, WorkerDied
 from separation.supervise import together
 
 
@@ -124,7 +124,10 @@ class ShardedTrainerEndpoint:
         waiting = [rank.name for rank in self._ranks]
 
         async def asked(rank: Worker) -> Any:
-            answer = await rank.call(method, *arguments, lane=lane)
+            try:
+                answer = await rank.call(method, *arguments, lane=lane)
+            except WorkerDied as error:
+                raise SenderLost(error.worker, error.reason) from error
             waiting.remove(rank.name)
             return answer
 

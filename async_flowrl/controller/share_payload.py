@@ -10,6 +10,7 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from async_flowrl.controller.deaths import SenderLost
 from async_flowrl.controller.endpoints import PUBLISHING
 from checkpoint_engine import Layout
 from checkpoint_engine.shards import shard_layout
@@ -23,13 +24,6 @@ MAX_BUCKETS_AHEAD = 4
 """Buckets that are fetched for a receiver while it puts another one in its place; at least one, else one per rank."""
 MAX_KEPT_BUCKETS = 2 * MAX_BUCKETS_AHEAD
 """Buckets of one version that stay in the object store for receivers that ask for them a little later."""
-
-
-class SenderLost(WorkerDied):
-    """Raised where a bucket is asked for and its trainer rank has died: the receiver is not to blame."""
-
-    kind = "SenderLost"
-    """By this name checkpoint_engine judges it, as an error that it cannot cure."""
 
 
 class SenderLate(RuntimeError):

@@ -6,16 +6,16 @@ effect in its network as in the trainer's.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 from async_flowrl.config.schema import Config
-from async_flowrl.controller.canary import Canary
 from async_flowrl.controller.context import Observer, Signal
 from async_flowrl.controller.corruption import CorruptionWatch
+from async_flowrl.controller.deaths import SenderLost
 from async_flowrl.controller.ema import EmaWeights
-from async_flowrl.controller.endpoints import EmaEndpoint, RolloutEndpoint, TrainerEndpoint
+from async_flowrl.controller.endpoints import EmaEndpoint, TrainerEndpoint
 from async_flowrl.controller.own_versions import endpoint_of
 from async_flowrl.controller.shard_endpoints import (
     ShardedEmaEndpoint,
@@ -23,26 +23,16 @@ from async_flowrl.controller.shard_endpoints import (
     ShardedTrainerEndpoint,
     sharded_sender,
 )
-from async_flowrl.controller.share_payload import SenderLost
 from async_flowrl.controller.shared import delivery_options
 from async_flowrl.controller.trainer import TrainerGroup
+from async_flowrl.controller.worker_proof import WorkerProof, in_time
 from async_flowrl.tickets.table import TicketTable
 from async_flowrl.types import EMA, POLICY
-from checkpoint_engine import (
-    CANARY_VERSION,
-    EVALUATION,
-    Ack,
-    Delivery,
-    Header,
-    check_binding,
-)
+from checkpoint_engine import EVALUATION, Ack, Delivery, Header
 from checkpoint_engine.collective_delivery import CollectiveBroadcast
-from checkpoint_engine.errors import Verdict, verdict
 from checkpoint_engine.transports import OBJECT_STORE
-from separation.group import RefLost, Worker, WorkerDied, WorkerGroup
-from separation.supervise import DeadlineExceeded, deadline
-
-T = TypeVar("T")
+from separation.group import Worker, WorkerDied, WorkerGroup
+from separation.supervise import DeadlineExceeded
 
 
 @dataclass
@@ -64,7 +54,7 @@ class PublishedWeights:
     base_digest: str = ""
     """Digest of the base weights, which all workers hold."""
     delivery: Delivery = field(init=False)
-    canary: Canary = field(init=False)
+    proof: WorkerProof = field(init=False)
     ema: EmaWeights | None = None
     """Deliveries of the EMA for evaluations; None if `trainer.ema_decay` is null."""
     stall_seconds: float = 0.0
@@ -74,6 +64,9 @@ class PublishedWeights:
     _sealed: dict[int, asyncio.Event] = field(default_factory=dict)
     _unsent: set[int] = field(default_factory=set)
     """Versions that no living trainer rank can send; only tickets that are already trained have named them."""
+
+    def __post_init__(self) -> None:
+        self.proof = WorkerProof(self, self.trainers, self.transport)
 
     @property
     def sharded(self) -> bool:
@@ -118,7 +111,7 @@ class PublishedWeights:
 
     async def welcome(self, worker: Worker) -> None:
         await self._started.wait()
-        await self._prove(worker)
+        await self.proof.of(worker)
         oldest = self._oldest_named()
         await self._join(worker, [v for v in self.table.published if v >= oldest and v not in self._unsent])
 
@@ -134,7 +127,9 @@ class PublishedWeights:
     async def retain_for_evaluation(self, version: int) -> None:
         """Retains the EMA as it is now, under the number `version`; without an EMA, the version itself."""
         if self.ema is not None:
-            await self._from_sender(f"the average at version {version}", self.ema.retain(version))
+            retained = self.ema.retain(version)
+            what = f"the average at version {version}"
+            await (retained if self.sharded else in_time(self.config, what, retained))
             return
         await self._sealed[version].wait()
         await self.delivery.keep(version)
@@ -195,9 +190,9 @@ class PublishedWeights:
         sender: TrainerEndpoint | ShardedTrainerEndpoint
         if self.sharded:
             sender = await sharded_sender(living, config, self.sealed)
-            self.canary = Canary(*await sender.canary())
+            await self.proof.begin(sender)
         else:
-            self.canary = await self._in_time("the trainer's canary", self._by_first(Canary.of))
+            await self.proof.begin()
             sender = TrainerEndpoint(living, self, self.transport, self.sealed, on_moved=self._moved)
         broadcast = None
         if isinstance(sender, TrainerEndpoint) and self.transport != OBJECT_STORE:
@@ -244,7 +239,7 @@ class PublishedWeights:
     async def _admit(self, worker: Worker) -> None:
         """Checks a worker and adds it to the deliveries; kills one that dies or hangs, so that the pool replaces it."""
         try:
-            await self._prove(worker)
+            await self.proof.of(worker)
         except SenderLost:
             raise
         except (WorkerDied, DeadlineExceeded) as lost:
@@ -258,52 +253,6 @@ class PublishedWeights:
         await self.delivery.join(end, versions)
         if self.ema is not None:
             await self.ema.join(end)
-
-    async def _prove(self, worker: Worker) -> None:
-        """Delivers the canary to the worker and compares the results of its network with the trainer's.
-
-        Raises WeightsMismatch, which names the module that differs, WorkerDied, DeadlineExceeded or SenderLate.
-        """
-        kind = ShardedRolloutEndpoint if self.sharded else RolloutEndpoint
-        end = kind(worker, self.observer, self.transport)
-        for attempt in range(self.config.checkpoint_engine.retries + 1):
-            try:
-                received = end.receive(self.canary.header, self.canary.payload)
-                await self._from_sender(f"canary to {worker.name}", received)
-                break
-            except Exception as error:
-                if verdict(error) is not Verdict.RESEND or isinstance(error, DeadlineExceeded):
-                    raise
-                if attempt == self.config.checkpoint_engine.retries:
-                    raise WorkerDied(worker.name, f"given up, the canary does not arrive: {error}") from error
-                if isinstance(error, RefLost):
-                    self.canary = await self._in_time("the trainer's canary, again", self._canary_again())
-        proof = await self._in_time(f"proof of {worker.name}", worker.call("prove", CANARY_VERSION))
-        check_binding(self.canary.probe, proof, who=worker.name)
-
-    async def _canary_again(self) -> Canary:
-        """Returns the canary with a new payload; if ranks have shares, the same object, because they still hold it."""
-        return self.canary if self.sharded else await self._by_first(self.canary.again)
-
-    async def _by_first(self, make: Callable[[Worker], Awaitable[Canary]]) -> Canary:
-        """Returns the canary that the first rank makes, or the next rank if the first dies meanwhile.
-
-        Raises WorkerDied if no rank is left.
-        """
-        living = self.trainers.living
-        while True:
-            try:
-                return await make(living.first)
-            except WorkerDied as error:
-                await living.bury(self, error)
-
-    async def _in_time(self, what: str, call: Awaitable[T]) -> T:
-        async with deadline(self.config.deadlines.publish, f"publish: {what}"):
-            return await call
-
-    async def _from_sender(self, what: str, call: Awaitable[T]) -> T:
-        """As `_in_time`; if ranks have shares, without a deadline here, because each of their answers has its own."""
-        return await (call if self.sharded else self._in_time(what, call))
 
     def _acknowledged(self, worker: str, ack: Ack) -> None:
         if worker not in self.table.held:

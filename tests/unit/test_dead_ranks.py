@@ -402,7 +402,7 @@ def test_a_canary_that_is_lost_with_its_sender_is_made_by_the_next_rank() -> Non
     async def lose(ctx: Any, groups: Any) -> None:
         while ctx.table.step < 1:  # noqa: ASYNC110
             await asyncio.sleep(0.1)
-        ctx.weights.canary.payload.lost = True
+        ctx.weights.proof.canary.payload.lost = True
         groups["rollout"].workers[0].kill()
 
     found = virtual(config("stream", 2), SHAKEN, killing(("trainer-0", "canary_again", 1)), disturb=lose)

@@ -8,9 +8,9 @@ from unittest import mock
 import pytest
 import torch
 
+from async_flowrl.controller.deaths import SenderLost
 from async_flowrl.controller.endpoints import DELIVERIES
 from async_flowrl.controller.shard_endpoints import ShardedRolloutEndpoint, ShardedTrainerEndpoint
-from async_flowrl.controller.share_payload import SenderLost
 from checkpoint_engine import Delivery, DeliveryOptions, Header, Layout
 from separation.group import WorkerDied, WorkerFailed
 from tests.support.process_pool import ProcessPool

@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 
+from async_flowrl.controller.deaths import SenderLost
 from async_flowrl.controller.shard_endpoints import ShardedTrainerEndpoint
 from async_flowrl.controller.share_payload import MAX_BUCKETS_AHEAD, MAX_KEPT_BUCKETS, SenderLate, ShardedPayload
 from async_flowrl.plan.virtual_time import run_virtual
@@ -61,6 +62,30 @@ def test_bytes_that_wait_for_a_delivery_of_another_stream_are_sent_once() -> Non
 
     begun, there, asked = run_virtual(job(), horizon=HORIZON_SECONDS)
     assert begun == 2 and asked == 2 * there
+
+
+async def delivered(site: Site) -> None:
+    await site.delivery.publish(0)
+    await site.delivery.drain()
+
+
+@pytest.mark.parametrize("method", ["stage", "open", "seal"])
+def test_a_rank_that_dies_is_lost_as_a_sender_whatever_it_was_asked(method: str) -> None:
+    """So a worker that joins meanwhile, and hears of it, is not to blame."""
+
+    async def job() -> Site:
+        site = Site(Schedule(0, {("trainer-1", method, 1): (f"rank:{method}", "kill")}))
+        try:
+            for worker in site.workers:
+                await site.delivery.join(site.end(worker))
+            with pytest.raises(SenderLost, match="trainer-1 died"):
+                await delivered(site)
+            return site
+        finally:
+            await site.delivery.close()
+
+    site = run_virtual(job(), horizon=HORIZON_SECONDS)
+    assert site.schedule.hit and site.replaced == 0
 
 
 @pytest.mark.parametrize("bucket", [1, 4])

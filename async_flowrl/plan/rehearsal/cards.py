@@ -102,9 +102,16 @@ class Roofline:
         """Returns the seconds of collectives in which this rank sends `sent` bytes."""
         return sent / (self.card.links * self.given.link_share)
 
-    def delivery(self, size: int) -> float:
-        """Returns the seconds to stage, send and receive a version of `size` bytes."""
+    def delivery(self, size: int, share: int | None = None) -> float:
+        """Returns the seconds to stage, send and receive a version of `size` bytes.
+
+        `share` are the bytes that each rank sends if the ranks share the weights. They send them in buckets, so that
+        the copies to and from the hosts go on beside the network.
+        """
         given = self.given
+        if share is not None and share < size:
+            slower = min(given.host_bytes_per_second, given.network_bytes_per_second)
+            return self.traffic(2 * share) + size / slower
         return self.traffic(2 * size) + 2 * size / given.host_bytes_per_second + size / given.network_bytes_per_second
 
     def activation(self, size: int, *, from_host: bool) -> float:

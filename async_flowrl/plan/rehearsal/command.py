@@ -14,7 +14,6 @@ from async_flowrl.config.check import ConfigError, check
 from async_flowrl.config.compose import DEFAULT, compose_config
 from async_flowrl.config.quiet import quieter
 from async_flowrl.config.schema import Config
-from async_flowrl.config.sections.tune import FULL
 from async_flowrl.plan.largest import at_largest
 from async_flowrl.plan.layout import on_devices, resolved
 from async_flowrl.plan.rehearsal import by_card
@@ -40,8 +39,6 @@ def rehearse(config: Config, card: Card) -> Rehearsal:
     if config.lora.path is not None:
         raise ValueError("a warm start is not rehearsed, it needs the memory of one more version: leave lora.path out")
     config = resolved(config, on_devices(config, int(card.memory))).applied(config)
-    if config.tune == FULL and config.trainer.num_workers > 1 and config.trainer.shard == "full":
-        raise ValueError("tune=full with trainer.shard=full is not rehearsed yet; `plan --memory` counts it")
     model, roofline = FakeModel.of(config), Roofline(card)
     rank = rehearse_trainer(config, model, card)
     rollout = rehearse_rollout(config, model, card)

@@ -63,7 +63,7 @@ def estimate(
         generation=ticket * tickets / config.rollout.num_workers + activation,
         micro_batch=forward + backward,
         update=micro_batches * (forward + backward) + passes * forward + rank.optimizer_steps * optimizer,
-        delivery=roofline.delivery(rank.version_bytes),
+        delivery=roofline.delivery(rank.version_bytes, rank.share_bytes),
         activation=activation,
         ticket_flops=flops,
         update_flops=(micro_batches * per_update + passes * per_pass) * mean_cost,

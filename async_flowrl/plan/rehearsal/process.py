@@ -25,7 +25,7 @@ from async_flowrl.algorithms.base import MicroBatch
 from async_flowrl.plan.rehearsal.ledger import Ledger
 from async_flowrl.plan.rehearsal.model import FakeModel
 from async_flowrl.policies import one_base
-from async_flowrl.training import base_weights, exact, fsdp
+from async_flowrl.training import base_weights, exact, fsdp, full_shards
 from async_flowrl.training import worker as training
 
 
@@ -65,6 +65,8 @@ def _stand_ins(model: FakeModel, ledger: Ledger) -> list[tuple[Any, str, Any]]:
         (torch.Tensor, "data_ptr", _data_ptr),
         (nn.Module, "_apply", _apply),
         (fsdp, "init_device_mesh", _outside(init_device_mesh)),
+        (full_shards, "init_device_mesh", _outside(init_device_mesh)),
+        (dist, "new_group", partial(_new_group, dist.new_group)),
         (training, "load_policy", load_policy),
         (training, "base_digest", lambda _: ""),
         (training, "digest_of_stored", lambda *_: ""),
@@ -90,6 +92,12 @@ class _Files(dict[str, float]):
 
     def __missing__(self, name: str) -> Tensor:
         return torch.zeros(())
+
+
+def _new_group(own: Any, backend: str) -> Any:
+    """Returns a group of all ranks that answers at once, too, in place of one of `backend`."""
+    with unset_fake_temporarily():
+        return own(backend="fake")
 
 
 def _outside(call: Any) -> Any:

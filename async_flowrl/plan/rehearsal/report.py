@@ -40,9 +40,10 @@ def describe(done: Rehearsal) -> str:
     """Returns the text: tables of both kinds of process, what fits, the estimate, and its assumptions."""
     config, rank, rollout, card = done.config, done.rank, done.rollout, done.roofline.card
     trained = "full weights, trained" if config.tune == FULL else "LoRA of"
+    shared = f", {rank.share_bytes / 1e6:.0f} MB of it on each rank" * (rank.share_bytes < rank.version_bytes)
     lines = [
         f"{config.model.path}: {rank.base_parameters / 1e9:.2f} B parameters, "
-        f"{trained} {rank.adapter_parameters / 1e6:.1f} M, {rank.version_bytes / 1e6:.0f} MB per version; "
+        f"{trained} {rank.adapter_parameters / 1e6:.1f} M, {rank.version_bytes / 1e6:.0f} MB per version{shared}; "
         "shapes only, nothing was computed",
         "",
         f"trainer rank ({rank.layout}), micro-batch of {rank.rows} rows",

@@ -1,6 +1,6 @@
 """Rehearsal of a rollout worker: its real code on fake tensors, with loading, deliveries, and a ticket of two steps."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,6 +10,7 @@ import torch
 
 from async_flowrl.algorithms.window import draw_window
 from async_flowrl.config.schema import Config
+from async_flowrl.plan.host_memory import in_shares as weights_in_shares
 from async_flowrl.plan.rehearsal.cards import Card
 from async_flowrl.plan.rehearsal.ledger import Ledger, Phase
 from async_flowrl.plan.rehearsal.model import FakeModel
@@ -17,10 +18,13 @@ from async_flowrl.plan.rehearsal.process import rehearsed_process
 from async_flowrl.rollout.worker import RolloutWorker
 from async_flowrl.tickets.request import sampling
 from async_flowrl.types import EMA, POLICY, TRAIN, Prompt, RolloutRequest
-from checkpoint_engine import EVALUATION, RING
-from checkpoint_engine.base import Draft
-from checkpoint_engine.incremental import Intake
+from checkpoint_engine import EVALUATION, RING, Draft, Header, ShardedHeader
+from checkpoint_engine.shards import shard_layout
 
+Receive = Callable[[str, int, str], object]
+"""Receives a version: (stream, version, slot)."""
+Expect = Callable[[str, int], object]
+"""Begins to receive a version, (stream, version), and returns what holds its memory."""
 STEPS = 2
 """Denoising steps that are run, the first with noise; the remaining steps of a real ticket cost the same."""
 
@@ -89,21 +93,54 @@ def as_one_ticket(config: Config) -> Config:
     return replace(config, rollout=rollout, ticket_size=images * tickets)
 
 
-def deliver(worker: RolloutWorker, config: Config) -> tuple[int, Intake]:
+def deliver(worker: RolloutWorker, config: Config) -> tuple[int, Any]:
     """Fills the receiver's ring (a slot for each version that a ticket may name) and its slot for an evaluation.
 
-    Returns the newest version, and the intake of a version that is arriving, whose memory lasts as long as the intake.
+    Returns the newest version, and an object whose lifetime is that of the memory of a version that is arriving.
     """
-    layout, receiver = worker.receiver.layout, worker.receiver
-    data = np.zeros(layout.nbytes, np.uint8)
-    digests = layout.digests(data)
     streams = (POLICY,) if config.trainer.ema_decay is None else (POLICY, EMA)
+    received = in_shares if weights_in_shares(config) else at_once
+    receive, expect = received(worker, config)
     for version in range(config.live_versions + 1):
         for stream in streams:
-            header = Draft(stream, version, layout, receiver.alpha, receiver.rank).sealed(digests)
-            worker.receiver.receive(header, data, RING)
-    worker.receiver.receive(header, data, EVALUATION)
-    return config.live_versions, worker.receiver.expect(header)
+            receive(stream, version, RING)
+    receive(streams[-1], version, EVALUATION)
+    return config.live_versions, expect(streams[-1], version)
+
+
+def at_once(worker: RolloutWorker, config: Config) -> tuple[Receive, Expect]:
+    """Returns functions by which the worker receives a version whose bytes are all zero, and begins to receive one."""
+    receiver, layout = worker.receiver, worker.receiver.layout
+    data = np.zeros(layout.nbytes, np.uint8)
+    digests = layout.digests(data)
+
+    def header(stream: str, version: int) -> Header:
+        return Draft(stream, version, layout, receiver.alpha, receiver.rank).sealed(digests)
+
+    return (
+        lambda stream, version, slot: receiver.receive(header(stream, version), data, slot),
+        lambda stream, version: receiver.expect(header(stream, version)),
+    )
+
+
+def in_shares(worker: RolloutWorker, config: Config) -> tuple[Receive, Expect]:
+    """As `at_once`, of versions whose shares come from all trainer ranks, bucket by bucket."""
+    receiver, shards, ranks = worker.receiver, worker.shards, config.trainer.num_workers
+    layouts = [shard_layout(receiver.layout, ranks, index) for index in range(ranks)]
+    bucket = np.zeros(config.checkpoint_engine.bucket_bytes, np.uint8)
+    digests = tuple(layout.digests(np.zeros(layout.nbytes, np.uint8)) for layout in layouts)
+
+    def draft(stream: str, version: int) -> Draft:
+        return Draft(stream, version, receiver.layout, receiver.alpha, receiver.rank)
+
+    def receive(stream: str, version: int, slot: str) -> None:
+        shards.begin(draft(stream, version), ranks, slot)
+        for index, layout in enumerate(layouts):
+            for start in range(0, layout.nbytes, len(bucket)):
+                shards.take(version, index, start, bucket[: layout.nbytes - start])
+        shards.finish(ShardedHeader.sealed_from(draft(stream, version), digests))
+
+    return receive, lambda stream, version: shards.begin(draft(stream, version), ranks)
 
 
 def ticket_request(config: Config, version: int) -> RolloutRequest:

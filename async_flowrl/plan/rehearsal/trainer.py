@@ -20,6 +20,7 @@ from async_flowrl.tickets.arithmetic import trained_steps
 from async_flowrl.tickets.request import sampling
 from async_flowrl.training.messages import GroupMeta, StepPlan, TrainRequest
 from async_flowrl.training.parts import cut
+from async_flowrl.training.shard_publishing import ShardedStreams
 from async_flowrl.training.update_metrics import UpdateMetrics
 from async_flowrl.training.worker import TrainerWorker
 from async_flowrl.types import Trajectory
@@ -46,6 +47,8 @@ class RankRehearsal:
     host_bytes: int
     """Pinned host memory for an offloaded base; 0 without `trainer.cpu_offload`."""
     version_bytes: int
+    share_bytes: int
+    """Bytes of a version that this rank sends: all of them, or those of its rows if the ranks share the weights."""
     base_parameters: int
     adapter_parameters: int
 
@@ -70,6 +73,8 @@ def rehearse_trainer(config: Config, model: FakeModel, card: Card) -> RankRehear
             worker.train(request, *[trajectory] * (len(request.metas) + len(request.probe_tickets)))
         with ledger.phase("delivery"):
             worker.sender.stage(worker.versions.newest)
+        sender, share = worker.sender, worker.sender.policy.layout
+        whole = sender.whole_layout() if isinstance(sender, ShardedStreams) else share
         samples = min(len(request.metas[0].selected), config.trainer.micro_batch_size)
         rows = samples * (config.trainer.timesteps_per_forward or trained_steps(config))
         return RankRehearsal(
@@ -78,7 +83,8 @@ def rehearse_trainer(config: Config, model: FakeModel, card: Card) -> RankRehear
             rows=rows,
             **_counts(worker, config),
             host_bytes=host,
-            version_bytes=worker.sender.policy.layout.nbytes,
+            version_bytes=whole.nbytes,
+            share_bytes=share.nbytes,
             base_parameters=int(info["base_parameters"]),
             adapter_parameters=int(info["trainable_parameters"]),
         )
@@ -164,7 +170,7 @@ def _counts(worker: TrainerWorker, config: Config) -> dict[str, int]:
     """Counts the passes of a training step on the rank that has the most.
 
     Passes without gradient are the behaviour, the reference and, for all optimizer steps but the first, the proximal
-    policy.
+    policy. Ranks that share the trained weights compute the parts of one group after the other (`Place.by_group`).
     """
     trainer, algorithm = config.trainer, worker.algorithm
     selected = len(algorithm.select(_advantages(config)))
@@ -175,6 +181,8 @@ def _counts(worker: TrainerWorker, config: Config) -> dict[str, int]:
 
     def most(of_groups: int) -> int:
         """Returns the forward passes of `of_groups` groups on the rank that has the most, which decides the time."""
+        if worker.world.by_group:
+            return of_groups * -(-parts // trainer.num_workers) * columns
         return -(-of_groups * parts // trainer.num_workers) * columns
 
     stale = config.max_staleness > 0 or worker.versions.sampling is not None

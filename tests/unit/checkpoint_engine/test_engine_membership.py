@@ -289,3 +289,27 @@ def test_any_schedule_of_faults_and_churn_ends_with_everyone_served(seed: int) -
         await rig.delivery.close()
 
     run_virtual(main())
+
+
+def test_a_payload_that_is_being_passed_on_ends_when_the_delivery_is_closed() -> None:
+    async def main() -> tuple[list[str], set[str]]:
+        rig, heard = Rig(max_fan_out=1), list[str]()
+        for name in ("leader", "a", "b"):
+            await rig.join(name)
+
+        async def hangs(header: Any, slot: str = "ring") -> Any:
+            heard.append("asked")
+            try:
+                await asyncio.Event().wait()
+            finally:
+                heard.append("ended")
+
+        rig.ends["leader"].relay = hangs  # type: ignore[method-assign]
+        await rig.delivery.publish(0)
+        while not heard:  # noqa: ASYNC110
+            await asyncio.sleep(0.1)
+        await rig.delivery.close()
+        return heard, {task.get_name() for task in asyncio.all_tasks() - {asyncio.current_task()}}
+
+    heard, left = run_virtual(main())
+    assert heard == ["asked", "ended"] and left == set()

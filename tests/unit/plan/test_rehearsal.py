@@ -31,6 +31,7 @@ from async_flowrl.plan.rehearsal.trainer import RankRehearsal, _counts, rehearse
 from async_flowrl.plan.size_costs import SizeCosts, size_costs, size_shares
 from async_flowrl.plan.work import Work
 from async_flowrl.tickets.arithmetic import trained_steps
+from async_flowrl.training.parts import Place
 
 FAMILIES = {"tiny": (), "tiny_sd3": (), "tiny_z_image": (), "tiny_flux": ("rollout.guidance_scale=3.5",)}
 RECIPES = {"qwen_image_ocr": 38.0, "sd35_ocr": 4.6, "flux_pickscore": 22.1}
@@ -76,6 +77,21 @@ def test_the_recipes_are_rehearsed_at_full_size(experiment: str) -> None:
     agrees_with_the_plan(done)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize(("experiment", "shared_by"), [("qwen_image_ocr_full", 8), ("sd35_medium_full", 1)])
+def test_the_recipes_of_whole_models_are_rehearsed_at_full_size(experiment: str, shared_by: int) -> None:
+    done = rehearse(compose_config("one_step_off", [f"experiment={experiment}"]), card_of("H200"))
+    rank = done.rank
+    assert rank.phases.keys() > PHASES and done.rollout.phases.keys() == ROLLOUT_PHASES
+    assert rank.adapter_parameters == rank.base_parameters, "all of it is trained"
+    assert rank.version_bytes == done.rollout.version_bytes == pytest.approx(2 * rank.base_parameters, rel=1e-3)
+    assert rank.share_bytes == pytest.approx(rank.version_bytes / shared_by, rel=1e-3)
+    assert all(phase.peak < done.roofline.card.memory for phase in done.peaks().values())
+    assert 0 < done.estimate.ticket < done.estimate.generation
+    agrees_with_the_plan(done)
+
+
 @pytest.mark.parametrize("experiment", ["two_prompts", pytest.param("glyphs", marks=pytest.mark.slow)])
 def test_the_small_recipes_are_rehearsed(experiment: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert planner.main(["--rehearse", f"experiment={experiment}", "--json"]) == 0
@@ -108,6 +124,38 @@ def test_a_sharded_base_is_gathered_and_let_go() -> None:
     assert gathered == pytest.approx(weights, rel=0.1)
     assert whole.phases["forward"].sent == 0
     assert sharded.phases["optimizer"].sent == pytest.approx(2 * 3 / 4 * 2 * sharded.version_bytes, rel=0.01)
+
+
+def test_shares_of_the_whole_model_are_rehearsed() -> None:
+    """Each of four ranks has a quarter of what is trained, gathers blocks, and reduces their gradients in float32."""
+    full = ("tune=full", "model.tiny.layers=4", "trainer.num_workers=4", "trainer.micro_batch_size=2")
+    small = (*full, "rollout.resolution=16", "checkpoint_engine.bucket_bytes=65536")
+    done = rehearsed(*small, "trainer.shard=full")
+    shares, whole = done.rank, rank_alone(*small, "trainer.shard=none")
+    assert shares.layout == "fsdp2 over 4, trained weights and optimizer with it"
+    assert shares.version_bytes == whole.version_bytes == whole.share_bytes
+    assert shares.share_bytes == pytest.approx(shares.version_bytes / 4, rel=0.02)
+    held = shares.phases["forward"].resident / whole.phases["forward"].resident
+    # With shares there are copies of the masters for FSDP2, but no second sum of the gradients.
+    assert held == pytest.approx(1 / 4, rel=0.15)
+    once = {name: Counter(shares.phases[name].collectives) for name in ("forward", "backward", "optimizer")}
+    trained = 4 * shares.adapter_parameters
+    assert once["forward"]["_allgather_base_"] == pytest.approx(trained, rel=0.1)
+    assert once["backward"]["_reduce_scatter_base_"] == pytest.approx(trained, rel=0.1)
+    assert once["optimizer"]["allreduce_"] < 0.01 * trained < whole.phases["optimizer"].collectives["allreduce_"]
+    plan = plan_memory(done.config)
+    assert 0.8 < peak(shares.phases.values()).peak / sum(plan.trainer.parts.values()) < 1
+    assert sum(plan.rollout.parts.values()) == pytest.approx(peak(done.rollout.phases.values()).peak, rel=0.1)
+    assert f"{shares.share_bytes / 1e6:.0f} MB of it on each rank" in describe(done)
+
+
+def test_a_rollout_worker_takes_a_version_in_shares_as_it_takes_a_whole_one() -> None:
+    full = ("tune=full", "trainer.num_workers=2", "trainer.micro_batch_size=2", "rollout.versions_on=device")
+    shares, whole = (worker_alone(*full, f"trainer.shard={shard}") for shard in ("full", "none"))
+    assert shares.version_bytes == whole.version_bytes
+    held = shares.phases["denoise"].resident  # but for some numbers that are made once in a process
+    assert held == pytest.approx(whole.phases["denoise"].resident, rel=1e-5) and held > 4 * shares.version_bytes
+    assert shares.phases["delivery"].peak == pytest.approx(whole.phases["delivery"].peak, rel=0.01)
 
 
 def test_an_offloaded_encoder_counts_only_while_it_encodes() -> None:
@@ -168,6 +216,7 @@ def test_a_kernel_takes_the_larger_of_arithmetic_traffic_and_its_launch() -> Non
     assert roofline.kernel(1.0, 3_000_000_000, torch.bfloat16) == 3.0
     assert roofline.kernel(0.0, 8, None) == 1e-6
     assert roofline.delivery(10**9) == 2 + 2 + 1
+    assert roofline.delivery(10**9, 10**9) == 2 + 2 + 1 and roofline.delivery(10**9, 10**9 // 4) == 0.5 + 1
     phase = Phase("phase", kernels=Counter({(2e12, 0, torch.bfloat16): 3, (1.0, 2_000_000_000, None): 2}))
     assert phase.seconds(roofline) == 3 * 2.0 + 2 * 2.0 and phase.arithmetic(roofline) == 3 * 2.0
     assert phase.flops == 6e12 + 2
@@ -190,18 +239,23 @@ def test_phases_count_what_happens_in_them() -> None:
 
 
 def test_the_rank_with_most_parts_decides_how_long_a_step_takes() -> None:
-    """Two groups of two parts, each trained at several steps one by one: eight ranks take as long as four."""
+    """Two groups of two parts, each trained at several steps one by one: eight ranks take as long as four.
+
+    Ranks that share the trained weights train one group after the other, so four take as long as two.
+    """
     config = compose_config("one_step_off", ["algorithm=diffusion_nft", "prompts_per_step=2", "group_size=4"])
     config.trainer.micro_batch_size, config.trainer.timesteps_per_forward = 2, 1
     steps = trained_steps(config)
     chosen = SimpleNamespace(select=lambda advantages: range(len(advantages)), needs_behaviour=False)
     chosen.needs_reference = True
-    worker = cast("Any", SimpleNamespace(algorithm=chosen, versions=SimpleNamespace(sampling=None)))
     found = []
-    for config.trainer.num_workers in (1, 3, 4, 8):
-        counts = _counts(worker, config)
-        found.append((counts["micro_batches"] / steps, counts["frozen_passes"] / steps))
-    assert steps > 1 and found == [(4, 4), (2, 2), (1, 1), (1, 1)]
+    for by_group in (False, True):
+        parts = {"versions": SimpleNamespace(sampling=None), "world": Place(by_group=by_group)}
+        worker = cast("Any", SimpleNamespace(algorithm=chosen, **parts))
+        for config.trainer.num_workers in (1, 3, 4, 8):
+            counts = _counts(worker, config)
+            found.append((counts["micro_batches"] / steps, counts["frozen_passes"] / steps))
+    assert steps > 1 and found == [(4, 4), (2, 2), (1, 1), (1, 1), (4, 4), (2, 2), (2, 2), (2, 2)]
 
 
 def test_one_rehearsal_is_priced_on_several_cards(capsys: pytest.CaptureFixture[str]) -> None:

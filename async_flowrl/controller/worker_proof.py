@@ -1,0 +1,86 @@
+"""The proof that weights reach the right modules of a rollout worker's network: a new worker gives it before it serves.
+
+Delivered test weights (the canary, canary.py) must have the same effect in its network as in the trainer's.
+"""
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from async_flowrl.config.schema import Config
+from async_flowrl.controller.canary import Canary
+from async_flowrl.controller.endpoints import RolloutEndpoint, bury_sender
+from async_flowrl.controller.living import Attempt
+from async_flowrl.controller.shard_endpoints import ShardedRolloutEndpoint, ShardedTrainerEndpoint
+from async_flowrl.controller.trainer import TrainerGroup
+from checkpoint_engine import CANARY_VERSION, check_binding
+from checkpoint_engine.errors import Verdict, verdict
+from separation.group import RefLost, Worker, WorkerDied
+from separation.supervise import DeadlineExceeded, deadline
+
+T = TypeVar("T")
+
+
+@dataclass
+class WorkerProof:
+    """Sends the canary to new rollout workers and compares what they make of it; `begin` must be called first."""
+
+    attempt: Attempt
+    trainers: TrainerGroup
+    transport: str
+    canary: Canary = field(init=False)
+
+    async def begin(self, sender: ShardedTrainerEndpoint | None = None) -> None:
+        """Has the first trainer rank make the canary, or all ranks if they have shares, whose `sender` is then given.
+
+        Raises SenderLost, SenderLate or DeadlineExceeded.
+        """
+        if sender is not None:
+            self.canary = Canary(*await sender.canary())
+        else:
+            made = self._by_first(Canary.of)
+            self.canary = await in_time(self.attempt.config, "the trainer's canary", made)
+
+    async def of(self, worker: Worker) -> None:
+        """Delivers the canary to the worker and compares the results of its network with the trainer's.
+
+        Raises WeightsMismatch, which names the module that differs, WorkerDied, DeadlineExceeded, SenderLost or
+        SenderLate.
+        """
+        config, sharded = self.attempt.config, self.trainers.sharded
+        kind = ShardedRolloutEndpoint if sharded else RolloutEndpoint
+        end, retries = kind(worker, self.attempt.observer, self.transport), config.checkpoint_engine.retries
+        for attempt in range(retries + 1):
+            try:
+                received = end.receive(self.canary.header, self.canary.payload)
+                # Without a deadline if ranks have shares, because each of their answers has its own.
+                await (received if sharded else in_time(config, f"canary to {worker.name}", received))
+                break
+            except Exception as error:
+                if verdict(error) is not Verdict.RESEND or isinstance(error, DeadlineExceeded):
+                    raise
+                if attempt == retries:
+                    raise WorkerDied(worker.name, f"given up, the canary does not arrive: {error}") from error
+                if isinstance(error, RefLost) and not sharded:  # Shares are held by their ranks.
+                    again = self._by_first(self.canary.again)
+                    self.canary = await in_time(config, "the trainer's canary, again", again)
+        proof = await in_time(config, f"proof of {worker.name}", worker.call("prove", CANARY_VERSION))
+        check_binding(self.canary.probe, proof, who=worker.name)
+
+    async def _by_first(self, make: Callable[[Worker], Awaitable[Canary]]) -> Canary:
+        """Returns the canary that the first rank makes, or the next rank if the first dies meanwhile.
+
+        Raises SenderLost if no rank is left.
+        """
+        living = self.trainers.living
+        while True:
+            try:
+                return await make(living.first)
+            except WorkerDied as error:
+                await bury_sender(living, self.attempt, error)
+
+
+async def in_time(config: Config, what: str, call: Awaitable[T]) -> T:
+    """Returns the call's result. Raises DeadlineExceeded, which names `what`, after `deadlines.publish`."""
+    async with deadline(config.deadlines.publish, f"publish: {what}"):
+        return await call
