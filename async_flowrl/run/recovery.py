@@ -117,7 +117,7 @@ async def attempt(run: Run, resume: Resume) -> Context:
         logger.exception("training is done, but an evaluation could not be completed")
         run.ledgers.failures.append(f"evaluations at the end: {type(error).__name__}: {error}")
     finally:
-        await run.trainers.living.settle()
+        await run.trainers.living.successors.settle()
         await ctx.weights.close()
         ctx.steps.abandon()
     return ctx
