@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from separation.processes import descendants, kill
-from tests.integration.runs import DELAYS, RECORDED, TRAINED, Run, overtaking, train_on_ray
+from tests.integration.runs import DELAYS, GLOO, RECORDED, TRAINED, Run, overtaking, train_on_ray
 
 
 @pytest.fixture(autouse=True)
@@ -45,11 +45,12 @@ def started(cluster: Callable[[], Any]) -> Any:
 
 @pytest.fixture(scope="session")
 def full_run(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """As people start it, a process on a Ray cluster of its own: two rollout workers, delays, all that can be recorded.
+    """As people start it, a process on a Ray cluster of its own: two trainer ranks that send by gloo, two rollout
+    workers, delays, all that can be recorded.
 
-    What uses it is marked serial, so that one process has it.
+    It is the one run for all tests that look at such a run. What uses it is marked serial, so that one process has it.
     """
-    settings = (*TRAINED, *RECORDED, *DELAYS)
+    settings = (*TRAINED, *RECORDED, *DELAYS, "trainer.num_workers=2", *GLOO)
     return overtaking(train_on_ray, tmp_path_factory.mktemp("full"), "one_step_off", *settings)
 
 

@@ -43,6 +43,7 @@ FILES = (
     "logs/rollout-0.log",
     "logs/rollout-1.log",
     "logs/trainer-0.log",
+    "logs/trainer-1.log",
     "logs/reward-0.log",
 )
 METRICS = """
@@ -109,7 +110,7 @@ def test_summary(run: Run) -> None:
     assert summary["steps"] == summary["total_steps"] == STEPS
     assert summary["images"] == STEPS * 8
     assert (summary["mode"], summary["max_staleness"], summary["placement"]) == ("one_step_off", 1, "separate")
-    assert summary["workers"] == {"rollout": 2, "trainer": 1, "reward": 1}
+    assert summary["workers"] == {"rollout": 2, "trainer": 2, "reward": 1}
     assert (summary["staleness_max"], summary["staleness_updates_max"]) == (1, 1)
     assert summary["staleness_mean"] == pytest.approx(5 / 6)
     assert all(isinstance(summary[key], float) for key in TOTALS.split())
@@ -124,7 +125,7 @@ def test_summary(run: Run) -> None:
 def test_summary_of_the_deliveries(run: Run) -> None:
     sync = run.summary["sync"]
     assert set(sync) == set(SYNC.split())
-    assert (sync["publishes"], sync["transport"]) == (STEPS + 1, "object_store")
+    assert (sync["publishes"], sync["transport"]) == (STEPS + 1, "gloo")
     size = (run.root / "lora" / FILE_NAME).stat().st_size
     assert sync["bytes"] / (STEPS + 1) == pytest.approx(size, rel=0.1)
     assert 0 < sync["trainer_stall_seconds"] < run.summary["wall_seconds"]
@@ -159,7 +160,7 @@ def test_timeline_has_one_track_per_worker(run: Run) -> None:
     found = json.loads((run.root / "timeline.json").read_text())["traceEvents"]
     named = [e["args"]["name"] for e in found if e["name"] == "thread_name"]
     tracks = [name for name in named if not name.endswith("(beside)")]
-    assert sorted(tracks) == ["reward-0", "rollout-0", "rollout-1", "trainer-0"]
+    assert sorted(tracks) == ["reward-0", "rollout-0", "rollout-1", "trainer-0", "trainer-1"]
     blocks = [e for e in found if e["ph"] == "X"]
     assert all(e["dur"] >= 0 and e["ts"] >= 0 for e in blocks)
     assert {e["tid"] for e in blocks} <= {e["tid"] for e in found if e["name"] == "thread_name"}
