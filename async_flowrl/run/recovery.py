@@ -36,7 +36,7 @@ from async_flowrl.rewards.registry import keeps_scores
 from async_flowrl.run.launch import Negatives, load_trainer, send_negatives
 from async_flowrl.run.prepare import Prepared
 from async_flowrl.run.stopping import StopRequest
-from async_flowrl.training.checkpoint import drop_newer
+from async_flowrl.training.checkpoint_folder import drop_newer
 from separation.group import Worker, WorkerDied, WorkerFailed, WorkerGroup
 from separation.shared import SubGroup
 from separation.supervise import DeadlineExceeded, deadline, together

@@ -178,15 +178,15 @@ def drawn_resolution(config: Config, seed: int, *names: int | str) -> Resolution
     return sizes[derive(seed, "resolution", *names) % len(sizes)]
 
 
-def evaluation_resolution(config: Config, place: int) -> Resolution:
-    """Returns the image size, in all evaluations, of evaluation prompt `place` (from 0) if it has none of its own."""
-    return drawn_resolution(config, config.evaluate.seed, EVALUATION, place)
+def evaluation_resolution(config: Config, index: int) -> Resolution:
+    """Returns the image size, in all evaluations, of evaluation prompt `index` (from 0) if it has none of its own."""
+    return drawn_resolution(config, config.evaluate.seed, EVALUATION, index)
 
 
 def evaluation_sampling(config: Config) -> Sampling:
     """Returns the sampling settings of evaluations: those of training, without noise in the denoising steps."""
     steps = config.evaluate.num_inference_steps or config.rollout.num_inference_steps
-    return replace(sampling(config), sde_type="ode", noise_level=0.0, num_inference_steps=steps)
+    return reindex(sampling(config), sde_type="ode", noise_level=0.0, num_inference_steps=steps)
 
 
 def sampling(config: Config, resolution: Resolution | None = None) -> Sampling:

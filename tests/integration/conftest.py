@@ -11,6 +11,9 @@ import torch
 from separation.processes import descendants, kill
 from tests.integration.runs import DELAYS, GLOO, RECORDED, TRAINED, Run, overtaking, train_on_ray
 
+ON_TOY_POOLS = ("test_separation_processes.py", "test_separation_ray.py")
+"""Files whose tests share the pools of separation_bench.py."""
+
 
 @pytest.fixture(autouse=True)
 def single_threaded_and_quiet(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
@@ -27,6 +30,15 @@ def single_threaded_and_quiet(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
     for handler in set(handlers) - set(root.handlers):
         root.addHandler(handler)
     root.setLevel(level)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Closes the toy pools on Ray after the last test of their files: other tests start clusters of their own."""
+    if item.path.name in ON_TOY_POOLS and (nextitem is None or nextitem.path.name not in ON_TOY_POOLS):
+        from tests.integration.separation_bench import close_on_ray  # It imports Ray.
+
+        close_on_ray()
 
 
 def started(cluster: Callable[[], Any]) -> Any:

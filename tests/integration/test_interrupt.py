@@ -9,7 +9,8 @@ import psutil
 import pytest
 
 from async_flowrl.config import exit_codes
-from async_flowrl.training.checkpoint import find_checkpoint, verify_checkpoint
+from async_flowrl.training.checkpoint_folder import find_checkpoint
+from async_flowrl.training.checkpoint_manifest import verify_checkpoint
 from separation.processes import alive, descendants
 from tests.integration.runs import Run, finish, lines, start, train, wait_until
 

@@ -1,6 +1,5 @@
 """Tests of a run with processes on Ray, several trainer ranks and gloo; such a run costs ten times one of threads."""
 
-
 import pytest
 from safetensors.torch import load_file
 from torch import Tensor

@@ -18,7 +18,8 @@ from async_flowrl.config.schema import Config
 from async_flowrl.evaluate import evaluate, job_of_run
 from async_flowrl.export import export
 from async_flowrl.policies.lora_file import FILE_NAME
-from async_flowrl.training.checkpoint import checkpoint_step, find_checkpoint, read_checkpoint
+from async_flowrl.training.checkpoint import read_checkpoint
+from async_flowrl.training.checkpoint_folder import checkpoint_step, find_checkpoint
 from tests.integration.runs import Run, finish, start, train, wait_until
 
 STEPS = 6
