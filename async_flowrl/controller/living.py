@@ -3,9 +3,9 @@
 A replica is the ranks that hold one copy of the base together. The trainer (trainer.py, replica_calls.py) and the
 endpoints (endpoints.py) report the errors that they see to `bury`. If a rank dies, only the parts in its replica's
 gradient sum must be computed again. If every rank holds the whole base, a rank is a replica of its own, and a successor
-takes its place. Otherwise the other ranks of the dead rank's replica are ended, too, and the other replicas go on
-without them. The first rank also sends the weights and writes the checkpoints; if it dies, the next rank does so
-(endpoints.py, checkpoints.py). If the last replica dies, the attempt ends and recovery starts at the checkpoint
+joins for it (successors.py). Otherwise the other ranks of the dead rank's replica are ended, too, and the other
+replicas go on without them. The first rank also sends the weights and writes the checkpoints; if it dies, the next rank
+does so (endpoints.py, checkpoints.py). If the last replica dies, the attempt ends and recovery starts at the checkpoint
 (run/recovery.py).
 """
 

@@ -108,6 +108,7 @@ def test_sigterm_ends_in_order_and_resume_finishes(tmp_path: Path) -> None:
     assert f"stopped by SIGTERM after step {done}; continue with resume=auto" in out
     assert quiet(err), err
     assert ended(everything)
+    assert Run(folder).summary["sync"]["transport"] == "object_store", "by which the resumed run's weights came to be"
     check_resumed(folder, done + 2)
 
 
