@@ -186,7 +186,7 @@ def evaluation_resolution(config: Config, index: int) -> Resolution:
 def evaluation_sampling(config: Config) -> Sampling:
     """Returns the sampling settings of evaluations: those of training, without noise in the denoising steps."""
     steps = config.evaluate.num_inference_steps or config.rollout.num_inference_steps
-    return reindex(sampling(config), sde_type="ode", noise_level=0.0, num_inference_steps=steps)
+    return replace(sampling(config), sde_type="ode", noise_level=0.0, num_inference_steps=steps)
 
 
 def sampling(config: Config, resolution: Resolution | None = None) -> Sampling:

@@ -31,5 +31,5 @@ def groups_of(
         )
     starts = list(accumulate(map(len, held), initial=0))
     for position, of_group in groupby(parts_of(metas, own, samples), key=lambda part: part.group):
-        own = trajectories[starts[position] : starts[position + 1]]
-        yield Group(metas[position], own, device=device, held=held[position]), list(of_group)
+        given = trajectories[starts[position] : starts[position + 1]]
+        yield Group(metas[position], given, device=device, held=held[position]), list(of_group)
