@@ -79,27 +79,16 @@ def no_limit(original: int) -> int:
     return 10**9
 
 
-def targets(faults: Mapping[str, Fault]) -> list[Any]:
-    """Returns the objects that the targets of the faults name now."""
-    return [inspect.getattr_static(*_owner(target)) for target in faults]
-
-
-def _owner(target: str) -> tuple[Any, str]:
-    """Returns the module or class that has the target, and the target's name in it."""
-    module_name, _, path = target.partition(":")
-    *outer, name = path.split(".")
-    owner: Any = importlib.import_module(module_name)
-    for each in outer:
-        owner = getattr(owner, each)
-    return owner, name
-
-
 @contextmanager
 def planted(faults: Mapping[str, Fault]) -> Iterator[None]:
     """Puts the faults (target → fault) in place for the time of the `with` block."""
     with ExitStack() as stack:
         for target, fault in faults.items():
-            owner, name = _owner(target)
+            module_name, _, path = target.partition(":")
+            *outer, name = path.split(".")
+            owner: Any = importlib.import_module(module_name)
+            for part in outer:
+                owner = getattr(owner, part)
             stack.enter_context(mock.patch.object(owner, name, fault(inspect.getattr_static(owner, name))))
         yield
 
