@@ -20,7 +20,7 @@ from async_flowrl.export import export
 from async_flowrl.policies.lora_file import FILE_NAME
 from async_flowrl.training.checkpoint import read_checkpoint
 from async_flowrl.training.checkpoint_folder import checkpoint_step, find_checkpoint
-from tests.integration.runs import Run, finish, start, train, wait_until
+from tests.integration.runs import Run, start, train, wait_until
 
 STEPS = 6
 FILES = (
@@ -241,11 +241,14 @@ def test_resume_refuses_another_configuration(tmp_path: Path, capfd: pytest.Capt
     assert "weights.safetensors" in capfd.readouterr().err
 
 
-def test_a_killed_driver_is_replaced_by_resume_and_only_one_may_run(tmp_path: Path) -> None:
+def test_a_killed_driver_is_replaced_by_resume_and_only_one_may_run(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     slowly = ["runtime.backend=local", "save.every=2", "debug.delays.update=0.5", "debug.delays.constant=true"]
     first = start(tmp_path / "run", "one_step_off", "total_steps=500", *slowly)
     wait_until(first, lambda: (tmp_path / "run/logs/controller.log").exists(), "it had begun")
-    told = finish(start(tmp_path / "run", "one_step_off", *slowly, "resume=auto"), 2)[1]
+    train(tmp_path / "run", "one_step_off", *slowly, "resume=auto", code=2)
+    told = capfd.readouterr().err
     assert "is in use by another running controller" in told
     assert len(told.splitlines()) == 1
     wait_until(first, lambda: len(list((tmp_path / "run/checkpoints").glob("step_*"))) >= 2, "a second checkpoint")

@@ -10,16 +10,12 @@ from async_flowrl.training.messages import nbytes
 from tests.support import trainer_rig as rig
 from tests.unit.training.trainer_ranks import NARROW, Job, Outcome, run_alone, run_ranks
 
-STEPS = 2
-"""The second step continues the optimizer's moments, and takes the groups in the other order. More of them, with 2 to 4
-ranks: test_any_ranks.py, in the slow lane."""
-
 
 @pytest.fixture(scope="module")
 def jobs() -> dict[str, Job]:
     config = rig.tiny_config(micro_batch_size=2, shard="full")
     sampler = rig.Sampler(config)
-    batches = [[sampler.group(step, group) for group in (0, 1)] for step in range(STEPS)]
+    batches = [[sampler.group(step, group) for group in (0, 1)] for step in range(3)]
     every = rig.tiny_config(micro_batch_size=2, gradient_checkpointing="full", updates_per_batch=2, shard="full")
     every.algorithm.kl_coef, every.algorithm.correction, every.algorithm.clip_range = 0.04, "mask", 0.1
     bounded = rig.tiny_config(micro_batch_size=2, shard="full")
@@ -52,19 +48,19 @@ def two(jobs: dict[str, Job], tmp_path_factory: pytest.TempPathFactory) -> dict[
 def test_two_ranks_train_like_one(jobs: dict[str, Job], two: dict[str, list[Outcome]]) -> None:
     one, other = two["plain"]
     assert one["info"]["layout"] == "fsdp2 over 2" and one["sharded"] > 10
-    assert one["parts"] == other["parts"] == [2] * STEPS, "each rank trained half of what was there"
+    assert one["parts"] == other["parts"] == [2, 2, 2], "each rank trained half of what was there"
     alone = run_alone(jobs["plain"])
-    assert alone["parts"] == [4] * STEPS
+    assert alone["parts"] == [4, 4, 4]
     assert one["digest"] == other["digest"] == alone["digest"]
     assert one["metrics"] == alone["metrics"] and one["groups"] == alone["groups"]
-    assert one["kept"] == alone["kept"] == [{0: (24, 24)}] * STEPS
+    assert one["kept"] == alone["kept"] == [{0: (24, 24)}] * 3
 
 
 def test_two_ranks_train_full_weights_like_one(jobs: dict[str, Job], two: dict[str, list[Outcome]]) -> None:
     one, other = two["full weights"]
     assert one["info"]["layout"] == "whole on each of 2" and one["sharded"] == 0
     assert one["info"]["trainable_parameters"] == one["info"]["base_parameters"]
-    assert one["parts"] == other["parts"] == [2] * STEPS
+    assert one["parts"] == other["parts"] == [2, 2, 2]
     assert one["digest"] == other["digest"] == run_alone(jobs["full weights"])["digest"]
 
 
