@@ -25,8 +25,7 @@ from async_flowrl.algorithms.base import MicroBatch
 from async_flowrl.plan.rehearsal.ledger import Ledger
 from async_flowrl.plan.rehearsal.model import FakeModel
 from async_flowrl.policies import one_base
-from async_flowrl.training import base_weights, exact, fsdp
-from async_flowrl.training import worker as training
+from async_flowrl.training import base_weights, exact, fsdp, rank_model
 
 
 @contextmanager
@@ -65,10 +64,10 @@ def _stand_ins(model: FakeModel, ledger: Ledger) -> list[tuple[Any, str, Any]]:
         (torch.Tensor, "data_ptr", _data_ptr),
         (nn.Module, "_apply", _apply),
         (fsdp, "init_device_mesh", _outside(init_device_mesh)),
-        (training, "load_policy", load_policy),
-        (training, "base_digest", lambda _: ""),
-        (training, "digest_of_stored", lambda *_: ""),
-        (training, "check_schedule", lambda *_, **__: None),
+        (rank_model, "load_policy", load_policy),
+        (rank_model, "base_digest", lambda _: ""),
+        (rank_model, "digest_of_stored", lambda *_: ""),
+        (rank_model, "check_schedule", lambda *_, **__: None),
         (base_weights, "_stored", lambda _: _Files()),
         (base_weights, "_same_names", lambda *_: None),
         (one_base, "load_policy", load_policy),
