@@ -204,6 +204,21 @@ class NoServers:
         """Does nothing."""
 
 
+class Attempt(Protocol):
+    """The parts of an attempt that Living, its successors and the endpoints need; `Context` is one implementation."""
+
+    @property
+    def config(self) -> Config: ...
+
+    @property
+    def observer(self) -> Observer: ...
+
+    @property
+    def base_digest(self) -> str:
+        """Digest of the base weights that every rank must hold."""
+        ...
+
+
 @dataclass
 class Context:
     """The shared state of one attempt. Its fields stay the same objects; the objects themselves change."""

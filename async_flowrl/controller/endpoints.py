@@ -8,9 +8,9 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
-from async_flowrl.controller.context import Observer
+from async_flowrl.controller.context import Attempt, Observer
 from async_flowrl.controller.deaths import SenderLost
-from async_flowrl.controller.living import Attempt, Living
+from async_flowrl.controller.living import Living
 from async_flowrl.controller.published import Published
 from async_flowrl.types import EMA, POLICY
 from checkpoint_engine import RING, Ack, Draft, Header

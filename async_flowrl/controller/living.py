@@ -3,25 +3,24 @@
 A replica is the ranks that hold one copy of the base together. The trainer (trainer.py, replica_calls.py) and the
 endpoints (endpoints.py) report the errors that they see to `bury`. If a rank dies, only the parts in its replica's
 gradient sum must be computed again. If every rank holds the whole base, a rank is a replica of its own, and a successor
-takes its place. Otherwise the other ranks of the dead rank's replica are ended, too, and the other replicas go on
-without them. The first rank also sends the weights and writes the checkpoints; if it dies, the next rank does so
-(endpoints.py, checkpoints.py). If the last replica dies, the attempt ends and recovery starts at the checkpoint
+joins for it (successors.py). Otherwise the other ranks of the dead rank's replica are ended, too, and the other
+replicas go on without them. The first rank also sends the weights and writes the checkpoints; if it dies, the next rank
+does so (endpoints.py, checkpoints.py). If the last replica dies, the attempt ends and recovery starts at the checkpoint
 (run/recovery.py).
 """
 
-import asyncio
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from typing import Any, Protocol
+from typing import Any
 
 from async_flowrl.config.schema import Config
-from async_flowrl.controller.admission import StartError, check_base
-from async_flowrl.controller.context import Observer
+from async_flowrl.controller.admission import StartError
+from async_flowrl.controller.context import Attempt
 from async_flowrl.controller.deaths import dead_among
-from async_flowrl.controller.download import download_model, model_of
 from async_flowrl.controller.replicas import MAX_GROUPS_PER_CALL
 from async_flowrl.controller.shared import update_seconds
+from async_flowrl.controller.successors import Successors
 from async_flowrl.training.messages import Layout
 from separation.group import NoSeat, RefLost, Worker, WorkerDied, WorkerFailed, WorkerGroup
 from separation.rendezvous import join_process_group
@@ -29,29 +28,11 @@ from separation.supervise import DeadlineExceeded, deadline, together
 
 logger = logging.getLogger(__name__)
 
-MAX_SUCCESSORS = 3
-"""Number of successors of one rank that may fail in a row. Then no further one is started, and the rank is missing
-until the next start from a checkpoint."""
 Told = tuple[str, str, int]
 """Method of `Versions` by which ranks keep a version or let go of it, stream and version."""
 _NOT_COME = (WorkerDied, WorkerFailed, DeadlineExceeded, StartError, NoSeat, RefLost)
 """Errors that keep a successor from joining: of its process, its loading, its base weights, its seat or its peer's
 state."""
-
-
-class Attempt(Protocol):
-    """The parts of an attempt that Living and the endpoints need; the controller's `Context` is one implementation."""
-
-    @property
-    def config(self) -> Config: ...
-
-    @property
-    def observer(self) -> Observer: ...
-
-    @property
-    def base_digest(self) -> str:
-        """Digest of the base weights that every rank must hold."""
-        ...
 
 
 def group_timeout(config: Config) -> float:
@@ -82,22 +63,18 @@ class Living:
         `died` is called with the ranks that `bury` removes and their workers' names (rank → name). `bury` has not
         started a successor by then.
         """
-        self._group, self._per_replica, self._died, self._layout = group, per_replica, died, layout
+        self._group, self._per_replica, self._died = group, per_replica, died
+        self.successors = Successors(group, layout)
         self.dead: set[int] = set()
         self._first = 0
         self._parted = False
         """True: the process group contains a rank that died, or lacks a rank that joined."""
-        self._successors: dict[int, asyncio.Task[Worker]] = {}
-        self._failures: dict[int, int] = {}
-        """Rank → number of its successors that have failed in a row."""
         self._buried: set[str] = set()
         """Names of all workers that have died or were ended."""
         self._telling: list[Told] = []
         """Calls that the ranks have been sent and have not all answered."""
         self._missed: list[Told] | None = None
         """Calls that a newcomer has missed while it takes over a peer's state; None at other times."""
-        self._settled = False
-        """True once `settle` was called: no more successors are started."""
 
     @property
     def ranks(self) -> list[int]:
@@ -186,14 +163,8 @@ class Living:
             )
         else:
             for rank in names:
-                self._call_successor(attempt, rank)
+                self.successors.start(attempt, rank)
         return names
-
-    def _call_successor(self, attempt: Attempt, rank: int) -> None:
-        if self._settled:
-            return
-        name = f"a successor of trainer rank {rank}"
-        self._successors[rank] = asyncio.create_task(self._succeed(attempt, rank), name=name)
 
     async def abort(self) -> None:
         """Aborts the collectives, and the forming of a process group, in which living ranks wait for a dead one."""
@@ -224,19 +195,19 @@ class Living:
     async def welcome(self, attempt: Attempt, step: int) -> list[int]:
         """Lets successors that have loaded join, between two steps, with the first rank's state; returns their ranks.
 
-        A successor that fails is logged, and another one is started until MAX_SUCCESSORS have failed in a row; the
-        other ranks do its work. Raises WorkerDied if no rank is left that has the state.
+        The other ranks do the work of one that fails (`Successors.failed`). Raises WorkerDied if no rank is left that
+        has the state.
         """
         came = []
-        for rank in [rank for rank, task in self._successors.items() if task.done()]:
-            task = self._successors.pop(rank)
+        for rank in self.successors.done:
             try:
-                worker = task.result()
-                await self._join(attempt, rank, worker, step)
+                await self._join(attempt, rank, self.successors.take(rank), step)
             except _NOT_COME as error:
-                self._failed_to_come(attempt, rank, error)
-                continue
-            came.append(rank)
+                if isinstance(error, WorkerDied) and error.worker in {worker.name for worker in self.workers}:
+                    raise  # The last living rank died; `bury` did not remove it, because none would be left.
+                self.successors.failed(attempt, rank, error, len(self.ranks))
+            else:
+                came.append(rank)
         return came
 
     async def _join(self, attempt: Attempt, rank: int, worker: Worker, step: int) -> None:
@@ -249,7 +220,7 @@ class Living:
         logger.info("%s takes part from step %d on, with the state of %s", worker.name, step, peer)
         attempt.observer.event("rejoined", worker=worker.name, step=step, peer=peer, digest=digest)
         self.dead.discard(rank)
-        self._failures.pop(rank, None)
+        self.successors.joined(rank)
         self._parted = True
 
     async def _inform(self, attempt: Attempt, worker: Worker) -> tuple[str, str]:
@@ -267,46 +238,3 @@ class Living:
                     method, stream, version = self._missed.pop(0)
                     await worker.call(f"versions.{method}", stream, version)
                 return peer.name, digest
-
-    def _failed_to_come(self, attempt: Attempt, rank: int, error: Exception) -> None:
-        """Logs why a successor failed, and starts another one unless MAX_SUCCESSORS have failed in a row.
-
-        Raises `error` if it is the death of the last living rank.
-        """
-        if isinstance(error, WorkerDied) and error.worker in {worker.name for worker in self.workers}:
-            raise error  # The last living rank died; `bury` did not remove it, because none would be left.
-        worker = self._group.workers[rank]
-        worker.kill()
-        failures = self._failures[rank] = self._failures.get(rank, 0) + 1
-        again = failures < MAX_SUCCESSORS
-        attempt.observer.event("fault", worker=worker.name, kind=type(error).__name__, message=str(error))
-        logger.warning(
-            "%s could not take the place of a trainer rank that died, %d in a row (%s: %s); %d of %d ranks go on, %s",
-            worker.name,
-            failures,
-            type(error).__name__,
-            error,
-            len(self.ranks),
-            len(self._group.workers),
-            "and another successor is started" if again else "and no further successor is started",
-        )
-        if again:
-            self._call_successor(attempt, rank)
-
-    async def settle(self) -> None:
-        """Cancels the successors that are being started; from now on none is started."""
-        self._settled, tasks = True, list(self._successors.values())
-        self._successors.clear()
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-    async def _succeed(self, attempt: Attempt, rank: int) -> Worker:
-        """Returns a new worker in the place of a dead rank, after its base weights were loaded and compared."""
-        worker, config = await self._group.replace(rank), attempt.config
-        attempt.observer.event("worker", worker=worker.name, pid=worker.pid, node=worker.node)
-        await download_model(model_of(self._group), [(worker, "transformer")], seconds=config.deadlines.download)
-        async with deadline(config.deadlines.load, f"load: model of {worker.name}"):
-            info = await worker.call("load", len(self._group.workers), self._layout)
-        check_base(worker, info["base_digest"], attempt.base_digest)
-        return worker

@@ -33,7 +33,7 @@ def repeating_ranks(per_replica: int, groups: int, parts: int, *, by_group: bool
     """Returns a sentence if a call of `groups` groups has fewer parts than a replica has ranks, else None.
 
     All ranks of a replica compute at the same time, so some of them then repeat parts that another rank has. With
-    `by_group` they do so within each group (see `Place.by_group`).
+    `by_group` they do so within each group (see `RankPosition.by_group`).
     """
     if by_group and parts % per_replica:
         return (

@@ -29,7 +29,7 @@ class ReplicaCalls:
         """Layout that the ranks get when they load; None means the settings of the configuration."""
         self.sharded = False
         """True if each rank has a share of the trained weights (tune=full, shard=full). Known when they have loaded.
-        The ranks then add up gradients part by part (`Place.by_group`)."""
+        The ranks then add up gradients part by part (`RankPosition.by_group`)."""
         self._idle_since = 0.0
         """Time, on the loop's clock, at which the last call of a replica ended."""
         self._sums = Sums(-1, StepPlan(rows=0))

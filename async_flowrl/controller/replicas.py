@@ -15,7 +15,7 @@ from async_flowrl.controller.handed import HandedGroup, make_group_again, until_
 from async_flowrl.controller.shared import update_seconds
 from async_flowrl.tickets.table import describe
 from async_flowrl.training.messages import TrainRequest
-from async_flowrl.training.parts import Place, cut, tickets_for, tickets_of
+from async_flowrl.training.parts import RankPosition, cut, tickets_for, tickets_of
 from separation.group import RefLost, Worker
 from separation.supervise import deadline, together
 
@@ -34,7 +34,7 @@ class Replica:
     size: int
     """Number of all trainer ranks."""
     by_group: bool = False
-    """As `Place.by_group`."""
+    """As `RankPosition.by_group`."""
     begun: bool = False
     """True once its ranks know the plan of the present optimizer step."""
     waiting: int = 0
@@ -46,8 +46,8 @@ class Replica:
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held during a call: a replica gets its calls one after another."""
 
-    def places(self) -> list[Place]:
-        return [Place(rank, self.size, len(self.ranks), self.by_group) for rank in self.ranks]
+    def positions(self) -> list[RankPosition]:
+        return [RankPosition(rank, self.size, len(self.ranks), self.by_group) for rank in self.ranks]
 
     def owns(self, group: HandedGroup) -> bool:
         """Returns True if one of its ranks trains a part of the group."""
@@ -82,8 +82,8 @@ async def with_trajectories(
 
     def needed() -> list[tuple[TrainRequest, list[Any]]]:
         calls = []
-        for place in replica.places():
-            tickets = tickets_for(request.metas, place, samples)
+        for position in replica.positions():
+            tickets = tickets_for(request.metas, position, samples)
             refs = [group.refs[which] for group, own in zip(groups, tickets, strict=True) for which in own]
             calls.append((replace(request, tickets=tickets), refs))
         return calls
@@ -124,7 +124,7 @@ async def with_probe(
         requests = [replace(request, probe=probe.meta, probe_tickets=which) for request in requests]
     while True:
         tried = [] if probe is None else probe.refs
-        refs = [tried[place] for place in which]
+        refs = [tried[index] for index in which]
         try:
             async with deadline(update_seconds(ctx.config, 1), f"update: end of step {requests[0].step}"):
                 return await _called(workers, "add_up", [(request, refs) for request in requests])

@@ -13,7 +13,9 @@ from async_flowrl.controller.shard_checkpoints import check_shares
 from async_flowrl.data.curriculum import UNKNOWN, read_outcomes
 from async_flowrl.observability.run_directory import RunDirectory
 from async_flowrl.tickets.request import RequestBuilder
-from async_flowrl.training.checkpoint import DamagedCheckpoint, find_checkpoint, read_controller, written
+from async_flowrl.training.checkpoint import read_controller
+from async_flowrl.training.checkpoint_folder import find_checkpoint, written
+from async_flowrl.training.checkpoint_manifest import DamagedCheckpoint
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,8 @@ from typing import Any
 from async_flowrl.config.check import ConfigError
 from async_flowrl.config.schema import Config
 from async_flowrl.config.sections.tune import FULL
-from async_flowrl.training.checkpoint import TRAINER, check_ranks
+from async_flowrl.training.checkpoint import check_ranks
+from async_flowrl.training.checkpoint_manifest import TRAINER
 from separation.group import Worker, WorkerFailed
 from separation.supervise import together
 

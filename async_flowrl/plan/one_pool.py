@@ -23,7 +23,7 @@ from async_flowrl.shared.turns import patience
 from async_flowrl.tickets.request import sampling
 from async_flowrl.tickets.table import EVALUATION, TRAIN, Ticket
 from async_flowrl.training.messages import Manifest, StepPlan, Summed, TrainRequest, UpdateStats
-from async_flowrl.training.parts import Place, cut, parts_of
+from async_flowrl.training.parts import RankPosition, cut, parts_of
 from async_flowrl.training.trust_region import MEASURED_EVERY
 from async_flowrl.types import Prompt, Sampling
 
@@ -121,7 +121,7 @@ class SharedRank(VirtualWorker):
 
     def __init__(self, device: Device, index: int, work: Work, config: Config, seed: int) -> None:
         ranks = config.trainer.num_workers
-        self.place, self._samples = Place(index, ranks), config.trainer.micro_batch_size
+        self.place, self._samples = RankPosition(index, ranks), config.trainer.micro_batch_size
         super().__init__("trainer", index, PlannedSums(self.place, self._samples))
         self._device, self._work, self._seed = device, work, seed
         self._whole = work.update.scaled(1.0 + work.serial * (ranks - 1))
@@ -155,7 +155,7 @@ class SharedRank(VirtualWorker):
 class PlannedSums:
     """Target of a stand-in rank: records the parts that were added to its sum, and computes nothing."""
 
-    def __init__(self, place: Place, samples: int) -> None:
+    def __init__(self, place: RankPosition, samples: int) -> None:
         self._place, self._samples = place, samples
         self.step, self._plan = -1, StepPlan(rows=0)
         self._parts: list[tuple[int, int]] = []

@@ -1,4 +1,6 @@
-"""Formulas of classifier-free guidance, which combines two predictions of a network."""
+"""Classifier-free guidance, which combines two predictions of a network: its formulas, and when it takes two passes."""
+
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -20,3 +22,12 @@ def with_norm_of(conditional: Tensor, guided: Tensor) -> Tensor:
     norm: Tensor = guided.norm(dim=-1, keepdim=True)
     rescale: Tensor = conditional.norm(dim=-1, keepdim=True) / torch.where(norm > 0, norm, 1.0)
     return guided * rescale
+
+
+def apart(positive: Mapping[str, Tensor], negative: Mapping[str, Tensor], device: torch.device) -> bool:
+    """Returns True if guidance needs two forward passes: on CUDA, for prompts of different lengths.
+
+    In one batch the shorter text would be padded and masked, and a mask prevents flash attention. Padding does not
+    change text positions, so the results are mathematically equal. On a CPU one batch costs no speed.
+    """
+    return device.type == "cuda" and any(positive[name].shape != negative[name].shape for name in positive)

@@ -12,9 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from async_flowrl.config.resolution import height_width, in_pixels, in_words, of_sides
+from async_flowrl.config.resolution import in_pixels
 from async_flowrl.policies.base import Shapes
-from async_flowrl.policies.guidance import guided_velocity
+from async_flowrl.policies.guidance import apart, guided_velocity
+from async_flowrl.policies.image_tokens import ImageTokens, grid_of
 from async_flowrl.policies.loading import TEXT_ENCODERS
 from async_flowrl.types import Conditioning, Resolution, Sampling, TokenIds, Wording
 
@@ -164,20 +165,7 @@ class PipelinePolicy(ABC):
 
         Raises ValueError, with the nearest size, if they are not whole, and for more than `largest_grid`.
         """
-        (height, width), step = height_width(resolution), math.lcm(self._side, self.size_step)
-        if height % step or width % step:
-            wanted = "a multiple" if isinstance(resolution, int) else "multiples"
-            nearest = of_sides(*(step * max(1, round(each / step)) for each in (height, width)))
-            raise ValueError(
-                f"resolution must be {wanted} of {step}, got {in_words(resolution)}, nearest: {in_words(nearest)}"
-            )
-        grid = height // self._side, width // self._side
-        if (most := self.largest_grid) is not None and any(a > b for a, b in zip(grid, most, strict=True)):
-            raise ValueError(
-                f"resolution must be at most {in_words(of_sides(*(self._side * each for each in most)))} px for "
-                f"{self.title}, whose network has no positions beyond that, got {in_words(resolution)}"
-            )
-        return grid
+        return grid_of(resolution, ImageTokens(self.title, self._side, self.size_step, self.largest_grid))
 
     @property
     def largest_grid(self) -> tuple[int, int] | None:
@@ -312,12 +300,3 @@ class PipelinePolicy(ABC):
             cls.stock_guidance: sampling.true_cfg_scale,
             "negative_prompt": sampling.negative_prompt if sampling.true_cfg_scale > 1 else None,
         }
-
-
-def apart(positive: Mapping[str, Tensor], negative: Mapping[str, Tensor], device: torch.device) -> bool:
-    """Returns True if guidance needs two forward passes: on CUDA, for prompts of different lengths.
-
-    In one batch the shorter text would be padded and masked, and a mask prevents flash attention. Padding does not
-    change text positions, so the results are mathematically equal. On a CPU one batch costs no speed.
-    """
-    return device.type == "cuda" and any(positive[name].shape != negative[name].shape for name in positive)

@@ -26,7 +26,8 @@ from async_flowrl.run.prepare import Prepared
 from async_flowrl.run.recovery import Run
 from async_flowrl.run.tools import Predict, Report
 from async_flowrl.tickets.table import State, TicketTable
-from async_flowrl.training.checkpoint import DamagedCheckpoint, read_checkpoint
+from async_flowrl.training.checkpoint import read_checkpoint
+from async_flowrl.training.checkpoint_manifest import DamagedCheckpoint
 from async_flowrl.types import ACTIVATE
 from checkpoint_engine.digest import joined_digest
 from separation.group import Worker

@@ -52,7 +52,7 @@ from async_flowrl.run.recovery import Ledgers, Run, restore, train_with_recovery
 from async_flowrl.run.stopping import StopRequest, listening
 from async_flowrl.run.tools import Tools
 from async_flowrl.run.transport import choose_transport
-from async_flowrl.training.checkpoint import checkpoint_step, find_checkpoint
+from async_flowrl.training.checkpoint_folder import checkpoint_step, find_checkpoint
 from checkpoint_engine.transports import OBJECT_STORE
 from separation.group import WorkerDied, WorkerFailed
 from separation.placement import ResourcesMissing, StoreTooSmall

@@ -36,7 +36,7 @@ from async_flowrl.rewards.registry import keeps_scores
 from async_flowrl.run.launch import Negatives, load_trainer, send_negatives
 from async_flowrl.run.prepare import Prepared
 from async_flowrl.run.stopping import StopRequest
-from async_flowrl.training.checkpoint import drop_newer
+from async_flowrl.training.checkpoint_folder import drop_newer
 from separation.group import Worker, WorkerDied, WorkerFailed, WorkerGroup
 from separation.shared import SubGroup
 from separation.supervise import DeadlineExceeded, deadline, together
@@ -118,7 +118,7 @@ async def attempt(run: Run, resume: Resume) -> Context:
         logger.exception("training is done, but an evaluation could not be completed")
         run.ledgers.failures.append(f"evaluations at the end: {type(error).__name__}: {error}")
     finally:
-        await run.trainers.living.settle()
+        await run.trainers.living.successors.settle()
         await ctx.weights.close()
         ctx.steps.abandon()
     return ctx

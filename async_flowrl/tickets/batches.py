@@ -32,8 +32,8 @@ def batch_of(table: TicketTable, ticket: Ticket, size: int, order: Sequence[int]
     of a step those that are left.
     """
     per_group = table.shape.tickets_per_group
-    place = order.index(ticket.group) * per_group + ticket.slice_index
-    start = place - place % size
+    index = order.index(ticket.group) * per_group + ticket.slice_index
+    start = index - index % size
     end = min(start + size, table.shape.tickets_per_step)
     first, last = start // per_group, -(-end // per_group)
     tickets = [each for group in order[first:last] for each in table.group(ticket.step, group)]

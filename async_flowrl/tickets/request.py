@@ -178,9 +178,9 @@ def drawn_resolution(config: Config, seed: int, *names: int | str) -> Resolution
     return sizes[derive(seed, "resolution", *names) % len(sizes)]
 
 
-def evaluation_resolution(config: Config, place: int) -> Resolution:
-    """Returns the image size, in all evaluations, of evaluation prompt `place` (from 0) if it has none of its own."""
-    return drawn_resolution(config, config.evaluate.seed, EVALUATION, place)
+def evaluation_resolution(config: Config, index: int) -> Resolution:
+    """Returns the image size, in all evaluations, of evaluation prompt `index` (from 0) if it has none of its own."""
+    return drawn_resolution(config, config.evaluate.seed, EVALUATION, index)
 
 
 def evaluation_sampling(config: Config) -> Sampling:

@@ -9,11 +9,12 @@ fixes its step, its group, and the version that makes it, max(0, step - max_stal
 There is no other queue or counter of tickets. A method raises Refused for a call that breaks a rule; that ends the run.
 """
 
-import heapq
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
+from async_flowrl.tickets.checks import check_acknowledged, check_handed, check_made_with, check_start
+from async_flowrl.tickets.pending import PendingTickets
 from async_flowrl.tickets.ticket import (
     EVALUATION,
     EVALUATION_SHARE,
@@ -56,8 +57,7 @@ class TicketTable:
         self._on_change = on_change or (lambda ticket: None)
         self._tickets: dict[int, Ticket] = {}
         self._evaluation: dict[int, Ticket] = {}
-        self._pending: dict[tuple[str, int], list[int]] = defaultdict(list)
-        """(kind, version) → heap of ordinals of PENDING tickets; may hold tickets that have been started since."""
+        self._pending = PendingTickets(self._tickets, self._evaluation)
         self._ready: dict[int, set[int]] = defaultdict(set)
         """Step → groups whose tickets are all READY."""
         self._issued_steps = first_step
@@ -90,11 +90,7 @@ class TicketTable:
             return
         if version < self.shape.version_for(self.step):
             return  # the worker was slow: no ticket needs this version any more
-        if self.published.get(version) != digest:
-            raise Refused(
-                f"{worker} acknowledged version {version} with digest {digest}, but {self.published.get(version)} "
-                "was published"
-            )
+        check_acknowledged(worker, version, digest, self.published)
         held.policy[version] = digest
         for old in sorted(held.policy)[: -(self.shape.max_staleness + 1)]:
             del held.policy[old]
@@ -126,22 +122,18 @@ class TicketTable:
         held = self.held.get(worker)
         if held is None:
             return None
-        train = self._first_pending(TRAIN, held.policy)
+        train = self._pending.first(TRAIN, held.policy)
         if ahead and self._waiting(held, together) < MIN_WAITING_PER_WORKER * together * len(self.held):
             return None
-        evaluation = self._first_pending(EVALUATION, held.evaluation)
+        evaluation = self._pending.first(EVALUATION, held.evaluation)
         if evaluation and (train is None or held.taken % EVALUATION_SHARE == EVALUATION_SHARE - 1):
             return evaluation
         return train
 
     def _waiting(self, held: Held, together: int) -> int:
-        heaps = [self._pending.get((TRAIN, version), ()) for version in held.policy]
         if together == 1:
-            # An upper bound: a ticket started out of order is counted until it is at the head of its heap.
-            return sum(map(len, heaps))
-        # Batches take their tickets out of order; a ticket that is made again may be in its heap twice.
-        ordinals = {ordinal for heap in heaps for ordinal in heap if ordinal in self._tickets}
-        return sum(self._tickets[ordinal].state is State.PENDING for ordinal in ordinals)
+            return self._pending.at_most(held.policy)
+        return self._pending.count(held.policy)  # Batches take their tickets out of order.
 
     def start(self, ticket: Ticket, worker: str, *, batch: tuple[int, ...] = (), along: bool = False) -> None:
         """Marks a PENDING ticket, whose version `worker` holds, as RUNNING there; Refused for any other ticket.
@@ -151,16 +143,14 @@ class TicketTable:
         """
         held = self.held[worker]
         known = held.policy if ticket.kind == TRAIN else held.evaluation
-        if ticket.state is not State.PENDING or ticket.version not in known:
-            raise Refused(f"{worker} may not start {describe(ticket)}: it holds versions {sorted(known)}")
+        check_start(ticket, worker, known)
         held.taken += not along
         ticket.worker, ticket.attempt, ticket.batch = worker, ticket.attempt + 1, batch
         self._move(ticket, State.RUNNING)
 
     def blocked(self, worker: str) -> str:
         """Returns why `next_for` gave None: "weights" if a ticket waits whose version the worker lacks, else "work"."""
-        pending = any(self._first_pending(kind, [version]) for kind, version in list(self._pending))
-        return "weights" if pending else "work"
+        return "weights" if self._pending.any() else "work"
 
     # -- results
 
@@ -169,11 +159,7 @@ class TicketTable:
         if ticket.state not in (State.PENDING, State.RUNNING):
             self.duplicates += 1
             return False
-        if version != ticket.version:
-            raise Refused(f"{describe(ticket)} came back labelled version {version}")
-        expected = (self.published if ticket.kind == TRAIN else self.evaluated).get(version)
-        if digest != expected:
-            raise Refused(f"{describe(ticket)} was made with weights {digest}, but version {version} is {expected}")
+        check_made_with(ticket, version, digest, self.published if ticket.kind == TRAIN else self.evaluated)
         ticket.digest, ticket.payload = digest, payload
         self._move(ticket, State.SCORING)
         return True
@@ -226,18 +212,7 @@ class TicketTable:
             raise Refused(f"step {step} asked for its samples, but step {self.step} is due")
         tickets = self.group(step, group)
         for ticket in tickets:
-            if ticket.state is not State.READY:
-                raise Refused(f"{describe(ticket)} is not ready")
-            if not 0 <= step - ticket.version <= self.shape.max_staleness:
-                raise Refused(
-                    f"{describe(ticket)} is {step - ticket.version} versions old; the bound is "
-                    f"{self.shape.max_staleness}"
-                )
-            if ticket.digest != self.published.get(ticket.version):
-                raise Refused(
-                    f"{describe(ticket)} was made with weights {ticket.digest}, which this run did not "
-                    f"publish as version {ticket.version}"
-                )
+            check_handed(ticket, step, self.shape.max_staleness, self.published)
             self._move(ticket, State.HANDED)
         return tickets
 
@@ -252,8 +227,7 @@ class TicketTable:
             del self._tickets[ticket.ordinal]
         self.step = step + 1
         self._ready.pop(step, None)
-        for key in [key for key in self._pending if key[0] == TRAIN and key[1] < self.shape.version_for(self.step)]:
-            del self._pending[key]
+        self._pending.forget(TRAIN, before=self.shape.version_for(self.step))
         return done
 
     # -- evaluation
@@ -275,8 +249,7 @@ class TicketTable:
         for ticket in self._evaluation.values():
             self._move(ticket, State.SKIPPED if ticket.scores is None else State.TRAINED)
         self._evaluation.clear()
-        for key in [key for key in self._pending if key[0] == EVALUATION]:
-            del self._pending[key]
+        self._pending.forget(EVALUATION)
 
     # -- bookkeeping
 
@@ -307,17 +280,6 @@ class TicketTable:
                 self._move(ticket, State.PENDING)
             self._issued_steps += 1
 
-    def _first_pending(self, kind: str, versions: Iterable[int]) -> Ticket | None:
-        table = self._tickets if kind == TRAIN else self._evaluation
-        first = None
-        for version in versions:
-            heap = self._pending.get((kind, version), [])
-            while heap and not (heap[0] in table and table[heap[0]].state is State.PENDING):
-                heapq.heappop(heap)
-            if heap and (first is None or heap[0] < first.ordinal):
-                first = table[heap[0]]
-        return first
-
     def _move(self, ticket: Ticket, state: State) -> None:
         ticket.state = state
         if ticket.kind == TRAIN:
@@ -328,5 +290,5 @@ class TicketTable:
             elif state is not State.READY:
                 ready.discard(ticket.group)
         if state is State.PENDING:
-            heapq.heappush(self._pending[ticket.kind, ticket.version], ticket.ordinal)
+            self._pending.add(ticket)
         self._on_change(ticket)

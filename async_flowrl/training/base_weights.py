@@ -67,9 +67,9 @@ def _place(target: Tensor, whole: Tensor, world: World) -> None:
         target.copy_(whole)
         return
     chunks = torch.chunk(whole, world.per_replica, dim=0)
-    place = world.rank % world.per_replica
-    if place < len(chunks):
-        target.to_local().copy_(chunks[place])
+    number = world.rank % world.per_replica
+    if number < len(chunks):
+        target.to_local().copy_(chunks[number])
 
 
 def _same_names(targets: Mapping[str, Tensor], stored: Mapping[str, Tensor] | None) -> None:

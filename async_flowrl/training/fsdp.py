@@ -17,12 +17,12 @@ from torch.utils.checkpoint import checkpoint
 
 from async_flowrl.config.schema import Config
 from async_flowrl.policies.base import Policy
-from async_flowrl.training.parts import Place
+from async_flowrl.training.parts import RankPosition
 from separation.rendezvous import sum_ranks
 
 
 @dataclass(frozen=True)
-class World(Place):
+class World(RankPosition):
     """This rank's position among the trainer ranks, with their collectives."""
 
     joined: bool = False
@@ -127,8 +127,8 @@ def prefetch(policy: Policy, ahead: int) -> None:
     if ahead < 1:
         return
     for order, name in ((blocks, "forward"), (blocks[::-1], "backward")):
-        for place, block in enumerate(order):
-            getattr(block, f"set_modules_to_{name}_prefetch")(order[place + 1 : place + 1 + ahead])
+        for index, block in enumerate(order):
+            getattr(block, f"set_modules_to_{name}_prefetch")(order[index + 1 : index + 1 + ahead])
 
 
 def unplanned(how: str, device: torch.device) -> str:

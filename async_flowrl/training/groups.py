@@ -7,7 +7,7 @@ import torch
 
 from async_flowrl.training.messages import GroupMeta
 from async_flowrl.training.micro_batches import Group
-from async_flowrl.training.parts import Part, Place, parts_of
+from async_flowrl.training.parts import Part, RankPosition, parts_of
 from async_flowrl.types import Trajectory
 
 
@@ -15,7 +15,7 @@ def groups_of(
     metas: Sequence[GroupMeta],
     trajectories: Sequence[Trajectory],
     tickets: Sequence[Sequence[int]],
-    place: Place,
+    own: RankPosition,
     samples: int,
     device: torch.device,
 ) -> Iterator[tuple[Group, list[Part]]]:
@@ -30,6 +30,6 @@ def groups_of(
             f"{len(metas)} groups have {sum(map(len, held))} tickets, got {len(trajectories)} trajectories"
         )
     starts = list(accumulate(map(len, held), initial=0))
-    for position, of_group in groupby(parts_of(metas, place, samples), key=lambda part: part.group):
-        own = trajectories[starts[position] : starts[position + 1]]
-        yield Group(metas[position], own, device=device, held=held[position]), list(of_group)
+    for position, of_group in groupby(parts_of(metas, own, samples), key=lambda part: part.group):
+        given = trajectories[starts[position] : starts[position + 1]]
+        yield Group(metas[position], given, device=device, held=held[position]), list(of_group)

@@ -78,10 +78,10 @@ class Group:
 
     def _locate(self, chosen: Sequence[int]) -> Iterator[tuple[Trajectory, int]]:
         for image in chosen:
-            place, row = divmod(image, self._per_ticket)
-            if place not in self._tickets or row >= len(self._tickets[place].latents):
+            ticket, row = divmod(image, self._per_ticket)
+            if ticket not in self._tickets or row >= len(self._tickets[ticket].latents):
                 raise ValueError(f"group {self.meta.group} has no image {image} among its tickets {[*self._tickets]}")
-            yield self._tickets[place], row
+            yield self._tickets[ticket], row
 
     def _micro_batch(
         self, records: str, chosen: Sequence[int], columns: range, *, latents: Tensor, log_probs: Tensor

@@ -14,7 +14,7 @@ NOBODY = -1
 
 
 @dataclass(frozen=True)
-class Place:
+class RankPosition:
     """Position of a rank among the trainer ranks."""
 
     rank: int = 0
@@ -51,26 +51,26 @@ def cut(selected: Sequence[int], samples: int) -> list[Sequence[int]]:
     return [selected[start : start + samples] for start in range(0, len(selected), samples)]
 
 
-def parts_of(metas: Sequence[GroupMeta], place: Place, samples: int) -> list[Part]:
+def parts_of(metas: Sequence[GroupMeta], own: RankPosition, samples: int) -> list[Part]:
     """Returns the parts that this rank computes of the groups of one call, in order; `samples` images per part.
 
     All ranks of a replica must compute the same number of parts, because they gather the sharded base together. A rank
     with fewer repeats its last part, and a rank without parts computes those of another; such parts do not count.
-    With `place.by_group` that holds for each group of the call, so no part is computed beside one of another group.
+    With `own.by_group` that holds for each group of the call, so no part is computed beside one of another group.
     Raises ValueError if a group's owners do not fit the number of its parts or the ranks.
     """
-    positions = [[position] for position in range(len(metas))] if place.by_group else [list(range(len(metas)))]
-    return [part for together in positions for part in _side_by_side(metas, together, place, samples)]
+    positions = [[position] for position in range(len(metas))] if own.by_group else [list(range(len(metas)))]
+    return [part for together in positions for part in _side_by_side(metas, together, own, samples)]
 
 
-def _side_by_side(metas: Sequence[GroupMeta], positions: Sequence[int], place: Place, samples: int) -> list[Part]:
+def _side_by_side(metas: Sequence[GroupMeta], positions: Sequence[int], own: RankPosition, samples: int) -> list[Part]:
     """Returns this rank's parts of the groups at these positions of a call, as many as every rank of its replica."""
-    by_rank: dict[int, list[Part]] = {rank: [] for rank in place.replica}
+    by_rank: dict[int, list[Part]] = {rank: [] for rank in own.replica}
     for position in positions:
-        for part, owner in enumerate(_owners(metas[position], place, samples)):
+        for part, owner in enumerate(_owners(metas[position], own, samples)):
             if owner in by_rank:
                 by_rank[owner].append(Part(position, part))
-    longest, mine = max(by_rank.values(), key=len), by_rank[place.rank]
+    longest, mine = max(by_rank.values(), key=len), by_rank[own.rank]
     fill = mine[-1:] * (len(longest) - len(mine)) if mine else longest
     return mine + [Part(part.group, part.part, counts=False) for part in fill]
 
@@ -81,22 +81,22 @@ def tickets_of(meta: GroupMeta, parts: Iterable[int], samples: int) -> tuple[int
     return tuple(sorted({image // images for part in parts for image in chosen[part]}))
 
 
-def tickets_for(metas: Sequence[GroupMeta], place: Place, samples: int) -> tuple[tuple[int, ...], ...]:
+def tickets_for(metas: Sequence[GroupMeta], own: RankPosition, samples: int) -> tuple[tuple[int, ...], ...]:
     """Returns for each group of a call the positions of the tickets whose trajectories this rank needs."""
-    parts = parts_of(metas, place, samples)
+    parts = parts_of(metas, own, samples)
     return tuple(
         tickets_of(meta, (part.part for part in parts if part.group == position), samples)
         for position, meta in enumerate(metas)
     )
 
 
-def _owners(meta: GroupMeta, place: Place, samples: int) -> Sequence[int]:
+def _owners(meta: GroupMeta, own: RankPosition, samples: int) -> Sequence[int]:
     count = len(cut(meta.selected, samples))
     if not meta.owners:
-        return [place.rank] * count
-    if len(meta.owners) != count or not all(NOBODY <= owner < place.size for owner in meta.owners):
+        return [own.rank] * count
+    if len(meta.owners) != count or not all(NOBODY <= owner < own.size for owner in meta.owners):
         raise ValueError(
-            f"group {meta.group} has {count} parts of {samples} samples for {place.size} ranks, its owners are "
+            f"group {meta.group} has {count} parts of {samples} samples for {own.size} ranks, its owners are "
             f"{list(meta.owners)}"
         )
     return meta.owners

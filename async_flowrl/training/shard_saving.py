@@ -8,7 +8,8 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from async_flowrl.training.checkpoint import RANKS, Checkpoint, begin_checkpoint, end_checkpoint
+from async_flowrl.training.checkpoint import RANKS, Checkpoint
+from async_flowrl.training.checkpoint_folder import begin_checkpoint, end_checkpoint
 from async_flowrl.training.fsdp import World
 from async_flowrl.training.full_shards import host_mesh
 from async_flowrl.training.shard_checkpoint import FOLDER, Shapes, write_shards

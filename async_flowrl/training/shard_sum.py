@@ -1,8 +1,8 @@
 """The sum of gradients where FSDP2 adds up the ranks' parts: exact over the parts of a rank, not over the ranks.
 
 A reduce-scatter adds the gradients of the parts that the ranks compute side by side, as floats, in an order that the
-number of ranks fixes. Which parts these are is a function of their group (`Place.by_group`), and such sums are added as
-integers (see exact.py). So no order of arrival changes a bit of the total; another number of ranks does.
+number of ranks fixes. Which parts these are is a function of their group (`RankPosition.by_group`), and such sums are
+added as integers (see exact.py). So no order of arrival changes a bit of the total; another number of ranks does.
 """
 
 from async_flowrl.training.exact import Account, ExactSum, magnitude

@@ -135,14 +135,14 @@ def _by_step(batch: MicroBatch, images: int) -> list[MicroBatch]:
     """Returns the first `images` images of a micro-batch, one micro-batch per denoising step."""
     steps = len(set(batch.steps.tolist()))
     size = len(batch.sigma) // steps
-    return [first_rows(batch, min(size, images), start=place * size) for place in range(steps)]
+    return [first_rows(batch, min(size, images), start=step * size) for step in range(steps)]
 
 
 def _noised(like: MicroBatch, clean: Tensor, step: int, seed: int) -> MicroBatch:
     """Returns a micro-batch of `clean` [B, ...] noised to the level of `step`; its `next_latents` have no meaning."""
     generator = torch.Generator().manual_seed(derive(seed, "kl", step))
     noise = torch.randn(clean.shape, generator=generator, dtype=torch.float32).to(clean.device)
-    sigma, after = (like.sigmas[place].expand(len(clean)) for place in (step, step + 1))
+    sigma, after = (like.sigmas[index].expand(len(clean)) for index in (step, step + 1))
     latents = expand(1.0 - sigma, clean) * clean + expand(sigma, clean) * noise
     steps = torch.full_like(like.steps, step)
     return replace(like, latents=latents, next_latents=latents, sigma=sigma, sigma_next=after, steps=steps)

@@ -1,8 +1,8 @@
 """Optimizer steps of one trainer rank, by calls in this order: begin, accumulate (any number), add_up, take_step.
 
-`accumulate` computes the gradients of parts of groups. Each part's gradient starts from zero and is added to the sum
-exactly (see `exact.py`). The sum of all ranks is divided by the rows of the step. So neither the order of groups, nor
-the choice of the rank that trains a part, changes a bit of the weights.
+`accumulate` adds the gradients of parts of groups to the rank's sum, exactly (part_gradients.py, exact.py). The sum of
+all ranks is divided by the rows of the step. So neither the order of groups, nor the choice of the rank that trains a
+part, changes a bit of the weights.
 """
 
 import math
@@ -10,21 +10,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 
-import torch
 from torch import Tensor
 
-from async_flowrl.observability.flops import Meter
 from async_flowrl.observability.profiler import StepProfiler
 from async_flowrl.training.exact import Account, ExactSum, fitting_exponent, mark_of
 from async_flowrl.training.forward_passes import ForwardPasses, UpdateInputs
 from async_flowrl.training.fsdp import let_go
 from async_flowrl.training.groups import groups_of
 from async_flowrl.training.messages import (
-    GAP,
     Fetched,
     GroupMeta,
     Manifest,
-    PartStats,
     StepPlan,
     Summed,
     TrainRequest,
@@ -32,18 +28,12 @@ from async_flowrl.training.messages import (
 )
 from async_flowrl.training.micro_batches import Group
 from async_flowrl.training.optimizer import learning_rate, step_over_lr
+from async_flowrl.training.part_gradients import NonFiniteError, PartGradients, UnderWay
 from async_flowrl.training.parts import Part, cut
 from async_flowrl.training.shard_sum import ShardSum
 from async_flowrl.training.trust_region import TrustRegion
-from async_flowrl.training.update_metrics import GRADIENT, SQUARED, PartSums, UpdateMetrics, on_host
+from async_flowrl.training.update_metrics import UpdateMetrics
 from async_flowrl.types import Conditioning, Span, Trajectory, Wording
-
-
-class NonFiniteError(RuntimeError):
-    """A loss or gradient is NaN or infinite; the weights are unchanged, and the message names the step.
-
-    The message also names the group if it is known.
-    """
 
 
 class Update:
@@ -55,6 +45,7 @@ class Update:
         self._region = TrustRegion(inputs, self._passes)
         kind = ShardSum if inputs.parameters.sharded else ExactSum
         self._sum = kind(len(inputs.parameters.gradients), inputs.device)
+        self._gradients = PartGradients(inputs, self._passes, self._sum)
         self._next_exponent: int | None = None
         """Exponent that the next `begin` sets, because the present sum may have left its range; None: it stays.
 
@@ -75,7 +66,6 @@ class Update:
         self._plan = StepPlan(rows=0)
         self._measured = UpdateMetrics()
         self._before: list[Span] = []
-        self._meter = Meter(inputs.policy.transformer)
         self._profiler = StepProfiler(inputs.config, f"trainer-{inputs.world.rank}")
 
     @property
@@ -168,7 +158,8 @@ class Update:
         for group, parts in self._mine(metas, trajectories, tickets):
             if group.meta.group == probed and self._inputs.world.size == 1:
                 self._remember(group)
-            self._train(group, parts, step, probing=probing)
+            reported = group.meta.group == probed
+            self._gradients.add(group, parts, self._under_way(step), probing=probing, reported=reported)
             probing = False
         self._broken = False
         counted = [(meta.group, len(cut(meta.selected, samples))) for meta in metas]
@@ -183,6 +174,9 @@ class Update:
                 f"step {self._step}: {call} was called after a call that failed; the sum must begin again"
             )
         return self._step
+
+    def _under_way(self, step: int) -> UnderWay:
+        return UnderWay(step, self._plan, self._measured)
 
     def _lower_than_all_before(self, metas: Sequence[GroupMeta]) -> int | None:
         """Returns the lowest group of a call, or None if this optimizer step already had a lower one."""
@@ -295,60 +289,3 @@ class Update:
     ) -> Iterator[tuple[Group, list[Part]]]:
         samples = self._inputs.config.trainer.micro_batch_size
         return groups_of(metas, trajectories, tickets, self._inputs.world, samples, self._inputs.device)
-
-    def _train(self, group: Group, parts: Sequence[Part], step: int, *, probing: bool) -> None:
-        """Computes parts of one group and adds the gradients of those that count; waits for the device only once."""
-        sums = [self._contribution(group, part, probing=probing and index == 0) for index, part in enumerate(parts)]
-        added = [(part, of_part) for part, of_part in zip(parts, sums, strict=True) if of_part is not None]
-        found = on_host([of_part for _, of_part in added])
-        for (part, of_part), values in zip(added, found, strict=True):
-            # This is checked for each part, and not only for the whole sum, so that the message can name the group.
-            for what in ("loss", GRADIENT):
-                if not math.isfinite(values[what]):
-                    raise NonFiniteError(f"step {step}, group {group.meta.group}: the {what} is {values[what]}")
-            if part.counts:
-                self._book(group, part, values, of_part.rows, step)
-            elif isinstance(self._sum, ShardSum):
-                self._sum.witness(values[GRADIENT])
-
-    def _contribution(self, group: Group, part: Part, *, probing: bool) -> PartSums | None:
-        """Computes one part, adds its gradient to the sum, and returns its statistics.
-
-        A part that does not count adds nothing and returns None. With sharded weights, the ranks add the sum of the
-        parts that they compute side by side, and a part that does not count contributes zeros to it. `probing` must be
-        equal on all ranks of the replica; only the measurement on the lowest group's first part is reported.
-        """
-        inputs, passes, plan, measured = self._inputs, self._passes, self._plan, self._measured
-        batches = passes.batches(group, part)
-        frozen = passes.predict_frozen(group, part, batches, plan, measured, probing=probing)
-        sums, gap, sharded = PartSums(), None, inputs.parameters.sharded
-        for index, batch in enumerate(batches):
-            shape = batch.latents.shape, tuple(value.shape for value in group.conditioning.values())
-            with self._meter.measure(shape):
-                with measured.span("forward"):
-                    output, behaviour = passes.train(group, index, batch, frozen)
-                with measured.span("backward"):
-                    loss = output.loss.sum() if part.counts or not sharded else output.loss.sum() * 0.0
-                    loss.backward()  # type: ignore[no-untyped-call]
-            measured.spans[-1] = replace(measured.spans[-1], flops=self._meter.flops(shape))
-            sums.add(output)
-            if probing and index == 0 and behaviour is not None:
-                gap = passes.behaviour_gap(batch, behaviour)
-        gradients = inputs.parameters.gradients
-        if not part.counts and not sharded:
-            gradients.zero_()
-            return None
-        if part.counts and probing and part.part == 0 and group.meta.group == self._lowest:
-            sums.set_mean(GAP, gap)
-        if not sharded:  # With shards, it would be the norm of a share of several parts.
-            sums.set(SQUARED, torch.linalg.vector_norm(gradients, dtype=torch.float64).square())
-        sums.set(GRADIENT, self._sum.add(gradients))
-        return sums
-
-    def _book(self, group: Group, part: Part, values: dict[str, float], rows: int, step: int) -> None:
-        meta, squared, largest = group.meta, values.pop(SQUARED, math.nan), values.pop(GRADIENT)
-        self._sum.book(mark_of(step, self._plan.update, meta.group, part.part), largest)
-        start = min(group.train_steps)
-        self._measured.parts.append(
-            PartStats(meta.group, part.part, meta.version, meta.age, start, rows, values, squared)
-        )

@@ -10,62 +10,43 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from async_flowrl.algorithms.base import Algorithm
-from async_flowrl.algorithms.registry import build_algorithm, check_schedule
-from async_flowrl.config.resolution import configured, in_pixels
+from async_flowrl.algorithms.registry import build_algorithm
+from async_flowrl.config.resolution import configured
 from async_flowrl.config.schema import Config
 from async_flowrl.config.sections.tune import FULL
 from async_flowrl.observability.delays import debug_delay
 from async_flowrl.policies.base import Policy
-from async_flowrl.policies.kernels import compile_blocks, repeatable_kernels
+from async_flowrl.policies.kernels import repeatable_kernels
 from async_flowrl.policies.loading import ONE_AT_A_TIME
 from async_flowrl.policies.one_base import OneBase
-from async_flowrl.policies.registry import ResolvedModel, check_revision, load_policy
-from async_flowrl.policies.tuning import tuning_of
-from async_flowrl.tickets.request import sampling
-from async_flowrl.training.base_weights import digest_of_stored, stream_base
+from async_flowrl.policies.registry import ResolvedModel
 from async_flowrl.training.changed_share import ChangedShare
 from async_flowrl.training.checkpoint import Checkpoint, check_ranks, read_checkpoint, read_share, write_checkpoint
 from async_flowrl.training.flat import FlatParameters
 from async_flowrl.training.forward_passes import UpdateInputs
-from async_flowrl.training.fsdp import (
-    World,
-    checkpoint_blocks,
-    is_sharded,
-    prefetch,
-    ranks_per_replica,
-    shard,
-    unplanned,
-)
-from async_flowrl.training.full_shards import shard_trained
+from async_flowrl.training.fsdp import World, prefetch
 from async_flowrl.training.messages import Layout, Manifest, Summed, TrainRequest, UpdateStats
 from async_flowrl.training.optimizer import Optimizer
 from async_flowrl.training.peer_state import PeerState
 from async_flowrl.training.publishing import PublishedStreams
+from async_flowrl.training.rank_model import ModelInputs, load_model
+from async_flowrl.training.rank_state import RankState
 from async_flowrl.training.shard_publishing import ShardedStreams
 from async_flowrl.training.shard_saving import ShardSaving
 from async_flowrl.training.sharded_parameters import ShardedParameters
 from async_flowrl.training.update import Update
 from async_flowrl.training.versions import Versions
 from async_flowrl.types import FloatArray, Resolution, Trajectory
-from checkpoint_engine import base_digest, weights_digest
+from checkpoint_engine import weights_digest
 from separation.numa import bind
 
 logger = logging.getLogger(__name__)
-
-
-@runtime_checkable
-class Stateful(Protocol):
-    """Algorithm whose state lasts from batch to batch, and is therefore saved in checkpoints."""
-
-    def state_dict(self) -> Mapping[str, Tensor]: ...
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None: ...
 
 
 class TrainerWorker:
@@ -110,6 +91,7 @@ class TrainerWorker:
         """Set only if this rank has a share of the trained weights."""
         self._sender: PublishedStreams | None = None
         self._becoming_sender = threading.Lock()
+        self._state: RankState
         self._snapshot: tuple[int, Checkpoint] | None = None
         self._changes = ChangedShare(config.model.dtype)
 
@@ -126,55 +108,32 @@ class TrainerWorker:
             return self._load(ranks)
 
     def _load(self, ranks: int) -> dict[str, Any]:
-        self.world = World.current() if ranks == 1 else World(self.index, ranks)
-        config, trainer = self.config, self.config.trainer
-        # A single rank reads the model to the CPU. Several ranks read nothing before each has memory for its shard.
-        parts = "structure" if self.world.joined or self._one_base is not None else "transformer"
-        policy = load_policy(self.model, dtype=self.model.dtype, device="cpu", parts=parts)
-        tuning = tuning_of(config)
-        if self._one_base is not None:
-            self._one_base.lend(policy.transformer, trained=tuning.parameters(policy.transformer))
-        policy.check(sampling(config))
-        self._check_schedules(policy)
-        base = dict(policy.transformer.named_parameters())
-        count = sum(parameter.numel() for parameter in base.values())
-        digest = self._digest(base)
-        tuning.attach(policy, config.seed)
-        tuning.warm_start(policy)
-        checkpoint_blocks(policy, unplanned(trainer.gradient_checkpointing, self.device))
-        if trainer.compile:
-            compile_blocks(policy)
-        dtypes = tuning.dtypes(policy.transformer)  # Read before sharding, which makes them float32.
-        layout = self._place(policy, set(tuning.parameters(policy.transformer).values()))
-        # Read after `_place`, which replaces the parameters of the base by other objects if there are several ranks.
-        trained = tuning.parameters(policy.transformer)
+        world = World.current() if ranks == 1 else World(self.index, ranks)
+        loaded = load_model(ModelInputs(self.config, self.model, self.device, self._sizes, self._one_base), world)
+        self.world, self.policy = loaded.world, loaded.policy
         if self.world.by_group:
-            self.parameters = ShardedParameters(trained, policy.transformer, self.world, self.device)
+            self.parameters = ShardedParameters(loaded.trained, self.policy.transformer, self.world, self.device)
             self.saving = ShardSaving.of(self.world, self.parameters.wholes)
         else:
-            self.parameters = FlatParameters(trained, self.device)
-        prefetch(policy, trainer.prefetch)
-        self.policy = policy
-        self.optimizer = Optimizer(trainer, self.parameters)
-        self.versions = Versions(config, self.parameters, dtypes)
+            self.parameters = FlatParameters(loaded.trained, self.device)
+        prefetch(self.policy, self.config.trainer.prefetch)
+        self.optimizer = Optimizer(self.config.trainer, self.parameters)
+        self.versions = Versions(self.config, self.parameters, loaded.dtypes)
         if (self.world.rank == 0 and ranks == 1) or self.world.by_group:
             _ = self.sender  # Made here, so that its memory counts as part of loading.
         self.update = Update(self._inputs())
+        self._state = RankState(
+            self.config, self.model, self.algorithm, self.parameters, self.optimizer, self.versions, self.update
+        )
         return {
-            "base_digest": digest,
-            "layout": layout,
+            "base_digest": loaded.base_digest,
+            "layout": loaded.layout,
             "ranks_per_replica": self.world.per_replica,
-            "base_parameters": count,
+            "base_parameters": loaded.base_parameters,
             "trainable_parameters": self.parameters.numel,
-            "trainable_tensors": len(trained),
+            "trainable_tensors": len(loaded.trained),
             "device": str(self.device),
         }
-
-    def _digest(self, base: Mapping[str, Tensor]) -> str:
-        """Returns the digest of the base weights; if several ranks read them together, only the first rank has it."""
-        if self._one_base is not None:
-            return self._one_base.digest
-        return digest_of_stored(self.model, self.world, set(base)) if self.world.joined else base_digest(base)
 
     @property
     def sender(self) -> PublishedStreams:
@@ -188,37 +147,10 @@ class TrainerWorker:
             return self._sender
 
     def _new_sender(self) -> PublishedStreams:
-        parts = self.config, self.policy
+        made_of = self.config, self.policy
         if isinstance(self.parameters, ShardedParameters):
-            return ShardedStreams(*parts, self.parameters, self.versions)
-        return PublishedStreams(*parts, self.parameters, self.versions)
-
-    def _check_schedules(self, policy: Policy) -> None:
-        for resolution in self._sizes:
-            sigmas = policy.sigmas(self.config.rollout.num_inference_steps, resolution)
-            try:
-                check_schedule(self.config.algorithm, sigmas, max_staleness=self.config.max_staleness)
-            except ValueError as error:
-                where = f"images of {in_pixels(resolution)}: " if len(self._sizes) > 1 else ""
-                raise ValueError(f"{where}{error}") from error
-
-    def _place(self, policy: Policy, adapter: set[torch.nn.Parameter]) -> str:
-        """Gives the base weights their memory on this rank and, with several ranks, reads them from the files.
-
-        Returns how the ranks hold the base, in words.
-        """
-        config, device = self.config, self.device
-        offload = config.trainer.cpu_offload
-        sharded = self.world.joined and is_sharded(config)
-        per_replica = ranks_per_replica(config, self.world.size, sharded=sharded)
-        world = self.world = replace(self.world, per_replica=per_replica, by_group=sharded and config.tune == FULL)
-        if world.by_group:
-            layout = shard_trained(policy, adapter, world, device)
-        else:
-            layout = shard(policy, adapter, world, device=device, sharded=sharded, offload=offload)
-        if world.joined and self._one_base is None:
-            stream_base(policy.transformer, self.model, world, device=device, offload=offload)
-        return layout
+            return ShardedStreams(*made_of, self.parameters, self.versions)
+        return PublishedStreams(*made_of, self.parameters, self.versions)
 
     def _inputs(self) -> UpdateInputs:
         return UpdateInputs(
@@ -307,7 +239,7 @@ class TrainerWorker:
         Returns the version of the state. Raises RuntimeError while an optimizer step is under way, because the weights
         lack the gradients that it has added.
         """
-        self._snapshot = self.versions.newest, self._state()
+        self._snapshot = self.versions.newest, self._state.checkpoint()
         if self.world.by_group:
             self.saving.snapshot, self._snapshot = self._snapshot, None
         return self.versions.newest
@@ -320,7 +252,7 @@ class TrainerWorker:
 
     def state(self) -> tuple[str, PeerState]:
         """Returns the state from which another rank can go on as this one, and the state's digest."""
-        state = PeerState(self._state(), self.update.negatives, dict(self.versions.kept))
+        state = PeerState(self._state.checkpoint(), self.update.negatives, dict(self.versions.kept))
         return state.digest(), state
 
     def take_over(self, digest: str, state: PeerState) -> str:
@@ -334,27 +266,6 @@ class TrainerWorker:
         self._restore(state.checkpoint)
         self.versions.take_kept(state.kept)
         return self.parameters.fingerprint()
-
-    def _state(self) -> Checkpoint:
-        if (step := self.update.under_way) is not None:
-            raise RuntimeError(f"step {step} is under way: what was added to it is not in the weights yet")
-        parts: dict[str, Mapping[str, Tensor]] = {
-            "weights": self.parameters.named(self.parameters.values.data.to("cpu", copy=True)),
-            "optimizer": self.optimizer.state(),
-            **self.versions.state(),
-        }
-        if isinstance(self.algorithm, Stateful):
-            parts["algorithm"] = {n: t.to("cpu", copy=True) for n, t in self.algorithm.state_dict().items()}
-        tuning = tuning_of(self.config)
-        trainer = {
-            "version": self.versions.newest,
-            "optimizer_steps": self.optimizer.steps,
-            "sum_exponent": self.update.exponent,
-            "lora": None if tuning.rank is None else {"rank": tuning.rank, "alpha": tuning.alpha},
-            "model": {"path": self.config.model.path, "revision": self.model.revision},
-            "weights_digest": weights_digest(parts["weights"]),
-        }
-        return Checkpoint(parts, trainer, {})
 
     def save(self, directory: str, controller: Mapping[str, Any], spare: Sequence[int] = ()) -> str:
         """Writes the last snapshot to the folder `directory`/step_N (N is its version); returns that path.
@@ -380,23 +291,12 @@ class TrainerWorker:
         else:
             checkpoint = read_checkpoint(Path(path))
             check_ranks(Path(path), checkpoint.trainer, None)
-        check_revision(checkpoint.trainer, self.model, path)
-        if odd := sorted(checkpoint.tensors["weights"].keys() ^ self._live().keys()):
-            raise ValueError(
-                f"checkpoint {path} is of a run that trained other tensors: {odd[0]} is only in one of them "
-                f"({len(odd)} names differ); tune, full.freeze, lora.targets and the model must be as they were, or "
-                "output_dir another"
-            )
+        self._state.check(checkpoint, path)
         self._restore(checkpoint)
         return cast("int", checkpoint.trainer["version"])
 
     def _restore(self, checkpoint: Checkpoint) -> None:
-        self.parameters.load(self.parameters.pack(checkpoint.tensors["weights"], where="weights"))
-        self.optimizer.load(checkpoint.tensors["optimizer"], int(checkpoint.trainer["optimizer_steps"]))
-        self.update.exponent = int(checkpoint.trainer["sum_exponent"])
-        self.versions.load(checkpoint.tensors)
-        if isinstance(self.algorithm, Stateful):
-            self.algorithm.load_state_dict(checkpoint.tensors["algorithm"])
+        self._state.load(checkpoint)
         if self._sender is not None:
             self._sender.clear()
 

@@ -5,7 +5,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from async_flowrl.training.checkpoint import RANKS, Checkpoint, checkpoint_step, find_checkpoint, read_checkpoint
+from async_flowrl.training.checkpoint import RANKS, Checkpoint, read_checkpoint
+from async_flowrl.training.checkpoint_folder import checkpoint_step, find_checkpoint
 from async_flowrl.verify.files import Broken, RunFiles
 from checkpoint_engine import Draft, Layout, ShardedHeader, weights_digest
 from checkpoint_engine.digest import joined_digest

@@ -21,7 +21,7 @@ import torch
 from async_flowrl.config.curves import evaluation_due
 from async_flowrl.config.schema import Config
 from async_flowrl.controller.checkpoints import MAX_MISSED_CHECKPOINTS, SaveFailed
-from async_flowrl.training.checkpoint import written
+from async_flowrl.training.checkpoint_folder import written
 from async_flowrl.verify import verify
 from separation.supervise import DeadlineExceeded
 from tests.chaos.fault_schedules import CALLS, HORIZON_SECONDS, PUBLISH, SIZES, UPDATE, Ended, ends_of, random_timing

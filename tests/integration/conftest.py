@@ -9,7 +9,10 @@ import pytest
 import torch
 
 from separation.processes import descendants, kill
-from tests.integration.runs import DELAYS, RECORDED, TRAINED, Run, overtaking, train_on_ray
+from tests.integration.runs import DELAYS, GLOO, RECORDED, TRAINED, Run, overtaking, train_on_ray
+
+ON_TOY_POOLS = ("test_separation_processes.py", "test_separation_ray.py")
+"""Files whose tests share the pools of separation_bench.py."""
 
 
 @pytest.fixture(autouse=True)
@@ -29,6 +32,15 @@ def single_threaded_and_quiet(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
     root.setLevel(level)
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Closes the toy pools on Ray after the last test of their files: other tests start clusters of their own."""
+    if item.path.name in ON_TOY_POOLS and (nextitem is None or nextitem.path.name not in ON_TOY_POOLS):
+        from tests.integration.separation_bench import close_on_ray  # It imports Ray.
+
+        close_on_ray()
+
+
 def started(cluster: Callable[[], Any]) -> Any:
     """A Ray cluster, once it is up: Ray waits 30 seconds for its daemons, whatever else the machine does."""
     before = set(descendants(os.getpid()))
@@ -45,11 +57,12 @@ def started(cluster: Callable[[], Any]) -> Any:
 
 @pytest.fixture(scope="session")
 def full_run(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """As people start it, a process on a Ray cluster of its own: two rollout workers, delays, all that can be recorded.
+    """As people start it, a process on a Ray cluster of its own: two trainer ranks that send by gloo, two rollout
+    workers, delays, all that can be recorded.
 
-    What uses it is marked serial, so that one process has it.
+    It is the one run for all tests that look at such a run. What uses it is marked serial, so that one process has it.
     """
-    settings = (*TRAINED, *RECORDED, *DELAYS)
+    settings = (*TRAINED, *RECORDED, *DELAYS, "trainer.num_workers=2", *GLOO)
     return overtaking(train_on_ray, tmp_path_factory.mktemp("full"), "one_step_off", *settings)
 
 

@@ -45,6 +45,14 @@ RECORDED = (
 )
 """Everything that a run can record."""
 DELAYS = tuple(f"debug.delays.{stage}=0.3" for stage in ("generate", "score", "update", "publish"))
+GLOO = (
+    "checkpoint_engine.transport=gloo",
+    "checkpoint_engine.ready_seconds=300",
+    "checkpoint_engine.setup_seconds=300",
+    "deadlines.publish=900",
+)
+"""Weights go by gloo, also on a busy machine, where a handshake takes longer than the 10 seconds after which a version
+goes another way."""
 LIMIT = 300.0
 """Seconds any one run may take."""
 

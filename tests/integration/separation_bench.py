@@ -1,4 +1,8 @@
-"""Pools of toy workers on one event loop, for the tests of separation."""
+"""Pools of toy workers on one event loop, for the tests of separation.
+
+The pools on Ray are the same for all tests that use them one after another, in two files: a cluster and the workers'
+processes take seconds to start. `close_on_ray` is called by conftest.py when another test follows.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
@@ -20,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 class Bench:
-    """One event loop and one set of pools for the whole module: a cluster takes seconds to start."""
+    """One event loop and one set of pools."""
 
     def __init__(self, backend: str, logs: Path) -> None:
         self.backend, self.logs = backend, logs
@@ -55,6 +59,22 @@ class Bench:
             ray.shutdown()
 
 
+_on_ray: list[Bench] = []
+"""The bench on Ray while it is open."""
+
+
+def on_ray(logs: Path) -> Bench:
+    """Returns the bench on Ray, which is started if there is none; its workers write to `logs` then."""
+    if not _on_ray:
+        _on_ray.append(Bench("ray", logs))
+    return _on_ray[0]
+
+
+def close_on_ray() -> None:
+    if _on_ray:
+        _on_ray.pop().close()
+
+
 async def raises(kind: type[BaseException], job: Awaitable[Any]) -> Any:
     with pytest.raises(kind) as caught:
         await job
@@ -63,6 +83,6 @@ async def raises(kind: type[BaseException], job: Awaitable[Any]) -> Any:
 
 @asynccontextmanager
 async def fresh(bench: Bench, index: int) -> AsyncIterator[Worker]:
-    """A worker that a test may break; replaced afterwards."""
-    yield await bench.toys.replace(index)
+    """A worker that a test may break; replaced afterwards, so that the next test has a new one."""
+    yield bench.toys.workers[index]
     await bench.toys.replace(index)

@@ -35,10 +35,14 @@ def test_more_than_an_existing_cluster_has(
     assert "is not empty" not in answered(capfd, monkeypatch, "total_steps=0", *there)
 
 
+@pytest.mark.slow
 def test_nccl_on_an_existing_cluster_without_gpus(
     tmp_path: Path, existing_cluster: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Known when the trainer's first rank has started, and before any model is loaded."""
+    """Known when the trainer's first rank has started, and before any model is loaded.
+
+    By default: the sentence (tests/unit/test_transport_choice.py), and a cluster of the run's own (test_bad_input.py).
+    """
     there = (f"runtime.address={existing_cluster}", f"output_dir={tmp_path / 'run'}")
     said = answered(capfd, monkeypatch, "checkpoint_engine.transport=nccl", *there)
     told = "async_flowrl: checkpoint_engine.transport: transport nccl needs weights on a GPU, here they are on cpu"

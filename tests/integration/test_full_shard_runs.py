@@ -98,8 +98,9 @@ def test_workers_delays_buckets_and_a_resume_change_no_bit(plain: Run, tmp_path:
 @pytest.mark.parametrize(
     "other",
     [
-        ("trainer.num_workers=3",),
+        ("trainer.num_workers=1", "runtime.backend=local"),
         pytest.param(("trainer.num_workers=1",), marks=pytest.mark.slow),
+        pytest.param(("trainer.num_workers=3",), marks=pytest.mark.slow),
         pytest.param(("trainer.shard=none",), marks=pytest.mark.slow),
     ],
 )

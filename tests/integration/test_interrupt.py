@@ -9,7 +9,8 @@ import psutil
 import pytest
 
 from async_flowrl.config import exit_codes
-from async_flowrl.training.checkpoint import find_checkpoint, verify_checkpoint
+from async_flowrl.training.checkpoint_folder import find_checkpoint
+from async_flowrl.training.checkpoint_manifest import verify_checkpoint
 from separation.processes import alive, descendants
 from tests.integration.runs import Run, finish, lines, start, train, wait_until
 
@@ -107,6 +108,7 @@ def test_sigterm_ends_in_order_and_resume_finishes(tmp_path: Path) -> None:
     assert f"stopped by SIGTERM after step {done}; continue with resume=auto" in out
     assert quiet(err), err
     assert ended(everything)
+    assert Run(folder).summary["sync"]["transport"] == "object_store", "by which the resumed run's weights came to be"
     check_resumed(folder, done + 2)
 
 

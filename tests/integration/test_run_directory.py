@@ -18,8 +18,9 @@ from async_flowrl.config.schema import Config
 from async_flowrl.evaluate import evaluate, job_of_run
 from async_flowrl.export import export
 from async_flowrl.policies.lora_file import FILE_NAME
-from async_flowrl.training.checkpoint import checkpoint_step, find_checkpoint, read_checkpoint
-from tests.integration.runs import Run, finish, start, train, wait_until
+from async_flowrl.training.checkpoint import read_checkpoint
+from async_flowrl.training.checkpoint_folder import checkpoint_step, find_checkpoint
+from tests.integration.runs import Run, start, train, wait_until
 
 STEPS = 6
 FILES = (
@@ -43,6 +44,7 @@ FILES = (
     "logs/rollout-0.log",
     "logs/rollout-1.log",
     "logs/trainer-0.log",
+    "logs/trainer-1.log",
     "logs/reward-0.log",
 )
 METRICS = """
@@ -109,7 +111,7 @@ def test_summary(run: Run) -> None:
     assert summary["steps"] == summary["total_steps"] == STEPS
     assert summary["images"] == STEPS * 8
     assert (summary["mode"], summary["max_staleness"], summary["placement"]) == ("one_step_off", 1, "separate")
-    assert summary["workers"] == {"rollout": 2, "trainer": 1, "reward": 1}
+    assert summary["workers"] == {"rollout": 2, "trainer": 2, "reward": 1}
     assert (summary["staleness_max"], summary["staleness_updates_max"]) == (1, 1)
     assert summary["staleness_mean"] == pytest.approx(5 / 6)
     assert all(isinstance(summary[key], float) for key in TOTALS.split())
@@ -124,7 +126,7 @@ def test_summary(run: Run) -> None:
 def test_summary_of_the_deliveries(run: Run) -> None:
     sync = run.summary["sync"]
     assert set(sync) == set(SYNC.split())
-    assert (sync["publishes"], sync["transport"]) == (STEPS + 1, "object_store")
+    assert (sync["publishes"], sync["transport"]) == (STEPS + 1, "gloo")
     size = (run.root / "lora" / FILE_NAME).stat().st_size
     assert sync["bytes"] / (STEPS + 1) == pytest.approx(size, rel=0.1)
     assert 0 < sync["trainer_stall_seconds"] < run.summary["wall_seconds"]
@@ -159,7 +161,7 @@ def test_timeline_has_one_track_per_worker(run: Run) -> None:
     found = json.loads((run.root / "timeline.json").read_text())["traceEvents"]
     named = [e["args"]["name"] for e in found if e["name"] == "thread_name"]
     tracks = [name for name in named if not name.endswith("(beside)")]
-    assert sorted(tracks) == ["reward-0", "rollout-0", "rollout-1", "trainer-0"]
+    assert sorted(tracks) == ["reward-0", "rollout-0", "rollout-1", "trainer-0", "trainer-1"]
     blocks = [e for e in found if e["ph"] == "X"]
     assert all(e["dur"] >= 0 and e["ts"] >= 0 for e in blocks)
     assert {e["tid"] for e in blocks} <= {e["tid"] for e in found if e["name"] == "thread_name"}
@@ -239,11 +241,14 @@ def test_resume_refuses_another_configuration(tmp_path: Path, capfd: pytest.Capt
     assert "weights.safetensors" in capfd.readouterr().err
 
 
-def test_a_killed_driver_is_replaced_by_resume_and_only_one_may_run(tmp_path: Path) -> None:
+def test_a_killed_driver_is_replaced_by_resume_and_only_one_may_run(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     slowly = ["runtime.backend=local", "save.every=2", "debug.delays.update=0.5", "debug.delays.constant=true"]
     first = start(tmp_path / "run", "one_step_off", "total_steps=500", *slowly)
     wait_until(first, lambda: (tmp_path / "run/logs/controller.log").exists(), "it had begun")
-    told = finish(start(tmp_path / "run", "one_step_off", *slowly, "resume=auto"), 2)[1]
+    train(tmp_path / "run", "one_step_off", *slowly, "resume=auto", code=2)
+    told = capfd.readouterr().err
     assert "is in use by another running controller" in told
     assert len(told.splitlines()) == 1
     wait_until(first, lambda: len(list((tmp_path / "run/checkpoints").glob("step_*"))) >= 2, "a second checkpoint")

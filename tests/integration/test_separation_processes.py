@@ -22,16 +22,14 @@ from separation.placement import ResourcesMissing
 from separation.processes import alive, descendants, kill
 from separation.rendezvous import join_process_group
 from separation.supervise import DeadlineExceeded, deadline, together
-from tests.integration.separation_bench import ROOT, TOY, Bench, fresh, raises
+from tests.integration.separation_bench import ROOT, TOY, Bench, fresh, on_ray, raises
 
 pytestmark = pytest.mark.serial
 
 
 @pytest.fixture(scope="module")
-def rays(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
-    made = Bench("ray", tmp_path_factory.mktemp("logs"))
-    yield made
-    made.close()
+def rays(tmp_path_factory: pytest.TempPathFactory) -> Bench:
+    return on_ray(tmp_path_factory.mktemp("logs"))
 
 
 def test_sigkill_in_a_call_is_noticed_and_the_others_go_on(rays: Bench) -> None:

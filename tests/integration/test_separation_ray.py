@@ -10,14 +10,18 @@ import pytest
 from separation.cluster import cluster
 from separation.group import PoolSpec, WorkerDied, WorkerFailed
 from separation.supervise import together
-from tests.integration.separation_bench import TOY, Bench, fresh, raises
+from tests.integration.separation_bench import TOY, Bench, fresh, on_ray, raises
 
 
 @pytest.fixture(scope="module", params=["local", pytest.param("ray", marks=pytest.mark.serial)])
 def bench(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
-    made = Bench(request.param, tmp_path_factory.mktemp("logs"))
-    yield made
-    made.close()
+    logs = tmp_path_factory.mktemp("logs")
+    if request.param == "ray":
+        yield on_ray(logs)
+    else:
+        made = Bench(request.param, logs)
+        yield made
+        made.close()
 
 
 def test_workers_are_built_with_their_name_and_index(bench: Bench) -> None:

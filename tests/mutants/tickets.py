@@ -8,6 +8,7 @@ from tests.mutants.mutation import Fault, Mutant, after, before
 from tests.support.toy_models import FloatSum
 
 TICKETS = "async_flowrl.tickets.table"
+PENDING = "async_flowrl.tickets.pending:PendingTickets.first"
 DISPATCH, TRAINER = "async_flowrl.controller.dispatch", "async_flowrl.controller.trainer"
 HANDED = "async_flowrl.controller.handed"
 SCORING = "async_flowrl.controller.scoring"
@@ -43,7 +44,7 @@ def hold_one_fewer(table: Any, worker: str, *version: Any, **slot: bool) -> None
 
 def whatever_is_held(kind: str) -> Fault:
     """As if a worker held every version."""
-    return lambda first: lambda table, of, versions: first(table, of, range(99) if of == kind else versions)
+    return lambda first: lambda pending, of, versions: first(pending, of, range(99) if of == kind else versions)
 
 
 GATE = (
@@ -88,7 +89,7 @@ GATE = (
     ),
     Mutant(
         "tickets are issued a step ahead of their weights' publication and start without them",
-        {f"{TICKETS}:TicketTable._first_pending": whatever_is_held(TRAIN)},
+        {PENDING: whatever_is_held(TRAIN)},
         f"{LOOP}:test_the_weights_do_not_depend_on_workers_or_delays",
         arguments={"mode": "sync", "workers": 4},
         raises=("Refused",),
@@ -231,7 +232,7 @@ EVALUATION_FAULTS = (
     ),
     Mutant(
         "an evaluation starts before its weights are there",
-        {f"{TICKETS}:TicketTable._first_pending": whatever_is_held(EVALUATION)},
+        {PENDING: whatever_is_held(EVALUATION)},
         f"{LOOP}:test_evaluation_changes_nothing_and_sees_its_own_version_only",
         arguments={"mode": "fully_async"},
         raises=("Refused",),

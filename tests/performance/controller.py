@@ -38,7 +38,7 @@ from async_flowrl.plan.work import UNREACHED_SECONDS
 from async_flowrl.tickets.request import RequestBuilder
 from async_flowrl.tickets.table import Shape, TicketTable
 from async_flowrl.training.messages import Manifest, StepPlan, Summed, TrainRequest, UpdateStats
-from async_flowrl.training.parts import Place, parts_of
+from async_flowrl.training.parts import RankPosition, parts_of
 from async_flowrl.types import Prompt, RolloutReport, RolloutRequest, Scores, Trajectory
 from checkpoint_engine import RING, Ack, Header, Layout, binding_probe, canary_tensors
 from tests.support.toy_models import ToySender, toy_lora, toy_tensors
@@ -130,7 +130,7 @@ class AnsweringTrainer:
         tensors = toy_tensors()
         self.sender = ToySender(tensors, dict.fromkeys(range(STEPS + 1), tensors), config.live_versions)
         self.update = self
-        self._place, self._samples = Place(index, config.trainer.num_workers), config.trainer.micro_batch_size
+        self._place, self._samples = RankPosition(index, config.trainer.num_workers), config.trainer.micro_batch_size
         self._step, self._plan = -1, StepPlan(rows=0)
         self._parts: list[tuple[int, int]] = []
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from async_flowrl.training.fsdp import World
 from async_flowrl.training.messages import Layout, Summed, TrainRequest, UpdateStats
-from async_flowrl.training.update import Update
+from async_flowrl.training.part_gradients import PartGradients
 from async_flowrl.training.worker import TrainerWorker
 from tests.support.process_pool import die
 
@@ -31,14 +31,14 @@ class DyingTrainer(TrainerWorker):
 
     def load(self, ranks: int = 1, layout: Layout | None = None) -> dict[str, Any]:
         info = super().load(ranks, layout)
-        contribution, add, left = Update._contribution, World.sum, [2]
+        computed, add, left = PartGradients._computed, World.sum, [2]
 
-        def computing(update: Update, *args: Any, **kwargs: Any) -> Any:
+        def computing(gradients: PartGradients, *args: Any, **kwargs: Any) -> Any:
             if self._now("micro-batch"):
                 left[0] -= 1
                 if left[0] == 0:
                     die()
-            return contribution(update, *args, **kwargs)
+            return computed(gradients, *args, **kwargs)
 
         def adding(world: World, values: Tensor) -> None:
             if self._now("all-reduce"):
@@ -46,7 +46,7 @@ class DyingTrainer(TrainerWorker):
                 die()
             add(world, values)
 
-        Update._contribution, World.sum = computing, adding  # type: ignore[method-assign]
+        PartGradients._computed, World.sum = computing, adding  # type: ignore[method-assign]
         return info
 
     def add_up(self, request: TrainRequest, *trajectories: Any) -> Summed:

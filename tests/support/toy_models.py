@@ -22,7 +22,7 @@ from async_flowrl.training.checkpoint import Checkpoint, read_checkpoint, write_
 from async_flowrl.training.exact import _TAIL, Account, ExactSum, _written, mark_of
 from async_flowrl.training.fsdp import World as TrainerWorld
 from async_flowrl.training.messages import Fetched, GroupMeta, Manifest, StepPlan, Summed, TrainRequest, UpdateStats
-from async_flowrl.training.parts import Place, cut, parts_of
+from async_flowrl.training.parts import RankPosition, cut, parts_of
 from async_flowrl.types import EVALUATION, Prompt, RolloutReport, RolloutRequest, Scores, Trajectory
 from checkpoint_engine import (
     CANARY_VERSION,
@@ -302,7 +302,7 @@ class ToyTrainer:
         left, samples = iter(trajectories), self.config.trainer.micro_batch_size
         self.given += len(trajectories)
         held = [dict(zip(own, left, strict=False)) for own in tickets or [range(meta.tickets) for meta in metas]]
-        for part in parts_of(metas, Place(self.index, self.config.trainer.num_workers), samples):
+        for part in parts_of(metas, RankPosition(self.index, self.config.trainer.num_workers), samples):
             meta = metas[part.group]
             images, chosen = len(meta.advantages) // meta.tickets, cut(meta.selected, samples)[part.part]
             rows = [held[part.group][image // images].latents[image % images] for image in chosen]

@@ -14,7 +14,7 @@ import pytest
 
 from async_flowrl.controller import collect
 from async_flowrl.controller.replica_calls import ReplicaCalls
-from async_flowrl.training.checkpoint import checkpoint_step, written
+from async_flowrl.training.checkpoint_folder import checkpoint_step, written
 from async_flowrl.training.manifests import NotThePlan, check_plan, missing
 from async_flowrl.training.messages import Manifest
 from separation.group import WorkerDied, WorkerFailed

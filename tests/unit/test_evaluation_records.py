@@ -23,7 +23,8 @@ from async_flowrl.observability.metrics import MetricsLog
 from async_flowrl.observability.run_directory import RunDirectory
 from async_flowrl.rewards.held_out import HeldOutScores, check_held_out
 from async_flowrl.rewards.served import check_served
-from async_flowrl.training.checkpoint import Checkpoint, checkpoint_step, write_checkpoint, written
+from async_flowrl.training.checkpoint import Checkpoint, write_checkpoint
+from async_flowrl.training.checkpoint_folder import checkpoint_step, written
 from async_flowrl.types import Prompt, Sampling, Scores
 from tests.support.toy import ToyRun, toy_config, virtual
 from tests.support.toy_pool import no_fault

@@ -7,7 +7,7 @@ import pytest
 
 from async_flowrl.controller.owners import Owners, idle_ranks, repeating_ranks
 from async_flowrl.training.messages import GroupMeta
-from async_flowrl.training.parts import Part, Place, parts_of, tickets_for
+from async_flowrl.training.parts import Part, RankPosition, parts_of, tickets_for
 from async_flowrl.types import Sampling
 
 SAMPLING = Sampling(32, 4, 1.0, None, " ", "sde", 0.7)
@@ -92,7 +92,7 @@ def test_ranks_that_add_up_part_by_part_see_each_group_alone() -> None:
     for calls in ([[first, second]], [[second, first]], [[first], [second]]):
         beside: dict[int, set[tuple[int, ...]]] = {}
         for call in calls:
-            of_rank = [parts_of(call, Place(rank, 3, 3, by_group=True), 2) for rank in range(3)]
+            of_rank = [parts_of(call, RankPosition(rank, 3, 3, by_group=True), 2) for rank in range(3)]
             for together in zip(*of_rank, strict=True):
                 (group,) = {call[part.group].group for part in together}
                 beside.setdefault(group, set()).add(tuple(part.part for part in together if part.counts))
@@ -106,8 +106,8 @@ def test_a_rank_is_sent_the_tickets_of_its_parts_alone() -> None:
     """Of four images in two tickets: parts of one image on ranks 0 and 1; a rank without any repeats another's."""
     given = replace(meta(3, (0, 1, 1)), advantages=(1.0,) * 4, selected=(3, 0, 1), tickets=2)
     for per_replica, expected in ((1, [((1,),), ((0,),), ((),)]), (3, [((1,),), ((0,),), ((0,),)])):
-        assert [tickets_for([given], Place(rank, 3, per_replica), 1) for rank in range(3)] == expected
-    repeated = [part.part for part in parts_of([given], Place(0, 3, 3), 1) if not part.counts]
+        assert [tickets_for([given], RankPosition(rank, 3, per_replica), 1) for rank in range(3)] == expected
+    repeated = [part.part for part in parts_of([given], RankPosition(0, 3, 3), 1) if not part.counts]
     assert repeated == [0], "its own last one, which it has already"
 
 
@@ -126,14 +126,14 @@ def test_every_part_is_trained_once_and_a_replica_in_step(per_replica: int) -> N
     owners = Owners(4, per_replica)
     owners.begin(7)
     metas = [meta(group, owners.of([2, 2])) for group in range(7)]
-    by_rank = [parts_of(metas, Place(rank, 4, per_replica), 2) for rank in range(4)]
+    by_rank = [parts_of(metas, RankPosition(rank, 4, per_replica), 2) for rank in range(4)]
     counted = [(part.group, part.part) for parts in by_rank for part in parts if part.counts]
     assert sorted(counted) == [(group, part) for group in range(7) for part in range(2)]
     for rank, parts in enumerate(by_rank):
-        assert len(parts) == max(len(by_rank[other]) for other in Place(rank, 4, per_replica).replica)
+        assert len(parts) == max(len(by_rank[other]) for other in RankPosition(rank, 4, per_replica).replica)
         assert per_replica > 1 or all(part.counts for part in parts)
 
 
 def test_without_owners_whoever_is_asked_trains_everything() -> None:
     one = GroupMeta(0, 1, 0, 0, (1.0,) * 3, (0, 1, 2), (0, 1, 2), " ", SAMPLING)
-    assert parts_of([one], Place(), 2) == [Part(0, 0), Part(0, 1)]
+    assert parts_of([one], RankPosition(), 2) == [Part(0, 0), Part(0, 1)]

@@ -16,7 +16,8 @@ from async_flowrl.config.sections.reward import RewardTerm
 from async_flowrl.controller.checkpoints import MAX_MISSED_CHECKPOINTS, SaveFailed
 from async_flowrl.run.recovery import MAX_RECOVERIES
 from async_flowrl.tickets.table import Refused
-from async_flowrl.training.checkpoint import DamagedCheckpoint, written
+from async_flowrl.training.checkpoint_folder import written
+from async_flowrl.training.checkpoint_manifest import DamagedCheckpoint
 from async_flowrl.training.messages import TrainRequest, UpdateStats
 from async_flowrl.types import EVALUATION, Prompt, RolloutRequest, Scores, Trajectory
 from async_flowrl.verify import verify

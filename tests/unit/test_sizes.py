@@ -29,7 +29,7 @@ from async_flowrl.run.prepare import prepare
 from async_flowrl.tickets.arithmetic import ticket_bytes
 from async_flowrl.tickets.request import RequestBuilder, evaluation_resolution
 from async_flowrl.tickets.table import EVALUATION, TRAIN, Ticket
-from async_flowrl.training import worker as training
+from async_flowrl.training import rank_model
 from async_flowrl.training.worker import TrainerWorker
 from async_flowrl.types import Prompt, Resolution
 
@@ -171,7 +171,7 @@ def test_the_trainer_checks_the_schedules_of_the_sizes_that_are_trained(
     def refuse(*args: Any, **options: Any) -> None:
         raise ValueError("no such schedule")
 
-    monkeypatch.setattr(training, "check_schedule", refuse)
+    monkeypatch.setattr(rank_model, "check_schedule", refuse)
     with pytest.raises(ValueError, match=r"^images of 32 × 48 px: no such schedule$"):
         TrainerWorker(prepared.config, prepared.model, 0, "trainer-0", prepared.trained_sizes).load()
 

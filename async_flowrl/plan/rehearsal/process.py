@@ -25,8 +25,7 @@ from async_flowrl.algorithms.base import MicroBatch
 from async_flowrl.plan.rehearsal.ledger import Ledger
 from async_flowrl.plan.rehearsal.model import FakeModel
 from async_flowrl.policies import one_base
-from async_flowrl.training import base_weights, exact, fsdp, full_shards
-from async_flowrl.training import worker as training
+from async_flowrl.training import base_weights, exact, fsdp, full_shards, rank_model
 
 
 @contextmanager
@@ -67,10 +66,10 @@ def _stand_ins(model: FakeModel, ledger: Ledger) -> list[tuple[Any, str, Any]]:
         (fsdp, "init_device_mesh", _outside(init_device_mesh)),
         (full_shards, "init_device_mesh", _outside(init_device_mesh)),
         (dist, "new_group", partial(_new_group, dist.new_group)),
-        (training, "load_policy", load_policy),
-        (training, "base_digest", lambda _: ""),
-        (training, "digest_of_stored", lambda *_: ""),
-        (training, "check_schedule", lambda *_, **__: None),
+        (rank_model, "load_policy", load_policy),
+        (rank_model, "base_digest", lambda _: ""),
+        (rank_model, "digest_of_stored", lambda *_: ""),
+        (rank_model, "check_schedule", lambda *_, **__: None),
         (base_weights, "_stored", lambda _: _Files()),
         (base_weights, "_same_names", lambda *_: None),
         (one_base, "load_policy", load_policy),

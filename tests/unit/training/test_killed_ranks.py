@@ -91,7 +91,7 @@ async def with_ranks(config: Config, given: list[list[rig.Handed]], deaths: dict
         )
         trainers.laid_out(config, infos[0]["ranks_per_replica"])
         for step, batch in enumerate(given):
-            if waiting := list(trainers.living._successors.values()):
+            if waiting := list(trainers.living.successors._loading.values()):
                 await asyncio.wait(waiting)
             trainers._came(await trainers.living.welcome(ctx, step))
             trainers._owners.begin(len(batch))
@@ -101,7 +101,7 @@ async def with_ranks(config: Config, given: list[list[rig.Handed]], deaths: dict
         assert len(set(await trainers.all("weights_digest"))) == 1
         return Found(await trainers.living.first.call("weights_digest"), metrics, observer)
     finally:
-        await trainers.living.settle()
+        await trainers.living.successors.settle()
         await pool.close()
 
 

@@ -17,15 +17,9 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import DeviceMesh
 
-from async_flowrl.training.checkpoint import (
-    RANKS,
-    DamagedCheckpoint,
-    begin_checkpoint,
-    check_ranks,
-    end_checkpoint,
-    find_checkpoint,
-    read_checkpoint,
-)
+from async_flowrl.training.checkpoint import RANKS, check_ranks, read_checkpoint
+from async_flowrl.training.checkpoint_folder import begin_checkpoint, end_checkpoint, find_checkpoint
+from async_flowrl.training.checkpoint_manifest import DamagedCheckpoint
 from async_flowrl.training.fsdp import World
 from async_flowrl.training.full_shards import host_mesh
 from async_flowrl.training.shard_checkpoint import FOLDER, whole_parts, write_shards

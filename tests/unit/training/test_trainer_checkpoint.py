@@ -12,15 +12,9 @@ import torch
 from async_flowrl.config.schema import Config
 from async_flowrl.controller.fingerprint import config_hash, differences, numerics
 from async_flowrl.training import checkpoint as store
-from async_flowrl.training.checkpoint import (
-    Checkpoint,
-    DamagedCheckpoint,
-    checkpoint_step,
-    find_checkpoint,
-    read_checkpoint,
-    read_controller,
-    write_checkpoint,
-)
+from async_flowrl.training.checkpoint import Checkpoint, read_checkpoint, read_controller, write_checkpoint
+from async_flowrl.training.checkpoint_folder import checkpoint_step, find_checkpoint
+from async_flowrl.training.checkpoint_manifest import DamagedCheckpoint
 from tests.support import trainer_rig as rig
 
 
@@ -191,14 +185,14 @@ def test_resuming_goes_on_bit_for_bit(tmp_path: Path, sampler: rig.Sampler) -> N
 
 def test_the_hub_revision_is_recorded_and_must_be_the_same(tmp_path: Path) -> None:
     first, second = rig.trainer(rig.tiny_config()), rig.trainer(rig.tiny_config())
-    first.model = replace(first.model, revision="abc")
+    first._state = replace(first._state, model=replace(first.model, revision="abc"))
     first.snapshot()
     path = first.save(str(tmp_path), {})
     assert read_checkpoint(Path(path)).trainer["model"] == {"path": "tiny", "revision": "abc"}
-    second.model = replace(second.model, revision="def")
+    second._state = replace(second._state, model=replace(second.model, revision="def"))
     with pytest.raises(ValueError, match=r"trained on revision abc of .*, this run has def: set model\.revision=abc"):
         second.restore(path)
-    second.model = first.model
+    second._state = replace(second._state, model=first._state.model)
     assert second.restore(path) == 0
 
 
@@ -302,5 +296,7 @@ def test_devices_per_worker_count_where_the_engine_spreads_its_network_over_them
     assert config_hash(one) == config_hash(four)
 
 
-def test_the_module_writes_no_pickle() -> None:
-    assert "pickle" not in (Path(store.__file__).read_text())
+def test_the_modules_write_no_pickle() -> None:
+    files = sorted(Path(store.__file__).parent.glob("checkpoint*.py"))
+    assert [file.stem for file in files] == ["checkpoint", "checkpoint_folder", "checkpoint_manifest"]
+    assert not [file for file in files if "pickle" in file.read_text()]

@@ -17,7 +17,7 @@ from async_flowrl.policies.registry import load_policy, resolve_model
 from async_flowrl.training.merged_stats import merged
 from async_flowrl.training.messages import Manifest, PartStats, StepPlan, TrainRequest, UpdateStats
 from async_flowrl.training.micro_batches import Group
-from async_flowrl.training.update import NonFiniteError
+from async_flowrl.training.part_gradients import NonFiniteError
 from async_flowrl.training.update_metrics import PartSums
 from async_flowrl.types import Trajectory
 from tests.support import trainer_rig as rig
