@@ -9,8 +9,8 @@ from typing import TypeVar
 
 from async_flowrl.config.schema import Config
 from async_flowrl.controller.canary import Canary
+from async_flowrl.controller.context import Attempt
 from async_flowrl.controller.endpoints import RolloutEndpoint, bury_sender
-from async_flowrl.controller.living import Attempt
 from async_flowrl.controller.shard_endpoints import ShardedRolloutEndpoint, ShardedTrainerEndpoint
 from async_flowrl.controller.trainer import TrainerGroup
 from checkpoint_engine import CANARY_VERSION, check_binding
