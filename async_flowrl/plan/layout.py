@@ -8,13 +8,9 @@ import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from async_flowrl.config.reward_pools import is_scoring_pool
 from async_flowrl.config.schema import Config
 from async_flowrl.config.sections.tune import FULL
 from async_flowrl.config.shared import SHARED
-from async_flowrl.plan.devices import GIB, ROLLOUT, TIGHT, TRAINER, Device, footprint, titled_devices
-from async_flowrl.plan.meta_model import build_meta_model
-from async_flowrl.plan.peaks import remembered_training_peak, sampling_peak
 from async_flowrl.training.messages import Layout
 
 logger = logging.getLogger(__name__)
@@ -58,7 +54,10 @@ def resolved(config: Config, memory: Mapping[str, int]) -> Chosen:
     if "trainer" not in memory:
         return _chosen(_filled(config, "none", "none"), asked, "the trainer has no GPU whose memory it could save")
     try:
-        return _planned(config, memory, asked)
+        from async_flowrl.plan.layout_fit import fitting  # It imports model code, which the driver of a run does not.
+
+        layout, why = fitting(config, memory)
+        return _chosen(layout, asked, why)
     except Exception as error:  # The run may start even if the planner cannot plan its model.
         logger.info("no plan of the trainer's layout", exc_info=True)
         why = f"the model cannot be planned ({type(error).__name__}: {error}), and this needs least memory"
@@ -85,48 +84,6 @@ def candidates(config: Config) -> Iterator[Layout]:
     for shard in ("none", _shared(config)) if SHARD in asked else ("",):
         for how in CHECKPOINTED if CHECKPOINTING in asked else ("",):
             yield _filled(config, shard, how)
-
-
-def _planned(config: Config, memory: Mapping[str, int], asked: list[str]) -> Chosen:
-    """Tries the candidates in order and returns the first that fits, else the one that needs least memory.
-
-    A layout fits if its planned memory, activations included, is at most TIGHT of the device. Raises the errors of the
-    planner.
-    """
-    pools = {pool: size for pool, size in memory.items() if not is_scoring_pool(pool)}
-    devices = {title: device for title, device in titled_devices(config, pools).items() if title != ROLLOUT}
-    ((title, device),) = devices.items()
-    model = build_meta_model(config)
-    sampling = sampling_peak(config, model) if title != TRAINER else 0
-    peaks: dict[str, int] = {}
-    tried: list[tuple[Layout, int]] = []
-    for layout in candidates(config):
-        now, how = with_layout(config, layout), layout.gradient_checkpointing
-        held = footprint(title, now, model, device).resident
-        if held <= device.available and how not in peaks:
-            peaks[how] = remembered_training_peak(now)
-        whole = footprint(title, now, model, device, training=peaks.get(how, 0), sampling=sampling)
-        total = whole.total if held <= device.available else max(held, whole.total)
-        tried.append((layout, total))
-        if held <= device.available and total <= TIGHT * device.available:
-            break
-    # Activations are not counted if the weights alone do not fit, so totals may be equal; the last of them is then
-    # taken, because it checkpoints most.
-    least = min(reversed(tried), key=lambda one: one[1])
-    layout, total = tried[-1] if tried[-1][1] <= TIGHT * device.available else least
-    return _chosen(layout, asked, _why(title, tried, layout, total, device))
-
-
-def _why(title: str, tried: list[tuple[Layout, int]], layout: Layout, total: int, device: Device) -> str:
-    """Returns in words the planned memory of the chosen layout, and of the next cheaper one, which does not fit."""
-    needs = f"{title} is planned to need {total / GIB:.3g} of {device.available / GIB:.3g} GiB, activations included"
-    dearer = [one for one in tried if one[0] != layout]
-    if total > TIGHT * device.available:
-        return f"nothing fits; with this, {needs}"
-    if not dearer:
-        return f"the cheapest fits: {needs}"
-    before, size = dearer[-1]
-    return f"{needs}; with {before.in_words()} it would be {size / GIB:.3g}"
 
 
 def _chosen(layout: Layout, asked: list[str], why: str) -> Chosen:

@@ -1,6 +1,7 @@
 """The model family Qwen-Image: latents are [tokens, 64], and guidance rescales each token to its norm without it."""
 
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
@@ -18,14 +19,18 @@ from async_flowrl.types import Conditioning, Prompt, Resolution, Sampling, Token
 
 _POSITIONS = 4096
 """Positions in each direction that diffusers' QwenEmbedRope has a table of."""
+_NETWORK = "diffusers.models.transformers.transformer_qwenimage"
+"""Module of diffusers' network, which whoever has a network to train or to sample with has imported."""
 _MLP = ("img_mlp.net.0.proj", "img_mlp.net.2", "txt_mlp.net.0.proj", "txt_mlp.net.2")
 
 
 def _no_wait_for_lengths() -> None:
-    """Puts `_text_length` in the place of diffusers' function, for this process."""
-    from diffusers.models.transformers import transformer_qwenimage
+    """Puts `_text_length` in the place of diffusers' function, for this process.
 
-    cast("Any", transformer_qwenimage).compute_text_seq_len_from_mask = _text_length
+    Does nothing where diffusers' network was not imported, as in the driver, which asks a policy for shapes only.
+    """
+    if (network := sys.modules.get(_NETWORK)) is not None:
+        cast("Any", network).compute_text_seq_len_from_mask = _text_length
 
 
 def _text_length(texts: Tensor, mask: Tensor | None) -> tuple[int, None, Tensor | None]:

@@ -65,10 +65,11 @@ def test_an_answer_that_needs_no_tensor_loads_no_torch(
 
 DRIVER = """
 import sys
-import async_flowrl.run.job, async_flowrl.main, separation.ray_session
+import async_flowrl.run.job, separation.ray_session
 from async_flowrl.config.compose import compose_config
+from async_flowrl.main import choose_layout
 from async_flowrl.run.prepare import prepare
-prepare(compose_config(overrides=sys.argv[1:]))
+choose_layout(prepare(compose_config(overrides=sys.argv[1:])).at_largest, {})
 print(*sys.modules)
 """
 
