@@ -98,6 +98,7 @@ async def train_with_recovery(run: Run, resume: Resume) -> Context:
             if not dead or left == 0 or run.stop():
                 raise
             logger.warning("%s died; going on from the last checkpoint", ", ".join(dead))
+            # A SenderLost is recorded as WorkerDied, as every death: who noticed it does not matter here.
             kind = WorkerDied if isinstance(error, WorkerDied) else WorkerFailed
             run.ledgers.events.event("fault", worker=dead[0], kind=kind.__name__, message=str(error))
     raise AssertionError("unreachable")

@@ -11,7 +11,7 @@ class PendingTickets:
     """The PENDING tickets of a table.
 
     The table adds each ticket that becomes PENDING; one that becomes something else is dropped when it is first of its
-    queue. So a queue may have tickets that were started since, and a ticket that is made again twice.
+    queue. So a queue may still contain tickets that were started, and a ticket that is made again may be in it twice.
     """
 
     def __init__(self, training: Mapping[int, Ticket], evaluation: Mapping[int, Ticket]) -> None:

@@ -54,6 +54,19 @@ def test_a_rank_that_dies_before_a_new_worker_gets_its_versions_is_blamed() -> N
     assert blamed(config, both_die) == ["rollout-0"], "its successor is not to blame"
 
 
+def test_a_rank_that_dies_with_the_node_of_its_canary_is_blamed() -> None:
+    """A new worker cannot get the canary, and nobody is left to make it again."""
+
+    async def node_dies(ctx: Context, pools: Pools) -> None:
+        await worker_dies(ctx, pools)
+        weights: Any = ctx.weights
+        weights.proof.canary.payload.lost = True
+        pools["trainer"].workers[0].kill()
+
+    config = toy_config(0, steps=STEPS, rollout__num_workers=1)
+    assert blamed(config, node_dies) == ["rollout-0"], "its successor is not to blame"
+
+
 @pytest.mark.parametrize("elastic", [False, True], ids=["replacement", "newcomer"])
 def test_a_rank_that_dies_while_it_sends_a_bucket_to_a_new_worker_is_blamed(
     elastic: bool, monkeypatch: pytest.MonkeyPatch

@@ -72,6 +72,29 @@ def test_a_dead_trainer_goes_on_from_the_last_checkpoint(method: str, tmp_path: 
     check_equal(root)
 
 
+def test_a_worker_that_waits_for_weights_of_a_rank_that_dies_serves_after_the_recovery(tmp_path: Path) -> None:
+    """The successor of a lost rollout worker is proven, and the only trainer rank dies when it is asked for a version.
+
+    The rank is idle, because images take long, so nothing else notices its death. The successor is not to blame: it is
+    not replaced.
+    """
+    proven: list[str] = []
+
+    def fault(worker: str, method: str, number: int) -> str | None:
+        if method == "prove":
+            proven.append(worker)
+        asked = (worker, method) == ("trainer-0", "payload") and proven == ["rollout-0", "rollout-0.1"]
+        return "kill" if asked or (worker, method, number) == ("rollout-0", "generate", 17) else None
+
+    root = tmp_path / "run"
+    world = World(Timing(generate=15.0), fault, ListObserver())
+    assert run_controller(config(rollout__num_workers=1), root, world) is None
+    assert rollbacks(root) == [4]
+    faults = [(event["worker"], event["kind"]) for event in events(root, "fault")]
+    assert faults == [("rollout-0", "WorkerDied"), ("trainer-0", "WorkerDied")]
+    check_equal(root)
+
+
 def test_a_worker_whose_base_was_not_compared_before_the_recovery_never_serves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
