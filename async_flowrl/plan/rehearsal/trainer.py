@@ -170,7 +170,8 @@ def _counts(worker: TrainerWorker, config: Config) -> dict[str, int]:
     """Counts the passes of a training step on the rank that has the most.
 
     Passes without gradient are the behaviour, the reference and, for all optimizer steps but the first, the proximal
-    policy. Ranks that share the trained weights compute the parts of one group after the other (`Place.by_group`).
+    policy. Ranks that share the trained weights compute the parts of one group after the other
+    (`RankPosition.by_group`).
     """
     trainer, algorithm = config.trainer, worker.algorithm
     selected = len(algorithm.select(_advantages(config)))

@@ -31,7 +31,7 @@ from async_flowrl.plan.rehearsal.trainer import RankRehearsal, _counts, rehearse
 from async_flowrl.plan.size_costs import SizeCosts, size_costs, size_shares
 from async_flowrl.plan.work import Work
 from async_flowrl.tickets.arithmetic import trained_steps
-from async_flowrl.training.parts import Place
+from async_flowrl.training.parts import RankPosition
 
 FAMILIES = {"tiny": (), "tiny_sd3": (), "tiny_z_image": (), "tiny_flux": ("rollout.guidance_scale=3.5",)}
 RECIPES = {"qwen_image_ocr": 38.0, "sd35_ocr": 4.6, "flux_pickscore": 22.1}
@@ -250,7 +250,7 @@ def test_the_rank_with_most_parts_decides_how_long_a_step_takes() -> None:
     chosen.needs_reference = True
     found = []
     for by_group in (False, True):
-        parts = {"versions": SimpleNamespace(sampling=None), "world": Place(by_group=by_group)}
+        parts = {"versions": SimpleNamespace(sampling=None), "world": RankPosition(by_group=by_group)}
         worker = cast("Any", SimpleNamespace(algorithm=chosen, **parts))
         for config.trainer.num_workers in (1, 3, 4, 8):
             counts = _counts(worker, config)
