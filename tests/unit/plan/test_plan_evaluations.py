@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from async_flowrl.plan.advise import advise
-from async_flowrl.plan.calibrate import calibrate
+from async_flowrl.plan.calibrate import calibrate, evaluation_work
 from async_flowrl.plan.laws import Law
 from async_flowrl.plan.limits import Limits
 from async_flowrl.plan.simulate import simulate, traced
@@ -152,6 +152,17 @@ def test_a_plan_from_a_run_has_its_evaluations(tmp_path: Path) -> None:
     assert learnt is not None
     assert (learnt.every, learnt.tickets) == (4, len(run.evaluated[0].prompts))
     assert learnt.generate.mean == pytest.approx(1.0, rel=0.05)
+
+
+def test_an_evaluation_ticket_that_was_made_twice_is_one_ticket() -> None:
+    of = {"event": "ticket", "kind": EVALUATION, "step": 4, "worker": "rollout-0"}
+    told = [(0, State.RUNNING), (0, State.SCORING), (0, State.PENDING), (1, State.RUNNING), (1, State.SCORING)]
+    told += [(0, State.RUNNING), (0, State.SCORING)]
+    history = [
+        of | {"time": float(time), "ordinal": ordinal, "state": state} for time, (ordinal, state) in enumerate(told)
+    ]
+    found = evaluation_work(toy_config(1, steps=16, evaluate__every=4), history, {})
+    assert found is not None and (found.every, found.tickets, found.generate.mean) == (4, 2, 1.0)
 
 
 def test_a_shared_process_spends_on_an_evaluation_ticket_what_its_span_says() -> None:
