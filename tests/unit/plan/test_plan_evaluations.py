@@ -126,7 +126,10 @@ def test_evaluations_larger_than_their_share_fall_behind_and_training_does_not()
 @pytest.mark.parametrize(("k", "hand_over"), MODES)
 @pytest.mark.parametrize("workers", [1, 2])
 def test_the_plan_of_a_toy_run_with_evaluations_is_the_toy_run(k: int, hand_over: str, workers: int) -> None:
-    """Real versions, deliveries and evaluations: every step ends when the plan says, but for the first two."""
+    """Real versions, deliveries and evaluations, from the third step on: each step takes what the plan says.
+
+    With two devices and stale versions only the sum of the steps does.
+    """
     config = shared_config(k, workers, hand_over=hand_over, steps=10, reward__num_workers=4, evaluate__every=2)
     toy = shared_virtual(config, Timing(generate=1.0, score=0.1, update=0.7, transfer=0.0))
     tickets = len(toy.evaluated[0].prompts)
