@@ -133,7 +133,8 @@ def evaluation_work(config: Config, history: Sequence[Event], slow: Mapping[str,
     times = [time for time in found if time.step > 0]
     if config.evaluate.every == 0 or not times:
         return None
-    evaluated = Counter(time.step for time in times)
+    # A ticket that was lost is made again, with the same ordinal.
+    evaluated = Counter(step for step, _ in {(time.step, time.ordinal) for time in times})
     law = Law.measured([time.seconds / slow.get(place_of(time.worker), 1.0) for time in times])
     return EvaluationWork(config.evaluate.every, max(evaluated.values()), law)
 

@@ -18,6 +18,7 @@ class PlannedEvaluations:
         self._work = work
         self._turn = asyncio.Lock()
         self._tasks: list[asyncio.Task[None]] = []
+        self._trained = False
         self.seconds: list[float] = []
         """Virtual seconds of each complete evaluation, from the delivery of its version to its last score."""
 
@@ -31,7 +32,12 @@ class PlannedEvaluations:
             self._tasks.append(asyncio.create_task(self._run(ctx, version, self._work.tickets)))
 
     async def drain(self) -> None:
-        """Waits for all evaluations. Raises the error of one that failed."""
+        """Waits for the evaluation that is under way. Raises the error of one that failed.
+
+        Those that wait for it are left out: they change no step any more, and where evaluations fall behind there may
+        be many.
+        """
+        self._trained = True
         await asyncio.gather(*self._tasks)
 
     def cancel(self) -> None:
@@ -41,6 +47,8 @@ class PlannedEvaluations:
 
     async def _run(self, ctx: Context, version: int, count: int) -> None:
         async with self._turn:
+            if self._trained:
+                return
             began = ctx.observer.now()
             await ctx.weights.deliver_for_evaluation(version)
             tickets = ctx.table.issue_evaluation(version=version, step=version, groups=count)

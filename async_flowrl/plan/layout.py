@@ -53,9 +53,10 @@ def resolved(config: Config, memory: Mapping[str, int]) -> Chosen:
         return Chosen(Layout.named(config.trainer), ())
     if "trainer" not in memory:
         return _chosen(_filled(config, "none", "none"), asked, "the trainer has no GPU whose memory it could save")
-    try:
-        from async_flowrl.plan.layout_fit import fitting  # It imports model code, which the driver of a run does not.
+    # It imports model code, which a driver without GPUs does not need. An error of this import is not one of the model.
+    from async_flowrl.plan.layout_fit import fitting
 
+    try:
         layout, why = fitting(config, memory)
         return _chosen(layout, asked, why)
     except Exception as error:  # The run may start even if the planner cannot plan its model.

@@ -14,7 +14,7 @@ from torch import Tensor
 from async_flowrl.config.schema import Config
 from async_flowrl.config.shared import SHARED
 from async_flowrl.plan.footprint import Allocations, fused_attention
-from async_flowrl.plan.meta_model import MetaModel, build_meta_model, conditioning
+from async_flowrl.plan.meta_model import MetaModel, architecture, build_meta_model, conditioning
 from async_flowrl.plan.text_lengths import text_lengths
 from async_flowrl.tickets.arithmetic import trained_steps
 from async_flowrl.tickets.request import sampling
@@ -40,11 +40,15 @@ def remembered_training_peak(config: Config) -> int:
 
 
 def _key(config: Config) -> str:
-    """Returns the configuration in words, without what says where ranks are and how they share the base."""
+    """Returns the configuration in words, without what says where ranks are and how they share the base.
+
+    It begins with what is read from files: the model's architecture and the length of the longest prompt.
+    """
     trainer = replace(
         config.trainer, num_workers=1, shard="none", shard_size=None, cpu_offload=False, workers_per_node=None
     )
-    return f"{text_lengths(config).longest} {replace(config, trainer=trainer, placement=SHARED)!r}"
+    read = architecture(config), text_lengths(config).longest
+    return f"{read} {replace(config, trainer=trainer, placement=SHARED)!r}"
 
 
 def training_peak(config: Config, model: MetaModel, *, device: str = "meta") -> int:

@@ -8,9 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
+from async_flowrl.config.paths import find_data
 from async_flowrl.config.schema import Config
 from async_flowrl.config.sections.data import DataConfig
-from async_flowrl.data.load import Data, load_data
+from async_flowrl.data.files import split_files
+from async_flowrl.data.load import SPLITS, Data, load_data
 from async_flowrl.data.sampler import Sampler
 from async_flowrl.tickets.batches import by_length
 from async_flowrl.types import Prompt
@@ -40,38 +42,66 @@ def text_lengths(config: Config) -> TextLengths:
     prompts is invalid.
     """
     how = config.data
+    choice = how.prompt_key, how.weight_key, how.held_out, how.held_out_seed
     try:
-        data = _loaded(how.train, how.evaluation, how.prompt_key, how.weight_key, how.held_out, how.held_out_seed)
+        counted = _counted(how.train, how.evaluation, *choice, as_now=_written(how))
     except FileNotFoundError:
         return TextLengths()
-    tokens = [tokens_of(prompt) for prompt in data.train]
-    longest = max([*tokens, *(tokens_of(prompt) for prompt in data.evaluation)])
-    return TextLengths(longest, _mean_padded(config, data, tokens))
+    return TextLengths(counted.longest, _mean_padded(config, counted))
 
 
 def tokens_of(prompt: Prompt) -> int:
-    """Returns the planned length of a prompt in tokens, at least USUAL_TOKENS; that of token ids is exact."""
+    """Returns the planned length of a prompt in tokens, at least USUAL_TOKENS.
+
+    Token ids count as many as they are, with those of the template, which some families drop after the encoding.
+    """
     wording = prompt.wording
     found = math.ceil(len(wording.encode()) / BYTES_PER_TOKEN) if isinstance(wording, str) else len(wording)
     return max(found, USUAL_TOKENS)
 
 
+@dataclass(frozen=True)
+class _Counted:
+    """Prompts and their lengths in tokens."""
+
+    data: Data
+    tokens: Sequence[int]
+    """Length of each training prompt."""
+    longest: int
+    """Length of the longest prompt, evaluations included."""
+
+
+def _written(how: DataConfig) -> tuple[tuple[str, int, int], ...]:
+    """Returns path, time of writing and bytes of each prompt file. Raises FileNotFoundError if one is missing."""
+    paths = [find_data(name, key="data", folder=True) for name in (how.train, how.evaluation) if name]
+    files = [file for path in paths for split in SPLITS for file in split_files(path, split) or ()]
+    return tuple((str(file.absolute()), file.stat().st_mtime_ns, file.stat().st_size) for file in files)
+
+
 @lru_cache(maxsize=4)
-def _loaded(
+def _counted(
     train: str,
     evaluation: str | None,
     prompt_key: str,
     weight_key: str | None,
     held_out: float | None,
     held_out_seed: int,
-) -> Data:
-    """Loads prompts; cached, because a plan asks once per layout that it tries."""
+    *,
+    as_now: tuple[tuple[str, int, int], ...],
+) -> _Counted:
+    """Loads prompts and counts their tokens; cached, because a plan asks several times per layout that it tries.
+
+    `as_now` is what `_written` gives: files that were written again are read again.
+    """
     how = DataConfig(train, evaluation, prompt_key, weight_key, held_out, held_out_seed)
-    return load_data(how, needs_target=False)
+    data = load_data(how, needs_target=False)
+    tokens = tuple(tokens_of(prompt) for prompt in data.train)
+    return _Counted(data, tokens, max([*tokens, *(tokens_of(prompt) for prompt in data.evaluation)]))
 
 
-def _mean_padded(config: Config, data: Data, tokens: Sequence[int]) -> float:
-    """Returns the mean length of a ticket's text with its padding; `tokens` has the length of each training prompt."""
+def _mean_padded(config: Config, counted: _Counted) -> float:
+    """Returns the mean length of a training ticket's text with its padding."""
+    data, tokens = counted.data, counted.tokens
     per_group, size = config.group_size // config.images_per_ticket, config.rollout.tickets_per_batch
     sampler = Sampler(
         len(tokens),

@@ -1,7 +1,9 @@
 """Tests of remembered peaks: equal to what is counted anew, and counted once for what does not change them."""
 
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -10,6 +12,7 @@ from async_flowrl.config.schema import Config
 from async_flowrl.plan import peaks
 from async_flowrl.plan.meta_model import build_meta_model
 from async_flowrl.plan.peaks import remembered_training_peak, training_peak
+from async_flowrl.policies.registry import resolve_model
 
 
 @pytest.fixture
@@ -32,7 +35,22 @@ def test_the_number_of_ranks_and_their_shares_of_the_base_change_no_peak(built: 
     assert remembered_training_peak(alone) == remembered_training_peak(sharded)
     assert len(built) == 1
     counted = {training_peak(each, build_meta_model(each)) for each in (alone, sharded)}
-    assert len(counted) == 1, "which the peak itself says"
+    assert counted == {remembered_training_peak(alone)}, "which the peak itself says"
+
+
+def test_a_model_of_the_same_relative_path_in_another_folder_is_counted_anew(
+    built: list[Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, config in (("few", tiny()), ("many", tiny("model.tiny.layers=6"))):
+        config.trainer.gradient_checkpointing = "none"
+        shutil.copytree(resolve_model(config.model).path, tmp_path / name / "model")
+    config = compose_config("one_step_off", [f"model.path={tmp_path / 'few' / 'model'}"])
+    config.trainer.gradient_checkpointing, config.model.path = "none", "model"
+    found = set()
+    for name in ("few", "many"):
+        monkeypatch.chdir(tmp_path / name)
+        found.add(remembered_training_peak(config))
+    assert len(found) == len(built) == 2
 
 
 @pytest.mark.parametrize(

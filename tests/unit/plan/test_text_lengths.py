@@ -46,6 +46,20 @@ def test_without_the_file_or_with_short_prompts_they_are_the_usual_ones(tmp_path
     assert text_lengths(config) == TextLengths(USUAL_TOKENS, USUAL_TOKENS)
 
 
+def test_a_file_that_was_written_again_is_read_again(tmp_path: Path) -> None:
+    assert text_lengths(configured(tmp_path, [10, LONG])).longest == 300
+    assert text_lengths(configured(tmp_path, [10, 2 * LONG])).longest == 600
+
+
+def test_a_relative_path_is_that_of_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, length in (("short", 10), ("long", LONG)):
+        (tmp_path / name).mkdir()
+        config = configured(tmp_path / name, [10, length])
+        monkeypatch.chdir(tmp_path / name)
+        config.data.train = "prompts.txt"
+        assert text_lengths(config).longest == (USUAL_TOKENS if name == "short" else 300)
+
+
 @pytest.mark.parametrize(("family", "grows"), [("qwen_image", True), ("z_image", True), ("flux", False)])
 def test_memory_is_planned_for_the_longest_prompt(tmp_path: Path, family: str, grows: bool) -> None:
     """FLUX.1 pads every prompt to one length."""
