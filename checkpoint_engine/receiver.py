@@ -20,6 +20,11 @@ from checkpoint_engine.side_stream import SideStream, on, recorded
 SLOTS = (RING, EVALUATION)
 
 
+def in_host_memory(tensor: Tensor) -> Tensor:
+    """Returns a copy in host memory, or the tensor itself if it is there."""
+    return tensor.to("cpu")
+
+
 class Receiver:
     """Retains the newest `capacity` verified versions of each stream, and one evaluation version.
 
@@ -59,6 +64,9 @@ class Receiver:
         self.side = SideStream.of(self.slot_device)
         """Stream of all copies to and from slots on a GPU; None for slots in host memory."""
         self._tensors = dict(tensors)
+        if on_host:  # A GPU has no room for the live buffer beside the tensors either.
+            for tensor in tensors.values():
+                tensor.data = in_host_memory(tensor.detach())
         self._live = self.layout.empty(self.device)
         for name, view in self.layout.views(self._live).items():
             view.copy_(tensors[name].detach())

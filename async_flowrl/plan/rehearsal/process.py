@@ -26,6 +26,7 @@ from async_flowrl.plan.rehearsal.ledger import Ledger
 from async_flowrl.plan.rehearsal.model import FakeModel
 from async_flowrl.policies import one_base
 from async_flowrl.training import base_weights, exact, fsdp, full_shards, rank_model
+from checkpoint_engine import receiver
 
 
 @contextmanager
@@ -74,6 +75,7 @@ def _stand_ins(model: FakeModel, ledger: Ledger) -> list[tuple[Any, str, Any]]:
         (base_weights, "_same_names", lambda *_: None),
         (one_base, "load_policy", load_policy),
         (one_base, "base_digest", lambda _: ""),
+        (receiver, "in_host_memory", partial(_in_host_memory, ledger)),
         (exact, "_read", lambda _: exact.Account()),
         (exact.Account, "holds", lambda *_: True),
         (dpo, "pairs", _pairs),
@@ -97,6 +99,12 @@ def _new_group(own: Any, backend: str) -> Any:
     """Returns a group of all ranks that answers at once, too, in place of one of `backend`."""
     with unset_fake_temporarily():
         return own(backend="fake")
+
+
+def _in_host_memory(ledger: Ledger, tensor: Tensor) -> Tensor:
+    """Returns a copy that counts as host memory; fake tensors all have the device `cpu`."""
+    with ledger.aside():
+        return tensor.clone()
 
 
 def _outside(call: Any) -> Any:

@@ -158,6 +158,14 @@ def test_a_rollout_worker_takes_a_version_in_shares_as_it_takes_a_whole_one() ->
     assert shares.phases["delivery"].peak == pytest.approx(whole.phases["delivery"].peak, rel=0.01)
 
 
+def test_loading_whole_weights_never_holds_them_twice_on_the_device() -> None:
+    """With the versions in host memory a device has no room for a second copy at any time."""
+    worker = worker_alone("tune=full", "model.tiny.layers=8", "model.tiny.heads=16")
+    load = worker.phases["load"]
+    assert load.resident < worker.phases["denoise"].resident < 1.5 * worker.version_bytes
+    assert load.peak < 1.05 * worker.phases["denoise"].resident
+
+
 def test_an_offloaded_encoder_counts_only_while_it_encodes() -> None:
     resident, offloaded, cached = (
         worker_alone(f"rollout.text_encoder={where}").phases for where in ("resident", "offload", "cached")
