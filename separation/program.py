@@ -1,4 +1,4 @@
-"""Program runs a command in a process of its own that always ends with the worker process that started it.
+"""Program runs a command in a process of its own, which ends when the worker process that started it has ended.
 
 The workers of reward servers use it (async_flowrl/rewards/server_worker.py).
 """
@@ -25,7 +25,7 @@ class Program:
     """
 
     def __init__(self, command: Sequence[str], *, environment: Mapping[str, str], log: Path, grace: float) -> None:
-        """Starts the command. `environment` is its whole environment, `grace` the seconds between SIGTERM and SIGKILL.
+        """Starts the command. `environment` is its whole environment, `grace` the seconds that `stop` gives it.
 
         Raises OSError if the log cannot be written.
         """
@@ -45,7 +45,7 @@ class Program:
         """Pid of the keeper, which is also the id of the process group."""
 
     def exit_code(self) -> int | None:
-        """Returns the exit code; None while the program runs."""
+        """Returns the exit code, 128 + n after signal n, 127 if it was not found; None while the program runs."""
         return self._keeper.poll()
 
     def wait(self) -> int:

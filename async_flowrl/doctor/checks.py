@@ -61,7 +61,11 @@ def supervise(name: str, setting: Setting, left: float, scale: float = 1.0) -> l
     check = CHECKS[name]
     limit = check.limit(quick=setting.quick, left=left, scale=scale)
     if limit <= RESERVE_SECONDS:
-        return [Finding(name, SKIPPED, "--minutes were used up before", f"run `doctor --gpu --only {name}`")]
+        return [
+            Finding(
+                name, SKIPPED, f"--minutes leave it {max(limit, 0.0):.0f} s", f"`doctor --gpu --only {name}` has more"
+            )
+        ]
     folder = setting.folder("checks")
     told, answer = folder / "setting.json", folder / f"{name}.json"
     setting.write(told)

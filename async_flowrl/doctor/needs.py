@@ -42,11 +42,11 @@ class Needs:
     run_directory: int
     model_files: int
     version: int
-    """One version of the LoRA as it is sent to rollout workers."""
+    """One version of the trained weights as it is sent to rollout workers."""
 
     @property
     def memory(self) -> int:
-        """Host memory of all processes with which the run can start, without the object stores."""
+        """Host memory of all processes at the start of the run, without object stores and models of rewards."""
         return sum(process.count * process.bytes for process in self.processes)
 
     @property
@@ -90,7 +90,8 @@ def training_processes(config: Config, plan: MemoryPlan, *, on_gpus: bool) -> li
 def trainer_bytes(config: Config, plan: MemoryPlan, *, on_gpus: bool) -> int:
     """Returns the host memory of a trainer worker in bytes, with the copy that becomes a checkpoint.
 
-    Beside that copy, it is on a GPU only what is pinned, on a CPU everything.
+    Beside that copy, a trainer worker on a GPU has only pinned buffers in host memory, one on a CPU everything. The
+    copy counts for every rank, although ranks that do not share the weights leave it to one or two of them.
     """
     if on_gpus and config.trainer.gpus_per_worker > 0:
         return PROCESS_BYTES + plan.snapshot + plan.host
@@ -132,11 +133,11 @@ def on_host(footprint: Footprint) -> int:
 
 
 def run_directory_bytes(config: Config, plan: MemoryPlan) -> int:
-    """Returns the bytes of kept checkpoints, one more being written, a best one, the weights, and other files."""
+    """Returns the bytes of kept checkpoints, one more being written, a best one, both their weights, and more."""
     return (
         FOLDER_BYTES
-        + plan.adapter_bytes
-        + (config.save.keep + 1 + (config.save.best is not None)) * (checkpoint_bytes(config, plan))
+        + (1 + (config.save.best is not None)) * plan.adapter_bytes
+        + (config.save.keep + 1 + (config.save.best is not None)) * checkpoint_bytes(config, plan)
     )
 
 

@@ -1,7 +1,6 @@
 """The model family Qwen-Image: latents are [tokens, 64], and guidance rescales each token to its norm without it."""
 
 import math
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
@@ -14,35 +13,13 @@ from async_flowrl.policies.guidance import with_norm_of
 from async_flowrl.policies.padding import padded_texts
 from async_flowrl.policies.pipeline import JOINT_ATTENTION, PipelinePolicy
 from async_flowrl.policies.pipeline_family import PipelineFamily
+from async_flowrl.policies.qwen_text_lengths import skip_unused_lengths
 from async_flowrl.policies.stored import configuration
 from async_flowrl.types import Conditioning, Prompt, Resolution, Sampling, TokenIds, Wording
 
 _POSITIONS = 4096
 """Positions in each direction that diffusers' QwenEmbedRope has a table of."""
-_NETWORK = "diffusers.models.transformers.transformer_qwenimage"
-"""Module of diffusers' network, which whoever has a network to train or to sample with has imported."""
 _MLP = ("img_mlp.net.0.proj", "img_mlp.net.2", "txt_mlp.net.0.proj", "txt_mlp.net.2")
-
-
-def _no_wait_for_lengths() -> None:
-    """Puts `_text_length` in the place of diffusers' function, for this process.
-
-    Does nothing where diffusers' network was not imported, as in the driver, which asks a policy for shapes only.
-    """
-    if (network := sys.modules.get(_NETWORK)) is not None:
-        cast("Any", network).compute_text_seq_len_from_mask = _text_length
-
-
-def _text_length(texts: Tensor, mask: Tensor | None) -> tuple[int, None, Tensor | None]:
-    """Returns the padded length of `texts` [n, L, D], None, and the mask as bool; replaces a function of diffusers.
-
-    diffusers' function also computes the length of each text, which its network does not use, and for that copies a
-    number to the device. The host waits for that copy in every denoising step of a batch whose prompts differ in
-    length. Raises ValueError for a mask of another shape than [n, L].
-    """
-    if mask is not None and mask.shape != texts.shape[:2]:
-        raise ValueError(f"the mask {tuple(mask.shape)} does not fit texts {tuple(texts.shape)}")
-    return texts.shape[1], None, None if mask is None else mask.to(torch.bool)
 
 
 class QwenImagePolicy(PipelinePolicy):
@@ -57,7 +34,7 @@ class QwenImagePolicy(PipelinePolicy):
 
     def __init__(self, transformer: nn.Module, scheduler: Any, **options: Any) -> None:
         super().__init__(transformer, scheduler, **options)
-        _no_wait_for_lengths()
+        skip_unused_lengths()
         if self._config.guidance_embeds:
             raise ValueError("Qwen-Image with embedded guidance (guidance_embeds=true) is not supported by diffusers")
         self._known_statistics: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}

@@ -53,7 +53,7 @@ class Ending:
 def conclude(ending: Ending, summary: Mapping[str, Any], prediction: str | None) -> int:
     """Prints how the run ended and returns the exit code (see `config/exit_codes.py`).
 
-    `prediction` is the planner's sentence on the run, None if there is none.
+    `prediction` is a sentence that compares the run with the planner's prediction of it, None if there is none.
     """
     stop, early = ending.stop, ending.stop() and summary["steps"] < summary["total_steps"]
     hacked = early and stop.code == exit_codes.HACKING

@@ -1,6 +1,6 @@
-"""The gradients of parts of groups: computes each, checks that it is finite, and adds it to the rank's sum.
+"""The gradients of parts of groups: computes each, adds it to the rank's sum, and checks that it was finite.
 
-Each part's gradient starts from zero, so that the sum, which is exact, does not depend on the order of parts.
+Each part's gradient starts from zero, so that an exact sum does not depend on the order of parts.
 """
 
 import math
@@ -20,7 +20,7 @@ from async_flowrl.training.update_metrics import GRADIENT, SQUARED, PartSums, Up
 
 
 class NonFiniteError(RuntimeError):
-    """A loss or gradient is NaN or infinite; the weights are unchanged, and the message names the step.
+    """A loss or gradient is NaN or infinite; the weights are unchanged, the sum is not, and the message names the step.
 
     The message also names the group if it is known.
     """
@@ -34,7 +34,7 @@ class UnderWay:
     """Training step."""
     plan: StepPlan
     measured: UpdateMetrics
-    """Gets the spans and the statistics of the parts."""
+    """Receives the spans and the statistics of the parts."""
 
 
 class PartGradients:

@@ -15,7 +15,7 @@ from tests.unit.training.base_weights_ranks import streamed
 
 
 def test_both_ranks_hold_what_direct_loading_gives(tmp_path: Path) -> None:
-    """Bit for bit, in shards, with room for little more than half of the model and one tensor."""
+    """Bit for bit, in shards, with room for little more than half of the model and two tensors."""
     cases = [(family, dtype) for family in NAMES for dtype in ("float32", "bfloat16")]
     ranks = streamed(cases, tmp_path)
     for family, dtype in cases:
@@ -30,8 +30,9 @@ def test_both_ranks_hold_what_direct_loading_gives(tmp_path: Path) -> None:
             assert rank[family, dtype]["sharded"] == len(list(direct.parameters()))
         assert ranks[0][family, dtype]["digest"] == base_digest(dict(direct.named_parameters()))
         assert ranks[1][family, dtype]["digest"] == ""
-        sizes = [t.numel() * t.element_size() for t in expected.values()]
-        assert ranks[1][family, dtype]["peak"] < 0.6 * sum(sizes) + max(sizes)
+        sizes = sorted(t.numel() * t.element_size() for t in expected.values())
+        # A thread of gloo may let go of a tensor only after the next one was made.
+        assert ranks[1][family, dtype]["peak"] < 0.6 * sum(sizes) + sum(sizes[-2:])
 
 
 def test_files_are_read_a_tensor_at_a_time_and_only_safetensors(tmp_path: Path) -> None:
