@@ -172,8 +172,8 @@ class Panel:
         if self._rates is not None:
             now.mfu = self._rates.shares(self._progress)
         now.warnings = self._warnings.newest()
-        self._clear_wrapped()
         with self._console:
+            self._clear_wrapped()
             if not self._closed.is_set():
                 self._live.refresh()
 

@@ -38,10 +38,8 @@ def parser() -> argparse.ArgumentParser:
     option(
         "--evaluation", type=seconds, default=0.0, metavar="S", help="device-seconds of one evaluation (default: none)"
     )
-    option("--evaluate-every", type=count, default=50, help="training steps between two evaluations (default 50)")
-    option(
-        "--evaluation-prompts", type=count, default=16, help="prompts of an evaluation, one ticket each (default 16)"
-    )
+    option("--evaluate-every", type=count, help="training steps between two evaluations (default 50)")
+    option("--evaluation-prompts", type=count, help="prompts of an evaluation, one ticket each (default 16)")
     option("--devices", type=count, help="devices to split (default 2, or the run's)")
     option("--split", type=pair, metavar="R:T", help="fix the split instead of searching it")
     option("--reward-workers", type=count, help="not counted among the devices (default 1, or the run's)")

@@ -19,6 +19,8 @@ from async_flowrl.plan.show import as_json, text
 from async_flowrl.plan.work import EvaluationWork, Work
 
 GIB = 2**30
+EVALUATE_EVERY, EVALUATION_PROMPTS = 50, 16
+"""Training steps between two evaluations, and prompts of one, where `--evaluation` is given without them."""
 
 
 def work_of(given: argparse.Namespace) -> tuple[Work, Limits]:
@@ -66,8 +68,24 @@ def from_run(given: argparse.Namespace, limits: Limits) -> tuple[Work, Limits]:
     return replace(run.work, serial=given.serial), limits
 
 
+def evaluation_of(given: argparse.Namespace) -> EvaluationWork | None:
+    """Divides the device-seconds of an evaluation among its prompts; None without `--evaluation`.
+
+    Raises ValueError if only other options of evaluations are given.
+    """
+    if not given.evaluation:
+        if alone := [name for name in ("evaluate_every", "evaluation_prompts") if getattr(given, name) is not None]:
+            raise ValueError(f"--{alone[0].replace('_', '-')} needs --evaluation, the device-seconds of one evaluation")
+        return None
+    prompts = given.evaluation_prompts or EVALUATION_PROMPTS
+    return EvaluationWork(given.evaluate_every or EVALUATE_EVERY, prompts, Law(given.evaluation / prompts, given.cv))
+
+
 def from_numbers(given: argparse.Namespace) -> Work:
-    """Divides the device-seconds per step among tickets and groups. Raises ValueError for an uneven ticket size."""
+    """Divides the device-seconds per step among tickets and groups.
+
+    Raises ValueError for an uneven ticket size, and as `evaluation_of`.
+    """
     size = given.group_size
     ticket = given.ticket_size or size
     if size % ticket:
@@ -91,11 +109,7 @@ def from_numbers(given: argparse.Namespace) -> Work:
         stage=Law(given.stage),
         deliver=Law(given.sync),
         serial=given.serial,
-        evaluation=EvaluationWork(
-            given.evaluate_every, given.evaluation_prompts, Law(given.evaluation / given.evaluation_prompts, given.cv)
-        )
-        if given.evaluation
-        else None,
+        evaluation=evaluation_of(given),
         ticket_bytes=int(given.image_megabytes * 1e6) * ticket,
         adapter_bytes=int(given.adapter_megabytes * 1e6),
     )

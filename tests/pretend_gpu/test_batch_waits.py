@@ -12,12 +12,10 @@ from pretended.report import SYNC, Seen, forget, watched
 from torch import Tensor
 
 from async_flowrl.policies.pipeline import PipelinePolicy
-from async_flowrl.policies.registry import resolve_model
 from async_flowrl.rollout import together
 from async_flowrl.rollout.worker import RolloutWorker
 from async_flowrl.types import Prompt, RolloutRequest
-from checkpoint_engine import Publisher
-from tests.pretend_gpu.test_host_waits import MAX_WAITS_PER_TICKET, settings
+from tests.pretend_gpu.test_host_waits import MAX_WAITS_PER_TICKET, settings, with_weights
 from tests.support.families import NAMES, how
 from tests.support.tiny import request
 
@@ -29,13 +27,7 @@ GUIDANCE = {"flux": (1.0,), "flux2": (1.0,)}
 def loaded(family: str) -> RolloutWorker:
     config = settings(family)
     config.rollout.tickets_per_batch = len(TEXTS)
-    worker = RolloutWorker(config, resolve_model(config.model), 0, "rollout-0")
-    worker.load()
-    publisher = Publisher(worker.engine.live_tensors(), alpha=config.lora.alpha, rank=config.lora.rank)
-    publisher.stage(0)
-    publisher.seal(0)
-    worker.receiver.receive(*publisher.payload(0))
-    return worker
+    return with_weights(config)
 
 
 def asked(family: str, count: int, steps: int, scale: float) -> list[RolloutRequest]:

@@ -25,6 +25,17 @@ def settings(family: str) -> Config:
     return config
 
 
+def with_weights(config: Config) -> RolloutWorker:
+    """A loaded worker that holds version 0."""
+    worker = RolloutWorker(config, resolve_model(config.model), 0, "rollout-0")
+    worker.load()
+    publisher = Publisher(worker.engine.live_tensors(), alpha=config.lora.alpha, rank=config.lora.rank)
+    publisher.stage(0)
+    publisher.seal(0)
+    worker.receiver.receive(*publisher.payload(0))
+    return worker
+
+
 def waits_of_a_ticket(worker: RolloutWorker, family: str, steps: int) -> Counter[Seen]:
     """Of the second ticket with the same prompt, its activation included."""
     asked = request(2, how=how(family, steps=steps), noise_steps=tuple(range(steps - 1)))
@@ -36,13 +47,7 @@ def waits_of_a_ticket(worker: RolloutWorker, family: str, steps: int) -> Counter
 
 @pytest.mark.parametrize("family", NAMES)
 def test_a_ticket_waits_four_times_at_most_whatever_its_steps(family: str) -> None:
-    config = settings(family)
-    worker = RolloutWorker(config, resolve_model(config.model), 0, "rollout-0")
-    worker.load()
-    publisher = Publisher(worker.engine.live_tensors(), alpha=config.lora.alpha, rank=config.lora.rank)
-    publisher.stage(0)
-    publisher.seal(0)
-    worker.receiver.receive(*publisher.payload(0))
+    worker = with_weights(settings(family))
     few, many = (waits_of_a_ticket(worker, family, steps) for steps in (3, 6))
     assert many.total() == few.total(), many - few
     assert few.total() <= MAX_WAITS_PER_TICKET, few

@@ -248,6 +248,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     [
         ("--update 8", "--generate and --update"),
         ("--generate 8 --update 8 --ticket-size 5", "--ticket-size 5 must divide --group-size 16"),
+        ("--generate 8 --update 8 --evaluate-every 5", "--evaluate-every needs --evaluation"),
     ],
 )
 def test_what_the_command_refuses(arguments: str, complaint: str, capsys: pytest.CaptureFixture[str]) -> None:
