@@ -169,17 +169,21 @@ def counted(ctx: Context) -> str:
 async def watch_size(ctx: Context) -> None:
     """Raises PoolTooSmall if the pool has been too small for too long and no worker is starting; runs until then.
 
-    Too small means fewer than `min_workers`, too long more than `deadlines.load` seconds.
+    Too small means fewer than `min_workers`, too long more than `deadlines.load` seconds, or twice that if a worker was
+    starting meanwhile: one that hangs until that deadline leaves time for another one.
     """
     seconds, least = ctx.config.deadlines.load, ctx.rollout.spec.least
     clock = asyncio.get_running_loop().time
-    enough = clock()
+    enough, tried = clock(), False
     while True:
+        limit = 2 * seconds if tried else seconds
         if serving(ctx) >= least:
-            enough = clock()
-        elif clock() - enough > seconds and not (ctx.arrivals.starting or ctx.arrivals.under_way):
+            enough, tried = clock(), False
+        elif ctx.arrivals.starting or ctx.arrivals.under_way:
+            tried = True
+        elif clock() - enough > limit:
             raise PoolTooSmall(
-                f"{counted(ctx)} for {seconds:g} s, and rollout.min_workers={least}: go on with resume=auto when nodes "
+                f"{counted(ctx)} for {limit:g} s, and rollout.min_workers={least}: go on with resume=auto when nodes "
                 "are there, or with fewer"
             )
         await asyncio.sleep(min(1.0, seconds / 4))

@@ -80,7 +80,8 @@ class FaultyWorker(VirtualWorker):
 
     def __init__(self, pool: str, index: int, target: Any, schedule: Schedule, *, incarnation: int = 0) -> None:
         super().__init__(pool, index, target, incarnation=incarnation)
-        self._schedule, self._calls, self.dead = schedule, Counter[str](), False
+        self._schedule, self._calls = schedule, Counter[str]()
+        self.dead = self.hung = False
 
     async def serve(self, method: str, args: tuple[Any, ...]) -> Any:
         name = method.rpartition(".")[2]
@@ -91,6 +92,8 @@ class FaultyWorker(VirtualWorker):
             if cell[1] in ("kill", "hang"):
                 self._schedule.lost.add(self.name)
             args = await self._suffer(cell[1], args)
+        if self.hung:
+            await asyncio.Event().wait()
         await asyncio.sleep(0.01)
         if self.dead:
             raise WorkerDied(self.name, "killed")
@@ -100,7 +103,7 @@ class FaultyWorker(VirtualWorker):
         if fault == "kill":
             self.dead = True
         elif fault == "hang":
-            await asyncio.Event().wait()
+            self.hung = True
         elif fault == "slow":
             await asyncio.sleep(DEADLINE / 3)
         elif fault == "lose":
