@@ -9,6 +9,7 @@ from async_flowrl.config.compose import compose_config
 from async_flowrl.config.devices import may_share, nccl_obstacle
 from async_flowrl.config.environment import TAKEN, environment_refusal
 from separation.host import thread_environment
+from separation.malloc import TUNABLES, VARIABLES
 from separation.rendezvous import rank_environment
 
 SHARED = {
@@ -77,6 +78,7 @@ ENVIRONMENTS = {
         "rollout.environment cannot set CUBLAS_WORKSPACE_CONFIG: it follows from deterministic",
     ),
     "what is read before": ("+rollout.environment={LD_PRELOAD: a.so}", "export it where Ray is started"),
+    "malloc's parameters": ("+trainer.environment={MALLOC_TOP_PAD_: '0'}", "read when a process starts"),
     "another cache": ("+rollout.environment={HF_HOME: /models}", "all pools of a node share one cache of the hub"),
     "YAML's true": ("+rollout.environment={SOME_FLAG: true}", "rollout.environment.SOME_FLAG must be text, got True"),
     "not a dictionary": ("rollout.environment=3", "rollout.environment must be a dictionary of texts"),
@@ -116,3 +118,4 @@ def test_threads_of_one_process_have_one_environment() -> None:
 def test_every_variable_that_pools_set_themselves_is_taken() -> None:
     ranks = rank_environment(rank=0, world=1, address="", port=1, timeout=1)
     assert {*thread_environment(1), *ranks} - {"PROCESS_GROUP_TIMEOUT"} <= TAKEN.keys()
+    assert {TUNABLES, *VARIABLES} <= TAKEN.keys()

@@ -1,0 +1,105 @@
+"""Tests of the memory that malloc keeps: page faults and resident memory of torch's tensors, in fresh processes."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from separation.malloc import TUNABLES, VARIABLES, keep_freed_memory, set_by_environment
+
+ROOT = Path(__file__).parents[3]
+GLIBC = pytest.mark.skipif("CS_GNU_LIBC_VERSION" not in os.confstr_names, reason="the C library is not glibc")
+PASSES = """
+import json, resource, threading, torch
+from separation.malloc import keep_freed_memory
+
+MIB = 2**20
+torch.set_num_threads(1)
+
+def activations(count, mib):
+    return [torch.ones(mib * MIB // 4) for _ in range(count)]
+
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(10):
+        activations(40, 1)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+def resident():
+    return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith("VmRSS:"))
+
+def kept(count, mib):
+    before = resident()
+    activations(count, mib)
+    return (resident() - before) / MIB
+
+def measure():
+    found["before"] = faults()
+    found["set"] = keep_freed_memory()
+    faults()
+    found["after"] = faults()
+    found["kept"] = kept(12, 40)
+
+found = {}
+worker = threading.Thread(target=measure)
+worker.start()
+worker.join()
+print(json.dumps(found))
+"""
+
+
+def measured(**environment: str) -> dict[str, float]:
+    """Page faults of ten passes before and after the setting, and MiB kept of 480 in large blocks."""
+    plain = {name: value for name, value in os.environ.items() if not set_by_environment({name: value})}
+    ran = subprocess.run(
+        [sys.executable, "-c", PASSES],
+        cwd=ROOT,
+        env={**plain, **environment},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=240,
+    )
+    return dict(json.loads(ran.stdout))
+
+
+@GLIBC
+def test_the_pages_of_activations_are_mapped_once() -> None:
+    """40 MiB are 10,240 pages. Without the setting, thousands of them are mapped again in each of the ten passes."""
+    found = measured()
+    assert found["set"]
+    assert found["before"] > 10_000
+    assert found["after"] < found["before"] / 20
+    assert found["kept"] < 32, "blocks above the threshold go back"
+
+
+@GLIBC
+def test_what_the_environment_sets_stays() -> None:
+    found = measured(MALLOC_TRIM_THRESHOLD_="131072")
+    assert not found["set"]
+    assert found["after"] > found["before"] / 2
+
+
+@pytest.mark.parametrize(
+    "given",
+    [*({name: "1"} for name in VARIABLES), {TUNABLES: "glibc.cpu.x=1:glibc.malloc.top_pad=0"}],
+    ids=lambda given: next(iter(given)),
+)
+def test_parameters_of_malloc_in_the_environment(given: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (*VARIABLES, TUNABLES):
+        monkeypatch.delenv(name, raising=False)
+    assert not set_by_environment({"MALLOC_ARENA_MAX": "2", TUNABLES: "glibc.cpu.x=1"})
+    assert set_by_environment(given)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    assert not keep_freed_memory()
+
+
+def test_another_c_library_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (*VARIABLES, TUNABLES):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os, "confstr_names", {"CS_PATH": 0})
+    assert not keep_freed_memory()
