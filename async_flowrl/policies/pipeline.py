@@ -140,25 +140,18 @@ class PipelinePolicy(ABC):
 
     def _set_schedule(self, steps: int, tokens: int) -> None:
         """Sets evenly spaced levels, shifted by the number of image tokens, as most pipelines do."""
-        from diffusers.pipelines.qwenimage.pipeline_qwenimage import retrieve_timesteps
-
-        sigmas = np.linspace(1.0, 1 / steps, steps)
-        retrieve_timesteps(self._scheduler, steps, "cpu", sigmas=sigmas, mu=self._shift(tokens))
+        # The functions of the pipelines for it would bring the whole pipeline and its text encoder into a trainer.
+        self._scheduler.set_timesteps(sigmas=np.linspace(1.0, 1 / steps, steps), device="cpu", mu=self._shift(tokens))
 
     def _shift(self, tokens: int) -> float:
-        """Returns the shift of the schedule for this number of image tokens, from the scheduler's configuration."""
-        from diffusers.pipelines.qwenimage.pipeline_qwenimage import calculate_shift
+        """Returns the shift of the schedule for this number of image tokens, from the scheduler's configuration.
 
+        It is computed in the order of the pipelines' `calculate_shift`, so that its bits are the same.
+        """
         config = self._scheduler.config
-        return float(
-            calculate_shift(
-                tokens,
-                config.get("base_image_seq_len", 256),
-                config.get("max_image_seq_len", 4096),
-                config.get("base_shift", 0.5),
-                config.get("max_shift", 1.15),
-            )
-        )
+        least, most = config.get("base_image_seq_len", 256), config.get("max_image_seq_len", 4096)
+        slope = (config.get("max_shift", 1.15) - config.get("base_shift", 0.5)) / (most - least)
+        return float(tokens * slope + (config.get("base_shift", 0.5) - slope * least))
 
     def _grid(self, resolution: Resolution) -> tuple[int, int]:
         """Returns rows and columns of image tokens.

@@ -49,10 +49,11 @@ class PipelineFamily:
             weight_options,
         )
 
-        kind, stock = getattr(diffusers, self.transformer), getattr(diffusers, self.pipeline)
+        kind: Any = getattr(diffusers, self.transformer)
         options, pipeline = weight_options(dtype, revision), None
         with quiet():
             if parts in ("all", "offload", "cached"):
+                stock = getattr(diffusers, self.pipeline)
                 if parts == "cached":
                     pipeline = load_without_text(stock, path, device, **options)
                 else:
@@ -62,7 +63,7 @@ class PipelineFamily:
                 described = kind.load_config(path, subfolder="transformer", revision=revision)
                 transformer: Any = structure(kind, described, dtype)
                 if parts == "text":
-                    pipeline = load_text(stock, path, device, transformer, **options)
+                    pipeline = load_text(getattr(diffusers, self.pipeline), path, device, transformer, **options)
             else:
                 transformer = kind.from_pretrained(path, subfolder="transformer", **options)
                 settle(transformer, device)

@@ -51,10 +51,8 @@ class SD3Policy(PipelinePolicy):
 
     def _set_schedule(self, steps: int, tokens: int) -> None:
         """Sets the scheduler's own levels; they depend on the image size only if the model's scheduler says so."""
-        from diffusers.pipelines.qwenimage.pipeline_qwenimage import retrieve_timesteps
-
         dynamic = {"mu": self._shift(tokens)} if self._scheduler.config.get("use_dynamic_shifting") else {}
-        retrieve_timesteps(self._scheduler, steps, "cpu", **dynamic)
+        self._scheduler.set_timesteps(steps, device="cpu", **dynamic)
 
     def conditioning_shapes(self) -> dict[str, tuple[int, ...]]:
         return {
