@@ -1,149 +1,219 @@
-"""python -m tests.performance.frame [--rounds 3] [--steps 40] [key=value ...]: CPU seconds per step by process.
+"""python -m tests.performance.frame [--rounds 2] [--steps 30] [--long-steps 10] [key=value ...]: the frame's cost.
 
-Small steps, a third of a second alone: whole runs as a user starts them, on Ray and in one process, beside the bare
-loops with the same tickets and micro-batches; in turns. What the frame costs is what a run takes beyond the bare loops.
-CPU seconds, so that it can be read on a busy machine; `profile.py` has the parts of both pools.
+Whole runs as a user starts them, on Ray and in one process, beside the bare loops with the same tickets and
+micro-batches, in turns: at steps of a third of a second of CPU, and at steps of two seconds, which have eight times as
+many denoising steps. CPU seconds per step can be read on a busy machine, seconds by the clock on a quiet one only.
+`profile.py` has the parts of both pools.
 """
 
 import argparse
 import shlex
-import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 
-import torch
-
-from async_flowrl.benchmark.bare import Bare
 from async_flowrl.benchmark.describe import machine_description
 from async_flowrl.benchmark.table import as_sentence, markdown_table
-from async_flowrl.config.compose import compose_config
-from async_flowrl.policies.loading import quiet
-from async_flowrl.policies.lora import targeted_modules
-from async_flowrl.policies.registry import DTYPES, load_policy
-from async_flowrl.run.prepare import Prepared, prepare
-from async_flowrl.tickets.arithmetic import trained_steps
-from tests.performance.processes import Tree
-from tests.performance.start import medians, whole_lines
+from tests.performance.bare_process import AS_IT_IS, AS_WORKERS, BareProcess, Steps
+from tests.performance.frame_runs import Run, run
+from tests.performance.paired import Progress, spread
+from tests.performance.start import medians
 
 PROGRAM = "python -m tests.performance.frame"
-LOAD = ("experiment=two_prompts", "monitor.report=false", "evaluate.every=0")
+COMMON = ("experiment=two_prompts", "monitor.report=false", "evaluate.every=0")
+ASYNC, ASYNC_LOCAL, STREAM, STREAM_LOCAL, SYNC_LOCAL = (
+    "`one_step_off`, Ray",
+    "`one_step_off`, one process",
+    "`stream`, Ray",
+    "`stream`, one process",
+    "`sync`, one process",
+)
 RUNS = {
-    "one_step_off, Ray": ("mode=one_step_off", "runtime.backend=ray"),
-    "one_step_off, one process": ("mode=one_step_off", "runtime.backend=local"),
-    "sync, one process": ("--config-name", "sync", "runtime.backend=local"),
+    ASYNC: ("--config-name", "one_step_off", "runtime.backend=ray"),
+    ASYNC_LOCAL: ("--config-name", "one_step_off", "runtime.backend=local"),
+    STREAM: ("--config-name", "stream", "runtime.backend=ray"),
+    STREAM_LOCAL: ("--config-name", "stream", "runtime.backend=local"),
+    SYNC_LOCAL: ("--config-name", "sync", "runtime.backend=local"),
 }
-BARE = "bare loops"
-WARM_UP = 8
-"""Steps before the first that counts: imports, first shapes, the evaluation before training."""
-POLL_SECONDS = 0.05
-OUTPUT = "output.txt"
+Bare = tuple[int, str]
+"""Threads and malloc of a bare loop."""
+MALLOCS = (AS_IT_IS, AS_WORKERS)
+BARE: tuple[Bare, ...] = tuple((threads, malloc) for malloc in MALLOCS for threads in (1, 2))
+OVER = tuple(f"÷ bare loops, malloc {malloc}" for malloc in MALLOCS)
 
 
-def run_of(overrides: Sequence[str], steps: int, directory: Path) -> dict[str, float]:
-    """CPU seconds per step by part, over `steps` steps of a run. Raises RuntimeError for one that fails."""
-    out, log = directory / "run", directory / OUTPUT
-    total = [f"total_steps={WARM_UP + steps + 2}", f"output_dir={out}"]
-    with log.open("wb") as output:
-        command = [sys.executable, "-m", "async_flowrl.main", *LOAD, *overrides, *total]
-        run = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
-        tree = Tree(run.pid, out)
-        first, before = until(WARM_UP, run, tree, out)
-        last, after = until(WARM_UP + steps, run, tree, out)
-        run.wait()
-    if run.returncode:
-        raise RuntimeError(log.read_text())
-    return {part: (after[part] - before.get(part, 0.0)) / (last - first) for part in after}
+@dataclass(frozen=True)
+class Load:
+    """Steps of one length, and how many of them are made."""
+
+    name: str
+    overrides: Sequence[str]
+    runs: Sequence[str]
+    warm_up: int
+    steps: int
 
 
-def until(step: int, run: "subprocess.Popen[bytes]", tree: Tree, out: Path) -> tuple[int, dict[str, float]]:
-    """Steps in metrics.jsonl, `step` or a few more, and the CPU seconds by part then."""
-    while run.poll() is None:
-        tree.look()
-        metrics = out / "metrics.jsonl"
-        done = len(whole_lines(metrics)) if metrics.exists() else 0
-        if done >= step:
-            return done, tree.by_part()
-        time.sleep(POLL_SECONDS)
-    raise RuntimeError(f"the run ended before step {step}:\n{(out.parent / OUTPUT).read_text()}")
+@dataclass
+class Taken:
+    """One round of a load."""
+
+    bare: dict[Bare, Steps] = field(default_factory=dict)
+    runs: dict[str, Run] = field(default_factory=dict)
 
 
-class Loops:
-    """The bare loops of the same load in this process."""
-
-    def __init__(self, overrides: Sequence[str], directory: Path) -> None:
-        prepared = prepare(compose_config(overrides=[*LOAD, *overrides, f"output_dir={directory / 'bare'}"]))
-        self.config = prepared.config
-        torch.set_num_threads(self.config.rollout.threads)
-        self.texts = [prepared.requests.train[index].text for index in range(self.config.prompts_per_step)]
-        self.bare = bare_of(prepared)
-        self.step()
-
-    def step(self) -> None:
-        config, count = self.config, trained_steps(self.config)
-        groups = [self.bare.generate(text, config.group_size)[1] for text in self.texts]
-        self.bare.update(groups, trained=count, at_once=config.trainer.timesteps_per_forward or count)
-
-    def measure(self, steps: int) -> dict[str, float]:
-        """CPU seconds per step."""
-        began = time.process_time()
-        for _ in range(steps):
-            self.step()
-        return {BARE: (time.process_time() - began) / steps}
+def loads(given: argparse.Namespace) -> tuple[Load, Load]:
+    long = ("rollout.num_inference_steps=48", *given.overrides)
+    return (
+        Load("steps of .3 s", given.overrides, tuple(RUNS), warm_up=8, steps=given.steps),
+        Load("steps of 2 s", long, (ASYNC, ASYNC_LOCAL, SYNC_LOCAL), warm_up=3, steps=given.long_steps),
+    )
 
 
-def bare_of(prepared: Prepared) -> Bare:
-    config, model = prepared.config, prepared.model
-    policy = load_policy(model, dtype=model.dtype, device="cpu", parts="structure")
-    with quiet():
-        bare = Bare(
-            model.path,
-            side=config.rollout.resolution,
-            steps=config.rollout.num_inference_steps,
-            targets=targeted_modules(policy.transformer, config.lora, policy),
-            rank=config.lora.rank,
-            dtype=DTYPES[model.dtype],
-        )
-    bare.pipe.set_progress_bar_config(disable=True)
-    return bare
-
-
-def measure(overrides: Sequence[str], rounds: int, steps: int) -> dict[str, dict[str, float]]:
-    """Run → part → median of rounds, which take the runs and the bare loops in turns."""
-    taken: dict[str, list[dict[str, float]]] = {name: [] for name in (BARE, *RUNS)}
-    with tempfile.TemporaryDirectory() as work:
-        loops = Loops(overrides, Path(work))
+def measure(chosen: Sequence[Load], rounds: int) -> dict[str, list[Taken]]:
+    """Load → its rounds, which take the loads, the bare loops and the runs in turns."""
+    taken: dict[str, list[Taken]] = {load.name: [] for load in chosen}
+    progress = Progress()
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        loops: dict[str, dict[str, BareProcess]] = {}
+        for load in chosen:
+            loops[load.name] = {malloc: BareProcess(malloc, [*COMMON, *load.overrides]) for malloc in MALLOCS}
+            for process in loops[load.name].values():
+                stack.callback(process.close)
         for index in range(rounds):
-            taken[BARE].append(loops.measure(steps))
-            for number, (name, chosen) in enumerate(RUNS.items()):
-                folder = Path(work) / f"{index}-{number}"
-                folder.mkdir()
-                taken[name].append(run_of([*chosen, *overrides], steps, folder))
-    return {name: medians([{**each, "all": sum(each.values())} for each in runs]) for name, runs in taken.items()}
+            for number, load in enumerate(chosen):
+                work = folder / f"{index}-{number}"
+                taken[load.name].append(one_round(load, loops[load.name], work))
+                progress.say(f"{load.name}: round {index + 1} of {rounds}")
+    return taken
 
 
-def markdown(measured: dict[str, dict[str, float]], command: str) -> str:
-    bare = measured[BARE]["all"]
+def one_round(load: Load, loops: dict[str, BareProcess], folder: Path) -> Taken:
+    taken = Taken()
+    for threads, malloc in BARE:
+        taken.bare[threads, malloc] = loops[malloc].measure(threads, max(3, load.steps // 2))
+    for number, name in enumerate(load.runs):
+        directory = folder / str(number)
+        directory.mkdir(parents=True)
+        overrides = [*RUNS[name], *COMMON, *load.overrides]
+        taken.runs[name] = run(overrides, warm_up=load.warm_up, steps=load.steps, directory=directory)
+    return taken
+
+
+Value = Callable[[Taken], float]
+
+
+def bare_cpu(each: Bare) -> Value:
+    return lambda taken: taken.bare[each].cpu
+
+
+def bare_clock(each: Bare) -> Value:
+    return lambda taken: taken.bare[each].clock
+
+
+def best(malloc: str) -> Value:
+    """Seconds by the clock of the fastest bare loop in one process, with this malloc."""
+    return lambda taken: min(taken.bare[each].clock for each in BARE if each[1] == malloc)
+
+
+def cpu(name: str) -> Value:
+    return lambda taken: taken.runs[name].cpu
+
+
+def clock(name: str) -> Value:
+    return lambda taken: taken.runs[name].clock
+
+
+def over(rounds: Sequence[Taken], value: Value, base: Value) -> str:
+    """Median, least and most of the ratios of the rounds."""
+    return spread([value(taken) / base(taken) for taken in rounds])
+
+
+def milliseconds(rounds: Sequence[Taken], value: Value) -> str:
+    return f"{1e3 * median(map(value, rounds)):.0f}"
+
+
+def cpu_table(rounds: Sequence[Taken]) -> str:
+    """CPU by process; ratios are to the bare loops with one thread."""
+    bases = [bare_cpu((1, malloc)) for malloc in MALLOCS]
     rows = [
-        (name, part, f"{1e3 * seconds:.0f}", f"{seconds / bare:.2f}")
-        for name, parts in measured.items()
-        for part, seconds in sorted(parts.items(), key=lambda item: (item[0] == "all", -item[1]))
-        if len(parts) > 2 or part == "all"
+        (name_of(each), "all", milliseconds(rounds, bare_cpu(each)), *(over(rounds, bare_cpu(each), b) for b in bases))
+        for each in BARE
     ]
-    table = markdown_table(("run", "process", "CPU ms per step", "÷ bare loops"), rows)
-    return f"    {command}\n\n{as_sentence(machine_description())}\n\n{table}\n"
+    for name in rounds[0].runs:
+        parts = medians([taken.runs[name].parts for taken in rounds])
+        if len(parts) > 1:
+            longest = sorted(parts, key=lambda part: -parts[part])
+            rows += [(name, part, f"{1e3 * parts[part]:.1f}", "", "") for part in longest]
+        ratios = tuple(over(rounds, cpu(name), base) for base in bases)
+        rows.append((name, "all", milliseconds(rounds, cpu(name)), *ratios))
+    return markdown_table(("run", "process", "CPU ms per step", *OVER), rows)
+
+
+def clock_table(rounds: Sequence[Taken]) -> str:
+    """Steps by the clock; ratios are to the fastest bare loop in one process."""
+    bases = [best(malloc) for malloc in MALLOCS]
+    timed = {name_of(each): bare_clock(each) for each in BARE}
+    timed |= {name: clock(name) for name in rounds[0].runs}
+    rows = [
+        (name, milliseconds(rounds, value), *(over(rounds, value, base) for base in bases))
+        for name, value in timed.items()
+    ]
+    return markdown_table(("run", "ms per step by the clock", *(f"{each}, the fastest" for each in OVER)), rows)
+
+
+def goals(short: Sequence[Taken], long: Sequence[Taken]) -> str:
+    """The goals, each against bare loops with either malloc."""
+    rows = []
+    for malloc in MALLOCS:
+        one, fastest, what = bare_cpu((1, malloc)), best(malloc), f"malloc {malloc}"
+        asked: list[tuple[str, float, Sequence[Taken], Value, Value]] = [
+            (f"CPU at .3 s: {ASYNC} ÷ bare, {what}", 1.10, short, cpu(ASYNC), one),
+            (f"CPU at .3 s: {ASYNC_LOCAL} ÷ bare, {what}", 1.10, short, cpu(ASYNC_LOCAL), one),
+            (f"CPU at .3 s: {SYNC_LOCAL} ÷ bare, {what}", 1.05, short, cpu(SYNC_LOCAL), one),
+            (f"CPU at 2 s: {ASYNC} ÷ bare, {what}", 1.03, long, cpu(ASYNC), one),
+            (f"CPU at 2 s: {ASYNC_LOCAL} ÷ bare, {what}", 1.03, long, cpu(ASYNC_LOCAL), one),
+            (f"clock at .3 s: {ASYNC} ÷ fastest bare, {what}", 1.0, short, clock(ASYNC), fastest),
+            (f"clock at .3 s: {ASYNC_LOCAL} ÷ fastest bare, {what}", 1.0, short, clock(ASYNC_LOCAL), fastest),
+        ]
+        rows += [goal(*each) for each in asked]
+    rows.append(goal(f"clock at .3 s: {STREAM} ÷ {ASYNC}", 1.1, short, clock(STREAM), clock(ASYNC)))
+    streams = clock(STREAM_LOCAL), clock(ASYNC_LOCAL)
+    rows.append(goal(f"clock at .3 s: {STREAM_LOCAL} ÷ {ASYNC_LOCAL}", 1.1, short, *streams))
+    return markdown_table(("what", "goal", "measured", "met"), rows)
+
+
+def goal(what: str, most: float, rounds: Sequence[Taken], value: Value, base: Value) -> tuple[str, str, str, str]:
+    met = median(value(taken) / base(taken) for taken in rounds) <= most
+    return what, f"≤ {most:g}", over(rounds, value, base), "yes" if met else "**no**"
+
+
+def name_of(each: Bare) -> str:
+    threads, malloc = each
+    return f"bare loops, {threads} thread{'s' if threads > 1 else ''}, malloc {malloc}"
+
+
+def markdown(taken: dict[str, list[Taken]], command: str) -> str:
+    short, long = taken.values()
+    parts = [f"    {command}", as_sentence(machine_description())]
+    for name, rounds in taken.items():
+        parts += [f"{name}, CPU:", cpu_table(rounds), f"{name}, by the clock:", clock_table(rounds)]
+    return "\n\n".join([*parts, "Goals:", goals(short, long)]) + "\n"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog=PROGRAM)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--long-steps", type=int, default=10)
     parser.add_argument("overrides", nargs="*")
     given = parser.parse_intermixed_args()
     command = shlex.join([*PROGRAM.split(), *sys.argv[1:]])
-    sys.stdout.write(markdown(measure(given.overrides, given.rounds, given.steps), command))
+    sys.stdout.write(markdown(measure(loads(given), given.rounds), command))
     return 0
 
 
