@@ -12,15 +12,13 @@ from typing import Any, TypeVar
 
 from async_flowrl.config.schema import Config
 from async_flowrl.controller.context import Observer
-from async_flowrl.controller.deaths import SenderLost
 from async_flowrl.controller.endpoints import PUBLISHING, RolloutEndpoint
 from async_flowrl.controller.living import Living
+from async_flowrl.controller.sender_errors import SenderFailed, SenderLate, SenderLost, answers_of, failures_of_ranks
 from async_flowrl.controller.share_payload import (
     MAX_BUCKETS_AHEAD,
     Allowance,
-    SenderLate,
     ShardedPayload,
-    answers_of,
     kept_in,
 )
 from async_flowrl.types import EMA, POLICY
@@ -69,7 +67,8 @@ class ShardedTrainerEndpoint:
         """Sends the bytes of a staged version to the receivers while the ranks digest them.
 
         Returns when the first receiver has all of them, so that the version can be sealed; the others go on. A receiver
-        that fails is sent the version again when its `receive` is called. Raises SenderLost or SenderLate.
+        that fails is sent the version again when its `receive` is called. Raises an error of sender_errors.py if a rank
+        dies, fails or is late.
         """
         ends = [end for end in receivers if isinstance(end, ShardedRolloutEndpoint)]
         if not ends:
@@ -82,7 +81,7 @@ class ShardedTrainerEndpoint:
             while waiting:
                 done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
                 errors = [task.exception() for task in done]
-                if lost := [error for error in errors if isinstance(error, SenderLost | SenderLate)]:
+                if lost := [error for error in errors if isinstance(error, SenderLost | SenderFailed | SenderLate)]:
                     raise lost[0]
                 if None in errors:
                     return
@@ -125,7 +124,8 @@ class ShardedTrainerEndpoint:
 
         async def asked(rank: Worker) -> Any:
             try:
-                answer = await rank.call(method, *arguments, lane=lane)
+                with failures_of_ranks():
+                    answer = await rank.call(method, *arguments, lane=lane)
             except WorkerDied as error:
                 raise SenderLost(error.worker, error.reason) from error
             waiting.remove(rank.name)
@@ -159,10 +159,11 @@ async def sharded_sender(
     on_sealed: Callable[[Header], None],
     kind: type[E] = ShardedTrainerEndpoint,  # type: ignore[assignment]
 ) -> E:
-    """Returns all ranks as the sender of a stream. Raises SenderLate."""
+    """Returns all ranks as the sender of a stream. Raises SenderLate or SenderFailed."""
     rank, method, seconds = living.first, "sender.whole_layout", config.deadlines.publish
-    async with answers_of([rank.name], method, seconds):
-        layout: Layout = await rank.call(method)
+    with failures_of_ranks():
+        async with answers_of([rank.name], method, seconds):
+            layout: Layout = await rank.call(method)
     return kind(living.workers, layout, config.checkpoint_engine.bucket_bytes, on_sealed, seconds=seconds)
 
 

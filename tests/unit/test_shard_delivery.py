@@ -8,8 +8,8 @@ from unittest import mock
 import pytest
 import torch
 
-from async_flowrl.controller.deaths import SenderLost
 from async_flowrl.controller.endpoints import DELIVERIES
+from async_flowrl.controller.sender_errors import SenderLost
 from async_flowrl.controller.shard_endpoints import ShardedRolloutEndpoint, ShardedTrainerEndpoint
 from checkpoint_engine import Delivery, DeliveryOptions, Header, Layout
 from separation.group import WorkerDied, WorkerFailed

@@ -4,9 +4,9 @@ import asyncio
 
 import pytest
 
-from async_flowrl.controller.deaths import SenderLost
+from async_flowrl.controller.sender_errors import SenderLate, SenderLost
 from async_flowrl.controller.shard_endpoints import ShardedTrainerEndpoint
-from async_flowrl.controller.share_payload import MAX_BUCKETS_AHEAD, MAX_KEPT_BUCKETS, SenderLate, ShardedPayload
+from async_flowrl.controller.share_payload import MAX_BUCKETS_AHEAD, MAX_KEPT_BUCKETS, ShardedPayload
 from async_flowrl.plan.virtual_time import run_virtual
 from checkpoint_engine import Layout
 from tests.chaos.share_schedules import DEADLINE, HORIZON_SECONDS, RANKS, Schedule, Site
