@@ -117,14 +117,6 @@ class Publisher:
         """
         return (self._opened.pop(version, None) or self.begin(version)).finish()
 
-    def open(self, version: int) -> None:
-        """Lets `piece` return bytes of a staged version that is not sealed yet; `seal` must follow. Raises as `seal`.
-
-        Each piece is digested before it is returned, so that the next one is digested while this one is sent.
-        """
-        if version not in self._opened:
-            self._opened[version] = self.begin(version)
-
     def begin(self, version: int) -> Sealing:
         """Returns a Sealing, by which the caller digests the version during a transfer; raises as `seal` does.
 
@@ -200,17 +192,19 @@ class Publisher:
                 )
             return self._sealed[version]
 
-    def piece(self, version: int, start: int, size: int) -> tuple[int, ByteArray]:
-        """Returns the number of, and the bytes uint8 [n] themselves of a version from byte `start` on, at most `size`.
+    def piece(self, version: int, start: int, size: int) -> tuple[Header | None, ByteArray]:
+        """Returns the bytes uint8 [n] of a version from byte `start` on, at most `size`; with the last ones its header.
 
-        They must not be changed. Raises VersionGone if the version is neither retained nor opened.
+        The bytes must not be changed. The version need not be sealed: each piece is digested before it is returned, so
+        that the next one is digested while this one is sent, and the last one seals the version. Raises as `seal`.
         """
-        opened = self._opened.get(version)
-        data = self.payload(version)[1] if opened is None else opened.data
-        piece = data[start : start + size]
-        if opened is not None:
-            opened.feed(start + piece.shape[0])
-        return piece.shape[0], piece
+        work = self._opened.get(version) or self.begin(version)
+        if work.header is None:
+            self._opened[version] = work
+        piece = work.data[start : start + size]
+        end = start + piece.shape[0]
+        work.feed(end)
+        return self.seal(version) if end == work.data.shape[0] else None, piece
 
     def retained(self) -> tuple[int, ...]:
         """Returns the sealed versions that can be sent, oldest first."""

@@ -91,17 +91,48 @@ def share_digests(layout: Layout, shards: int, buffer: Tensor) -> tuple[tuple[by
     return tuple(found)
 
 
+@dataclass(frozen=True)
+class Beginning:
+    """Arguments of `ShardReceiver.begin`."""
+
+    draft: Draft
+    shards: int
+    slot: str = RING
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Place of some bytes of a version; the first piece that is sent begins the version, the last one finishes it."""
+
+    version: int
+    shard: int
+    start: int
+    """First byte, in the shard."""
+    begins: Beginning | None = None
+    ends: ShardedHeader | None = None
+
+
 class ShardReceiver:
     """Takes versions in shares for a `Receiver`: `begin`, `take` for every piece of every shard, `finish`.
 
     The digests may come last, so that the bytes can be sent while their senders still digest them. All calls come from
     one thread. A version that was begun and not finished is forgotten when the next one begins, and was never visible
-    to the receiver.
+    to the receiver. `receive` does all of it by one call for each piece.
     """
 
     def __init__(self, receiver: Receiver) -> None:
         self._receiver = receiver
         self._under_way: _UnderWay | None = None
+
+    def receive(self, piece: Piece, data: ByteArray) -> Ack | None:
+        """Begins the version with its first piece, takes the bytes uint8 [n], and finishes it with its last piece.
+
+        Returns the acknowledgement for the last one, else None. Raises as `begin`, `take` and `finish`.
+        """
+        if piece.begins is not None:
+            self.begin(piece.begins.draft, piece.begins.shards, piece.begins.slot)
+        self.take(piece.version, piece.shard, piece.start, data)
+        return None if piece.ends is None else self.finish(piece.ends)
 
     def begin(self, draft: Draft, shards: int, slot: str = RING) -> None:
         """Begins a version of `shards` shares, in place of one that was not finished. Raises as `Receiver.expect`."""

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from async_flowrl.controller.endpoints import PUBLISHING
 from async_flowrl.controller.sender_errors import SenderLost, answers_of, failures_of_ranks
-from checkpoint_engine import Layout
+from checkpoint_engine import Header, Layout
 from checkpoint_engine.shards import shard_layout
 from separation.group import Worker, WorkerDied
 from separation.supervise import DeadlineExceeded, limited
@@ -32,13 +32,18 @@ class ShardedPayload:
     ranks: Sequence[Worker]
     """By shard."""
     method: str
-    """Method of the ranks that returns a bucket: (version, first byte, number of bytes) → (size, bytes)."""
+    """Method of the ranks that returns a bucket: (version, first byte, number of bytes) → (header, bytes).
+
+    The header is that of the rank's share and comes with its last bucket; before that it is None.
+    """
     version: int
     bucket_bytes: int
     seconds: float
     """Deadline of each answer of a rank, and of all calls of one receiver together."""
     under_way: "set[asyncio.Future[Any]]" = field(default_factory=set)
     """The sender's set of what it must cancel when it is closed; buckets that are being fetched are put into it."""
+    headers: dict[int, Header] = field(default_factory=dict)
+    """Shard → header of that share, once its last bucket has come."""
     _buckets: "dict[tuple[int, int], asyncio.Future[Any]]" = field(default_factory=dict)
 
     async def bucket(self, shard: int, start: int) -> Any:
@@ -79,9 +84,11 @@ class ShardedPayload:
         try:
             with failures_of_ranks():
                 async with answers_of([rank.name], self.method, self.seconds):
-                    _, (ref,) = await rank.call_split(self.method, *arguments, returns=2, lane=PUBLISHING)
+                    header, (ref,) = await rank.call_split(self.method, *arguments, returns=2, lane=PUBLISHING)
         except WorkerDied as error:
             raise SenderLost(error.worker, error.reason) from error
+        if header is not None:
+            self.headers[shard] = header
         return ref
 
 

@@ -27,17 +27,21 @@ RANKS, VERSIONS, RETAIN = 2, 5, 2
 DEADLINE = 20.0
 HORIZON_SECONDS = 5000.0
 CELLS: dict[str, tuple[str, ...]] = {
-    "receiver:begin": ("kill", "hang", "slow"),
+    "receiver:first": ("kill", "hang", "slow", "corrupt", "truncate", "lose"),
     "receiver:take": ("kill", "hang", "slow", "corrupt", "truncate", "lose"),
-    "receiver:finish": ("kill", "hang", "slow"),
-    "rank:open": ("kill", "hang", "raise", "slow"),
+    "receiver:last": ("kill", "hang", "slow", "corrupt", "truncate", "lose"),
+    "rank:stage": ("kill", "hang", "raise", "slow"),
     "rank:piece": ("kill", "hang", "raise", "slow"),
-    "rank:seal": ("kill", "hang", "raise", "slow"),
 }
-"""Place → what goes wrong there: `lose` is a bucket whose node is gone."""
+"""Place → what goes wrong there: `lose` is a bucket whose node is gone.
+
+The first bucket of a version begins it, and the last one has its digests; there are others between if they are small.
+"""
 PAIRS = [(place, fault) for place, faults in CELLS.items() for fault in faults]
+SMALL_BUCKETS = (256, 700)
+"""Bytes per bucket of which a share is several."""
 FATAL_TO_RANKS = ("kill", "hang", "raise")
-CALLS = {"begin": 5, "take": 40, "finish": 5, "open": 5, "piece": 30, "seal": 5}
+CALLS = {"first": 5, "take": 30, "last": 5, "stage": 5, "piece": 30}
 """How many calls of each kind every worker gets at least."""
 
 
@@ -63,11 +67,13 @@ class Schedule:
 def make_schedule(seed: int) -> Schedule:
     """Returns a schedule of up to three faults, the first of which is the cell of the seed's turn."""
     generator = random.Random(seed)
-    made = Schedule(seed, buckets=generator.choice((256, 700, 1 << 20)), workers=generator.choice((1, 2, 3)))
+    made = Schedule(seed, buckets=generator.choice((*SMALL_BUCKETS, 1 << 20)), workers=generator.choice((1, 2, 3)))
     others = [generator.choice(PAIRS) for _ in range(generator.choice((0, 1, 2)))]
     for place, fault in [PAIRS[seed % len(PAIRS)], *others]:
         pool, method = place.split(":")
-        count = {"take": 5, "piece": 5}.get(method, CALLS[method]) if made.buckets > 700 else CALLS[method]
+        if method == "take" and made.buckets > SMALL_BUCKETS[-1]:
+            made.buckets = generator.choice(SMALL_BUCKETS)
+        count = 5 if method == "piece" and made.buckets > SMALL_BUCKETS[-1] else CALLS[method]
         if pool == "rank":
             worker = f"trainer-{generator.randrange(RANKS)}"
         else:
@@ -85,7 +91,7 @@ class FaultyWorker(VirtualWorker):
         self.dead = self.hung = False
 
     async def serve(self, method: str, args: tuple[Any, ...]) -> Any:
-        name = method.rpartition(".")[2]
+        name = place_of(method.rpartition(".")[2], args)
         self._calls[name] += 1
         cell = self._schedule.faults.get((self.name, name, self._calls[name]))
         if cell is not None and not self.dead:
@@ -118,6 +124,14 @@ class FaultyWorker(VirtualWorker):
                 data[0] ^= 1
             return (*others, data)
         return args
+
+
+def place_of(method: str, args: tuple[Any, ...]) -> str:
+    """Returns the name of a call in CELLS."""
+    if method != "receive":
+        return method
+    (piece, _) = args
+    return "last" if piece.ends is not None else "first" if piece.begins is not None else "take"
 
 
 class Site:
