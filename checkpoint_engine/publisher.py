@@ -5,7 +5,7 @@ its digests), and keeps it for sending.
 """
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -143,7 +143,7 @@ class Publisher:
     def _from_host(self, version: int, staged: _Staged) -> Sealing:
         assert staged.host is not None
         data = staged.host.data
-        self._check_sample(version, staged.sample, torch.from_numpy(data))
+        self._check_sample(version, staged.sample, staged.host.views)
         self._give_back(staged.slot)
         return Sealing(self.draft(version), data, self._end)
 
@@ -154,8 +154,9 @@ class Publisher:
         self._side.wait(staged.ready)
         with self._side.current():
             sample = staged.sample.cpu()
-            self._check_sample(version, sample, slot)
-        data = self._buffers.take().data
+            self._check_sample(version, sample, self._views[staged.slot])
+        buffer = self._buffers.take()
+        data = buffer.data
         host = torch.from_numpy(data)
 
         def end(work: Sealing, header: Header | None) -> None:
@@ -164,7 +165,7 @@ class Publisher:
 
         copy = HostCopy(slot, host, self._side)
         return Sealing(
-            self.draft(version), data, end, copy=copy, proven=lambda: self._check_sample(version, sample, host)
+            self.draft(version), data, end, copy=copy, proven=lambda: self._check_sample(version, sample, buffer.views)
         )
 
     def _end(self, work: Sealing, header: Header | None) -> None:
@@ -248,9 +249,9 @@ class Publisher:
             raise WeightsMismatch(f"can't publish on stream {self.stream}: {extra} is not in its layout")
         return sources
 
-    def _check_sample(self, version: int, expected: Tensor, data: Tensor) -> None:
-        """Raises WeightsMismatch if bytes uint8 [nbytes] on any device are not those that `expected` was taken from."""
-        check_sample(self.layout, f"version {version} of stream {self.stream}", expected, data)
+    def _check_sample(self, version: int, expected: Tensor, views: Sequence[Tensor]) -> None:
+        """Raises WeightsMismatch if staged tensors, on any device, are not those that `expected` was taken from."""
+        check_sample(self.layout, f"version {version} of stream {self.stream}", expected, views)
 
     def _copy(self, slot: int, sources: list[Tensor]) -> _Staged:
         host = self._buffers.take() if self._device.type == "cpu" else None
