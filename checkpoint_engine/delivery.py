@@ -10,7 +10,7 @@ async_flowrl/controller/weights.py uses it. It runs in one asyncio loop and take
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -41,7 +41,7 @@ class Delivery:
         self,
         sender: SenderEndpoint,
         *,
-        replace: Callable[[str, BaseException], Awaitable[None]],
+        replace: Callable[[str, BaseException], Coroutine[Any, Any, None]],
         options: DeliveryOptions | None = None,
         broadcast: CollectiveBroadcast | None = None,
         ahead: Callable[[int, Sequence[ReceiverEndpoint]], Awaitable[None]] | None = None,
@@ -291,11 +291,8 @@ class Delivery:
         self.stats.replaced += 1
         if self._queues.get(queue.name) is queue:
             del self._queues[queue.name]
-        self._background.start(self._call_replace(queue.name, error), f"replace-{queue.name}")
+        self._background.start(self._replace(queue.name, error), f"replace-{queue.name}")
         queue.abandon()
-
-    async def _call_replace(self, name: str, error: BaseException) -> None:
-        await self._replace(name, error)
 
     async def _call(self, call: Awaitable[T]) -> T:
         return await in_time(call, self._options.deadline)

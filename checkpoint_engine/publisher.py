@@ -5,7 +5,7 @@ its digests), and keeps it for sending.
 """
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -117,14 +117,6 @@ class Publisher:
         """
         return (self._opened.pop(version, None) or self.begin(version)).finish()
 
-    def open(self, version: int) -> None:
-        """Lets `piece` return bytes of a staged version that is not sealed yet; `seal` must follow. Raises as `seal`.
-
-        Each piece is digested before it is returned, so that the next one is digested while this one is sent.
-        """
-        if version not in self._opened:
-            self._opened[version] = self.begin(version)
-
     def begin(self, version: int) -> Sealing:
         """Returns a Sealing, by which the caller digests the version during a transfer; raises as `seal` does.
 
@@ -151,7 +143,7 @@ class Publisher:
     def _from_host(self, version: int, staged: _Staged) -> Sealing:
         assert staged.host is not None
         data = staged.host.data
-        self._check_sample(version, staged.sample, torch.from_numpy(data))
+        self._check_sample(version, staged.sample, staged.host.views)
         self._give_back(staged.slot)
         return Sealing(self.draft(version), data, self._end)
 
@@ -162,8 +154,9 @@ class Publisher:
         self._side.wait(staged.ready)
         with self._side.current():
             sample = staged.sample.cpu()
-            self._check_sample(version, sample, slot)
-        data = self._buffers.take().data
+            self._check_sample(version, sample, self._views[staged.slot])
+        buffer = self._buffers.take()
+        data = buffer.data
         host = torch.from_numpy(data)
 
         def end(work: Sealing, header: Header | None) -> None:
@@ -172,7 +165,7 @@ class Publisher:
 
         copy = HostCopy(slot, host, self._side)
         return Sealing(
-            self.draft(version), data, end, copy=copy, proven=lambda: self._check_sample(version, sample, host)
+            self.draft(version), data, end, copy=copy, proven=lambda: self._check_sample(version, sample, buffer.views)
         )
 
     def _end(self, work: Sealing, header: Header | None) -> None:
@@ -200,17 +193,19 @@ class Publisher:
                 )
             return self._sealed[version]
 
-    def piece(self, version: int, start: int, size: int) -> tuple[int, ByteArray]:
-        """Returns the number of, and the bytes uint8 [n] themselves of a version from byte `start` on, at most `size`.
+    def piece(self, version: int, start: int, size: int) -> tuple[Header | None, ByteArray]:
+        """Returns the bytes uint8 [n] of a version from byte `start` on, at most `size`; with the last ones its header.
 
-        They must not be changed. Raises VersionGone if the version is neither retained nor opened.
+        The bytes must not be changed. The version need not be sealed: each piece is digested before it is returned, so
+        that the next one is digested while this one is sent, and the last one seals the version. Raises as `seal`.
         """
-        opened = self._opened.get(version)
-        data = self.payload(version)[1] if opened is None else opened.data
-        piece = data[start : start + size]
-        if opened is not None:
-            opened.feed(start + piece.shape[0])
-        return piece.shape[0], piece
+        work = self._opened.get(version) or self.begin(version)
+        if work.header is None:
+            self._opened[version] = work
+        piece = work.data[start : start + size]
+        end = start + piece.shape[0]
+        work.feed(end)
+        return self.seal(version) if end == work.data.shape[0] else None, piece
 
     def retained(self) -> tuple[int, ...]:
         """Returns the sealed versions that can be sent, oldest first."""
@@ -254,9 +249,9 @@ class Publisher:
             raise WeightsMismatch(f"can't publish on stream {self.stream}: {extra} is not in its layout")
         return sources
 
-    def _check_sample(self, version: int, expected: Tensor, data: Tensor) -> None:
-        """Raises WeightsMismatch if bytes uint8 [nbytes] on any device are not those that `expected` was taken from."""
-        check_sample(self.layout, f"version {version} of stream {self.stream}", expected, data)
+    def _check_sample(self, version: int, expected: Tensor, views: Sequence[Tensor]) -> None:
+        """Raises WeightsMismatch if staged tensors, on any device, are not those that `expected` was taken from."""
+        check_sample(self.layout, f"version {version} of stream {self.stream}", expected, views)
 
     def _copy(self, slot: int, sources: list[Tensor]) -> _Staged:
         host = self._buffers.take() if self._device.type == "cpu" else None

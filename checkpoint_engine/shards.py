@@ -8,8 +8,9 @@ every row of every tensor has its digest.
 """
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -19,9 +20,12 @@ from torch import Tensor
 from checkpoint_engine.base import RING, Ack, Draft, Header
 from checkpoint_engine.digest import ByteArray, digest_span
 from checkpoint_engine.errors import TransferCorrupted
-from checkpoint_engine.layout import Entry, Layout, RunningDigests, blocks, padded, row_bytes
+from checkpoint_engine.layout import BLOCK_BYTES, Entry, Layout, RunningDigests, padded, row_bytes
 from checkpoint_engine.receiver import Receiver
 from checkpoint_engine.side_stream import on
+
+MAX_CACHED_SHARES = 256
+"""Largest number of shares of which the layout is remembered: it is the same for every version."""
 
 
 def shard_rows(rows: int, shards: int, index: int) -> range:
@@ -30,6 +34,7 @@ def shard_rows(rows: int, shards: int, index: int) -> range:
     return range(min(index * size, rows), min((index + 1) * size, rows))
 
 
+@lru_cache(MAX_CACHED_SHARES)
 def shard_layout(layout: Layout, shards: int, index: int) -> Layout:
     """Returns the layout of one share of a layout: the same names, and of each tensor this shard's rows."""
     entries, offset = [], 0
@@ -91,17 +96,48 @@ def share_digests(layout: Layout, shards: int, buffer: Tensor) -> tuple[tuple[by
     return tuple(found)
 
 
+@dataclass(frozen=True)
+class Beginning:
+    """Arguments of `ShardReceiver.begin`."""
+
+    draft: Draft
+    shards: int
+    slot: str = RING
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Place of some bytes of a version; the first piece that is sent begins the version, the last one finishes it."""
+
+    version: int
+    shard: int
+    start: int
+    """First byte, in the shard."""
+    begins: Beginning | None = None
+    ends: ShardedHeader | None = None
+
+
 class ShardReceiver:
     """Takes versions in shares for a `Receiver`: `begin`, `take` for every piece of every shard, `finish`.
 
     The digests may come last, so that the bytes can be sent while their senders still digest them. All calls come from
     one thread. A version that was begun and not finished is forgotten when the next one begins, and was never visible
-    to the receiver.
+    to the receiver. `receive` does all of it by one call for each piece.
     """
 
     def __init__(self, receiver: Receiver) -> None:
         self._receiver = receiver
         self._under_way: _UnderWay | None = None
+
+    def receive(self, piece: Piece, data: ByteArray) -> Ack | None:
+        """Begins the version with its first piece, takes the bytes uint8 [n], and finishes it with its last piece.
+
+        Returns the acknowledgement for the last one, else None. Raises as `begin`, `take` and `finish`.
+        """
+        if piece.begins is not None:
+            self.begin(piece.begins.draft, piece.begins.shards, piece.begins.slot)
+        self.take(piece.version, piece.shard, piece.start, data)
+        return None if piece.ends is None else self.finish(piece.ends)
 
     def begin(self, draft: Draft, shards: int, slot: str = RING) -> None:
         """Begins a version of `shards` shares, in place of one that was not finished. Raises as `Receiver.expect`."""
@@ -148,9 +184,10 @@ class _UnderWay:
 
     def __init__(self, draft: Draft, shards: int, slot: str, storage: Tensor) -> None:
         self.draft, self.slot, self.storage = draft, slot, storage
+        self._on_host = storage.device.type == "cpu"
         self._title = f"version {draft.version} of stream {draft.stream}"
         self._layouts = [shard_layout(draft.layout, shards, index) for index in range(shards)]
-        self._places = [list(_places(draft.layout, shards, index)) for index in range(shards)]
+        self._places = [_places(draft.layout, shards, index) for index in range(shards)]
         self._digests = [RunningDigests(layout) for layout in self._layouts]
 
     def take(self, shard: int, start: int, data: ByteArray) -> None:
@@ -160,24 +197,29 @@ class _UnderWay:
             raise TransferCorrupted(
                 f"{self._title}: bytes {start} to {end} of shard {shard} do not follow what came before"
             )
-        for block in blocks(data):
-            self._put(shard, block)
+        self._put(shard, start, data)
 
-    def _put(self, shard: int, data: ByteArray) -> None:
-        """Puts the bytes that follow in their places. On a host, what is digested is what lies there then."""
+    def _put(self, shard: int, start: int, data: ByteArray) -> None:
+        """Puts the bytes that follow, from byte `start` of the shard on, in their places and digests them.
+
+        On a host, what is digested is what lies there then.
+        """
         entries, places, digests = self._layouts[shard].entries, self._places[shard], self._digests[shard]
-        start = digests.end
-        end = start + data.shape[0]
+        end, source = start + data.shape[0], torch.from_numpy(data)
         for index in range(bisect_right(entries, start, key=_end), len(entries)):
-            entry, place = entries[index], places[index]
-            low, high = max(start, entry.offset), min(end, entry.end)
+            entry = entries[index]
             if entry.offset >= end:
                 break
-            digests.feed(data[digests.end - start : low - start])  # padding
-            target = self.storage[place + low - entry.offset : place + high - entry.offset]
-            target.copy_(torch.from_numpy(data[low - start : high - start]))
-            digests.feed(data[low - start : high - start] if target.device.type != "cpu" else target.numpy())
-        digests.feed(data[digests.end - start :])
+            if digests.end < entry.offset:
+                digests.feed(data[digests.end - start : entry.offset - start])  # padding
+            move, last = places[index] - entry.offset, min(end, entry.end)
+            for low in range(max(start, entry.offset), last, BLOCK_BYTES):
+                high = min(low + BLOCK_BYTES, last)
+                target = self.storage[low + move : high + move]
+                target.copy_(source[low - start : high - start])
+                digests.feed(target.numpy() if self._on_host else data[low - start : high - start])
+        if digests.end < end:
+            digests.feed(data[digests.end - start :])
 
     def check(self, header: ShardedHeader) -> None:
         """Raises TransferCorrupted unless all bytes have come, and each row has its digest."""
@@ -203,10 +245,12 @@ def _end(entry: Entry) -> int:
     return entry.end
 
 
-def _places(layout: Layout, shards: int, index: int) -> Iterator[int]:
-    """Yields for each tensor the byte of the whole layout at which this shard's rows begin."""
-    for entry in layout.entries:
-        yield entry.offset + shard_rows(entry.shape[0], shards, index).start * row_bytes(entry)
+@lru_cache(MAX_CACHED_SHARES)
+def _places(layout: Layout, shards: int, index: int) -> tuple[int, ...]:
+    """Returns for each tensor the byte of the whole layout at which this shard's rows begin."""
+    return tuple(
+        entry.offset + shard_rows(entry.shape[0], shards, index).start * row_bytes(entry) for entry in layout.entries
+    )
 
 
 def _joined(of_tensor: tuple[bytes, ...]) -> bytes:

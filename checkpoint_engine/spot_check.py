@@ -6,38 +6,41 @@ what was staged.
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from checkpoint_engine.errors import WeightsMismatch
-from checkpoint_engine.layout import Entry, Layout, dtype_of
+from checkpoint_engine.layout import Layout, dtype_of
 
 MAX_SAMPLES_PER_TENSOR = 16
 """Largest number of elements per tensor that are compared."""
+MAX_CACHED_LAYOUTS = 16
+"""Largest number of layouts for which it is remembered which elements these are."""
 
 
 def sample(layout: Layout, sources: Sequence[Tensor]) -> Tensor:
     """Returns a few elements of every tensor, in layout order and the dtype that is sent, on the tensors' device."""
     picked = []
-    for entry, source in zip(layout.entries, sources, strict=True):
+    for (count, step, dtype), source in zip(_samplings(layout), sources, strict=True):
         flat = source if source.is_contiguous() else source.contiguous()
-        count, step = _sampling(entry)
-        picked.append(flat.as_strided((count,), (step,)).to(dtype_of(entry)))
+        few = flat.as_strided((count,), (step,))
+        picked.append(few if few.dtype is dtype else few.to(dtype))
     return torch.cat(picked)
 
 
-def check_sample(layout: Layout, title: str, expected: Tensor, data: Tensor) -> None:
-    """Raises WeightsMismatch if the sample of the bytes uint8 [nbytes] differs from the live tensors' sample.
+def check_sample(layout: Layout, title: str, expected: Tensor, views: Sequence[Tensor]) -> None:
+    """Raises WeightsMismatch if the sample of the staged tensors differs from the live tensors' sample.
 
-    `expected` is in host memory, `data` on any device; the error names `title` and the tensor.
+    `expected` is in host memory, `views` on any device in layout order; the error names `title` and the tensor.
     """
-    staged = sample(layout, list(layout.views(data).values())).cpu()
+    staged = sample(layout, views).cpu()
     if torch.equal(staged.view(torch.uint8), expected.view(torch.uint8)):
         return
     start = 0
-    for entry in layout.entries:
-        end = start + _sampling(entry)[0]
+    for entry, (count, _, _) in zip(layout.entries, _samplings(layout), strict=True):
+        end = start + count
         if not torch.equal(staged[start:end].view(torch.uint8), expected[start:end].view(torch.uint8)):
             raise WeightsMismatch(
                 f"the staged bytes of {title} are not the trainer's: "
@@ -46,8 +49,12 @@ def check_sample(layout: Layout, title: str, expected: Tensor, data: Tensor) -> 
         start = end
 
 
-def _sampling(entry: Entry) -> tuple[int, int]:
-    """Returns the number of a tensor's elements that are compared, and their distance in elements."""
-    numel = math.prod(entry.shape)
-    count = min(MAX_SAMPLES_PER_TENSOR, numel)
-    return count, max(1, numel // max(1, count))
+@lru_cache(MAX_CACHED_LAYOUTS)
+def _samplings(layout: Layout) -> tuple[tuple[int, int, torch.dtype], ...]:
+    """Returns by tensor the number of elements that are compared, their distance in elements, and the dtype sent."""
+    found = []
+    for entry in layout.entries:
+        numel = math.prod(entry.shape)
+        count = min(MAX_SAMPLES_PER_TENSOR, numel)
+        found.append((count, max(1, numel // max(1, count)), dtype_of(entry)))
+    return tuple(found)

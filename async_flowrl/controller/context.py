@@ -115,7 +115,8 @@ class Weights(Protocol):
     async def welcome(self, worker: Worker) -> None:
         """Checks that delivered weights reach the new worker's modules, then sends it all versions that tickets name.
 
-        Raises WeightsMismatch, WorkerDied or DeadlineExceeded if the check fails, or SenderLate (share_payload.py).
+        Raises WeightsMismatch, WorkerDied or DeadlineExceeded if the check fails, and an error of sender_errors.py if a
+        trainer rank cannot send the weights.
         """
         ...
 

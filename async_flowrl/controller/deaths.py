@@ -1,4 +1,4 @@
-"""Deaths that show in a call to another worker: a failure because of a dead peer, and a sender that died."""
+"""Deaths that show in a call to another worker, which fails because of its dead peer."""
 
 import asyncio
 from collections.abc import Sequence
@@ -7,16 +7,6 @@ from separation.group import Worker, WorkerDied
 
 DEATH_DETECTION_SECONDS = 2.0
 """Time within which the death of one rank must show after another rank has failed because of it."""
-
-
-class SenderLost(WorkerDied):
-    """Raised if weights cannot be had because the trainer rank that sends them has died.
-
-    `worker` is the rank. A rollout worker that waits for the weights is not to blame and must not be replaced.
-    """
-
-    kind = "SenderLost"
-    """By this name checkpoint_engine judges it, as an error that it cannot cure."""
 
 
 async def dead_among(workers: Sequence[Worker]) -> list[Worker]:

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 from async_flowrl.controller.admission import StartError, admit
 from async_flowrl.controller.context import TICKETS_PER_WORKER, Context, book_span
-from async_flowrl.controller.deaths import SenderLost
 from async_flowrl.controller.held_out import ask_held_out
 from async_flowrl.controller.pool_size import change_size, leave, refuse
 from async_flowrl.controller.scoring import Free, ask_reward, free_workers
+from async_flowrl.controller.sender_errors import SenderFailed, SenderLost
 from async_flowrl.controller.shared import ticket_deadline
 from async_flowrl.tickets.batches import batch_of
 from async_flowrl.tickets.table import TRAIN, State, Ticket, describe
@@ -76,8 +76,8 @@ async def serve(ctx: Context, index: int, free: Free, tasks: asyncio.TaskGroup) 
 
     The slot ends if the worker's node is drained: the worker then finishes its tickets or hands them back. It also ends
     if a worker of an elastic pool is lost and no node has a seat for its successor. Raises the error of the last lost
-    worker after more than MAX_LOSSES_PER_SLOT losses, and SenderLost if a trainer rank dies that sends weights to a new
-    worker of the slot.
+    worker after more than MAX_LOSSES_PER_SLOT losses, and SenderLost, SenderFailed or SenderLate if a trainer rank that
+    sends weights to a new worker of the slot dies, fails or hangs.
     """
     slot = filled(ctx, seated(ctx.rollout, index), tasks)
     lost: Exception | None = None
@@ -221,7 +221,8 @@ async def replace_rollout(ctx: Context, index: int, death: BaseException, *, pau
     """Kills a lost worker, makes its tickets PENDING again, and returns its successor, which holds proven weights.
 
     `pause` is in seconds and comes before the replacement. Raises NoSeat if an elastic pool has no seat for a successor
-    or the successor cannot serve; in a pool of fixed size an error of `UNFIT` is raised as it is.
+    or the successor cannot serve; in a pool of fixed size an error of `UNFIT` is raised as it is. Raises SenderLost,
+    SenderFailed or SenderLate if a trainer rank cannot send the weights.
     """
     dead = seated(ctx.rollout, index)
     ctx.observer.event("fault", worker=dead.name, kind=type(death).__name__, message=str(death))
@@ -234,6 +235,8 @@ async def replace_rollout(ctx: Context, index: int, death: BaseException, *, pau
     try:
         fresh = await ctx.rollout.replace(index)
         await admit(ctx, fresh)
+    except SenderFailed:  # Among the errors in UNFIT, but a trainer rank's failure.
+        raise
     except UNFIT as error:
         if ctx.rollout.growth is None:
             raise

@@ -9,9 +9,9 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
 from async_flowrl.controller.context import Attempt, Observer
-from async_flowrl.controller.deaths import SenderLost
 from async_flowrl.controller.living import Living
 from async_flowrl.controller.published import Published
+from async_flowrl.controller.sender_errors import SenderLost, failures_of_ranks
 from async_flowrl.types import EMA, POLICY
 from checkpoint_engine import RING, Ack, Draft, Header
 from checkpoint_engine.process_group import Epoch
@@ -126,15 +126,16 @@ class TrainerEndpoint:
     async def _on_first(self, call: Callable[[Worker], Awaitable[T]]) -> T:
         """Returns the call's result on the first rank, which first publishes the versions of a sender that has died.
 
-        Raises SenderLost if no rank is left.
+        Raises SenderLost if no rank is left, SenderFailed if a rank raises an exception.
         """
         while True:
             try:
-                async with self._moving:
-                    rank = self._first
-                    if rank.name != self._sender:
-                        await self._move_to(rank)
-                return await call(rank)
+                with failures_of_ranks():
+                    async with self._moving:
+                        rank = self._first
+                        if rank.name != self._sender:
+                            await self._move_to(rank)
+                    return await call(rank)
             except WorkerDied as error:
                 await bury_sender(self._living, self._attempt, error)
 
@@ -160,7 +161,8 @@ class TrainerEndpoint:
 
         async def on(rank: Worker) -> None:
             try:
-                await rank.call(f"versions.{method}", self._stream, version, lane=lane)
+                with failures_of_ranks():
+                    await rank.call(f"versions.{method}", self._stream, version, lane=lane)
             except WorkerDied as error:
                 await bury_sender(self._living, self._attempt, error)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from async_flowrl.controller.admission import StartError, admit
 from async_flowrl.controller.context import Context
-from async_flowrl.controller.deaths import SenderLost
+from async_flowrl.controller.sender_errors import SenderFailed, SenderLost
 from separation.group import Growth, Worker, WorkerDied, WorkerFailed
 from separation.node_checks import OtherCode
 from separation.supervise import DeadlineExceeded
@@ -87,14 +87,15 @@ async def grow(ctx: Context, growth: Growth, serve: Callable[[int], None], tasks
     async def bring_in(seat: Any) -> None:
         """Builds the worker of the seat, admits it to the run and starts to serve it, or takes it out again.
 
-        Raises SenderLost if a trainer rank dies that sends weights to the worker.
+        Raises SenderLost, SenderFailed or SenderLate if a trainer rank that sends weights to the worker dies, fails or
+        hangs.
         """
         if (worker := await fill(seat)) is None:
             return
         arrivals.under_way.add(worker.name)
         try:
             await admit(ctx, worker, newcomer=True)
-        except SenderLost:  # Among the errors in TURNED_AWAY, but a trainer rank's death.
+        except (SenderLost, SenderFailed):  # Among the errors in TURNED_AWAY, but a trainer rank's death or failure.
             raise
         except TURNED_AWAY as error:
             refuse(ctx, worker.name, error)

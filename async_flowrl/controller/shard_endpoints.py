@@ -8,23 +8,23 @@ endpoints.py, and implement the same protocols of checkpoint_engine/base.py.
 
 import asyncio
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from async_flowrl.config.schema import Config
 from async_flowrl.controller.context import Observer
-from async_flowrl.controller.deaths import SenderLost
 from async_flowrl.controller.endpoints import PUBLISHING, RolloutEndpoint
 from async_flowrl.controller.living import Living
+from async_flowrl.controller.sender_errors import SenderFailed, SenderLate, SenderLost, answers_of, failures_of_ranks
 from async_flowrl.controller.share_payload import (
     MAX_BUCKETS_AHEAD,
     Allowance,
-    SenderLate,
     ShardedPayload,
-    answers_of,
     kept_in,
 )
 from async_flowrl.types import EMA, POLICY
 from checkpoint_engine import CANARY_VERSION, RING, Ack, Draft, Header, Layout, ReceiverEndpoint, ShardedHeader
+from checkpoint_engine.shards import Beginning, Piece
 from separation.group import RefLost, Worker, WorkerDied
 from separation.supervise import together
 
@@ -54,6 +54,8 @@ class ShardedTrainerEndpoint:
         self._on_sealed, self._seconds = on_sealed, seconds
         self._under_way: set[asyncio.Future[Any]] = set()
         """Buckets that are being fetched, and versions that receivers take before they are sealed."""
+        self._ahead: tuple[int, dict[int, Header]] = -1, {}
+        """The last version that was sent ahead, and the headers that came with it, by shard."""
 
     async def stage(self, version: int) -> None:
         await self._all("sender.stage", version, self._stream, lane="main")
@@ -68,21 +70,23 @@ class ShardedTrainerEndpoint:
     async def send_ahead(self, version: int, receivers: Sequence[ReceiverEndpoint]) -> None:
         """Sends the bytes of a staged version to the receivers while the ranks digest them.
 
-        Returns when the first receiver has all of them, so that the version can be sealed; the others go on. A receiver
-        that fails is sent the version again when its `receive` is called. Raises SenderLost or SenderLate.
+        Returns when the first receiver has all but the last bucket, and that has come for it, so that the version can
+        be sealed; the others go on. The last bucket is put into its place together with the digests. A receiver
+        that fails is sent the version again when its `receive` is called. Raises an error of sender_errors.py if a rank
+        dies, fails or is late.
         """
         ends = [end for end in receivers if isinstance(end, ShardedRolloutEndpoint)]
         if not ends:
             return
-        await self._publish("open", version)
         draft = Draft(self._stream, version, self._layout, None, None)
         payload = await self.payload(version)
+        self._ahead = version, payload.headers
         tasks = waiting = {kept_in(self._under_way, end.take_ahead(draft, payload)) for end in ends}
         try:
             while waiting:
                 done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
                 errors = [task.exception() for task in done]
-                if lost := [error for error in errors if isinstance(error, SenderLost | SenderLate)]:
+                if lost := [error for error in errors if isinstance(error, SenderLost | SenderFailed | SenderLate)]:
                     raise lost[0]
                 if None in errors:
                     return
@@ -97,6 +101,10 @@ class ShardedTrainerEndpoint:
         return header
 
     async def _sealed(self, version: int) -> Header:
+        """Returns the version's header. A rank whose last bucket was sent ahead has sealed it; others are asked to."""
+        ahead, came = self._ahead
+        if ahead == version and len(came) == len(self._ranks):
+            return ShardedHeader.of(self._layout, [came[shard] for shard in range(len(self._ranks))])
         return ShardedHeader.of(self._layout, await self._publish("seal", version))
 
     async def payload(self, version: int) -> ShardedPayload:
@@ -125,7 +133,8 @@ class ShardedTrainerEndpoint:
 
         async def asked(rank: Worker) -> Any:
             try:
-                answer = await rank.call(method, *arguments, lane=lane)
+                with failures_of_ranks():
+                    answer = await rank.call(method, *arguments, lane=lane)
             except WorkerDied as error:
                 raise SenderLost(error.worker, error.reason) from error
             waiting.remove(rank.name)
@@ -159,86 +168,115 @@ async def sharded_sender(
     on_sealed: Callable[[Header], None],
     kind: type[E] = ShardedTrainerEndpoint,  # type: ignore[assignment]
 ) -> E:
-    """Returns all ranks as the sender of a stream. Raises SenderLate."""
+    """Returns all ranks as the sender of a stream. Raises SenderLate or SenderFailed."""
     rank, method, seconds = living.first, "sender.whole_layout", config.deadlines.publish
-    async with answers_of([rank.name], method, seconds):
-        layout: Layout = await rank.call(method)
+    with failures_of_ranks():
+        async with answers_of([rank.name], method, seconds):
+            layout: Layout = await rank.call(method)
     return kind(living.workers, layout, config.checkpoint_engine.bucket_bytes, on_sealed, seconds=seconds)
+
+
+@dataclass(frozen=True)
+class _Ahead:
+    """A version whose bytes came, or are coming, before its header."""
+
+    draft: Draft
+    payload: ShardedPayload
+    task: "asyncio.Task[Any]"
+    """Returns the reference to the last bucket."""
+
+    def is_of(self, header: Header) -> bool:
+        return (self.draft.stream, self.draft.version) == (header.stream, header.version)
 
 
 class ShardedRolloutEndpoint(RolloutEndpoint):
     """One rollout worker as a receiver of shares: it asks for the buckets of all shards in turn.
 
-    It takes one version at a time, also of two streams, whose deliveries know nothing of each other.
+    It takes one version at a time, also of two streams, whose deliveries know nothing of each other. One call of the
+    worker brings one bucket; the first one also begins the version, and the last one has its digests and finishes it.
     """
 
     def __init__(self, worker: Worker, observer: Observer, transport: str) -> None:
         super().__init__(worker, observer, transport)
         self._receiving = asyncio.Lock()
-        self._ahead: tuple[Draft, asyncio.Task[None]] | None = None
-        """The last version whose bytes came, or are coming, before its header."""
+        self._ahead: _Ahead | None = None
 
-    def take_ahead(self, draft: Draft, payload: ShardedPayload) -> "asyncio.Task[None]":
+    def take_ahead(self, draft: Draft, payload: ShardedPayload) -> "asyncio.Task[Any]":
         """Begins to take a version before it is sealed; `receive` goes on from there. The task raises as `receive`."""
         task = asyncio.create_task(self._take_ahead(draft, payload), name=f"ahead-{self.name}-{draft.version}")
-        self._ahead = draft, task
+        self._ahead = _Ahead(draft, payload, task)
         return task
 
-    async def _take_ahead(self, draft: Draft, payload: ShardedPayload) -> None:
+    async def _take_ahead(self, draft: Draft, payload: ShardedPayload) -> Any:
         async with self._receiving:
-            await self._take(draft, payload, RING)
+            return await self._take(draft, payload, RING)
 
     async def _received(self, header: Header, payload: Any, slot: str) -> Ack:
         assert isinstance(header, ShardedHeader)
         assert isinstance(payload, ShardedPayload)
-        came = await self._came_ahead(header, slot)
+        ahead = await self._came_ahead(header, slot)
         async with self._receiving:
-            if not came or not self._is_ahead(header):  # another version may have taken its place meanwhile
-                if self._ahead is not None and self._ahead[1].done():
+            if ahead is not None and self._ahead is ahead:  # another version may have taken its place meanwhile
+                payload, last = ahead.payload, ahead.task.result()
+            else:
+                if self._ahead is not None and self._ahead.task.done():
                     self._ahead = None  # its bytes are given up; one that waits for its turn comes afterwards
-                await self._take(header, payload, slot)
-            if self._is_ahead(header):
+                last = await self._take(header, payload, slot)
+            if self._ahead is not None and self._ahead.is_of(header):
                 self._ahead = None
-            allowed = Allowance(f"publish: version {header.version} to {self.name}", payload.seconds)
-            ack: Ack = await allowed.spend(self._deliver("shards.finish", header))
-            return ack
+            return await self._finish(header, payload, slot, last)
 
-    async def _came_ahead(self, header: Header, slot: str) -> bool:
-        """Waits for the version's bytes where they come ahead; returns False where they do not, or not all."""
-        if self._ahead is None or slot != RING or not self._is_ahead(header):
-            return False
-        _, task = self._ahead
+    async def _came_ahead(self, header: Header, slot: str) -> _Ahead | None:
+        """Waits for the version's bytes where they come ahead; returns None where they do not, or not all."""
+        ahead = self._ahead
+        if ahead is None or slot != RING or not ahead.is_of(header):
+            return None
         try:
-            await asyncio.wait([task])
+            await asyncio.wait([ahead.task])
         except asyncio.CancelledError:
-            task.cancel()
+            ahead.task.cancel()
             raise
-        return not task.cancelled() and task.exception() is None
+        return None if ahead.task.cancelled() or ahead.task.exception() is not None else ahead
 
-    def _is_ahead(self, draft: Draft) -> bool:
-        return self._ahead is not None and _name(self._ahead[0]) == _name(draft)
+    async def _take(self, draft: Draft, payload: ShardedPayload, slot: str) -> Any:
+        """Has the worker put all buckets but the last in their place; returns a reference to the last.
 
-    async def _take(self, draft: Draft, payload: ShardedPayload, slot: str) -> None:
-        """Has the worker put all buckets in their place. The next ones are fetched meanwhile.
-
-        Raises DeadlineExceeded if the worker's own calls take longer than `payload.seconds` together, and the errors of
-        `ShardedPayload.bucket`.
+        While a bucket is put in its place, the next ones are fetched. Raises DeadlineExceeded if the worker's own calls
+        take longer than `payload.seconds` together, and the errors of `ShardedPayload.bucket`.
         """
-        shards = len(payload.ranks)
-        allowed = Allowance(f"publish: version {draft.version} to {self.name}", payload.seconds)
-        await allowed.spend(self._deliver("shards.begin", draft, shards, slot))
-        coming = payload.buckets(draft.layout)
-        ahead = max(1, min(shards, MAX_BUCKETS_AHEAD))
+        allowed, coming = _allowance(self.name, draft, payload), payload.buckets(draft.layout)
+        ahead = max(1, min(len(payload.ranks), MAX_BUCKETS_AHEAD))
+        ref = None
         for place, (shard, start) in enumerate(coming):
             ref = await payload.bucket(shard, start)
             for following in coming[place + 1 : place + 1 + ahead]:
                 payload.fetch(*following)
-            try:
-                await allowed.spend(self._deliver("shards.take", draft.version, shard, start, ref))
-            except RefLost:
-                payload.forget(shard, start)
-                raise
+            if place < len(coming) - 1:
+                begins = _beginning(draft, payload, slot) if place == 0 else None
+                await self._put(Piece(draft.version, shard, start, begins), ref, payload, allowed)
+        return ref
+
+    async def _finish(self, header: ShardedHeader, payload: ShardedPayload, slot: str, last: Any) -> Ack:
+        """Has the worker put the last bucket in its place, and verify and retain the version. Raises as `_take`."""
+        coming = payload.buckets(header.layout)
+        begins = _beginning(header, payload, slot) if len(coming) == 1 else None
+        piece = Piece(header.version, *coming[-1], begins, header)
+        ack: Ack = await self._put(piece, last, payload, _allowance(self.name, header, payload))
+        return ack
+
+    async def _put(self, piece: Piece, ref: Any, payload: ShardedPayload, allowed: Allowance) -> Any:
+        try:
+            return await allowed.spend(self._deliver("shards.receive", piece, ref))
+        except RefLost:
+            payload.forget(piece.shard, piece.start)
+            raise
 
 
-def _name(draft: Draft) -> tuple[str, int]:
-    return draft.stream, draft.version
+def _allowance(worker: str, draft: Draft, payload: ShardedPayload) -> Allowance:
+    return Allowance(f"publish: version {draft.version} to {worker}", payload.seconds)
+
+
+def _beginning(draft: Draft, payload: ShardedPayload, slot: str) -> Beginning:
+    """Returns what begins a version; of a header, only the part that is there before the digests."""
+    without_digests = Draft(draft.stream, draft.version, draft.layout, draft.alpha, draft.rank)
+    return Beginning(without_digests, len(payload.ranks), slot)

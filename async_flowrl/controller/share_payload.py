@@ -6,13 +6,12 @@ the calls of one receiver have one together (Allowance), in which its waits for 
 
 import asyncio
 from collections.abc import Awaitable, Sequence
-from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from async_flowrl.controller.deaths import SenderLost
 from async_flowrl.controller.endpoints import PUBLISHING
-from checkpoint_engine import Layout
+from async_flowrl.controller.sender_errors import SenderLost, answers_of, failures_of_ranks
+from checkpoint_engine import Header, Layout
 from checkpoint_engine.shards import shard_layout
 from separation.group import Worker, WorkerDied
 from separation.supervise import DeadlineExceeded, limited
@@ -26,19 +25,6 @@ MAX_KEPT_BUCKETS = 2 * MAX_BUCKETS_AHEAD
 """Buckets of one version that stay in the object store for receivers that ask for them a little later."""
 
 
-class SenderLate(RuntimeError):
-    """Raised if trainer ranks live and do not answer in time: the receivers that wait for them are not to blame.
-
-    `workers` are the names of all ranks that were asked and have not answered. In a method in which the ranks wait for
-    each other, as in the canary's probe, these may be all, of which one hangs.
-    """
-
-    def __init__(self, workers: Sequence[str], method: str, seconds: float) -> None:
-        late = f"{', '.join(workers)} {'has' if len(workers) == 1 else 'have'}"
-        super().__init__(f"publish: {late} not answered {method} within the deadline of {seconds:g} s")
-        self.workers, self.method, self.seconds = tuple(workers), method, seconds
-
-
 @dataclass
 class ShardedPayload:
     """The bytes of one version on all ranks, fetched bucket by bucket when receivers ask for them."""
@@ -46,20 +32,25 @@ class ShardedPayload:
     ranks: Sequence[Worker]
     """By shard."""
     method: str
-    """Method of the ranks that returns a bucket: (version, first byte, number of bytes) → (size, bytes)."""
+    """Method of the ranks that returns a bucket: (version, first byte, number of bytes) → (header, bytes).
+
+    The header is that of the rank's share and comes with its last bucket; before that it is None.
+    """
     version: int
     bucket_bytes: int
     seconds: float
     """Deadline of each answer of a rank, and of all calls of one receiver together."""
     under_way: "set[asyncio.Future[Any]]" = field(default_factory=set)
     """The sender's set of what it must cancel when it is closed; buckets that are being fetched are put into it."""
+    headers: dict[int, Header] = field(default_factory=dict)
+    """Shard → header of that share, once its last bucket has come."""
     _buckets: "dict[tuple[int, int], asyncio.Future[Any]]" = field(default_factory=dict)
 
     async def bucket(self, shard: int, start: int) -> Any:
         """Returns a reference to the bucket of a shard that begins at byte `start` of it.
 
         Receivers that ask for the same one share it while it is among the newest MAX_KEPT_BUCKETS. Raises SenderLost,
-        SenderLate, WorkerFailed (VersionGone in it), or RefLost.
+        SenderLate, SenderFailed (VersionGone in it), or RefLost.
         """
         fetched = self.fetch(shard, start)
         try:
@@ -91,10 +82,13 @@ class ShardedPayload:
     async def _fetch(self, shard: int, start: int) -> Any:
         rank, arguments = self.ranks[shard], (self.version, start, self.bucket_bytes)
         try:
-            async with answers_of([rank.name], self.method, self.seconds):
-                _, (ref,) = await rank.call_split(self.method, *arguments, returns=2, lane=PUBLISHING)
+            with failures_of_ranks():
+                async with answers_of([rank.name], self.method, self.seconds):
+                    header, (ref,) = await rank.call_split(self.method, *arguments, returns=2, lane=PUBLISHING)
         except WorkerDied as error:
             raise SenderLost(error.worker, error.reason) from error
+        if header is not None:
+            self.headers[shard] = header
         return ref
 
 
@@ -116,14 +110,6 @@ class Allowance:
                 return await call
         finally:
             self.spent += clock() - began
-
-
-def answers_of(waiting: Sequence[str], method: str, seconds: float) -> AbstractAsyncContextManager[None]:
-    """Raises SenderLate if the body, which waits for answers of ranks to calls of `method`, takes too long.
-
-    `waiting` are the names of these ranks; the body may take out those that have answered.
-    """
-    return limited(seconds, lambda: SenderLate(waiting, method, seconds))
 
 
 def kept_in(under_way: "set[asyncio.Future[Any]]", started: F) -> F:

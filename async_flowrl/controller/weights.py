@@ -13,10 +13,10 @@ from typing import Any
 from async_flowrl.config.schema import Config
 from async_flowrl.controller.context import Observer, Signal
 from async_flowrl.controller.corruption import CorruptionWatch
-from async_flowrl.controller.deaths import SenderLost
 from async_flowrl.controller.ema import EmaWeights
 from async_flowrl.controller.endpoints import EmaEndpoint, TrainerEndpoint
 from async_flowrl.controller.own_versions import endpoint_of
+from async_flowrl.controller.sender_errors import SenderLost
 from async_flowrl.controller.shard_endpoints import (
     ShardedEmaEndpoint,
     ShardedRolloutEndpoint,

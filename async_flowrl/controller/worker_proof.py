@@ -11,6 +11,7 @@ from async_flowrl.config.schema import Config
 from async_flowrl.controller.canary import Canary
 from async_flowrl.controller.context import Attempt
 from async_flowrl.controller.endpoints import RolloutEndpoint, bury_sender
+from async_flowrl.controller.sender_errors import answers_of, failures_of_ranks
 from async_flowrl.controller.shard_endpoints import ShardedRolloutEndpoint, ShardedTrainerEndpoint
 from async_flowrl.controller.trainer import TrainerGroup
 from checkpoint_engine import CANARY_VERSION, check_binding
@@ -33,19 +34,18 @@ class WorkerProof:
     async def begin(self, sender: ShardedTrainerEndpoint | None = None) -> None:
         """Has the first trainer rank make the canary, or all ranks if they have shares, whose `sender` is then given.
 
-        Raises SenderLost, SenderLate or DeadlineExceeded.
+        Raises SenderLost, SenderFailed or SenderLate.
         """
         if sender is not None:
             self.canary = Canary(*await sender.canary())
         else:
-            made = self._by_first(Canary.of)
-            self.canary = await in_time(self.attempt.config, "the trainer's canary", made)
+            self.canary = await self._by_first("sender.canary", Canary.of)
 
     async def of(self, worker: Worker) -> None:
         """Delivers the canary to the worker and compares the results of its network with the trainer's.
 
-        Raises WeightsMismatch, which names the module that differs, WorkerDied, DeadlineExceeded, SenderLost or
-        SenderLate.
+        Raises WeightsMismatch, which names the module that differs, WorkerDied or DeadlineExceeded of the worker, and
+        SenderLost, SenderFailed or SenderLate of a trainer rank.
         """
         config, sharded = self.attempt.config, self.trainers.sharded
         kind = ShardedRolloutEndpoint if sharded else RolloutEndpoint
@@ -62,20 +62,22 @@ class WorkerProof:
                 if attempt == retries:
                     raise WorkerDied(worker.name, f"given up, the canary does not arrive: {error}") from error
                 if isinstance(error, RefLost) and not sharded:  # Shares are held by their ranks.
-                    again = self._by_first(self.canary.again)
-                    self.canary = await in_time(config, "the trainer's canary, again", again)
+                    self.canary = await self._by_first("sender.canary_again", self.canary.again)
         proof = await in_time(config, f"proof of {worker.name}", worker.call("prove", CANARY_VERSION))
         check_binding(self.canary.probe, proof, who=worker.name)
 
-    async def _by_first(self, make: Callable[[Worker], Awaitable[Canary]]) -> Canary:
+    async def _by_first(self, method: str, make: Callable[[Worker], Awaitable[Canary]]) -> Canary:
         """Returns the canary that the first rank makes, or the next rank if the first dies meanwhile.
 
-        Raises SenderLost if no rank is left.
+        Each rank has `deadlines.publish` for it. Raises SenderLost if no rank is left, SenderFailed if a rank raises an
+        exception, and SenderLate, which says that the rank has not answered `method`.
         """
-        living = self.trainers.living
+        living, seconds = self.trainers.living, self.attempt.config.deadlines.publish
         while True:
             try:
-                return await make(living.first)
+                with failures_of_ranks():
+                    async with answers_of([living.first.name], method, seconds):
+                        return await make(living.first)
             except WorkerDied as error:
                 await bury_sender(living, self.attempt, error)
 

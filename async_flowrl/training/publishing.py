@@ -39,11 +39,11 @@ class DebugPublisher(Publisher):
         header, data = super().payload(version)
         return header, super().payload(0)[1] if self._frozen and version > 0 else data
 
-    def piece(self, version: int, start: int, size: int) -> tuple[int, ByteArray]:
-        count, data = super().piece(version, start, size)
+    def piece(self, version: int, start: int, size: int) -> tuple[Header | None, ByteArray]:
+        header, data = super().piece(version, start, size)
         if self._frozen and version > 0:  # also of a version that is sent before it is sealed
-            return super().piece(0, start, size)
-        return count, data
+            return header, super().piece(0, start, size)[1]
+        return header, data
 
 
 class PublishedStreams:

@@ -17,6 +17,7 @@ import torch
 from async_flowrl.config.schema import Config
 from async_flowrl.controller.context import Context
 from async_flowrl.controller.dispatch import TicketLost
+from async_flowrl.controller.sender_errors import SenderLate
 from async_flowrl.tickets.table import State
 from separation.group import WorkerDied, WorkerFailed
 from separation.supervise import DeadlineExceeded
@@ -24,11 +25,14 @@ from tests.support.run_checks import STEPS, check_bound, check_evaluation, check
 from tests.support.toy import ToyRun, toy_config, virtual
 from tests.support.toy_pool import ListObserver, Timing, ToyPool
 
-NAMED = (WorkerDied, WorkerFailed, DeadlineExceeded, TicketLost, TimeoutError)
+NAMED = (WorkerDied, WorkerFailed, DeadlineExceeded, SenderLate, TicketLost, TimeoutError)
 HORIZON_SECONDS = 3000.0
 """Virtual time in which every schedule has ended; an undisturbed run takes 30 to 60 seconds."""
 UPDATE = ("trainer:train_last",)
 PUBLISH = ("trainer:stage", "trainer:seal", "trainer:payload")
+
+PHASES = {**dict.fromkeys(UPDATE, "update"), **dict.fromkeys(PUBLISH, "publish")}
+"""The trainer's methods → place of the matrix."""
 
 CELLS: dict[str, tuple[str, ...]] = {
     "rollout:generate": ("kill", "hang", "slow", "lose-images", "lose-trajectory", "raise", "drain"),
@@ -82,6 +86,7 @@ class Schedule:
     rollout: ToyPool | None = None
     seen: Counter[str] = field(default_factory=Counter)
     hits: list[tuple[str, str]] = field(default_factory=list)
+    """What has taken place, without exceptions (`all_hits`)."""
 
     def fault(self, worker: str, method: str, number: int) -> str | None:
         key = f"{worker.split('-')[0]}:{method}"
@@ -89,9 +94,15 @@ class Schedule:
         hit = self.calls.get((key, self.seen[key]))
         if hit is not None and hit[1] == "drain" and not self.drain(worker):
             return None
-        if hit is not None:
+        if hit is not None and hit[1] != "raise":
             self.hits.append(hit)
         return hit[1] if hit and hit[1] != "drain" else None
+
+    def all_hits(self, observer: ListObserver) -> tuple[tuple[str, str], ...]:
+        """Returns `hits` and the exceptions that were raised; a call that its worker's death ends raises none."""
+        raised = observer.of("injected", fault="raise")
+        calls = [f"{event['worker'].split('-')[0]}:{event['method']}" for event in raised]
+        return (*self.hits, *((PHASES.get(call, call), "raise") for call in calls))
 
     def drain(self, name: str) -> bool:
         """Has the node of a worker drained that is in the pool or on its way in, now and then with a deadline."""
@@ -232,14 +243,14 @@ def outcome(seed: int) -> Ended:
         check_success(run, schedule.config)
     except NAMED as error:
         how = type(error).__name__
-        if not any(fatal(*hit) for hit in schedule.hits):
+        if not any(fatal(*hit) for hit in schedule.all_hits(observer)):
             wrong = f"ended by {error!r} though everything in it can be recovered from"
         elif not any(pool in str(error) for pool in ("trainer", "Trainer", "rollout", "update", "publish")):
             wrong = f"its error names nobody: {error!r}"
     except Exception as error:
         how, wrong = type(error).__name__, f"{type(error).__name__}: {error}"
     last = observer.events[-1]["time"] if observer.events else 0.0
-    return Ended(seed, how, tuple(schedule.hits), last, wrong)
+    return Ended(seed, how, schedule.all_hits(observer), last, wrong)
 
 
 def check_success(run: ToyRun, config: Config) -> None:

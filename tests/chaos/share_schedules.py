@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 
+from async_flowrl.controller.sender_errors import SenderLate
 from async_flowrl.controller.shard_endpoints import ShardedRolloutEndpoint, ShardedTrainerEndpoint
-from async_flowrl.controller.share_payload import SenderLate
 from async_flowrl.plan.virtual_pool import VirtualWorker
 from async_flowrl.plan.virtual_time import run_virtual
 from checkpoint_engine import Delivery, DeliveryOptions, Header, Layout
-from separation.group import RefLost, WorkerDied
+from separation.group import RefLost, WorkerDied, WorkerFailed
 from tests.support.share_ends import ShareReceiver, ShareSender, weights
 from tests.support.toy_pool import ListObserver
 
@@ -27,16 +27,21 @@ RANKS, VERSIONS, RETAIN = 2, 5, 2
 DEADLINE = 20.0
 HORIZON_SECONDS = 5000.0
 CELLS: dict[str, tuple[str, ...]] = {
-    "receiver:begin": ("kill", "hang", "slow"),
+    "receiver:first": ("kill", "hang", "slow", "corrupt", "truncate", "lose"),
     "receiver:take": ("kill", "hang", "slow", "corrupt", "truncate", "lose"),
-    "receiver:finish": ("kill", "hang", "slow"),
-    "rank:open": ("kill", "hang", "slow"),
-    "rank:piece": ("kill", "hang", "slow"),
-    "rank:seal": ("kill", "hang", "slow"),
+    "receiver:last": ("kill", "hang", "slow", "corrupt", "truncate", "lose"),
+    "rank:stage": ("kill", "hang", "raise", "slow"),
+    "rank:piece": ("kill", "hang", "raise", "slow"),
 }
-"""Place → what goes wrong there: `lose` is a bucket whose node is gone."""
+"""Place → what goes wrong there: `lose` is a bucket whose node is gone.
+
+The first bucket of a version begins it, and the last one has its digests; there are others between if they are small.
+"""
 PAIRS = [(place, fault) for place, faults in CELLS.items() for fault in faults]
-CALLS = {"begin": 5, "take": 40, "finish": 5, "open": 5, "piece": 30, "seal": 5}
+SMALL_BUCKETS = (256, 700)
+"""Bytes per bucket of which a share is several."""
+FATAL_TO_RANKS = ("kill", "hang", "raise")
+CALLS = {"first": 5, "take": 30, "last": 5, "stage": 5, "piece": 30}
 """How many calls of each kind every worker gets at least."""
 
 
@@ -51,22 +56,24 @@ class Schedule:
     workers: int = 2
     hit: Counter[tuple[str, str]] = field(default_factory=Counter)
     lost: set[str] = field(default_factory=set)
-    """Names of the workers that died or hung."""
+    """Names of the workers that died, hung or raised an exception."""
 
     @property
     def fatal(self) -> bool:
-        """Whether a trainer rank dies or hangs, which ends the delivery by name."""
-        return any(place.startswith("rank") and fault in ("kill", "hang") for place, fault in self.hit)
+        """Whether a trainer rank dies, hangs or raises an exception, which ends the delivery by name."""
+        return any(place.startswith("rank") and fault in FATAL_TO_RANKS for place, fault in self.hit)
 
 
 def make_schedule(seed: int) -> Schedule:
     """Returns a schedule of up to three faults, the first of which is the cell of the seed's turn."""
     generator = random.Random(seed)
-    made = Schedule(seed, buckets=generator.choice((256, 700, 1 << 20)), workers=generator.choice((1, 2, 3)))
+    made = Schedule(seed, buckets=generator.choice((*SMALL_BUCKETS, 1 << 20)), workers=generator.choice((1, 2, 3)))
     others = [generator.choice(PAIRS) for _ in range(generator.choice((0, 1, 2)))]
     for place, fault in [PAIRS[seed % len(PAIRS)], *others]:
         pool, method = place.split(":")
-        count = {"take": 5, "piece": 5}.get(method, CALLS[method]) if made.buckets > 700 else CALLS[method]
+        if method == "take" and made.buckets > SMALL_BUCKETS[-1]:
+            made.buckets = generator.choice(SMALL_BUCKETS)
+        count = 5 if method == "piece" and made.buckets > SMALL_BUCKETS[-1] else CALLS[method]
         if pool == "rank":
             worker = f"trainer-{generator.randrange(RANKS)}"
         else:
@@ -84,12 +91,12 @@ class FaultyWorker(VirtualWorker):
         self.dead = self.hung = False
 
     async def serve(self, method: str, args: tuple[Any, ...]) -> Any:
-        name = method.rpartition(".")[2]
+        name = place_of(method.rpartition(".")[2], args)
         self._calls[name] += 1
         cell = self._schedule.faults.get((self.name, name, self._calls[name]))
         if cell is not None and not self.dead:
             self._schedule.hit[cell] += 1
-            if cell[1] in ("kill", "hang"):
+            if cell[1] in FATAL_TO_RANKS:
                 self._schedule.lost.add(self.name)
             args = await self._suffer(cell[1], args)
         if self.hung:
@@ -106,6 +113,8 @@ class FaultyWorker(VirtualWorker):
             self.hung = True
         elif fault == "slow":
             await asyncio.sleep(DEADLINE / 3)
+        elif fault == "raise":
+            raise WorkerFailed(self.name, "a method", "RuntimeError", "injected", "")
         elif fault == "lose":
             raise RefLost("a bucket is gone with its node")
         elif fault in ("corrupt", "truncate"):
@@ -115,6 +124,14 @@ class FaultyWorker(VirtualWorker):
                 data[0] ^= 1
             return (*others, data)
         return args
+
+
+def place_of(method: str, args: tuple[Any, ...]) -> str:
+    """Returns the name of a call in CELLS."""
+    if method != "receive":
+        return method
+    (piece, _) = args
+    return "last" if piece.ends is not None else "first" if piece.begins is not None else "take"
 
 
 class Site:
@@ -192,16 +209,16 @@ def outcome(seed: int, *, calm: bool = False) -> Ended:
 
     async def job() -> str | None:
         site = Site(schedule)
-        error: WorkerDied | SenderLate | None = None
+        error: WorkerDied | WorkerFailed | SenderLate | None = None
         try:
             await site.publish()
-        except (WorkerDied, SenderLate) as lost:
+        except (WorkerDied, WorkerFailed, SenderLate) as lost:
             error = lost
         finally:
             await site.delivery.close()
         named = set(error.workers) if isinstance(error, SenderLate) else {error.worker} if error else set()
         if schedule.fatal and not (named and named <= {rank.name for rank in site.ranks} & schedule.lost):
-            return f"{sorted(schedule.lost)} died or hung, and the delivery ended with {error!r}"
+            return f"{sorted(schedule.lost)} died, hung or failed, and the delivery ended with {error!r}"
         if error is not None and not schedule.fatal:
             return f"ended with {error!r}"
         return site.wrong(finished=error is None)

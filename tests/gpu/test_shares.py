@@ -29,7 +29,6 @@ def send(senders: list[Publisher], version: int, layout: Layout) -> Sent:
     buckets: list[tuple[int, int, ByteArray]] = []
     for rank, sender in enumerate(senders):
         sender.stage(version, on_gpu(version, rank))
-        sender.open(version)
         starts = range(0, sender.layout.nbytes, BUCKET)
         buckets += [(rank, start, np.copy(sender.piece(version, start, BUCKET)[1])) for start in starts]
     header = ShardedHeader.of(layout, [sender.seal(version) for sender in senders])

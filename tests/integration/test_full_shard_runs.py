@@ -84,7 +84,7 @@ def test_workers_delays_buckets_and_a_resume_change_no_bit(plain: Run, tmp_path:
     shutil.copytree(plain.root, folder)
     for later in ("checkpoints/step_2", "checkpoints/step_3", "transformer"):
         shutil.rmtree(folder / later)
-    other = ("rollout.num_workers=2", "checkpoint_engine.bucket_bytes=5000", *DELAYS)
+    other = ("rollout.num_workers=2", "reward.num_workers=2", "checkpoint_engine.bucket_bytes=5000", *DELAYS)
     again = train_here_on_ray(folder, "one_step_off", *SHARDED, *other, "total_steps=3", "resume=auto")
     assert [event["step"] for event in again.events if event["event"] == "rollback"] == [1]
     made = {event["worker"] for event in again.tickets("SCORING")}

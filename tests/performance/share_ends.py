@@ -81,9 +81,8 @@ class SendingRank(End):
         torch._foreach_copy_(target.views, list(self._live.values()))
         return self._staging, time.perf_counter() - began
 
-    def raw(self, version: int, start: int, size: int) -> tuple[int, ByteArray]:
-        data = self.buffer[start : start + size].numpy()
-        return data.shape[0], data
+    def raw(self, version: int, start: int, size: int) -> tuple[None, ByteArray]:
+        return None, self.buffer[start : start + size].numpy()
 
 
 class TakingWorker(End):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from async_flowrl.types import POLICY, ByteArray
-from checkpoint_engine import Ack, Layout, Publisher, Receiver, ShardedHeader, ShardReceiver
+from checkpoint_engine import Ack, Header, Layout, Publisher, Receiver, ShardedHeader, ShardReceiver
 from checkpoint_engine.shards import shard_rows
 from tests.support.process_pool import die
 
@@ -37,7 +37,6 @@ class ShareSender:
             stage=self.stage,
             whole_layout=lambda: Layout.of(weights(0)),
             policy=SimpleNamespace(
-                open=self.policy.open,
                 seal=self.policy.seal,
                 piece=self.piece,
                 hold=self.policy.hold,
@@ -48,7 +47,7 @@ class ShareSender:
     def stage(self, version: int, stream: str) -> None:
         self.policy.stage(version, share(weights(version), self._ranks, self._index))
 
-    def piece(self, version: int, start: int, size: int) -> tuple[int, ByteArray]:
+    def piece(self, version: int, start: int, size: int) -> tuple[Header | None, ByteArray]:
         if self._dies_at is not None and version == self._dies_at[0]:
             if self._sent == self._dies_at[1]:
                 die()

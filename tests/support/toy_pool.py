@@ -180,8 +180,8 @@ class ToyWorker(VirtualWorker):
         counted = called if name == "train" else name
         number = self.calls[counted] = self.calls.get(counted, 0) + 1
         fault = self.world.fault(self.name, called, number)
-        if fault is not None:
-            self.world.observer.event("injected", worker=self.name, method=called, fault=fault)
+        if fault is not None and fault != "raise":
+            self._injected(called, fault)
         seconds = self.world.timing.duration(self.name, name, number, args)
         factor = SLOW_FACTOR if fault == "slow" else 0.5 if fault == "kill" else 1.0
         await asyncio.sleep(seconds * factor + (DELAY_SECONDS if fault == "delay" else 0.0))
@@ -190,6 +190,7 @@ class ToyWorker(VirtualWorker):
         if fault in ("kill", "hang"):
             await asyncio.Event().wait()
         if fault == "raise":
+            self._injected(called, fault)
             raise self._failed(method, RuntimeError("injected"))
         values = [arg.open() if isinstance(arg, ToyRef) else arg for arg in args]
         try:
@@ -202,6 +203,10 @@ class ToyWorker(VirtualWorker):
         if lost := LOST_VALUES.get(fault or ""):
             return (*result[:lost], ToyRef(None, lost=True), *result[lost + 1 :])
         return result
+
+    def _injected(self, method: str, fault: str) -> None:
+        """Records that a fault takes place: an exception when it is raised, anything else when the call begins."""
+        self.world.observer.event("injected", worker=self.name, method=method, fault=fault)
 
     def _failed(self, method: str, error: Exception) -> WorkerFailed:
         return WorkerFailed(self.name, method, type(error).__name__, str(error), "".join(format_exception(error)))

@@ -9,6 +9,7 @@ import pytest
 from async_flowrl.controller.admission import StartError
 from async_flowrl.controller.context import Context
 from async_flowrl.controller.dispatch import MAX_LOSSES_PER_SLOT, TicketLost
+from async_flowrl.controller.sender_errors import SenderLate
 from async_flowrl.tickets.table import State
 from async_flowrl.types import Prompt, Scores
 from checkpoint_engine import WeightsMismatch
@@ -345,7 +346,7 @@ def test_lost_images_of_an_evaluation_are_made_again() -> None:
 def test_a_trainer_that_fails_ends_the_run_by_name(method: str, what: str) -> None:
     """(Recovery is tested elsewhere: the next attempt begins at the last checkpoint.)"""
     number = 1 if method in ("canary", "train") else 3
-    with pytest.raises((WorkerDied, WorkerFailed, TimeoutError)) as error:
+    with pytest.raises((WorkerDied, WorkerFailed, TimeoutError, SenderLate)) as error:
         disturbed(once("trainer-0", method, number, what), hand_over="stream", deadlines__update=15.0)
     named = {
         "kill": "trainer-0 died",

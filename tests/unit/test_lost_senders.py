@@ -1,4 +1,7 @@
-"""Tests of a trainer rank that dies while a new rollout worker waits for its weights: the rank is blamed."""
+"""Tests of a trainer rank that dies, fails or hangs while a new rollout worker waits for its weights.
+
+The rank is blamed, and no rollout worker.
+"""
 
 import asyncio
 from collections.abc import Mapping
@@ -8,13 +11,13 @@ import pytest
 
 from async_flowrl.config.schema import Config
 from async_flowrl.controller.context import Context
-from async_flowrl.controller.deaths import SenderLost
+from async_flowrl.controller.sender_errors import SenderFailed, SenderLate, SenderLost
 from async_flowrl.controller.share_payload import ShardedPayload
 from async_flowrl.controller.worker_proof import WorkerProof
 from separation.group import Worker
 from tests.support.toy import toy_config, virtual
 from tests.support.toy_growth import ToyGrowth
-from tests.support.toy_pool import ListObserver, Timing, ToyPool, no_fault
+from tests.support.toy_pool import Fault, ListObserver, Timing, ToyPool, no_fault, once
 
 STEPS = 6
 Pools = Mapping[str, ToyPool]
@@ -32,12 +35,22 @@ async def worker_comes(ctx: Context, pools: Pools) -> None:
     growth.arrive()
 
 
-def blamed(config: Config, disturb: Any) -> list[str]:
-    """Runs a job that must end with the death of its only trainer rank; returns the rollout workers with a fault."""
+def one_worker(*, elastic: bool) -> Config:
+    bounds = {"rollout__min_workers": 1, "rollout__max_workers": 4} if elastic else {}
+    return toy_config(0, steps=STEPS, **{"rollout__num_workers": 1, **bounds})
+
+
+def blamed(
+    config: Config,
+    disturb: Any,
+    fault: Fault = no_fault,
+    error: type[Exception] = SenderLost,
+    match: str = "trainer-0 died",
+) -> list[str]:
+    """Runs a job that its only trainer rank must end with this error; returns the rollout workers with a fault."""
     observer = ListObserver()
-    with pytest.raises(SenderLost, match="trainer-0 died") as raised:
-        virtual(config, Timing(generate=20.0), no_fault, disturb=disturb, observer=observer)
-    assert raised.value.worker == "trainer-0"
+    with pytest.raises(error, match=match):
+        virtual(config, Timing(generate=20.0), fault, disturb=disturb, observer=observer)
     return [event["worker"] for event in observer.of("fault")]
 
 
@@ -50,8 +63,7 @@ def test_a_rank_that_dies_before_a_new_worker_gets_its_versions_is_blamed() -> N
             await asyncio.sleep(0.01)
         pools["trainer"].workers[0].kill()
 
-    config = toy_config(0, steps=STEPS, rollout__num_workers=1)
-    assert blamed(config, both_die) == ["rollout-0"], "its successor is not to blame"
+    assert blamed(one_worker(elastic=False), both_die) == ["rollout-0"], "its successor is not to blame"
 
 
 def test_a_rank_that_dies_with_the_node_of_its_canary_is_blamed() -> None:
@@ -63,8 +75,7 @@ def test_a_rank_that_dies_with_the_node_of_its_canary_is_blamed() -> None:
         weights.proof.canary.payload.lost = True
         pools["trainer"].workers[0].kill()
 
-    config = toy_config(0, steps=STEPS, rollout__num_workers=1)
-    assert blamed(config, node_dies) == ["rollout-0"], "its successor is not to blame"
+    assert blamed(one_worker(elastic=False), node_dies) == ["rollout-0"], "its successor is not to blame"
 
 
 @pytest.mark.parametrize("elastic", [False, True], ids=["replacement", "newcomer"])
@@ -83,7 +94,46 @@ def test_a_rank_that_dies_while_it_sends_a_bucket_to_a_new_worker_is_blamed(
         raise AssertionError("a dead rank has answered")
 
     monkeypatch.setattr(WorkerProof, "of", dies)
-    bounds = {"rollout__min_workers": 1, "rollout__max_workers": 4} if elastic else {}
-    config = toy_config(0, steps=STEPS, **{"rollout__num_workers": 1, **bounds})
-    found = blamed(config, worker_comes if elastic else worker_dies)
+    found = blamed(one_worker(elastic=elastic), worker_comes if elastic else worker_dies)
     assert found == ([] if elastic else ["rollout-0"])
+
+
+@pytest.mark.parametrize(
+    ("comes", "elastic"), [(False, False), (False, True), (True, True)], ids=["fixed", "successor", "newcomer"]
+)
+@pytest.mark.parametrize(
+    ("what", "error", "match"),
+    [
+        ("raise", SenderFailed, r"trainer-0\.sender\.policy\.payload raised RuntimeError: injected"),
+        ("hang", TimeoutError, r"TrainerEndpoint\.payload was not done within its deadline of 30 s"),
+    ],
+)
+def test_a_rank_that_cannot_send_a_version_to_a_new_worker_is_blamed(
+    what: str, error: type[Exception], match: str, *, comes: bool, elastic: bool
+) -> None:
+    """Its third payload: the first two are the canary and version 0, which the worker that is there has got."""
+    fault, disturb = once("trainer-0", "payload", 3, what), worker_comes if comes else worker_dies
+    assert blamed(one_worker(elastic=elastic), disturb, fault, error, match) == ([] if comes else ["rollout-0"])
+
+
+@pytest.mark.parametrize("comes", [False, True], ids=["successor", "newcomer"])
+@pytest.mark.parametrize(
+    ("what", "error", "match"),
+    [
+        ("raise", SenderFailed, r"trainer-0\.sender\.canary_again raised RuntimeError: injected"),
+        ("hang", SenderLate, r"trainer-0 has not answered sender\.canary_again within the deadline of 30 s"),
+    ],
+)
+def test_a_rank_that_cannot_make_the_canary_again_is_blamed(
+    what: str, error: type[Exception], match: str, *, comes: bool
+) -> None:
+    """The node that held the canary's bytes is lost before a new worker has got them."""
+
+    async def canary_is_lost(ctx: Context, pools: Pools) -> None:
+        weights: Any = ctx.weights
+        await (worker_comes if comes else worker_dies)(ctx, pools)
+        weights.proof.canary.payload.lost = True
+
+    fault = once("trainer-0", "canary_again", 1, what)
+    found = blamed(one_worker(elastic=True), canary_is_lost, fault, error, match)
+    assert found == ([] if comes else ["rollout-0"])

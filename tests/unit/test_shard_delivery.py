@@ -8,8 +8,8 @@ from unittest import mock
 import pytest
 import torch
 
-from async_flowrl.controller.deaths import SenderLost
 from async_flowrl.controller.endpoints import DELIVERIES
+from async_flowrl.controller.sender_errors import SenderLost
 from async_flowrl.controller.shard_endpoints import ShardedRolloutEndpoint, ShardedTrainerEndpoint
 from checkpoint_engine import Delivery, DeliveryOptions, Header, Layout
 from separation.group import WorkerDied, WorkerFailed
@@ -122,7 +122,7 @@ async def with_receiver_late() -> None:
 
     class Late(ShardedRolloutEndpoint):
         async def _deliver(self, method: str, *arguments: Any) -> Any:
-            if self.name == "rollout-1" and method == "shards.take" and arguments[2] > 0:
+            if self.name == "rollout-1" and method == "shards.receive" and arguments[0].start > 0:
                 await gate.wait()
             return await super()._deliver(method, *arguments)
 
@@ -160,7 +160,7 @@ async def with_a_version_gone_that_is_needed() -> None:
         for worker in site.ranks.workers:
             await worker.call("policy.clear")
         await site.workers.replace(1)
-        with pytest.raises(WorkerFailed, match="version 0 of stream policy is not retained"):
+        with pytest.raises(WorkerFailed, match="version 0 of stream policy is neither staged nor retained"):
             await site.delivery.join(site.end(site.workers.workers[1]), [0])
     finally:
         await site.close()

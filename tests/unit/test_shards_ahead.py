@@ -4,9 +4,9 @@ import asyncio
 
 import pytest
 
-from async_flowrl.controller.deaths import SenderLost
+from async_flowrl.controller.sender_errors import SenderLate, SenderLost
 from async_flowrl.controller.shard_endpoints import ShardedTrainerEndpoint
-from async_flowrl.controller.share_payload import MAX_BUCKETS_AHEAD, MAX_KEPT_BUCKETS, SenderLate, ShardedPayload
+from async_flowrl.controller.share_payload import MAX_BUCKETS_AHEAD, MAX_KEPT_BUCKETS, ShardedPayload
 from async_flowrl.plan.virtual_time import run_virtual
 from checkpoint_engine import Layout
 from tests.chaos.share_schedules import DEADLINE, HORIZON_SECONDS, RANKS, Schedule, Site
@@ -58,7 +58,7 @@ def test_bytes_that_wait_for_a_delivery_of_another_stream_are_sent_once() -> Non
         await end.receive(await sender.seal(1), await sender.payload(1))
         await other
         assert [version for _, version, _ in worker.target.held()] == [0, 1]
-        return worker._calls["begin"], buckets(site), fetched(site)
+        return worker._calls["first"], buckets(site), fetched(site)
 
     begun, there, asked = run_virtual(job(), horizon=HORIZON_SECONDS)
     assert begun == 2 and asked == 2 * there
@@ -69,7 +69,7 @@ async def delivered(site: Site) -> None:
     await site.delivery.drain()
 
 
-@pytest.mark.parametrize("method", ["stage", "open", "seal"])
+@pytest.mark.parametrize("method", ["stage", "piece"])
 def test_a_rank_that_dies_is_lost_as_a_sender_whatever_it_was_asked(method: str) -> None:
     """So a worker that joins meanwhile, and hears of it, is not to blame."""
 

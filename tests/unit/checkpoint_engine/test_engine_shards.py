@@ -140,18 +140,23 @@ def test_bytes_that_are_sent_before_the_digests_are_those_that_are_sealed(live: 
     for version in range(4):
         for rank, sender in enumerate(senders):
             sender.stage(version, share(weights(version), RANKS, rank))
-            sender.open(version)
         shards.begin(replace(senders[0].draft(version), layout=layout), RANKS)
+        headers: list[Header | None] = []
         for rank, sender in enumerate(senders):
             for start in range(0, sender.layout.nbytes, BUCKET):
-                shards.take(version, rank, start, sender.piece(version, start, BUCKET)[1])
-        assert version not in senders[0].retained()
-        header = ShardedHeader.of(layout, [sender.seal(version) for sender in senders])
+                assert version not in sender.retained()
+                header_of_share, data = sender.piece(version, start, BUCKET)
+                shards.take(version, rank, start, data)
+                headers.append(header_of_share)
+            assert version in sender.retained() and sender.seal(version) == headers[-1]
+        of_shares = [each for each in headers if each is not None]
+        assert len(of_shares) == RANKS, "the last piece of each share has its header"
+        header = ShardedHeader.of(layout, of_shares)
         assert shards.finish(header).digest == header.digest == receiver.activate("policy", version)
         assert all(torch.equal(live[name], tensor) for name, tensor in weights(version).items())
         assert receiver.live_digest() == header.digest
     senders[0].stage(7)
-    senders[0].open(7)
+    senders[0].piece(7, 0, BUCKET)
     senders[0].clear()
     with pytest.raises(VersionGone):
         senders[0].piece(7, 0, BUCKET)

@@ -1,6 +1,6 @@
 """Whole weights in shares: the probe of the canary names two tensors of one shape that took each other's rows."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from typing import Any
 from unittest import mock
 
@@ -39,13 +39,13 @@ def delivered(version: int, tensors: dict[str, torch.Tensor]) -> dict[str, torch
     return live
 
 
-def rows_swapped(places: Callable[..., Iterator[int]]) -> Callable[..., Iterator[int]]:
+def rows_swapped(places: Callable[..., Sequence[int]]) -> Callable[..., Sequence[int]]:
     """Planted fault: a receiver puts the rows of two tensors of one shape in each other's place."""
 
-    def fault(layout: Layout, *arguments: Any) -> Iterator[int]:
+    def fault(layout: Layout, *arguments: Any) -> Sequence[int]:
         found = dict(zip((entry.name for entry in layout.entries), places(layout, *arguments), strict=True))
         found[ONE], found[OTHER] = found[OTHER], found[ONE]
-        return iter(found.values())
+        return tuple(found.values())
 
     return fault
 

@@ -1,0 +1,51 @@
+"""Errors of a trainer rank that is asked for weights: it dies, fails or is late.
+
+A rollout worker that waits for the weights is not to blame for any of them and must not be replaced.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, contextmanager
+
+from separation.group import WorkerDied, WorkerFailed
+from separation.supervise import limited
+
+
+class SenderLost(WorkerDied):
+    """Raised if weights cannot be had because the trainer rank that sends them has died. `worker` is the rank."""
+
+    kind = "SenderLost"
+    """By this name checkpoint_engine judges it, as an error that it cannot cure."""
+
+
+class SenderFailed(WorkerFailed):
+    """Raised if a trainer rank raised an exception when it was asked for weights. `worker` is the rank."""
+
+
+class SenderLate(RuntimeError):
+    """Raised if trainer ranks live and do not answer in time.
+
+    `workers` are the names of all ranks that were asked and have not answered. In a method in which the ranks wait for
+    each other, as in the canary's probe, these may be all, of which one hangs.
+    """
+
+    def __init__(self, workers: Sequence[str], method: str, seconds: float) -> None:
+        late = f"{', '.join(workers)} {'has' if len(workers) == 1 else 'have'}"
+        super().__init__(f"publish: {late} not answered {method} within the deadline of {seconds:g} s")
+        self.workers, self.method, self.seconds = tuple(workers), method, seconds
+
+
+@contextmanager
+def failures_of_ranks() -> Iterator[None]:
+    """Raises SenderFailed in place of a WorkerFailed of the body, which calls trainer ranks only."""
+    try:
+        yield
+    except WorkerFailed as error:
+        raise SenderFailed(error.worker, error.method, error.kind, error.message, error.remote_traceback) from error
+
+
+def answers_of(waiting: Sequence[str], method: str, seconds: float) -> AbstractAsyncContextManager[None]:
+    """Raises SenderLate if the body, which waits for answers of ranks to calls of `method`, takes too long.
+
+    `waiting` are the names of these ranks; the body may take out those that have answered.
+    """
+    return limited(seconds, lambda: SenderLate(waiting, method, seconds))
