@@ -75,12 +75,13 @@ def test_what_one_part_does_is_no_wait_of_the_other() -> None:
 
 
 def test_the_efficiency_of_the_summary_is_the_share_of_time_in_which_the_devices_worked() -> None:
-    """The first process trains 3 of every 10 seconds and the second one; both sample for 5; the first steps are idle."""
+    """Of 10 seconds both sample for 5, the first trains for 3 and the second for one; in the first steps both idle."""
     events: list[dict[str, Any]] = []
     for step in range(6):
         start, work = 10.0 * step, (0 if step < 2 else 1)
         events += [span(f"rollout-{index}", start, start + 5 * work) for index in range(2)]
-        events += [span("trainer-0", start + 6, start + 6 + 3 * work), span("trainer-1", start + 6, start + 6 + work)]
+        for rank, seconds in enumerate((3, 1)):
+            events.append(span(f"trainer-{rank}", start + 6, start + 6 + seconds * work))
         events.append(STEP | {"time": start + 10, "step": step, "started": start, "ended": start + 10})
     config = Config(placement="shared", max_staleness=1)
     found = summarise(config, [], events, Outcome(60.0, "", {}, {}, {}))
