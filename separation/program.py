@@ -8,13 +8,21 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from separation import keeper
 
 TAIL_BYTES = 4000
 """Number of bytes at the end of the output that `tail` reads."""
+POLL_SECONDS = 0.05
+"""Interval of the checks whether a stopped program has ended."""
+KEEPER_SECONDS = 15
+"""Time beyond the grace time that the keeper has to kill what is left, before it is killed itself."""
+_ENDED = os.WEXITED | os.WNOWAIT
+"""Options of waitid: has the keeper ended? It is not reaped."""
 
 
 class Program:
@@ -41,27 +49,38 @@ class Program:
                 env=dict(environment),
                 start_new_session=True,
             )
+        self._ending = threading.Lock()
+        """Held while the keeper is signalled or reaped."""
         self.pid = self._keeper.pid
         """Pid of the keeper, which is also the id of the process group."""
 
     def exit_code(self) -> int | None:
-        """Returns the exit code, 128 + n after signal n, 127 if it was not found; None while the program runs."""
-        return self._keeper.poll()
+        """Returns the exit code, 128 + n after signal n, 127 if it was not found; None while the program runs.
+
+        When the program has ended, what is left of its process group is killed.
+        """
+        with self._ending:
+            if self._keeper.returncode is None and os.waitid(os.P_PID, self.pid, _ENDED | os.WNOHANG) is not None:
+                # Only until the keeper is reaped its pid, and so the group's id, can't be that of other processes.
+                self._kill_group()
+                self._keeper.wait()
+            return self._keeper.returncode
 
     def wait(self) -> int:
-        """Waits for the end of the program, kills what is left of its process group, and returns the exit code."""
-        code = self._keeper.wait()
-        self._kill_group()
+        """Waits for the end of the program, and returns the exit code."""
+        while (code := self.exit_code()) is None:
+            with contextlib.suppress(ChildProcessError):  # Another thread has reaped it.
+                os.waitid(os.P_PID, self.pid, _ENDED)
         return code
 
     def stop(self) -> None:
         """Ends the program by SIGTERM, and by SIGKILL after the grace time; returns when it has ended."""
-        with contextlib.suppress(ProcessLookupError):
-            self._keeper.send_signal(signal.SIGTERM)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._keeper.wait(self._grace + 15)
-        self._kill_group()
-        self._keeper.wait()
+        if self._signal(self._terminate):
+            end = time.monotonic() + self._grace + KEEPER_SECONDS
+            while self.exit_code() is None and time.monotonic() < end:
+                time.sleep(POLL_SECONDS)
+            self._signal(self._kill_group)
+        self.wait()
 
     def tail(self) -> str:
         """Returns the end of its output on one line (TAIL_BYTES / 8 characters at most)."""
@@ -70,6 +89,17 @@ class Program:
             output.seek(max(self._from, output.tell() - TAIL_BYTES))
             text = output.read().decode("utf-8", "replace")
         return " ".join(text.split())[-TAIL_BYTES // 8 :]
+
+    def _signal(self, send: Callable[[], None]) -> bool:
+        """Calls `send` if the keeper has not been reaped; returns whether it was called."""
+        with self._ending:
+            if self._keeper.returncode is None:
+                send()
+                return True
+            return False
+
+    def _terminate(self) -> None:
+        os.kill(self.pid, signal.SIGTERM)
 
     def _kill_group(self) -> None:
         """Kills processes that are left if the keeper itself was killed."""

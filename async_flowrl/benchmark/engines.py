@@ -2,9 +2,9 @@
 
 python -m async_flowrl.benchmark.engines [--tickets N] [--rounds N] [--out DIR] [key=value ...]
 
-Each engine makes the same tickets with the same weights, in a process of its own. The table shows images per second,
-memory, and the differences between the engines' results. With rollout.tickets_per_batch above 1, batches of tickets are
-measured too.
+Each engine makes the same tickets with the same weights, in a process of its own. The table, in Markdown, shows images
+per second, memory, and the differences between the engines' results. With rollout.tickets_per_batch above 1, batches of
+tickets are measured too. The tables of several models can be put together, as every row names its model family.
 """
 
 import argparse
@@ -22,6 +22,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 
+from async_flowrl.benchmark.table import markdown_table
 from async_flowrl.config.check import ConfigError
 from async_flowrl.config.compose import compose_config
 from async_flowrl.config.schema import Config
@@ -35,7 +36,6 @@ from async_flowrl.tickets.arithmetic import shape
 from async_flowrl.tickets.ticket import Ticket
 from async_flowrl.types import POLICY, TRAIN, RolloutRequest
 from checkpoint_engine import Draft
-from separation.table import format_table
 
 PROGRAM = "python -m async_flowrl.benchmark.engines"
 ENGINES = ("diffusers", "vllm_omni")
@@ -47,9 +47,11 @@ PLACE = ("runtime.backend=ray", "placement=separate")
 class Found:
     """Cost of one engine for the tickets of all rounds. `way` says if tickets were made one by one or in batches.
 
-    Seconds and `images` are totals of the measured rounds, except `start_seconds` (loading); bytes are peaks.
+    Seconds and `images` are totals of the measured rounds, except `start_seconds` (loading); bytes are peaks of the
+    engine's process so far, so those of batches include those of tickets made one by one.
     """
 
+    family: str
     engine: str
     way: str
     images: int
@@ -113,7 +115,7 @@ def measure(engine: str, overrides: Sequence[str], tickets: int, rounds: int, ou
             make()
         took = time.monotonic() - wall, time.process_time() - cpu
         images = rounds * sum(len(request.images) for request in asked)
-        found.append(Found(engine, way, images, *took, started, *memory()))
+        found.append(Found(prepared.model.family, engine, way, images, *took, started, *memory()))
     if close := getattr(worker.engine, "close", None):
         close()
     return found
@@ -143,13 +145,14 @@ def configuration(engine: str, overrides: Sequence[str]) -> Config:
 def table(found: Sequence[Found], out: Path) -> str:
     """One row per engine and way; differences are to the first row."""
     files = [out / f"{each.engine}-{each.way}.npz".replace(" ", "-") for each in found]
-    header = ["engine", "tickets", "images/s", "CPU s/image", "start s", "host GiB", "device GiB"]
-    rows: list[list[object]] = []
+    header = ["family", "engine", "tickets", "images/s", "CPU s/image", "start s", "host GiB", "device GiB"]
+    rows = []
     for each, file in zip(found, files, strict=True):
-        row = [each.engine, each.way, f"{each.images / each.wall_seconds:.3g}", f"{each.cpu_seconds / each.images:.4f}"]
+        row = [each.family, each.engine, each.way]
+        row += [f"{each.images / each.wall_seconds:.3g}", f"{each.cpu_seconds / each.images:.4f}"]
         sizes = (f"{size / 2**30:.2f}" for size in (each.host_bytes, each.device_bytes))
         rows.append([*row, f"{each.start_seconds:.1f}", *sizes, *differences(file, files[0])])
-    return format_table([*header, "latents", "log-probs", "bits"], rows)
+    return markdown_table([*header, "latents", "log-probs", "bits"], rows)
 
 
 def differences(file: Path, reference: Path) -> list[str]:

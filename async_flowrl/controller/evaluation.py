@@ -30,8 +30,8 @@ class EvaluationResult:
     images: tuple[ByteArray, ...]
     scores: tuple[Scores, ...]
     unscored: int = 0
-    """Number of prompts without scores, which are left out of `prompts`, `images`, `scores` and `places`."""
-    places: tuple[int, ...] = ()
+    """Number of prompts without scores, which are left out of `prompts`, `images`, `scores` and `indices`."""
+    indices: tuple[int, ...] = ()
     """Index of each scored prompt among all evaluation prompts."""
     held_out: Mapping[int, HeldOutScores] = field(default_factory=dict)
     """Index of a prompt → its scores by held-out terms, also for prompts that the trained reward has not scored."""
@@ -135,7 +135,7 @@ async def collect(ctx: Context, tickets: list[Ticket], version: int) -> Evaluati
         images=tuple(images[ticket.ordinal] for ticket in scored),
         scores=tuple(ticket.scores for ticket in scored),
         unscored=len(tickets) - len(scored),
-        places=tuple(ticket.group for ticket in scored),
+        indices=tuple(ticket.group for ticket in scored),
         held_out={ticket.group: ticket.held_out for ticket in tickets if ticket.held_out is not None},
         sampling=requests[0].sampling,
         setting=setting_of(requests),

@@ -160,8 +160,8 @@ class EvaluationRecords:
         shown = with_held_out_extras(result)
         kept, details = self.config.monitor, picture_data(result.prompts, shown)
         if kept.kept_images > 0:
-            by_place = dict(zip(result.places, result.images, strict=True))
-            write_images(path.with_suffix(""), by_place, details, most=kept.kept_images, side=kept.kept_side)
+            by_index = dict(zip(result.indices, result.images, strict=True))
+            write_images(path.with_suffix(""), by_index, details, most=kept.kept_images, side=kept.kept_side)
         mean = result.means().get("reward")
         write_grid(
             path,
@@ -178,10 +178,10 @@ class EvaluationRecords:
 def with_held_out_extras(result: EvaluationResult) -> list[Scores]:
     """Returns the scores of all prompts with the extras of the held-out terms beside those of the trained ones."""
     return [
-        replace(scores, extras={**scores.extras, **result.held_out[place].extras})
-        if place in result.held_out
+        replace(scores, extras={**scores.extras, **result.held_out[index].extras})
+        if index in result.held_out
         else scores
-        for place, scores in zip(result.places, result.scores, strict=True)
+        for index, scores in zip(result.indices, result.scores, strict=True)
     ]
 
 
@@ -200,21 +200,21 @@ def record_of(config: Config, result: EvaluationResult, files: Mapping[str, str]
 
     `files` maps terms that have a source file of the user or a server to a digest (`reward_sources` in inputs.py).
     """
-    scored = list(zip(result.places, result.scores, strict=True))
+    scored = list(zip(result.indices, result.scores, strict=True))
     terms, held_out = config.reward.terms, config.evaluate.reward.terms
-    whole = {place: tuple(s.total) for place, s in scored if not s.failed}
+    whole = {index: tuple(s.total) for index, s in scored if not s.failed}
     curves = {"reward": Curve(TRAINED, 1.0, _source(terms, files), whole)}
     for name, term in terms.items():
-        own = {place: tuple(s.by_term[name]) for place, s in scored if name in s.by_term}
+        own = {index: tuple(s.by_term[name]) for index, s in scored if name in s.by_term}
         curves[name] = Curve(TRAINED, term.weight, _source({name: term}, files), own)
     for name, term in held_out.items():
-        own = {place: tuple(s.by_term[name]) for place, s in result.held_out.items() if name in s.by_term}
+        own = {index: tuple(s.by_term[name]) for index, s in result.held_out.items() if name in s.by_term}
         curves[name] = Curve(HELD_OUT, term.weight, _source({name: term}, files), own)
     for name in sorted({name for scores in result.held_out.values() for name in scores.distances}):
-        apart = {place: (s.distances[name],) for place, s in result.held_out.items() if name in s.distances}
+        apart = {index: (s.distances[name],) for index, s in result.held_out.items() if name in s.distances}
         curves[f"{DIVERSITY}_{name}"] = Curve(DIVERSITY, 0.0, curves[name].source, apart)
-    distances = {place: diversity(images) for place, images in zip(result.places, result.images, strict=True)}
-    known = {place: (distance,) for place, distance in distances.items() if distance is not None}
+    distances = {index: diversity(images) for index, images in zip(result.indices, result.images, strict=True)}
+    known = {index: (distance,) for index, distance in distances.items() if distance is not None}
     curves["diversity"] = Curve(DIVERSITY, 0.0, "pixels", known)
     sampling = result.sampling
     assert sampling is not None

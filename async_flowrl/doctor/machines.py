@@ -147,7 +147,7 @@ def memory_findings(needs: Needs, machines: Sequence[Machine]) -> Iterator[Findi
     """Compares the planned host memory, in total and of the largest process, and object stores with what is free."""
     free, largest = together(machines), needs.largest
     best = max(machines, key=lambda machine: machine.memory)
-    counted = " + ".join(f"{p.count} × {p.pool} {p.bytes / GIB:.1f}" for p in needs.processes if p.count)
+    counted = " + ".join(parts_of(p) for p in needs.processes if p.count)
     sentence = f"{needs.memory / GIB:.1f} GiB planned ({counted}), {free / GIB:.1f} free on {_all(machines)}"
     sentence += "".join(f"; {joining(p, free - needs.memory)}" for p in needs.processes if p.later)
     figures = {"planned": needs.memory, "free": free}
@@ -172,6 +172,14 @@ def memory_findings(needs: Needs, machines: Sequence[Machine]) -> Iterator[Findi
         yield Finding("object store", WARNING, sentence, "a larger /dev/shm: docker run --shm-size", figures)
     else:
         yield Finding("object store", OK, sentence, figures=figures)
+
+
+def parts_of(process: Process) -> str:
+    """Returns e.g. "4 × trainer 6.0 + 2 × copy for a checkpoint 1.5", in GiB; copies below 0.05 GiB are left out."""
+    each = f"{process.count} × {process.pool} {process.bytes / GIB:.1f}"
+    if process.copy < 0.05 * GIB:
+        return each
+    return f"{each} + {process.copies} × copy for a checkpoint {process.copy / GIB:.1f}"
 
 
 def joining(process: Process, free: int) -> str:

@@ -1,7 +1,7 @@
 """summary.json: the numbers of a finished run; docs/metrics.md explains the keys.
 
-Two of them compare a run with the best possible one: its *bound* is max(G, T) per step (see docs/glossary.md), and its
-*efficiency* is that bound divided by the measured seconds per step.
+Two of them compare a run with the best possible one: its *bound* is max(G, T) per step (see docs/glossary.md), G + T
+with `placement=shared`, and its *efficiency* is that bound divided by the measured seconds per step.
 """
 
 from collections import Counter
@@ -57,12 +57,10 @@ class Steady:
     """Times in `window` at which the first trainer rank was busy."""
     generation_per_step: float
     """G: busy seconds of rollout per step, divided by the number of rollout workers."""
+    update_per_step: float
+    """T: busy seconds of training per step, divided by the number of trainer ranks, which may train unequal shares."""
     shared: bool = False
     """Each process samples and trains."""
-
-    @property
-    def update_per_step(self) -> float:
-        return length(self.update) / self.steps
 
     @property
     def seconds_per_step(self) -> float:
@@ -172,14 +170,13 @@ def steady_state(
     if not inner:
         return None
     window = inner[0]["started"], inner[-1]["ended"]
-    rollouts = [track for track in workers if pool_of(track.place) == "rollout"]
-    worked = sum(length(intersect(track.busy, [window])) for track in rollouts)
     return Steady(
         window=window,
         steps=len(inner),
         generation=intersect(_pool(workers, "rollout"), [window]),
         update=intersect(_pool(workers, "trainer", first_only=True), [window]),
-        generation_per_step=worked / len(inner) / max(1, len(rollouts)),
+        generation_per_step=_worked(workers, "rollout", window) / len(inner),
+        update_per_step=_worked(workers, "trainer", window) / len(inner),
         shared=shared,
     )
 
@@ -263,6 +260,12 @@ def _pool(workers: Sequence[Track], pool: str, *, first_only: bool = False) -> l
     """Times at which any worker of the pool was busy, or with `first_only` its first worker."""
     members = [track for track in workers if pool_of(track.place) == pool]
     return union(interval for track in (members[:1] if first_only else members) for interval in track.busy)
+
+
+def _worked(workers: Sequence[Track], pool: str, window: Interval) -> float:
+    """Busy seconds in `window` of a worker of the pool, on average; 0.0 without workers."""
+    members = [track for track in workers if pool_of(track.place) == pool]
+    return sum(length(intersect(track.busy, [window])) for track in members) / max(1, len(members))
 
 
 def _steady_rate(history: Sequence[Event], images_per_step: float) -> float | None:

@@ -12,6 +12,18 @@ from torch import Tensor, nn
 
 from async_flowrl.types import Conditioning, Prompt, Resolution, Sampling, Wording
 
+JOINT_ATTENTION = (
+    "attn.to_q",
+    "attn.to_k",
+    "attn.to_v",
+    "attn.to_out.0",
+    "attn.add_q_proj",
+    "attn.add_k_proj",
+    "attn.add_v_proj",
+    "attn.to_add_out",
+)
+"""diffusers' names of the linear layers in an attention over image and text: four for the image, four for the text."""
+
 
 @dataclass(frozen=True)
 class Shapes:

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from async_flowrl.config.resolution import height_width
-from async_flowrl.policies.pipeline import JOINT_ATTENTION, PipelinePolicy
+from async_flowrl.policies.base import JOINT_ATTENTION
+from async_flowrl.policies.pipeline import PipelinePolicy
 from async_flowrl.policies.pipeline_family import PipelineFamily
 from async_flowrl.types import Conditioning, Resolution, Sampling
 

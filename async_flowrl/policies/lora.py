@@ -6,7 +6,7 @@ A layout name is the name of a tensor in the exported LoRA file without its pref
 
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, cast
 
 import torch
@@ -44,7 +44,9 @@ def attach_lora(transformer: nn.Module, config: LoraConfig, policy: Policy) -> N
     check_fields(config, "lora.")
     transformer.requires_grad_(False)
     adapter = peft_config(config.rank, config.alpha, targeted_modules(transformer, config, policy))
-    with untouched_rng():
+    # PEFT draws initial values in host memory, also where it then puts the layers on the meta device.
+    shapes_only = all(parameter.is_meta for parameter in transformer.parameters())
+    with untouched_rng(), torch.device("meta") if shapes_only else nullcontext():
         cast("Any", transformer).add_adapter(adapter, adapter_name=ADAPTER)
     for layer in lora_modules(transformer).values():
         cast("Any", layer).lora_A[ADAPTER].to(torch.float32)

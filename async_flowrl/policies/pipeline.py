@@ -19,18 +19,6 @@ from async_flowrl.policies.image_tokens import ImageTokens, grid_of
 from async_flowrl.policies.loading import TEXT_ENCODERS
 from async_flowrl.types import Conditioning, Resolution, Sampling, TokenIds, Wording
 
-JOINT_ATTENTION = (
-    "attn.to_q",
-    "attn.to_k",
-    "attn.to_v",
-    "attn.to_out.0",
-    "attn.add_q_proj",
-    "attn.add_k_proj",
-    "attn.add_v_proj",
-    "attn.to_add_out",
-)
-"""diffusers' names of the linear layers in an attention over image and text: four for the image, four for the text."""
-
 
 class PipelinePolicy(ABC):
     """A policy that wraps a diffusers pipeline; without a pipeline (in the trainer) it cannot encode or decode."""

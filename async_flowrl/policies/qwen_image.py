@@ -8,10 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from async_flowrl.config.resolution import height_width
+from async_flowrl.policies.base import JOINT_ATTENTION
 from async_flowrl.policies.chat_template import check_ids, encode_ids, system_prompt
 from async_flowrl.policies.guidance import with_norm_of
 from async_flowrl.policies.padding import padded_texts
-from async_flowrl.policies.pipeline import JOINT_ATTENTION, PipelinePolicy
+from async_flowrl.policies.pipeline import PipelinePolicy
 from async_flowrl.policies.pipeline_family import PipelineFamily
 from async_flowrl.policies.qwen_text_lengths import skip_unused_lengths
 from async_flowrl.policies.stored import configuration

@@ -5,7 +5,8 @@ from typing import Any, cast
 
 from torch import Tensor
 
-from async_flowrl.policies.pipeline import JOINT_ATTENTION, PipelinePolicy
+from async_flowrl.policies.base import JOINT_ATTENTION
+from async_flowrl.policies.pipeline import PipelinePolicy
 from async_flowrl.policies.pipeline_family import PipelineFamily
 from async_flowrl.types import Conditioning, Resolution, Sampling
 

@@ -31,7 +31,7 @@ def facts_of(run: Records) -> list[Row]:
         ("Training images", f"{images:,}"),
         ("Wall clock", duration(run.window[1] - run.window[0] if run.step_events else None)),
         ("Images per second", _text(summary.get("steady_images_per_s") or summary.get("images_per_s"))),
-        (f"Efficiency: {efficiency} ÷ measured", percent(summary.get("efficiency"))),
+        (f"Efficiency in the steady state: {efficiency} ÷ measured", percent(summary.get("efficiency"))),
         ("Overlap of the shorter phase", percent((summary.get("overlap") or {}).get("share"))),
         ("MFU", mfu(summary) or None),
         ("Tickets", _tickets(summary.get("tickets") or {})),

@@ -141,7 +141,7 @@ def result(version: int, reward: float, ocr: float, *, alike: bool = False, lack
         prompts,
         tuple(images),
         tuple(Scores(tuple(row), {"size": tuple(row)}) for row in trained.tolist()),
-        places=tuple(range(PROMPTS)),
+        indices=tuple(range(PROMPTS)),
         held_out={
             place: HeldOutScores(
                 {} if place < lacking else {"ocr": tuple(row)}, {"ocr": "no answer"} if place < lacking else {}

@@ -28,12 +28,12 @@ TOLERANCE = 1e-5
 class Rig:
     """Version v of the adapter has random A and B drawn from v; `hold` puts it into the trainer's model."""
 
-    def __init__(self, gpus_per_worker: float = 1.0, family: str = "qwen_image") -> None:
+    def __init__(self, gpus_per_worker: float = 1.0, family: str = "qwen_image", heads: int = 8) -> None:
         torch.set_num_threads(1)
         # alpha / rank is no power of two, so that scaling B rounds.
         lora = LoraConfig(rank=8, alpha=12.0)
         self.config = Config(
-            model=ModelConfig(dtype="float32", tiny=TinyConfig(family=family), max_sequence_length=64),
+            model=ModelConfig(dtype="float32", tiny=TinyConfig(family=family, heads=heads), max_sequence_length=64),
             lora=lora,
             rollout=RolloutConfig(engine="vllm_omni", gpus_per_worker=gpus_per_worker),
         )

@@ -11,20 +11,24 @@ pytest.importorskip("vllm_omni", reason="vllm-omni is not installed; `make test-
 
 import psutil
 
+from async_flowrl.rollout.vllm_omni.settings import FAMILIES
 from tests.vllm_omni.rig import TOLERANCE
 
 
 @pytest.mark.timeout(900)
-def test_two_ranks_make_what_one_makes_and_die_with_their_worker() -> None:
+@pytest.mark.parametrize(
+    "family", [pytest.param(each, marks=[] if each == "qwen_image" else [pytest.mark.slow]) for each in FAMILIES]
+)
+def test_two_ranks_make_what_diffusers_makes_and_die_with_their_worker(family: str) -> None:
     process = subprocess.Popen(
-        [sys.executable, "-m", "tests.vllm_omni.two_ranks"],
+        [sys.executable, "-m", "tests.vllm_omni.two_ranks", family],
         stdout=subprocess.PIPE,
         text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
     )
     try:
         assert process.stdout is not None
-        line = next((line for line in process.stdout if line.startswith("{")), None)
+        line = next((line[line.index("{") :] for line in process.stdout if '{"same_base"' in line), None)
         assert line is not None, "it ended before it found anything"
         children = psutil.Process(process.pid).children(recursive=True)
     finally:

@@ -3,6 +3,7 @@
 The rollout worker and the engine's ranks (processes, one per GPU) both import this module. It needs no vllm.
 """
 
+from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -10,8 +11,11 @@ from async_flowrl.config.schema import Config
 from async_flowrl.policies.registry import ResolvedModel
 from async_flowrl.policies.stored import configuration
 
-RELEASE = "0.30"
-"""Supported release of both vllm and vllm-omni; the interfaces used here change between releases."""
+RELEASES = ("0.30", "0.32")
+"""Releases of vllm and vllm-omni that passed the tests; both packages must have the same one.
+
+The interfaces used here change between releases.
+"""
 MAX_RANK = 512
 """Largest LoRA rank that vllm's layers support."""
 _MODELS = "vllm_omni.diffusion.models"
@@ -35,38 +39,60 @@ ROLLOUT = "rollout"
 
 
 def check_installed() -> None:
-    """Raises ValueError, with the command to install them, unless vllm and vllm-omni have the supported release."""
+    """Raises ValueError unless vllm and vllm-omni are installed in the same supported release."""
+    supported, found = " or ".join(RELEASES), {}
     for package in ("vllm", "vllm-omni"):
         try:
-            installed = version(package)
+            found[package] = version(package)
         except PackageNotFoundError:
             raise ValueError(
-                f"rollout.engine=vllm_omni needs {package} {RELEASE}, which is not installed: "
+                f"rollout.engine=vllm_omni needs {package} {supported}, which is not installed: "
                 "pip install 'async-flowrl[vllm-omni]'"
             ) from None
-        if not installed.startswith(f"{RELEASE}."):
-            raise ValueError(f"rollout.engine=vllm_omni needs {package} {RELEASE}, found {installed}")
+        if _release(found[package]) not in RELEASES:
+            raise ValueError(f"rollout.engine=vllm_omni needs {package} {supported}, found {found[package]}")
+    if len({_release(installed) for installed in found.values()}) > 1:
+        both = " and ".join(f"{package} {installed}" for package, installed in found.items())
+        raise ValueError(f"rollout.engine=vllm_omni needs vllm and vllm-omni of the same release, found {both}")
+
+
+def _release(installed: str) -> str:
+    """Returns "0.32" for "0.32.0rc1"."""
+    return ".".join(installed.split(".")[:2])
 
 
 def check_model(config: Config, model: ResolvedModel) -> None:
     """Raises ValueError if vllm-omni cannot generate with the model.
 
     The reasons are a model family without a network, a LoRA rank above MAX_RANK, and a number of GPUs that does not
-    divide the network's attention heads. Only the network's configuration file is read.
+    divide the network (see `spread_sizes`). Only the network's configuration file is read.
     """
     check_family(model.family)
     if config.lora.rank > MAX_RANK:
         raise ValueError(f"lora.rank must be at most {MAX_RANK} with rollout.engine=vllm_omni, got {config.lora.rank}")
     ranks = max(1, int(config.rollout.gpus_per_worker))
     network = configuration(model.path, "transformer", model.revision)
-    heads = int(network.get("n_heads", network.get("num_attention_heads", ranks)))
-    if heads % ranks:
-        fitting = [count for count in range(1, heads + 1) if heads % count == 0]
+    spread = spread_sizes(model.family, network)
+    if any(size % ranks for size in spread.values()):
+        fitting = [count for count in range(1, min(spread.values()) + 1) if not any(s % count for s in spread.values())]
         nearest = min(fitting, key=lambda count: abs(count - ranks))
+        parts = " and ".join(f"{size} {name}" for name, size in spread.items())
         raise ValueError(
-            f"rollout.gpus_per_worker={ranks} spreads the network's {heads} attention heads over its GPUs, so it must "
-            f"divide them; nearest: {nearest}"
+            f"rollout.gpus_per_worker={ranks} spreads the network's {parts} over its GPUs, so it must divide them; "
+            f"nearest: {nearest}"
         )
+
+
+def spread_sizes(family: str, network: Mapping[str, Any]) -> dict[str, int]:
+    """Returns what vllm-omni divides among the ranks of a network, name → size; each size must divide evenly.
+
+    `network` is the content of the network's configuration file; a size that it doesn't name is left out.
+    """
+    heads = network.get("n_heads", network.get("num_attention_heads"))
+    spread = {} if heads is None else {"attention heads": int(heads)}
+    if family == "z_image" and "dim" in network:
+        spread["MLP columns"] = int(network["dim"] / 3 * 8)
+    return spread
 
 
 def check_family(family: str) -> None:

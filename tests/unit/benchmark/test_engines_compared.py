@@ -24,12 +24,12 @@ def test_the_table_says_rates_and_memory(tmp_path: Path) -> None:
     written(tmp_path / "diffusers-one-by-one.npz", 0)
     written(tmp_path / "diffusers-batches-of-2.npz", 0.5)
     rows = [
-        Found("diffusers", way, 8, wall, 4.0, 2.5, 2**30, 0)
+        Found("sd3", "diffusers", way, 8, wall, 4.0, 2.5, 2**30, 0)
         for way, wall in (("one by one", 2.0), ("batches of 2", 1.0))
     ]
-    _, alone, together = (" ".join(line.split()) for line in table(rows, tmp_path).splitlines())
-    assert alone == "diffusers one by one 4 0.5000 2.5 1.00 0.00 0.0e+00 0.0e+00 same"
-    assert together.startswith("diffusers batches of 2 8 0.5000") and together.endswith("differ")
+    _, _, alone, together = table(rows, tmp_path).splitlines()
+    assert alone == "| sd3 | diffusers | one by one | 4 | 0.5000 | 2.5 | 1.00 | 0.00 | 0.0e+00 | 0.0e+00 | same |"
+    assert together.startswith("| sd3 | diffusers | batches of 2 | 8 | 0.5000 |") and together.endswith("differ |")
 
 
 def test_more_tickets_than_a_step_has_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
@@ -38,8 +38,8 @@ def test_more_tickets_than_a_step_has_are_refused(capsys: pytest.CaptureFixture[
 
 
 @pytest.mark.slow
-def test_an_engine_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_engine_is_measured(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     arguments = ["--engine", "diffusers", "--rounds", "1", "--out", str(tmp_path)]
     assert main([*arguments, "ticket_size=4", "rollout.tickets_per_batch=2", "rollout.num_inference_steps=4"]) == 0
-    _, alone, together = capsys.readouterr().out.splitlines()
-    assert "one by one" in alone and alone.endswith("same") and "batches of 2" in together
+    _, _, alone, together = capfd.readouterr().out.splitlines()
+    assert "one by one" in alone and alone.endswith("same |") and "batches of 2" in together

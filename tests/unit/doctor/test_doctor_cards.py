@@ -1,14 +1,16 @@
 """Tests of the memory plan of each pool against the GPUs of the nodes on which its workers may sit."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from async_flowrl.config.compose import compose_config
 from async_flowrl.config.schema import Config
 from async_flowrl.config.sections.reward import RewardTerm
 from async_flowrl.doctor.cards import devices
 from async_flowrl.doctor.findings import FAILED, OK, SKIPPED, WARNING
-from async_flowrl.doctor.machines import GIB, Machine
+from async_flowrl.doctor.machines import GIB, Machine, parts_of
 from async_flowrl.doctor.needs import PROCESS_BYTES, needs_of
 from separation.group import PoolSpec
 
@@ -95,3 +97,26 @@ def test_processes_that_sample_and_train_are_counted_once(config: Config) -> Non
     needs = needs_of(config, on_gpus=False)
     assert [process.pool for process in needs.processes] == ["shared", "reward", "controller"]
     assert needs.memory < apart - PROCESS_BYTES
+
+
+@pytest.mark.parametrize(
+    ("settings", "copies"),
+    [
+        ([], 2),
+        (["trainer.num_workers=1"], 1),
+        (["trainer.shard=full"], 1),
+        (["trainer.shard=hybrid", "trainer.shard_size=2"], 2),
+        (["tune=full"], 1),
+        (["tune=full", "trainer.shard=full"], 4),
+    ],
+)
+def test_the_copy_of_a_checkpoint_counts_for_the_ranks_that_make_one(settings: list[str], copies: int) -> None:
+    """The first rank and one of another replica; with all weights the first alone, or each its share."""
+    config = compose_config("one_step_off", ["trainer.num_workers=4", *settings])
+    needs = needs_of(config, on_gpus=True)
+    trainer = next(process for process in needs.processes if process.pool == "trainer")
+    assert trainer.copies == copies and trainer.copy > 0
+    assert trainer.total == trainer.count * trainer.bytes + copies * trainer.copy
+    assert trainer.on_a_node == trainer.bytes + trainer.copy
+    said = parts_of(replace(trainer, bytes=6 * 2**30, copy=3 * 2**29))
+    assert said == f"{trainer.count} × trainer 6.0 + {copies} × copy for a checkpoint 1.5"

@@ -4,8 +4,10 @@ from typing import Any
 
 import pytest
 
+from async_flowrl.config.schema import Config
 from async_flowrl.observability.bottleneck import verdict
 from async_flowrl.observability.one_device import by_device, device_time
+from async_flowrl.observability.summary import Outcome, summarise
 from async_flowrl.observability.timeline import tracks
 from async_flowrl.report.schedule import _places
 from tests.support.toy import Timing
@@ -70,6 +72,23 @@ def test_what_one_part_does_is_no_wait_of_the_other() -> None:
     found = by_device(tracks(events))
     assert [track.place for track in _places(found)] == ["rollout-0", "trainer-0", "trainer-1"]
     assert found[1].waiting("wait_data") == [(6, 8)]
+
+
+def test_the_efficiency_of_the_summary_is_the_share_of_time_in_which_the_devices_worked() -> None:
+    """Of 10 seconds both sample for 5, the first trains for 3 and the second for one; in the first steps both idle."""
+    events: list[dict[str, Any]] = []
+    for step in range(6):
+        start, work = 10.0 * step, (0 if step < 2 else 1)
+        events += [span(f"rollout-{index}", start, start + 5 * work) for index in range(2)]
+        for rank, seconds in enumerate((3, 1)):
+            events.append(span(f"trainer-{rank}", start + 6, start + 6 + seconds * work))
+        events.append(STEP | {"time": start + 10, "step": step, "started": start, "ended": start + 10})
+    config = Config(placement="shared", max_staleness=1)
+    found = summarise(config, [], events, Outcome(60.0, "", {}, {}, {}))
+    steady = device_time(tracks(events), events, (20.0, 50.0))
+    assert steady is not None
+    assert found["efficiency"] == pytest.approx(1 - steady.idle) == pytest.approx(0.7)
+    assert found["bound"] == pytest.approx({"generation": 5.0, "update": 2.0, "seconds_per_step": 7.0})
 
 
 def test_of_a_run_in_virtual_time() -> None:

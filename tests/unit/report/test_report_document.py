@@ -324,5 +324,5 @@ def test_pools_of_a_shared_run_have_what_their_devices_computed(tmp_path: Path) 
     facts = dict(made["facts"])
     assert facts["Placement"] == "shared: each process samples and trains"
     assert facts["Versions"] == "7 of 1.0 MiB, which every process made itself" and "Weights sent" not in facts
-    assert facts["Efficiency: sampling and training ÷ measured"] == "90%"
+    assert facts["Efficiency in the steady state: sampling and training ÷ measured"] == "90%"
     assert made["shared"]

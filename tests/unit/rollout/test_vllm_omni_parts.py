@@ -150,19 +150,28 @@ def test_every_argument_of_the_engine_is_named() -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_network_that_cannot_be_spread_so_is_refused(family: str) -> None:
-    """By its configuration alone: the tiny ones have 8 attention heads."""
+    """By its configuration alone: these have 6 attention heads, and Z-Image's an MLP of 256 columns."""
     config = Config()
-    config.model.tiny.family = family
+    config.model.tiny.family, config.model.tiny.heads = family, 6
     model = resolve_model(config.model)
-    for gpus in (0.5, 1.0, 2.0, 8.0):
+    for gpus in (0.5, 1.0, 2.0):
         config.rollout.gpus_per_worker = gpus
         check_model(config, model)
-    config.rollout.gpus_per_worker = 3.0
-    with pytest.raises(ValueError, match=r"gpus_per_worker=3 spreads the network's 8 attention heads .*nearest: 2$"):
+    config.rollout.gpus_per_worker = 4.0
+    nearest = "and 256 MLP columns .*nearest: 2" if family == "z_image" else ".*nearest: 3"
+    with pytest.raises(ValueError, match=rf"gpus_per_worker=4 spreads the network's 6 attention heads {nearest}$"):
         check_model(config, model)
     config.rollout.gpus_per_worker, config.lora.rank = 1.0, 1024
     with pytest.raises(ValueError, match=r"lora\.rank must be at most 512 with rollout\.engine=vllm_omni, got 1024"):
         check_model(config, model)
+
+
+def test_the_columns_of_z_images_mlp_are_spread_too() -> None:
+    """Two ranks would share its 8 heads; vllm-omni's network refuses the 341 columns, when it is built in a rank."""
+    config = Config()
+    config.model.tiny.family, config.rollout.gpus_per_worker = "z_image", 2.0
+    with pytest.raises(ValueError, match=r"8 attention heads and 341 MLP columns over its GPUs.*nearest: 1$"):
+        check_model(config, resolve_model(config.model))
 
 
 @pytest.mark.parametrize(("gpus", "devices", "size"), [(1.0, 1, 1), (0.5, 1, 1), (2.0, 2, 2), (8.0, 8, 8), (4.0, 0, 1)])
@@ -208,13 +217,19 @@ def test_a_missing_or_foreign_release_is_named(monkeypatch: pytest.MonkeyPatch) 
         raise settings.PackageNotFoundError(package)
 
     monkeypatch.setattr(settings, "version", none)
-    with pytest.raises(ValueError, match=r"needs vllm 0\.30, which is not installed: pip install"):
+    with pytest.raises(ValueError, match=r"needs vllm 0\.30 or 0\.32, which is not installed: pip install"):
         check_installed()
     monkeypatch.setattr(settings, "version", lambda package: "0.30.1" if package == "vllm" else "0.28.0")
-    with pytest.raises(ValueError, match=r"needs vllm-omni 0\.30, found 0\.28\.0"):
+    with pytest.raises(ValueError, match=r"needs vllm-omni 0\.30 or 0\.32, found 0\.28\.0"):
         check_installed()
-    monkeypatch.setattr(settings, "version", lambda package: "0.30.0")
-    check_installed()
+    monkeypatch.setattr(settings, "version", lambda package: "0.30.0" if package == "vllm" else "0.32.0rc1")
+    with pytest.raises(ValueError, match=r"of the same release, found vllm 0\.30\.0 and vllm-omni 0\.32\.0rc1$"):
+        check_installed()
+    for one, other in (("0.30.0", "0.30.0"), ("0.32.0", "0.32.0rc1")):
+        monkeypatch.setattr(
+            settings, "version", lambda package, one=one, other=other: one if package == "vllm" else other
+        )
+        check_installed()
 
 
 def test_an_engine_that_is_not_known_is_refused() -> None:
