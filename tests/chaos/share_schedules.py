@@ -59,9 +59,20 @@ class Schedule:
     """Names of the workers that died, hung or raised an exception."""
 
     @property
-    def fatal(self) -> bool:
-        """Whether a trainer rank dies, hangs or raises an exception, which ends the delivery by name."""
+    def may_end(self) -> bool:
+        """Whether a trainer rank dies, hangs or raises an exception, so that the delivery may end, by its name."""
         return any(place.startswith("rank") and fault in FATAL_TO_RANKS for place, fault in self.hit)
+
+    @property
+    def fatal(self) -> bool:
+        """Whether it must end.
+
+        An exception need not end it if a receiver is lost too: the bucket was perhaps fetched ahead for that receiver,
+        so that nobody waited for it, and the rank raises only once.
+        """
+        receiver_lost = any(name.startswith("rollout") for name in self.lost)
+        hit = {fault for place, fault in self.hit if place.startswith("rank")}
+        return self.may_end and not (receiver_lost and not hit & {"kill", "hang"})
 
 
 def make_schedule(seed: int) -> Schedule:
@@ -217,9 +228,10 @@ def outcome(seed: int, *, calm: bool = False) -> Ended:
         finally:
             await site.delivery.close()
         named = set(error.workers) if isinstance(error, SenderLate) else {error.worker} if error else set()
-        if schedule.fatal and not (named and named <= {rank.name for rank in site.ranks} & schedule.lost):
+        by_name = named and named <= {rank.name for rank in site.ranks} & schedule.lost
+        if schedule.fatal and not by_name:
             return f"{sorted(schedule.lost)} died, hung or failed, and the delivery ended with {error!r}"
-        if error is not None and not schedule.fatal:
+        if error is not None and not (schedule.may_end and by_name):
             return f"ended with {error!r}"
         return site.wrong(finished=error is None)
 
