@@ -16,6 +16,7 @@ from async_flowrl.config.compose import compose_config
 from async_flowrl.report.write import write_report
 from async_flowrl.run.job import run as run_config
 from async_flowrl.run.tools import Tools
+from tests.support.process_pool import ranks_without_ray
 
 ROOT = Path(__file__).parents[2]
 TINY = (
@@ -117,6 +118,12 @@ def train(folder: Path, mode: str, *overrides: str, code: int = 0) -> Run:
 def train_here_on_ray(folder: Path, mode: str, *overrides: str) -> Run:
     """A run on the Ray cluster that this process is connected to (fixture `ray_here`)."""
     return train(folder, mode, "runtime.backend=ray", *overrides)
+
+
+def train_with_ranks(folder: Path, mode: str, *overrides: str) -> Run:
+    """A run whose trainer ranks are processes without Ray, and whose other workers are threads of this process."""
+    with ranks_without_ray():
+        return train(folder, mode, "runtime.backend=ray", *overrides)
 
 
 def overtaking(how: Callable[..., Run], folder: Path, mode: str, *overrides: str) -> Run:

@@ -1,4 +1,4 @@
-"""Tests of runs on Ray with tune=full, in which each of two trainer ranks has a share of the weights."""
+"""Tests of runs with tune=full, in which each of two trainer ranks, a process each, has a share of the weights."""
 
 import os
 import shutil
@@ -17,7 +17,7 @@ from async_flowrl.policies import trained_file
 from async_flowrl.training.checkpoint import read_checkpoint
 from async_flowrl.verify import verify
 from tests.integration.lonely import MESSAGE
-from tests.integration.runs import DELAYS, Run, finish, start, train, train_here_on_ray, wait_until
+from tests.integration.runs import DELAYS, Run, finish, start, train, train_with_ranks, wait_until
 from tests.integration.whole_weights import base_of, check_all_changed_and_delivered, whole
 
 SHARDED = (
@@ -35,12 +35,13 @@ SHARDED = (
     "checkpoint_engine.bucket_bytes=65536",
 )
 PROMPT = "red red red red"
+pytestmark = pytest.mark.serial("ranks")
 
 
 @pytest.fixture(scope="module")
-def plain(ray_here: None, tmp_path_factory: pytest.TempPathFactory) -> Run:
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """Three steps, undisturbed."""
-    return train_here_on_ray(tmp_path_factory.mktemp("shards") / "run", "one_step_off", *SHARDED, "total_steps=3")
+    return train_with_ranks(tmp_path_factory.mktemp("shards") / "run", "one_step_off", *SHARDED, "total_steps=3")
 
 
 def test_every_parameter_changed_and_the_whole_model_was_delivered(plain: Run) -> None:
@@ -78,14 +79,14 @@ def test_diffusers_own_pipeline_makes_the_runs_images(plain: Run) -> None:
     assert np.array_equal(sample(pipeline, settings, PROMPT, [0, 1]), after) and not np.array_equal(before, after)
 
 
-def test_workers_delays_buckets_and_a_resume_change_no_bit(plain: Run, tmp_path: Path, ray_here: None) -> None:
+def test_workers_delays_buckets_and_a_resume_change_no_bit(plain: Run, tmp_path: Path) -> None:
     """What a run leaves whose driver is killed after its first step; everything that may differ does, from there on."""
     folder = tmp_path / "run"
     shutil.copytree(plain.root, folder)
     for later in ("checkpoints/step_2", "checkpoints/step_3", "transformer"):
         shutil.rmtree(folder / later)
     other = ("rollout.num_workers=2", "checkpoint_engine.bucket_bytes=5000", *DELAYS)
-    again = train_here_on_ray(folder, "one_step_off", *SHARDED, *other, "total_steps=3", "resume=auto")
+    again = train_with_ranks(folder, "one_step_off", *SHARDED, *other, "total_steps=3", "resume=auto")
     assert [event["step"] for event in again.events if event["event"] == "rollback"] == [1]
     made = {event["worker"] for event in again.tickets("SCORING")}
     assert {"rollout-0", "rollout-1"} <= made

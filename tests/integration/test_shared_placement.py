@@ -2,13 +2,14 @@
 
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from async_flowrl.observability.intervals import intersect, length, union
 from tests.integration import stuck_color
-from tests.integration.runs import DELAYS, Run, finish, start, train, train_here_on_ray, wait_until
+from tests.integration.runs import DELAYS, Run, finish, start, train, train_here_on_ray, train_with_ranks, wait_until
 
 SHARED = "placement=shared"
 CASES = {
@@ -76,11 +77,21 @@ def test_one_process_computes_one_thing_at_a_time(tmp_path: Path) -> None:
     assert run.digests == train(tmp_path / "separate", "one_step_off", "ticket_size=2").digests
 
 
+@pytest.mark.serial("ranks")
+def test_two_processes_that_sample_and_train(tmp_path: Path) -> None:
+    check_two_processes(train_with_ranks, tmp_path, "one_step_off")
+
+
+@pytest.mark.slow
 @pytest.mark.usefixtures("ray_here")
-@pytest.mark.parametrize("mode", ["one_step_off", pytest.param("sync", marks=pytest.mark.slow)])
-def test_two_processes_that_sample_and_train(tmp_path: Path, mode: str) -> None:
+@pytest.mark.parametrize("mode", ["one_step_off", "sync"])
+def test_two_processes_that_sample_and_train_on_ray(tmp_path: Path, mode: str) -> None:
+    check_two_processes(train_here_on_ray, tmp_path, mode)
+
+
+def check_two_processes(how: Callable[..., Run], tmp_path: Path, mode: str) -> None:
     pools = ("trainer.num_workers=2", "rollout.num_workers=2", "ticket_size=2")
-    shared = train_here_on_ray(tmp_path / "shared", mode, SHARED, *pools)
+    shared = how(tmp_path / "shared", mode, SHARED, *pools)
     assert shared.digests == train(tmp_path / "threads", mode, "ticket_size=2").digests
     pids = {event["worker"]: event["pid"] for event in shared.events if event["event"] == "worker"}
     assert [pids[f"rollout-{index}"] == pids[f"trainer-{index}"] for index in (0, 1)] == [True, True]

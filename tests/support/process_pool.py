@@ -1,21 +1,25 @@
-"""ProcessPool is a pool of real processes without Ray, for tests that kill trainer ranks.
+"""ProcessPool is a pool of real processes without Ray, for tests of trainer ranks.
 
-The processes are started by `tests/support/forked.py` and called through pipes.
+The processes are started by `tests/support/forked.py` and called through pipes. `ranks_without_ray` gives one to a run.
 """
 
 import asyncio
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager, contextmanager
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn
+from unittest import mock
 
+from async_flowrl.run import launch
 from separation.group import PoolSpec, WorkerDied, WorkerFailed
 from separation.host import RemoteError, resolve
+from separation.local import LocalGroup, Parcel
 from tests.support.forked import CONTEXT
 
-LANES = ("main", "control", "publish", "save", "sync")
+LANES = ("main", "control", "publish", "save", "sync", "train")
 
 
 def serve(lanes: dict[str, Connection], factory: str, arguments: dict[str, Any]) -> None:
@@ -27,6 +31,8 @@ def serve(lanes: dict[str, Connection], factory: str, arguments: dict[str, Any])
     threads = [threading.Thread(target=answer, args=(lane, target)) for lane in lanes.values()]
     for thread in threads:
         thread.start()
+    for thread in threads:  # once the main thread has ended, Python runs no new calls in executors
+        thread.join()
 
 
 def answer(lane: Connection, target: Any) -> None:
@@ -43,7 +49,7 @@ def answer(lane: Connection, target: Any) -> None:
 
 
 class ProcessWorker:
-    """One process; implements `separation.group.Worker`. Refs are plain values here."""
+    """One process; implements `separation.group.Worker`. Its refs are plain values; those of threads are opened."""
 
     node = "127.0.0.1"
 
@@ -68,7 +74,8 @@ class ProcessWorker:
     async def _ask(self, method: str, args: tuple[Any, ...], lane: str) -> Any:
         async with self._locks[lane]:
             try:
-                self._lanes[lane].send((method, args))
+                own = tuple(arg.open() if isinstance(arg, Parcel) else arg for arg in args)
+                self._lanes[lane].send((method, own))
                 good, value = await self._in_thread(self._lanes[lane].recv)
             except (EOFError, OSError) as error:
                 raise WorkerDied(self.name, f"its process ended during {method}") from error
@@ -123,6 +130,36 @@ class ProcessPool:
         for worker in self.workers:
             worker.kill()
             await worker.gone()
+
+
+@asynccontextmanager
+async def ranks_and_threads(
+    pools: Sequence[PoolSpec], *, start_deadline: float, **_: Any
+) -> AsyncIterator[Mapping[str, ProcessPool | LocalGroup]]:
+    """Stands in for `separation.cluster.cluster`: the ranks are processes, all other workers threads of this one."""
+    groups: dict[str, ProcessPool | LocalGroup] = {}
+    try:
+        for spec in pools:
+            if spec.gang:
+                groups[spec.name] = ProcessPool(spec.name, spec.num_workers, spec.factory, dict(spec.arguments))
+            else:
+                groups[spec.name] = local = LocalGroup(spec, start_deadline=start_deadline)
+                await local.start()
+        yield groups
+    finally:
+        for group in groups.values():
+            await group.close()
+
+
+@contextmanager
+def ranks_without_ray() -> Iterator[None]:
+    """Runs inside the block that are configured for Ray have a process for each rank, and no cluster.
+
+    A rank is started in no time, as all it imports is imported before it is forked. On a cluster each rank imports it
+    anew, which takes several seconds of a core.
+    """
+    with mock.patch.multiple(launch, cluster=ranks_and_threads, check_results=lambda *_: None):
+        yield
 
 
 def die() -> NoReturn:
