@@ -28,8 +28,8 @@ demo: setup
 # What Python and pytest compile is kept: a test run starts some hundred processes, each of which would compile it anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-# Tests run in the order of conftest.py, lint beside them. Those that start clusters or time the CPU stay in two of the
-# processes (the lanes of conftest.py) and mostly wait, so there is one process more than there are cores.
+# Tests run in the order of conftest.py, lint beside them. Those that start clusters, fork ranks or time the CPU stay in
+# one process each (the lanes of conftest.py) and often wait, so there is one process more than there are cores.
 test: setup
 	$(MAKE) --jobs=2 lint pytest
 

@@ -40,17 +40,16 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-LANES = ("runs", "clusters")
-"""Groups of tests that start clusters, or that time the CPU: those of a lane come one after the other in one process.
+LANES = ("runs", "ranks", "clusters")
+"""Groups of tests that come one after the other in one process, so that several lanes go side by side.
 
-They mostly wait, so two lanes go side by side. A test is put into one by the mark `serial`, without a name into the
-last, or by a fixture of CLUSTERS.
+Those of `runs` and `clusters` start clusters or time the CPU, and mostly wait. Those of `ranks` fork trainer ranks from
+a process that imports torch and diffusers once (tests/support/forked.py); each process of pytest would have its own. A
+test is put into a lane by the mark `serial`, without a name into the last, or by a fixture of CLUSTERS.
 """
 CLUSTERS = {"ray_here": "runs", "full_run": "runs", "existing_cluster": "clusters"}
 """Fixture that starts a cluster → the lane of the tests that use it, which need no mark."""
 LONG = (
-    "tests/unit/training/test_trainer_ranks.py",
-    "tests/unit/training/test_trainer_base_weights.py",
     "tests/unit/plan/test_rehearsal.py",
     "tests/unit/checkpoint_engine/test_engine_processes.py",
     "tests/integration/",

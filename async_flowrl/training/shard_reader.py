@@ -1,7 +1,7 @@
 """Reads the metadata of torch.distributed.checkpoint, a pickle, without running what somebody may have put into it."""
 
 import pickle
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Any
 
 import torch
@@ -21,16 +21,29 @@ _ALLOWED = {
 class SafeReader(FileSystemReader):
     """A FileSystemReader that raises ValueError for metadata that names anything but what torch writes there.
 
-    The tensors themselves are read by torch.load(weights_only=True) in any case.
+    The tensors themselves are read by torch.load(weights_only=True) in any case. The metadata is read once per reader:
+    torch asks for it with every load, and it describes all tensors, so that to load them one by one would take a time
+    that grows with the square of their number.
     """
 
+    def __init__(self, folder: str) -> None:
+        super().__init__(folder)
+        self._metadata: dict[Path, Metadata] = {}
+
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        with self.fs.create_stream(self._get_metadata_path(kwargs.get("rank")), "rb") as file:
-            found = _Unpickler(file).load()
-        if not isinstance(found, Metadata):
-            raise ValueError(f"{self.path}: the metadata is a {type(found).__name__}")
+        file = Path(self._get_metadata_path(kwargs.get("rank")))
+        if file not in self._metadata:
+            self._metadata[file] = self._read(file)
+        found = self._metadata[file]
         found.storage_meta = found.storage_meta or StorageMeta()
         found.storage_meta.load_id = self.load_id
+        return found
+
+    def _read(self, file: Path) -> Metadata:
+        with self.fs.create_stream(file, "rb") as stream:
+            found = _Unpickler(stream).load()
+        if not isinstance(found, Metadata):
+            raise ValueError(f"{self.path}: the metadata is a {type(found).__name__}")
         return found
 
 

@@ -1,9 +1,7 @@
-"""Rewards for tests that report the devices and the threads that their worker may use."""
+"""A reward for tests that reports the devices that its worker may use; neither it nor its worker needs torch."""
 
 import os
 from typing import Any
-
-import torch
 
 
 def devices(images: Any, prompt: Any) -> list[float]:
@@ -11,7 +9,3 @@ def devices(images: Any, prompt: Any) -> list[float]:
     shown = os.environ.get("CUDA_VISIBLE_DEVICES")
     count = -1 if shown is None else len([device for device in shown.split(",") if device])
     return [float(count)] * len(images)
-
-
-def threads(images: Any, prompt: Any) -> list[float]:
-    return [float(torch.get_num_threads())] * len(images)

@@ -1,4 +1,4 @@
-"""Tests of runs on Ray with tune=full, in which each of two trainer ranks has a share of the weights."""
+"""Tests of runs with tune=full, in which each of two trainer ranks, a process each, has a share of the weights."""
 
 import os
 import shutil
@@ -78,7 +78,7 @@ def test_diffusers_own_pipeline_makes_the_runs_images(plain: Run) -> None:
     assert np.array_equal(sample(pipeline, settings, PROMPT, [0, 1]), after) and not np.array_equal(before, after)
 
 
-def test_workers_delays_buckets_and_a_resume_change_no_bit(plain: Run, tmp_path: Path, ray_here: None) -> None:
+def test_workers_delays_buckets_and_a_resume_change_no_bit(plain: Run, tmp_path: Path) -> None:
     """What a run leaves whose driver is killed after its first step; everything that may differ does, from there on."""
     folder = tmp_path / "run"
     shutil.copytree(plain.root, folder)

@@ -30,7 +30,7 @@ def seated(workers: int, gpus: float, *, held_out: float = 0.0) -> Config:
     config = Config()
     config.model.dtype = "float32"
     judge = RewardTerm(name="tests.integration.seated:devices", workers=workers, gpus_per_worker=gpus)
-    threads = RewardTerm(name="tests.integration.seated:threads", threads=3)
+    threads = RewardTerm(name="tests.integration.threaded:threads", threads=3)
     config.reward.terms = {"color": RewardTerm(), "judge": judge, "threads": threads}
     later = RewardTerm(name="tests.integration.seated:devices", gpus_per_worker=held_out)
     config.evaluate.reward.terms = {"later": later}

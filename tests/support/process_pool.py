@@ -27,6 +27,8 @@ def serve(lanes: dict[str, Connection], factory: str, arguments: dict[str, Any])
     threads = [threading.Thread(target=answer, args=(lane, target)) for lane in lanes.values()]
     for thread in threads:
         thread.start()
+    for thread in threads:  # once the main thread has ended, Python runs no new calls in executors
+        thread.join()
 
 
 def answer(lane: Connection, target: Any) -> None:

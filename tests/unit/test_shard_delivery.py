@@ -17,6 +17,8 @@ from tests.support.process_pool import ProcessPool
 from tests.support.share_ends import weights
 from tests.support.toy_pool import ListObserver
 
+pytestmark = pytest.mark.serial("ranks")
+
 RANKS, BUCKET = 2, 256
 """Each rank's share of a version is six or seven buckets."""
 SECONDS = 120.0

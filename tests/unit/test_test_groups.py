@@ -41,7 +41,7 @@ def test_a_lane_is_that_of_the_mark_or_of_the_cluster() -> None:
 
 
 def test_no_test_is_in_two_lanes_or_in_one_that_does_not_exist() -> None:
-    with pytest.raises(ValueError, match="in one lane of runs, clusters, got clusters, runs"):
+    with pytest.raises(ValueError, match="in one lane of runs, ranks, clusters, got clusters, runs"):
         lane("ray_here", "existing_cluster")
     with pytest.raises(ValueError, match="got nowhere"):
         lane(mark=serial("nowhere"))

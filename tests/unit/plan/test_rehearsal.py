@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from async_flowrl.config.compose import compose_config
+from async_flowrl.config.schema import Config
 from async_flowrl.plan import __main__ as planner
 from async_flowrl.plan.arguments import costs
 from async_flowrl.plan.footprint import Allocations
@@ -40,18 +41,23 @@ PHASES = {"load", "settle", "update", "forward", "backward", "optimizer", "deliv
 ROLLOUT_PHASES = {"load", "delivery", "sample", "encode", "denoise", "decode"}
 
 
+def shallow(*overrides: str) -> Config:
+    """One layer unless more are given: on fake tensors every operation costs the same, however small its tensors."""
+    return compose_config("one_step_off", ["model.tiny.layers=1", *overrides])
+
+
 @cache
 def rehearsed(*overrides: str, card: str = "H100") -> Rehearsal:
-    return rehearse(compose_config("one_step_off", list(overrides)), card_of(card))
+    return rehearse(shallow(*overrides), card_of(card))
 
 
 def rank_alone(*overrides: str) -> RankRehearsal:
-    config = compose_config("one_step_off", list(overrides))
+    config = shallow(*overrides)
     return rehearse_trainer(config, FakeModel.of(config), card_of("H100"))
 
 
 def worker_alone(*overrides: str) -> RolloutRehearsal:
-    config = compose_config("one_step_off", list(overrides))
+    config = shallow(*overrides)
     return rehearse_rollout(config, FakeModel.of(config), card_of("H100"))
 
 
@@ -112,7 +118,7 @@ def test_all_families_and_kinds_of_algorithms_are_rehearsed(model: str, algorith
 
 def test_a_sharded_base_is_gathered_and_let_go() -> None:
     """FSDP2 frees what it gathers by resizing its storage to nothing."""
-    wide = ["model.tiny.layers=4", "trainer.num_workers=4", "trainer.micro_batch_size=2", "rollout.resolution=16"]
+    wide = ["model.tiny.layers=3", "trainer.num_workers=4", "trainer.micro_batch_size=2", "rollout.resolution=16"]
     whole = rank_alone(*wide, "trainer.shard=none")
     sharded = rank_alone(*wide, "trainer.shard=full")
     assert sharded.layout == "fsdp2 over 4" and whole.layout == "whole on each of 4"
@@ -128,7 +134,7 @@ def test_a_sharded_base_is_gathered_and_let_go() -> None:
 
 def test_shares_of_the_whole_model_are_rehearsed() -> None:
     """Each of four ranks has a quarter of what is trained, gathers blocks, and reduces their gradients in float32."""
-    full = ("tune=full", "model.tiny.layers=4", "trainer.num_workers=4", "trainer.micro_batch_size=2")
+    full = ("tune=full", "model.tiny.layers=3", "trainer.num_workers=4", "trainer.micro_batch_size=2")
     small = (*full, "rollout.resolution=16", "checkpoint_engine.bucket_bytes=65536")
     done = rehearsed(*small, "trainer.shard=full")
     shares, whole = done.rank, rank_alone(*small, "trainer.shard=none")

@@ -13,6 +13,8 @@ from async_flowrl.training.full_shards import check_rows
 from tests.support import trainer_rig as rig
 from tests.unit.training.trainer_ranks import NARROW, Job, Outcome, run_alone, run_ranks
 
+pytestmark = pytest.mark.serial("ranks")
+
 CLOSE = 2e-5
 """Largest distance of the float32 masters, relative to their change, that the order of float additions may explain."""
 

@@ -41,6 +41,16 @@ def test_whole_tensors_are_read_when_they_are_asked_for(tmp_path: Path) -> None:
     assert torch.equal(found.tensors["retained"]["4/a"], PARTS["retained/4/a"])
 
 
+def test_what_describes_all_tensors_is_read_once_and_not_with_each_of_them(tmp_path: Path) -> None:
+    written(tmp_path)
+    (folder,) = tmp_path.glob(f"step_*/{FOLDER}")
+    parts = whole_parts(folder)
+    with mock.patch.object(SafeReader, "_read", side_effect=AssertionError("read again")):
+        assert [torch.equal(parts["weights"][name], PARTS[f"weights/{name}"]) for name in ("a", "b.c", "a")] == [
+            True
+        ] * 3
+
+
 def test_a_folder_that_was_not_ended_is_no_checkpoint(tmp_path: Path) -> None:
     """As a kill at any instant leaves it: some ranks' files, or all, and no name that anybody looks for."""
     good = written(tmp_path)

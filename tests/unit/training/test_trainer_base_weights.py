@@ -13,6 +13,8 @@ from checkpoint_engine import base_digest
 from tests.support.families import NAMES, model_config, policy_of
 from tests.unit.training.base_weights_ranks import streamed
 
+pytestmark = pytest.mark.serial("ranks")
+
 
 def test_both_ranks_hold_what_direct_loading_gives(tmp_path: Path) -> None:
     """Bit for bit, in shards, with room for little more than half of the model and two tensors."""
