@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from async_flowrl.config.schema import Config
+from async_flowrl.controller.sender_errors import SenderLate
 from async_flowrl.observability.events import read_events
 from tests.chaos.fault_schedules import HORIZON_SECONDS, Ended, ends_of, random_timing
 from tests.chaos.recovery_schedules import Left, check_left, scratch, undisturbed
@@ -205,14 +206,14 @@ def outcome(seed: int) -> Ended:
         try:
             root = run_schedule(schedule, folder / "run")
             check(root, schedule, expected)
-        except TimeoutError as error:
+        except (TimeoutError, SenderLate) as error:
             how, wrong = type(error).__name__, named(schedule, error)
         except Exception as error:
             how, wrong = type(error).__name__, f"{type(error).__name__}: {error}"
     return Ended(seed, how, tuple(schedule.hits), 0.0, wrong)
 
 
-def named(schedule: SharedSchedule, error: TimeoutError) -> str | None:
+def named(schedule: SharedSchedule, error: TimeoutError | SenderLate) -> str | None:
     """What is wrong with a run that ended by name, if anything."""
     processes = schedule.config.trainer.num_workers
     if not any(ends_by_name(*hit, processes) or hit[1] == "stop" for hit in schedule.hits):
