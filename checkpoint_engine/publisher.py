@@ -205,7 +205,9 @@ class Publisher:
         piece = work.data[start : start + size]
         end = start + piece.shape[0]
         work.feed(end)
-        return self.seal(version) if end == work.data.shape[0] else None, piece
+        if end < work.data.shape[0]:
+            return None, piece
+        return work.header or self.seal(version), piece
 
     def retained(self) -> tuple[int, ...]:
         """Returns the sealed versions that can be sent, oldest first."""

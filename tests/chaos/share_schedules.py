@@ -54,6 +54,8 @@ class Schedule:
     """(worker, method, n-th call) → (place, fault)."""
     buckets: int = 256
     workers: int = 2
+    exception: str = "RuntimeError"
+    """Class of the exceptions that ranks raise."""
     hit: Counter[tuple[str, str]] = field(default_factory=Counter)
     lost: set[str] = field(default_factory=set)
     """Names of the workers that died, hung or raised an exception."""
@@ -125,7 +127,7 @@ class FaultyWorker(VirtualWorker):
         elif fault == "slow":
             await asyncio.sleep(DEADLINE / 3)
         elif fault == "raise":
-            raise WorkerFailed(self.name, "a method", "RuntimeError", "injected", "")
+            raise WorkerFailed(self.name, "a method", self._schedule.exception, "injected", "")
         elif fault == "lose":
             raise RefLost("a bucket is gone with its node")
         elif fault in ("corrupt", "truncate"):
