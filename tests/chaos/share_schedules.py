@@ -69,12 +69,12 @@ class Schedule:
     def fatal(self) -> bool:
         """Whether it must end.
 
-        An exception need not end it if a receiver is lost too: the bucket was perhaps fetched ahead for that receiver,
-        so that nobody waited for it, and the rank raises only once.
+        An exception need not end it if a receiver dies, hangs or lacks bytes too: the bucket was perhaps fetched ahead
+        for that receiver, so that nobody waited for it, and the rank raises only once.
         """
-        receiver_lost = any(name.startswith("rollout") for name in self.lost)
+        receiver_fails = any(place.startswith("receiver") and fault != "slow" for place, fault in self.hit)
         hit = {fault for place, fault in self.hit if place.startswith("rank")}
-        return self.may_end and not (receiver_lost and not hit & {"kill", "hang"})
+        return self.may_end and not (receiver_fails and not hit & {"kill", "hang"})
 
 
 def make_schedule(seed: int) -> Schedule:
