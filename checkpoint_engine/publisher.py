@@ -1,7 +1,7 @@
 """Publisher is the sending end of one stream, i.e. of one sequence of versions of the same named tensors.
 
-It runs in the sending process (trainer rank 0): it copies the tensors aside as a version, seals the version (computes
-its digests), and keeps it for sending.
+It runs in a sending process, i.e. in one trainer rank, or in all of them if each has a share of the tensors. It copies
+the tensors aside as a version, seals the version (computes its digests), and keeps it for sending.
 """
 
 import threading
@@ -205,7 +205,9 @@ class Publisher:
         piece = work.data[start : start + size]
         end = start + piece.shape[0]
         work.feed(end)
-        return self.seal(version) if end == work.data.shape[0] else None, piece
+        if end < work.data.shape[0]:
+            return None, piece
+        return work.header or self.seal(version), piece
 
     def retained(self) -> tuple[int, ...]:
         """Returns the sealed versions that can be sent, oldest first."""

@@ -5,7 +5,9 @@ A rollout worker that waits for the weights is not to blame for any of them and 
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, contextmanager
+from typing import Any
 
+from checkpoint_engine import VersionGone
 from separation.group import WorkerDied, WorkerFailed
 from separation.supervise import limited
 
@@ -18,7 +20,19 @@ class SenderLost(WorkerDied):
 
 
 class SenderFailed(WorkerFailed):
-    """Raised if a trainer rank raised an exception when it was asked for weights. `worker` is the rank."""
+    """Raised if a trainer rank raised an exception when it was asked for weights. `worker` is the rank.
+
+    `exception` is the name of the exception's class. `kind` is another one, by which checkpoint_engine judges it: as an
+    error that it cannot cure, whatever the exception was, except that a receiver can go on without a dropped version.
+    """
+
+    def __init__(self, worker: str, method: str, kind: str, message: str, remote_traceback: str) -> None:
+        super().__init__(worker, method, kind, message, remote_traceback)
+        self.exception = kind
+        self.kind = kind if kind == VersionGone.__name__ else "SenderFailed"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.worker, self.method, self.exception, self.message, self.remote_traceback)
 
 
 class SenderLate(RuntimeError):

@@ -54,7 +54,7 @@ class ShardedTrainerEndpoint:
         self._on_sealed, self._seconds = on_sealed, seconds
         self._under_way: set[asyncio.Future[Any]] = set()
         """Buckets that are being fetched, and versions that receivers take before they are sealed."""
-        self._ahead: tuple[int, dict[int, Header]] = -1, {}
+        self._ahead: tuple[int | None, dict[int, Header]] = None, {}
         """The last version that was sent ahead, and the headers that came with it, by shard."""
 
     async def stage(self, version: int) -> None:
@@ -177,13 +177,22 @@ async def sharded_sender(
 
 
 @dataclass(frozen=True)
+class _Last:
+    """The last bucket of a version, whose other buckets the worker has put in their place."""
+
+    ref: Any
+    payload: ShardedPayload
+    """Where it came from."""
+    allowed: Allowance
+    """What is left of the worker's time for this version."""
+
+
+@dataclass(frozen=True)
 class _Ahead:
     """A version whose bytes came, or are coming, before its header."""
 
     draft: Draft
-    payload: ShardedPayload
-    task: "asyncio.Task[Any]"
-    """Returns the reference to the last bucket."""
+    task: "asyncio.Task[_Last]"
 
     def is_of(self, header: Header) -> bool:
         return (self.draft.stream, self.draft.version) == (header.stream, header.version)
@@ -201,13 +210,13 @@ class ShardedRolloutEndpoint(RolloutEndpoint):
         self._receiving = asyncio.Lock()
         self._ahead: _Ahead | None = None
 
-    def take_ahead(self, draft: Draft, payload: ShardedPayload) -> "asyncio.Task[Any]":
+    def take_ahead(self, draft: Draft, payload: ShardedPayload) -> "asyncio.Task[_Last]":
         """Begins to take a version before it is sealed; `receive` goes on from there. The task raises as `receive`."""
         task = asyncio.create_task(self._take_ahead(draft, payload), name=f"ahead-{self.name}-{draft.version}")
-        self._ahead = _Ahead(draft, payload, task)
+        self._ahead = _Ahead(draft, task)
         return task
 
-    async def _take_ahead(self, draft: Draft, payload: ShardedPayload) -> Any:
+    async def _take_ahead(self, draft: Draft, payload: ShardedPayload) -> _Last:
         async with self._receiving:
             return await self._take(draft, payload, RING)
 
@@ -217,14 +226,14 @@ class ShardedRolloutEndpoint(RolloutEndpoint):
         ahead = await self._came_ahead(header, slot)
         async with self._receiving:
             if ahead is not None and self._ahead is ahead:  # another version may have taken its place meanwhile
-                payload, last = ahead.payload, ahead.task.result()
+                last = ahead.task.result()
             else:
                 if self._ahead is not None and self._ahead.task.done():
                     self._ahead = None  # its bytes are given up; one that waits for its turn comes afterwards
                 last = await self._take(header, payload, slot)
             if self._ahead is not None and self._ahead.is_of(header):
                 self._ahead = None
-            return await self._finish(header, payload, slot, last)
+            return await self._finish(header, slot, last)
 
     async def _came_ahead(self, header: Header, slot: str) -> _Ahead | None:
         """Waits for the version's bytes where they come ahead; returns None where they do not, or not all."""
@@ -238,13 +247,14 @@ class ShardedRolloutEndpoint(RolloutEndpoint):
             raise
         return None if ahead.task.cancelled() or ahead.task.exception() is not None else ahead
 
-    async def _take(self, draft: Draft, payload: ShardedPayload, slot: str) -> Any:
-        """Has the worker put all buckets but the last in their place; returns a reference to the last.
+    async def _take(self, draft: Draft, payload: ShardedPayload, slot: str) -> _Last:
+        """Has the worker put all buckets but the last in their place; returns the last.
 
         While a bucket is put in its place, the next ones are fetched. Raises DeadlineExceeded if the worker's own calls
         take longer than `payload.seconds` together, and the errors of `ShardedPayload.bucket`.
         """
-        allowed, coming = _allowance(self.name, draft, payload), payload.buckets(draft.layout)
+        allowed = Allowance(f"publish: version {draft.version} to {self.name}", payload.seconds)
+        coming = payload.buckets(draft.layout)
         ahead = max(1, min(len(payload.ranks), MAX_BUCKETS_AHEAD))
         ref = None
         for place, (shard, start) in enumerate(coming):
@@ -254,14 +264,14 @@ class ShardedRolloutEndpoint(RolloutEndpoint):
             if place < len(coming) - 1:
                 begins = _beginning(draft, payload, slot) if place == 0 else None
                 await self._put(Piece(draft.version, shard, start, begins), ref, payload, allowed)
-        return ref
+        return _Last(ref, payload, allowed)
 
-    async def _finish(self, header: ShardedHeader, payload: ShardedPayload, slot: str, last: Any) -> Ack:
+    async def _finish(self, header: ShardedHeader, slot: str, last: _Last) -> Ack:
         """Has the worker put the last bucket in its place, and verify and retain the version. Raises as `_take`."""
-        coming = payload.buckets(header.layout)
-        begins = _beginning(header, payload, slot) if len(coming) == 1 else None
+        coming = last.payload.buckets(header.layout)
+        begins = _beginning(header, last.payload, slot) if len(coming) == 1 else None
         piece = Piece(header.version, *coming[-1], begins, header)
-        ack: Ack = await self._put(piece, last, payload, _allowance(self.name, header, payload))
+        ack: Ack = await self._put(piece, last.ref, last.payload, last.allowed)
         return ack
 
     async def _put(self, piece: Piece, ref: Any, payload: ShardedPayload, allowed: Allowance) -> Any:
@@ -270,10 +280,6 @@ class ShardedRolloutEndpoint(RolloutEndpoint):
         except RefLost:
             payload.forget(piece.shard, piece.start)
             raise
-
-
-def _allowance(worker: str, draft: Draft, payload: ShardedPayload) -> Allowance:
-    return Allowance(f"publish: version {draft.version} to {worker}", payload.seconds)
 
 
 def _beginning(draft: Draft, payload: ShardedPayload, slot: str) -> Beginning:

@@ -54,6 +54,8 @@ class Schedule:
     """(worker, method, n-th call) → (place, fault)."""
     buckets: int = 256
     workers: int = 2
+    exception: str = "RuntimeError"
+    """Class of the exceptions that ranks raise."""
     hit: Counter[tuple[str, str]] = field(default_factory=Counter)
     lost: set[str] = field(default_factory=set)
     """Names of the workers that died, hung or raised an exception."""
@@ -67,12 +69,12 @@ class Schedule:
     def fatal(self) -> bool:
         """Whether it must end.
 
-        An exception need not end it if a receiver is lost too: the bucket was perhaps fetched ahead for that receiver,
-        so that nobody waited for it, and the rank raises only once.
+        An exception need not end it if a receiver dies, hangs or lacks bytes too: the bucket was perhaps fetched ahead
+        for that receiver, so that nobody waited for it, and the rank raises only once.
         """
-        receiver_lost = any(name.startswith("rollout") for name in self.lost)
+        receiver_fails = any(place.startswith("receiver") and fault != "slow" for place, fault in self.hit)
         hit = {fault for place, fault in self.hit if place.startswith("rank")}
-        return self.may_end and not (receiver_lost and not hit & {"kill", "hang"})
+        return self.may_end and not (receiver_fails and not hit & {"kill", "hang"})
 
 
 def make_schedule(seed: int) -> Schedule:
@@ -125,7 +127,7 @@ class FaultyWorker(VirtualWorker):
         elif fault == "slow":
             await asyncio.sleep(DEADLINE / 3)
         elif fault == "raise":
-            raise WorkerFailed(self.name, "a method", "RuntimeError", "injected", "")
+            raise WorkerFailed(self.name, "a method", self._schedule.exception, "injected", "")
         elif fault == "lose":
             raise RefLost("a bucket is gone with its node")
         elif fault in ("corrupt", "truncate"):

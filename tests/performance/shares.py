@@ -143,12 +143,13 @@ def predicted(fraction: float, given: Assumptions) -> list[str]:
     """Returns sentences on 41 GB from 4 trainer to 4 rollout GPUs, each on a node of its own, at stated link speeds.
 
     A rank copies its share from its GPU, each receiver's network carries the whole model at `fraction` of its rate, and
-    the activation is one copy to the GPU; the first two overlap.
+    the activation is one copy to the GPU; the first two overlap. These are lower bounds: the processes keep up with the
+    network, whose rate may exceed that of the one thread with which a receiver copies and digests.
     """
     from_gpu = MODEL_BYTES / MODEL_GPUS / given.host_bytes_per_second
     to_gpu = MODEL_BYTES / given.host_bytes_per_second
     return [
-        f"predicted, not measured: 41 GB over {MODEL_GPUS} -> {MODEL_GPUS} GPUs with {name} for each receiver: "
+        f"predicted at best, not measured: 41 GB over {MODEL_GPUS} -> {MODEL_GPUS} GPUs with {name} for each receiver: "
         f"{max(from_gpu, MODEL_BYTES / (rate * fraction)):.1f} s of delivery beside training and sampling, "
         f"{to_gpu:.1f} s of activation at {given.host_bytes_per_second / 1e9:g} GB/s"
         for name, rate in NETWORKS.items()

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from async_flowrl.controller.sender_errors import SenderLate, SenderLost
+from async_flowrl.controller.sender_errors import SenderFailed, SenderLate, SenderLost
 from async_flowrl.controller.shard_endpoints import ShardedTrainerEndpoint
 from async_flowrl.controller.share_payload import MAX_BUCKETS_AHEAD, MAX_KEPT_BUCKETS, ShardedPayload
 from async_flowrl.plan.virtual_time import run_virtual
@@ -86,6 +86,26 @@ def test_a_rank_that_dies_is_lost_as_a_sender_whatever_it_was_asked(method: str)
 
     site = run_virtual(job(), horizon=HORIZON_SECONDS)
     assert site.schedule.hit and site.replaced == 0
+
+
+@pytest.mark.parametrize("exception", ["RuntimeError", "TimeoutError", "ConnectionError", "TransferCorrupted"])
+def test_a_rank_that_raises_any_exception_while_a_receiver_joins_is_named(exception: str) -> None:
+    """Also one that would be cured by a resend, or by another receiver, if a receiver had raised it."""
+
+    async def job() -> Site:
+        schedule = Schedule(0, exception=exception)
+        site = Site(schedule)
+        try:
+            await delivered(site)
+            schedule.faults["trainer-0", "piece", 3] = "rank:piece", "raise"
+            with pytest.raises(SenderFailed, match=f"trainer-0.a method raised {exception}: injected"):
+                await site.delivery.join(site.end(site.workers[0]), [0])
+            return site
+        finally:
+            await site.delivery.close()
+
+    site = run_virtual(job(), horizon=HORIZON_SECONDS)
+    assert site.schedule.hit and site.replaced == 0 and site.delivery.stats.retries == 0
 
 
 @pytest.mark.parametrize("bucket", [1, 4])
