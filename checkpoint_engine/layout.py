@@ -57,6 +57,10 @@ class Layout:
             offset = padded(offset + nbytes)
         return cls(tuple(entries), offset)
 
+    def __hash__(self) -> int:
+        """Two numbers are enough: a layout is looked up in caches for every bucket, and a model has 2,000 entries."""
+        return hash((self.nbytes, len(self.entries)))
+
     @cached_property
     def hash(self) -> str:
         """SHA-256 (hex) over names, shapes, dtypes and offsets."""

@@ -16,7 +16,7 @@ class DelaysConfig:
     update: float = setting(0.0, at_least=0)
     """Seconds after the update of a step."""
     publish: float = setting(0.0, at_least=0)
-    """Seconds before a new version is digested and sent."""
+    """Seconds before a trainer rank digests a new version; of one in shares, its last bucket."""
     constant: bool = False
     """Wait exactly the value each time, instead of a random time."""
     slow_worker: float = setting(1.0, at_least=1)
