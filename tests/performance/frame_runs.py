@@ -41,7 +41,7 @@ class Seen:
 def run(overrides: Sequence[str], *, warm_up: int, steps: int, directory: Path) -> Run:
     """Makes a run of `warm_up` + `steps` + LAST steps. Raises RuntimeError, with its output, for one that fails.
 
-    The first steps have imports, first shapes and the evaluation before training, and are not counted.
+    The first steps have imports and first shapes, and are not counted.
     """
     out, log = directory / "run", directory / OUTPUT
     total = [f"total_steps={warm_up + steps + LAST}", f"output_dir={out}"]
