@@ -31,7 +31,8 @@ def keep_freed_memory() -> bool:
     """Sets malloc's parameters, for all threads of this process, and returns True. Results do not change.
 
     Returns False and changes nothing where the C library is not glibc, and if the environment sets parameters of
-    malloc itself (VARIABLES, or `glibc.malloc` in TUNABLES). It may be called repeatedly.
+    malloc itself (VARIABLES, or `glibc.malloc` in TUNABLES). If malloc refuses one of the parameters it sets the
+    others, warns, and returns False. It may be called repeatedly.
     """
     if "CS_GNU_LIBC_VERSION" not in os.confstr_names or set_by_environment(os.environ):
         return False

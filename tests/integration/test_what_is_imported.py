@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from async_flowrl.config.sections.model import TinyConfig
+from async_flowrl.policies.tiny.build import build_tiny
 from tests.integration.runs import LIMIT, ROOT
 
 HEAVY = ("torch", "diffusers", "transformers", "peft", "ray", "scipy", "matplotlib", "wandb", "tensorboard", "rapidocr")
@@ -88,3 +90,27 @@ def test_the_driver_of_workers_that_are_processes_loads_no_model_code(tmp_path: 
         [sys.executable, "-c", build], cwd=ROOT, capture_output=True, text=True, timeout=LIMIT, check=True
     )
     assert not {name.partition(".")[0] for name in reward.stdout.split()} & set(HEAVY)
+
+
+TRAINER = """
+import sys
+from async_flowrl.config.compose import compose_config
+from async_flowrl.run.prepare import prepare
+from async_flowrl.training.worker import TrainerWorker
+prepared = prepare(compose_config(overrides=sys.argv[1:]))
+TrainerWorker(prepared.config, prepared.model, 0, "trainer-0").load()
+print(*sys.modules)
+"""
+
+
+def test_a_trainer_rank_loads_the_network_and_neither_the_pipeline_nor_its_text_encoder(tmp_path: Path) -> None:
+    build_tiny(TinyConfig())  # The process must find the model: to build it needs all of its parts.
+    given = ["model.path=tiny", f"output_dir={tmp_path / 'run'}"]
+    trainer = subprocess.run(
+        [sys.executable, "-c", TRAINER, *given], cwd=ROOT, capture_output=True, text=True, timeout=LIMIT
+    )
+    assert trainer.returncode == 0, trainer.stderr
+    names = set(trainer.stdout.split())
+    assert "diffusers.models.transformers.transformer_qwenimage" in names
+    assert "diffusers.pipelines.qwenimage.pipeline_qwenimage" not in names
+    assert "transformers.models.qwen2_5_vl.modeling_qwen2_5_vl" not in names

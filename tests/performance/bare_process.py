@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -47,8 +48,9 @@ class BareProcess:
     def measure(self, threads: int, steps: int) -> Steps:
         """Makes `steps` steps with `threads` threads. Raises RuntimeError if the process died."""
         assert self._process.stdin is not None
-        self._process.stdin.write(f"{threads} {steps}\n")
-        self._process.stdin.flush()
+        with suppress(BrokenPipeError):
+            self._process.stdin.write(f"{threads} {steps}\n")
+            self._process.stdin.flush()
         return Steps(**self._answer())
 
     def close(self) -> None:

@@ -18,13 +18,16 @@ from statistics import median
 
 from async_flowrl.benchmark.describe import machine_description
 from async_flowrl.benchmark.table import as_sentence, markdown_table
+from async_flowrl.config.check import ConfigError
+from async_flowrl.config.compose import compose_config
+from async_flowrl.plan.arguments import count
 from tests.performance.bare_process import AS_IT_IS, AS_WORKERS, BareProcess, Steps
 from tests.performance.frame_runs import Run, run
 from tests.performance.paired import Progress, spread
 from tests.performance.start import medians
 
 PROGRAM = "python -m tests.performance.frame"
-COMMON = ("experiment=two_prompts", "monitor.report=false", "evaluate.every=0")
+COMMON = ("experiment=two_prompts", "monitor.report=false", "evaluate.every=0", "evaluate.before_training=false")
 ASYNC, ASYNC_LOCAL, STREAM, STREAM_LOCAL, SYNC_LOCAL = (
     "`one_step_off`, Ray",
     "`one_step_off`, one process",
@@ -43,6 +46,7 @@ Bare = tuple[int, str]
 """Threads and malloc of a bare loop."""
 MALLOCS = (AS_IT_IS, AS_WORKERS)
 BARE: tuple[Bare, ...] = tuple((threads, malloc) for malloc in MALLOCS for threads in (1, 2))
+LEAST_STEPS = 3
 OVER = tuple(f"÷ bare loops, malloc {malloc}" for malloc in MALLOCS)
 
 
@@ -95,7 +99,7 @@ def measure(chosen: Sequence[Load], rounds: int) -> dict[str, list[Taken]]:
 def one_round(load: Load, loops: dict[str, BareProcess], folder: Path) -> Taken:
     taken = Taken()
     for threads, malloc in BARE:
-        taken.bare[threads, malloc] = loops[malloc].measure(threads, max(3, load.steps // 2))
+        taken.bare[threads, malloc] = loops[malloc].measure(threads, max(LEAST_STEPS, load.steps // 2))
     for number, name in enumerate(load.runs):
         directory = folder / str(number)
         directory.mkdir(parents=True)
@@ -197,23 +201,38 @@ def name_of(each: Bare) -> str:
     return f"bare loops, {threads} thread{'s' if threads > 1 else ''}, malloc {malloc}"
 
 
-def markdown(taken: dict[str, list[Taken]], command: str) -> str:
+def markdown(taken: dict[str, list[Taken]], command: str, description: dict[str, str]) -> str:
     short, long = taken.values()
-    parts = [f"    {command}", as_sentence(machine_description())]
+    parts = [f"    {command}", as_sentence(description)]
     for name, rounds in taken.items():
         parts += [f"{name}, CPU:", cpu_table(rounds), f"{name}, by the clock:", clock_table(rounds)]
     return "\n\n".join([*parts, "Goals:", goals(short, long)]) + "\n"
 
 
+def several(value: str) -> int:
+    """Parses a number of steps. With fewer than LEAST_STEPS, two looks at a run could see the same step."""
+    steps = count(value)
+    if steps < LEAST_STEPS:
+        raise argparse.ArgumentTypeError(f"{value} is less than {LEAST_STEPS}")
+    return steps
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog=PROGRAM)
-    parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--long-steps", type=int, default=10)
-    parser.add_argument("overrides", nargs="*")
+    parser.add_argument("--rounds", type=count, default=2)
+    parser.add_argument("--steps", type=several, default=30)
+    parser.add_argument("--long-steps", type=several, default=10)
+    parser.add_argument("overrides", nargs="*", metavar="key=value")
     given = parser.parse_intermixed_args()
+    chosen = loads(given)
+    try:
+        for load in chosen:
+            compose_config(overrides=[*COMMON, *load.overrides])
+    except ConfigError as error:
+        parser.error(str(error))
     command = shlex.join([*PROGRAM.split(), *sys.argv[1:]])
-    sys.stdout.write(markdown(measure(loads(given), given.rounds), command))
+    description = machine_description()
+    sys.stdout.write(markdown(measure(chosen, given.rounds), command, description))
     return 0
 
 

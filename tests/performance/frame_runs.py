@@ -11,6 +11,8 @@ from tests.performance.processes import Tree
 from tests.performance.start import whole_lines
 
 POLL_SECONDS = 0.05
+LOOK_SECONDS = 1.0
+"""Interval of the looks at all processes, which take several milliseconds and so would slow the run down."""
 OUTPUT = "output.txt"
 LAST = 2
 """Steps after the last that counts: with nothing left to sample, the trainer has the machine for itself."""
@@ -41,7 +43,7 @@ class Seen:
 def run(overrides: Sequence[str], *, warm_up: int, steps: int, directory: Path) -> Run:
     """Makes a run of `warm_up` + `steps` + LAST steps. Raises RuntimeError, with its output, for one that fails.
 
-    The first steps have imports, first shapes and the evaluation before training, and are not counted.
+    The first steps have imports and first shapes, and are not counted.
     """
     out, log = directory / "run", directory / OUTPUT
     total = [f"total_steps={warm_up + steps + LAST}", f"output_dir={out}"]
@@ -61,13 +63,15 @@ def run(overrides: Sequence[str], *, warm_up: int, steps: int, directory: Path) 
 
 def until(step: int, process: "subprocess.Popen[bytes]", tree: Tree, out: Path) -> Seen:
     """Waits until metrics.jsonl has `step` steps; it may have a few more."""
-    metrics = out / "metrics.jsonl"
+    metrics, looked = out / "metrics.jsonl", 0.0
     while process.poll() is None:
         done = len(whole_lines(metrics)) if metrics.exists() else 0
         if done >= step:
             clock = time.monotonic()
             tree.look()
             return Seen(done, clock, tree.by_part())
-        tree.look()
+        if time.monotonic() - looked >= LOOK_SECONDS:
+            tree.look()
+            looked = time.monotonic()
         time.sleep(POLL_SECONDS)
     raise RuntimeError(f"the run ended before step {step}:\n{(out.parent / OUTPUT).read_text()}")

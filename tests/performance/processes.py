@@ -1,7 +1,7 @@
 """CPU seconds of a command and of every process below it, by the part that each process plays in a run.
 
-They come from /proc, so they are true on a machine that is busy with other things; what happened between the last look
-at a process and its end is counted with its parent's reaped children.
+They come from /proc, so they are true on a machine that is busy with other things. What a process takes between the
+last look at it and its end is not counted.
 """
 
 import re
@@ -78,7 +78,7 @@ class Tree:
             return DRIVER
         if pid in workers:
             return workers[pid]
-        program = self._programs[key]
+        program = self._programs.get(key, "")  # a process that had ended before its command was read has none
         return next((part for name, part in DAEMONS.items() if program.endswith(name) or name in program[:5]), OTHERS)
 
 

@@ -3,6 +3,7 @@
 The rollout worker and the engine's ranks (processes, one per GPU) both import this module. It needs no vllm.
 """
 
+import math
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -86,12 +87,16 @@ def check_model(config: Config, model: ResolvedModel) -> None:
 def spread_sizes(family: str, network: Mapping[str, Any]) -> dict[str, int]:
     """Returns what vllm-omni divides among the ranks of a network, name → size; each size must divide evenly.
 
-    `network` is the content of the network's configuration file; a size that it doesn't name is left out.
+    `network` is the content of the network's configuration file; a size that it doesn't name is left out. Of several
+    patch sizes, the outputs are the greatest common divisor of theirs.
     """
     heads = network.get("n_heads", network.get("num_attention_heads"))
     spread = {} if heads is None else {"attention heads": int(heads)}
     if family == "z_image" and "dim" in network:
         spread["MLP columns"] = int(network["dim"] / 3 * 8)
+    if family == "z_image" and {"in_channels", "all_patch_size", "all_f_patch_size"} <= network.keys():
+        patches = zip(network["all_patch_size"], network["all_f_patch_size"], strict=True)
+        spread["outputs per token"] = math.gcd(*(side**2 * frames * network["in_channels"] for side, frames in patches))
     return spread
 
 

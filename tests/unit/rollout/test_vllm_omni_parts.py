@@ -1,5 +1,6 @@
 """Tests of the vllm_omni engine's parts that do not need vllm: names, shapes, arguments and replies."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
@@ -23,6 +24,7 @@ from async_flowrl.rollout.vllm_omni.settings import (
     check_installed,
     check_model,
     engine_arguments,
+    spread_sizes,
     tensor_parallel,
 )
 from checkpoint_engine import base_digest
@@ -170,8 +172,16 @@ def test_the_columns_of_z_images_mlp_are_spread_too() -> None:
     """Two ranks would share its 8 heads; vllm-omni's network refuses the 341 columns, when it is built in a rank."""
     config = Config()
     config.model.tiny.family, config.rollout.gpus_per_worker = "z_image", 2.0
-    with pytest.raises(ValueError, match=r"8 attention heads and 341 MLP columns over its GPUs.*nearest: 1$"):
+    with pytest.raises(ValueError, match=r"8 attention heads and 341 MLP columns and .*nearest: 1$"):
         check_model(config, resolve_model(config.model))
+
+
+def test_the_outputs_of_z_image_are_spread_too() -> None:
+    """Five ranks would share the heads and the MLP of the published model; vllm-omni's network takes one or two."""
+    network = {"n_heads": 30, "dim": 3840, "in_channels": 16, "all_patch_size": [2], "all_f_patch_size": [1]}
+    sizes = spread_sizes("z_image", network)
+    assert sizes == {"attention heads": 30, "MLP columns": 10240, "outputs per token": 64}
+    assert math.gcd(*sizes.values()) == 2
 
 
 @pytest.mark.parametrize(("gpus", "devices", "size"), [(1.0, 1, 1), (0.5, 1, 1), (2.0, 2, 2), (8.0, 8, 8), (4.0, 0, 1)])
