@@ -67,6 +67,7 @@ def test_one_base_is_in_memory(loaded: SharedWorker) -> None:
     assert not any(tensor.requires_grad for tensor in sampling.values())
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="workers with a GPU leave malloc as it is")
 def test_either_worker_keeps_freed_memory_on_a_cpu(loaded: SharedWorker, monkeypatch: pytest.MonkeyPatch) -> None:
     kept: list[str] = []
     for module in (rollout_worker, trainer_worker):
