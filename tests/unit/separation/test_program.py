@@ -17,13 +17,18 @@ TREE = "(setsid sleep 7{0} &) ; sh -c 'trap \"\" TERM; sleep 8{0}' & sleep 9{0}"
 """An orphan in a session of its own, a child that is deaf to SIGTERM, and one that waits."""
 
 
+def commands(mark: int) -> str:
+    """A shell line of three processes that are told from others by what they are given: no other test has the pid."""
+    return TREE.format(f"{os.getpid()}{mark}")
+
+
 def tree(mark: int) -> list[psutil.Process]:
-    names = {f"{digit}{mark}" for digit in (7, 8, 9)}
+    names = {f"{digit}{os.getpid()}{mark}" for digit in (7, 8, 9)}
     return [each for each in psutil.process_iter(["cmdline"]) if (each.info["cmdline"] or [""])[-1] in names]
 
 
 def program(folder: Path, mark: int, grace: float = 0.3) -> Program:
-    started = Program(["sh", "-c", TREE.format(mark)], environment=dict(os.environ), log=folder / "log", grace=grace)
+    started = Program(["sh", "-c", commands(mark)], environment=dict(os.environ), log=folder / "log", grace=grace)
     wait_for(mark, 3)
     return started
 
@@ -56,7 +61,7 @@ def test_a_killed_keeper_takes_the_program_and_its_group_along(tmp_path: Path) -
     assert running.wait() == -signal.SIGKILL
     wait_for(60003, 1)
     (left,) = tree(60003)  # what has left the group on purpose
-    assert left.cmdline()[-1] == "760003"
+    assert left.cmdline()[-1] == f"7{os.getpid()}60003"
     left.kill()
 
 
@@ -96,7 +101,7 @@ def test_nothing_is_signalled_once_the_keeper_is_reaped(tmp_path: Path, monkeypa
 def test_a_killed_parent_takes_all_along(tmp_path: Path) -> None:
     code = (
         "import os, sys, time; from pathlib import Path; from separation.program import Program\n"
-        f"Program(['sh', '-c', {TREE.format(60004)!r}], environment=dict(os.environ), log=Path(sys.argv[1]), grace=9)\n"
+        f"Program(['sh', '-c', {commands(60004)!r}], environment=dict(os.environ), log=Path(sys.argv[1]), grace=9)\n"
         "time.sleep(600)"
     )
     root = str(Path(__file__).parents[3])
