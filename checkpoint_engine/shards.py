@@ -140,7 +140,10 @@ class ShardReceiver:
         return None if piece.ends is None else self.finish(piece.ends)
 
     def begin(self, draft: Draft, shards: int, slot: str = RING) -> None:
-        """Begins a version of `shards` shares, in place of one that was not finished. Raises as `Receiver.expect`."""
+        """Begins a version of `shards` shares, in place of one that was not finished. Raises as `Receiver.expect`.
+
+        Of a header, only what is known before its digests is used.
+        """
         self._abandon()
         draft = Draft(draft.stream, draft.version, draft.layout, draft.alpha, draft.rank)
         self._under_way = _UnderWay(draft, shards, slot, self._receiver.expect(draft, slot).storage)

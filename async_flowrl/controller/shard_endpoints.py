@@ -262,14 +262,14 @@ class ShardedRolloutEndpoint(RolloutEndpoint):
             for following in coming[place + 1 : place + 1 + ahead]:
                 payload.fetch(*following)
             if place < len(coming) - 1:
-                begins = _beginning(draft, payload, slot) if place == 0 else None
+                begins = Beginning(draft, len(payload.ranks), slot) if place == 0 else None
                 await self._put(Piece(draft.version, shard, start, begins), ref, payload, allowed)
         return _Last(ref, payload, allowed)
 
     async def _finish(self, header: ShardedHeader, slot: str, last: _Last) -> Ack:
         """Has the worker put the last bucket in its place, and verify and retain the version. Raises as `_take`."""
         coming = last.payload.buckets(header.layout)
-        begins = _beginning(header, last.payload, slot) if len(coming) == 1 else None
+        begins = Beginning(header, len(last.payload.ranks), slot) if len(coming) == 1 else None
         piece = Piece(header.version, *coming[-1], begins, header)
         ack: Ack = await self._put(piece, last.ref, last.payload, last.allowed)
         return ack
@@ -280,9 +280,3 @@ class ShardedRolloutEndpoint(RolloutEndpoint):
         except RefLost:
             payload.forget(piece.shard, piece.start)
             raise
-
-
-def _beginning(draft: Draft, payload: ShardedPayload, slot: str) -> Beginning:
-    """Returns what begins a version; of a header, only the part that is there before the digests."""
-    without_digests = Draft(draft.stream, draft.version, draft.layout, draft.alpha, draft.rank)
-    return Beginning(without_digests, len(payload.ranks), slot)

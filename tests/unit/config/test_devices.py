@@ -9,7 +9,6 @@ from async_flowrl.config.compose import compose_config
 from async_flowrl.config.devices import may_share, nccl_obstacle
 from async_flowrl.config.environment import TAKEN, environment_refusal
 from separation.host import thread_environment
-from separation.malloc import TUNABLES, VARIABLES
 from separation.rendezvous import rank_environment
 
 SHARED = {
@@ -118,4 +117,3 @@ def test_threads_of_one_process_have_one_environment() -> None:
 def test_every_variable_that_pools_set_themselves_is_taken() -> None:
     ranks = rank_environment(rank=0, world=1, address="", port=1, timeout=1)
     assert {*thread_environment(1), *ranks} - {"PROCESS_GROUP_TIMEOUT"} <= TAKEN.keys()
-    assert {TUNABLES, *VARIABLES} <= TAKEN.keys()
