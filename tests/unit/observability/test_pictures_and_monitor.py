@@ -187,21 +187,21 @@ def logged_offline(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[dict[s
 def wandb_records(file: Path) -> list[Any]:
     from wandb.proto import wandb_internal_pb2
 
-    records = [wandb_internal_pb2.Record() for _ in leveldb_records(file.read_bytes())]
-    for record, data in zip(records, leveldb_records(file.read_bytes()), strict=False):
-        record.ParseFromString(data)
-    return records
+    return [wandb_internal_pb2.Record.FromString(data) for data in leveldb_records(file.read_bytes())]
 
 
 def leveldb_records(log: bytes) -> Iterator[bytes]:
     """The records of a LevelDB log: blocks of 32 KiB, the first with 7 bytes of W&B in front, made of pieces with
-    a checksum [4], a length [2] and a kind [1]: 1 is a whole record, 2, 3 and 4 its first, middle and last piece."""
+    a checksum [4], a length [2] and a kind [1]: 1 is a whole record, 2, 3 and 4 its first, middle and last piece.
+    The log may still be written: its last piece is passed over while a part of it is missing."""
     position, whole = 7, b""
     while position + 7 <= len(log):
         if (left := 32768 - position % 32768) < 7:
             position += left
             continue
         size, kind = struct.unpack_from("<HB", log, position + 4)
+        if position + 7 + size > len(log):
+            return
         whole += log[position + 7 : position + 7 + size]
         position += 7 + size
         if kind in (1, 4):
