@@ -9,7 +9,7 @@ from checkpoint_engine.base import Ack, Draft, Header
 from checkpoint_engine.digest import DIGEST_BYTES, ByteArray
 from checkpoint_engine.errors import TransferCorrupted
 from checkpoint_engine.layout import BLOCK_BYTES, Layout, RunningDigests, blocks
-from checkpoint_engine.side_stream import HostCopy, PinnedBlocks, SideStream
+from checkpoint_engine.side_stream import PINNED_BLOCK_BYTES, HostCopy, PinnedBlocks, SideStream
 
 TOTAL_DIGEST_BYTES = 32
 
@@ -115,7 +115,7 @@ class Intake:
 
     def take(self, data: ByteArray) -> None:
         """Copies and digests the host bytes [n] that follow those taken before."""
-        for block in blocks(data):
+        for block in blocks(data, BLOCK_BYTES if self._blocks is None else PINNED_BLOCK_BYTES):
             start = self.digests.end
             target = self.storage[start : start + block.shape[0]]
             if self._blocks is None:

@@ -16,8 +16,9 @@ from checkpoint_engine.digest import ByteArray, combine
 from checkpoint_engine.errors import WeightsMismatch
 
 ALIGNMENT_BYTES = 256
-BLOCK_BYTES = 4 << 20
-"""Bytes that are digested at a time: they fit the CPU cache, and are enough to release Python's global lock for."""
+BLOCK_BYTES = 1 << 20
+"""Bytes that are copied and digested at a time: they fit the cache of one CPU core, so that the digest does not read
+them from memory again, and they are enough to release Python's global lock for."""
 
 
 @dataclass(frozen=True)
@@ -149,10 +150,10 @@ class RunningDigests:
         return tuple(self._finished)
 
 
-def blocks(data: ByteArray) -> Iterator[ByteArray]:
-    """Yields a buffer in pieces of at most BLOCK_BYTES, which fit the CPU cache."""
-    for start in range(0, data.shape[0], BLOCK_BYTES):
-        yield data[start : start + BLOCK_BYTES]
+def blocks(data: ByteArray, size: int = BLOCK_BYTES) -> Iterator[ByteArray]:
+    """Yields a buffer in pieces of at most `size` bytes."""
+    for start in range(0, data.shape[0], size):
+        yield data[start : start + size]
 
 
 def dtype_of(entry: Entry) -> torch.dtype:

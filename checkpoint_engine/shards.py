@@ -22,7 +22,7 @@ from checkpoint_engine.digest import ByteArray, digest_span
 from checkpoint_engine.errors import TransferCorrupted
 from checkpoint_engine.layout import BLOCK_BYTES, Entry, Layout, RunningDigests, padded, row_bytes
 from checkpoint_engine.receiver import Receiver
-from checkpoint_engine.side_stream import on
+from checkpoint_engine.side_stream import PINNED_BLOCK_BYTES, on
 
 MAX_CACHED_SHARES = 256
 """Largest number of shares of which the layout is remembered: it is the same for every version."""
@@ -188,6 +188,7 @@ class _UnderWay:
     def __init__(self, draft: Draft, shards: int, slot: str, storage: Tensor) -> None:
         self.draft, self.slot, self.storage = draft, slot, storage
         self._on_host = storage.device.type == "cpu"
+        self._block_bytes = BLOCK_BYTES if self._on_host else PINNED_BLOCK_BYTES
         self._title = f"version {draft.version} of stream {draft.stream}"
         self._layouts = [shard_layout(draft.layout, shards, index) for index in range(shards)]
         self._places = [_places(draft.layout, shards, index) for index in range(shards)]
@@ -208,7 +209,7 @@ class _UnderWay:
         On a host, what is digested is what lies there then.
         """
         entries, places, digests = self._layouts[shard].entries, self._places[shard], self._digests[shard]
-        end, source = start + data.shape[0], torch.from_numpy(data)
+        end = start + data.shape[0]
         for index in range(bisect_right(entries, start, key=_end), len(entries)):
             entry = entries[index]
             if entry.offset >= end:
@@ -216,13 +217,25 @@ class _UnderWay:
             if digests.end < entry.offset:
                 digests.feed(data[digests.end - start : entry.offset - start])  # padding
             move, last = places[index] - entry.offset, min(end, entry.end)
-            for low in range(max(start, entry.offset), last, BLOCK_BYTES):
-                high = min(low + BLOCK_BYTES, last)
-                target = self.storage[low + move : high + move]
-                target.copy_(source[low - start : high - start])
-                digests.feed(target.numpy() if self._on_host else data[low - start : high - start])
+            for low in range(max(start, entry.offset), last, self._block_bytes):
+                high = min(low + self._block_bytes, last)
+                block = data[low - start : high - start]
+                digests.feed(self._copied(block, low + move))
         if digests.end < end:
             digests.feed(data[digests.end - start :])
+
+    def _copied(self, block: ByteArray, place: int) -> ByteArray:
+        """Copies bytes to `place` in the whole layout; returns what is to be digested of them.
+
+        numpy's copy is that of the C library, which takes half the time of torch's for blocks of this size.
+        """
+        target = self.storage[place : place + block.shape[0]]
+        if not self._on_host:
+            target.copy_(torch.from_numpy(block))
+            return block
+        copied: ByteArray = target.numpy()
+        copied[:] = block
+        return copied
 
     def check(self, header: ShardedHeader) -> None:
         """Raises TransferCorrupted unless all bytes have come, and each row has its digest."""

@@ -15,7 +15,9 @@ import torch
 from torch import Tensor
 
 from checkpoint_engine.digest import ByteArray
-from checkpoint_engine.layout import BLOCK_BYTES
+
+PINNED_BLOCK_BYTES = 4 << 20
+"""Bytes of one copy between host and GPU."""
 
 cuda: Any = torch.cuda
 """torch.cuda as Any, because its stream and event classes have no types."""
@@ -87,8 +89,8 @@ class HostCopy:
         self._under_way: deque[tuple[int, Any]] = deque()
         weakref.finalize(self, _wait_for_rest, self._under_way, (source, target)).atexit = False
         with side.current():
-            for start in range(0, source.shape[0], BLOCK_BYTES):
-                end = min(start + BLOCK_BYTES, source.shape[0])
+            for start in range(0, source.shape[0], PINNED_BLOCK_BYTES):
+                end = min(start + PINNED_BLOCK_BYTES, source.shape[0])
                 target[start:end].copy_(source[start:end], non_blocking=True)
                 self._under_way.append((end, side.record()))
 
@@ -109,7 +111,7 @@ def _wait_for_rest(under_way: deque[tuple[int, Any]], memory: tuple[Tensor, Tens
 @dataclass
 class _Block:
     memory: Tensor
-    """uint8 [BLOCK_BYTES], pinned"""
+    """uint8 [PINNED_BLOCK_BYTES], pinned"""
     copied: Any = None
     """Event after the last copy from or to the block; None before the first."""
 
@@ -123,10 +125,11 @@ class PinnedBlocks:
 
     def __init__(self, side: SideStream) -> None:
         self._side = side
-        self._blocks = deque(_Block(torch.empty(BLOCK_BYTES, dtype=torch.uint8, pin_memory=True)) for _ in range(2))
+        new = (torch.empty(PINNED_BLOCK_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2))
+        self._blocks = deque(_Block(memory) for memory in new)
 
     def upload(self, data: ByteArray, target: Tensor) -> ByteArray:
-        """Copies host bytes [n <= BLOCK_BYTES] to `target` on the GPU; returns their copy in pinned memory."""
+        """Copies host bytes [n <= PINNED_BLOCK_BYTES] to `target` on the GPU; returns their copy in pinned memory."""
         block = self._next()
         block.settle()
         staged = block.memory[: data.shape[0]]
@@ -138,7 +141,7 @@ class PinnedBlocks:
     def download(self, source: Tensor) -> Iterator[ByteArray]:
         """Yields the bytes of `source` [n] on the GPU in blocks; each is valid until the next one is requested."""
         coming: tuple[_Block, int] | None = None
-        for part in torch.split(source, BLOCK_BYTES):
+        for part in torch.split(source, PINNED_BLOCK_BYTES):
             block = self._next()
             self._copy(block.memory[: part.shape[0]], part, block)
             if coming is not None:

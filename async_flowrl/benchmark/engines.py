@@ -9,7 +9,6 @@ tickets are measured too. The tables of several models can be put together, as e
 
 import argparse
 import json
-import resource
 import subprocess
 import sys
 import tempfile
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
+import psutil
 import torch
 
 from async_flowrl.benchmark.table import markdown_table
@@ -47,8 +47,10 @@ PLACE = ("runtime.backend=ray", "placement=separate")
 class Found:
     """Cost of one engine for the tickets of all rounds. `way` says if tickets were made one by one or in batches.
 
-    Seconds and `images` are totals of the measured rounds, except `start_seconds` (loading); bytes are peaks of the
-    engine's process so far, so those of batches include those of tickets made one by one.
+    Seconds and `images` are totals of the measured rounds, except `start_seconds` (loading). CPU seconds and host
+    memory are those of the engine's process and of those that it started, such as the ranks of vllm-omni; device memory
+    is that of the engine's process alone. Bytes are peaks so far, so those of batches include those of tickets made one
+    by one.
     """
 
     family: str
@@ -110,10 +112,10 @@ def measure(engine: str, overrides: Sequence[str], tickets: int, rounds: int, ou
     found = []
     for way, make in ways.items():
         save(out / f"{engine}-{way}.npz".replace(" ", "-"), make())  # warms up, too
-        wall, cpu = time.monotonic(), time.process_time()
+        wall, cpu = time.monotonic(), cpu_seconds()
         for _ in range(rounds):
             make()
-        took = time.monotonic() - wall, time.process_time() - cpu
+        took = time.monotonic() - wall, cpu_seconds() - cpu
         images = rounds * sum(len(request.images) for request in asked)
         found.append(Found(prepared.model.family, engine, way, images, *took, started, *memory()))
     if close := getattr(worker.engine, "close", None):
@@ -121,10 +123,22 @@ def measure(engine: str, overrides: Sequence[str], tickets: int, rounds: int, ou
     return found
 
 
+def cpu_seconds() -> float:
+    """Returns the CPU seconds that this process and those that it started have taken so far."""
+    times = [process.cpu_times() for process in processes()]
+    return sum(each.user + each.system for each in times)
+
+
 def memory() -> tuple[int, int]:
-    """Peak bytes of this process in host memory and on its GPU (0 without one)."""
-    host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    """Peak bytes in host memory, of this process and those that it started, and of this process on its GPU (or 0)."""
+    status = [Path(f"/proc/{process.pid}/status").read_text() for process in processes()]
+    host = sum(int(line.split()[1]) * 1024 for text in status for line in text.splitlines() if line.startswith("VmHWM"))
     return host, torch.cuda.max_memory_reserved() if torch.cuda.is_available() else 0
+
+
+def processes() -> list[psutil.Process]:
+    """Returns this process and all living ones that it started."""
+    return [(own := psutil.Process()), *own.children(recursive=True)]
 
 
 def save(path: Path, made: Sequence[Rollout]) -> None:

@@ -97,7 +97,7 @@ class TakingWorker(End):
 
     def take_raw(self, start: int, data: ByteArray) -> None:
         """The bare primitive: copies the bytes of a bucket that Ray has mapped."""
-        self.buffer[start : start + data.shape[0]].copy_(torch.from_numpy(data))
+        self.buffer[start : start + data.shape[0]].numpy()[:] = data
 
     def activate(self, version: int) -> float:
         """Returns the seconds of the activation of a version."""

@@ -1,11 +1,13 @@
 """Tests of the comparison of rollout engines: its table, its refusals, and one whole run of it."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from async_flowrl.benchmark.engines import Found, differences, main, table
+from async_flowrl.benchmark.engines import Found, cpu_seconds, differences, main, memory, table
 
 
 def written(path: Path, shift: float) -> Path:
@@ -30,6 +32,17 @@ def test_the_table_says_rates_and_memory(tmp_path: Path) -> None:
     _, _, alone, together = table(rows, tmp_path).splitlines()
     assert alone == "| sd3 | diffusers | one by one | 4 | 0.5000 | 2.5 | 1.00 | 0.00 | 0.0e+00 | 0.0e+00 | same |"
     assert together.startswith("| sd3 | diffusers | batches of 2 | 8 | 0.5000 |") and together.endswith("differ |")
+
+
+def test_cpu_and_memory_of_an_engines_own_processes_are_counted() -> None:
+    """As those of vllm-omni, whose ranks are processes."""
+    busy = "import time; held = b'x' * 2**28\nwhile time.process_time() < 0.5: pass\nprint(flush=True); time.sleep(60)"
+    cpu, (host, _) = cpu_seconds(), memory()
+    with subprocess.Popen([sys.executable, "-c", busy], stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None and child.stdout.readline()
+        assert cpu_seconds() - cpu > 0.4
+        assert memory()[0] - host > 2**28
+        child.kill()
 
 
 def test_more_tickets_than_a_step_has_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
