@@ -42,8 +42,12 @@ class EarlyCluster:
             self._connect(pools, launched)
         except Exception as error:
             self._error = error
-        if begun.is_set():
-            thread.join()
+        try:
+            if begun.is_set():
+                thread.join()
+        except BaseException:  # Ctrl-C
+            self.close()
+            raise
 
     def take(self) -> "RayConnection":
         """Returns the connection, which the caller must close. Raises what the start raised, and logs its warnings.
