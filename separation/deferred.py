@@ -11,7 +11,7 @@ from collections.abc import Collection
 from types import ModuleType
 from typing import Any
 
-IMPORT_SYSTEM = importlib._bootstrap.__name__  # type: ignore[attr-defined]
+IMPORT_SYSTEM = importlib._bootstrap.__name__
 """Name of the module in which Python looks up the folders of a submodule's parent."""
 
 

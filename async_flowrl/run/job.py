@@ -5,7 +5,6 @@ async_flowrl/main.py calls it. This is the only file that uses every part of the
 
 import asyncio
 import logging
-import os
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -47,6 +46,7 @@ from async_flowrl.run.launch import (
     open_cluster,
     send_negatives,
 )
+from async_flowrl.run.logs import end_log, log_to
 from async_flowrl.run.prepare import Prepared, doubts_of, prepare
 from async_flowrl.run.recovery import Ledgers, Run, restore, train_with_recovery
 from async_flowrl.run.stopping import StopRequest, listening
@@ -276,26 +276,6 @@ def innermost(error: BaseException) -> BaseException:
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error
-
-
-def log_to(path: Path) -> None:
-    """Writes all log records to the file `path`, and warnings without a traceback to the terminal."""
-    handler = logging.FileHandler(path)
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    console = logging.StreamHandler()
-    console.setLevel(logging.WARNING)
-    console.setFormatter(logging.Formatter("%(levelname)s: %(message)s"))
-    console.addFilter(lambda record: record.exc_info is None)
-    logging.basicConfig(level=logging.INFO, handlers=[handler, console], force=True)
-
-
-def end_log(folder: Path) -> None:
-    """Closes the log files in a folder, because the process may go on with something else or move the folder."""
-    root, place = logging.getLogger(), os.path.abspath(folder)
-    for handler in list(root.handlers):
-        if isinstance(handler, logging.FileHandler) and os.path.dirname(handler.baseFilename) == place:
-            root.removeHandler(handler)
-            handler.close()
 
 
 def _fail(message: object, code: int) -> int:
