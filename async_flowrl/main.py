@@ -6,10 +6,12 @@ must not import: each wrapper function below imports its tool only when it is ca
 """
 
 import argparse
+import importlib
 import importlib.util
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, cast
@@ -76,11 +78,20 @@ def train(config: Config, hydra_record: Mapping[str, str]) -> int:
     from async_flowrl.run.early import refuse_early
 
     refuse_early(config)
-    with without_collections():
-        from async_flowrl.run.job import run
-        from async_flowrl.run.tools import Tools
-    tools = Tools(predict, check_devices, foretell_steps, foretell_memory, choose_layout, report, preflight)
-    return run(config, hydra_record, tools)
+    from async_flowrl.run.ahead import cluster_ahead
+
+    with cluster_ahead(config, meanwhile=try_imports) as early:
+        with without_collections():
+            from async_flowrl.run.job import run
+            from async_flowrl.run.tools import Tools
+        tools = Tools(predict, check_devices, foretell_steps, foretell_memory, choose_layout, report, preflight)
+        return run(config, hydra_record, tools, early)
+
+
+def try_imports() -> None:
+    """Imports torch and the code of a run, in a thread; `train`, which needs it, raises what goes wrong here."""
+    with suppress(Exception), without_collections():
+        importlib.import_module("async_flowrl.run.job")
 
 
 def foretell_steps(config: Config, run_directory: Path) -> str:

@@ -127,9 +127,9 @@ class ReceiverQueue:
         error: BaseException | None = None
         for attempt in range(self._options.retries + 1):
             self._stats.retries += attempt > 0
+            if error is not None and "RefLost" in error_names(error) and job.parent is None:
+                await self._renew(job)  # not inside `try`: the receiver is not to blame for a sender that hangs
             try:
-                if error is not None and "RefLost" in error_names(error) and job.parent is None:
-                    await self._renew(job)
                 payload = await self._payload(job)
                 async with asyncio.timeout(self._options.deadline):
                     ack = await self.endpoint.receive(job.header, payload, job.slot)

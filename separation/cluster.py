@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+from separation.early_cluster import EarlyCluster
 from separation.group import PoolSpec, WorkerGroup
 from separation.local import LocalGroup
 from separation.placement import check_store, reserve
@@ -22,6 +23,7 @@ async def cluster(
     *,
     backend: str = "ray",
     address: str | None = None,
+    early: EarlyCluster | None = None,
     start_deadline: float = 900.0,
     log_dir: Path | None = None,
     store_bytes: int = 0,
@@ -30,6 +32,7 @@ async def cluster(
 
     backend: "ray" (processes on a Ray cluster) or "local" (threads of this process).
     address: address of a Ray cluster that runs already; None starts a cluster on this machine (Ray only).
+    early: the cluster on this machine that was started ahead for these pools, if there is one (Ray only).
     start_deadline: seconds for the reservation, for building the workers, and for each replacement.
     log_dir: stdout, stderr and log records of each worker go to <log_dir>/<name>.log (Ray only).
     store_bytes: bytes of results that may wait in Ray's object stores at the same time (Ray only).
@@ -42,9 +45,10 @@ async def cluster(
     back, and a cluster that was started here is shut down.
     """
     if backend == "ray":
+        from separation.ray_connection import RayConnection
         from separation.ray_session import RaySession
 
-        session = RaySession(pools, address)
+        session = RaySession(pools, early.take() if early is not None else RayConnection(pools, address))
         try:
             async with supervised(*([session.watch()] if address is not None else [])):
                 yield await session.start(start_deadline=start_deadline, log_dir=log_dir, store_bytes=store_bytes)

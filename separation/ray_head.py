@@ -14,12 +14,17 @@ UNUSED = ("start_monitor", "start_log_monitor", "start_api_server")
 
 No option of `ray.init` and no environment variable prevents them: `include_dashboard=False` removes only the web pages.
 """
+LAST = "start_raylet"
+"""Method that starts the last process of a head node."""
 DIFFERENT = (AttributeError, TypeError, KeyError, AssertionError)
 """Errors to expect from a version of Ray that calls these methods, or uses the attributes they set, in another way."""
 
 
-def start_with_what_runs(start: Callable[[], object]) -> None:
+def start_with_what_runs(start: Callable[[], object], launched: Callable[[], object] = lambda: None) -> None:
     """Calls `start`, which must start a Ray head node, while the three processes above are switched off.
+
+    `launched` is called when the GCS server and the raylet have been launched and get ready. From then on Ray forks no
+    process of this one, so `launched` may start threads.
 
     This project uses none of them; each takes half a second of CPU at the start and 80 to 100 MB. What remains is the
     GCS server, the raylet, and the raylet's dashboard agent and runtime-env agent. If `start` raises an error listed in
@@ -27,7 +32,7 @@ def start_with_what_runs(start: Callable[[], object]) -> None:
     `start` are raised as they are.
     """
     try:
-        with _without_unused():
+        with _without_unused(launched):
             start()
     except DIFFERENT as error:
         log.warning(
@@ -42,18 +47,25 @@ def start_with_what_runs(start: Callable[[], object]) -> None:
 
 
 @contextmanager
-def _without_unused() -> Iterator[None]:
+def _without_unused(launched: Callable[[], object]) -> Iterator[None]:
     """Replaces the methods named in `UNUSED` inside the block and restores them afterwards.
 
-    Raises AttributeError if this version of Ray has no such class or methods.
+    `launched` is called after the raylet's launch, which is the last. Raises AttributeError if this version of Ray has
+    no such class or methods.
     """
     try:
         from ray._private.node import Node
     except ImportError as error:
         raise AttributeError(str(error)) from error
-    originals = {name: getattr(Node, name) for name in UNUSED}
+    originals = {name: getattr(Node, name) for name in (*UNUSED, LAST)}
     for name in UNUSED:
         setattr(Node, name, _not_started)
+
+    def start_last(node: Any, *arguments: Any, **options: Any) -> None:
+        originals[LAST](node, *arguments, **options)
+        launched()
+
+    setattr(Node, LAST, start_last)
     try:
         yield
     finally:

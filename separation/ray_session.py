@@ -1,28 +1,17 @@
-"""RaySession is the connection of one run to a Ray cluster: it joins or starts the cluster and cleans up at the end.
+"""RaySession is the part of a Ray cluster that one run uses: it reserves places, builds the workers and cleans up.
 
 cluster.py and survey.py use it.
 """
 
 import asyncio
-import json
 import logging
-import os
-import signal
-import sys
-import sysconfig
-import threading
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import psutil
 import ray
-from ray._private import worker as ray_worker
-from ray._private.accelerators import get_accelerator_manager_for_resource
-from ray._private.ray_constants import RESOURCES_ENVIRONMENT_VARIABLE
-from ray.job_config import JobConfig
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 
 from separation.group import PoolSpec, WorkerGroup
@@ -37,17 +26,15 @@ from separation.placement import (
     check_store,
     describe_spread,
     needs_of,
-    own_cluster,
     packing,
     reserve,
     shortage,
     totals,
 )
-from separation.processes import alive, descendants, kill, kill_remaining
+from separation.processes import alive, descendants, kill
+from separation.ray_connection import RayConnection, end_remaining
 from separation.ray_group import RayGroup
 from separation.ray_growth import RayGrowth
-from separation.ray_head import start_with_what_runs
-from separation.ray_join import join
 from separation.ray_nodes import free_by_node, living_resources, nodes_of
 from separation.ray_seats import START_SECONDS, Place, Seats
 from separation.ray_watch import HeadLost, watch_head
@@ -58,43 +45,18 @@ log = logging.getLogger(__name__)
 ONE_NODE_SECONDS = 20.0
 """Time for which a gang waits for the one node that had room for it; then it takes several nodes."""
 _POLL_SECONDS = 0.02
-_GRACE_SECONDS = 5.0
-"""Time for which remaining processes may live on before they are killed."""
-LEAN = {
-    "task_events_report_interval_ms": 0,
-    "enable_metrics_collection": False,
-    "enable_worker_prestart": False,
-    "prestart_worker_first_driver": False,
-}
-"""Settings of Ray for a cluster that is started here. Its task history and metrics are off, because nothing reads them,
-and so are the workers that it starts ahead, because those of a pool have an environment of their own."""
 
 
 class RaySession:
     """The placement groups and workers of one run on one cluster."""
 
-    def __init__(self, pools: Sequence[PoolSpec], address: str | None) -> None:
-        """Joins the cluster at `address`, or starts one on this machine if it is None.
-
-        If this process is connected to Ray already, that connection is used. Raises ResourcesMissing if the cluster
-        cannot be joined, or if this machine is too small for the pools.
-        """
+    def __init__(self, pools: Sequence[PoolSpec], connection: RayConnection) -> None:
+        """The workers of `pools` will be on the cluster of `connection`, which `close` ends."""
         self._pools = pools
+        self._connection = connection
         self._placement_groups: list[PlacementGroup] = []
         self._groups: dict[str, RayGroup] = {}
-        self._connected = not ray.is_initialized()
-        self._daemons: list[psutil.Process] = []
         self._headless = False
-        if self._connected:
-            before = descendants(os.getpid())
-            try:
-                with _sigterm_ours_alone():
-                    self._connect(address)
-            except BaseException:  # Also after a second Ctrl-C: Ray would leave the processes that it was starting.
-                self._daemons = _started_since(before)
-                self.close()
-                raise
-            self._daemons = _started_since(before)
 
     async def start(
         self,
@@ -148,52 +110,14 @@ class RaySession:
                 group.kill()
             for reserved in self._placement_groups:
                 remove_placement_group(reserved)
-            if self._connected:
-                self._disconnect()
-        for process in kill_remaining(ours, grace=_GRACE_SECONDS):
-            log.warning("killed process %d, which outlived its cluster by %g s", process.pid, _GRACE_SECONDS)
-
-    def _disconnect(self) -> None:
-        """Leaves the cluster, and ends it if it was started here.
-
-        Ray's shutdown waits a second for each daemon that ignores SIGTERM, so a thread kills the daemons meanwhile.
-        """
-
-        def kill_daemons() -> None:
-            while ray.is_initialized():
-                time.sleep(_POLL_SECONDS)
-            for daemon in self._daemons:
-                kill(daemon)
-
-        killer = threading.Thread(target=kill_daemons, name="end of the cluster", daemon=True)
-        killer.start()
-        ray.shutdown()
-        killer.join(_GRACE_SECONDS)
-
-    def _connect(self, address: str | None) -> None:
-        """Joins the cluster at `address`, or starts one for the pools on this machine if it is None."""
-        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        common: dict[str, Any] = {
-            "log_to_driver": False,
-            "logging_level": logging.ERROR,
-            # Ray inserts these folders one by one at the front of a worker's sys.path, so the first has to come last.
-            "job_config": JobConfig(_py_driver_sys_path=import_path()[::-1]),
-        }
-        if address is None:
-            # By default Ray starts workers at nice 15; any other process on the machine would then slow them down.
-            os.environ.setdefault("RAY_worker_niceness", "0")
-            cpus, custom = own_cluster(self._pools, os.cpu_count() or 1)
-            own: dict[str, Any] = {"num_cpus": cpus, "resources": custom, "include_dashboard": False}
-            own["_system_config"] = dict(LEAN)
-            start_with_what_runs(lambda: ray.init("local", **own, **common))
-        else:
-            join(address, **common)
-        _log_raylet_messages()
+            if self._connection.ours:
+                self._connection.disconnect()
+        end_remaining(ours)
 
     def _processes(self) -> list[psutil.Process]:
         """Returns this machine's processes that must be gone at the end: own daemons, workers, and their children."""
         workers = [worker for group in self._groups.values() for worker in group.processes()]
-        roots = [process for process in [*self._daemons, *workers] if alive(process)]
+        roots = [process for process in [*self._connection.daemons, *workers] if alive(process)]
         return roots + [process for root in roots for process in descendants(root.pid)]
 
     async def _take(
@@ -244,10 +168,6 @@ class RaySession:
         return taken
 
 
-def _started_since(before: Sequence[psutil.Process]) -> list[psutil.Process]:
-    return [process for process in descendants(os.getpid()) if process not in before]
-
-
 def _log_spread(reservation: Reservation, of_bundles: Sequence[str], nodes: Sequence[Resources]) -> None:
     spread = describe_spread(reservation, of_bundles)
     if not reservation.apart and len(set(of_bundles)) > 1 and packing(reservation, nodes) == STRICT_PACK:
@@ -256,54 +176,6 @@ def _log_spread(reservation: Reservation, of_bundles: Sequence[str], nodes: Sequ
         log.info("%s", spread)
 
 
-def gpus_here() -> float:
-    """Returns the number of GPUs that a cluster started on this machine would have, by Ray's count, without CUDA."""
-    if "GPU" in (given := json.loads(os.environ.get(RESOURCES_ENVIRONMENT_VARIABLE, "{}"))):
-        return float(given["GPU"])
-    if (manager := get_accelerator_manager_for_resource("GPU")) is None:
-        return 0.0
-    count, visible = (
-        manager.get_current_node_num_accelerators(),
-        manager.get_current_process_visible_accelerator_ids(),
-    )
-    return float(count if visible is None else min(count, len(visible)))
-
-
 async def _created(group: PlacementGroup) -> None:
     while placement_group_table(group)["state"] != "CREATED":  # noqa: ASYNC110
         await asyncio.sleep(_POLL_SECONDS)
-
-
-@contextmanager
-def _sigterm_ours_alone() -> Iterator[None]:
-    """Context in which started processes inherit a blocked SIGTERM; it also keeps this process's own SIGTERM handler.
-
-    `ray.init` replaces the handler. Slurm, `timeout` and shells send SIGTERM to every process of a job. This process
-    then ends in order, with a checkpoint, and needs its workers for that; they are ended by SIGKILL when it is done.
-    Daemons and the workers that they start inherit the mask of blocked signals.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    handler = signal.getsignal(signal.SIGTERM)
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-    try:
-        yield
-    finally:
-        if handler is not None:
-            signal.signal(signal.SIGTERM, handler)
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-
-
-def _log_raylet_messages() -> None:
-    """Logs the raylet's messages on dead workers, which Ray would print into this process's terminal display."""
-    if hasattr(ray_worker, "print_to_stdstream"):
-        ray_worker.print_to_stdstream = lambda batch, *_, **__: log.info("raylet: %s", " ".join(batch["lines"]))
-
-
-def import_path() -> list[str]:
-    """Returns the folders of this process's import path that a fresh interpreter lacks; workers need them, too."""
-    standard = {os.path.realpath(path) for path in sysconfig.get_paths().values()}
-    standard |= {os.path.join(path, "lib-dynload") for path in standard}
-    folders = [os.path.realpath(path or os.getcwd()) for path in sys.path]
-    return [path for path in dict.fromkeys(folders) if os.path.isdir(path) and path not in standard]

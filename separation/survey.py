@@ -16,8 +16,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from separation.host import resolve
 from separation.placement import ResourcesMissing
+from separation.ray_connection import RayConnection
 from separation.ray_nodes import free_by_node
-from separation.ray_session import RaySession
 
 _POLL_SECONDS = 0.2
 CLOCK_ROUNDS = 5
@@ -133,7 +133,7 @@ def survey(address: str, *, nodes: int = 1, wait: float = 0.0, seconds: float = 
     ConnectionError if Ray finds no cluster there.
     """
     until = time.monotonic() + wait
-    session = _joined(address, until)
+    connection = _joined(address, until)
     try:
         while len(found := living()) < nodes and time.monotonic() < until:
             time.sleep(_POLL_SECONDS)
@@ -143,14 +143,14 @@ def survey(address: str, *, nodes: int = 1, wait: float = 0.0, seconds: float = 
         finally:
             looked.close()
     finally:
-        session.close()
+        connection.close()
 
 
-def _joined(address: str, until: float) -> RaySession:
-    """Returns a session on the cluster; a cluster that is still starting is tried again until the time `until`."""
+def _joined(address: str, until: float) -> RayConnection:
+    """Returns a connection on the cluster; a cluster that is still starting is tried again until the time `until`."""
     while True:
         try:
-            return RaySession([], address)
+            return RayConnection([], address)
         except (ResourcesMissing, ConnectionError):
             if time.monotonic() > until:
                 raise

@@ -5,6 +5,7 @@ run/recovery.py calls `build_context`; tests call it for simulated runs.
 
 from collections.abc import Mapping
 
+from async_flowrl.config.pool_names import ROLLOUT
 from async_flowrl.config.reward_pools import scoring_pools
 from async_flowrl.controller.context import Context, Observer, Signal, Steps
 from async_flowrl.controller.trainer import TrainerGroup
@@ -15,9 +16,6 @@ from async_flowrl.tickets.table import Ticket, TicketTable
 from async_flowrl.tickets.ticket import record
 from checkpoint_engine.transports import OBJECT_STORE
 from separation.group import WorkerGroup
-
-ROLLOUT, TRAINER = "rollout", "trainer"
-"""Names of the pools that every run has; those of reward workers are in config/reward_pools.py."""
 
 
 def build_context(

@@ -7,6 +7,7 @@ endpoints.py, and implement the same protocols of checkpoint_engine/base.py.
 """
 
 import asyncio
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -24,9 +25,12 @@ from async_flowrl.controller.share_payload import (
 )
 from async_flowrl.types import EMA, POLICY
 from checkpoint_engine import CANARY_VERSION, RING, Ack, Draft, Header, Layout, ReceiverEndpoint, ShardedHeader
+from checkpoint_engine.errors import error_names
 from checkpoint_engine.shards import Beginning, Piece
 from separation.group import RefLost, Worker, WorkerDied
 from separation.supervise import together
+
+logger = logging.getLogger(__name__)
 
 
 class ShardedTrainerEndpoint:
@@ -245,7 +249,10 @@ class ShardedRolloutEndpoint(RolloutEndpoint):
         except asyncio.CancelledError:
             ahead.task.cancel()
             raise
-        return None if ahead.task.cancelled() or ahead.task.exception() is not None else ahead
+        error = None if ahead.task.cancelled() else ahead.task.exception()
+        if isinstance(error, SenderFailed | SenderLate) and "VersionGone" not in error_names(error):
+            logger.error("%s asks for version %d again, which did not come ahead: %s", self.name, header.version, error)
+        return None if ahead.task.cancelled() or error is not None else ahead
 
     async def _take(self, draft: Draft, payload: ShardedPayload, slot: str) -> _Last:
         """Has the worker put all buckets but the last in their place; returns the last.

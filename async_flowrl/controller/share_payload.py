@@ -5,6 +5,8 @@ the calls of one receiver have one together (Allowance), in which its waits for 
 """
 
 import asyncio
+import logging
+from collections import Counter
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -12,9 +14,12 @@ from typing import Any, TypeVar
 from async_flowrl.controller.endpoints import PUBLISHING
 from async_flowrl.controller.sender_errors import SenderLost, answers_of, failures_of_ranks
 from checkpoint_engine import Header, Layout
+from checkpoint_engine.errors import error_names
 from checkpoint_engine.shards import shard_layout
 from separation.group import Worker, WorkerDied
 from separation.supervise import DeadlineExceeded, limited
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 F = TypeVar("F", bound="asyncio.Future[Any]")
@@ -45,6 +50,10 @@ class ShardedPayload:
     headers: dict[int, Header] = field(default_factory=dict)
     """Shard → header of that share, once its last bucket has come."""
     _buckets: "dict[tuple[int, int], asyncio.Future[Any]]" = field(default_factory=dict)
+    _awaited: Counter[tuple[int, int]] = field(default_factory=Counter)
+    """How many receivers wait for each bucket now."""
+    _failed: set[int] = field(default_factory=set)
+    """Shards whose rank has failed, which was raised or logged."""
 
     async def bucket(self, shard: int, start: int) -> Any:
         """Returns a reference to the bucket of a shard that begins at byte `start` of it.
@@ -53,11 +62,14 @@ class ShardedPayload:
         SenderLate, SenderFailed (VersionGone in it), or RefLost.
         """
         fetched = self.fetch(shard, start)
+        self._awaited[shard, start] += 1
         try:
             return await asyncio.shield(fetched)
         except Exception:
             self._buckets.pop((shard, start), None)
             raise
+        finally:
+            self._awaited[shard, start] -= 1
 
     def fetch(self, shard: int, start: int) -> "asyncio.Future[Any]":
         """Begins to fetch the bucket, unless it is kept or under way; returns a future of its reference."""
@@ -67,6 +79,7 @@ class ShardedPayload:
                 del self._buckets[old]
             name = f"bucket-{self.version}-{shard}-{start}"
             self._buckets[key] = kept_in(self.under_way, asyncio.create_task(self._fetch(shard, start), name=name))
+            self._buckets[key].add_done_callback(lambda fetched: self._log_unless_raised(key, fetched))
         return self._buckets[key]
 
     def buckets(self, layout: Layout) -> list[tuple[int, int]]:
@@ -78,6 +91,24 @@ class ShardedPayload:
     def forget(self, shard: int, start: int) -> None:
         """Has the bucket fetched again when it is asked for next: its reference was lost with a node."""
         self._buckets.pop((shard, start), None)
+
+    def let_go(self) -> None:
+        """Keeps no bucket any more; one that is asked for later is fetched again."""
+        self._buckets.clear()
+
+    def _log_unless_raised(self, key: tuple[int, int], fetched: "asyncio.Future[Any]") -> None:
+        """Logs a rank's failure in a bucket that no receiver waits for, once; nobody else would report it.
+
+        Who asks for the bucket later gets the error, too: a rank that the run still needs is blamed then.
+        """
+        shard, _ = key
+        if fetched.cancelled() or (error := fetched.exception()) is None or shard in self._failed:
+            return
+        if "VersionGone" in error_names(error):  # newer versions have replaced it
+            return
+        self._failed.add(shard)
+        if not self._awaited[key]:
+            logger.error("version %d: a bucket that nobody waits for any more has failed: %s", self.version, error)
 
     async def _fetch(self, shard: int, start: int) -> Any:
         rank, arguments = self.ranks[shard], (self.version, start, self.bucket_bytes)

@@ -4,10 +4,10 @@ import math
 from collections.abc import Mapping, Sequence
 
 from async_flowrl.config.check import ConfigError
+from async_flowrl.config.pool_names import ROLLOUT, TRAINER
 from async_flowrl.config.reward_pools import is_scoring_pool
 from async_flowrl.config.schema import Config
 from async_flowrl.config.shared import SHARED
-from async_flowrl.controller.build import ROLLOUT, TRAINER
 from async_flowrl.doctor.findings import OK, SKIPPED, WARNING, Finding, failed
 from async_flowrl.doctor.machines import GIB, Machine, room_for
 from async_flowrl.plan.devices import check_devices

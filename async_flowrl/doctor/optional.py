@@ -9,11 +9,11 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from async_flowrl.config.pool_names import ROLLOUT, TRAINER
 from async_flowrl.config.reward_pools import held_out_by_pool, scoring_pools
 from async_flowrl.config.schema import Config
 from async_flowrl.config.sections.reward import RewardTerm, ServeConfig
 from async_flowrl.config.shared import SHARED
-from async_flowrl.controller.build import ROLLOUT, TRAINER
 from async_flowrl.doctor.facts import importable
 from async_flowrl.doctor.findings import FAILED, OK, SKIPPED, Finding
 from async_flowrl.doctor.machine import nccl_version

@@ -7,10 +7,10 @@ them in float32), and adds B(Ax) to Wx inside one matrix product.
 
 from typing import Any
 
-import peft
 import torch
-from peft.tuners.lora import Linear
 from torch import Tensor, nn
+
+from async_flowrl.policies.peft_parts import Linear, LoraConfig
 
 ADAPTER = "default"
 """Name of the PEFT adapter that a run trains."""
@@ -49,8 +49,8 @@ def compute_dtype(layer: nn.Module) -> torch.dtype:
     return dtype
 
 
-def peft_config(rank: int, alpha: float, targets: list[str]) -> peft.LoraConfig:
+def peft_config(rank: int, alpha: float, targets: list[str]) -> LoraConfig:
     """Returns a PEFT configuration that makes `LoraLinear` of the linear layers named in `targets`."""
-    config = peft.LoraConfig(r=rank, lora_alpha=alpha, target_modules=targets, lora_dropout=0.0, bias="none")
+    config = LoraConfig(r=rank, lora_alpha=alpha, target_modules=targets, lora_dropout=0.0, bias="none")
     config._register_custom_module({nn.Linear: LoraLinear})  # documented under PEFT's "custom models"
     return config

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from async_flowrl.config.pool_names import ROLLOUT
 from async_flowrl.config.schema import Config
-from async_flowrl.controller.build import ROLLOUT
 from async_flowrl.controller.context import Context
 from async_flowrl.observability.evaluation_summary import summarise_evaluations
 from async_flowrl.observability.events import Event, effective, read_events

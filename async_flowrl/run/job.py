@@ -5,7 +5,6 @@ async_flowrl/main.py calls it. This is the only file that uses every part of the
 
 import asyncio
 import logging
-import os
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -17,9 +16,9 @@ from typing import Any
 
 from async_flowrl.config import exit_codes
 from async_flowrl.config.check import ConfigError
+from async_flowrl.config.pool_names import ROLLOUT, TRAINER
 from async_flowrl.config.schema import Config
 from async_flowrl.config.typed import resume_command
-from async_flowrl.controller.build import ROLLOUT, TRAINER
 from async_flowrl.controller.inputs import inputs_of
 from async_flowrl.controller.resume import Resume, check_base_weights, find_resume, warn_of_differences
 from async_flowrl.controller.reward_servers import serving
@@ -47,6 +46,7 @@ from async_flowrl.run.launch import (
     open_cluster,
     send_negatives,
 )
+from async_flowrl.run.logs import end_log, log_to
 from async_flowrl.run.prepare import Prepared, doubts_of, prepare
 from async_flowrl.run.recovery import Ledgers, Run, restore, train_with_recovery
 from async_flowrl.run.stopping import StopRequest, listening
@@ -54,6 +54,7 @@ from async_flowrl.run.tools import Tools
 from async_flowrl.run.transport import choose_transport
 from async_flowrl.training.checkpoint_folder import checkpoint_step, find_checkpoint
 from checkpoint_engine.transports import OBJECT_STORE
+from separation.early_cluster import EarlyCluster
 from separation.group import WorkerDied, WorkerFailed
 from separation.placement import ResourcesMissing, StoreTooSmall
 from separation.supervise import deadline
@@ -65,21 +66,28 @@ def run(
     config: Config,
     hydra_record: Mapping[str, str] = MappingProxyType({}),
     tools: Tools = Tools(),  # noqa: B008  frozen
+    early: EarlyCluster | None = None,
 ) -> int:
     """Runs a configuration and returns the exit code (config/exit_codes.py).
 
     A failure is not raised: it is printed as one sentence on stderr, with its traceback in the run directory's
     logs/controller.log. `hydra_record` maps the names of the files in `.hydra/` to their texts. `tools` holds functions
-    of the planner, the doctor and the report.
+    of the planner, the doctor and the report. `early` is the cluster that was started for this run, if there is one.
     """
     directory = RunDirectory(Path(config.output_dir))
     try:
-        return _run(config, directory, hydra_record, tools)
+        return _run(config, directory, hydra_record, tools, early)
     finally:
         end_log(directory.logs)
 
 
-def _run(config: Config, directory: RunDirectory, hydra_record: Mapping[str, str], tools: Tools) -> int:
+def _run(
+    config: Config,
+    directory: RunDirectory,
+    hydra_record: Mapping[str, str],
+    tools: Tools,
+    early: EarlyCluster | None,
+) -> int:
     try:
         prepared = prepare(config)
         check_machine(prepared)
@@ -104,7 +112,7 @@ def _run(config: Config, directory: RunDirectory, hydra_record: Mapping[str, str
     try:
         held_out = prepared.requests.evaluated == "held_out"
         with closing(open_display(prepared.config, held_out=held_out)) as display:
-            return asyncio.run(train(ending, resume, display, tools))
+            return asyncio.run(train(ending, resume, display, tools, early))
     except KeyboardInterrupt:
         after_failure(ending)
         return _fail("interrupted", exit_codes.INTERRUPTED)
@@ -124,14 +132,16 @@ def _run(config: Config, directory: RunDirectory, hydra_record: Mapping[str, str
         directory.release()
 
 
-async def train(ending: Ending, resume: Resume, display: Display, tools: Tools) -> int:
+async def train(
+    ending: Ending, resume: Resume, display: Display, tools: Tools, early: EarlyCluster | None = None
+) -> int:
     """Trains from the start or from `resume` to the end, writes the results, and returns the exit code.
 
     Raises the run's failure, unless the run was asked to stop, lost workers or servers meanwhile, and has a checkpoint.
     """
     stop, directory = ending.stop, ending.directory
     try:
-        summary = await train_until(ending, resume, display, tools)
+        summary = await train_until(ending, resume, display, tools, early)
         prediction = await asyncio.to_thread(foresee, tools.predict, directory, summary)
         return conclude(ending, summary, prediction)
     except Exception as error:
@@ -158,13 +168,18 @@ def last_resort(error: BaseException, stop: StopRequest, directory: RunDirectory
     return None if path is None else checkpoint_step(path)
 
 
-async def train_until(ending: Ending, resume: Resume, display: Display, tools: Tools) -> dict[str, Any]:
+async def train_until(
+    ending: Ending, resume: Resume, display: Display, tools: Tools, early: EarlyCluster | None
+) -> dict[str, Any]:
     """Starts the pools, trains to the last step or until `ending.stop` is asked, and returns the summary."""
     prepared, directory, stop = ending.prepared, ending.directory, ending.stop
     display.phase("starting the pools")
     learnt = asyncio.create_task(say_step_time(tools.foretell_steps, prepared.config, directory))
     with listening(stop, prepared.config.time_limit):
-        async with open_cluster(prepared, directory.logs) as groups, serving(prepared.config, groups) as servers:
+        async with (
+            open_cluster(prepared, directory.logs, early) as groups,
+            serving(prepared.config, groups) as servers,
+        ):
             trainers = TrainerGroup(groups[TRAINER], prepared.algorithm)
             prepared, memory = await lay_out(prepared, groups, trainers, tools.choose_layout)
             config = prepared.config
@@ -261,26 +276,6 @@ def innermost(error: BaseException) -> BaseException:
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error
-
-
-def log_to(path: Path) -> None:
-    """Writes all log records to the file `path`, and warnings without a traceback to the terminal."""
-    handler = logging.FileHandler(path)
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    console = logging.StreamHandler()
-    console.setLevel(logging.WARNING)
-    console.setFormatter(logging.Formatter("%(levelname)s: %(message)s"))
-    console.addFilter(lambda record: record.exc_info is None)
-    logging.basicConfig(level=logging.INFO, handlers=[handler, console], force=True)
-
-
-def end_log(folder: Path) -> None:
-    """Closes the log files in a folder, because the process may go on with something else or move the folder."""
-    root, place = logging.getLogger(), os.path.abspath(folder)
-    for handler in list(root.handlers):
-        if isinstance(handler, logging.FileHandler) and os.path.dirname(handler.baseFilename) == place:
-            root.removeHandler(handler)
-            handler.close()
 
 
 def _fail(message: object, code: int) -> int:

@@ -1,24 +1,22 @@
 """Functions that start a run's worker pools and load the models into them; run/job.py and run/recovery.py call them."""
 
 import asyncio
-import os
-import signal
-import threading
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import ExitStack, asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 from async_flowrl.config.check import ConfigError
+from async_flowrl.config.pool_names import ROLLOUT, TRAINER
 from async_flowrl.config.reward_pools import scoring_pools
 from async_flowrl.config.schema import Config
 from async_flowrl.config.shared import SHARED
 from async_flowrl.controller.admission import check_base, load_rollout
-from async_flowrl.controller.build import ROLLOUT, TRAINER
 from async_flowrl.controller.download import download_model, loaders, model_of
 from async_flowrl.controller.living import group_timeout
 from async_flowrl.controller.trainer import TrainerGroup
 from async_flowrl.observability.console import console_of, show_what_can_be_shown
+from async_flowrl.run.ahead import check_fits_here
 from async_flowrl.run.nodes import look_at_nodes
 from async_flowrl.run.pools import as_two, pools
 from async_flowrl.run.prepare import Prepared, doubts_of
@@ -27,10 +25,11 @@ from async_flowrl.tickets.arithmetic import shape, stored_bytes
 from async_flowrl.types import Conditioning, Wording
 from checkpoint_engine.transports import NCCL, PYNCCL, resolve_transport
 from separation.cluster import check_results, cluster
-from separation.group import PoolSpec, Worker, WorkerGroup
+from separation.early_cluster import EarlyCluster
+from separation.group import Worker, WorkerGroup
 from separation.node_checks import OtherCode
-from separation.placement import ResourcesMissing, check_fits, own_cluster, reserve
 from separation.rendezvous import join_process_group
+from separation.signals import ctrl_c_ignored
 from separation.supervise import deadline, together
 from separation.table import format_table
 
@@ -80,12 +79,9 @@ def check_machine(prepared: Prepared) -> None:
         return
     if runtime.backend != "ray":
         return
-    try:
-        fits_own_cluster(pools(prepared))
-    except ResourcesMissing as error:
-        raise ConfigError(str(error)) from error
+    check_fits_here(config)
     if config.checkpoint_engine.transport in (NCCL, PYNCCL):
-        from separation.ray_session import gpus_here
+        from separation.ray_connection import gpus_here
 
         try:
             resolve_transport(config.checkpoint_engine.transport, "cuda" if gpus_here() else "cpu")
@@ -93,18 +89,11 @@ def check_machine(prepared: Prepared) -> None:
             raise refusal(str(error)) from error
 
 
-def fits_own_cluster(wanted: Sequence[PoolSpec]) -> None:
-    """Raises ResourcesMissing if this machine's cores or GPUs cannot hold the pools; starts nothing."""
-    from separation.ray_session import gpus_here
-
-    cpus, custom = own_cluster(wanted, os.cpu_count() or 1)
-    here = {"CPU": float(cpus), "GPU": gpus_here(), **custom}
-    check_fits(reserve(wanted, here), [here])
-
-
 @asynccontextmanager
-async def open_cluster(prepared: Prepared, logs: Path) -> AsyncIterator[Mapping[str, WorkerGroup]]:
-    """Starts the pools and yields pool name → pool; they end with the block.
+async def open_cluster(
+    prepared: Prepared, logs: Path, early: EarlyCluster | None = None
+) -> AsyncIterator[Mapping[str, WorkerGroup]]:
+    """Starts the pools, on the cluster `early` if there is one, and yields pool name → pool; they end with the block.
 
     Raises ConfigError if a node has another version of the code, and as `cluster` does. While the pools end, Ctrl-C is
     ignored, because Ray would exit in the middle.
@@ -114,6 +103,7 @@ async def open_cluster(prepared: Prepared, logs: Path) -> AsyncIterator[Mapping[
         pools(prepared),
         backend=config.runtime.backend,
         address=config.runtime.address,
+        early=early,
         start_deadline=config.deadlines.load,
         log_dir=logs,
         store_bytes=stored_bytes(prepared.at_largest, prepared.shapes),
@@ -143,19 +133,6 @@ async def refusals() -> AsyncIterator[None]:
         yield
     except OtherCode as error:
         raise ConfigError(str(error)) from error
-
-
-@contextmanager
-def ctrl_c_ignored() -> Iterator[None]:
-    """Ignores SIGINT inside the block, if this is the main thread."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler if handler is None else handler)
 
 
 async def load_pools(config: Config, groups: Mapping[str, WorkerGroup], trainers: TrainerGroup) -> dict[str, Any]:

@@ -10,8 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from async_flowrl.config.check import ConfigError
+from async_flowrl.config.pool_names import TRAINER
 from async_flowrl.config.schema import Config
-from async_flowrl.controller.build import TRAINER
 from async_flowrl.observability.terminal import say
 from async_flowrl.observability.wrapped import named_lines
 from separation.group import Worker, WorkerGroup

@@ -2,19 +2,22 @@
 
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from async_flowrl.config.pool_names import ROLLOUT, TRAINER
 from async_flowrl.config.reward_pools import RewardPool, held_out_by_pool, scoring_pools
 from async_flowrl.config.schema import Config
 from async_flowrl.config.shared import SHARED
-from async_flowrl.controller.build import ROLLOUT, TRAINER
 from async_flowrl.controller.reward_servers import SERVERS, server_pools
 from async_flowrl.run.nodes import OUR_CODE
-from async_flowrl.run.prepare import Prepared
 from async_flowrl.tickets.wordings import upcoming
 from separation.group import PoolSpec, WorkerGroup
 from separation.shared import SubPool, sub_groups
+
+if TYPE_CHECKING:
+    from async_flowrl.run.prepare import Prepared
 
 EXPANDABLE = "expandable_segments:True"
 """Setting of torch's CUDA allocator that lets its segments grow, so that blocks of many sizes (FSDP2's shards, prompts
@@ -29,26 +32,30 @@ MAX_UPCOMING = 32_768
 loads the text encoder again."""
 
 
-def pools(prepared: Prepared) -> list[PoolSpec]:
+def pools(prepared: "Prepared") -> list[PoolSpec]:
     """Returns the pools of the run: trainer ranks, rollout workers, reward workers and reward servers."""
     config = prepared.config
-    training = [shared_pool(prepared)] if config.placement == SHARED else separate_pools(prepared)
+    model, ahead = {"config": config, "model": prepared.model}, told_ahead(prepared)
+    arguments = {
+        SHARED: {**model, "sizes": prepared.trained_sizes, **ahead},
+        TRAINER: {**model, "sizes": prepared.trained_sizes},
+        ROLLOUT: {**model, **ahead},
+    }
+    return [replace(spec, arguments={**spec.arguments, **arguments.get(spec.name, {})}) for spec in outline(config)]
+
+
+def outline(config: Config) -> list[PoolSpec]:
+    """Returns `pools` without what only a prepared run knows: the arguments of trainer ranks and rollout workers."""
+    training = [shared_pool(config)] if config.placement == SHARED else separate_pools(config)
     return [*training, *(reward_spec(pool, config) for pool in scoring_pools(config)), *server_pools(config)]
 
 
-def shared_pool(prepared: Prepared) -> PoolSpec:
+def shared_pool(config: Config) -> PoolSpec:
     """Returns the pool for `placement=shared`: its processes sample and train (see `SUB_POOLS`)."""
-    config = prepared.config
     return PoolSpec(
         SHARED,
         "async_flowrl.shared.worker:SharedWorker",
         config.trainer.num_workers,
-        arguments={
-            "config": config,
-            "model": prepared.model,
-            "sizes": prepared.trained_sizes,
-            **told_ahead(prepared),
-        },
         gpus_per_worker=config.trainer.gpus_per_worker,
         threads=config.trainer.threads,
         lanes=("train", "publish", "save", "sync", "control"),
@@ -71,16 +78,14 @@ two computes.
 """
 
 
-def separate_pools(prepared: Prepared) -> list[PoolSpec]:
+def separate_pools(config: Config) -> list[PoolSpec]:
     """Returns the pools of trainer ranks and of rollout workers, each with its own processes."""
-    config, shared = prepared.config, {"config": prepared.config, "model": prepared.model}
     vllm_omni = config.rollout.engine == "vllm_omni"
     return [
         PoolSpec(
             TRAINER,
             "async_flowrl.training.worker:TrainerWorker",
             config.trainer.num_workers,
-            arguments={**shared, "sizes": prepared.trained_sizes},
             gpus_per_worker=config.trainer.gpus_per_worker,
             threads=config.trainer.threads,
             lanes=("publish", "save", "control"),
@@ -94,7 +99,6 @@ def separate_pools(prepared: Prepared) -> list[PoolSpec]:
             ROLLOUT,
             "async_flowrl.rollout.worker:RolloutWorker",
             config.rollout.num_workers,
-            arguments=shared | told_ahead(prepared),
             gpus_per_worker=config.rollout.gpus_per_worker,
             threads=config.rollout.threads,
             lanes=("sync", "control"),
@@ -108,7 +112,7 @@ def separate_pools(prepared: Prepared) -> list[PoolSpec]:
     ]
 
 
-def told_ahead(prepared: Prepared) -> dict[str, Any]:
+def told_ahead(prepared: "Prepared") -> dict[str, Any]:
     """Returns the argument `upcoming`, the prompts to come, for rollout workers that keep no text encoder loaded."""
     if prepared.config.rollout.text_encoder != "cached":
         return {}

@@ -13,9 +13,10 @@ from dataclasses import dataclass, field, replace
 from math import prod
 
 from async_flowrl.config import exit_codes
+from async_flowrl.config.pool_names import ROLLOUT, TRAINER
 from async_flowrl.controller.admission import check_base, load_rollout
 from async_flowrl.controller.after_step import AfterStep
-from async_flowrl.controller.build import ROLLOUT, TRAINER, build_context
+from async_flowrl.controller.build import build_context
 from async_flowrl.controller.checkpoints import Checkpoints
 from async_flowrl.controller.context import Context
 from async_flowrl.controller.deaths import dead_among

@@ -42,12 +42,14 @@ def sound(folder: Path) -> list[int]:
 
 
 @pytest.mark.serial
-@pytest.mark.parametrize("moment", ["starting", pytest.param("training", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("moment", ["ahead", "starting", pytest.param("training", marks=pytest.mark.slow)])
 def test_ctrl_c_ends_everything(tmp_path: Path, moment: str) -> None:
     folder = tmp_path / "run"
     process = start(folder, "one_step_off", LONG, *SLOWLY)
     if moment == "training":
         wait_until(process, lambda: len(lines(folder / "metrics.jsonl")) >= 2, "its second step")
+    elif moment == "ahead":
+        wait_until(process, lambda: bool(descendants(process.pid)), "the first daemon of its cluster")
     else:
         begun = folder / "logs/controller.log"
         wait_until(process, lambda: begun.exists() and descendants(process.pid), "the first daemon of its cluster")
@@ -63,6 +65,8 @@ def test_ctrl_c_ends_everything(tmp_path: Path, moment: str) -> None:
     assert not (folder / "summary.json").exists()
     if moment == "training":
         assert sound(folder)[-1] >= 1
+    elif moment == "ahead":
+        assert not folder.exists(), "the run was not prepared yet"
     else:
         assert not sound(folder)
 

@@ -6,8 +6,8 @@ from typing import Any
 import ray
 from ray.job_config import JobConfig
 
+from separation.ray_connection import LEAN, import_path
 from separation.ray_head import start_with_what_runs
-from separation.ray_session import LEAN, import_path
 
 
 def start_ray(*, num_cpus: int = 8, **machine: Any) -> None:

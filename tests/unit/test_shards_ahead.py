@@ -1,16 +1,25 @@
 """Tests in virtual time of bytes that come ahead of a version's digests: how often each is fetched and sent."""
 
 import asyncio
+import re
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from async_flowrl.config.schema import Config
+from async_flowrl.controller.canary import Canary
 from async_flowrl.controller.sender_errors import SenderFailed, SenderLate, SenderLost
 from async_flowrl.controller.shard_endpoints import ShardedTrainerEndpoint
 from async_flowrl.controller.share_payload import MAX_BUCKETS_AHEAD, MAX_KEPT_BUCKETS, ShardedPayload
+from async_flowrl.controller.worker_proof import WorkerProof
 from async_flowrl.plan.virtual_time import run_virtual
-from checkpoint_engine import Layout
+from checkpoint_engine import CANARY_VERSION, Layout
+from separation.group import Worker
+from separation.supervise import together
 from tests.chaos.share_schedules import DEADLINE, HORIZON_SECONDS, RANKS, Schedule, Site
 from tests.support.share_ends import weights
+from tests.support.toy_pool import ListObserver
 
 
 def buckets(site: Site) -> int:
@@ -106,6 +115,79 @@ def test_a_rank_that_raises_any_exception_while_a_receiver_joins_is_named(except
 
     site = run_virtual(job(), horizon=HORIZON_SECONDS)
     assert site.schedule.hit and site.replaced == 0 and site.delivery.stats.retries == 0
+
+
+@pytest.mark.parametrize(
+    ("fault", "named"),
+    [
+        ("raise", r"trainer-1\.a method raised RuntimeError: injected"),
+        ("hang", rf"trainer-1 has not answered sender.policy.piece within the deadline of {DEADLINE:g} s"),
+        ("kill", "trainer-1 died: killed"),
+    ],
+)
+def test_a_rank_that_fails_in_buckets_that_nobody_waits_for_is_named_once(
+    fault: str, named: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The receiver that they were fetched for has failed itself. Whoever asks for them afterwards gets the error."""
+
+    async def job() -> None:
+        schedule = Schedule(0, {("trainer-1", "piece", 1): ("rank:piece", fault)}, exception="RuntimeError")
+        site = Site(schedule)
+        await site.sender.stage(0)
+        payload = await site.sender.payload(0)
+        for start in (0, 512):
+            payload.fetch(1, start)
+        await asyncio.sleep(2 * DEADLINE)
+        with pytest.raises((SenderFailed, SenderLate, SenderLost), match=named):
+            await payload.bucket(1, 0)
+        await site.sender.close()
+
+    run_virtual(job(), horizon=HORIZON_SECONDS)
+    (said,) = [record.getMessage() for record in caplog.records if "nobody waits for" in record.getMessage()]
+    assert re.search(named, said)
+
+
+def test_a_failure_that_a_receiver_is_told_is_not_logged_besides(caplog: pytest.LogCaptureFixture) -> None:
+    async def job() -> None:
+        site = Site(Schedule(0, {("trainer-1", "piece", 1): ("rank:piece", "hang")}))
+        await site.sender.stage(0)
+        payload = await site.sender.payload(0)
+        asked = asyncio.create_task(payload.bucket(1, 0))
+        await asyncio.sleep(0)
+        payload.fetch(1, 512)
+        with pytest.raises(SenderLate, match="trainer-1"):
+            await asked
+        await asyncio.sleep(DEADLINE)
+        await site.sender.close()
+
+    run_virtual(job(), horizon=HORIZON_SECONDS)
+    assert not caplog.records
+
+
+def test_the_canary_s_buckets_are_kept_while_workers_take_it_and_no_longer() -> None:
+    async def job() -> list[int]:
+        site = Site(Schedule(0, buckets=700))
+        await site.sender.stage(CANARY_VERSION)
+        header, payload = await site.sender.seal(CANARY_VERSION), await site.sender.payload(CANARY_VERSION)
+        sharded: Any = SimpleNamespace(sharded=True)
+        attempt: Any = SimpleNamespace(config=Config(), observer=ListObserver())
+        proof = WorkerProof(attempt, sharded, "object_store")
+        proof.canary = Canary(header, payload, {})
+        asked = []
+
+        async def take(worker: Worker) -> None:
+            with proof._taken():
+                await proof._deliver(worker)
+
+        for workers in (site.workers, [site._receiver(5)]):
+            await together(*(take(worker) for worker in workers))
+            asked.append(fetched(site))
+            assert not payload._buckets
+        return [*asked, buckets(site)]
+
+    first, second, there = run_virtual(job(), horizon=HORIZON_SECONDS)
+    assert first == there, "workers that take it together share the buckets"
+    assert second == 2 * there
 
 
 @pytest.mark.parametrize("bucket", [1, 4])

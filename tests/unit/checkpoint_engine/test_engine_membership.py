@@ -193,6 +193,27 @@ def test_a_payload_that_is_lost_with_the_node_that_passed_it_on_comes_from_the_s
     run_virtual(main())
 
 
+def test_a_sender_that_hangs_when_it_is_asked_again_is_named_and_no_receiver_is_replaced() -> None:
+    async def main() -> None:
+        rig = Rig(deadline=5.0)
+        serve = rig.sender.payload
+
+        async def hangs(version: int) -> Any:
+            if rig.sender.served:
+                await asyncio.sleep(1e5)
+            return await serve(version)
+
+        rig.sender.payload = hangs  # type: ignore[method-assign]
+        await rig.join("w0", failing(1, lambda: RefLost("a value is gone")))
+        await rig.delivery.publish(0)
+        with pytest.raises(TimeoutError, match=r"hangs was not done within its deadline of 5 s"):
+            await rig.delivery.drain()
+        assert rig.replaced == [] and rig.delivery.stats.replaced == 0
+        await rig.delivery.close()
+
+    run_virtual(main())
+
+
 def test_fan_out_serves_neighbours_from_leaders_and_survives_a_dead_one() -> None:
     async def main() -> None:
         rig = Rig(max_fan_out=4, replacing=False)

@@ -10,9 +10,9 @@ import pytest
 import ray
 from ray._private.node import Node
 
-from separation import ray_session
+from separation import ray_connection
 from separation.placement import ResourcesMissing
-from separation.ray_head import UNUSED, start_with_what_runs
+from separation.ray_head import LAST, UNUSED, start_with_what_runs
 
 
 def called(node: object, names: list[str]) -> None:
@@ -31,6 +31,15 @@ def test_inside_nothing_of_it_is_started_and_afterwards_ray_is_as_before() -> No
     start_with_what_runs(lambda: called(node, list(UNUSED)))
     assert node._webui_url == ""
     assert [getattr(Node, name) for name in UNUSED] == before
+
+
+def test_the_caller_is_told_when_the_last_daemon_has_been_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+    monkeypatch.setattr(Node, LAST, lambda node, *_: order.append(LAST))
+    before = getattr(Node, LAST)
+    start_with_what_runs(lambda: called(FakeNode(), [*UNUSED, LAST]), lambda: order.append("launched"))
+    assert order == [LAST, "launched"]
+    assert getattr(Node, LAST) is before
 
 
 def test_a_ray_without_one_of_the_methods_is_started_whole_and_says_so(
@@ -82,9 +91,9 @@ def test_what_a_start_that_is_interrupted_has_started_is_gone(monkeypatch: pytes
         raise KeyboardInterrupt
 
     monkeypatch.setattr(ray, "init", interrupted)
-    monkeypatch.setattr(ray_session, "_GRACE_SECONDS", 0.1)
+    monkeypatch.setattr(ray_connection, "GRACE_SECONDS", 0.1)
     with pytest.raises(KeyboardInterrupt):
-        ray_session.RaySession([], None)
+        ray_connection.RayConnection([], None)
     assert started[0].wait(60) == -signal.SIGKILL
 
 
@@ -97,7 +106,7 @@ def test_an_existing_cluster_is_joined_as_ray_does_it(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(ray, "init", init)
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")  # otherwise a head is asked that may have ended long ago
-    ray_session.RaySession([], "auto")
+    ray_connection.RayConnection([], "auto")
     assert calls == [(("auto",), ["job_config", "log_to_driver", "logging_level"], True)]
 
 
@@ -107,4 +116,4 @@ def test_an_address_where_nothing_listens_is_refused_at_once(monkeypatch: pytest
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
         with pytest.raises(ResourcesMissing, match=f"no Ray cluster answers at the address {address}"):
-            ray_session.RaySession([], address)
+            ray_connection.RayConnection([], address)

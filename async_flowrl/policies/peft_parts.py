@@ -1,0 +1,17 @@
+"""The classes of PEFT that this project uses, imported without scipy.
+
+PEFT imports transformers, which imports scipy.optimize for object detection, and diffusers imports scipy.stats for
+schedules of denoising steps that no run has. That is two thirds of a second of CPU in every worker. Both are imported
+when they are used (separation/deferred.py).
+"""
+
+from separation.deferred import defer
+
+defer("scipy.stats")
+defer("scipy.integrate")
+defer("scipy.optimize", functions=("linear_sum_assignment",))
+
+from peft import LoraConfig  # noqa: E402  after what it must not import
+from peft.tuners.lora import Linear, LoraLayer  # noqa: E402
+
+__all__ = ["Linear", "LoraConfig", "LoraLayer"]
