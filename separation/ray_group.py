@@ -7,6 +7,7 @@ Instead `RayGroup.replace` makes a new worker with a new name.
 import asyncio
 import os
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -138,13 +139,18 @@ class RayWorker:
         )
 
     async def _answer(self, method: str, ref: Any) -> Any:
-        answer = self._calls.open()
+        answer, loop = self._calls.open(), asyncio.get_running_loop()
 
-        def answered(result: "asyncio.Future[Any]") -> None:
-            error = None if result.cancelled() else result.exception()
+        def answered(result: "Future[Any]") -> None:
+            error = result.exception()
             settle(answer, value=None if error else result.result(), error=error and self._translate(method, error))
 
-        ref.as_future().add_done_callback(answered)
+        def arrived(result: "Future[Any]") -> None:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(answered, result)
+
+        # Called in a thread of Ray's. `as_future` would take the loop another turn for every answer.
+        ref.future().add_done_callback(arrived)
         return await answer
 
     def _translate(self, method: str, error: BaseException) -> BaseException:

@@ -37,6 +37,10 @@ from separation.supervise import deadline, together
 
 logger = logging.getLogger(__name__)
 
+REPLAYED_EVERY = 10
+"""Where `behaviour_gap` costs a forward pass of its own, it is measured in so many steps at the start of a run, and
+from then on in every step whose number is a multiple of this."""
+
 
 class TrainerGroup(ReplicaCalls):
     """All trainer ranks of one run; it implements the protocol `Trainer` (context.py)."""
@@ -278,10 +282,12 @@ class TrainerGroup(ReplicaCalls):
 
     def _plan(self, ctx: Context, group: HandedGroup, update: int, groups: int) -> StepPlan:
         """Returns the plan of an optimizer step of `groups` groups; its rows count skipped groups, too."""
+        step = group.tickets[0].step
         request = ctx.requests.request(group.tickets[0])
         per_group = len(self._most_selected(ctx.config))
         rows = groups * per_group * len(request.train_steps)
-        return StepPlan(rows, update, self._attempts, probe=update == 0)
+        replay = step < REPLAYED_EVERY or step % REPLAYED_EVERY == 0
+        return StepPlan(rows, update, self._attempts, probe=update == 0, replay=replay)
 
     def _book(self, ctx: Context, results: Stepped) -> None:
         """Records the spans of an optimizer step, and the trajectories that each rank fetched, as events."""

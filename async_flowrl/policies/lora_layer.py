@@ -24,9 +24,10 @@ class LoraLinear(Linear):  # type: ignore[misc]
         base: Tensor = self.base_layer(x)
         if self.disable_adapters:
             return base
-        a, b, scaling = compute_copies(self)
-        hidden = nn.functional.linear(x, a)
-        out = torch.addmm(base.flatten(0, -2), hidden.flatten(0, -2), b.t(), alpha=scaling)
+        a, b, scaling = _copies(self, base.dtype)
+        flat, hidden = base.flatten(0, -2), nn.functional.linear(x, a).flatten(0, -2)
+        # Without a graph, nobody else has Wx, and the sum may take its memory; the bits are the same.
+        out = torch.addmm(flat, hidden, b.t(), alpha=scaling, out=None if torch.is_grad_enabled() else flat)
         return out.view(base.shape)
 
 
@@ -35,8 +36,11 @@ def compute_copies(layer: nn.Module) -> tuple[Tensor, Tensor, float]:
 
     If the parameters already have that dtype, they are returned themselves, without a copy.
     """
+    return _copies(layer, compute_dtype(layer))
+
+
+def _copies(layer: nn.Module, dtype: torch.dtype) -> tuple[Tensor, Tensor, float]:
     live: Any = layer
-    dtype = compute_dtype(layer)
     # `nn.Module`'s attribute lookup takes as long as the matrix product of a small layer.
     a, b = (live._modules[part]._modules[ADAPTER]._parameters["weight"] for part in ("lora_A", "lora_B"))
     return a.to(dtype), b.to(dtype), float(live.scaling[ADAPTER])

@@ -113,7 +113,8 @@ class ForwardPasses:
     ) -> FrozenPredictions:
         """Returns all predictions of a part except `current`. Raises ValueError without a needed proximal one.
 
-        With `probing`, a few rows get behaviour predictions even if the loss needs none.
+        With `probing`, a few rows get behaviour predictions even if the loss needs none, unless the plan has no
+        `replay`.
         """
         inputs, meta = self._inputs, group.meta
         proximal = self._proximal.get((meta.group, part.part)) if plan.update > 0 else None
@@ -122,7 +123,7 @@ class ForwardPasses:
             raise ValueError(f"group {meta.group} has no proximal predictions for update {plan.update} of the batch")
         fresh = meta.age == 0 and not inputs.averaged
         behaviour = proximal if fresh else None
-        if not fresh and (wanted := self._behaviour_batches(batches, probing=probing)):
+        if not fresh and (wanted := self._behaviour_batches(batches, probing=probing and plan.replay)):
             with measured.span("behaviour"), inputs.parameters.swapped(inputs.sampled_by(meta.version)):
                 behaviour = self.predict(group, wanted)
         reference = None

@@ -52,6 +52,8 @@ class StepPlan:
     """Number that rises whenever an optimizer step begins, also again; sums of other attempts are not used."""
     probe: bool = True
     """True: compare the recorded log-probs of one micro-batch with those of the trainer under the same weights."""
+    replay: bool = True
+    """True: make that comparison also if it needs a forward pass that the loss does not need."""
 
     def probes(self, records: str) -> bool:
         """Returns True if this step makes that comparison for an algorithm with `Algorithm.records` = `records`."""

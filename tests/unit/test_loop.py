@@ -9,7 +9,7 @@ import pytest
 
 from async_flowrl.controller.context import Context
 from async_flowrl.tickets.table import EVALUATION
-from async_flowrl.training.messages import Summed, TrainRequest
+from async_flowrl.training.messages import StepPlan, Summed, TrainRequest
 from tests.support.run_checks import STEPS, check_bound, check_evaluation, check_once, check_watermarks
 from tests.support.toy import ToyRun, toy_config, virtual
 from tests.support.toy_models import FloatSum, ToyTrainer
@@ -83,6 +83,19 @@ def test_batch_and_stream_make_the_same_weights(k: int) -> None:
     assert batch.observer.of("ticket", state="HANDED") != stream.observer.of("ticket", state="HANDED")
     if k == 0:
         assert stream.seconds < batch.seconds
+
+
+def test_the_engines_are_compared_in_ten_steps_and_then_in_every_tenth(monkeypatch: pytest.MonkeyPatch) -> None:
+    replays: dict[int, bool] = {}
+    begin = ToyTrainer.begin
+
+    def seen(self: ToyTrainer, step: int, plan: StepPlan) -> None:
+        replays[step] = plan.replay
+        begin(self, step, plan)
+
+    monkeypatch.setattr(ToyTrainer, "begin", seen)
+    virtual(toy_config(1, steps=22))
+    assert [step for step, replay in replays.items() if replay] == [*range(11), 20]
 
 
 ARRIVALS = [Timing(seed=seed, spread=0.9, slow={f"rollout-{seed % 4}": 3.0}) for seed in range(5)]

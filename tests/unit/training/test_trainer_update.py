@@ -283,6 +283,27 @@ def test_wrong_weights_show_in_the_behaviour_gap(sampler: rig.Sampler, handed: l
     assert false.metrics["behaviour_gap"] > 1e-4
 
 
+def test_a_step_without_a_replay_has_the_same_weights_and_no_gap(
+    sampler: rig.Sampler, handed: list[list[rig.Handed]]
+) -> None:
+    """The pass under the sampling weights is left out; where the loss makes it, or none is needed, the gap stays."""
+    aged = [(replace(meta, version=0, age=1), tickets) for meta, tickets in handed[1]]
+    replayed, spared = (rig.trainer(rig.tiny_config()) for _ in range(2))
+    for worker, replay in ((replayed, True), (spared, False)):
+        first = rig.update(worker, 0, handed[0], plan=StepPlan(rows=rig.rows(handed[0]), replay=False))
+        assert first.metrics["behaviour_gap"] < 1e-6, "at age 0 it costs nothing"
+        second = rig.update(worker, 1, aged, plan=StepPlan(rows=rig.rows(aged), replay=replay))
+        assert ("behaviour_gap" in second.metrics) == replay
+        assert ("behaviour" in [span.name for span in second.spans]) == replay
+    assert replayed.weights_digest() == spared.weights_digest()
+    config = rig.tiny_config()
+    config.algorithm.correction = "mask"
+    masked = rig.trainer(config)
+    rig.update(masked, 0, handed[0])
+    plan = StepPlan(rows=rig.rows(aged), replay=False)
+    assert rig.update(masked, 1, aged, plan=plan).metrics["behaviour_gap"] < 1e-6, "this loss needs the pass"
+
+
 def test_guidance_replays_with_the_negative_prompt_of_the_rollout() -> None:
     config = rig.tiny_config()
     config.rollout.true_cfg_scale = 3.0
