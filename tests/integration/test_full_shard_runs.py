@@ -103,7 +103,9 @@ def test_workers_delays_buckets_and_a_resume_on_ray_change_no_bit(plain: Run, re
     assert {"rollout-0", "rollout-1"} <= {event["worker"] for event in now if event.get("state") == "SCORING"}
     sync = resumed.summary["sync"]
     assert (sync["transport"], sync["corrupt"], sync["fallbacks"]) == ("object_store", 0, 0)
-    assert sync["bytes"] >= 3 * sum(tensor.nbytes for tensor in whole(plain).values()), "versions 1 to 3, each all of it"
+    assert sync["bytes"] >= 3 * sum(tensor.nbytes for tensor in whole(plain).values()), (
+        "versions 1 to 3, each all of it"
+    )
     assert resumed.digest == plain.digest and resumed.digests[-1] == plain.digests[-1]
     ours, theirs = whole(resumed), whole(plain)
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs), "the average, too"
