@@ -43,7 +43,7 @@ def follow(folder: Path, algorithm: str, *overrides: str) -> Run:
         "trainer.learning_rate=0.02",
         "trainer.eps=1e-15",
         "evaluate.before_training=true",
-        "evaluate.images_per_prompt=8",
+        "evaluate.images_per_prompt=4",
         *overrides,
     )
 
