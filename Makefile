@@ -10,7 +10,7 @@ ifeq ($(OWN),)
 PIP_OPTIONS := --constraint constraints.txt
 endif
 
-.PHONY: setup demo test pytest test-quick test-nodes test-slow test-gpu test-pretend-gpu test-pretend-gpu-slow test-vllm-omni test-vlm-server docs docs-serve docs-release lint prove e2e clean
+.PHONY: setup environments demo test pytest test-quick test-nodes test-slow test-gpu test-pretend-gpu test-pretend-gpu-slow test-vllm-omni test-vlm-server docs docs-serve docs-release lint prove e2e clean
 
 setup: $(VENV)/.installed
 
@@ -135,6 +135,9 @@ $(DOCS_VENV)/.installed: docs/requirements.txt
 	$(PYTHON) -m venv $(DOCS_VENV)
 	$(DOCS_VENV)/bin/python $(INSTALL) --requirement docs/requirements.txt
 	touch $@
+
+# What test-pretend-gpu, test-vllm-omni and docs install besides, for continuous integration.
+environments: setup $(PRETEND_CUPY)/.installed $(VLLM_OMNI_VENV)/.installed $(DOCS_VENV)/.installed
 
 lint: setup
 	$(VENV)/bin/ruff check .

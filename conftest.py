@@ -47,7 +47,9 @@ Those of `runs` and `clusters` start clusters or time the CPU, and mostly wait. 
 a process that imports torch and diffusers once (tests/support/forked.py); each process of pytest would have its own. A
 test is put into a lane by the mark `serial`, without a name into the last, or by a fixture of CLUSTERS.
 """
-CLUSTERS = {"ray_here": "runs", "full_run": "runs", "existing_cluster": "clusters"}
+SHARED_CLUSTER = "ray_here"
+"""Fixture of a cluster for the tests of several files, which come one after the other within their lane."""
+CLUSTERS = {SHARED_CLUSTER: "runs", "full_run": "runs", "existing_cluster": "clusters"}
 """Fixture that starts a cluster → the lane of the tests that use it, which need no mark."""
 LONG = (
     "tests/unit/plan/test_rehearsal.py",
@@ -70,10 +72,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if getattr(item.config.option, "loadgroup", False):
             _group(item, lanes[item] or paths[item])
 
-    def turn(item: pytest.Item) -> int:
+    def turn(item: pytest.Item) -> tuple[int, bool]:
         if lane := lanes[item]:
-            return LANES.index(lane) - len(LANES)
-        return next((number for number, start in enumerate(LONG) if paths[item].startswith(start)), len(LONG))
+            return LANES.index(lane) - len(LANES), SHARED_CLUSTER not in getattr(item, "fixturenames", ())
+        return next((number for number, start in enumerate(LONG) if paths[item].startswith(start)), len(LONG)), False
 
     items.sort(key=turn)
 

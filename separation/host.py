@@ -51,6 +51,9 @@ def resolve(path: str) -> Any:
 class Host:
     """Holds the object of one worker and forwards calls to it."""
 
+    alone = False
+    """True where nothing else lives in this process, so that what it imports can be left out of garbage collections."""
+
     def __init__(self, name: str, *, threads: int) -> None:
         self.name = name
         self.threads = threads
@@ -60,7 +63,7 @@ class Host:
         """Imports the factory (`pkg.module:attr`) and calls it with `arguments`. Raises RemoteError."""
         try:
             limit_threads(self.threads)
-            with without_collections():
+            with without_collections(freeze=self.alone):
                 make = resolve(factory)
             limited = limit_threads(self.threads)
             self._target = make(**arguments)
@@ -111,6 +114,8 @@ class Surroundings:
 
 class ProcessHost(Host):
     """A Host in a process of its own; it sets the environment and redirects the output to `log_file`."""
+
+    alone = True
 
     def __init__(self, name: str, *, threads: int, surroundings: Surroundings, log_file: str | None) -> None:
         os.environ.update({**thread_environment(threads), **surroundings.variables()})

@@ -91,7 +91,7 @@ def write_grid(
             below = (f"{score:.3f}", *(fitted(each[column], draw, font, side) for each in captions[row : row + 1]))
             for line, text in enumerate(below, start=1):
                 draw.text((left, top + line * LINE_HEIGHT + side + 1), text, fill=(90, 90, 90), font=font)
-    sheet.save(path, format="PNG", optimize=True, pnginfo=_kept(data))
+    sheet.save(path, format="PNG", pnginfo=_kept(data))
 
 
 def _kept(data: Any) -> PngInfo | None:

@@ -34,7 +34,12 @@ def single_threaded_and_quiet(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """Closes the toy pools on Ray after the last test of their files: other tests start clusters of their own."""
+    """Closes what is on Ray after the last test that shares it: other tests start clusters of their own."""
+    if _here and (nextitem is None or "ray_here" not in getattr(nextitem, "fixturenames", ())):
+        import ray
+
+        _here.clear()
+        ray.shutdown()
     if item.path.name in ON_TOY_POOLS and (nextitem is None or nextitem.path.name not in ON_TOY_POOLS):
         from tests.integration.separation_bench import close_on_ray  # It imports Ray.
 
@@ -86,15 +91,18 @@ def existing_cluster() -> Iterator[str]:
         ray.shutdown()
 
 
+_here: list[bool] = []
+"""Not empty while the cluster of `ray_here` is up."""
+
+
 @pytest.fixture(scope="module")
-def ray_here() -> Iterator[None]:
-    """This process connected to a Ray cluster with room for two trainer ranks and two rollout workers."""
-    import ray
+def ray_here() -> None:
+    """This process connected to a Ray cluster with room for two trainer ranks and two rollout workers.
 
-    from tests.support.ray_cluster import start_ray
+    It is the same for tests that use it one after another, in several files; `pytest_runtest_teardown` ends it.
+    """
+    if not _here:
+        from tests.support.ray_cluster import start_ray
 
-    started(lambda: start_ray(resources={"trainer": 2, "rollout": 2}))
-    try:
-        yield
-    finally:
-        ray.shutdown()
+        started(lambda: start_ray(resources={"trainer": 2, "rollout": 2}))
+        _here.append(True)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from async_flowrl.config.compose import compose_config
 from async_flowrl.report.write import write_report
@@ -163,7 +163,15 @@ def finish(process: "subprocess.Popen[str]", code: int) -> tuple[str, str]:
     return out, err
 
 
-def wait_until(process: "subprocess.Popen[str]", condition: Callable[[], object], what: str) -> None:
+class Process(Protocol):
+    """A run as a process: `subprocess.Popen` or ForkedRun (forked_run.py)."""
+
+    def poll(self) -> int | None: ...
+
+    def communicate(self) -> tuple[str, str]: ...
+
+
+def wait_until(process: Process, condition: Callable[[], object], what: str) -> None:
     deadline = time.monotonic() + LIMIT
     while not condition():
         assert process.poll() is None, f"it ended before {what}: {process.communicate()[1][-3000:]}"

@@ -5,7 +5,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from diffusers import DPMSolverMultistepScheduler, SanaPipeline
 
 from async_flowrl.check_model.command import main
 from async_flowrl.check_model.compare import STEPS
@@ -136,6 +135,8 @@ def test_an_instruction_that_the_stock_pipeline_adds_is_named(capsys: pytest.Cap
 
 def test_another_solver_of_the_stock_pipeline_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Published SANA comes with one."""
+    from diffusers import DPMSolverMultistepScheduler, SanaPipeline  # To collect the tests needs neither.
+
     config = compose_config("one_step_off", ["model=tiny_sana"])
     pipeline = SanaPipeline.from_pretrained(resolve_model(config.model).path)
     pipeline.scheduler = DPMSolverMultistepScheduler(

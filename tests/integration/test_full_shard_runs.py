@@ -16,6 +16,7 @@ from async_flowrl.generate import from_config, open_pipeline, sample
 from async_flowrl.policies import trained_file
 from async_flowrl.training.checkpoint import read_checkpoint
 from async_flowrl.verify import verify
+from tests.integration.forked_ranks import train_with_forked_ranks
 from tests.integration.lonely import MESSAGE
 from tests.integration.runs import DELAYS, Run, finish, start, train, train_here_on_ray, wait_until
 from tests.integration.whole_weights import base_of, check_all_changed_and_delivered, whole
@@ -39,8 +40,23 @@ PROMPT = "red red red red"
 
 @pytest.fixture(scope="module")
 def plain(ray_here: None, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """Three steps, undisturbed."""
-    return train_here_on_ray(tmp_path_factory.mktemp("shards") / "run", "one_step_off", *SHARDED, "total_steps=3")
+    """Three steps, undisturbed; only `resumed` is on Ray."""
+    return train_with_forked_ranks(tmp_path_factory.mktemp("shards") / "run", "one_step_off", *SHARDED, "total_steps=3")
+
+
+@pytest.fixture(scope="module")
+def resumed(plain: Run, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """What a run leaves whose driver is killed after its first step, resumed on Ray; all that may differ does."""
+    folder = tmp_path_factory.mktemp("resumed") / "run"
+    shutil.copytree(plain.root, folder)
+    for later in ("checkpoints/step_2", "checkpoints/step_3", "transformer"):
+        shutil.rmtree(folder / later)
+    other = ("rollout.num_workers=2", "reward.num_workers=2", "checkpoint_engine.bucket_bytes=5000", *DELAYS)
+    return train_here_on_ray(folder, "one_step_off", *SHARDED, *other, "total_steps=3", "resume=auto")
+
+
+def busy_ranks(events: list[dict[str, Any]]) -> set[str]:
+    return {event["worker"] for event in events if event["event"] == "span" and event["name"] == "backward"}
 
 
 def test_every_parameter_changed_and_the_whole_model_was_delivered(plain: Run) -> None:
@@ -48,8 +64,7 @@ def test_every_parameter_changed_and_the_whole_model_was_delivered(plain: Run) -
     assert plain.summary["sync"]["transport"] == "object_store"
     assert plain.column("staleness/max") == [0, 1, 1]
     assert max(line["behaviour_gap"] for line in plain.metrics) < 1e-6, "rollouts compute with what was trained"
-    busy = {e["worker"] for e in plain.events if e["event"] == "span" and e["name"] == "backward"}
-    assert busy == {"trainer-0", "trainer-1"}
+    assert busy_ranks(plain.events) == {"trainer-0", "trainer-1"}
     assert [row for row in verify(plain.root) if not row[1]] == []
 
 
@@ -78,21 +93,23 @@ def test_diffusers_own_pipeline_makes_the_runs_images(plain: Run) -> None:
     assert np.array_equal(sample(pipeline, settings, PROMPT, [0, 1]), after) and not np.array_equal(before, after)
 
 
-def test_workers_delays_buckets_and_a_resume_change_no_bit(plain: Run, tmp_path: Path) -> None:
-    """What a run leaves whose driver is killed after its first step; everything that may differ does, from there on."""
-    folder = tmp_path / "run"
-    shutil.copytree(plain.root, folder)
-    for later in ("checkpoints/step_2", "checkpoints/step_3", "transformer"):
-        shutil.rmtree(folder / later)
-    other = ("rollout.num_workers=2", "reward.num_workers=2", "checkpoint_engine.bucket_bytes=5000", *DELAYS)
-    again = train_here_on_ray(folder, "one_step_off", *SHARDED, *other, "total_steps=3", "resume=auto")
-    assert [event["step"] for event in again.events if event["event"] == "rollback"] == [1]
-    made = {event["worker"] for event in again.tickets("SCORING")}
-    assert {"rollout-0", "rollout-1"} <= made
-    assert again.digest == plain.digest and again.digests[-1] == plain.digests[-1]
-    ours, theirs = whole(again), whole(plain)
+def test_workers_delays_buckets_and_a_resume_on_ray_change_no_bit(plain: Run, resumed: Run) -> None:
+    """Each rank a process on Ray that reads its share of the checkpoint and sends its share of every version."""
+    assert [event["step"] for event in resumed.events if event["event"] == "rollback"] == [1]
+    now = resumed.events[len(plain.events) :]
+    assert busy_ranks(now) == {"trainer-0", "trainer-1"}
+    pids = {event["worker"]: event["pid"] for event in now if event["event"] == "worker"}
+    assert len(set(pids.values())) == len(pids) == 6, "two of each pool"
+    assert {"rollout-0", "rollout-1"} <= {event["worker"] for event in now if event.get("state") == "SCORING"}
+    sync = resumed.summary["sync"]
+    assert (sync["transport"], sync["corrupt"], sync["fallbacks"]) == ("object_store", 0, 0)
+    assert sync["bytes"] >= 3 * sum(tensor.nbytes for tensor in whole(plain).values()), (
+        "versions 1 to 3, each all of it"
+    )
+    assert resumed.digest == plain.digest and resumed.digests[-1] == plain.digests[-1]
+    ours, theirs = whole(resumed), whole(plain)
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs), "the average, too"
-    assert [row for row in verify(folder) if not row[1]] == []
+    assert [row for row in verify(resumed.root) if not row[1]] == []
 
 
 @pytest.mark.parametrize(

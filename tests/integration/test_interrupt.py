@@ -2,7 +2,10 @@
 
 import os
 import signal
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -71,12 +74,34 @@ def test_ctrl_c_ends_everything(tmp_path: Path, moment: str) -> None:
         assert not sound(folder)
 
 
-def test_ctrl_c_and_resume(tmp_path: Path) -> None:
-    process = start(tmp_path / "run", "one_step_off", "runtime.backend=local", LONG, *SLOWLY)
-    wait_until(process, lambda: len(lines(tmp_path / "run/metrics.jsonl")) >= 2, "its second step")
-    process.send_signal(signal.SIGINT)
-    assert finish(process, exit_codes.INTERRUPTED)[1] == "async_flowrl: interrupted\n"
-    check_resumed(tmp_path / "run", sound(tmp_path / "run")[-1] + 2)
+@contextmanager
+def ctrl_c_after(folder: Path, steps: int) -> Iterator[None]:
+    """Sends SIGINT to this process once the run in `folder`, which it makes inside the block, has trained `steps`."""
+    over = threading.Event()
+
+    def press() -> None:
+        while not over.wait(0.05):
+            if len(lines(folder / "metrics.jsonl")) >= steps:
+                os.kill(os.getpid(), signal.SIGINT)
+                return
+
+    thread = threading.Thread(target=press)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def test_ctrl_c_and_resume(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """In this process; that one of its own ends, too, is the test above."""
+    folder = tmp_path / "run"
+    with ctrl_c_after(folder, 2):
+        train(folder, "one_step_off", LONG, *SLOWLY, code=exit_codes.INTERRUPTED)
+    assert capfd.readouterr().err == "async_flowrl: interrupted\n"
+    assert not (folder / "summary.json").exists()
+    check_resumed(folder, sound(folder)[-1] + 2)
 
 
 def check_resumed(folder: Path, steps: int, *overrides: str) -> Run:

@@ -10,7 +10,13 @@ from tests.integration.runs import Run, train
 
 
 @pytest.mark.parametrize(
-    ("steps", "save", "evaluate"), [(1, 0, 0), (1, 1, 1), (5, 2, 3), (5, 3, 2), (4, 4, 2), (3, 5, 5)]
+    ("steps", "save", "evaluate"),
+    [
+        (1, 0, 0),
+        (5, 2, 3),
+        (3, 5, 5),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in ((1, 1, 1), (5, 3, 2), (4, 4, 2))),
+    ],
 )
 def test_steps_checkpoints_and_evaluations(steps: int, save: int, evaluate: int, tmp_path: Path) -> None:
     run = train(
@@ -21,13 +27,18 @@ def test_steps_checkpoints_and_evaluations(steps: int, save: int, evaluate: int,
         "save.keep=9",
         f"evaluate.every={evaluate}",
         "evaluate.before_training=true",
+        "evaluate.images_per_prompt=1",
     )
     check_ends(run, steps, save, evaluate)
 
 
 @pytest.mark.parametrize(
     ("epochs", "total", "steps", "save", "evaluate"),
-    [(2, 100, 3, 2, 2), (1, 100, 2, 3, 1), (3, 100, 5, 2, 3), (3, 4, 4, 3, 0)],
+    [
+        (2, 100, 3, 2, 2),
+        (3, 4, 4, 3, 0),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in ((1, 100, 2, 3, 1), (3, 100, 5, 2, 3))),
+    ],
 )
 def test_epochs_end_a_run_unless_total_steps_do(
     epochs: int, total: int, steps: int, save: int, evaluate: int, tmp_path: Path

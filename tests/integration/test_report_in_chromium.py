@@ -25,7 +25,13 @@ NASTY = (
     "blue " * 2000,
 )
 EVALUATED = ("evaluate.every=2", "evaluate.before_training=true", "evaluate.images_per_prompt=2")
-WIDTHS = (1280, 390)
+LOOKS = (
+    (1280, "light"),
+    (390, "dark"),
+    pytest.param(1280, "dark", marks=pytest.mark.slow),
+    pytest.param(390, "light", marks=pytest.mark.slow),
+)
+"""Width of the window in CSS pixels, and the colour scheme that its user prefers."""
 LONG = "a_run_of_a_sweep,trainer.learning_rate=0.001,algorithm.noise_level=0.7,seed=8"
 SHORT = "a_run_of_a_s…level=0.7,seed=8"
 
@@ -84,8 +90,7 @@ def url(run: Run) -> str:
     return (run.root / "report.html").as_uri()
 
 
-@pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize(("width", "scheme"), LOOKS)
 def test_it_is_whole_and_fits(browser: Any, url: str, width: int, scheme: str) -> None:
     opened = Opened(browser, url, width=width, scheme=scheme)
     page = opened.page

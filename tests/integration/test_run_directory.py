@@ -2,8 +2,6 @@
 
 import json
 import math
-import os
-import signal
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +18,8 @@ from async_flowrl.export import export
 from async_flowrl.policies.lora_file import FILE_NAME
 from async_flowrl.training.checkpoint import read_checkpoint
 from async_flowrl.training.checkpoint_folder import checkpoint_step, find_checkpoint
-from tests.integration.runs import Run, start, train, wait_until
+from tests.integration.forked_run import ForkedRun
+from tests.integration.runs import Run, train, wait_until
 
 STEPS = 6
 FILES = (
@@ -241,19 +240,19 @@ def test_resume_refuses_another_configuration(tmp_path: Path, capfd: pytest.Capt
     assert "weights.safetensors" in capfd.readouterr().err
 
 
+@pytest.mark.serial("ranks")
 def test_a_killed_driver_is_replaced_by_resume_and_only_one_may_run(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    slowly = ["runtime.backend=local", "save.every=2", "debug.delays.update=0.5", "debug.delays.constant=true"]
-    first = start(tmp_path / "run", "one_step_off", "total_steps=500", *slowly)
+    slowly = ["save.every=2", "debug.delays.update=0.5", "debug.delays.constant=true"]
+    first = ForkedRun(tmp_path / "run", "one_step_off", "total_steps=500", *slowly)
     wait_until(first, lambda: (tmp_path / "run/logs/controller.log").exists(), "it had begun")
     train(tmp_path / "run", "one_step_off", *slowly, "resume=auto", code=2)
     told = capfd.readouterr().err
     assert "is in use by another running controller" in told
     assert len(told.splitlines()) == 1
     wait_until(first, lambda: len(list((tmp_path / "run/checkpoints").glob("step_*"))) >= 2, "a second checkpoint")
-    os.kill(first.pid, signal.SIGKILL)
-    first.wait()
+    first.kill()
     assert not (tmp_path / "run/summary.json").exists()
     newest = find_checkpoint(tmp_path / "run/checkpoints")
     assert newest is not None

@@ -19,6 +19,14 @@ PAGES = {
     if (blocks := BLOCK.findall(page.read_text(encoding="utf-8")))
 }
 
+SMALLER = (
+    "runtime.backend=local",
+    "group_size=4",
+    "trainer.micro_batch_size=4",
+    "rollout.num_inference_steps=4",
+    "evaluate.images_per_prompt=2",
+)
+"""Put behind the settings of each training; the slow lane runs it as it is written."""
 INTERRUPTED = {"docs/do/resume.md"}
 """Pages whose runs are killed, for which they must be processes: in the slow lane only."""
 
@@ -44,13 +52,13 @@ def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.M
 
 @pytest.mark.parametrize("page", sorted(PAGES.keys() - INTERRUPTED))
 def test_runnable_blocks(page: str, reader: pytest.MonkeyPatch) -> None:
-    """In this process, trained by its threads: the blocks share a folder, as a reader's shell would."""
+    """In this process, trained by its threads on fewer images: the blocks share a folder, as a reader's shell would."""
     for kind, text in PAGES[page]:
         if kind == "python":
             exec(compile(text, page, "exec"), {"__name__": "__main__"})
         for command in commands(text) if kind == "bash" else ():
             verb, *words = verb_and_arguments(command)
-            more = ["runtime.backend=local"] if verb == "train" else []
+            more = SMALLER if verb == "train" else ()
             reader.setattr(sys, "argv", ["async-flowrl", verb, *words, *more])
             assert carried_out() == 0, f"{page}\n{text}"
 

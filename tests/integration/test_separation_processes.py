@@ -77,15 +77,12 @@ def test_threads_environment_and_logs_are_set_in_the_worker(rays: Bench) -> None
 
 
 @contextmanager
-def second_node(resources: str = "{}", *, gpus: str = "") -> Iterator[list[psutil.Process]]:
+def second_node(gpus: str) -> Iterator[list[psutil.Process]]:
     """Another Ray node on this machine, which takes devices of these numbers for its GPUs; yields its processes."""
     command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--num-cpus=4", "--disable-usage-stats"]
-    command += [f"--address={ray.get_runtime_context().gcs_address}", f"--resources={resources}"]
-    command += [f"--num-gpus={len(gpus.split(','))}"] if gpus else []
-    visible = {"CUDA_VISIBLE_DEVICES": gpus} if gpus else {}
-    start = subprocess.Popen(
-        command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=ROOT, env={**os.environ, **visible}
-    )
+    command += [f"--address={ray.get_runtime_context().gcs_address}", f"--num-gpus={len(gpus.split(','))}"]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": gpus}
+    start = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=ROOT, env=environment)
     try:
         wait_for_nodes(2)
         yield descendants(start.pid)
@@ -104,28 +101,29 @@ def wait_for_nodes(count: int) -> None:
         time.sleep(0.1)
 
 
-@pytest.mark.chaos
-def test_a_lost_node_means_dead_workers_and_lost_refs(rays: Bench) -> None:
-    async def test(bench: Bench) -> None:
-        with second_node('{"away": 1}') as node:
-            async with cluster([PoolSpec("away", TOY, 1, gpus_per_worker=1.0)], start_deadline=180) as groups:
-                away, home = groups["away"].workers[0], bench.toys.workers[2]
-                _, (small, large) = await away.call_split("split_unevenly", 200_000, returns=3)
-                call = asyncio.create_task(away.call("sleep", 600.0))
-                await asyncio.sleep(0.2)
-                for process in node:
-                    kill(process)
-                await raises(WorkerDied, call)
-                await raises(RefLost, groups["away"].fetch(large))
-                await raises(RefLost, home.call("total", large))
-                assert await home.call("total", small) == 2.0, "a small result travelled with the answer"
-
-    rays.run(test)
+async def check_lost_node(bench: Bench, node: list[psutil.Process]) -> None:
+    """Kills the processes of the node with the GPUs while a worker there is called."""
+    async with cluster([PoolSpec("away", TOY, 1, gpus_per_worker=1.0)], start_deadline=180) as groups:
+        away, home = groups["away"].workers[0], bench.toys.workers[2]
+        _, (small, large) = await away.call_split("split_unevenly", 200_000, returns=3)
+        call = asyncio.create_task(away.call("sleep", 600.0))
+        await asyncio.sleep(0.2)
+        for process in node:
+            kill(process)
+        await raises(WorkerDied, call)
+        await raises(RefLost, groups["away"].fetch(large))
+        await raises(RefLost, home.call("total", large))
+        assert await home.call("total", small) == 2.0, "a small result travelled with the answer"
 
 
 @pytest.mark.chaos
-def test_workers_see_the_gpus_of_their_seats_and_no_others(rays: Bench, caplog: pytest.LogCaptureFixture) -> None:
-    """No GPU is needed: Ray tells each worker the numbers of its devices without looking at any."""
+def test_workers_see_the_gpus_of_their_seats_and_a_lost_node_means_dead_workers_and_lost_refs(
+    rays: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
+    """No GPU is needed: Ray tells each worker the numbers of its devices without looking at any.
+
+    The node with the GPUs is lost afterwards; a second one would take seconds to start.
+    """
     allocator = "expandable_segments:True"
     pools = [
         PoolSpec("owner", TOY, 2, gpus_per_worker=1.0, gang=True, allocator=allocator),
@@ -140,7 +138,7 @@ def test_workers_see_the_gpus_of_their_seats_and_no_others(rays: Bench, caplog: 
         return await worker.call("os:getenv", names[0]), await worker.call("os:getenv", names[1])
 
     async def test(bench: Bench) -> None:
-        with second_node(gpus="4,5,6"):
+        with second_node(gpus="4,5,6") as node:
             async with cluster(pools, start_deadline=180) as groups:
                 owners = await together(*(seen(worker) for worker in groups["owner"].workers))
                 (chooser,) = await together(*(seen(worker) for worker in groups["chooser"].workers))
@@ -155,6 +153,7 @@ def test_workers_see_the_gpus_of_their_seats_and_no_others(rays: Bench, caplog: 
                     group["strategy"] for group in made if len(group["bundles"]) == 2 and "GPU" in group["bundles"][0]
                 ]
                 assert gangs == ["STRICT_PACK"]
+            await check_lost_node(bench, node)
 
     with caplog.at_level(logging.INFO, logger="separation.ray_session"):
         rays.run(test)
@@ -227,7 +226,7 @@ def marked_processes(mark: str) -> list[str]:
     return [" ".join(process.info["cmdline"] or ()) for process in marked]
 
 
-@pytest.mark.parametrize("ending", ["interrupt", "raise", "kill"])
+@pytest.mark.parametrize("ending", ["interrupt", pytest.param("raise", marks=pytest.mark.slow), "kill"])
 def test_no_process_outlives_the_driver(ending: str, tmp_path: Path) -> None:
     mark = f"mark-{uuid.uuid4()}"
     script = tmp_path / "driver.py"

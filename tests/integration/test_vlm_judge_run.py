@@ -3,9 +3,7 @@
 import base64
 import io
 import json
-import os
 import shutil
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +12,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from tests.integration.forked_run import ForkedRun
 from tests.integration.runs import Run, finish, lines, start, train, wait_until
 from tests.support.scripted_judge import Request, ScriptedJudge, completion, http, scripted_judge
 
@@ -49,6 +48,7 @@ def judged(server: ScriptedJudge, **options: Any) -> list[str]:
     return ["~reward.terms.color", "+reward.terms={judge: " + term + "}", f"total_steps={STEPS}", "reward.backoff=0"]
 
 
+@pytest.mark.serial("ranks")
 def test_a_resume_is_bitwise_the_same_though_the_judge_has_changed_its_mind(
     server: ScriptedJudge, tmp_path: Path
 ) -> None:
@@ -57,11 +57,10 @@ def test_a_resume_is_bitwise_the_same_though_the_judge_has_changed_its_mind(
     whole = train(tmp_path / "whole", "sync", *overrides)
     assert len(server.requests) == STEPS * 2 * 4 + EVALUATION
     killed = tmp_path / "killed"
-    slow = ["runtime.backend=local", "debug.delays.update=2", "debug.delays.constant=true"]
-    process = start(killed, "sync", *overrides, *slow)
+    slow = ["debug.delays.update=2", "debug.delays.constant=true"]
+    process = ForkedRun(killed, "sync", *overrides, *slow)
     wait_until(process, lambda: len(lines(killed / "scores.jsonl")) == STEPS * 2, "all groups are scored")
-    os.kill(process.pid, signal.SIGKILL)
-    process.communicate()
+    process.kill()
     for checkpoint in (killed / "checkpoints").glob("step_[2-9]"):
         shutil.rmtree(checkpoint)
     assert Run(killed).metrics[-1]["step"] < STEPS, "it was not killed in time"

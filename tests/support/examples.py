@@ -12,6 +12,7 @@ SHORT = (
     "total_steps=2",
     "group_size=4",
     "trainer.micro_batch_size=4",
+    "rollout.num_inference_steps=4",
     "evaluate.images_per_prompt=2",
     "evaluate.every=0",
     "evaluate.before_training=false",

@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 from separation.group import PoolSpec, WorkerDied, WorkerFailed
 from separation.host import RemoteError, resolve
+from separation.local import Parcel
 from tests.support.forked import CONTEXT
 
 LANES = ("main", "control", "publish", "save", "sync")
@@ -45,7 +46,10 @@ def answer(lane: Connection, target: Any) -> None:
 
 
 class ProcessWorker:
-    """One process; implements `separation.group.Worker`. Refs are plain values here."""
+    """One process; implements `separation.group.Worker`.
+
+    Refs are plain values here, and those of threads (`separation.local.Parcel`) are opened before they are sent.
+    """
 
     node = "127.0.0.1"
 
@@ -70,7 +74,8 @@ class ProcessWorker:
     async def _ask(self, method: str, args: tuple[Any, ...], lane: str) -> Any:
         async with self._locks[lane]:
             try:
-                self._lanes[lane].send((method, args))
+                opened = tuple(each.open() if isinstance(each, Parcel) else each for each in args)
+                self._lanes[lane].send((method, opened))
                 good, value = await self._in_thread(self._lanes[lane].recv)
             except (EOFError, OSError) as error:
                 raise WorkerDied(self.name, f"its process ended during {method}") from error

@@ -1,6 +1,7 @@
 """Tests of imports during which garbage collection is paused."""
 
 import gc
+import subprocess
 import sys
 from importlib import import_module
 from pathlib import Path
@@ -9,6 +10,8 @@ import pytest
 
 from separation.host import Host
 from separation.imports import without_collections
+
+ROOT = Path(__file__).parents[3]
 
 
 def test_garbage_waits_inside_and_is_collected_again_afterwards() -> None:
@@ -56,3 +59,20 @@ def test_a_worker_imports_its_factory_without_and_works_with_it(
     host.build("observing_factory:make", {})
     assert host.run("copy") == [False, True]
     del sys.modules["observing_factory"]
+
+
+ALONE = """
+import gc, sys
+from separation.host import Host, ProcessHost, Surroundings
+surroundings = Surroundings({}, owns_gpu=False)
+Host("thread", threads=1).build("fractions:Fraction", {})
+shared = gc.get_freeze_count()
+ProcessHost("process", threads=1, surroundings=surroundings, log_file=None).build("decimal:Decimal", {})
+print(shared, gc.get_freeze_count() > 1000, gc.isenabled())
+"""
+
+
+def test_what_a_worker_with_its_own_process_imports_is_not_searched_again() -> None:
+    """A worker that is a thread leaves the objects of others in its process alone."""
+    done = subprocess.run([sys.executable, "-c", ALONE], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stdout.split() == ["0", "True", "True"]
