@@ -15,6 +15,7 @@ from async_flowrl.config.schema import Config
 from async_flowrl.config.shared import SHARED
 from async_flowrl.plan.footprint import Allocations, fused_attention
 from async_flowrl.plan.meta_model import MetaModel, architecture, build_meta_model, conditioning
+from async_flowrl.plan.meta_shapes import RememberedShapes
 from async_flowrl.plan.text_lengths import text_lengths
 from async_flowrl.tickets.arithmetic import trained_steps
 from async_flowrl.tickets.request import sampling
@@ -33,7 +34,7 @@ def remembered_training_peak(config: Config) -> int:
     key = _key(config)
     if key not in _counted:
         model = build_meta_model(config)
-        with torch.no_grad(), fused_attention():
+        with torch.no_grad(), RememberedShapes(), fused_attention():
             velocity(config, model, 1, "meta")
         _counted[key] = training_peak(config, model)
     return _counted[key]
@@ -95,7 +96,7 @@ def velocity(config: Config, model: MetaModel, rows: int, device: str) -> Tensor
 def measured(forward: Callable[[], Tensor], device: str) -> int:
     """Returns the peak bytes of `forward` and, if its result requires a gradient, of the backward pass."""
     allocations = Allocations()
-    with fused_attention() if device == "meta" else nullcontext(), allocations:
+    with RememberedShapes(), fused_attention() if device == "meta" else nullcontext(), allocations:
         out = forward()
         if out.requires_grad:
             out.backward()  # type: ignore[no-untyped-call]

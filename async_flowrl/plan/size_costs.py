@@ -15,6 +15,7 @@ from async_flowrl.config.schema import Config
 from async_flowrl.observability.flops import FlopCounter
 from async_flowrl.plan.largest import at_largest, prompts_with_sizes
 from async_flowrl.plan.meta_model import MetaModel, build_meta_model
+from async_flowrl.plan.meta_shapes import RememberedShapes
 from async_flowrl.plan.peaks import velocity
 from async_flowrl.plan.text_lengths import text_lengths
 from async_flowrl.types import Resolution
@@ -72,7 +73,7 @@ def size_costs(config: Config) -> SizeCosts:
 
 def _flops(config: Config, model: MetaModel) -> int:
     """Returns the FLOPs of one forward pass of one image."""
-    with torch.no_grad(), FlopCounter() as counter:
+    with torch.no_grad(), RememberedShapes(), FlopCounter() as counter:
         velocity(config, model, 1, "meta")
     return int(counter.total)
 

@@ -9,9 +9,9 @@ from tests.chaos.recovery_schedules import PAIRS, fatal, outcome, report
 
 pytestmark = pytest.mark.chaos
 
-SEEDS, FIRST = 32 * len(PAIRS), 8 * len(PAIRS)
-"""Of `make test-slow`, and those of them that `make test` runs: 32 and 8 for each cell."""
-CHUNK = 32
+SEEDS, FIRST = 32 * len(PAIRS), 4 * len(PAIRS)
+"""Of `make test-slow`, and those of them that `make test` runs: 32 and 4 for each cell."""
+CHUNK = len(PAIRS)
 EXTRA: tuple[int, ...] = ()
 """Seeds beyond these that failed once: they stay."""
 

@@ -10,7 +10,7 @@ from tests.chaos.table_schedules import TableSchedule
 
 pytestmark = pytest.mark.chaos
 
-SCHEDULES, FIRST = 10_000, 2_000
+SCHEDULES, FIRST = 10_000, 1_000
 """Of `make test-slow`, and those of them that `make test` runs."""
 CHUNK = 1000
 

@@ -25,22 +25,27 @@ def work(g: float, t: float, *, groups: int = 16, cv: float = 0.05, **more: Any)
     return Work(groups, Law(g / groups, cv), Law(t / groups, 0.05), **more)
 
 
+def few(devices: int, **more: Any) -> Limits:
+    """Fewer steps than a plan simulates by default, for work that is nearly even: their mean is known after these."""
+    return Limits(devices, steps=16, **more)
+
+
 @pytest.mark.parametrize(("g", "t", "split"), [(8, 8, (4, 4)), (12, 4, (6, 2)), (7, 1, (7, 1)), (2, 6, (2, 6))])
 def test_the_split_follows_the_work(g: float, t: float, split: tuple[int, int]) -> None:
-    advice = advise(work(g, t, groups=32, cv=0.0), Limits(8, share=False))
+    advice = advise(work(g, t, groups=32, cv=0.0), few(8, share=False))
     assert advice.chosen is not None
     assert (advice.chosen.layout.rollout, advice.chosen.layout.trainer) == split
 
 
 def test_any_number_of_ranks_is_recommended() -> None:
-    advice = advise(work(4, 12, group_size=4), Limits(8, share=False))
+    advice = advise(work(4, 12, group_size=4), few(8, share=False))
     assert advice.chosen is not None
     assert advice.chosen.layout.trainer == 6
 
 
 def test_the_smallest_staleness_that_reaches_the_bound() -> None:
-    even = advise(work(1, 1), Limits(2, share=False)).chosen
-    uneven = advise(work(1, 1, groups=4, cv=2.0), Limits(2, share=False)).chosen
+    even = advise(work(1, 1), few(2, share=False)).chosen
+    uneven = advise(work(1, 1, groups=4, cv=2.0), Limits(2, share=False, steps=80)).chosen
     assert even is not None
     assert uneven is not None
     assert (even.layout.max_staleness, even.layout.hand_over) == (1, "stream")
@@ -49,31 +54,31 @@ def test_the_smallest_staleness_that_reaches_the_bound() -> None:
 
 
 def test_on_policy_is_enough_where_training_is_next_to_nothing() -> None:
-    chosen = advise(work(8, 0.02), Limits(2, share=False)).chosen
+    chosen = advise(work(8, 0.02), few(2, share=False)).chosen
     assert chosen is not None
     assert chosen.layout.max_staleness == 0
 
 
 def test_trainer_bound_runs_are_told_that_more_is_pure_staleness() -> None:
-    advice = advise(work(0.5, 1), Limits(2, share=False))
+    advice = advise(work(0.5, 1), few(2, share=False))
     assert any("More max_staleness than" in s and "the trainer is the limit" in s for s in advice.sentences)
 
 
 def test_the_search_for_staleness_ends_where_the_bound_is_reached() -> None:
     """Also where every depth reaches it: generation takes no time, so that nothing has to be hidden."""
-    advice = advise(work(0.001, 4, cv=0.0), Limits(2, share=False))
+    advice = advise(work(0.001, 4, cv=0.0), few(2, share=False))
     assert {prediction.layout.max_staleness for prediction in advice.depths} == {0, 1, 2}
 
 
 def test_dont_use_async_here() -> None:
     """Nothing to hide and an uneven split: phases in turn use both devices all the time."""
-    advice = advise(work(2, 1, cv=0.0, group_size=2), Limits(2))
+    advice = advise(work(2, 1, cv=0.0, group_size=2), few(2))
     assert advice.sentences[0].startswith("Don't use async here")
-    assert advise(work(2, 2), Limits(1)).sentences[0].startswith("Don't use async here")
+    assert advise(work(2, 2), few(1)).sentences[0].startswith("Don't use async here")
 
 
 def test_worth_it_where_rewards_and_publishing_would_be_waited_for() -> None:
-    advice = advise(work(2, 2, cv=0.3, score=Law(0.1), deliver=Law(0.3)), Limits(2))
+    advice = advise(work(2, 2, cv=0.3, score=Law(0.1), deliver=Law(0.3)), few(2))
     assert advice.sentences[0].startswith("Worth it")
     in_turn = advice.placements.in_turn
     assert in_turn is not None and in_turn.layout.placement == "shared"
@@ -83,7 +88,7 @@ def test_worth_it_where_rewards_and_publishing_would_be_waited_for() -> None:
 
 def test_one_pool_is_recommended_where_no_split_fits_and_rewards_take_their_time() -> None:
     """3 : 1 on two devices with a reward of 6 s: (30 + 10)/2 with one pool, 30 with two, 26 with phases in turn."""
-    advice = advise(work(30, 10, cv=0.0, group_size=4, score=Law(6.0)), Limits(2, reward=16))
+    advice = advise(work(30, 10, cv=0.0, group_size=4, score=Law(6.0)), few(2, reward=16))
     best = advice.placements.best
     assert best is not None
     assert (best.layout.placement, best.layout.max_staleness) == ("shared", 1)
@@ -98,7 +103,7 @@ def test_one_pool_is_recommended_where_no_split_fits_and_rewards_take_their_time
 
 def test_in_turn_is_compared_with_the_fastest_that_overlaps() -> None:
     """One pool that overlaps takes 10 s, too; two pools at 3 : 1 take 15 s."""
-    advice = advise(work(15, 5), Limits(2))
+    advice = advise(work(15, 5), few(2))
     found = advice.placements
     assert found.best is found.in_turn and found.overlapping is found.shared_overlap is not None
     assert found.separate is not None and found.overlapping.step_seconds < 0.8 * found.separate.step_seconds
@@ -106,44 +111,44 @@ def test_in_turn_is_compared_with_the_fastest_that_overlaps() -> None:
 
 
 def test_two_pools_stay_where_a_split_fits() -> None:
-    advice = advise(work(20, 20, cv=0.0, group_size=4, score=Law(6.0)), Limits(2, reward=16))
+    advice = advise(work(20, 20, cv=0.0, group_size=4, score=Law(6.0)), few(2, reward=16))
     best = advice.placements.best
     assert best is not None and best is advice.chosen
     assert any(s.startswith("Two pools are as fast") for s in advice.sentences)
 
 
 def test_one_device_hides_the_reward_with_one_pool() -> None:
-    advice = advise(work(30, 10, cv=0.0, group_size=4, score=Law(8.0)), Limits(1, reward=16))
+    advice = advise(work(30, 10, cv=0.0, group_size=4, score=Law(8.0)), few(1, reward=16))
     best = advice.placements.best
     assert best is not None and best.layout.placement == "shared" and best.layout.max_staleness == 1
     assert advice.chosen is None
     assert advice.sentences[0].startswith("Worth it: 1.2") and "on the same 1 device " in advice.sentences[0]
-    alone = advise(work(30, 10, cv=0.0, group_size=4), Limits(1))
+    alone = advise(work(30, 10, cv=0.0, group_size=4), few(1))
     assert "placement=shared" in alone.sentences[0] and alone.sentences[0].startswith("Don't use async here")
-    without = advise(work(30, 10, cv=0.0, group_size=4, score=Law(8.0)), Limits(1, reward=16, share=False))
+    without = advise(work(30, 10, cv=0.0, group_size=4, score=Law(8.0)), few(1, reward=16, share=False))
     assert without.placements.shared == () and without.placements.best is None
     assert without.sentences == (NO_LAYOUT,)
 
 
 def test_memory_bounds_what_may_wait() -> None:
     heavy = work(1, 1, ticket_bytes=1000)
-    assert advise(heavy, Limits(2, memory=100, share=False)).chosen is None
-    roomy = advise(heavy, Limits(2, memory=40_000, share=False)).chosen
+    assert advise(heavy, few(2, memory=100, share=False)).chosen is None
+    roomy = advise(heavy, few(2, memory=40_000, share=False)).chosen
     assert roomy is not None
     assert roomy.payload_bytes <= 40_000
 
 
 def test_whole_devices_cost() -> None:
-    advice = advise(work(2, 1, cv=0.0), Limits(2, share=False))
+    advice = advise(work(2, 1, cv=0.0), few(2, share=False))
     assert any(s.startswith("Whole devices cost 25%") for s in advice.sentences)
 
 
 def test_short_steps_are_told_what_processes_cost_and_what_has_none() -> None:
     short = work(0.3, 0.2, groups=2, cv=0.0)
-    said = [s for s in advise(short, Limits(2)).sentences if "runtime.backend=local" in s]
+    said = [s for s in advise(short, few(2)).sentences if "runtime.backend=local" in s]
     assert len(said) == 1 and "30 ms of CPU per step" in said[0] and "10% of this step" in said[0], said
-    assert not any("runtime.backend" in s for s in advise(short, Limits(2, backend="local")).sentences)
-    assert not any("runtime.backend" in s for s in advise(work(3, 2, groups=2, cv=0.0), Limits(2)).sentences)
+    assert not any("runtime.backend" in s for s in advise(short, few(2, backend="local")).sentences)
+    assert not any("runtime.backend" in s for s in advise(work(3, 2, groups=2, cv=0.0), few(2)).sentences)
 
 
 def test_uneven_work_that_no_staleness_evens_out() -> None:
@@ -233,11 +238,11 @@ def test_a_run_that_no_plan_can_read(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
-    given = ["--generate", "8", "--update", "8", "--devices", "8", "--sync", "0.1", "--steps", "20"]
+    given = ["--generate", "8", "--update", "8", "--devices", "8", "--sync", "0.1", "--steps", "16"]
     assert plan.main([*given, "--json"]) == 0
     printed = json.loads(capsys.readouterr().out)
     assert printed["chosen"]["rollout"] == printed["chosen"]["trainer"] == 4
-    separate = ["--split", "1:1", "--no-shared"]
+    separate = ["--split", "1:1", "--no-shared", "--steps", "20"]
     assert plan.main(["--generate", "8", "--update", "8", *separate]) == 0
     shown = capsys.readouterr().out
     assert "Use --config-name one_step_off rollout.num_workers=1 trainer.num_workers=1" in shown

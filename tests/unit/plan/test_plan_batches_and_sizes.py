@@ -205,7 +205,7 @@ def test_costs_of_which_only_some_have_a_share_are_refused(capsys: pytest.Captur
 
 
 def test_the_command_knows_batches_and_sizes(capsys: pytest.CaptureFixture[str]) -> None:
-    common = ["--generate", "8", "--update", "8", "--cv", "0", "--update-cv", "0", "--json", "--split", "2:1"]
+    common = ["--generate", "8", "--update", "8", "--cv", "0", "--update-cv", "0", "--json", "--split", "2:1", "--steps", "20"]
     found = []
     for options in ([], ["--tickets-per-batch", "8"], ["--costs", "1,4"]):
         assert main([*common, *options]) == 0
