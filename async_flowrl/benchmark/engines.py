@@ -126,7 +126,7 @@ def measure(engine: str, overrides: Sequence[str], tickets: int, rounds: int, ou
 def cpu_seconds() -> float:
     """Returns the CPU seconds that this process and those that it started have taken so far."""
     times = [process.cpu_times() for process in processes()]
-    return sum(each.user + each.system for each in times)
+    return float(sum(each.user + each.system for each in times))
 
 
 def memory() -> tuple[int, int]:
@@ -138,7 +138,8 @@ def memory() -> tuple[int, int]:
 
 def processes() -> list[psutil.Process]:
     """Returns this process and all living ones that it started."""
-    return [(own := psutil.Process()), *own.children(recursive=True)]
+    own = psutil.Process()
+    return [own, *own.children(recursive=True)]
 
 
 def save(path: Path, made: Sequence[Rollout]) -> None:
