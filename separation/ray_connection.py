@@ -35,11 +35,13 @@ _POLL_SECONDS = 0.02
 LEAN = {
     "task_events_report_interval_ms": 0,
     "enable_metrics_collection": False,
+    "event_stats": False,
     "enable_worker_prestart": False,
     "prestart_worker_first_driver": False,
 }
-"""Settings of Ray for a cluster that is started here. Its task history and metrics are off, because nothing reads them,
-and so are the workers that it starts ahead, because those of a pool have an environment of their own."""
+"""Settings of Ray for a cluster that is started here. Its task history, metrics and statistics of handlers are off,
+because nothing reads them, and so are the workers that it starts ahead, because those of a pool have an environment of
+their own."""
 
 
 class RayConnection:

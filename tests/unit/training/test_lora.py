@@ -3,6 +3,7 @@
 import copy
 import json
 from pathlib import Path
+from typing import Any
 
 import peft
 import pytest
@@ -131,6 +132,25 @@ def test_layers_compute_what_their_weights_and_scaling_say() -> None:
         x = torch.randn(5, a.shape[1], generator=torch.Generator().manual_seed(0))
         base = layer.base_layer(x)
         assert torch.allclose(layer(x), base + scaling * (x @ a.T @ b.T), atol=1e-5), name
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_layer_without_a_graph_gives_the_bits_of_one_with_a_graph(dtype: str) -> None:
+    """Without a graph it adds to Wx in place, with one it does not; the trainer replays what a rollout recorded."""
+    policy = adapted_policy(dtype=dtype)
+    randomise(lora_parameters(policy.transformer))
+    layer: Any = next(iter(lora_modules(policy.transformer).values()))
+    wide = layer.get_base_layer().weight.shape[1]
+    x = torch.randn(3, 5, wide, generator=torch.Generator().manual_seed(0)).to(getattr(torch, dtype))
+    kept, with_graph = x.clone(), layer(x)
+    with torch.no_grad():
+        without = layer(x)
+    assert with_graph.requires_grad and not without.requires_grad
+    assert torch.equal(with_graph, without) and torch.equal(x, kept)
+    assert not torch.equal(without, layer.get_base_layer()(x)), "the adapter has an effect"
+    live = output(policy)
+    with torch.no_grad():
+        assert torch.equal(output(policy), live)
 
 
 @pytest.mark.parametrize("compiled", [False, True])
