@@ -78,6 +78,22 @@ def with_replaced_terms(name: str, overrides: Sequence[str], folder: Path | None
 
 
 def _composed(name: str, overrides: Sequence[str], folder: Path | None) -> DictConfig:
+    if folder is not None:
+        return _by_hydra(name, tuple(overrides), folder)
+    return copy.deepcopy(_of_shipped_files(name, tuple(overrides), Path.cwd()))
+
+
+@functools.lru_cache(maxsize=64)
+def _of_shipped_files(name: str, overrides: tuple[str, ...], working: Path) -> DictConfig:
+    """Returns what Hydra composes of the shipped files alone, which do not change while a process runs.
+
+    A plan asks for some configurations repeatedly, and Hydra reads some twenty files for each. `working` is the working
+    directory, which is among Hydra's own settings.
+    """
+    return _by_hydra(name, overrides, None)
+
+
+def _by_hydra(name: str, overrides: tuple[str, ...], folder: Path | None) -> DictConfig:
     # Hydra looks for the primary configuration in the first folder only.
     both = [config_dir(), *([folder.absolute()] if folder else [])]
     folders = sorted(both, key=lambda each: not (each / f"{name}.yaml").exists())

@@ -34,6 +34,9 @@ class RememberedShapes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     tensors on other devices are left alone. Modes that are entered inside this one see every operator.
     """
 
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         try:

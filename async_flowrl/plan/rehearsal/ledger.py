@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
 
 from async_flowrl.observability.flops import FORMULAS
@@ -108,6 +109,8 @@ class Ledger(Allocations):  # type: ignore[no-untyped-call]
         if func is torch.ops.aten._local_scalar_dense.default:
             dtype = args[0].dtype
             return True if dtype == torch.bool else 1.0 if dtype.is_floating_point else 1
+        if func is torch.ops.prim.device.default:  # the most frequent of all, and no kernel
+            return func(*args, **(kwargs or {}))
         out = super().__torch_dispatch__(func, types, args, kwargs)
         if self._open and not self._aside:
             self._book(func, args, kwargs or {}, out)
@@ -115,7 +118,7 @@ class Ledger(Allocations):  # type: ignore[no-untyped-call]
 
     def _matters(self, tensor: Tensor) -> bool:
         """Whether the storage is to be counted: not on the meta device, not made inside `aside`, and new."""
-        return not self._aside and tensor.device.type != "meta" and super()._matters(tensor)
+        return not self._aside and not _on_meta(tensor) and super()._matters(tensor)
 
     def _book(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         phase, name = self._open[-1], func._schema.name.partition("::")[2]
@@ -144,7 +147,13 @@ class Ledger(Allocations):  # type: ignore[no-untyped-call]
 
 
 def _tensors(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor) and leaf.device.type != "meta"]
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor) and not _on_meta(leaf)]
+
+
+def _on_meta(tensor: Tensor) -> bool:
+    """Whether the tensor is on the meta device; a fake tensor knows its own, and asking torch for it takes long."""
+    device = tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device
+    return device.type == "meta"
 
 
 def _bytes(tensor: Tensor) -> int:

@@ -135,7 +135,7 @@ def test_a_sharded_base_is_gathered_and_let_go() -> None:
 def test_shares_of_the_whole_model_are_rehearsed() -> None:
     """Each of four ranks has a quarter of what is trained, gathers blocks, and reduces their gradients in float32."""
     full = ("tune=full", "model.tiny.layers=3", "trainer.num_workers=4", "trainer.micro_batch_size=2")
-    small = (*full, "rollout.resolution=16", "checkpoint_engine.bucket_bytes=65536")
+    small = (*full, "rollout.resolution=16", "checkpoint_engine.bucket_bytes=262144")
     done = rehearsed(*small, "trainer.shard=full")
     shares, whole = done.rank, rank_alone(*small, "trainer.shard=none")
     assert shares.layout == "fsdp2 over 4, trained weights and optimizer with it"
