@@ -12,6 +12,7 @@ from async_flowrl.plan.footprint import Allocations
 from async_flowrl.plan.meta_shapes import RememberedShapes
 
 ROWS, WIDE = torch.empty(6, 4, device="meta"), torch.empty(8, 2, 6, device="meta").permute(2, 0, 1)
+LINE, SQUARE = torch.empty(5, device="meta"), torch.empty(4, 4, device="meta")
 IMAGES = torch.empty(2, 4, 8, 8, device="meta", dtype=torch.bfloat16).to(memory_format=torch.channels_last)
 CALLS: dict[str, Callable[[], Any]] = {
     "int": lambda: ROWS.to(torch.int32) + 1,
@@ -23,6 +24,10 @@ CALLS: dict[str, Callable[[], Any]] = {
     "several": lambda: torch.native_layer_norm(ROWS, [4], None, None, 1e-5),
     "keyword": lambda: ROWS.sum(1, dtype=torch.float64),
     "no keyword": lambda: ROWS.sum(1),
+    "name of a keyword": lambda: torch.bucketize(ROWS, LINE, out_int32=True),
+    "other name": lambda: torch.bucketize(ROWS, LINE, right=True),
+    "square": lambda: SQUARE * 2,
+    "transposed square": lambda: SQUARE.t() * 2,
     "list": lambda: torch.cat([ROWS, ROWS[:2]]),
     "list of others": lambda: torch.cat([ROWS[:2], ROWS[:1]]),
 }
