@@ -11,7 +11,6 @@ import importlib.util
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, cast
@@ -80,7 +79,7 @@ def train(config: Config, hydra_record: Mapping[str, str]) -> int:
     refuse_early(config)
     from async_flowrl.run.ahead import cluster_ahead
 
-    with cluster_ahead(config, meanwhile=try_imports) as early:
+    with cluster_ahead(config, meanwhile=import_ahead) as early:
         with without_collections():
             from async_flowrl.run.job import run
             from async_flowrl.run.tools import Tools
@@ -88,9 +87,9 @@ def train(config: Config, hydra_record: Mapping[str, str]) -> int:
         return run(config, hydra_record, tools, early)
 
 
-def try_imports() -> None:
-    """Imports torch and the code of a run, in a thread; `train`, which needs it, raises what goes wrong here."""
-    with suppress(Exception), without_collections():
+def import_ahead() -> None:
+    """Imports torch and the code of a run."""
+    with without_collections():
         importlib.import_module("async_flowrl.run.job")
 
 

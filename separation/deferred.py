@@ -7,10 +7,13 @@ would import such a module as soon as a second file imports it.
 import importlib
 import importlib.util
 import sys
+import threading
 from collections.abc import Collection
 from types import ModuleType
 from typing import Any
 
+_turn = threading.Lock()
+"""Held while a module is taken out of `sys.modules`, and never during an import."""
 IMPORT_SYSTEM = importlib._bootstrap.__name__
 """Name of the module in which Python looks up the folders of a submodule's parent."""
 
@@ -57,6 +60,7 @@ def _caller(module: str, function: str) -> Any:
 
 def _real(name: str) -> ModuleType:
     """Imports the module in place of what stands for it; Python's own lock makes other threads wait for it."""
-    if isinstance(sys.modules.get(name), _Deferred):
-        sys.modules.pop(name, None)
+    with _turn:  # Another thread may have replaced it by the real module meanwhile, and that must stay.
+        if isinstance(sys.modules.get(name), _Deferred):
+            del sys.modules[name]
     return importlib.import_module(name)

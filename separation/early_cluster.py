@@ -24,29 +24,24 @@ class EarlyCluster:
     def __init__(self, pools: Sequence[PoolSpec], *, meanwhile: Callable[[], object]) -> None:
         """Starts the cluster and blocks until it is ready and `meanwhile`, called in a thread, has returned.
 
-        `meanwhile` must not raise. It is not called if the daemons could not even be launched. Only a KeyboardInterrupt
-        is raised; then nothing is left running.
+        `meanwhile` is not called if the daemons could not even be launched. Raises what `meanwhile` raises, and what a
+        signal makes the main thread raise, e.g. KeyboardInterrupt; then the cluster has ended and so has the thread,
+        for which Ctrl-C is ignored meanwhile.
         """
         self._connection: RayConnection | None = None
         self._error: Exception | None = None
         self._records: list[logging.LogRecord] = []
-        thread = threading.Thread(target=meanwhile, name="work while the cluster starts")
-        begun = threading.Event()
-
-        def launched() -> None:
-            if not begun.is_set():
-                begun.set()
-                thread.start()
-
+        work = _Work(meanwhile)
         try:
-            self._connect(pools, launched)
-        except Exception as error:
-            self._error = error
-        try:
-            if begun.is_set():
-                thread.join()
-        except BaseException:  # Ctrl-C
+            try:
+                self._connect(pools, work)
+            except Exception as error:
+                self._error = error
+            work.finish()
+        except BaseException:
             self.close()
+            with ctrl_c_ignored():
+                work.wait()
             raise
 
     def take(self) -> "RayConnection":
@@ -71,7 +66,7 @@ class EarlyCluster:
             with ctrl_c_ignored():
                 connection.close()
 
-    def _connect(self, pools: Sequence[PoolSpec], launched: Callable[[], object]) -> None:
+    def _connect(self, pools: Sequence[PoolSpec], meanwhile: threading.Thread) -> None:
         """Connects, and keeps what is logged meanwhile for `take`, because a run's log is not open yet."""
         from separation.ray_connection import RayConnection
 
@@ -79,10 +74,35 @@ class EarlyCluster:
         propagate, logger.propagate = logger.propagate, False
         logger.addHandler(kept)
         try:
-            self._connection = RayConnection(pools, None, launched=launched)
+            self._connection = RayConnection(pools, None, meanwhile=meanwhile)
         finally:
             logger.removeHandler(kept)
             logger.propagate = propagate
+
+
+class _Work(threading.Thread):
+    """A call in a thread; it may never be started."""
+
+    def __init__(self, call: Callable[[], object]) -> None:
+        super().__init__(name="work while the cluster starts")
+        self._call = call
+        self._failed: BaseException | None = None
+
+    def run(self) -> None:
+        try:
+            self._call()
+        except BaseException as error:
+            self._failed = error
+
+    def wait(self) -> None:
+        if self.ident is not None:
+            self.join()
+
+    def finish(self) -> None:
+        """Waits until the call has returned, and raises what it raised."""
+        self.wait()
+        if self._failed is not None:
+            raise self._failed
 
 
 class _Kept(logging.Handler):

@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from contextlib import suppress
 from pathlib import Path
 
@@ -47,6 +47,22 @@ def descendants(pid: int) -> list[psutil.Process]:
     with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
         return [process for process in psutil.Process(pid).children(recursive=True) if alive(process)]
     return []
+
+
+def kill_new(before: Collection[psutil.Process]) -> list[psutil.Process]:
+    """Kills all descendants of this process that are not in `before`, and returns them.
+
+    Each of them is stopped (SIGSTOP) before any is killed, so that none starts another one meanwhile.
+    """
+    stopped: list[psutil.Process] = []
+    while new := [each for each in descendants(os.getpid()) if each not in before and each not in stopped]:
+        for process in new:
+            with suppress(psutil.NoSuchProcess):
+                process.suspend()
+        stopped += new
+    for process in stopped:
+        kill(process)
+    return stopped
 
 
 def kill_remaining(processes: Iterable[psutil.Process], *, grace: float) -> list[psutil.Process]:

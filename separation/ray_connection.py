@@ -8,9 +8,9 @@ import logging
 import os
 import sys
 import sysconfig
-import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from threading import Thread
 from typing import Any
 
 import psutil
@@ -22,10 +22,10 @@ from ray.job_config import JobConfig
 
 from separation.group import PoolSpec
 from separation.placement import own_cluster
-from separation.processes import descendants, kill, kill_remaining
+from separation.processes import descendants, kill, kill_new, kill_remaining
 from separation.ray_head import start_with_what_runs
 from separation.ray_join import join
-from separation.signals import sigterm_ours_alone
+from separation.signals import ctrl_c_ignored, sigterm_ours_alone
 
 log = logging.getLogger(__name__)
 
@@ -47,14 +47,13 @@ their own."""
 class RayConnection:
     """The connection of this process to a Ray cluster, and the daemons of a cluster that was started for it."""
 
-    def __init__(
-        self, pools: Sequence[PoolSpec], address: str | None, *, launched: Callable[[], object] = lambda: None
-    ) -> None:
+    def __init__(self, pools: Sequence[PoolSpec], address: str | None, *, meanwhile: Thread | None = None) -> None:
         """Joins the cluster at `address`, or starts one on this machine for the pools if it is None.
 
-        `launched` is called when all daemons of a cluster that is started here run, while they get ready. If this
-        process is connected to Ray already, that connection is used. Raises ResourcesMissing if the cluster cannot be
-        joined, or if this machine is too small for the pools.
+        `meanwhile` is a thread that is started when all daemons of a cluster that is started here have been launched,
+        while they get ready. If this process is connected to Ray already, that connection is used. Raises
+        ResourcesMissing if the cluster cannot be joined, or if this machine is too small for the pools. If it raises
+        anything, no process that it started is left.
         """
         self.ours = not ray.is_initialized()
         """True if the connection was made here, so that `disconnect` may end it."""
@@ -63,12 +62,14 @@ class RayConnection:
             before = descendants(os.getpid())
             try:
                 with sigterm_ours_alone():
-                    _connect(pools, address, launched)
-            except BaseException:  # Also after a second Ctrl-C: Ray would leave the processes that it was starting.
-                self.daemons = _started_since(before)
-                self.close()
+                    _connect(pools, address, meanwhile)
+            except BaseException:  # Also Ctrl-C: Ray would leave the processes that it was starting.
+                with ctrl_c_ignored():
+                    if ray.is_initialized():
+                        ray.shutdown()
+                    kill_remaining(kill_new(before), grace=GRACE_SECONDS)
                 raise
-            self.daemons = _started_since(before)
+            self.daemons = [process for process in descendants(os.getpid()) if process not in before]
 
     def close(self) -> None:
         """Ends the connection and everything that was started for it; blocks for up to some seconds."""
@@ -89,7 +90,7 @@ class RayConnection:
             for daemon in self.daemons:
                 kill(daemon)
 
-        killer = threading.Thread(target=kill_daemons, name="end of the cluster", daemon=True)
+        killer = Thread(target=kill_daemons, name="end of the cluster", daemon=True)
         killer.start()
         ray.shutdown()
         killer.join(GRACE_SECONDS)
@@ -101,7 +102,7 @@ def end_remaining(processes: Sequence[psutil.Process]) -> None:
         log.warning("killed process %d, which outlived its cluster by %g s", process.pid, GRACE_SECONDS)
 
 
-def _connect(pools: Sequence[PoolSpec], address: str | None, launched: Callable[[], object]) -> None:
+def _connect(pools: Sequence[PoolSpec], address: str | None, meanwhile: Thread | None) -> None:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     common: dict[str, Any] = {
         "log_to_driver": False,
@@ -115,14 +116,10 @@ def _connect(pools: Sequence[PoolSpec], address: str | None, launched: Callable[
         cpus, custom = own_cluster(pools, os.cpu_count() or 1)
         own: dict[str, Any] = {"num_cpus": cpus, "resources": custom, "include_dashboard": False}
         own["_system_config"] = dict(LEAN)
-        start_with_what_runs(lambda: ray.init("local", **own, **common), launched)
+        start_with_what_runs(lambda: ray.init("local", **own, **common), meanwhile)
     else:
         join(address, **common)
     _log_raylet_messages()
-
-
-def _started_since(before: Sequence[psutil.Process]) -> list[psutil.Process]:
-    return [process for process in descendants(os.getpid()) if process not in before]
 
 
 def _log_raylet_messages() -> None:

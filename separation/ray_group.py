@@ -16,22 +16,15 @@ import ray
 from ray import exceptions
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from separation.group import Growth, PoolSpec, Ref, RefLost, Worker, WorkerDied, WorkerFailed
-from separation.host import ProcessHost, RemoteError, Surroundings
+from separation.group import Growth, PoolSpec, Ref, Worker, WorkerDied
+from separation.host import ProcessHost, Surroundings
 from separation.node_checks import code_of, compare_code
 from separation.processes import alive, descendants, kill, process_of
+from separation.ray_errors import DEATHS, one_line, translate
 from separation.ray_seats import Place, Seats
 from separation.supervise import deadline, together
 from separation.worker import CallTable, pick_lane, settle
 
-_DEATHS = (
-    exceptions.RayActorError,
-    exceptions.ActorPlacementGroupRemoved,
-    exceptions.ActorUnschedulableError,
-    exceptions.WorkerCrashedError,
-    exceptions.NodeDiedError,
-)
-"""Errors of Ray that mean that the actor's process or its node has ended."""
 _WATCH = "watch"
 """Lane of the call that ends only with the process."""
 SILENT = (
@@ -154,15 +147,15 @@ class RayWorker:
         return await answer
 
     def _translate(self, method: str, error: BaseException) -> BaseException:
-        if isinstance(error, _DEATHS):
-            reason = self._end(_one_line(error))
+        if isinstance(error, DEATHS):
+            reason = self._end(one_line(error))
             return WorkerDied(self.name, reason)
         return translate(error, self.name, method)
 
     def _ended(self, watch: "asyncio.Future[Any]") -> None:
         self._gone.set()
         if not watch.cancelled() and (error := watch.exception()) is not None:
-            self._end(_one_line(error))
+            self._end(one_line(error))
 
     def _where_to_look(self) -> str:
         if not self.pid:
@@ -179,27 +172,6 @@ class RayWorker:
             if ray.is_initialized():
                 ray.kill(self._actor, no_restart=True)
         return str(self._calls.reason)
-
-
-def translate(error: BaseException, worker: str, method: str) -> BaseException:
-    """Returns Ray's `error` as RefLost or WorkerFailed; other errors are returned unchanged."""
-    cause = getattr(error, "cause", None) or error
-    if isinstance(error, exceptions.ObjectLostError) or isinstance(cause, exceptions.ObjectLostError):
-        return RefLost(f"a value needed by {worker}.{method} is gone: {_one_line(cause)}")
-    if not isinstance(error, exceptions.RayTaskError):
-        return error
-    remote = cause if isinstance(cause, RemoteError) else RemoteError(type(cause).__name__, str(cause), str(error))
-    return WorkerFailed(worker, method, remote.kind, remote.message, remote.remote_traceback)
-
-
-def _one_line(error: BaseException) -> str:
-    """Returns the cause in a message of Ray's, on one line of at most 300 characters."""
-    text = " ".join(str(error).split())
-    for start in ("The actor is dead because ", "Worker exit detail: "):
-        if start in text:
-            text = text[text.index(start) + len(start) :]
-    text = text.split(" Some common causes include")[0]
-    return text[:300]
 
 
 class RayGroup:

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from threading import Thread
 from typing import Any
 
 import ray
@@ -20,19 +21,19 @@ DIFFERENT = (AttributeError, TypeError, KeyError, AssertionError)
 """Errors to expect from a version of Ray that calls these methods, or uses the attributes they set, in another way."""
 
 
-def start_with_what_runs(start: Callable[[], object], launched: Callable[[], object] = lambda: None) -> None:
+def start_with_what_runs(start: Callable[[], object], meanwhile: Thread | None = None) -> None:
     """Calls `start`, which must start a Ray head node, while the three processes above are switched off.
 
-    `launched` is called when the GCS server and the raylet have been launched and get ready. From then on Ray forks no
-    process of this one, so `launched` may start threads.
+    `meanwhile` is a thread that is started when the GCS server and the raylet have been launched and get ready, and not
+    before, because a process should not fork beside its threads.
 
     This project uses none of them; each takes half a second of CPU at the start and 80 to 100 MB. What remains is the
     GCS server, the raylet, and the raylet's dashboard agent and runtime-env agent. If `start` raises an error listed in
-    `DIFFERENT`, a warning is logged, Ray is shut down, and `start` is called again with all processes. Other errors of
-    `start` are raised as they are.
+    `DIFFERENT`, a warning is logged, Ray is shut down, the end of `meanwhile` is waited for, and `start` is called
+    again with all processes. Other errors of `start` are raised as they are.
     """
     try:
-        with _without_unused(launched):
+        with _without_unused(meanwhile):
             start()
     except DIFFERENT as error:
         log.warning(
@@ -43,15 +44,17 @@ def start_with_what_runs(start: Callable[[], object], launched: Callable[[], obj
             error,
         )
         ray.shutdown()
+        if meanwhile is not None and meanwhile.ident is not None:
+            meanwhile.join()
         start()
 
 
 @contextmanager
-def _without_unused(launched: Callable[[], object]) -> Iterator[None]:
+def _without_unused(meanwhile: Thread | None) -> Iterator[None]:
     """Replaces the methods named in `UNUSED` inside the block and restores them afterwards.
 
-    `launched` is called after the raylet's launch, which is the last. Raises AttributeError if this version of Ray has
-    no such class or methods.
+    `meanwhile` is started after the raylet's launch, which is the last. Raises AttributeError if this version of Ray
+    has no such class or methods.
     """
     try:
         from ray._private.node import Node
@@ -63,7 +66,8 @@ def _without_unused(launched: Callable[[], object]) -> Iterator[None]:
 
     def start_last(node: Any, *arguments: Any, **options: Any) -> None:
         originals[LAST](node, *arguments, **options)
-        launched()
+        if meanwhile is not None and meanwhile.ident is None:
+            meanwhile.start()
 
     setattr(Node, LAST, start_last)
     try:

@@ -1,6 +1,6 @@
 """`join` connects this process to a running Ray cluster; if that is impossible, it raises one sentence that says why.
 
-ray_session.py calls it.
+ray_connection.py calls it.
 """
 
 import logging

@@ -1,6 +1,6 @@
 """RaySession is the part of a Ray cluster that one run uses: it reserves places, builds the workers and cleans up.
 
-cluster.py and survey.py use it.
+cluster.py uses it.
 """
 
 import asyncio

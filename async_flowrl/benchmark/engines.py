@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -124,15 +125,21 @@ def measure(engine: str, overrides: Sequence[str], tickets: int, rounds: int, ou
 
 
 def cpu_seconds() -> float:
-    """Returns the CPU seconds that this process and those that it started have taken so far."""
-    times = [process.cpu_times() for process in processes()]
-    return float(sum(each.user + each.system for each in times))
+    """Returns the CPU seconds that this process and those that it started have taken so far, ended ones included."""
+    found = 0.0
+    for process in processes():
+        with suppress(psutil.NoSuchProcess):  # It has just ended, and counts as its parent's then.
+            found += sum(process.cpu_times()[:4])  # user and system, its own and those of its ended children
+    return found
 
 
 def memory() -> tuple[int, int]:
     """Peak bytes in host memory, of this process and those that it started, and of this process on its GPU (or 0)."""
-    status = [Path(f"/proc/{process.pid}/status").read_text() for process in processes()]
-    host = sum(int(line.split()[1]) * 1024 for text in status for line in text.splitlines() if line.startswith("VmHWM"))
+    host = 0
+    for process in processes():
+        with suppress(FileNotFoundError, ProcessLookupError):  # It has just ended.
+            lines = Path(f"/proc/{process.pid}/status").read_text().splitlines()
+            host += sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
     return host, torch.cuda.max_memory_reserved() if torch.cuda.is_available() else 0
 
 

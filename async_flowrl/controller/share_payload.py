@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from async_flowrl.controller.endpoints import PUBLISHING
-from async_flowrl.controller.sender_errors import SenderLost, answers_of, failures_of_ranks
+from async_flowrl.controller.sender_errors import SenderFailed, SenderLate, SenderLost, answers_of, failures_of_ranks
 from checkpoint_engine import Header, Layout
 from checkpoint_engine.errors import error_names
 from checkpoint_engine.shards import shard_layout
@@ -102,7 +102,10 @@ class ShardedPayload:
         Who asks for the bucket later gets the error, too: a rank that the run still needs is blamed then.
         """
         shard, _ = key
-        if fetched.cancelled() or (error := fetched.exception()) is None or shard in self._failed:
+        if fetched.cancelled() or shard in self._failed:
+            return
+        error = fetched.exception()
+        if not isinstance(error, SenderLost | SenderFailed | SenderLate):  # A lost reference is fetched again.
             return
         if "VersionGone" in error_names(error):  # newer versions have replaced it
             return

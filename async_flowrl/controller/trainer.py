@@ -30,16 +30,12 @@ from async_flowrl.controller.replicas import (
 from async_flowrl.controller.shared import update_seconds
 from async_flowrl.controller.step_metrics import StepStatistics
 from async_flowrl.training.merged_stats import merged
-from async_flowrl.training.messages import StepPlan, Summed, TrainRequest, UpdateStats
+from async_flowrl.training.messages import StepPlan, Summed, TrainRequest, UpdateStats, is_replayed
 from async_flowrl.training.parts import NOBODY, cut
 from separation.group import WorkerDied, WorkerFailed, WorkerGroup
 from separation.supervise import deadline, together
 
 logger = logging.getLogger(__name__)
-
-REPLAYED_EVERY = 10
-"""Where `behaviour_gap` costs a forward pass of its own, it is measured in so many steps at the start of a run, and
-from then on in every step whose number is a multiple of this."""
 
 
 class TrainerGroup(ReplicaCalls):
@@ -286,8 +282,7 @@ class TrainerGroup(ReplicaCalls):
         request = ctx.requests.request(group.tickets[0])
         per_group = len(self._most_selected(ctx.config))
         rows = groups * per_group * len(request.train_steps)
-        replay = step < REPLAYED_EVERY or step % REPLAYED_EVERY == 0
-        return StepPlan(rows, update, self._attempts, probe=update == 0, replay=replay)
+        return StepPlan(rows, update, self._attempts, probe=update == 0, replay=is_replayed(step))
 
     def _book(self, ctx: Context, results: Stepped) -> None:
         """Records the spans of an optimizer step, and the trajectories that each rank fetched, as events."""

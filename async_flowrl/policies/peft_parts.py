@@ -1,8 +1,8 @@
-"""The classes of PEFT that this project uses, imported without scipy.
+"""The classes of PEFT that this project uses, imported without scipy's large modules.
 
-PEFT imports transformers, which imports scipy.optimize for object detection, and diffusers imports scipy.stats for
-schedules of denoising steps that no run has. That is two thirds of a second of CPU in every worker. Both are imported
-when they are used (separation/deferred.py).
+PEFT imports transformers, which imports scipy.optimize for object detection; diffusers imports scipy.stats and
+scipy.integrate for schedules of denoising steps that no run has. That is two thirds of a second of CPU in every worker.
+The three are imported when they are used (separation/deferred.py).
 """
 
 from separation.deferred import defer

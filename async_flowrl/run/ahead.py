@@ -4,11 +4,17 @@ async_flowrl/main.py calls it, before anything has imported torch: this module m
 """
 
 import os
+import signal
+import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import NoReturn
 
+from async_flowrl.config import exit_codes
 from async_flowrl.config.check import ConfigError
 from async_flowrl.config.schema import Config
+from async_flowrl.observability.terminal import say
 from async_flowrl.run.pools import outline
 from separation.early_cluster import EarlyCluster
 from separation.imports import without_collections
@@ -19,18 +25,42 @@ from separation.placement import ResourcesMissing, check_fits, own_cluster, rese
 def cluster_ahead(config: Config, *, meanwhile: Callable[[], object]) -> Iterator[EarlyCluster | None]:
     """Starts the cluster of a run that needs one of its own and yields it; it is ended if no run has taken it over.
 
-    Yields None for any other run. `meanwhile` is called in a thread while the cluster gets ready, and must not raise.
-    Raises ConfigError, before anything is started, if this machine cannot hold the pools.
+    Yields None for any other run. `meanwhile` is called in a thread while the cluster gets ready; what it raises is
+    raised here. Raises ConfigError, before anything is started, if this machine cannot hold the pools, and SystemExit
+    on SIGTERM (`sigterm_ends`).
     """
     if not needs_own_cluster(config):
         yield None
         return
     check_fits_here(config)
-    early = EarlyCluster(outline(config), meanwhile=meanwhile)
+    with sigterm_ends():
+        early = EarlyCluster(outline(config), meanwhile=meanwhile)
+        try:
+            yield early
+        finally:
+            early.close()
+
+
+@contextmanager
+def sigterm_ends() -> Iterator[None]:
+    """Context in which SIGTERM raises SystemExit in the main thread, with the exit code RESUMABLE.
+
+    So what was started is ended, and whoever started the run may start it again. While a run listens to SIGTERM itself
+    (stopping.py), that has precedence. Does nothing in another thread.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def end(*_: object) -> NoReturn:
+        say("async_flowrl: ended by SIGTERM before the first step\n", sys.stderr)
+        raise SystemExit(exit_codes.RESUMABLE)
+
+    before = signal.signal(signal.SIGTERM, end)
     try:
-        yield early
+        yield
     finally:
-        early.close()
+        signal.signal(signal.SIGTERM, signal.SIG_DFL if before is None else before)
 
 
 def needs_own_cluster(config: Config) -> bool:

@@ -39,6 +39,18 @@ GAP = "behaviour_gap"
 """Metric of the probed part only: the difference of log-probs between rollout engine and trainer for equal weights."""
 
 
+REPLAYED_EVERY = 10
+"""See `is_replayed`."""
+
+
+def is_replayed(step: int) -> bool:
+    """Returns True if `behaviour_gap` of this training step is measured even if that costs a forward pass of its own.
+
+    It is in the first REPLAYED_EVERY steps, and from then on in every step whose number is a multiple of that.
+    """
+    return step < REPLAYED_EVERY or step % REPLAYED_EVERY == 0
+
+
 @dataclass(frozen=True)
 class StepPlan:
     """One optimizer step."""

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -23,6 +23,7 @@ from separation.processes import alive, descendants, kill
 from separation.rendezvous import join_process_group
 from separation.supervise import DeadlineExceeded, deadline, together
 from tests.integration.separation_bench import ROOT, TOY, Bench, fresh, on_ray, raises
+from tests.support.marked import left_after, marked_processes
 
 pytestmark = pytest.mark.serial
 
@@ -219,13 +220,6 @@ asyncio.run(main())
 """
 
 
-def marked_processes(mark: str) -> list[str]:
-    """Command lines of the processes that inherited the mark in their environment."""
-    processes = psutil.process_iter(["environ", "cmdline"])
-    marked = [process for process in processes if mark in (process.info["environ"] or {}).values() and alive(process)]
-    return [" ".join(process.info["cmdline"] or ()) for process in marked]
-
-
 @pytest.mark.parametrize("ending", ["interrupt", pytest.param("raise", marks=pytest.mark.slow), "kill"])
 def test_no_process_outlives_the_driver(ending: str, tmp_path: Path) -> None:
     mark = f"mark-{uuid.uuid4()}"
@@ -257,14 +251,6 @@ def test_no_process_outlives_the_driver(ending: str, tmp_path: Path) -> None:
         assert ("KeyboardInterrupt" if ending == "interrupt" else "the body failed") in errors
         # All are killed by then; a busy machine takes a moment to end them, what was forgotten lives for a minute.
         assert left_after(20, lambda: marked_processes(mark)) == []
-
-
-def left_after(seconds: float, find: Callable[[], list[str]]) -> list[str]:
-    """What is found still when so much time has passed; nothing as soon as nothing is found."""
-    end = time.monotonic() + seconds
-    while (found := find()) and time.monotonic() < end:
-        time.sleep(0.2)
-    return found
 
 
 def holding_devices(mark: str) -> list[str]:

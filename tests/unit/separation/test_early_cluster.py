@@ -1,10 +1,13 @@
 """Tests of a cluster that is started before its run is prepared; `ray.init` is replaced by what it might do."""
 
 import logging
+import os
 import signal
 import subprocess
 import sys
 import threading
+import time
+import uuid
 from collections.abc import Callable
 
 import pytest
@@ -13,7 +16,9 @@ from ray._private.node import Node
 
 from separation import ray_connection
 from separation.early_cluster import EarlyCluster
+from separation.processes import descendants, kill_new
 from separation.ray_head import LAST
+from tests.support.marked import left_after, marked_processes
 
 
 @pytest.fixture
@@ -75,13 +80,72 @@ def test_a_failure_waits_for_the_run_that_reports_it(starting: Callable[..., lis
 
 
 def test_a_ctrl_c_leaves_nothing_behind(starting: Callable[..., list[subprocess.Popen[bytes]]]) -> None:
+    """Neither daemons, nor the thread."""
+    begun, worked = threading.Event(), threading.Event()
+
     def interrupt() -> None:
+        begun.wait(60)
         raise KeyboardInterrupt
+
+    def work() -> None:
+        begun.set()
+        time.sleep(0.3)
+        worked.set()
 
     daemons = starting(interrupt)
     with pytest.raises(KeyboardInterrupt):
-        EarlyCluster([], meanwhile=lambda: None)
+        EarlyCluster([], meanwhile=work)
+    assert worked.is_set()
     assert daemons[0].wait(60) == -signal.SIGKILL
+
+
+def test_a_ctrl_c_while_only_the_work_is_waited_for_ends_the_cluster(
+    starting: Callable[..., list[subprocess.Popen[bytes]]],
+) -> None:
+    daemons = starting(lambda: None)
+    with pytest.raises(KeyboardInterrupt):
+        EarlyCluster([], meanwhile=lambda: time.sleep(0.2) or os.kill(os.getpid(), signal.SIGINT) or time.sleep(0.2))
+    assert daemons[0].wait(60) == -signal.SIGKILL
+
+
+def test_what_the_work_raises_is_raised(starting: Callable[..., list[subprocess.Popen[bytes]]]) -> None:
+    def work() -> None:
+        raise ImportError("libtorch.so is missing")
+
+    daemons = starting(lambda: None)
+    with pytest.raises(ImportError, match=r"libtorch\.so is missing"):
+        EarlyCluster([], meanwhile=work)
+    assert daemons[0].wait(60) == -signal.SIGKILL
+
+
+def test_a_thread_that_cannot_start_is_a_failure_of_the_start(
+    starting: Callable[..., list[subprocess.Popen[bytes]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    daemons = starting(lambda: None)
+    monkeypatch.setattr(threading.Thread, "start", full)
+    early = EarlyCluster([], meanwhile=lambda: None)
+    assert daemons[0].wait(60) == -signal.SIGKILL
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        early.take()
+
+
+FORKING = "import subprocess, time\nwhile True: subprocess.Popen(['sleep', '600']); time.sleep(0.005)"
+
+
+def test_a_daemon_that_starts_others_leaves_none_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a raylet starts its agents: none is born between the look at what there is and the kill."""
+    monkeypatch.setenv("TEST_MARK", mark := f"mark-{uuid.uuid4()}")
+    before = descendants(os.getpid())
+    daemon = subprocess.Popen([sys.executable, "-c", FORKING])
+    monkeypatch.delenv("TEST_MARK")
+    while len(marked_processes(mark)) < 5:
+        time.sleep(0.05)
+    assert len(kill_new(before)) >= 5
+    assert daemon.wait(60) == -signal.SIGKILL
+    assert left_after(20, lambda: marked_processes(mark)) == []
 
 
 def test_what_is_logged_meanwhile_reaches_the_log_of_the_run(

@@ -5,6 +5,8 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
+import time
 
 import pytest
 import ray
@@ -33,13 +35,30 @@ def test_inside_nothing_of_it_is_started_and_afterwards_ray_is_as_before() -> No
     assert [getattr(Node, name) for name in UNUSED] == before
 
 
-def test_the_caller_is_told_when_the_last_daemon_has_been_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_thread_begins_when_the_last_daemon_has_been_launched(monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[str] = []
     monkeypatch.setattr(Node, LAST, lambda node, *_: order.append(LAST))
     before = getattr(Node, LAST)
-    start_with_what_runs(lambda: called(FakeNode(), [*UNUSED, LAST]), lambda: order.append("launched"))
+    meanwhile = threading.Thread(target=order.append, args=["launched"])
+    start_with_what_runs(lambda: called(FakeNode(), [*UNUSED, LAST]), meanwhile)
+    meanwhile.join()
     assert order == [LAST, "launched"]
     assert getattr(Node, LAST) is before
+
+
+def test_a_ray_that_is_started_again_whole_forks_beside_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    alive: list[bool] = []
+    monkeypatch.setattr(Node, LAST, lambda node, *_: None)
+    meanwhile = threading.Thread(target=time.sleep, args=[0.3])
+
+    def start() -> None:
+        alive.append(meanwhile.is_alive())
+        if len(alive) == 1:
+            called(FakeNode(), [LAST])
+            raise KeyError("node_info")
+
+    start_with_what_runs(start, meanwhile)
+    assert alive == [False, False] and meanwhile.ident is not None
 
 
 def test_a_ray_without_one_of_the_methods_is_started_whole_and_says_so(
