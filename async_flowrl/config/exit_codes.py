@@ -10,6 +10,7 @@ INCOMPLETE = 3
 HACKING = 4
 """evaluate.on_hacking=stop ended the run. Weights, best weights and summary are written; resume=auto goes on."""
 RESUMABLE = 75
-"""SIGTERM or time_limit ended the run after a checkpoint; resume=auto continues it. The number is EX_TEMPFAIL."""
+"""SIGTERM or time_limit ended the run, after a checkpoint or before the first step; resume=auto continues or begins it.
+The number is EX_TEMPFAIL."""
 INTERRUPTED = 130
 """The run was interrupted (Ctrl-C). The number is 128 + SIGINT."""

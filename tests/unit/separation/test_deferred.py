@@ -2,8 +2,11 @@
 
 import importlib
 import sys
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -44,6 +47,29 @@ def test_two_imports_load_nothing_and_an_attribute_loads_the_module(package: str
     assert module.VALUE == 7
     assert loaded(package), "the real module stands in sys.modules then"
     assert importlib.import_module(package).VALUE == 7
+
+
+def test_threads_that_use_it_at_the_same_time_all_get_the_real_module(
+    package: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second one looks while the first has taken the substitute away and imports the module."""
+    defer(package)
+    substitute, importing, looked = sys.modules[package], threading.Event(), threading.Event()
+    real = importlib.import_module
+
+    def slow(name: str) -> ModuleType:
+        importing.set()
+        looked.wait(60)
+        return real(name)
+
+    monkeypatch.setattr(importlib, "import_module", slow)
+    with ThreadPoolExecutor() as pool:
+        first = pool.submit(lambda: substitute.VALUE)
+        importing.wait(60)
+        second = pool.submit(lambda: substitute.VALUE)
+        looked.set()
+        assert (first.result(60), second.result(60)) == (7, 7)
+    assert loaded(package)
 
 
 def test_a_function_that_is_imported_by_name_loads_the_module_when_it_is_called(package: str) -> None:
