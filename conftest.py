@@ -43,9 +43,10 @@ def one_thread() -> Iterator[None]:
 LANES = ("runs", "ranks", "clusters")
 """Groups of tests that come one after the other in one process, so that several lanes go side by side.
 
-Those of `runs` and `clusters` start clusters or time the CPU, and mostly wait. Those of `ranks` fork trainer ranks from
-a process that imports torch and diffusers once (tests/support/forked.py); each process of pytest would have its own. A
-test is put into a lane by the mark `serial`, without a name into the last, or by a fixture of CLUSTERS.
+Those of `runs` and `clusters` start clusters or time the CPU, and mostly wait. Those of `ranks` fork their processes
+from one that imports torch and diffusers once (tests/support/forked.py); each process of pytest would have its own. (So
+has that of `runs`, for the runs whose ranks are compared with Ray's.) A test is put into a lane by the mark `serial`,
+without a name into the last, or by a fixture of CLUSTERS.
 """
 SHARED_CLUSTER = "ray_here"
 """Fixture of a cluster for the tests of several files, which come one after the other within their lane."""

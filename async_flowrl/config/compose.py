@@ -78,7 +78,7 @@ def with_replaced_terms(name: str, overrides: Sequence[str], folder: Path | None
 
 
 def _composed(name: str, overrides: Sequence[str], folder: Path | None) -> DictConfig:
-    if folder is not None:
+    if folder is not None or any("${" in each or is_hydras(each) for each in overrides):
         return _by_hydra(name, tuple(overrides), folder)
     return copy.deepcopy(_of_shipped_files(name, tuple(overrides), Path.cwd()))
 
@@ -88,7 +88,8 @@ def _of_shipped_files(name: str, overrides: tuple[str, ...], working: Path) -> D
     """Returns what Hydra composes of the shipped files alone, which do not change while a process runs.
 
     A plan asks for some configurations repeatedly, and Hydra reads some twenty files for each. `working` is the working
-    directory, which is among Hydra's own settings.
+    directory, which is among Hydra's own settings. The overrides must neither name other files, as those of Hydra's own
+    settings can, nor ask for the time or the environment.
     """
     return _by_hydra(name, overrides, None)
 

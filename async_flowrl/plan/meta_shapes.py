@@ -39,23 +39,29 @@ class RememberedShapes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        tensors: list[Tensor] = []
         try:
-            key = _key(func, args, kwargs)
+            key = _key(func, args, kwargs, tensors)
         except _Unknown:
             return func(*args, **kwargs)
         if key in _shapes:
             return _made(_shapes[key])
         out = func(*args, **kwargs)
+        if _shares_storage(out, tensors):
+            _new[func] = False
+            return out
         with suppress(_Unknown):
             _shapes[key] = _described(out)
         return out
 
 
-def _key(func: Any, args: Any, kwargs: Any) -> Any:
-    """Returns all that the shapes of the results depend on. Raises _Unknown if that is not known."""
+def _key(func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
+    """Returns all that the shapes of the results depend on, and appends the tensors among the arguments to `tensors`.
+
+    Raises _Unknown if it is not known what they depend on.
+    """
     if not _makes_new_tensors(func):
         raise _Unknown
-    tensors: list[Tensor] = []
     given = _worded(args, tensors), tuple(kwargs), _worded(kwargs.values(), tensors)
     if not tensors:
         raise _Unknown  # The device may be any.
@@ -68,6 +74,13 @@ def _makes_new_tensors(func: Any) -> bool:
         aliased = any(each.alias_info is not None for each in (*schema.arguments, *schema.returns))
         _new[func] = not aliased and torch.Tag.nondeterministic_seeded not in func.tags
     return _new[func]
+
+
+def _shares_storage(out: Any, tensors: list[Tensor]) -> bool:
+    """Whether a result lies in the memory of an argument, as that of `_unsafe_view`, whose schema does not say so."""
+    given = {each.untyped_storage()._cdata for each in tensors}
+    found = [each for each in (out if isinstance(out, tuple) else (out,)) if isinstance(each, Tensor)]
+    return any(each.untyped_storage()._cdata in given for each in found)
 
 
 def _worded(values: Any, tensors: list[Tensor]) -> tuple[Any, ...]:

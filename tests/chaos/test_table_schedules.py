@@ -1,4 +1,4 @@
-"""Tests of 10,000 random schedules of the ticket table: no event exceeds the bound, and some reach it."""
+"""Tests of random schedules of the ticket table: no event exceeds the bound, and some reach it."""
 
 import random
 from collections import Counter

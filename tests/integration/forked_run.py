@@ -1,9 +1,10 @@
 """ForkedRun is a run as a process that a test may kill; forked, it need not import torch and diffusers first."""
 
 import os
+import signal
 from pathlib import Path
 
-from tests.integration.runs import ROOT, TINY
+from tests.integration.runs import LIMIT, ROOT, TINY
 from tests.support.forked import CONTEXT
 
 
@@ -40,6 +41,12 @@ class ForkedRun:
         """What it said, once it has ended."""
         self._process.join()
         return "", self._log.read_text()
+
+    def interrupt(self) -> int | None:
+        """SIGINT, as Ctrl-C sends it; returns the exit code of the process, None if it still runs after LIMIT."""
+        os.kill(self._process.pid or 0, signal.SIGINT)
+        self._process.join(LIMIT)
+        return self._process.exitcode
 
     def kill(self) -> None:
         """SIGKILL, and the end of the process."""

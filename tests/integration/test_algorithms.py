@@ -21,7 +21,8 @@ MOVED = 0.01
 FOLLOW = (*sorted(BUILT_IN), "flow_cps")
 """Each algorithm once, and the steps that the others do not have; further files are other settings of the same."""
 FLEE = ("flow_grpo",)
-"""One of them: tests/unit/algorithms/test_algorithm_learning.py negates the reward of each."""
+"""One of them: the unit tests test_algorithm_learning.py and test_algorithm_final_losses.py turn each one around, by a
+negated reward or by negated advantages."""
 
 
 def chosen(names: Sequence[str]) -> list[Any]:

@@ -2,10 +2,7 @@
 
 import os
 import signal
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -15,6 +12,7 @@ from async_flowrl.config import exit_codes
 from async_flowrl.training.checkpoint_folder import find_checkpoint
 from async_flowrl.training.checkpoint_manifest import verify_checkpoint
 from separation.processes import alive, descendants
+from tests.integration.forked_run import ForkedRun
 from tests.integration.runs import Run, finish, lines, start, train, wait_until
 
 SLOWLY = ("save.every=1", "debug.delays.update=0.3", "debug.delays.constant=true")
@@ -45,14 +43,12 @@ def sound(folder: Path) -> list[int]:
 
 
 @pytest.mark.serial
-@pytest.mark.parametrize("moment", ["ahead", "starting", pytest.param("training", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("moment", ["starting", pytest.param("training", marks=pytest.mark.slow)])
 def test_ctrl_c_ends_everything(tmp_path: Path, moment: str) -> None:
     folder = tmp_path / "run"
     process = start(folder, "one_step_off", LONG, *SLOWLY)
     if moment == "training":
         wait_until(process, lambda: len(lines(folder / "metrics.jsonl")) >= 2, "its second step")
-    elif moment == "ahead":
-        wait_until(process, lambda: bool(descendants(process.pid)), "the first daemon of its cluster")
     else:
         begun = folder / "logs/controller.log"
         wait_until(process, lambda: begun.exists() and descendants(process.pid), "the first daemon of its cluster")
@@ -68,38 +64,17 @@ def test_ctrl_c_ends_everything(tmp_path: Path, moment: str) -> None:
     assert not (folder / "summary.json").exists()
     if moment == "training":
         assert sound(folder)[-1] >= 1
-    elif moment == "ahead":
-        assert not folder.exists(), "the run was not prepared yet"
     else:
         assert not sound(folder)
 
 
-@contextmanager
-def ctrl_c_after(folder: Path, steps: int) -> Iterator[None]:
-    """Sends SIGINT to this process once the run in `folder`, which it makes inside the block, has trained `steps`."""
-    over = threading.Event()
-
-    def press() -> None:
-        while not over.wait(0.05):
-            if len(lines(folder / "metrics.jsonl")) >= steps:
-                os.kill(os.getpid(), signal.SIGINT)
-                return
-
-    thread = threading.Thread(target=press)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join()
-
-
-def test_ctrl_c_and_resume(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """In this process; that one of its own ends, too, is the test above."""
+@pytest.mark.serial("ranks")
+def test_ctrl_c_and_resume(tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    with ctrl_c_after(folder, 2):
-        train(folder, "one_step_off", LONG, *SLOWLY, code=exit_codes.INTERRUPTED)
-    assert capfd.readouterr().err == "async_flowrl: interrupted\n"
+    process = ForkedRun(folder, "one_step_off", LONG, *SLOWLY)
+    wait_until(process, lambda: len(lines(folder / "metrics.jsonl")) >= 2, "its second step")
+    assert process.interrupt() == exit_codes.INTERRUPTED
+    assert process.communicate()[1].endswith("async_flowrl: interrupted\n")
     assert not (folder / "summary.json").exists()
     check_resumed(folder, sound(folder)[-1] + 2)
 

@@ -97,3 +97,28 @@ def test_gradients_flow_and_are_counted_alike() -> None:
     alone = peak()
     with RememberedShapes():
         assert [peak(), peak()] == [alone, alone]
+
+
+@pytest.mark.parametrize(
+    "compute",
+    [
+        lambda x: nn.functional.linear(x, torch.empty(16, 8, device="meta")),
+        lambda x: x.transpose(0, 1).reshape(-1, 8),
+        lambda x: torch.matmul(x, torch.empty(2, 8, 4, device="meta")),
+    ],
+    ids=["linear without bias", "reshape of what is not contiguous", "batched matmul"],
+)
+def test_what_lies_in_the_memory_of_an_argument_is_counted_once_in_every_call(
+    compute: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
+    """PyTorch has views whose schemas call their results new."""
+    x = torch.empty(2, 6, 8, device="meta")
+
+    def peak() -> int:
+        with Allocations() as counted:
+            compute(x)
+        return counted.peak
+
+    alone = peak()
+    with RememberedShapes():
+        assert [peak() for _ in range(3)] == [alone] * 3

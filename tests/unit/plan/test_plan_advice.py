@@ -26,7 +26,7 @@ def work(g: float, t: float, *, groups: int = 16, cv: float = 0.05, **more: Any)
 
 
 def few(devices: int, **more: Any) -> Limits:
-    """Fewer steps than a plan simulates by default, for work that is nearly even: their mean is known after these."""
+    """Fewer steps than a plan simulates by default; for the work of these tests the advice is the same."""
     return Limits(devices, steps=16, **more)
 
 

@@ -85,7 +85,7 @@ def _rank(rank: int, world: int, port: int, folder: str) -> None:
 
 def _train(worker: TrainerWorker, job: Job, exponent: int) -> Outcome:
     config, batches = job
-    info, stats, counted, digests = worker.load(), [], [], []
+    info, stats, counted = worker.load(), [], []
     worker.update.exponent = exponent
     owners = Owners(worker.world.size, info["ranks_per_replica"], by_group=worker.world.by_group)
     updates = config.trainer.updates_per_batch
@@ -101,11 +101,9 @@ def _train(worker: TrainerWorker, job: Job, exponent: int) -> Outcome:
             plan = rig.StepPlan(rows=rig.rows(handed), update=index)
             stats.append(_step(worker, step, handed, plan))
             counted.append(len(stats[-1].parts))
-        digests.append(worker.weights_digest())
     return {
         "info": info,
-        "digest": digests[-1],
-        "digests": digests,
+        "digest": worker.weights_digest(),
         "tensors": worker.tensors(),
         "stats": stats,
         "parts": counted,
