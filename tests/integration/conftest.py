@@ -2,7 +2,6 @@
 
 import logging
 import os
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -37,7 +36,10 @@ def single_threaded_and_quiet(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
     """Closes what is on Ray after the last test that shares it: other tests start clusters of their own."""
     if _here and (nextitem is None or "ray_here" not in getattr(nextitem, "fixturenames", ())):
-        stop_ray()
+        import ray
+
+        _here.clear()
+        ray.shutdown()
     if item.path.name in ON_TOY_POOLS and (nextitem is None or nextitem.path.name not in ON_TOY_POOLS):
         from tests.integration.separation_bench import close_on_ray  # It imports Ray.
 
@@ -91,43 +93,22 @@ def existing_cluster() -> Iterator[str]:
 
 _here: list[bool] = []
 """Not empty while the cluster of `ray_here` is up."""
-HERE = {"trainer": 2, "rollout": 2}
-"""Its resources, but the CPUs."""
-FREE_SECONDS = 5.0
-"""Time in which Ray takes back what the workers of an earlier test held."""
-
-
-def all_free() -> bool:
-    """Whether that cluster lives, and no worker that an earlier test left behind holds a seat of it."""
-    import ray
-
-    end = time.monotonic() + FREE_SECONDS
-    while ray.is_initialized() and time.monotonic() < end:
-        free = ray.available_resources()
-        if all(free.get(name) == count for name, count in HERE.items()):
-            return True
-        time.sleep(0.1)
-    return False
-
-
-def stop_ray() -> None:
-    import ray
-
-    _here.clear()
-    ray.shutdown()
 
 
 @pytest.fixture(scope="module")
 def ray_here() -> None:
     """This process connected to a Ray cluster with room for two trainer ranks and two rollout workers.
 
-    It is the same for tests that use it one after another, in several files; `pytest_runtest_teardown` ends it. Each
-    file gets it with all of its resources free.
+    It is the same for tests that use it one after another, in several files; `pytest_runtest_teardown` ends it. A file
+    that finds it dead, or seats taken by what a failed test left, begins with a new one.
     """
-    if _here and not all_free():
-        stop_ray()
-    if not _here:
-        from tests.support.ray_cluster import start_ray
+    from tests.support.ray_cluster import all_free, start_ray
 
-        started(lambda: start_ray(resources=HERE))
+    if _here and not all_free():
+        import ray
+
+        ray.shutdown()
+        _here.clear()
+    if not _here:
+        started(lambda: start_ray(resources={"trainer": 2, "rollout": 2}))
         _here.append(True)

@@ -1,7 +1,6 @@
 """ForkedRun is a run as a process that a test may kill; forked, it need not import torch and diffusers first."""
 
 import os
-import signal
 from pathlib import Path
 
 from tests.integration.runs import LIMIT, ROOT, TINY
@@ -26,7 +25,7 @@ def command(arguments: list[str], log: str) -> None:
 
 
 class ForkedRun:
-    """The process; its methods are those of `subprocess.Popen` that `wait_until` (runs.py) asks."""
+    """The process; its methods are those of `subprocess.Popen` that `wait_until` (runs.py) and tests of signals ask."""
 
     def __init__(self, folder: Path, mode: str, *overrides: str) -> None:
         self._log = folder.with_name(f"{folder.name}.txt")
@@ -38,15 +37,17 @@ class ForkedRun:
         return self._process.exitcode
 
     def communicate(self) -> tuple[str, str]:
-        """What it said, once it has ended."""
-        self._process.join()
+        """What it said, once it has ended. Raises TimeoutError, and kills it, if it does not end."""
+        self._process.join(LIMIT)
+        if self.poll() is None:
+            self.kill()
+            raise TimeoutError(f"it did not end within {LIMIT:g} s: {self._log.read_text()[-3000:]}")
         return "", self._log.read_text()
 
-    def interrupt(self) -> int | None:
-        """SIGINT, as Ctrl-C sends it; returns the exit code of the process, None if it still runs after LIMIT."""
-        os.kill(self._process.pid or 0, signal.SIGINT)
-        self._process.join(LIMIT)
-        return self._process.exitcode
+    def send_signal(self, number: int) -> None:
+        """Sends a signal such as `signal.SIGINT` to the process alone, since its group is that of the tests."""
+        assert self._process.pid is not None
+        os.kill(self._process.pid, number)
 
     def kill(self) -> None:
         """SIGKILL, and the end of the process."""
