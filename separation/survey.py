@@ -147,7 +147,7 @@ def survey(address: str, *, nodes: int = 1, wait: float = 0.0, seconds: float = 
 
 
 def _joined(address: str, until: float) -> RayConnection:
-    """Returns a connection on the cluster; a cluster that is still starting is tried again until the time `until`."""
+    """Returns a connection to the cluster; a cluster that is still starting is tried again until the time `until`."""
     while True:
         try:
             return RayConnection([], address)
