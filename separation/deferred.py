@@ -8,7 +8,9 @@ import importlib
 import importlib.util
 import sys
 import threading
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
@@ -37,6 +39,9 @@ def defer(name: str, *, functions: Collection[str] = ()) -> None:
     module.__spec__, module.__loader__, module.__file__ = spec, spec.loader, spec.origin
     module.__dict__.update({function: _caller(name, function) for function in functions})
     sys.modules[name] = module
+    _finder.deferred.add(name)
+    if _finder not in sys.meta_path:
+        sys.meta_path.insert(0, _finder)
 
 
 class _Deferred(ModuleType):
@@ -64,3 +69,37 @@ def _real(name: str) -> ModuleType:
         if isinstance(sys.modules.get(name), _Deferred):
             del sys.modules[name]
     return importlib.import_module(name)
+
+
+class _Finder(MetaPathFinder):
+    """Finds submodules that were imported while Python looked for them.
+
+    Python asks the package of a submodule for its folders; a deferred package is imported at this question, and its
+    import may import the submodule. Python does not expect that: it would execute the submodule a second time.
+    """
+
+    def __init__(self) -> None:
+        self.deferred: set[str] = set()
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        found = sys.modules.get(fullname)
+        # With a target, an imported module is meant to be executed again.
+        if target is not None or found is None or fullname.rpartition(".")[0] not in self.deferred:
+            return None
+        return ModuleSpec(fullname, _Imported(), loader_state=found.__spec__)
+
+
+class _Imported(Loader):
+    """Loader of a module that is imported already."""
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return sys.modules[spec.name]
+
+    def exec_module(self, module: ModuleType) -> None:
+        assert module.__spec__ is not None
+        module.__spec__ = module.__spec__.loader_state
+
+
+_finder = _Finder()

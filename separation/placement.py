@@ -205,8 +205,9 @@ def check_store(needed: int, nodes: Sequence[Resources]) -> None:
     exists = totals(nodes)["object_store_memory"]
     if needed > exists:
         raise StoreTooSmall(
-            f"up to {needed / 1e9:.3g} GB of results wait in the object store, which holds {exists / 1e9:.3g} GB (30 % "
-            "of the memory, beyond 10 GB at most /dev/shm, where Ray was not told otherwise)"
+            f"up to {needed / 1e9:.3g} GB of results and weights lie in the object store, which holds "
+            f"{exists / 1e9:.3g} GB (30 % of the memory, beyond 10 GB at most /dev/shm, where Ray was not told "
+            "otherwise)"
         )
 
 

@@ -40,8 +40,11 @@ LEAN = {
     "prestart_worker_first_driver": False,
 }
 """Settings of Ray for a cluster that is started here. Its task history, metrics and statistics of handlers are off,
-because nothing reads them, and so are the workers that it starts ahead, because those of a pool have an environment of
-their own."""
+because nothing reads them, and so are workers that it starts ahead."""
+AHEAD = {"prestart_worker_first_driver": True, "idle_worker_killing_time_threshold_ms": 60_000}
+"""Settings for the cluster of a run: when the driver has connected, Ray starts as many workers as there are logical
+CPUs, but no more than the machine has cores. They become the first workers of the pools; meanwhile the driver imports.
+They must outlast the time in which the pools have reserved all CPUs and have no workers yet."""
 
 
 class RayConnection:
@@ -115,7 +118,7 @@ def _connect(pools: Sequence[PoolSpec], address: str | None, meanwhile: Thread |
         os.environ.setdefault("RAY_worker_niceness", "0")
         cpus, custom = own_cluster(pools, os.cpu_count() or 1)
         own: dict[str, Any] = {"num_cpus": cpus, "resources": custom, "include_dashboard": False}
-        own["_system_config"] = dict(LEAN)
+        own["_system_config"] = LEAN | AHEAD
         start_with_what_runs(lambda: ray.init("local", **own, **common), meanwhile)
     else:
         join(address, **common)

@@ -8,6 +8,8 @@ from typing import Any
 
 import ray
 
+from separation.ray_agents import quick_agents
+
 log = logging.getLogger(__name__)
 
 UNUSED = ("start_monitor", "start_log_monitor", "start_api_server")
@@ -28,7 +30,7 @@ def start_with_what_runs(start: Callable[[], object], meanwhile: Thread | None =
     before, because a process should not fork beside its threads.
 
     This project uses none of them; each takes half a second of CPU at the start and 80 to 100 MB. What remains is the
-    GCS server, the raylet, and the raylet's dashboard agent and runtime-env agent. If `start` raises an error listed in
+    GCS server, the raylet, and the raylet's agents (ray_agents.py). If `start` raises an error listed in
     `DIFFERENT`, a warning is logged, Ray is shut down, the end of `meanwhile` is waited for, and `start` is called
     again with all processes. Other errors of `start` are raised as they are.
     """
@@ -65,7 +67,8 @@ def _without_unused(meanwhile: Thread | None) -> Iterator[None]:
         setattr(Node, name, _not_started)
 
     def start_last(node: Any, *arguments: Any, **options: Any) -> None:
-        originals[LAST](node, *arguments, **options)
+        with quick_agents(node):
+            originals[LAST](node, *arguments, **options)
         if meanwhile is not None and meanwhile.ident is None:
             meanwhile.start()
 

@@ -5,11 +5,13 @@ scipy.integrate for schedules of denoising steps that no run has. That is two th
 The three are imported when they are used (separation/deferred.py).
 """
 
+from async_flowrl.policies.transformers_names import read_names_once
 from separation.deferred import defer
 
 defer("scipy.stats")
 defer("scipy.integrate")
 defer("scipy.optimize", functions=("linear_sum_assignment",))
+read_names_once()
 
 from peft import LoraConfig  # noqa: E402  after what it must not import
 from peft.tuners.lora import Linear, LoraLayer  # noqa: E402

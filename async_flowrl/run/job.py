@@ -188,7 +188,7 @@ async def train_until(
             display.phase("loading the models")
             transport = await choose_transport(config, groups[TRAINER].workers[0])
             info = await load_pools(config, groups, trainers)
-            check_stored(prepared, info["trainable_parameters"])
+            check_stored(prepared, info["trainable_parameters"], shares=trainers.sharded)
             if trainers.sharded:
                 transport = OBJECT_STORE  # which alone takes shares of several ranks
             resume = check_base_weights(config, resume, info["base_digest"])
@@ -249,11 +249,13 @@ def open_ledgers(
 
 def stored(config: Config) -> str:
     """Returns what a run keeps in the object store, and what to do where that is too much."""
-    what = f"the images and trajectories of {config.live_versions} steps"
+    what = f"the images and trajectories of {config.live_versions} steps, weights on their way to rollout workers"
     if config.trainer.num_workers > 1:
         what += ", and the state that a trainer rank hands to the successor of a dead one"
-    advice = "fewer or smaller images per step, a smaller max_staleness, or a Ray cluster with a larger store"
-    return f"{what}; use {advice}"
+    fewer = "fewer or smaller images per step, a smaller max_staleness"
+    if config.tune == "full" and config.trainer.num_workers > 1:
+        fewer += ", a smaller checkpoint_engine.bucket_bytes (with trainer.shard=full)"
+    return f"{what}; use {fewer}, or a Ray cluster with a larger store"
 
 
 def refused(error: BaseException) -> str | None:

@@ -14,8 +14,10 @@ from async_flowrl.config.shared import SHARED
 from async_flowrl.controller.admission import check_base, load_rollout
 from async_flowrl.controller.download import download_model, loaders, model_of
 from async_flowrl.controller.living import group_timeout
+from async_flowrl.controller.stored_weights import weights_in_store
 from async_flowrl.controller.trainer import TrainerGroup
 from async_flowrl.observability.console import console_of, show_what_can_be_shown
+from async_flowrl.policies.registry import DTYPES
 from async_flowrl.run.ahead import check_fits_here
 from async_flowrl.run.nodes import look_at_nodes
 from async_flowrl.run.pools import as_two, pools
@@ -118,12 +120,15 @@ async def open_cluster(
                 last.enter_context(ctrl_c_ignored())
 
 
-def check_stored(prepared: Prepared, trained: int) -> None:
+def check_stored(prepared: Prepared, trained: int, *, shares: bool = False) -> None:
     """Raises StoreTooSmall if the cluster cannot store all that waits, now that `trained` parameters are known.
 
-    `open_cluster` has counted the tickets alone. With several trainer ranks, the state for a successor is added.
+    `open_cluster` has counted the tickets alone. Weights on their way are added and, with several trainer ranks, the
+    state for a successor. `shares` means that each rank has a share of the trained weights.
     """
-    check_results(prepared.config.runtime.backend, stored_bytes(prepared.at_largest, prepared.shapes, trained))
+    config = prepared.config
+    sent = weights_in_store(config, trained * DTYPES[prepared.model.dtype].itemsize, shares=shares)
+    check_results(config.runtime.backend, stored_bytes(prepared.at_largest, prepared.shapes, trained) + sent)
 
 
 @asynccontextmanager

@@ -5,6 +5,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
 
@@ -104,3 +105,15 @@ def test_what_is_imported_or_not_installed_is_left_alone(package: str) -> None:
     for name in ("no_such_package_at_all", "no_such_package_at_all.stats"):
         defer(name)
         assert name not in sys.modules
+
+
+def test_a_submodule_that_the_package_imports_is_executed_once(package: str, tmp_path: Path) -> None:
+    """Python asks for the package's folders, which imports it and with it the submodule that Python looks for."""
+    (tmp_path / package / "inside.py").write_text("class Kind: pass\n")
+    (tmp_path / package / "__init__.py").write_text("from .inside import Kind\n")
+    defer(package)
+    inside = importlib.import_module(f"{package}.inside")
+    assert inside is sys.modules[f"{package}.inside"] is sys.modules[package].inside
+    assert inside.Kind is sys.modules[package].Kind
+    assert inside.__spec__ is not None and isinstance(inside.__spec__.loader, SourceFileLoader)
+    assert importlib.reload(inside).Kind is not sys.modules[package].Kind, "a reload executes it again"

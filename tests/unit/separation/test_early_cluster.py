@@ -8,7 +8,9 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
 
 import pytest
 import ray
@@ -19,10 +21,13 @@ from separation.early_cluster import EarlyCluster
 from separation.processes import descendants, kill_new
 from separation.ray_head import LAST
 from tests.support.marked import left_after, marked_processes
+from tests.support.ray_node import FakeNode
 
 
 @pytest.fixture
-def starting(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], object]], list[subprocess.Popen[bytes]]]:
+def starting(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> Iterator[Callable[[Callable[[], object]], list[subprocess.Popen[bytes]]]]:
     """Makes `ray.init` launch one daemon, and then do what the test gives; returns the daemons."""
     daemons: list[subprocess.Popen[bytes]] = []
 
@@ -31,7 +36,7 @@ def starting(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], object]]
 
     def replace(then: Callable[[], object]) -> list[subprocess.Popen[bytes]]:
         def init(*_: object, **__: object) -> None:
-            getattr(Node, LAST)(None)
+            getattr(Node, LAST)(node)
             then()
 
         monkeypatch.setattr(ray, "init", init)
@@ -39,7 +44,8 @@ def starting(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], object]]
 
     monkeypatch.setattr(Node, LAST, launch)
     monkeypatch.setattr(ray_connection, "GRACE_SECONDS", 0.1)
-    return replace
+    with closing(FakeNode(tmp_path)) as node:
+        yield replace
 
 
 def test_the_work_is_done_while_the_daemons_get_ready(

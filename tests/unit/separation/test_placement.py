@@ -109,7 +109,9 @@ def test_a_store_that_is_too_small_is_refused() -> None:
     nodes = [{"CPU": 2.0, "object_store_memory": 3e9}, {"CPU": 2.0, "object_store_memory": 1e9}]
     check_store(4_000_000_000, nodes)
     check_store(0, [{"CPU": 2.0}])
-    with pytest.raises(StoreTooSmall, match=r"up to 4\.5 GB of results wait in the object store, which holds 4 GB"):
+    with pytest.raises(
+        StoreTooSmall, match=r"up to 4\.5 GB of results and weights lie in the object store, which holds 4 GB"
+    ):
         check_store(4_500_000_000, nodes)
 
 

@@ -7,6 +7,9 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
 
 import pytest
 import ray
@@ -15,6 +18,7 @@ from ray._private.node import Node
 from separation import ray_connection
 from separation.placement import ResourcesMissing
 from separation.ray_head import LAST, UNUSED, start_with_what_runs
+from tests.support.ray_node import FakeNode
 
 
 def called(node: object, names: list[str]) -> None:
@@ -23,30 +27,35 @@ def called(node: object, names: list[str]) -> None:
         getattr(Node, name)(node)
 
 
-class FakeNode:
-    _webui_url: str | None = None
+@pytest.fixture
+def node(tmp_path: Path) -> Iterator[FakeNode]:
+    with closing(FakeNode(tmp_path)) as node:
+        yield node
 
 
-def test_inside_nothing_of_it_is_started_and_afterwards_ray_is_as_before() -> None:
+def test_inside_nothing_of_it_is_started_and_afterwards_ray_is_as_before(node: FakeNode) -> None:
     before = [getattr(Node, name) for name in UNUSED]
-    node = FakeNode()
     start_with_what_runs(lambda: called(node, list(UNUSED)))
     assert node._webui_url == ""
     assert [getattr(Node, name) for name in UNUSED] == before
 
 
-def test_a_thread_begins_when_the_last_daemon_has_been_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_thread_begins_when_the_last_daemon_has_been_launched(
+    monkeypatch: pytest.MonkeyPatch, node: FakeNode
+) -> None:
     order: list[str] = []
-    monkeypatch.setattr(Node, LAST, lambda node, *_: order.append(LAST))
+    monkeypatch.setattr(Node, LAST, lambda _: order.append(LAST))
     before = getattr(Node, LAST)
     meanwhile = threading.Thread(target=order.append, args=["launched"])
-    start_with_what_runs(lambda: called(FakeNode(), [*UNUSED, LAST]), meanwhile)
+    start_with_what_runs(lambda: called(node, [*UNUSED, LAST]), meanwhile)
     meanwhile.join()
     assert order == [LAST, "launched"]
     assert getattr(Node, LAST) is before
 
 
-def test_a_ray_that_is_started_again_whole_forks_beside_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_ray_that_is_started_again_whole_forks_beside_no_thread(
+    monkeypatch: pytest.MonkeyPatch, node: FakeNode
+) -> None:
     alive: list[bool] = []
     monkeypatch.setattr(Node, LAST, lambda node, *_: None)
     meanwhile = threading.Thread(target=time.sleep, args=[0.3])
@@ -54,7 +63,7 @@ def test_a_ray_that_is_started_again_whole_forks_beside_no_thread(monkeypatch: p
     def start() -> None:
         alive.append(meanwhile.is_alive())
         if len(alive) == 1:
-            called(FakeNode(), [LAST])
+            called(node, [LAST])
             raise KeyError("node_info")
 
     start_with_what_runs(start, meanwhile)
