@@ -57,7 +57,7 @@ class Delivery:
         self._sender, self._replace, self._broadcast = sender, replace, broadcast
         self._ahead, self._on_close = ahead, on_close
         self._options = options or DeliveryOptions()
-        self._background = Background()
+        self._background, self._now = Background(), asyncio.get_running_loop().time
         self._queues: dict[str, ReceiverQueue] = {}
         self._headers: dict[int, Header] = {}
         self._staged: set[int] = set()
@@ -296,6 +296,3 @@ class Delivery:
 
     async def _call(self, call: Awaitable[T]) -> T:
         return await in_time(call, self._options.deadline)
-
-    def _now(self) -> float:
-        return asyncio.get_running_loop().time()

@@ -17,12 +17,8 @@ from async_flowrl.controller.context import Observer
 from async_flowrl.controller.endpoints import PUBLISHING, RolloutEndpoint
 from async_flowrl.controller.living import Living
 from async_flowrl.controller.sender_errors import SenderFailed, SenderLate, SenderLost, answers_of, failures_of_ranks
-from async_flowrl.controller.share_payload import (
-    MAX_BUCKETS_AHEAD,
-    Allowance,
-    ShardedPayload,
-    kept_in,
-)
+from async_flowrl.controller.share_payload import Allowance, ShardedPayload, kept_in
+from async_flowrl.controller.stored_weights import MAX_BUCKETS_AHEAD
 from async_flowrl.types import EMA, POLICY
 from checkpoint_engine import CANARY_VERSION, RING, Ack, Draft, Header, Layout, ReceiverEndpoint, ShardedHeader
 from checkpoint_engine.errors import error_names

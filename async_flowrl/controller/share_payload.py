@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from async_flowrl.controller.endpoints import PUBLISHING
 from async_flowrl.controller.sender_errors import SenderFailed, SenderLate, SenderLost, answers_of, failures_of_ranks
+from async_flowrl.controller.stored_weights import MAX_KEPT_BUCKETS
 from checkpoint_engine import Header, Layout
 from checkpoint_engine.errors import error_names
 from checkpoint_engine.shards import shard_layout
@@ -23,11 +24,6 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 F = TypeVar("F", bound="asyncio.Future[Any]")
-
-MAX_BUCKETS_AHEAD = 4
-"""Buckets that are fetched for a receiver while it puts another one in its place; at least one, else one per rank."""
-MAX_KEPT_BUCKETS = 2 * MAX_BUCKETS_AHEAD
-"""Buckets of one version that stay in the object store for receivers that ask for them a little later."""
 
 
 @dataclass

@@ -10,11 +10,13 @@ from dataclasses import dataclass
 
 from async_flowrl.algorithms.registry import build_algorithm
 from async_flowrl.config.schema import Config
+from async_flowrl.controller.stored_weights import weights_in_store
 from async_flowrl.plan.full_shares import of_one_rank
 from async_flowrl.plan.host_memory import (
     FLOAT32_BYTES,
     base_share,
     host_bytes,
+    in_shares,
     moving_averages,
     received_versions,
     ring_bytes,
@@ -108,7 +110,9 @@ class MemoryPlan:
     ticket_bytes: int
     """Images and trajectory of one ticket in the object store."""
     payload: int
-    """Most that lies in the object store at the same time."""
+    """Most that lies in the object store at the same time: tickets, a rank's state for a successor, and weights."""
+    sent_weights: int
+    """The weights among that, on their way to rollout workers."""
     adapter_bytes: int
     """One version."""
     peaks: Peaks
@@ -123,6 +127,7 @@ def plan_memory(config: Config) -> MemoryPlan:
     sampling_bytes = sampling_peak(config, model)
     activations = remembered_training_peak(config)
     shapes = model.policy.shapes(config.rollout.resolution)
+    sent = weights_in_store(config, model.version_bytes, shares=in_shares(config))
     return MemoryPlan(
         model=model,
         trainer=trainer_footprint(config, model, activations),
@@ -131,7 +136,8 @@ def plan_memory(config: Config) -> MemoryPlan:
         ring=ring_bytes(config, model),
         snapshot=snapshot_bytes(config, model),
         ticket_bytes=ticket_bytes(config, shapes),
-        payload=stored_bytes(config, shapes, model.adapter_parameters),
+        payload=stored_bytes(config, shapes, model.adapter_parameters) + sent,
+        sent_weights=sent,
         adapter_bytes=model.version_bytes,
         peaks=Peaks(activations, sampling_bytes),
     )

@@ -71,7 +71,10 @@ def describe(plan: MemoryPlan, config: Config, device_gib: float) -> str:
         sections += [format_table((title, "GiB"), rows), ""]
     if host := on_the_host(plan, config):
         sections += [*host, ""]
-    payload = f"{plan.ticket_bytes / 1e6:.1f} MB per ticket, at most {plan.payload / 1e9:.2f} GB in the object store"
+    payload = (
+        f"{plan.ticket_bytes / 1e6:.1f} MB per ticket, at most {plan.payload / 1e9:.2f} GB in the object store, "
+        f"{plan.sent_weights / 1e9:.2f} of them weights on their way to rollout workers"
+    )
     return "\n".join([*sections, payload, *(verdict(plan, config, device_gib))]) + "\n"
 
 
@@ -159,6 +162,7 @@ def as_json(plan: MemoryPlan, config: Config, device_gib: float) -> dict[str, An
         "resolution": config.rollout.resolution,
         "ticket_bytes": plan.ticket_bytes,
         "payload": plan.payload,
+        "sent_weights": plan.sent_weights,
         "adapter_bytes": plan.adapter_bytes,
         "devices": gpus_taken(config),
         "placements": {placed.placement: asdict(placed) for placed in by_placement(plan, config, device_gib)},

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from async_flowrl.algorithms.ema import ema_decay, old_policy_decay, samples_from_average, update_average
 from async_flowrl.config.schema import Config
+from async_flowrl.config.sections.tune import FULL
 from async_flowrl.training.flat import FlatParameters
 from async_flowrl.types import EMA, POLICY
 
@@ -121,6 +122,18 @@ class Versions:
         if version not in self._retained:
             raise KeyError(f"version {version} is not kept; the trainer has {sorted(self._retained)}")
         return self._retained[version]
+
+    def reference(self, *, needed: bool) -> Tensor | None:
+        """Returns the weights of the reference for the KL, a flat tensor, when nothing has been trained yet.
+
+        `needed` means that the algorithm measures a KL. Returns None if the reference is the base model with the
+        adapter switched off, or if there is none.
+        """
+        if self._config.lora.path is not None:
+            # A warm start is the policy to stay close to, not the bare base model.
+            return self._parameters.snapshot()
+        # A version is never written to, so that this one stays what the run started at.
+        return self.of(0) if needed and self._config.tune == FULL else None
 
     def state(self) -> dict[str, dict[str, Tensor]]:
         """Returns parts of a checkpoint: name of the part (retained, ema, sampling) → name → CPU tensor."""

@@ -19,7 +19,6 @@ from async_flowrl.algorithms.base import Algorithm
 from async_flowrl.algorithms.registry import build_algorithm
 from async_flowrl.config.resolution import configured
 from async_flowrl.config.schema import Config
-from async_flowrl.config.sections.tune import FULL
 from async_flowrl.observability.delays import debug_delay
 from async_flowrl.policies.base import Policy
 from async_flowrl.policies.kernels import repeatable_kernels
@@ -166,19 +165,9 @@ class TrainerWorker:
             device=self.device,
             sampled_by=self.versions.of,
             averaged=self.versions.sampling is not None,
-            reference=self._reference(),
+            reference=self.versions.reference(needed=self.algorithm.needs_reference),
             turn=self._turn,
         )
-
-    def _reference(self) -> Tensor | None:
-        """Returns the weights of the reference for the KL, a flat tensor.
-
-        Returns None if the reference is the base model with the adapter switched off, or if there is none.
-        """
-        if self.config.lora.path is not None:
-            return self.parameters.snapshot()  # a warm start is the policy to stay close to, not the bare base model
-        # A version is never written to, so that this one stays what the run started at.
-        return self.versions.of(0) if self.config.tune == FULL and self.algorithm.needs_reference else None
 
     def train(self, request: TrainRequest, *trajectories: Trajectory) -> UpdateStats | Summed | Manifest:
         """Begins an optimizer step, adds the gradients of groups, or finishes the step, as `request` says.

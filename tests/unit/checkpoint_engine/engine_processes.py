@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import AsyncIterator, Callable
 from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from typing import Any
 
@@ -24,7 +25,15 @@ from examples.checkpoint_engine.processes import Channel, ProcessReceiver, Proce
 from tests.unit.checkpoint_engine.engine_parts import ALPHA, PATIENCE, RANK, lora
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["torch", "numpy", "torch.distributed"])
+PRELOADED = ["torch", "numpy", "torch.distributed.fsdp", "torch._dynamo"]
+
+
+def starting() -> ForkServerContext:
+    """Returns CONTEXT to start a process; the first one says what the process imports from which all are forked."""
+    CONTEXT.set_forkserver_preload(PRELOADED)
+    return CONTEXT
+
+
 BUCKET_BYTES = 4096
 SECONDS = 240.0
 """Nothing here may take longer; it takes a few."""
@@ -126,7 +135,7 @@ class Child:
     def __init__(self, name: str, transport: str, shape: dict[str, Any], *, fault: str = "", capacity: int = 2) -> None:
         ours, theirs = channel(CONTEXT)
         self._results, results = CONTEXT.Pipe()
-        self.process: BaseProcess = CONTEXT.Process(
+        self.process: BaseProcess = starting().Process(
             target=receiving,
             args=(theirs, results, transport, shape),
             kwargs={"fault": fault, "capacity": capacity},

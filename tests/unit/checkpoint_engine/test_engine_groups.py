@@ -20,7 +20,7 @@ from checkpoint_engine.transports import make_member, resolve_transport
 from examples.checkpoint_engine.processes import ProcessSender
 from tests.unit.checkpoint_engine.engine_local import Local
 from tests.unit.checkpoint_engine.engine_parts import ALPHA, PATIENCE, RANK, blank, ends, lora, sealed
-from tests.unit.checkpoint_engine.engine_processes import CONTEXT, SECONDS
+from tests.unit.checkpoint_engine.engine_processes import CONTEXT, SECONDS, starting
 from tests.unit.checkpoint_engine.engine_ranks import rank_main
 
 ROOT = Path(__file__).parents[3]
@@ -29,7 +29,8 @@ ROOT = Path(__file__).parents[3]
 def train_ranks(folder: Path, *, beside: bool) -> list[tuple[list[list[float]], list[str], int]]:
     pipes = [CONTEXT.Pipe() for _ in range(2)]
     arguments = [(rank, folder / f"store-{beside}", theirs, beside) for rank, (_, theirs) in enumerate(pipes)]
-    ranks = [CONTEXT.Process(target=rank_main, args=each, daemon=True) for each in arguments]
+    context = starting()
+    ranks = [context.Process(target=rank_main, args=each, daemon=True) for each in arguments]
     for process in ranks:
         process.start()
     try:

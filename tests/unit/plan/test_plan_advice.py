@@ -21,18 +21,18 @@ from tests.support.recorded import recorded
 from tests.support.toy import Timing, ToyRun, toy_config, virtual
 
 
-def work(g: float, t: float, *, groups: int = 16, cv: float = 0.05, **more: Any) -> Work:
+def work(g: float, t: float, *, groups: int = 8, cv: float = 0.05, **more: Any) -> Work:
     return Work(groups, Law(g / groups, cv), Law(t / groups, 0.05), **more)
 
 
 def few(devices: int, **more: Any) -> Limits:
     """Fewer steps than a plan simulates by default; for the work of these tests the advice is the same."""
-    return Limits(devices, steps=16, **more)
+    return Limits(devices, steps=12, **more)
 
 
 @pytest.mark.parametrize(("g", "t", "split"), [(8, 8, (4, 4)), (12, 4, (6, 2)), (7, 1, (7, 1)), (2, 6, (2, 6))])
 def test_the_split_follows_the_work(g: float, t: float, split: tuple[int, int]) -> None:
-    advice = advise(work(g, t, groups=32, cv=0.0), few(8, share=False))
+    advice = advise(work(g, t, groups=16, cv=0.0), few(8, share=False))
     assert advice.chosen is not None
     assert (advice.chosen.layout.rollout, advice.chosen.layout.trainer) == split
 
@@ -88,7 +88,7 @@ def test_worth_it_where_rewards_and_publishing_would_be_waited_for() -> None:
 
 def test_one_pool_is_recommended_where_no_split_fits_and_rewards_take_their_time() -> None:
     """3 : 1 on two devices with a reward of 6 s: (30 + 10)/2 with one pool, 30 with two, 26 with phases in turn."""
-    advice = advise(work(30, 10, cv=0.0, group_size=4, score=Law(6.0)), few(2, reward=16))
+    advice = advise(work(30, 10, groups=16, cv=0.0, group_size=4, score=Law(6.0)), few(2, reward=16))
     best = advice.placements.best
     assert best is not None
     assert (best.layout.placement, best.layout.max_staleness) == ("shared", 1)
@@ -238,7 +238,7 @@ def test_a_run_that_no_plan_can_read(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
-    given = ["--generate", "8", "--update", "8", "--devices", "8", "--sync", "0.1", "--steps", "16"]
+    given = ["--generate", "8", "--update", "8", "--devices", "8", "--sync", "0.1", "--prompts", "8", "--steps", "12"]
     assert plan.main([*given, "--json"]) == 0
     printed = json.loads(capsys.readouterr().out)
     assert printed["chosen"]["rollout"] == printed["chosen"]["trainer"] == 4

@@ -205,10 +205,11 @@ def test_costs_of_which_only_some_have_a_share_are_refused(capsys: pytest.Captur
 
 
 def test_the_command_knows_batches_and_sizes(capsys: pytest.CaptureFixture[str]) -> None:
-    common = ["--generate", "8", "--update", "8", "--cv", "0", "--update-cv", "0", "--json", "--split", "2:1"]
+    pools = ["--split", "2:1", "--no-shared"]
+    common = ["--generate", "8", "--update", "8", "--cv", "0", "--update-cv", "0", "--json", *pools]
     found = []
     for options in ([], ["--tickets-per-batch", "8"], ["--costs", "1,4"]):
-        assert main([*common, "--steps", "20", *options]) == 0
+        assert main([*common, "--steps", "16", *options]) == 0
         found.append(json.loads(capsys.readouterr().out)["depths"])
     plain, batched, mixed = ([plan["step_seconds"] for plan in each[:2]] for each in found)
     assert batched[1] > plain[1], "streamed on-policy: the first groups are there later"

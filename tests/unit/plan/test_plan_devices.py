@@ -7,7 +7,7 @@ from async_flowrl.config.compose import compose_config
 from async_flowrl.config.schema import Config
 from async_flowrl.plan import devices
 from async_flowrl.plan.devices import check_devices
-from async_flowrl.plan.memory import plan_memory
+from async_flowrl.plan.memory import plan_memory, rollout_footprint, trainer_footprint
 from async_flowrl.plan.meta_model import build_meta_model
 
 GIB = 2**30
@@ -19,12 +19,18 @@ def small(*overrides: str) -> Config:
     return compose_config("one_step_off", [*sizes, *overrides])
 
 
+def lasting(config: Config) -> tuple[int, int]:
+    """Bytes that last of a trainer rank and of a rollout worker, without the activations, which take long to count."""
+    model = build_meta_model(config)
+    return trainer_footprint(config, model).resident, rollout_footprint(config, model).resident
+
+
 def test_a_device_smaller_than_what_lasts_is_refused_with_what_would_make_it_fit() -> None:
     config = small("trainer.num_workers=2", "trainer.micro_batch_size=8", "trainer.shard=none")
-    plan = plan_memory(config)
+    rank, worker = lasting(config)
     enough = {"trainer": 80 * GIB, "rollout": 80 * GIB}
     assert check_devices(config, enough) == []
-    short = plan.trainer.resident - 1
+    short = rank - 1
     with pytest.raises(ConfigError) as refused:
         check_devices(config, {**enough, "trainer": short})
     said = str(refused.value)
@@ -32,14 +38,14 @@ def test_a_device_smaller_than_what_lasts_is_refused_with_what_would_make_it_fit
     assert "it would fit with trainer.shard=full (" in said and "allow_oom=true tries anyway" in said
     assert said.count(" GiB)") == 3
     with pytest.raises(ConfigError, match=r"a rollout worker holds .* rollout.text_encoder=offload"):
-        check_devices(config, {**enough, "rollout": plan.rollout.resident - 1})
+        check_devices(config, {**enough, "rollout": worker - 1})
 
 
 def test_what_a_refusal_names_does_fit() -> None:
     pair = ("trainer.num_workers=2", "trainer.shard=none")
-    short = plan_memory(small(*pair)).trainer.resident - 1
+    short = lasting(small(*pair))[0] - 1
     for change in ("trainer.shard=full", "model.dtype=bfloat16", "lora.rank=32"):
-        assert plan_memory(small(*pair, change)).trainer.resident <= short
+        assert lasting(small(*pair, change))[0] <= short
 
 
 def test_a_refusal_names_no_setting_that_would_be_refused_itself() -> None:
@@ -73,13 +79,13 @@ def test_a_tight_device_is_warned_of() -> None:
 def test_fractions_have_their_share() -> None:
     halved = small("rollout.gpus_per_worker=0.5")
     with pytest.raises(ConfigError, match="a rollout worker holds"):
-        check_devices(halved, {"rollout": round(plan_memory(halved).rollout.resident * 1.5)})
+        check_devices(halved, {"rollout": round(lasting(halved)[1] * 1.5)})
 
 
 def test_threads_of_one_process_share_its_device() -> None:
     config = small("runtime.backend=local", "rollout.num_workers=3")
-    plan = plan_memory(config)
-    together = plan.trainer.resident + 3 * plan.rollout.resident
+    rank, worker = lasting(config)
+    together = rank + 3 * worker
     with pytest.raises(ConfigError, match="with all rollout workers of its process holds"):
         check_devices(config, {"trainer": together - 1, "rollout": together - 1})
     assert all("holds" not in said for said in check_devices(config, {"trainer": together, "rollout": together}))

@@ -185,7 +185,7 @@ def test_a_shared_process_spends_on_an_evaluation_ticket_what_its_span_says() ->
 
 def test_the_advice_says_what_evaluations_take_and_when_they_fall_behind() -> None:
     """The command counts them in, with the seconds of the longest."""
-    limits = Limits(2, steps=23)
+    limits = Limits(2, steps=23, share=False)
     beside = advise(Work(8, Law(1.0), Law(1.0), evaluation=EvaluationWork(4, 4, Law(1.0))), limits)
     assert any("every 4 steps, are in these figures; one takes up to" in each for each in beside.sentences)
     behind = advise(Work(8, Law(1.0), Law(1.0), evaluation=EvaluationWork(2, 40, Law(1.0))), limits)

@@ -67,3 +67,7 @@ def test_a_share_is_what_a_rank_of_four_holds(dtype: str) -> None:
     assert plan.host < whole.host / 3
     assert plan.snapshot == -(-whole.snapshot // 4)
     assert "each trainer rank copies" in describe(plan, config, 79) and "the first" in describe(whole, of_one, 79)
+    assert plan.sent_weights == 4 * plan.adapter_bytes <= plan.payload, "a tiny model is smaller than its buckets"
+    config.algorithm.kl_coef = 0.05
+    more = plan_memory(config).trainer.parts["versions of the weights"] - plan.trainer.parts["versions of the weights"]
+    assert more == pytest.approx(plan.model.version_bytes / 4, abs=2), "a share of the reference"

@@ -11,7 +11,7 @@ from tests.support.toy import Timing, toy_config, virtual
 
 
 def predict(
-    *, g: float, t: float, k: int, hand_over: str = "stream", n: int = 8, groups: int = 64, steps: int = 30, **more: Law
+    *, g: float, t: float, k: int, hand_over: str = "stream", n: int = 8, groups: int = 64, steps: int = 12, **more: Law
 ) -> Prediction:
     """Generation takes g and training t seconds per step with n rollout workers and one trainer, all constant."""
     work = Work(groups, Law(g * n / groups), Law(t / groups), **more)
@@ -85,7 +85,7 @@ def test_an_independent_simulation_gives_the_same_step_times(
     Streamed without staleness: list scheduling of log-normal durations, groups trained in the order in which they end.
     """
     work = Work(64, Law(8 / 64, cv), Law(1 / 64, 0.05))
-    prediction = simulate(work, Layout(8, 1, 1, k, hand_over), steps=80)
+    prediction = simulate(work, Layout(8, 1, 1, k, hand_over), steps=24)
     assert prediction.step_seconds == pytest.approx(published, rel=0.06)
 
 
@@ -103,7 +103,7 @@ def test_a_slow_worker_costs_only_its_share() -> None:
     work = Work(64, Law(8 / 64, 0.05), Law(0.5 / 64))
     layout = Layout(8, 1, 1, 1, "stream", slow=(2.0,))
     assert bounds(work, layout).generation == pytest.approx(8 / 7.5)
-    assert simulate(work, layout, steps=30).step_seconds == pytest.approx(8 / 7.5, rel=0.03)
+    assert simulate(work, layout, steps=16).step_seconds == pytest.approx(8 / 7.5, rel=0.03)
 
 
 def test_busy_shares_and_bytes() -> None:

@@ -23,7 +23,7 @@ from async_flowrl.plan.memory import plan_memory
 from async_flowrl.plan.rehearsal import by_card
 from async_flowrl.plan.rehearsal.cards import Assumptions, Card, Roofline, card_of
 from async_flowrl.plan.rehearsal.command import rehearse
-from async_flowrl.plan.rehearsal.estimate import peak
+from async_flowrl.plan.rehearsal.estimate import estimate, peak
 from async_flowrl.plan.rehearsal.ledger import Ledger, Phase
 from async_flowrl.plan.rehearsal.model import FakeModel
 from async_flowrl.plan.rehearsal.report import Rehearsal, describe
@@ -153,6 +153,10 @@ def test_shares_of_the_whole_model_are_rehearsed() -> None:
     assert 0.8 < peak(shares.phases.values()).peak / sum(plan.trainer.parts.values()) < 1
     assert sum(plan.rollout.parts.values()) == pytest.approx(peak(done.rollout.phases.values()).peak, rel=0.1)
     assert f"{shares.share_bytes / 1e6:.0f} MB of it on each rank" in describe(done)
+    given, found = done.config, done.estimate
+    assert found.activation == pytest.approx(done.rollout.version_bytes / done.roofline.given.host_bytes_per_second)
+    tickets = given.prompts_per_step * given.group_size / given.images_per_ticket / given.rollout.num_workers
+    assert found.generation == pytest.approx(tickets * found.ticket + found.activation), "once for each step"
 
 
 def test_a_rollout_worker_takes_a_version_in_shares_as_it_takes_a_whole_one() -> None:
@@ -166,15 +170,18 @@ def test_a_rollout_worker_takes_a_version_in_shares_as_it_takes_a_whole_one() ->
 
 def test_loading_whole_weights_never_holds_them_twice_on_the_device() -> None:
     """With the versions in host memory a device has no room for a second copy at any time."""
-    worker = worker_alone("tune=full", "model.tiny.layers=8", "model.tiny.heads=16")
+    worker = worker_alone("tune=full", "model.tiny.layers=4", "model.tiny.heads=16")
     load = worker.phases["load"]
     assert load.resident < worker.phases["denoise"].resident < 1.5 * worker.version_bytes
     assert load.peak < 1.05 * worker.phases["denoise"].resident
 
 
 def test_an_offloaded_encoder_counts_only_while_it_encodes() -> None:
+    usual = rehearsed()
+    assert usual.config.rollout.text_encoder == "resident"
     resident, offloaded, cached = (
-        worker_alone(f"rollout.text_encoder={where}").phases for where in ("resident", "offload", "cached")
+        usual.rollout.phases,
+        *(worker_alone(f"rollout.text_encoder={where}").phases for where in ("offload", "cached")),
     )
     saved = resident["denoise"].resident - offloaded["denoise"].resident
     assert 0 < saved == resident["load"].peak - offloaded["load"].peak
@@ -288,17 +295,16 @@ def test_one_rehearsal_is_priced_on_several_cards(capsys: pytest.CaptureFixture[
 
 def test_a_batch_of_tickets_is_rehearsed_as_one_pass() -> None:
     """Two tickets of 4 images have the phases of a ticket of 8 images, but each decodes its own."""
-    both, alone = (
-        rehearsed("ticket_size=4", f"rollout.tickets_per_batch={size}", "rollout.num_inference_steps=4")
-        for size in (2, 1)
-    )
-    wide = rehearsed("ticket_size=8", "rollout.num_inference_steps=4")
+    four, steps = ("ticket_size=4", "rollout.tickets_per_batch=1"), "rollout.num_inference_steps=4"
+    both = rehearsed("ticket_size=4", "rollout.tickets_per_batch=2", steps)
+    wide, single = worker_alone("ticket_size=8", steps), worker_alone(*four, steps)
+    apart = estimate(shallow(*four, steps), both.rank, single, both.roofline)
     assert (both.rollout.rows, both.rollout.tickets, both.rollout.chunks) == (8, 2, 1)
-    assert both.rollout.phases["denoise"].peak == pytest.approx(wide.rollout.phases["denoise"].peak, rel=1e-4)
-    assert both.rollout.phases["denoise"].flops == 2 * alone.rollout.phases["denoise"].flops
-    assert both.rollout.phases["decode"].peak < wide.rollout.phases["decode"].peak
-    assert both.estimate.ticket_flops == pytest.approx(alone.estimate.ticket_flops)
-    assert both.estimate.ticket < alone.estimate.ticket, "fewer launches of kernels"
+    assert both.rollout.phases["denoise"].peak == pytest.approx(wide.phases["denoise"].peak, rel=1e-4)
+    assert both.rollout.phases["denoise"].flops == 2 * single.phases["denoise"].flops
+    assert both.rollout.phases["decode"].peak < wide.phases["decode"].peak
+    assert both.estimate.ticket_flops == pytest.approx(apart.ticket_flops)
+    assert both.estimate.ticket < apart.ticket, "fewer launches of kernels"
     assert "2 of 4 forward passes of a batch of 2 tickets" in describe(both)
     assert "--ticket-size 4 --tickets-per-batch 2 --devices 2" in describe(both)
     plan = plan_memory(both.config)
@@ -308,7 +314,8 @@ def test_a_batch_of_tickets_is_rehearsed_as_one_pass() -> None:
 def test_several_sizes_are_estimated_by_their_flops(tmp_path: Path) -> None:
     """Half of the groups have a quarter of the pixels; two thirds of the prompts with a size of their own have that."""
     sizes = rehearsed("rollout.resolutions=[32,64]")
-    large, small = rehearsed("rollout.resolution=64"), rehearsed("rollout.resolution=32")
+    large, small = rehearsed("rollout.resolution=64"), rehearsed()
+    assert small.config.rollout.resolution == 32
     assert dict(sizes.sizes.shares) == {32: 0.5, 64: 0.5}
     ratio = small.rollout.phases["denoise"].flops / large.rollout.phases["denoise"].flops
     assert sizes.sizes.costs[32] == pytest.approx(ratio, rel=0.02) and sizes.sizes.costs[64] == 1

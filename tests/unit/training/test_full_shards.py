@@ -22,7 +22,7 @@ CLOSE = 2e-5
 def full_config(dtype: str = "float32", **trainer: Any) -> Config:
     config = rig.tiny_config(**{"micro_batch_size": 2, "learning_rate": 1e-3, "shard": "full", **trainer})
     config.tune, config.model.dtype = "full", dtype
-    config.model.tiny.heads, config.model.tiny.layers = 2, 2
+    config.model.tiny.heads, config.model.tiny.layers = 2, 1
     return config
 
 
@@ -53,19 +53,26 @@ def two(jobs: dict[str, Job], tmp_path_factory: pytest.TempPathFactory) -> dict[
     return dict(zip(jobs, found, strict=True))
 
 
-def whole(ranks: list[Outcome]) -> dict[str, Any]:
-    return {name: np.concatenate([rank["tensors"][name] for rank in ranks]) for name in ranks[0]["tensors"]}
+def whole(ranks: list[Outcome], what: str = "tensors") -> dict[str, Any]:
+    return {name: np.concatenate([rank[what][name] for rank in ranks]) for name in ranks[0][what]}
+
+
+def distance(one: dict[str, Any], other: dict[str, Any]) -> float:
+    return math.sqrt(sum(float(np.square(one[name] - other[name], dtype=np.float64).sum()) for name in one))
 
 
 def like_one_process(job: Job, ranks: list[Outcome], *, close: float = CLOSE) -> Outcome:
-    """The outcome of one process with all of the weights, to which the ranks' are equal up to rounding."""
+    """The outcome of one process with all of the weights, to which the ranks' are equal up to rounding.
+
+    So is the average of the weights (EMA); where there is none, it is the weights.
+    """
     alone = run_alone(job)
-    ours, theirs = whole(ranks), alone["tensors"]
-    assert {name: array.shape for name, array in ours.items()} == {n: array.shape for n, array in theirs.items()}
     before = run_alone((job[0], []))["tensors"]
-    moved = math.sqrt(sum(float(np.square(theirs[name] - before[name], dtype=np.float64).sum()) for name in theirs))
-    apart = math.sqrt(sum(float(np.square(ours[name] - theirs[name], dtype=np.float64).sum()) for name in theirs))
-    assert moved > 1e-3 and apart < close * moved, (apart, moved)
+    for what in ("tensors", "average"):
+        ours, theirs = whole(ranks, what), alone[what]
+        assert {name: array.shape for name, array in ours.items()} == {n: array.shape for n, array in theirs.items()}
+        moved, apart = distance(theirs, before), distance(ours, theirs)
+        assert moved > 1e-3 and apart < close * moved, (what, apart, moved)
     for mine, its in zip(ranks[0]["metrics"], alone["metrics"], strict=True):
         for name in ("grad_norm", "optimizer/step_over_lr", "loss"):
             assert mine[name] == pytest.approx(its[name], rel=100 * close, abs=1e-9), name
@@ -84,6 +91,8 @@ def test_each_rank_has_half_and_both_train_what_one_process_trains(
     assert sum(sizes) == info["base_parameters"] and max(sizes) < 0.55 * sum(sizes)
     assert ranks[0]["digest"] != ranks[1]["digest"], "of the share of each"
     assert [rank["parts"] for rank in ranks] == [[2, 2], [2, 2]]
+    assert [sorted(rank["retained"]) for rank in ranks] == [[1, 2]] * 2, "what tickets of the next step may name"
+    assert all(max(rank["retained"].values()) < 0.55 * sum(sizes) for rank in ranks), "its share of them"
     assert ranks[0]["metrics"][0]["grad_norm"] > 0.02, "it was clipped"
     like_one_process(jobs["clipped"], ranks)
 
@@ -101,7 +110,10 @@ def test_a_part_that_does_not_count_adds_nothing(jobs: dict[str, Job], two: dict
 
 def test_every_pass_with_frozen_parts(jobs: dict[str, Job], two: dict[str, list[Outcome]]) -> None:
     """Checkpointed blocks, versions, reference and proximal passes, a bounded step, an EMA, parameters left out."""
+    job, _ = jobs["every pass"]
     alone = like_one_process(jobs["every pass"], two["every pass"], close=1e-3)
+    averages = whole(two["every pass"], "average")
+    assert distance(averages, whole(two["every pass"])) > 0.1 * distance(averages, run_alone((job, []))["tensors"])
     info = two["every pass"][0]["info"]
     assert 0 < info["trainable_parameters"] < info["base_parameters"]
     assert two["every pass"][0]["metrics"][-1]["kl"] == pytest.approx(alone["metrics"][-1]["kl"], rel=1e-2)

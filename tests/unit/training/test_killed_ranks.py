@@ -24,6 +24,8 @@ from tests.support import trainer_rig as rig
 from tests.support.process_pool import ProcessPool
 from tests.support.toy_pool import ListObserver
 
+pytestmark = pytest.mark.serial("ranks")
+
 DEATHS = {
     "others": {
         "trainer-1": (0, "micro-batch"),
@@ -50,11 +52,11 @@ def configuration(**trainer: Any) -> Config:
     return config
 
 
-def batches(config: Config) -> list[list[rig.Handed]]:
+def batches(config: Config, steps: int = STEPS) -> list[list[rig.Handed]]:
     sampler = rig.Sampler(config)
     return [
         [sampler.group(step, group, version=max(0, step - 1), age=min(step, 1)) for group in range(GROUPS)]
-        for step in range(STEPS)
+        for step in range(steps)
     ]
 
 
@@ -140,7 +142,7 @@ def test_a_shard_group_that_loses_a_rank_leaves_the_weights_to_the_others(place:
     """Two replicas of two ranks; the first one is that of the rank that sends the weights."""
     config = configuration(num_workers=4)
     config.trainer.shard, config.trainer.shard_size, config.deadlines.update = "hybrid", 2, 120.0
-    given = batches(config)[:3]
+    given = batches(config, 3)
     found = asyncio.run(with_ranks(config, given, {"trainer-1": (1, place)}))
     calm = alone(configuration(), given)
     assert found.digest == calm.digest
@@ -149,17 +151,20 @@ def test_a_shard_group_that_loses_a_rank_leaves_the_weights_to_the_others(place:
     assert len(found.observer.of("recomputed")) == (place != "stepped")
 
 
-def in_two_updates(*, late: bool, forgets: bool = False) -> str:
+def two_updates() -> Config:
+    config = configuration(updates_per_batch=2)
+    config.algorithm.correction = "none"
+    return config
+
+
+def in_two_updates(batch: list[rig.Handed], *, late: bool, forgets: bool = False) -> str:
     """Weights after a batch of two optimizer steps; `late`: the second one's old predictions are made after the first.
 
     `forgets`: the weights at the start of the batch are gone by then, so it predicts with those it has.
     """
-    config = configuration(updates_per_batch=2)
-    config.algorithm.correction = "none"
+    config = two_updates()
     worker = rig.trainer(config)
     worker.world = worker.update._inputs.world = World(0, 2)  # the other one has died: the sum is this one's
-    sampler = rig.Sampler(config)
-    batch = [sampler.group(0, group) for group in range(4)]
     halves = [batch[:2], batch[2:]]
     for update, half in enumerate(halves):
         worker.update.begin(0, rig.StepPlan(rows=rig.rows(half), update=update, probe=False))
@@ -177,14 +182,16 @@ def in_two_updates(*, late: bool, forgets: bool = False) -> str:
 
 
 def test_old_predictions_that_were_lost_are_made_again_from_the_weights_of_then() -> None:
-    expected = in_two_updates(late=False)
-    assert in_two_updates(late=True) == expected != in_two_updates(late=True, forgets=True)
+    sampler = rig.Sampler(two_updates())
+    batch = [sampler.group(0, group) for group in range(4)]
+    expected = in_two_updates(batch, late=False)
+    assert in_two_updates(batch, late=True) == expected != in_two_updates(batch, late=True, forgets=True)
 
 
 def test_a_sum_is_untouched_by_adding_up_and_refuses_another_attempt() -> None:
     config = configuration()
     worker, once = rig.trainer(config), rig.trainer(config)
-    batch = batches(config)[0]
+    (batch,) = batches(config, 1)
     for trainer in (worker, once):
         trainer.world = trainer.update._inputs.world = World(0, 2)
         trainer.update.begin(0, rig.StepPlan(rows=rig.rows(batch), attempt=4))

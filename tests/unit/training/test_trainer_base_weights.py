@@ -16,9 +16,15 @@ from tests.unit.training.base_weights_ranks import streamed
 pytestmark = pytest.mark.serial("ranks")
 
 
-def test_both_ranks_hold_what_direct_loading_gives(tmp_path: Path) -> None:
+EVERY = [(family, dtype) for family in NAMES for dtype in ("bfloat16", "float32")]
+"""Every family in both dtypes."""
+CASES = [*((family, "bfloat16") for family in NAMES), ("qwen_image", "float32")]
+"""Every family in one dtype, and one of them in both."""
+
+
+@pytest.mark.parametrize("cases", [CASES, pytest.param(EVERY, marks=pytest.mark.slow)], ids=["some", "every"])
+def test_both_ranks_hold_what_direct_loading_gives(cases: list[tuple[str, str]], tmp_path: Path) -> None:
     """Bit for bit, in shards, with room for little more than half of the model and two tensors."""
-    cases = [(family, dtype) for family in NAMES for dtype in ("float32", "bfloat16")]
     ranks = streamed(cases, tmp_path)
     for family, dtype in cases:
         direct = policy_of(family, parts="transformer", dtype=dtype).transformer

@@ -8,6 +8,7 @@ import pytest
 from async_flowrl.training.fsdp import is_sharded, ranks_per_replica
 from async_flowrl.training.messages import nbytes
 from tests.support import trainer_rig as rig
+from tests.support.forked import CONTEXT, PRELOADED, imported
 from tests.unit.training.trainer_ranks import NARROW, Job, Outcome, run_alone, run_ranks
 
 pytestmark = pytest.mark.serial("ranks")
@@ -47,6 +48,17 @@ def two(jobs: dict[str, Job], tmp_path_factory: pytest.TempPathFactory) -> dict[
     floats, overflow = (list(jobs).index(name) for name in ("floats", "overflow"))
     folder = tmp_path_factory.mktemp("two")
     return dict(zip(jobs, run_ranks(2, list(jobs.values()), folder, mutants=[floats], narrow=[overflow]), strict=True))
+
+
+def test_processes_are_forked_from_one_that_has_imported_their_code() -> None:
+    """Else each of them imports it, which takes longer than its test: another module had its own list once."""
+    found, said = CONTEXT.Pipe(duplex=False)
+    process = CONTEXT.Process(target=imported, args=(said,))
+    process.start()
+    said.close()
+    assert found.poll(60), "the process says nothing"
+    assert found.recv() == PRELOADED
+    process.join()
 
 
 def test_two_ranks_train_like_one(jobs: dict[str, Job], two: dict[str, list[Outcome]]) -> None:

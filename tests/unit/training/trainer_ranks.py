@@ -105,6 +105,8 @@ def _train(worker: TrainerWorker, job: Job, exponent: int) -> Outcome:
         "info": info,
         "digest": worker.weights_digest(),
         "tensors": worker.tensors(),
+        "average": worker.tensors(average=True),
+        "retained": {version: flat.numel() for version, flat in worker.versions.retained.items()},
         "stats": stats,
         "parts": counted,
         "fetched": [each.fetched for each in stats],

@@ -1,0 +1,62 @@
+"""Tests of the planned memory that recipes and docs state: it is what `plan --memory` says today."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from async_flowrl.config.paths import config_dir
+from async_flowrl.plan import __main__ as planner
+
+GIB = 2**30
+DOCS = Path(__file__).parents[3] / "docs"
+PROCESS, RANK, WORKER = "process_that_samples_and_trains", "trainer_rank", "rollout_worker"
+STATED = {
+    "qwen_image_1x80gb": {PROCESS: r"Planned memory: ([\d.]+) of 79 GiB"},
+    "qwen_image_8x80gb_shared": {PROCESS: r"Planned memory: ([\d.]+) of 79 GiB on each"},
+    "qwen_image_ocr_full": {RANK: r"a trainer rank ([\d.]+) GiB", WORKER: r"a rollout worker ([\d.]+) GiB"},
+    "sd35_medium_full": {RANK: r"of a trainer rank: ([\d.]+) GiB"},
+}
+"""Recipe → kind of process → what its file says of it."""
+TABLE = re.compile(r"^\| `(\w+)` \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) MB \| ([\d.]+) GB \|$", re.MULTILINE)
+"""The row of a recipe in docs/planning.md."""
+ROWS = {row[1]: row for row in TABLE.finditer((DOCS / "planning.md").read_text())}
+
+
+def planned(experiment: str, device: str, capture: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    given = ["--memory", "--json", "--config-name", "one_step_off", "--device", device, f"experiment={experiment}"]
+    assert planner.main(given) == 0
+    found: dict[str, Any] = json.loads(capture.readouterr().out)
+    return found
+
+
+def equal(stated: str, number: float) -> None:
+    """Compares a number with one that was rounded to as many digits as it has."""
+    digits = len(stated.partition(".")[2])
+    assert float(stated) == pytest.approx(number, abs=0.51 * 10**-digits)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("experiment", STATED)
+def test_a_recipe_states_what_is_planned(experiment: str, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = (config_dir() / "experiment" / f"{experiment}.yaml").read_text().splitlines()
+    said = " ".join(line.removeprefix("#").strip() for line in lines if line.startswith("#"))
+    assert re.search("not run", said, re.IGNORECASE)
+    found = planned(experiment, "139" if experiment.endswith("full") else "79", capsys)
+    for process, pattern in STATED[experiment].items():
+        stated = re.search(pattern, said)
+        assert stated is not None, pattern
+        equal(stated[1], found[process]["total"] / GIB)
+    assert found["fits"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("experiment", ["qwen_image_ocr", "sd35_ocr", "flux_pickscore"])
+def test_the_table_of_the_docs_is_what_is_planned(experiment: str, capsys: pytest.CaptureFixture[str]) -> None:
+    found, (_, rank, worker, ticket, store) = planned(experiment, "79", capsys), ROWS[experiment].group(0, 2, 3, 4, 5)
+    equal(rank, found[RANK]["total"] / GIB)
+    equal(worker, found[WORKER]["total"] / GIB)
+    equal(ticket, found["ticket_bytes"] / 1e6)
+    equal(store, found["payload"] / 1e9)
