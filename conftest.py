@@ -50,7 +50,7 @@ without a name into the last, or by a fixture of CLUSTERS.
 """
 SHARED_CLUSTER = "ray_here"
 """Fixture of a cluster for the tests of several files, which come one after the other within their lane."""
-CLUSTERS = {SHARED_CLUSTER: "runs", "full_run": "runs", "existing_cluster": "clusters"}
+CLUSTERS = {SHARED_CLUSTER: "runs", "full_run": "runs", "stopped_run": "runs", "existing_cluster": "clusters"}
 """Fixture that starts a cluster → the lane of the tests that use it, which need no mark."""
 LONG = (
     "tests/unit/plan/test_rehearsal.py",

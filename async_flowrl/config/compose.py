@@ -15,11 +15,11 @@ from typing import Any, cast, get_args, get_type_hints
 
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException, ValidationError
 
+from async_flowrl.config import late_overrides
 from async_flowrl.config.check import ConfigError, section_or_null, unknown_keys
 from async_flowrl.config.messages import first_line, unknown_name
 from async_flowrl.config.paths import config_dir
@@ -80,16 +80,22 @@ def with_replaced_terms(name: str, overrides: Sequence[str], folder: Path | None
 def _composed(name: str, overrides: Sequence[str], folder: Path | None) -> DictConfig:
     if folder is not None or any("${" in each or is_hydras(each) for each in overrides):
         return _by_hydra(name, tuple(overrides), folder)
-    return copy.deepcopy(_of_shipped_files(name, tuple(overrides), Path.cwd()))
+    first, late = late_overrides.divided(overrides, config_dir())
+    values = copy.deepcopy(_of_shipped_files(name, first, Path.cwd()))
+    try:
+        late_overrides.apply(values, late, overrides)
+    except (OmegaConfBaseException, ValueError):
+        return _by_hydra(name, tuple(overrides), None)  # Which refuses them, in Hydra's words.
+    return values
 
 
 @functools.lru_cache(maxsize=64)
 def _of_shipped_files(name: str, overrides: tuple[str, ...], working: Path) -> DictConfig:
     """Returns what Hydra composes of the shipped files alone, which do not change while a process runs.
 
-    A plan asks for some configurations repeatedly, and Hydra reads some twenty files for each. `working` is the working
-    directory, which is among Hydra's own settings. The overrides must neither name other files, as those of Hydra's own
-    settings can, nor ask for the time or the environment.
+    A plan asks for many configurations that differ in values alone, and Hydra reads some twenty files for each.
+    `working` is the working directory, which is among Hydra's own settings. The overrides must neither name other
+    files, as those of Hydra's own settings can, nor ask for the time or the environment.
     """
     return _by_hydra(name, overrides, None)
 
@@ -179,7 +185,7 @@ def check_words(name: str, overrides: Sequence[str], folder: Path | None = None)
     if name.removesuffix(".yaml") not in top:
         raise ConfigError(unknown_name("--config-name", name, top))
     try:
-        parsed = OverridesParser.create().parse_overrides(list(overrides))
+        parsed = [late_overrides.parse(each) for each in overrides]
     except HydraException as error:
         raise ConfigError(explain(error)) from error
     for override, written in zip(parsed, overrides, strict=True):

@@ -6,8 +6,9 @@ terms: `+reward.terms.NAME={...}` adds one, `reward.terms.NAME.weight=2` changes
 
 from collections.abc import Callable, Sequence
 
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
+
+from async_flowrl.config.late_overrides import parse
 
 TERMS = ("reward.terms", "evaluate.reward.terms")
 Terms = Callable[[str, Sequence[str]], Sequence[str]]
@@ -26,7 +27,7 @@ def replacing_terms(overrides: Sequence[str], terms_of: Terms) -> list[str]:
 
 
 def _replacing(key: str, written: list[str], terms_of: Terms) -> list[str]:
-    parsed = OverridesParser.create().parse_overrides(written)
+    parsed = [parse(each) for each in written]
     own = [override for override in parsed if _under(key, override)]
     if not own:
         return written

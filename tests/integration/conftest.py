@@ -10,6 +10,8 @@ import torch
 
 from separation.processes import descendants, kill
 from tests.integration.runs import DELAYS, GLOO, RECORDED, TRAINED, Run, overtaking, train_on_ray
+from tests.integration.seated import JUDGE, LATER
+from tests.integration.stopped import StoppedRun, stopped_on_ray
 
 ON_TOY_POOLS = ("test_separation_processes.py", "test_separation_ray.py")
 """Files whose tests share the pools of separation_bench.py."""
@@ -71,6 +73,12 @@ def full_run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return overtaking(train_on_ray, tmp_path_factory.mktemp("full"), "one_step_off", *settings)
 
 
+@pytest.fixture(scope="session")
+def stopped_run(tmp_path_factory: pytest.TempPathFactory) -> StoppedRun:
+    """A run of two processes on Ray that sample and train, ended by SIGTERM: for the tests of either."""
+    return stopped_on_ray(tmp_path_factory.mktemp("stopped") / "run")
+
+
 @pytest.fixture(scope="module")
 def existing_cluster() -> Iterator[str]:
     """Address of a Ray cluster of four CPUs, one trainer and two rollout devices, that somebody else started."""
@@ -97,7 +105,8 @@ _here: list[bool] = []
 
 @pytest.fixture(scope="module")
 def ray_here() -> None:
-    """This process connected to a Ray cluster with room for two trainer ranks and two rollout workers.
+    """This process connected to a Ray cluster without GPUs, with room for two trainer ranks, two rollout workers, two
+    judges and one held-out term.
 
     It is the same for tests that use it one after another, in several files; `pytest_runtest_teardown` ends it. A file
     that finds it dead, or seats taken by what a failed test left, begins with a new one.
@@ -110,5 +119,5 @@ def ray_here() -> None:
         ray.shutdown()
         _here.clear()
     if not _here:
-        started(lambda: start_ray(resources={"trainer": 2, "rollout": 2}))
+        started(lambda: start_ray(num_gpus=0, resources={"trainer": 2, "rollout": 2, JUDGE: 2, LATER: 1}))
         _here.append(True)

@@ -1,14 +1,19 @@
 """ForkedRun is a run as a process that a test may kill; forked, it need not import torch and diffusers first."""
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 from tests.integration.runs import LIMIT, ROOT, TINY
 from tests.support.forked import CONTEXT
 
 
-def command(arguments: list[str], log: str) -> None:
-    """Runs in the process: what `python -m async_flowrl.main` does, and the exit code; what it says goes to `log`."""
+def command(arguments: list[str], said: tuple[str, str], environment: dict[str, str]) -> None:
+    """Runs in the process: what `python -m async_flowrl.main` does, and the exit code.
+
+    What it says on stdout and stderr goes to the files `said`.
+    """
     import sys
 
     import torch
@@ -16,8 +21,10 @@ def command(arguments: list[str], log: str) -> None:
     from async_flowrl.main import main
 
     os.chdir(ROOT)
-    with open(log, "w") as file:
-        for stream in (1, 2):
+    os.environ.clear()  # It was forked from a process with the environment of another moment.
+    os.environ.update(environment)
+    for stream, path in enumerate(said, start=1):
+        with open(path, "w") as file:
             os.dup2(file.fileno(), stream)
     torch.set_num_threads(1)
     sys.argv = ["main", *arguments]
@@ -25,29 +32,47 @@ def command(arguments: list[str], log: str) -> None:
 
 
 class ForkedRun:
-    """The process; its methods are those of `subprocess.Popen` that `wait_until` (runs.py) and tests of signals ask."""
+    """The process; its methods are those of `subprocess.Popen` that `wait_until` (runs.py) and tests of signals ask.
 
-    def __init__(self, folder: Path, mode: str, *overrides: str) -> None:
-        self._log = folder.with_name(f"{folder.name}.txt")
-        arguments = ["--config-name", mode, *TINY, "runtime.backend=local", f"output_dir={folder}", *overrides]
-        self._process = CONTEXT.Process(target=command, args=(arguments, str(self._log)), daemon=True)
+    With `backend="ray"` it starts a cluster of its own; what that starts inherits `environment`, which is added to the
+    environment of the test, too.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        mode: str,
+        *overrides: str,
+        backend: str = "local",
+        environment: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        self._said = [folder.with_name(f"{folder.name}.{stream}.txt") for stream in ("out", "err")]
+        arguments = ["--config-name", mode, *TINY, f"runtime.backend={backend}", f"output_dir={folder}", *overrides]
+        said = tuple(map(str, self._said))
+        whole = {**os.environ, **environment}
+        self._process = CONTEXT.Process(target=command, args=(arguments, said, whole), daemon=True)
         self._process.start()
+
+    @property
+    def pid(self) -> int:
+        assert self._process.pid is not None
+        return self._process.pid
 
     def poll(self) -> int | None:
         return self._process.exitcode
 
     def communicate(self) -> tuple[str, str]:
-        """What it said, once it has ended. Raises TimeoutError, and kills it, if it does not end."""
+        """What it said on stdout and stderr, once it has ended. Raises TimeoutError, and kills it, if it does not."""
         self._process.join(LIMIT)
         if self.poll() is None:
             self.kill()
-            raise TimeoutError(f"it did not end within {LIMIT:g} s: {self._log.read_text()[-3000:]}")
-        return "", self._log.read_text()
+            raise TimeoutError(f"it did not end within {LIMIT:g} s: {self._said[1].read_text()[-3000:]}")
+        out, err = (path.read_text() for path in self._said)
+        return out, err
 
     def send_signal(self, number: int) -> None:
         """Sends a signal such as `signal.SIGINT` to the process alone, since its group is that of the tests."""
-        assert self._process.pid is not None
-        os.kill(self._process.pid, number)
+        os.kill(self.pid, number)
 
     def kill(self) -> None:
         """SIGKILL, and the end of the process."""

@@ -3,6 +3,9 @@
 import os
 from typing import Any
 
+JUDGE, LATER = "reward/judge", "held_out/later"
+"""Names of two pools, and of the custom resources that stand for their devices."""
+
 
 def devices(images: Any, prompt: Any) -> list[float]:
     """How many GPUs this process is shown; -1 where nothing is said, and it would see all of them."""

@@ -24,6 +24,8 @@ def refuse(arguments: Sequence[str], capfd: pytest.CaptureFixture[str], monkeypa
     return captured.err.rstrip("\n")
 
 
+HERE = "runtime.backend=local"
+"""For what is refused when the run is prepared, without the cluster that begins to start before (test_start.py)."""
 ONE_LINE = {
     "unknown key": (["total_stepz=3"], ["total_stepz", "did you mean 'total_steps'"]),
     "unknown key, appended": (["+algorithm.clip_rato=1"], ["algorithm.clip_rato", "did you mean 'clip_range'"]),
@@ -53,13 +55,13 @@ ONE_LINE = {
     "unknown reward group": (["reward=jpeg"], ["reward must be one of", "jpeg_compressibility"]),
     "unknown model group": (["model=qwen"], ["model must be one of", "did you mean 'qwen_image'"]),
     "unknown algorithm group": (["algorithm=flow_grop"], ["did you mean 'flow_grpo'"]),
-    "unknown algorithm": (["algorithm.name=flow_grop"], ["algorithm.name", "did you mean 'flow_grpo'"]),
+    "unknown algorithm": (["algorithm.name=flow_grop", HERE], ["algorithm.name", "did you mean 'flow_grpo'"]),
     "unknown experiment": (["experiment=two_prompt"], ["did you mean 'two_prompts'"]),
     "unknown mode": (["mode=one_step"], ["mode must be one of", "did you mean 'one_step_off'"]),
     "unknown configuration": (["--config-name", "fully_asinc"], ["did you mean 'fully_async'"]),
     "model that does not exist": (["model.path=/nowhere/model"], ["/nowhere/model", "no such folder"]),
     "misspelt model": (["model.path=tinny"], ["did you mean 'tiny'"]),
-    "misspelt hub model": (["model.path=Qwen/Qwen-Imag"], ["did you mean 'Qwen/Qwen-Image'"]),
+    "misspelt hub model": (["model.path=Qwen/Qwen-Imag", HERE], ["did you mean 'Qwen/Qwen-Image'"]),
     "missing prompts": (
         ["data.train=prompts/ocr_trian.txt"],
         ["data.train=prompts/ocr_trian.txt does not", "ocr_train.txt?"],
@@ -85,12 +87,15 @@ ONE_LINE = {
     ),
     "no end of weights": (["reward.terms.color.weight=inf"], ["reward.terms.color.weight must be a finite number"]),
     "replicas of three among four ranks": (
-        ["trainer.num_workers=4", "trainer.shard=hybrid", "trainer.shard_size=3"],
+        ["trainer.num_workers=4", "trainer.shard=hybrid", "trainer.shard_size=3", "dry_run=true"],
         ["trainer.shard_size=3 must divide trainer.num_workers=4", "2 or 4"],
     ),
-    "micro-batches that do not divide": (["trainer.micro_batch_size=3"], ["must divide", "2 or 4"]),
+    "micro-batches that do not divide": (["trainer.micro_batch_size=3", HERE], ["must divide", "2 or 4"]),
     "tickets that do not divide": (["ticket_size=5"], ["ticket_size=5 must divide group_size=16"]),
-    "steps that do not divide": (["trainer.timesteps_per_forward=2"], ["must divide the number of trained steps=5"]),
+    "steps that do not divide": (
+        ["trainer.timesteps_per_forward=2", HERE],
+        ["must divide the number of trained steps=5"],
+    ),
     "a placement that there is no more": (
         ["placement=colocated"],
         ["placement must be one of separate, shared, got 'colocated'"],
@@ -111,7 +116,7 @@ ONE_LINE = {
         ["rollout.gpus_per_worker=2"],
         ["rollout.gpus_per_worker=2", "computes on one GPU", "more rollout.num_workers"],
     ),
-    "pairs that cannot meet": (["algorithm=dpo", "trainer.micro_batch_size=1"], ["must be at least 2, got 1"]),
+    "pairs that cannot meet": (["algorithm=dpo", "trainer.micro_batch_size=1", HERE], ["must be at least 2, got 1"]),
     "no evaluation steps": (["evaluate.num_inference_steps=0"], ["evaluate.num_inference_steps must be at least 1"]),
     "no average": (["trainer.ema_every=0"], ["trainer.ema_every must be at least 1, got 0"]),
     "growing weights": (["trainer.weight_decay=-1"], ["trainer.weight_decay must be at least 0, got -1"]),
@@ -121,7 +126,7 @@ ONE_LINE = {
         ["lora.targets=[to_qq]", "dry_run=true"],
         ["lora.targets: 'to_qq' names no linear layer", "did you mean attn.to_q?"],
     ),
-    "no LoRA to start from": (["lora.path=/nowhere"], ["lora.path /nowhere does not exist"]),
+    "no LoRA to start from": (["lora.path=/nowhere", HERE], ["lora.path /nowhere does not exist"]),
     "unknown resume": (["resume=yes"], ["resume=yes is neither never, auto nor force"]),
 }
 
@@ -171,8 +176,8 @@ def test_options_that_an_algorithm_of_ones_own_does_not_take(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own_modules(tmp_path, monkeypatch)
-    given = ["algorithm.name=own_algorithm:Mine", "+algorithm.options={strengthh: 2}", f"output_dir={tmp_path / 'run'}"]
-    message = refuse(given, capfd, monkeypatch)
+    given = ["algorithm.name=own_algorithm:Mine", "+algorithm.options={strengthh: 2}", HERE]
+    message = refuse([*given, f"output_dir={tmp_path / 'run'}"], capfd, monkeypatch)
     assert "algorithm.options: an option must be one of strength, got 'strengthh'; did you mean 'strength'?" in message
 
 
@@ -187,7 +192,7 @@ def test_nccl_is_asked_of_the_machine_not_of_the_controllers_torch(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What a cluster of our own would have is what Ray counts here."""
-    arguments = ["checkpoint_engine.transport=nccl", f"output_dir={tmp_path / 'run'}"]
+    arguments = ["checkpoint_engine.transport=nccl", f"output_dir={tmp_path / 'run'}", "dry_run=true"]
     for seen_by_torch in (False, True):
         monkeypatch.setattr("torch.cuda.is_available", lambda seen=seen_by_torch: seen)
         monkeypatch.setenv("RAY_OVERRIDE_RESOURCES", '{"GPU": 0}')
@@ -196,7 +201,7 @@ def test_nccl_is_asked_of_the_machine_not_of_the_controllers_torch(
         assert "use gloo, object_store or auto" in message
         monkeypatch.setenv("RAY_OVERRIDE_RESOURCES", '{"GPU": 2}')
         monkeypatch.setattr("torch.distributed.is_nccl_available", lambda: True)
-        monkeypatch.setattr(sys, "argv", ["main", *arguments, "dry_run=true"])
+        monkeypatch.setattr(sys, "argv", ["main", *arguments])
         assert main() == 0
         capfd.readouterr()
 
@@ -205,7 +210,7 @@ def test_a_model_that_is_only_out_of_reach_is_not_called_misspelt(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    message = refuse(["model.path=Qwen/Qwen-Image", f"output_dir={tmp_path / 'run'}"], capfd, monkeypatch)
+    message = refuse(["model.path=Qwen/Qwen-Image", HERE, f"output_dir={tmp_path / 'run'}"], capfd, monkeypatch)
     assert "'Qwen/Qwen-Image' was not found" in message and "the hub cannot be reached" in message
     assert "did you mean" not in message
 
@@ -231,9 +236,9 @@ def test_prompt_files(tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeyp
     out = f"output_dir={tmp_path / 'run'}"
     empty, bare = tmp_path / "empty.txt", tmp_path / "bare.txt"
     empty.write_text("\n  \n")
-    assert f"{empty} holds no prompts" in refuse([f"data.train={empty}", out], capfd, monkeypatch)
+    assert f"{empty} holds no prompts" in refuse([f"data.train={empty}", HERE, out], capfd, monkeypatch)
     bare.write_text('a sign that says "OPEN"\n\na sign that says nothing\n')
-    message = refuse(["reward=ocr", f"data.train={bare}", out], capfd, monkeypatch)
+    message = refuse(["reward=ocr", f"data.train={bare}", HERE, out], capfd, monkeypatch)
     assert f"{bare}:3" in message
     assert "double quotes" in message
     assert not (tmp_path / "run").exists()
@@ -243,15 +248,14 @@ def test_output_directory(tmp_path: Path, capfd: pytest.CaptureFixture[str], mon
     full, file = tmp_path / "full", tmp_path / "file"
     full.mkdir()
     (full / "something").write_text("of mine")
-    message = refuse([f"output_dir={full}"], capfd, monkeypatch)
+    message = refuse([f"output_dir={full}", HERE], capfd, monkeypatch)
     assert f"output_dir={full} is not empty" in message
     assert "resume=auto" in message
     assert [entry.name for entry in full.iterdir()] == ["something"]
     file.write_text("")
-    assert "is a file" in refuse([f"output_dir={file}"], capfd, monkeypatch)
     for more in ([], ["dry_run=true"], ["hydra.verbose=false"]):
-        assert "is a file" in refuse([f"output_dir={file}", *more], capfd, monkeypatch)
-        assert "cannot be written" in refuse([f"output_dir={file}/run", *more], capfd, monkeypatch)
+        assert "is a file" in refuse([f"output_dir={file}", HERE, *more], capfd, monkeypatch)
+        assert "cannot be written" in refuse([f"output_dir={file}/run", HERE, *more], capfd, monkeypatch)
 
 
 def test_more_workers_than_this_machine_holds(

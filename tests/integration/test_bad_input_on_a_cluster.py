@@ -29,8 +29,8 @@ def test_more_than_an_existing_cluster_has(
     assert ["rollout", "3", "2", "1"] in rows
     large = ["rollout.resolution=512", "group_size=64", "prompts_per_step=8"]
     said = answered(capfd, monkeypatch, *large, *there)
-    assert "GB of results wait in the object store, which holds 0.1 GB" in said
-    assert "the images and trajectories of 2 steps; use fewer or smaller images per step" in said
+    assert "GB of results and weights lie in the object store, which holds 0.1 GB" in said
+    assert "the images and trajectories of 2 steps, weights on their way to rollout workers; use fewer" in said
     assert len(said.splitlines()) == 1
     assert "is not empty" not in answered(capfd, monkeypatch, "total_steps=0", *there)
 
@@ -57,6 +57,6 @@ def test_a_store_without_room_for_the_state_of_a_rank(
     there = (f"runtime.address={existing_cluster}", f"output_dir={tmp_path / 'run'}")
     ranks = ("trainer.num_workers=2", "trainer.gpus_per_worker=0", "trainer.shard=none", "lora.rank=2048")
     said = answered(capfd, monkeypatch, *ranks, "lora.alpha=2048", *there)
-    assert "GB of results wait in the object store, which holds 0.1 GB" in said
+    assert "GB of results and weights lie in the object store, which holds 0.1 GB" in said
     assert "and the state that a trainer rank hands to the successor of a dead one; use fewer" in said
     assert not (tmp_path / "run" / "metrics.jsonl").exists()

@@ -1,37 +1,19 @@
 """Tests of an early end by Ctrl-C, SIGTERM or time_limit: a resumed run has the weights of an undisturbed one."""
 
 import os
+import shutil
 import signal
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 
 from async_flowrl.config import exit_codes
-from async_flowrl.training.checkpoint_folder import find_checkpoint
 from async_flowrl.training.checkpoint_manifest import verify_checkpoint
-from separation.processes import alive, descendants
+from separation.processes import descendants
 from tests.integration.forked_run import ForkedRun
 from tests.integration.runs import Run, finish, lines, start, train, wait_until
-
-SLOWLY = ("save.every=1", "debug.delays.update=0.3", "debug.delays.constant=true")
-LONG = "total_steps=500"
-"""Two and a half minutes at least with `SLOWLY`: such a run does not end by itself while a test looks at it."""
-SOON = 120.0
-"""Seconds, for a machine that is busy with other things; a quiet one needs about three."""
-
-
-def ended(processes: list[psutil.Process]) -> bool:
-    deadline = time.monotonic() + SOON
-    while any(alive(process) for process in processes) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    return not any(alive(process) for process in processes)
-
-
-def quiet(err: str) -> bool:
-    """Nothing was said but, on a busy machine, of processes that had to be killed since they took their time to end."""
-    return all("which outlived its cluster" in line for line in err.splitlines())
+from tests.integration.stopped import HALVES, LONG, SLOWLY, SOON, StoppedRun, check_stopped, ended, quiet
 
 
 def sound(folder: Path) -> list[int]:
@@ -42,9 +24,12 @@ def sound(folder: Path) -> list[int]:
     return sorted(int(path.name.removeprefix("step_")) for path in found)
 
 
+@pytest.mark.slow
 @pytest.mark.serial
-@pytest.mark.parametrize("moment", ["starting", pytest.param("training", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("moment", ["starting", "training"])
 def test_ctrl_c_ends_everything(tmp_path: Path, moment: str) -> None:
+    """Slow. `make test` has Ctrl-C before a run is prepared while its cluster starts (test_start.py), beside busy pools
+    of processes (test_separation_processes.py), and in a run of threads (test_ctrl_c_and_resume)."""
     folder = tmp_path / "run"
     process = start(folder, "one_step_off", LONG, *SLOWLY)
     if moment == "training":
@@ -74,55 +59,43 @@ def test_ctrl_c_and_resume(tmp_path: Path) -> None:
     process = ForkedRun(folder, "one_step_off", LONG, *SLOWLY)
     wait_until(process, lambda: len(lines(folder / "metrics.jsonl")) >= 2, "its second step")
     process.send_signal(signal.SIGINT)
-    _, said = process.communicate()
-    assert process.poll() == exit_codes.INTERRUPTED, said
-    assert said.endswith("async_flowrl: interrupted\n") and "Traceback" not in said, said
+    out, err = process.communicate()
+    assert process.poll() == exit_codes.INTERRUPTED, err
+    assert err == "async_flowrl: interrupted\n" and "Traceback" not in out, err
     assert not (folder / "summary.json").exists()
     check_resumed(folder, sound(folder)[-1] + 2)
 
 
-def check_resumed(folder: Path, steps: int, *overrides: str) -> Run:
+def check_resumed(folder: Path, steps: int, *overrides: str, both: tuple[str, ...] = ()) -> Run:
     """Going on to `steps` steps gives the weights and the rewards of a run that nobody stopped."""
-    resumed = train(folder, "one_step_off", f"total_steps={steps}", "resume=auto", *overrides)
-    whole = train(folder.with_name(f"{folder.name}-whole"), "one_step_off", f"total_steps={steps}")
+    resumed = train(folder, "one_step_off", f"total_steps={steps}", "resume=auto", *both, *overrides)
+    whole = train(folder.with_name(f"{folder.name}-whole"), "one_step_off", f"total_steps={steps}", *both)
     assert resumed.digest == whole.digest
     assert resumed.column("step") == list(range(steps))
     assert resumed.column("reward/mean") == whole.column("reward/mean")
     return resumed
 
 
-def check_stopped(run: Run) -> int:
-    """A stopped run has a checkpoint of exactly where it ended, and a summary of how far it came."""
-    done = len(run.metrics)
-    assert 1 <= done < 500
-    assert run.summary["steps"] == done
-    newest = find_checkpoint(run.root / "checkpoints")
-    assert newest is not None and newest.name == f"step_{done}"
-    assert (run.root / "lora/pytorch_lora_weights.safetensors").exists()
-    return done
-
-
-@pytest.mark.serial
-def test_sigterm_ends_in_order_and_resume_finishes(tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    process = start(folder, "one_step_off", LONG, *SLOWLY, "save.every=0")
-    wait_until(process, lambda: len(lines(folder / "metrics.jsonl")) >= 2, "its second step")
-    everything = descendants(process.pid)
-    process.send_signal(signal.SIGTERM)
-    out, err = finish(process, exit_codes.RESUMABLE)
-    done = check_stopped(Run(folder))
-    assert f"stopped by SIGTERM after step {done}; continue with resume=auto" in out
-    assert quiet(err), err
-    assert ended(everything)
-    assert Run(folder).summary["sync"]["transport"] == "object_store", "by which the resumed run's weights came to be"
-    check_resumed(folder, done + 2)
+def test_sigterm_ends_in_order_and_resume_finishes(tmp_path: Path, stopped_run: StoppedRun) -> None:
+    """Two processes on Ray that sample and train. Separate pools on Ray are stopped in test_start.py; SIGTERM for each
+    process of the job is in the slow tier."""
+    assert stopped_run.code == exit_codes.RESUMABLE, stopped_run.err
+    done = check_stopped(stopped_run.run)
+    assert f"stopped by SIGTERM after step {done}; continue with resume=auto" in stopped_run.out
+    assert quiet(stopped_run.err), stopped_run.err
+    assert stopped_run.gone, "nothing may be left running"
+    shutil.copytree(stopped_run.run.root, tmp_path / "run")
+    check_resumed(tmp_path / "run", done + 2, both=(HALVES,))
 
 
 @pytest.mark.slow
 @pytest.mark.serial
-@pytest.mark.parametrize("how", ["group", "everything", "twice"])
+@pytest.mark.parametrize("how", ["driver", "group", "everything", "twice"])
 def test_sigterm_to_everybody_ends_in_order_and_resume_finishes(how: str, tmp_path: Path) -> None:
-    """As a shell, `timeout` or Slurm send it: to the process group, or to each process of the job, daemons included."""
+    """As a shell, `timeout` or Slurm send it: to the process group, or to each process of the job, daemons included.
+
+    `driver`: to the process that was started alone, as `kill` does.
+    """
     folder = tmp_path / "run"
     process = start(folder, "one_step_off", LONG, *SLOWLY, "save.every=0", "rollout.num_workers=2")
     wait_until(process, lambda: len(lines(folder / "metrics.jsonl")) >= 2, "its second step")
@@ -133,6 +106,8 @@ def test_sigterm_to_everybody_ends_in_order_and_resume_finishes(how: str, tmp_pa
             for each in everything:
                 os.kill(each.pid, signal.SIGTERM)
             process.send_signal(signal.SIGTERM)
+        elif how == "driver":
+            process.send_signal(signal.SIGTERM)
         else:
             os.killpg(process.pid, signal.SIGTERM)
         time.sleep(0.1)
@@ -142,6 +117,7 @@ def test_sigterm_to_everybody_ends_in_order_and_resume_finishes(how: str, tmp_pa
     assert quiet(err), err
     assert not [e for e in lines(folder / "events.jsonl") if e["event"] == "fault"], "nobody died of it"
     assert ended(everything)
+    assert Run(folder).summary["sync"]["transport"] == "object_store", "by which the resumed run's weights came to be"
     check_resumed(folder, done + 2)
 
 

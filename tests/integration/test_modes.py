@@ -10,6 +10,10 @@ STALENESS = {"sync": 0, "stream": 0, "one_step_off": 1, "fully_async": 3}
 DELAYS = ["debug.delays.generate=0.3", *(f"debug.delays.{stage}=0.1" for stage in ("score", "update", "publish"))]
 
 
+SHORT = "total_steps=3"
+"""Of which the last is made with weights that are one version old and no longer those of the start; `plain` has 5."""
+
+
 def overrides(mode: str) -> list[str]:
     return ["max_staleness=3"] if mode == "fully_async" else []
 
@@ -46,8 +50,8 @@ def test_staleness_changes_the_weights(plain: dict[str, Run]) -> None:
 
 
 def test_the_seed_changes_the_weights(plain: dict[str, Run], tmp_path: Path) -> None:
-    other = train(tmp_path, "one_step_off", "seed=1")
-    assert not set(other.digests) & set(plain["one_step_off"].digests)
+    other = train(tmp_path, "one_step_off", "seed=1", "total_steps=1")
+    assert len(other.digests) == 2 and not set(other.digests) & set(plain["one_step_off"].digests)
 
 
 def test_the_same_weights_twice(plain: dict[str, Run], tmp_path: Path) -> None:
@@ -69,8 +73,8 @@ def test_the_same_weights_with_two_workers_and_delays_everywhere(
 
 def test_the_same_weights_with_smaller_tickets_made_out_of_order(plain: dict[str, Run], tmp_path: Path) -> None:
     """Batches of another size round differently: the reference cuts its tickets into chunks of the same size."""
-    whole = train(tmp_path / "whole", "one_step_off", "rollout.batch_size=2")
-    parts = overtaking(train, tmp_path / "parts", "one_step_off", "ticket_size=2", *DELAYS)
+    whole = train(tmp_path / "whole", "one_step_off", SHORT, "rollout.batch_size=2")
+    parts = overtaking(train, tmp_path / "parts", "one_step_off", SHORT, "ticket_size=2", *DELAYS)
     assert len(parts.tickets("TRAINED")) == 2 * len(whole.tickets("TRAINED"))
     assert parts.digests == whole.digests
 
@@ -81,7 +85,7 @@ def test_stream_is_sync_with_the_same_micro_batches(plain: dict[str, Run]) -> No
 
 
 def test_hand_over_by_batch_or_stream_is_the_same(plain: dict[str, Run], tmp_path: Path) -> None:
-    assert train(tmp_path, "one_step_off", "hand_over=batch").digests == plain["one_step_off"].digests
+    assert train(tmp_path, "one_step_off", SHORT, "hand_over=batch").digests == plain["one_step_off"].digests[:4]
 
 
 def test_the_closed_loop_with_guidance(plain: dict[str, Run], tmp_path: Path) -> None:
@@ -106,17 +110,16 @@ def test_the_closed_loop_on_policy(tmp_path: Path) -> None:
 
 def test_two_updates_per_batch(plain: dict[str, Run], tmp_path: Path) -> None:
     once, again = (
-        train(tmp_path / name, "one_step_off", "hand_over=batch", "trainer.updates_per_batch=2", *extra)
+        train(tmp_path / name, "one_step_off", SHORT, "hand_over=batch", "trainer.updates_per_batch=2", *extra)
         for name, extra in (("once", []), ("again", ["rollout.num_workers=2", *DELAYS]))
     )
     assert once.digests == again.digests
-    assert once.digests[1:] != plain["one_step_off"].digests[1:]
-    assert len(once.digests) == 6
+    assert len(set(once.digests)) == 4 and not set(once.digests[1:]) & set(plain["one_step_off"].digests)
     assert once.summary["staleness_max"] == 1
     assert once.summary["staleness_updates_max"] == 3
 
 
 def test_smaller_micro_batches_differ_by_rounding_only(plain: dict[str, Run], tmp_path: Path) -> None:
-    run = train(tmp_path, "one_step_off", "trainer.micro_batch_size=2")
-    assert run.metrics[0]["grad_norm"] == pytest.approx(plain["one_step_off"].metrics[0]["grad_norm"], rel=1e-4)
-    assert run.column("reward/mean") == pytest.approx(plain["one_step_off"].column("reward/mean"), abs=1e-3)
+    run = train(tmp_path, "one_step_off", SHORT, "trainer.micro_batch_size=2")
+    assert run.column("grad_norm") == pytest.approx(plain["one_step_off"].column("grad_norm")[:3], rel=1e-4)
+    assert run.column("reward/mean") == pytest.approx(plain["one_step_off"].column("reward/mean")[:3], abs=1e-5)

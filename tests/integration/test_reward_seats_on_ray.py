@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -17,12 +17,10 @@ from async_flowrl.types import Prompt, Scores
 from separation.cluster import cluster
 from separation.group import WorkerGroup
 from separation.placement import ResourcesMissing
+from tests.integration.seated import JUDGE, LATER
 from tests.support.ray_cluster import start_ray
 
-pytestmark = pytest.mark.serial
-
 PROMPT, IMAGES = Prompt(0, "red"), np.zeros((2, 8, 8, 3), np.uint8)
-JUDGE, LATER = "reward/judge", "held_out/later"
 
 
 def seated(workers: int, gpus: float, *, held_out: float = 0.0) -> Config:
@@ -57,15 +55,10 @@ async def scores(groups: Mapping[str, WorkerGroup]) -> dict[str, Scores]:
     }
 
 
-@pytest.fixture(scope="module")
-def devices() -> Iterator[None]:
-    """A cluster without GPUs, with two devices for the judge and one for the held-out term."""
-    start_ray(num_gpus=0, resources={JUDGE: 2, LATER: 1})
-    yield
-    ray.shutdown()
+@pytest.mark.usefixtures("ray_here")
+def test_workers_have_seats_and_see_no_gpu() -> None:
+    """On a cluster without GPUs, with two devices for the judge and one for the held-out term."""
 
-
-def test_workers_have_seats_and_see_no_gpu(devices: None) -> None:
     async def use(groups: Mapping[str, WorkerGroup]) -> tuple[dict[str, Scores], dict[str, float], dict[str, Scores]]:
         before, left = await scores(groups), ray.available_resources()
         later = await groups[LATER].workers[0].call("score_held_out", ("later",), PROMPT, IMAGES)
@@ -87,7 +80,8 @@ def test_workers_have_seats_and_see_no_gpu(devices: None) -> None:
         time.sleep(0.1)
 
 
-def test_seats_that_do_not_fit_are_refused_in_one_sentence(devices: None) -> None:
+@pytest.mark.usefixtures("ray_here")
+def test_seats_that_do_not_fit_are_refused_in_one_sentence() -> None:
     with pytest.raises(ResourcesMissing) as refused:
         on_ray(seated(3, 1), scores)
     sentence, *_ = str(refused.value).splitlines()
@@ -95,6 +89,7 @@ def test_seats_that_do_not_fit_are_refused_in_one_sentence(devices: None) -> Non
 
 
 @pytest.mark.slow
+@pytest.mark.serial
 def test_a_seat_on_a_gpu_is_what_its_worker_sees() -> None:
     """Ray believes in GPUs that it is told of: two judges share the first, and workers without a seat see none."""
     ray.shutdown()

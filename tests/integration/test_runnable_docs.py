@@ -21,6 +21,7 @@ PAGES = {
 
 SMALLER = (
     "runtime.backend=local",
+    "total_steps=4",
     "group_size=4",
     "trainer.micro_batch_size=4",
     "rollout.num_inference_steps=4",

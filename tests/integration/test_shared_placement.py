@@ -9,6 +9,7 @@ import pytest
 from async_flowrl.observability.intervals import intersect, length, union
 from tests.integration import stuck_color
 from tests.integration.runs import DELAYS, Run, finish, start, train, train_here_on_ray, wait_until
+from tests.integration.stopped import HALVES, StoppedRun
 
 SHARED = "placement=shared"
 CASES = {
@@ -76,12 +77,26 @@ def test_one_process_computes_one_thing_at_a_time(tmp_path: Path) -> None:
     assert run.digests == train(tmp_path / "separate", "one_step_off", "ticket_size=2").digests
 
 
+def test_two_processes_that_sample_and_train(tmp_path: Path, stopped_run: StoppedRun) -> None:
+    """Compares the steps that were made before SIGTERM."""
+    done = stopped_run.run.summary["steps"]
+    assert done >= 2
+    check_two_processes(stopped_run.run, train(tmp_path, "one_step_off", HALVES, f"total_steps={done}"))
+
+
+@pytest.mark.slow
 @pytest.mark.usefixtures("ray_here")
-@pytest.mark.parametrize("mode", ["one_step_off", pytest.param("sync", marks=pytest.mark.slow)])
-def test_two_processes_that_sample_and_train(tmp_path: Path, mode: str) -> None:
-    pools = ("trainer.num_workers=2", "rollout.num_workers=2", "ticket_size=2")
+@pytest.mark.parametrize("mode", ["one_step_off", "sync"])
+def test_two_processes_to_the_end(tmp_path: Path, mode: str) -> None:
+    pools = ("trainer.num_workers=2", "rollout.num_workers=2", HALVES)
     shared = train_here_on_ray(tmp_path / "shared", mode, SHARED, *pools)
-    assert shared.digests == train(tmp_path / "threads", mode, "ticket_size=2").digests
+    check_two_processes(shared, train(tmp_path / "threads", mode, HALVES))
+
+
+def check_two_processes(shared: Run, threads: Run) -> None:
+    """The weights of threads, version by version, and both processes did both."""
+    assert shared.digests == threads.digests and len(set(shared.digests)) == len(threads.metrics) + 1
+    assert shared.digest == threads.digest
     pids = {event["worker"]: event["pid"] for event in shared.events if event["event"] == "worker"}
     assert [pids[f"rollout-{index}"] == pids[f"trainer-{index}"] for index in (0, 1)] == [True, True]
     assert pids["rollout-0"] != pids["rollout-1"]
@@ -92,10 +107,15 @@ def test_two_processes_that_sample_and_train(tmp_path: Path, mode: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.serial
-@pytest.mark.parametrize(("killed", "told"), [("trainer-1", "recomputed"), ("trainer-0", "rollback")])
-def test_a_killed_process_that_samples_and_trains(tmp_path: Path, killed: str, told: str) -> None:
+@pytest.mark.parametrize(
+    ("processes", "killed", "told"),
+    [(2, "trainer-1", "recomputed"), (2, "trainer-0", "sender"), (1, "trainer-0", "rollback")],
+    ids=["another", "the first", "the only one"],
+)
+def test_a_killed_process_that_samples_and_trains(tmp_path: Path, processes: int, killed: str, told: str) -> None:
+    """The others do its work, and only where there is none the run goes back to its checkpoint."""
     given = ("total_steps=8", "ticket_size=2", "trainer.micro_batch_size=2", "save.every=2")
-    pools = ("trainer.num_workers=2", "rollout.num_workers=2")
+    pools = (f"trainer.num_workers={processes}", f"rollout.num_workers={processes}")
     calm = train(tmp_path / "calm", "one_step_off", *given)
     process = start(tmp_path / "run", "one_step_off", SHARED, *given, *pools)
     wait_until(process, lambda: len(Run(tmp_path / "run").metrics) >= 3, "three steps were trained")
@@ -105,4 +125,5 @@ def test_a_killed_process_that_samples_and_trains(tmp_path: Path, killed: str, t
     run = Run(tmp_path / "run")
     assert run.digest == calm.digest and run.column("reward/mean") == calm.column("reward/mean")
     assert {killed, killed.replace("trainer", "rollout")} <= {e["worker"] for e in run.events if e["event"] == "fault"}
-    assert told in {event["event"] for event in run.events}
+    kinds = {event["event"] for event in run.events}
+    assert told in kinds and ("rollback" in kinds) == (processes == 1)

@@ -173,3 +173,10 @@ def test_the_check_of_settings_can_fail() -> None:
 def test_the_states_of_a_worker_are_those_on_the_page() -> None:
     for state in STATES:
         assert f"`{state}`" in TEXTS["docs/metrics.md"]
+
+
+def test_the_page_of_the_tests_helpers_has_each_of_them() -> None:
+    folder = ROOT / "tests/support"
+    page = (folder / "README.md").read_text()
+    files = {path.name for path in folder.glob("*.py")} - {"__init__.py"}
+    assert files == set(re.findall(r"^\| `([^`]+\.py)` \|", page, re.MULTILINE))

@@ -118,10 +118,13 @@ def test_the_state_for_a_successor_is_stored_where_one_may_come(tmp_path: Path) 
 def test_the_store_must_hold_it_when_the_trained_parameters_are_known(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The cluster is asked again. A rank that is alone has no successor."""
+    """The cluster is asked again. A rank alone has no successor. Weights on their way need room, shares less."""
     monkeypatch.setattr("separation.ray_nodes.living_resources", lambda: [{"object_store_memory": 1e8}])
     found = prepared(tmp_path, "trainer.num_workers=2")
     check_stored(found, trained=1_000_000)
-    with pytest.raises(StoreTooSmall, match=r"results wait in the object store, which holds 0\.1 GB"):
-        check_stored(found, trained=10_000_000)
-    check_stored(prepared(tmp_path), trained=10_000_000)
+    with pytest.raises(StoreTooSmall, match=r"results and weights lie in the object store, which holds 0\.1 GB"):
+        check_stored(found, trained=4_000_000)
+    check_stored(prepared(tmp_path), trained=4_000_000)
+    with pytest.raises(StoreTooSmall, match=r"results and weights lie in the object store"):
+        check_stored(prepared(tmp_path), trained=20_000_000)
+    check_stored(prepared(tmp_path, "checkpoint_engine.bucket_bytes=65536"), trained=20_000_000, shares=True)

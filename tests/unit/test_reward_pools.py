@@ -221,7 +221,7 @@ def test_the_planner_says_how_many_workers_of_which_pool_would_cure_it(tmp_path:
     layout = learnt.layout
     assert layout.reward_workers == {"reward": 1, JUDGE: 1}
     assert simulate(learnt.work, layout, steps=16).step_seconds == pytest.approx(2.4, rel=0.03)
-    limits = Limits(3, split=(2, 1), own_rewards=layout.own_rewards, reward_gpus={JUDGE: 0.5}, share=False)
+    limits = Limits(3, split=(2, 1), own_rewards=layout.own_rewards, reward_gpus={JUDGE: 0.5}, share=False, steps=24)
     advice = advise(learnt.work, limits)
     first = advice.sentences[0]
     assert first.startswith("Rewards are the limit: a step keeps the 1 worker of the pool reward/judge busy for 2.4 s")

@@ -11,7 +11,8 @@ from async_flowrl.config.schema import Config
 from async_flowrl.controller.canary import Canary
 from async_flowrl.controller.sender_errors import SenderFailed, SenderLate, SenderLost
 from async_flowrl.controller.shard_endpoints import ShardedTrainerEndpoint
-from async_flowrl.controller.share_payload import MAX_BUCKETS_AHEAD, MAX_KEPT_BUCKETS, ShardedPayload
+from async_flowrl.controller.share_payload import ShardedPayload
+from async_flowrl.controller.stored_weights import MAX_BUCKETS_AHEAD, MAX_KEPT_BUCKETS
 from async_flowrl.controller.worker_proof import WorkerProof
 from async_flowrl.plan.virtual_time import run_virtual
 from checkpoint_engine import CANARY_VERSION, Layout

@@ -25,29 +25,39 @@ def digest(folder: Path) -> str:
     return total.hexdigest()
 
 
-def test_two_processes_at_once_build_the_same_bytes_and_leave_nothing_behind(tmp_path: Path) -> None:
-    here = build_tiny(TinyConfig(), tmp_path / "here")
-    code = (
-        "from async_flowrl.policies.tiny.build import build_tiny\n"
-        "from async_flowrl.config.sections.model import TinyConfig\n"
-        "print(build_tiny(TinyConfig()))"
+OTHER = """
+import diffusers, transformers
+from async_flowrl.policies.tiny.build import build_tiny
+from async_flowrl.config.sections.model import TinyConfig
+print("ready", flush=True)
+input()
+print(build_tiny(TinyConfig()))
+"""
+
+
+def test_two_processes_at_once_build_the_same_bytes_and_leave_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """This process and another one, which has two threads and hashes in an order of its own."""
+    here, there = build_tiny(TinyConfig(), tmp_path / "here"), tmp_path / "there"
+    monkeypatch.setenv("ASYNC_FLOWRL_CACHE", str(there))
+    other = subprocess.Popen(
+        [sys.executable, "-c", OTHER],
+        env={**os.environ, "OMP_NUM_THREADS": "2", "PYTHONHASHSEED": "1", "HF_HUB_OFFLINE": "1"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=Path(__file__).parents[3],
     )
-    environment = {**os.environ, "ASYNC_FLOWRL_CACHE": str(tmp_path / "there"), "HF_HUB_OFFLINE": "1"}
-    running = [
-        subprocess.Popen(
-            [sys.executable, "-c", code],
-            env={**environment, "OMP_NUM_THREADS": threads, "PYTHONHASHSEED": threads},
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd=Path(__file__).parents[3],
-        )
-        for threads in ("1", "2")
-    ]
-    said = [process.communicate(timeout=300)[0].strip() for process in running]
-    assert [process.returncode for process in running] == [0, 0]
-    assert said[0] == said[1]
-    assert digest(Path(said[0])) == digest(here)
-    assert [entry.name for entry in (tmp_path / "there").iterdir()] == [here.name]
+    assert other.stdin is not None and other.stdout is not None
+    assert other.stdout.readline() == "ready\n"
+    other.stdin.write("begin\n")
+    other.stdin.flush()
+    built = build_tiny(TinyConfig())
+    said = other.communicate(timeout=300)[0].strip()
+    assert other.returncode == 0 and Path(said) == built
+    assert digest(built) == digest(here)
+    assert [entry.name for entry in there.iterdir()] == [here.name]
 
 
 def test_the_cache_is_used_and_its_key_is_the_configuration(tmp_path: Path) -> None:

@@ -5,8 +5,10 @@ from typing import Any
 
 import pytest
 
+from checkpoint_engine.errors import WeightsMismatch
 from tests.support.toy import ToyRun
 from tests.support.toy_pool import DELAY_SECONDS, REBUILD_SECONDS, Fault, Timing, once
+from tests.support.toy_shared import ToySharedRollout
 from tests.unit.shared.runs import check, first, shared
 
 VICTIM, NEWCOMER = "shared-1", "shared-1.1"
@@ -76,3 +78,31 @@ def test_it_samples_before_it_trains() -> None:
     (rejoined,) = found.observer.of("rejoined")
     earliest = min(e["time"] for e in found.observer.of("computed", worker=NEWCOMER, kind="generate"))
     assert earliest < rejoined["time"]
+
+
+def test_its_proof_comes_before_its_versions_and_tickets() -> None:
+    called: list[str] = []
+
+    def heard(worker: str, method: str, number: int) -> None:
+        called.extend([method] * (worker == NEWCOMER))
+
+    check(shared("one step off", 2, faults(once(VICTIM, "generate", 6, "kill"), heard)), "one step off")
+    assert called.index("receive") < called.index("prove") < called.index("keep_own") < called.index("generate")
+
+
+def test_one_that_computes_with_other_modules_never_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    prove, generate, served = ToySharedRollout.prove, ToySharedRollout.generate, list[str]()
+
+    def elsewhere(self: ToySharedRollout, version: int) -> Any:
+        found = prove(self, version)
+        return {name: 2.0 * value for name, value in found.items()} if self.name == "rollout-1.1" else found
+
+    def serves(self: ToySharedRollout, request: Any) -> Any:
+        served.append(self.name)
+        return generate(self, request)
+
+    monkeypatch.setattr(ToySharedRollout, "prove", elsewhere)
+    monkeypatch.setattr(ToySharedRollout, "generate", serves)
+    with pytest.raises(WeightsMismatch, match=r"layer at rollout-1\.1 "):
+        shared("one step off", 2, once(VICTIM, "generate", 6, "kill"))
+    assert "rollout-0" in served and "rollout-1.1" not in served

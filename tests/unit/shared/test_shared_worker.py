@@ -1,6 +1,7 @@
 """Tests of a process that samples and trains: one base in memory, the results of two processes, own versions."""
 
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -16,10 +17,16 @@ from async_flowrl.rollout.worker import RolloutWorker
 from async_flowrl.shared.worker import SharedWorker
 from async_flowrl.training import worker as trainer_worker
 from async_flowrl.training.base_weights import base_tensors
+from async_flowrl.training.messages import StepPlan, TrainRequest
 from async_flowrl.training.worker import TrainerWorker
+from async_flowrl.types import RolloutReport
 from checkpoint_engine import weights_digest
 from checkpoint_engine.errors import WeightsMismatch
 from tests.support import trainer_rig as rig
+from tests.support.tiny import request
+
+LIMIT = 60.0
+"""Seconds after which a thread that has not ended hangs."""
 
 
 def shared_config(**changes: Any) -> Config:
@@ -178,3 +185,78 @@ def test_a_ticket_that_is_made_while_another_version_is_trained(loaded: SharedWo
     assert not rig.equal(rig.weights(loaded.trainer), {name: tensor.numpy() for name, tensor in before.items()})
     after = loaded.rollout.engine.live_tensors()
     assert all(torch.equal(before[name], tensor) for name, tensor in after.items())
+
+
+def in_a_thread(work: Callable[[], object]) -> threading.Thread:
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    return thread
+
+
+def keep(one: SharedWorker, version: int) -> None:
+    """Has the rollout worker keep a version that the trainer rank retains."""
+    one.trainer.sender.stage(version)
+    assert one.rollout.keep_own(one.trainer.sender.policy.seal(version)) is not None
+
+
+def test_versions_are_exchanged_only_in_the_turn_of_a_ticket() -> None:
+    """Not while a unit of training has its turn, nor inside another ticket; the report says that it was a swap."""
+    one, reports = worker(shared_config()), list[RolloutReport]()
+    keep(one, 0)
+    one.trainer.parameters.values.data.add_(0.01)
+    one.trainer.versions.retain(1)
+
+    def sample(version: int) -> None:
+        reports.append(one.rollout.generate(replace(request(2), version=version))[0])
+
+    def live() -> tuple[int, str]:
+        active = one.rollout.receiver.active
+        assert active is not None
+        return active.version, one.rollout.receiver.live_digest()
+
+    sample(0)
+    older = live()
+    with one.rollout.turns.sampling():
+        keep(one, 1)  # It arrives beside a ticket.
+        assert live() == older
+    with one.trainer.lane.turn():
+        ticket = in_a_thread(lambda: sample(1))
+        ticket.join(0.3)
+        assert ticket.is_alive() and live() == older
+    ticket.join(LIMIT)
+    assert live()[0] == 1 and live()[1] != older[1]
+    sample(0)
+    assert live() == older
+    assert [(report.version, report.swaps) for report in reports] == [(0, 0), (1, 0), (0, 1)]
+
+
+def test_the_end_of_a_step_waits_for_no_ticket_but_a_unit_of_training_does() -> None:
+    """A rank of several adds up and steps in two calls of their own, and stages the version."""
+    config = shared_config()
+    config.algorithm.kl_probe_images = 0  # A step whose KL is measured takes a turn for that.
+    one = worker(config)
+    sampler = rig.Sampler(config)
+    sampler.load(one.trainer.tensors())
+    handed = [sampler.group(0, group) for group in (0, 1)]
+    calls = [
+        (TrainRequest(0, (meta,), StepPlan(rows=rig.rows(handed)) if index == 0 else None), tickets)
+        for index, (meta, tickets) in enumerate(handed)
+    ]
+
+    def end() -> None:
+        one.trainer.add_up(TrainRequest(0, (), finishes=True))
+        one.trainer.take_step()
+        one.trainer.sender.stage(1)
+
+    before = one.trainer.weights_digest()
+    one.trainer.train(calls[0][0], *calls[0][1])
+    with one.rollout.turns.sampling():
+        unit = in_a_thread(lambda: one.trainer.train(calls[1][0], *calls[1][1]))
+        unit.join(0.3)
+        assert unit.is_alive(), "the ticket has the turn"
+    unit.join(LIMIT)
+    with one.rollout.turns.sampling():
+        ends = in_a_thread(end)
+        ends.join(LIMIT)
+        assert not ends.is_alive(), "the optimizer step waits for a ticket"
+    assert one.trainer.versions.newest == 1 and one.trainer.weights_digest() != before

@@ -7,7 +7,7 @@ import pytest
 
 from separation.supervise import DeadlineExceeded
 from tests.support.toy import Disturbance
-from tests.support.toy_pool import Fault
+from tests.support.toy_pool import Fault, Timing
 from tests.unit.shared.runs import MODES, check, shared
 
 EVALUATED = {"evaluate__every": 1, "evaluate__before_training": True}
@@ -47,6 +47,19 @@ def test_an_evaluation_is_due_at_every_step(mode: str) -> None:
     found = shared(mode, 1, **EVALUATED)
     check(found, mode, **EVALUATED)
     assert len(found.evaluated) == 7
+
+
+@pytest.mark.parametrize("mode", AHEAD)
+def test_an_evaluation_keeps_its_share_of_a_process_that_always_has_other_tickets(mode: str) -> None:
+    """Every fourth ticket is of the evaluation, which has two."""
+    found = shared(mode, 1, timing=Timing(generate=1.0, update=0.01, score=0.01), evaluate__every=3)
+    given = [(event["time"], kind) for kind in ("train", "evaluation") for event in found.tickets("RUNNING", kind=kind)]
+    kinds = [kind for _, kind in sorted(given)]
+    places = [place for place, kind in enumerate(kinds) if kind == "evaluation"]
+    assert len(places) == 4, "two evaluations, one of them when the training has ended"
+    assert places[1] - places[0] == 4
+    begun = found.tickets("PENDING", kind="evaluation")[0]["time"]
+    assert sum(begun < time < sorted(given)[places[0]][0] for time, _ in given) <= 4
 
 
 @pytest.mark.parametrize("mode", MODES)
