@@ -13,8 +13,11 @@ from separation.group import PoolSpec
 from separation.placement import needs_of, totals
 
 GIB, GB = 2**30, 10**9
-FULL_SHARE = 0.95
-"""Used share of a disk above which Ray creates no more objects (its local_fs_capacity_threshold)."""
+SPILL_SHARE = 0.95
+"""Used share of a disk above which Ray writes no objects to it (its local_fs_capacity_threshold). Ray then fails to
+create those for which its object store has no room."""
+LEAST_DISK = GB // 5
+"""Bytes on disk that the logs of Ray need at least."""
 STORE_SHARE, SHM_SHARE, SMALL_STORE, LARGEST_STORE = 0.3, 0.95, 10 * GB, 200 * GB
 """Ray's default size of the object store: this share of the memory; above SMALL_STORE bytes at most this share of
 /dev/shm. A store that does not fit into /dev/shm is put into Ray's folder for temporary files."""
@@ -55,7 +58,7 @@ class Machine:
 
 
 def machine_finding(machine: Machine) -> Finding:
-    """Describes a node in one line; failed if its disk is too full for Ray."""
+    """Describes a node in one line; failed if its disk is full, a warning if Ray could not spill objects to it."""
     facts, temporary = machine.facts, machine.disk(machine.facts["temporary"])
     gpus = [gpu["name"] for gpu in facts["gpus"]]
     kinds = ", ".join(f"{gpus.count(name)} × {name}" for name in dict.fromkeys(gpus)) or "no GPU"
@@ -63,9 +66,15 @@ def machine_finding(machine: Machine) -> Finding:
         f"{facts['host']}: {facts['cores']} cores, {kinds}; free: {machine.memory / GIB:.1f} GiB of memory, "
         f"{facts['shm'] / GIB:.1f} GiB in /dev/shm, {temporary['free'] / GIB:.1f} GiB in {facts['temporary']}"
     )
-    if temporary["free"] < (1 - FULL_SHARE) * temporary["total"]:
-        advice = f"Ray stops making objects where a disk is {FULL_SHARE:.0%} full: free some, or ray start --temp-dir"
+    if temporary["free"] < LEAST_DISK:
+        advice = "Ray has no room for its logs there: free some, or ray start --temp-dir"
         return Finding(f"node {machine.name}", FAILED, sentence, advice, facts)
+    if temporary["free"] < (1 - SPILL_SHARE) * temporary["total"]:
+        advice = (
+            f"the disk is more than {SPILL_SHARE:.0%} full, so Ray fails to create objects that its object store has "
+            "no room for: free some, or ray start --temp-dir"
+        )
+        return Finding(f"node {machine.name}", WARNING, sentence, advice, facts)
     return Finding(f"node {machine.name}", OK, sentence, figures=facts)
 
 

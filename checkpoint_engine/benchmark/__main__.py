@@ -37,6 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             _start_ray(MAX_STORE_COPIES * max(*options.megabytes, KILL_MEGABYTES))
             result = asyncio.run(run(options))
             ray.shutdown()
+        options.out.parent.mkdir(parents=True, exist_ok=True)
         options.out.write_text(json.dumps(result, indent=1), encoding="utf-8")
     else:
         result = json.loads(options.read.read_text(encoding="utf-8"))
@@ -54,7 +55,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--transports", nargs="+", choices=transports, default=here, help="nccl by default on a GPU")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--kills", type=int, default=3, help="per transport")
-    parser.add_argument("--out", type=Path, default=Path("checkpoint_engine_benchmark.json"))
+    parser.add_argument("--out", type=Path, default=Path("outputs/checkpoint_engine.json"))
     parser.add_argument("--read", type=Path, help="an earlier result, instead of measuring")
     parser.add_argument("--page", type=Path, help="a Markdown page that gets the table, between its two markers")
     return parser

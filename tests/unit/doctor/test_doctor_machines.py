@@ -174,10 +174,10 @@ def test_a_run_directory_that_nobody_else_sees() -> None:
     assert shared not in by_name(disk_findings(config, NEEDS, seen, [seen]))
 
 
-def test_a_disk_on_which_ray_stops_making_objects() -> None:
-    disk = {"free": 4 * GB, "total": 100 * GB, "device": 1, "writable": True}
-    assert machine_finding(machine()).status == OK
-    assert machine_finding(machine(disks={"/tmp/ray": disk})).status == FAILED
+@pytest.mark.parametrize(("free", "status"), [(5.1, OK), (4.9, WARNING), (0.3, WARNING), (0.1, FAILED)])
+def test_a_disk_to_which_ray_could_not_spill_is_a_warning_and_a_full_one_a_failure(free: float, status: str) -> None:
+    disk = {"free": free * GB, "total": 100 * GB, "device": 1, "writable": True}
+    assert machine_finding(machine(disks={"/tmp/ray": disk})).status == status
 
 
 def test_clocks_and_broadcast_name_the_node_that_is_off() -> None:
