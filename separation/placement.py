@@ -32,7 +32,7 @@ class StoreTooSmall(ResourcesMissing):
 
 @dataclass(frozen=True)
 class Seat:
-    """The place of worker `index` of a pool: the index of a bundle in its reservation, and its share of the bundle."""
+    """The planned seat of worker `index` of a pool: the index of a bundle in its reservation, and its share of that."""
 
     pool: str
     index: int

@@ -21,7 +21,7 @@ from separation.host import ProcessHost, Surroundings
 from separation.node_checks import code_of, compare_code
 from separation.processes import alive, descendants, kill, process_of
 from separation.ray_errors import DEATHS, one_line, translate
-from separation.ray_seats import Place, Seats
+from separation.ray_seats import ReservedSeat, Seats
 from separation.supervise import deadline, together
 from separation.worker import CallTable, pick_lane, settle
 
@@ -50,7 +50,7 @@ class RayWorker:
         index: int,
         name: str,
         *,
-        place: Place,
+        seat: ReservedSeat,
         log_dir: Path | None,
         code: Mapping[str, str] | None,
     ) -> None:
@@ -70,7 +70,7 @@ class RayWorker:
         self.process: psutil.Process | None = None
         """The actor's process; None before `build`, and if it is on another machine."""
         self._gone = asyncio.Event()
-        self._actor = self._create(place)
+        self._actor = self._create(seat)
         ended = self._actor.watch.options(concurrency_group=_WATCH).remote().as_future()
         ended.add_done_callback(self._ended)
 
@@ -109,9 +109,9 @@ class RayWorker:
         """Waits until Ray knows that the process has ended."""
         await self._gone.wait()
 
-    def _create(self, place: Place) -> Any:
-        """Creates the actor at the place, with one concurrency group per lane; Ray never restarts it."""
-        share = dict(place.share)
+    def _create(self, seat: ReservedSeat) -> Any:
+        """Creates the actor at the seat, with one concurrency group per lane; Ray never restarts it."""
+        share = dict(seat.share)
         owns_gpu = share.get("GPU", 0) > 0
         lanes = dict.fromkeys((*self._spec.lanes, _WATCH), 1)
         options = ray.remote(concurrency_groups=lanes)(ProcessHost).options(
@@ -121,7 +121,7 @@ class RayWorker:
             max_restarts=0,
             max_task_retries=0,
             scheduling_strategy=PlacementGroupSchedulingStrategy(
-                placement_group=place.group, placement_group_bundle_index=place.bundle
+                placement_group=seat.group, placement_group_bundle_index=seat.bundle
             ),
         )
         return options.remote(
@@ -177,14 +177,14 @@ class RayWorker:
 class RayGroup:
     """A pool of RayWorkers; implements `WorkerGroup` (group.py).
 
-    In a pool of fixed size, the successor of a worker takes the same place, `places[index]`. An elastic pool has
-    `seats`: its workers may join and leave, and a successor may get another place.
+    In a pool of fixed size, the successor of a worker takes the same seat, `reserved[index]`. An elastic pool has
+    `seats`: its workers may join and leave, and a successor may get another seat.
     """
 
     def __init__(
         self,
         spec: PoolSpec,
-        places: Sequence[Place],
+        reserved: Sequence[ReservedSeat],
         *,
         start_deadline: float,
         log_dir: Path | None = None,
@@ -194,12 +194,12 @@ class RayGroup:
         self.growth: Growth | None = None
         several = seats is not None or sum(bool(node["Alive"]) for node in ray.nodes()) > 1
         self._code = code_of(spec.same_code) if several else None
-        self._places = dict(enumerate(places))
+        self._reserved = dict(enumerate(reserved))
         self._seats = seats
         self._log_dir = log_dir
         self._start_deadline = start_deadline
-        self._incarnations = dict.fromkeys(self._places, 0)
-        self._hosts = {index: self._create(index) for index in self._places}
+        self._incarnations = dict.fromkeys(self._reserved, 0)
+        self._hosts = {index: self._create(index) for index in self._reserved}
         self.workers: list[Worker] = list(self._hosts.values())
 
     async def start(self) -> None:
@@ -213,23 +213,23 @@ class RayGroup:
         async with deadline(self._start_deadline, f"replacing {old.name}"):
             await old.gone()
             if self._seats is not None:
-                self._places[index] = await self._seats.successor(self._places[index])
+                self._reserved[index] = await self._seats.successor(self._reserved[index])
             self._incarnations[index] += 1
             fresh = self._hosts[index] = self._create(index)
             self.workers[[worker.index for worker in self.workers].index(index)] = fresh
             await fresh.build()
         return fresh
 
-    def place(self, index: int) -> Place:
-        return self._places[index]
+    def seat(self, index: int) -> ReservedSeat:
+        return self._reserved[index]
 
-    async def add(self, place: Place) -> Worker:
+    async def add(self, seat: ReservedSeat) -> Worker:
         """Adds one more worker on a seat of its own and returns it, built; several may be added at the same time.
 
         Its index is the lowest that is free. Raises as `start` does; the seat is still taken then.
         """
         index = next(index for index in range(self.spec.most) if index not in self._hosts)
-        self._places[index] = place
+        self._reserved[index] = seat
         self._incarnations[index] = self._incarnations.get(index, -1) + 1
         fresh = self._hosts[index] = self._create(index)
         try:
@@ -237,7 +237,7 @@ class RayGroup:
                 await fresh.build()
         except BaseException:
             fresh.kill()
-            del self._hosts[index], self._places[index]
+            del self._hosts[index], self._reserved[index]
             raise
         self.workers.append(fresh)
         self.workers.sort(key=lambda worker: worker.index)
@@ -250,7 +250,7 @@ class RayGroup:
         host.kill()
         self.workers[:] = [worker for worker in self.workers if worker.index != index]
         if self._seats is not None:
-            await self._seats.give_back(self._places.pop(index))
+            await self._seats.give_back(self._reserved.pop(index))
 
     async def fetch(self, ref: Ref) -> Any:
         if not isinstance(ref, ray.ObjectRef):
@@ -276,8 +276,8 @@ class RayGroup:
     def _create(self, index: int) -> RayWorker:
         incarnation = self._incarnations[index]
         name = f"{self.spec.name}-{index}" + (f".{incarnation}" if incarnation else "")
-        place = self._places[index]
-        return RayWorker(self.spec, index, name, place=place, log_dir=self._log_dir, code=self._code)
+        seat = self._reserved[index]
+        return RayWorker(self.spec, index, name, seat=seat, log_dir=self._log_dir, code=self._code)
 
     def _unready(self) -> str:
         waiting = [host.name for host in self._hosts.values() if not host.pid]

@@ -5,7 +5,7 @@ from collections.abc import Collection, Sequence
 
 from separation.group import Departure, Worker
 from separation.ray_group import RayGroup
-from separation.ray_seats import POLL_SECONDS, Place, Seats
+from separation.ray_seats import POLL_SECONDS, ReservedSeat, Seats
 
 
 class RayGrowth:
@@ -14,19 +14,19 @@ class RayGrowth:
     def __init__(self, pool: RayGroup, seats: Seats) -> None:
         self._pool, self._seats = pool, seats
 
-    async def seat(self) -> Place:
+    async def seat(self) -> ReservedSeat:
         return await self._seats.next()
 
-    async def fill(self, seat: Place) -> Worker:
+    async def fill(self, seat: ReservedSeat) -> Worker:
         return await self._pool.add(seat)
 
-    async def give_back(self, seat: Place) -> None:
+    async def give_back(self, seat: ReservedSeat) -> None:
         await self._seats.give_back(seat)
 
     async def departures(self, known: Collection[str]) -> Sequence[Departure]:
         while True:
             ending = await self._seats.departing()
-            sitting = [(worker, self._pool.place(worker.index).node) for worker in self._pool.workers]
+            sitting = [(worker, self._pool.seat(worker.index).node) for worker in self._pool.workers]
             found = [
                 Departure(worker, ending[node])
                 for worker, node in sitting

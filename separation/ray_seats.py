@@ -1,4 +1,4 @@
-"""Seats of Ray workers: a Place is a worker's share of a placement group, and Seats reserves those of an elastic pool.
+"""Seats of Ray workers: a ReservedSeat is a share of a placement group; Seats reserves those of an elastic pool.
 
 ray_session.py makes both. In an elastic pool (a pool whose size may change), every seat is a placement group of its
 own, so that it can be reserved and given back alone.
@@ -31,7 +31,7 @@ SUCCESSOR_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
-class Place:
+class ReservedSeat:
     """A worker's share of a bundle of a placement group."""
 
     group: PlacementGroup
@@ -62,32 +62,32 @@ class Seats:
         """Number of lost workers whose successors wait for a seat; they get one before new workers do."""
         self._lane, self._one_asks = Lane("seats"), asyncio.Lock()
 
-    def adopt(self, group: PlacementGroup) -> Place:
+    def adopt(self, group: PlacementGroup) -> ReservedSeat:
         """Returns the seat in a placement group that the session has created, and counts it as taken."""
         self._taken.append(group)
-        return Place(group, 0, self._needs, _node_of(group) or "")
+        return ReservedSeat(group, 0, self._needs, _node_of(group) or "")
 
-    async def available(self, seconds: float) -> list[Place]:
+    async def available(self, seconds: float) -> list[ReservedSeat]:
         """Takes and returns all seats that are free now or become free within `seconds`."""
         end = asyncio.get_running_loop().time() + seconds
-        found: list[Place] = []
+        found: list[ReservedSeat] = []
         while len(self._taken) < self._most:
-            if (place := await self._look()) is not None:
-                found.append(place)
+            if (seat := await self._look()) is not None:
+                found.append(seat)
             elif asyncio.get_running_loop().time() > end:
                 break
             else:
                 await asyncio.sleep(POLL_SECONDS / 4)
         return found
 
-    async def next(self) -> Place:
+    async def next(self) -> ReservedSeat:
         """Waits for a seat for one more worker, takes it and returns it. Successors of lost workers come first."""
         while True:
-            if not self._successors and (place := await self._look()) is not None:
-                return place
+            if not self._successors and (seat := await self._look()) is not None:
+                return seat
             await asyncio.sleep(POLL_SECONDS)
 
-    async def successor(self, old: Place) -> Place:
+    async def successor(self, old: ReservedSeat) -> ReservedSeat:
         """Gives a lost worker's seat back, then takes and returns a free one, which may be the same.
 
         Raises NoSeat if there is none within SUCCESSOR_SECONDS.
@@ -97,24 +97,24 @@ class Seats:
         try:
             await self.give_back(old)
             while asyncio.get_running_loop().time() <= end:
-                if (place := await self._look()) is not None:
-                    return place
+                if (seat := await self._look()) is not None:
+                    return seat
                 await asyncio.sleep(POLL_SECONDS / 4)
             raise NoSeat(f"no node has had a seat for {SUCCESSOR_SECONDS:g} s")
         finally:
             self._successors -= 1
 
-    async def give_back(self, place: Place) -> None:
+    async def give_back(self, seat: ReservedSeat) -> None:
         """Removes the seat's placement group; does nothing if that was done before."""
-        if place.group in self._taken:
-            self._taken.remove(place.group)
-            await self._remove(place.group)
+        if seat.group in self._taken:
+            self._taken.remove(seat.group)
+            await self._remove(seat.group)
 
     async def departing(self) -> Mapping[str, float]:
         """Returns node id → seconds until the node ends (infinity: unknown), for nodes that are being drained."""
         return await self._ask(draining, {})
 
-    async def _look(self) -> Place | None:
+    async def _look(self) -> ReservedSeat | None:
         """Takes and returns a seat if one is free, else None; before that, requests the seats that are missing."""
         async with self._one_asks:
             while len(self._taken) + len(self._waiting) < self._most:
@@ -132,7 +132,7 @@ class Seats:
                 continue
             self._taken.append(group)
             self._waiting.remove(group)
-            return Place(group, 0, self._needs, node)
+            return ReservedSeat(group, 0, self._needs, node)
         return None
 
     def _reserve_one(self) -> bool:

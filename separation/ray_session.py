@@ -1,4 +1,4 @@
-"""RaySession is the part of a Ray cluster that one run uses: it reserves places, builds the workers and cleans up.
+"""RaySession is the part of a Ray cluster that one run uses: it reserves seats, builds the workers and cleans up.
 
 cluster.py uses it.
 """
@@ -36,7 +36,7 @@ from separation.ray_connection import RayConnection, end_remaining
 from separation.ray_group import RayGroup
 from separation.ray_growth import RayGrowth
 from separation.ray_nodes import free_by_node, living_resources, nodes_of
-from separation.ray_seats import START_SECONDS, Place, Seats
+from separation.ray_seats import START_SECONDS, ReservedSeat, Seats
 from separation.ray_watch import HeadLost, watch_head
 from separation.supervise import together
 
@@ -65,7 +65,7 @@ class RaySession:
         log_dir: Path | None,
         store_bytes: int,
     ) -> dict[str, WorkerGroup]:
-        """Reserves the places of all pools, builds their workers, and returns pool name → pool.
+        """Reserves the seats of all pools, builds their workers, and returns pool name → pool.
 
         The arguments are those of `cluster` (cluster.py). Raises ResourcesMissing, OtherCode, WorkerFailed, WorkerDied
         or DeadlineExceeded.
@@ -75,12 +75,12 @@ class RaySession:
         check_store(store_bytes, nodes)
         reservations = reserve(self._pools, exists)
         check_fits(reservations, nodes)
-        places = await self._take(reservations, nodes, start_deadline)
+        reserved = await self._take(reservations, nodes, start_deadline)
         for spec in self._pools:
-            seated = [places[spec.name, index] for index in range(spec.least)]
+            seated = [reserved[spec.name, index] for index in range(spec.least)]
             seats = Seats(needs_of(spec, exists), spec.most, self._placement_groups) if spec.elastic else None
             if seats is not None:
-                seated = [seats.adopt(place.group) for place in seated] + await seats.available(START_SECONDS)
+                seated = [seats.adopt(seat.group) for seat in seated] + await seats.available(START_SECONDS)
             group = RayGroup(spec, seated, start_deadline=start_deadline, log_dir=log_dir, seats=seats)
             group.growth = RayGrowth(group, seats) if seats is not None else None
             self._groups[spec.name] = group
@@ -122,12 +122,12 @@ class RaySession:
 
     async def _take(
         self, reservations: Sequence[Reservation], nodes: Sequence[Resources], seconds: float
-    ) -> dict[tuple[str, int], Place]:
+    ) -> dict[tuple[str, int], ReservedSeat]:
         """Reserves a placement group for each reservation, in order, so that earlier reservations are served first.
 
-        Returns (pool, index) → place. Raises ResourcesMissing after `seconds`.
+        Returns (pool, index) → seat. Raises ResourcesMissing after `seconds`.
         """
-        places: dict[tuple[str, int], Place] = {}
+        reserved: dict[tuple[str, int], ReservedSeat] = {}
         pending: list[PlacementGroup] = []
         try:
             async with asyncio.timeout(seconds):
@@ -138,7 +138,7 @@ class RaySession:
                         await _created(taken)
                         _log_spread(reservation, nodes_of(taken), nodes)
                     for seat in reservation.seats:
-                        places[seat.pool, seat.index] = Place(taken, seat.bundle, seat.share)
+                        reserved[seat.pool, seat.index] = ReservedSeat(taken, seat.bundle, seat.share)
                 for taken in pending:
                     await _created(taken)
         except TimeoutError as error:
@@ -146,7 +146,7 @@ class RaySession:
             headline = f"the cluster did not free what was asked within {seconds:g} s"
             text = shortage(reservations, nodes, headline, free=lambda name: free.get(name, 0.0))
             raise ResourcesMissing(text) from error
-        return places
+        return reserved
 
     async def _reserve(self, reservation: Reservation) -> PlacementGroup:
         """Requests a placement group: on one node if one has room now, otherwise on few nodes.

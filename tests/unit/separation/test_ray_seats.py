@@ -11,7 +11,7 @@ import pytest
 
 from separation import ray_drain, ray_seats
 from separation.group import NoSeat
-from separation.ray_seats import Place, Seats
+from separation.ray_seats import ReservedSeat, Seats
 
 
 class Cluster:
@@ -120,9 +120,9 @@ def test_a_successor_comes_before_a_newcomer_and_goes_without_after_a_while(clus
             await seats.successor(await lost(seats, cluster))
         newcomer.cancel()
 
-    async def lost(seats: Seats, cluster: Cluster) -> Place:
+    async def lost(seats: Seats, cluster: Cluster) -> ReservedSeat:
         group = next(iter(cluster.placed))
-        return Place(group, 0, {"CPU": 1.0}, cluster.placed[group])  # type: ignore[arg-type]
+        return ReservedSeat(group, 0, {"CPU": 1.0}, cluster.placed[group])  # type: ignore[arg-type]
 
     within(20.0, main())
 
