@@ -10,7 +10,7 @@ import importlib
 import importlib.util
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, cast
@@ -221,6 +221,11 @@ def through_hydra(arguments: Sequence[str], given: argparse.Namespace) -> int:
         report_over(folders, jobs=len(codes) - 1)
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(explain(error)) from error
+    return worst(codes)
+
+
+def worst(codes: Collection[int]) -> int:
+    """Returns the exit code of a sweep whose jobs ended with `codes`."""
     worst_first = (exit_codes.ERROR, exit_codes.CONFIG, exit_codes.HACKING, exit_codes.INCOMPLETE, exit_codes.OK)
     return next(code for code in worst_first if code in codes)
 

@@ -11,11 +11,14 @@ from tests.integration.runs import WHOLE, Run, train
 
 ALGORITHMS = sorted(path.stem for path in (config_dir() / "algorithm").glob("*.yaml"))
 OWN = "+reward.terms={brightness: {name: 'tests.integration.brightness:brightness'}}"
-STEPS = {"flow_grpo": 3, "dpo": 3, "mix_grpo": 3}
-"""Where fewer than 4 are enough."""
-SLOWER = {"diffusion_nft": 12, "glyphs_flow_grpo": 8}
-"""Steps at half the learning rate, where 4 are too few: the one's old policy follows slowly, the other bounds its
-updates."""
+OTHERWISE = {
+    "flow_grpo": ("total_steps=3",),
+    "mix_grpo": ("total_steps=3",),
+    "diffusion_nft": ("trainer.learning_rate=0.02", "rollout.num_inference_steps=4", "algorithm.beta=0.1"),
+    "glyphs_flow_grpo": ("trainer.learning_rate=0.02", "total_steps=8"),
+}
+"""Where the settings of `follow` are more than enough, or too few. DiffusionNFT trains every noise level, and follows
+its reward sooner with a small beta; the last one bounds its updates."""
 MOVED = 0.01
 """Change of held-out brightness (0..1) in so many steps."""
 
@@ -44,13 +47,14 @@ def follow(folder: Path, algorithm: str, *overrides: str) -> Run:
         *WHOLE,
         "~reward.terms.color",
         OWN,
-        f"total_steps={(STEPS | SLOWER).get(algorithm, 4)}",
+        "total_steps=4",
         "group_size=8",
         "trainer.micro_batch_size=8",
-        f"trainer.learning_rate={0.02 if algorithm in SLOWER else 0.04}",
+        "trainer.learning_rate=0.04",
         "trainer.eps=1e-15",
         "evaluate.before_training=true",
         "evaluate.images_per_prompt=3",
+        *OTHERWISE.get(algorithm, ()),
         *overrides,
     )
 

@@ -185,7 +185,7 @@ def test_a_failing_reward_is_one_sentence_or_skipped_as_the_run_would(
     down.write_text("blue")
     monkeypatch.setenv("TEST_JUDGE_DOWN", str(down))
     config = OmegaConf.load(run / "config.yaml")
-    config.reward.on_error = on_error
+    config.reward.on_error, config.reward.backoff = on_error, 0.01
     config.reward.terms = {"judge": {"name": "tests.integration.judge:judge"}}
     OmegaConf.save(config, run / "config.yaml")
     code = evaluating.main([str(run), "--images", "1", "--out", str(tmp_path / "out")])
