@@ -18,6 +18,9 @@ class Texts(Mapping[str, str]):
     def __getitem__(self, name: str) -> str:
         return self._made_by[name]()
 
+    def __contains__(self, name: object) -> bool:
+        return name in self._made_by  # Mapping's own would make the text.
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._made_by)
 

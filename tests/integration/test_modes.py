@@ -56,7 +56,9 @@ def test_the_seed_changes_the_weights(plain: dict[str, Run], tmp_path: Path) -> 
     assert len(other.digests) == 2 and not set(other.digests) & set(plain["one_step_off"].digests)
 
 
+@pytest.mark.slow
 def test_the_same_weights_twice(plain: dict[str, Run], tmp_path: Path) -> None:
+    """As the next test's run, without its workers and delays."""
     again = train(tmp_path, "one_step_off", *overrides("one_step_off"))
     assert again.digests == plain["one_step_off"].digests
     assert again.digest == plain["one_step_off"].digest
