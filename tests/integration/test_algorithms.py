@@ -27,7 +27,8 @@ FOLLOW = ("flow_grpo", "diffusion_nft", "dpo", "mix_grpo", "flow_cps")
 """One of each kind: every step trained by its log-probs, no log-probs at all, pairs of images, a window of steps that
 moves, and the steps that the others do not have.
 
-The unit tests test_algorithm_learning.py train each algorithm; further files are other settings of the same.
+The others differ from the first in their loss, and the unit tests test_algorithm_learning.py train them; further files
+are other settings of the same.
 """
 FLEE = ("flow_grpo",)
 """One of them: the unit tests test_algorithm_learning.py and test_algorithm_final_losses.py turn each one around, by a
@@ -83,7 +84,8 @@ SLOW_CORRECTIONS = [pytest.param(name, marks=pytest.mark.slow) for name in ("mas
 @pytest.mark.parametrize("correction", ["rollout_tis", *SLOW_CORRECTIONS])
 def test_stale_samples_are_corrected_under_the_weights_that_made_them(correction: str, tmp_path: Path) -> None:
     """What the trainer recomputes under the retained adapter is what the rollout saw, two versions later too."""
-    run = train(tmp_path / "run", "fully_async", "algorithm=flow_grpo", f"algorithm.correction={correction}", "total_steps=4")
+    settings = ("algorithm=flow_grpo", f"algorithm.correction={correction}", "total_steps=4")
+    run = train(tmp_path / "run", "fully_async", *settings)
     assert run.column("staleness/max") == [0, 1, 2, 2]
     assert max(run.column("behaviour_gap")) < 1e-6
     assert run.column("log_prob_gap")[-1] > 1e-6

@@ -6,7 +6,6 @@ import logging
 import re
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
