@@ -10,7 +10,7 @@ import importlib
 import importlib.util
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, cast
@@ -37,6 +37,7 @@ from async_flowrl.config.compose import (
 )
 from async_flowrl.config.paths import config_dir
 from async_flowrl.config.schema import Config
+from async_flowrl.config.typed import Texts
 from async_flowrl.observability.terminal import say
 from separation.imports import without_collections
 
@@ -220,22 +221,33 @@ def through_hydra(arguments: Sequence[str], given: argparse.Namespace) -> int:
         report_over(folders, jobs=len(codes) - 1)
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(explain(error)) from error
+    return worst(codes)
+
+
+def worst(codes: Collection[int]) -> int:
+    """Returns the exit code of a sweep whose jobs ended with `codes`."""
     worst_first = (exit_codes.ERROR, exit_codes.CONFIG, exit_codes.HACKING, exit_codes.INCOMPLETE, exit_codes.OK)
     return next(code for code in worst_first if code in codes)
 
 
-def record(values: DictConfig, hydras: DictConfig, output_dir: str) -> dict[str, str]:
+def record(values: DictConfig, hydras: DictConfig, output_dir: str) -> Mapping[str, str]:
     """Files of the job's `.hydra/` folder, name → text: composed configuration, Hydra's settings, typed overrides.
 
-    `values` is the composed configuration, `hydras` is Hydra's own part of it.
+    `values` is the composed configuration, `hydras` is Hydra's own part of it. A text is made when it is asked for.
     """
-    own = OmegaConf.create({"hydra": OmegaConf.to_container(hydras)})
-    own.hydra.runtime.output_dir = str(Path(output_dir).absolute())
-    return {
-        "config.yaml": OmegaConf.to_yaml(without_hydra(values)),
-        "hydra.yaml": OmegaConf.to_yaml(own),
-        "overrides.yaml": OmegaConf.to_yaml(hydras.overrides.task),
-    }
+
+    def hydra_yaml() -> str:
+        own = OmegaConf.create({"hydra": OmegaConf.to_container(hydras)})
+        own.hydra.runtime.output_dir = str(Path(output_dir).absolute())
+        return OmegaConf.to_yaml(own)
+
+    return Texts(
+        {
+            "config.yaml": lambda: OmegaConf.to_yaml(without_hydra(values)),
+            "hydra.yaml": hydra_yaml,
+            "overrides.yaml": lambda: OmegaConf.to_yaml(hydras.overrides.task),
+        }
+    )
 
 
 def home_expanded(argument: str) -> str:

@@ -1,7 +1,7 @@
 """The shell command of a run, restored from Hydra's record of it (`.hydra/`), for reports and resume hints."""
 
 import shlex
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
@@ -9,12 +9,31 @@ from omegaconf import DictConfig, OmegaConf
 from async_flowrl.config.paths import config_dir
 
 
+class Texts(Mapping[str, str]):
+    """Texts by name, each made when it is asked for: a run that is refused needs none of them."""
+
+    def __init__(self, made_by: Mapping[str, Callable[[], str]]) -> None:
+        self._made_by = made_by
+
+    def __getitem__(self, name: str) -> str:
+        return self._made_by[name]()
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._made_by  # Mapping's own would make the text.
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._made_by)
+
+    def __len__(self) -> int:
+        return len(self._made_by)
+
+
 def typed_command(hydra_record: Mapping[str, str]) -> str | None:
     """Returns the command that started the run; None if the record is incomplete, as for a run started from Python.
 
     `hydra_record` maps file names in `.hydra/` to their texts.
     """
-    return _command(hydra_record, (), ())
+    return _command(hydra_record, _hydras(hydra_record), (), ()) if _is_whole(hydra_record) else None
 
 
 def resume_command(hydra_record: Mapping[str, str], output_dir: Path | None = None) -> str | None:
@@ -25,23 +44,28 @@ def resume_command(hydra_record: Mapping[str, str], output_dir: Path | None = No
     """
     if not _is_whole(hydra_record):
         return None
-    hydras = OmegaConf.create(hydra_record["hydra.yaml"])
+    hydras = _hydras(hydra_record)
     if output_dir is None and str(OmegaConf.select(hydras, "hydra.mode")) in ("MULTIRUN", "RunMode.MULTIRUN"):
         output_dir = Path(str(OmegaConf.select(hydras, "hydra.runtime.output_dir")))
     if output_dir is None:
-        return _command(hydra_record, ("resume",), ("resume=auto",))
-    return _command(hydra_record, ("resume", "output_dir"), (f"output_dir={_quoted(str(output_dir))}", "resume=auto"))
+        return _command(hydra_record, hydras, ("resume",), ("resume=auto",))
+    more = (f"output_dir={_quoted(str(output_dir))}", "resume=auto")
+    return _command(hydra_record, hydras, ("resume", "output_dir"), more)
 
 
 def _is_whole(hydra_record: Mapping[str, str]) -> bool:
     return {"hydra.yaml", "overrides.yaml"} <= hydra_record.keys()
 
 
-def _command(hydra_record: Mapping[str, str], without: tuple[str, ...], more: tuple[str, ...]) -> str | None:
-    if not _is_whole(hydra_record):
-        return None
+def _hydras(hydra_record: Mapping[str, str]) -> DictConfig:
     hydras = OmegaConf.create(hydra_record["hydra.yaml"])
     assert isinstance(hydras, DictConfig)
+    return hydras
+
+
+def _command(
+    hydra_record: Mapping[str, str], hydras: DictConfig, without: tuple[str, ...], more: tuple[str, ...]
+) -> str:
     name, folder = OmegaConf.select(hydras, "hydra.job.config_name"), _own_folder(hydras)
     overrides = OmegaConf.to_container(OmegaConf.create(hydra_record["overrides.yaml"]), resolve=False)
     given = [str(override) for override in overrides or ()]

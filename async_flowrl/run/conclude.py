@@ -4,12 +4,14 @@ import os
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from async_flowrl.config import exit_codes
 from async_flowrl.config.resolution import written
 from async_flowrl.config.sections.tune import FULL
+from async_flowrl.config.typed import resume_command
 from async_flowrl.observability.evaluations import read_evaluations
 from async_flowrl.observability.mfu import mfu
 from async_flowrl.observability.result import result_sentences, training_sentence
@@ -33,8 +35,13 @@ class Ending:
     prepared: Prepared
     directory: RunDirectory
     stop: StopRequest
-    command: str | None
-    """Command line that started the run, with `resume=auto`; None if the run was not started from a command line."""
+    hydra_record: Mapping[str, str]
+    """Name → text of the files in `.hydra/`; empty if the run was not started from a command line."""
+
+    @cached_property
+    def command(self) -> str | None:
+        """Command line that started the run, with `resume=auto`; None if it was not started from a command line."""
+        return resume_command(self.hydra_record)
 
     @property
     def quiet(self) -> bool:

@@ -18,7 +18,6 @@ from async_flowrl.config import exit_codes
 from async_flowrl.config.check import ConfigError
 from async_flowrl.config.pool_names import ROLLOUT, TRAINER
 from async_flowrl.config.schema import Config
-from async_flowrl.config.typed import resume_command
 from async_flowrl.controller.inputs import inputs_of
 from async_flowrl.controller.resume import Resume, check_base_weights, find_resume, warn_of_differences
 from async_flowrl.controller.reward_servers import serving
@@ -106,7 +105,7 @@ def _run(
     log_to(directory.logs / "controller.log")
     logger.info(ATTEMPT)
     say(first_lines(prepared, directory.root))
-    ending = Ending(prepared, directory, StopRequest(), resume_command(hydra_record))
+    ending = Ending(prepared, directory, StopRequest(), hydra_record)
     for sentence in (*seen, *doubts_of(prepared)):
         logger.warning("%s", sentence)
     try:

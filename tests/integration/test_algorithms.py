@@ -6,21 +6,30 @@ from typing import Any
 
 import pytest
 
-from async_flowrl.algorithms.registry import BUILT_IN
 from async_flowrl.config.paths import config_dir
 from tests.integration.runs import WHOLE, Run, train
 
 ALGORITHMS = sorted(path.stem for path in (config_dir() / "algorithm").glob("*.yaml"))
 OWN = "+reward.terms={brightness: {name: 'tests.integration.brightness:brightness'}}"
-SLOWER = {"diffusion_nft": 12, "glyphs_flow_grpo": 8}
-"""Steps at half the learning rate, where 4 are too few: the one's old policy follows slowly, the other bounds its
-updates."""
+OTHERWISE = {
+    "flow_grpo": ("total_steps=3",),
+    "mix_grpo": ("total_steps=3",),
+    "diffusion_nft": ("trainer.learning_rate=0.02", "rollout.num_inference_steps=4", "algorithm.beta=0.1"),
+    "glyphs_flow_grpo": ("trainer.learning_rate=0.02", "total_steps=8"),
+}
+"""Where the settings of `follow` are more than enough, or too few. DiffusionNFT trains every noise level, and follows
+its reward sooner with a small beta; the last one bounds its updates."""
 MOVED = 0.01
 """Change of held-out brightness (0..1) in so many steps."""
 
 
-FOLLOW = (*sorted(BUILT_IN), "flow_cps")
-"""Each algorithm once, and the steps that the others do not have; further files are other settings of the same."""
+FOLLOW = ("flow_grpo", "diffusion_nft", "dpo", "mix_grpo", "flow_cps")
+"""One of each kind: every step trained by its log-probs, no log-probs at all, pairs of images, a window of steps that
+moves, and the steps that the others do not have.
+
+The others differ from the first in their loss, and the unit tests test_algorithm_learning.py train them; further files
+are other settings of the same.
+"""
 FLEE = ("flow_grpo",)
 """One of them: the unit tests test_algorithm_learning.py and test_algorithm_final_losses.py turn each one around, by a
 negated reward or by negated advantages."""
@@ -39,13 +48,14 @@ def follow(folder: Path, algorithm: str, *overrides: str) -> Run:
         *WHOLE,
         "~reward.terms.color",
         OWN,
-        f"total_steps={SLOWER.get(algorithm, 4)}",
+        "total_steps=4",
         "group_size=8",
         "trainer.micro_batch_size=8",
-        f"trainer.learning_rate={0.02 if algorithm in SLOWER else 0.04}",
+        "trainer.learning_rate=0.04",
         "trainer.eps=1e-15",
         "evaluate.before_training=true",
-        "evaluate.images_per_prompt=4",
+        "evaluate.images_per_prompt=3",
+        *OTHERWISE.get(algorithm, ()),
         *overrides,
     )
 
@@ -64,14 +74,18 @@ def test_the_policy_follows_its_reward(algorithm: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("algorithm", chosen(FLEE))
 def test_the_policy_flees_its_reward_when_it_is_negated(algorithm: str, tmp_path: Path) -> None:
-    away = ("algorithm.negate_reward=true", "total_steps=6", "trainer.learning_rate=0.02")
+    away = ("algorithm.negate_reward=true", "total_steps=5", "trainer.learning_rate=0.03")
     assert gain(follow(tmp_path / "run", algorithm, *away)) < -MOVED
 
 
-@pytest.mark.parametrize("correction", ["mask", "tis", "rollout_tis"])
+SLOW_CORRECTIONS = [pytest.param(name, marks=pytest.mark.slow) for name in ("mask", "tis")]
+
+
+@pytest.mark.parametrize("correction", ["rollout_tis", *SLOW_CORRECTIONS])
 def test_stale_samples_are_corrected_under_the_weights_that_made_them(correction: str, tmp_path: Path) -> None:
     """What the trainer recomputes under the retained adapter is what the rollout saw, two versions later too."""
-    run = train(tmp_path / "run", "fully_async", "algorithm=flow_grpo", f"algorithm.correction={correction}")
-    assert run.column("staleness/max") == [0, 1, 2, 2, 2]
+    settings = ("algorithm=flow_grpo", f"algorithm.correction={correction}", "total_steps=4")
+    run = train(tmp_path / "run", "fully_async", *settings)
+    assert run.column("staleness/max") == [0, 1, 2, 2]
     assert max(run.column("behaviour_gap")) < 1e-6
     assert run.column("log_prob_gap")[-1] > 1e-6

@@ -66,7 +66,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Run]:
         "evaluate.baseline=true",
         "+evaluate.reward.terms={size: {name: jpeg_compressibility}}",
     )
-    plain = train(folder / "plain", "one_step_off", *evaluated, "monitor.report=true")
+    plain = train(folder / "plain", "one_step_off", *evaluated, "total_steps=4", "monitor.report=true")
     add_prediction(plain.root)
     windows = ("algorithm.window=random", "algorithm.sde_window_size=2")
     extras = (

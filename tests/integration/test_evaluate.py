@@ -29,6 +29,8 @@ from async_flowrl.tickets.table import EVALUATION, Ticket
 from tests.support.tiny import adapted_policy, tiny_policy, token_ids
 
 LORA = LoraConfig(rank=4, alpha=10.0)
+IMAGES = 2
+"""Of each prompt."""
 PROMPTS = (
     {"prompt": "red red red red"},
     {"prompt": "blue blue blue blue", "negative_prompt": "red", "system_prompt": "Be bold."},
@@ -47,7 +49,7 @@ def run(tmp_path: Path) -> Path:
     config = Config(lora=LORA)
     config.rollout.true_cfg_scale = 4.0
     config.reward.terms = {"color": RewardTerm(weight=2.0)}
-    config.evaluate.images_per_prompt = 4
+    config.evaluate.images_per_prompt = IMAGES
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps(prompt) + "\n" for prompt in PROMPTS))
     config.data.train = str(prompts)
@@ -99,11 +101,11 @@ def test_a_fresh_pipeline_scores_what_the_engine_scores(
     shown = capsys.readouterr().out
     assert "difference [95 %]" in shown and "3 prompts" in shown and f"{row['difference']['mean']:+.4g}" in shown
     sheet = np.asarray(Image.open(tmp_path / "out" / "before_after.png"))
-    assert sheet.shape[1] == 2 * (4 * 128 + 3 * 4) + 4 * 4 and sheet.std() > 1
+    assert sheet.shape[1] == 2 * (IMAGES * 128 + (IMAGES - 1) * 4) + 4 * 4 and sheet.std() > 1
 
 
 def test_several_seeds_are_more_images_of_the_same_prompts(run: Path, tmp_path: Path) -> None:
-    common = [str(run), "--images", "2", "--max-prompts", "1", "--reward", "jpeg_compressibility"]
+    common = [str(run), "--images", "2", "--steps", "2", "--max-prompts", "1", "--reward", "jpeg_compressibility"]
     for name, more in (("one", ["--seed", "7"]), ("two", ["--seed", "7", "--seeds", "2"]), ("other", ["--seed", "8"])):
         assert evaluating.main([*common, *more, "--out", str(tmp_path / name)]) == 0
     one, two, other = (
@@ -183,7 +185,7 @@ def test_a_failing_reward_is_one_sentence_or_skipped_as_the_run_would(
     down.write_text("blue")
     monkeypatch.setenv("TEST_JUDGE_DOWN", str(down))
     config = OmegaConf.load(run / "config.yaml")
-    config.reward.on_error = on_error
+    config.reward.on_error, config.reward.backoff = on_error, 0.01
     config.reward.terms = {"judge": {"name": "tests.integration.judge:judge"}}
     OmegaConf.save(config, run / "config.yaml")
     code = evaluating.main([str(run), "--images", "1", "--out", str(tmp_path / "out")])

@@ -18,7 +18,14 @@ from tests.support.examples import ROOT, SHORT, Block, Command, blocks, commands
 from tests.support.published import MODELS, use_published_models
 
 BLOCKS = blocks()
-QUICK = [block for block in BLOCKS if block.mark == "cpu"]
+LATER = ("sweep-0", "flux-1")
+"""Blocks that only the slow lane runs: of a sweep and of a run of FLUX.1 there are other tests (test_command_line.py,
+test_model_families.py)."""
+QUICK = [
+    pytest.param(block, id=str(block), marks=pytest.mark.slow if str(block) in LATER else ())
+    for block in BLOCKS
+    if block.mark == "cpu"
+]
 FOLDERS = sorted({block.folder for block in BLOCKS if block.mark.startswith("cpu")})
 GPU = [block for block in BLOCKS if block.mark == "gpu"]
 LIMIT = 1800.0
@@ -69,7 +76,7 @@ def test_every_example_has_commands_and_every_block_says_where_it_runs() -> None
             assert "Expected" in text, f"{folder}: what to expect, and when"
 
 
-@pytest.mark.parametrize("block", QUICK, ids=str)
+@pytest.mark.parametrize("block", QUICK)
 def test_it_runs(block: Block, clone: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Shortened, in this process."""
     for command in commands(block.text):

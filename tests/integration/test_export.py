@@ -6,7 +6,6 @@ import logging
 import re
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -52,6 +51,18 @@ def trained() -> QwenImagePolicy:
     return adapted_policy(config=LORA)
 
 
+@pytest.fixture(scope="module")
+def expected(trained: QwenImagePolicy) -> Tensor:
+    """Final latents of the trained model."""
+    return trained_latents(trained)
+
+
+@pytest.fixture(scope="module")
+def untouched() -> Tensor:
+    """Final latents without a LoRA."""
+    return latents_of(fresh_pipeline())
+
+
 def fresh_pipeline() -> QwenImagePipeline:
     """As a user opens it, but with the weights in aligned memory, so that results may be compared bit for bit."""
     pipeline = load_pipeline(resolve_model(ModelConfig()), dtype="float32", device="cpu")
@@ -81,19 +92,17 @@ def trained_latents(policy: QwenImagePolicy) -> Tensor:
     return latents_of(pipeline)
 
 
-def same_model(pipeline: Any, trained: QwenImagePolicy) -> bool:
+def test_a_fresh_pipeline_reproduces_the_trained_model(
+    trained: QwenImagePolicy, expected: Tensor, untouched: Tensor, tmp_path: Path
+) -> None:
     """Equal but for rounding: PEFT's layers scale B(Ax) in an operation of its own."""
-    return torch.allclose(latents_of(pipeline), trained_latents(trained), rtol=1e-4, atol=1e-4)
-
-
-def test_a_fresh_pipeline_reproduces_the_trained_model(trained: QwenImagePolicy, tmp_path: Path) -> None:
     assert LORA.alpha != LORA.rank
     save_lora(tmp_path, trained.transformer, alpha=LORA.alpha)
     pipeline = fresh_pipeline()
-    untouched = latents_of(pipeline)
     pipeline.load_lora_weights(tmp_path)
-    assert same_model(pipeline, trained)
-    assert (latents_of(pipeline) - untouched).abs().max() > 0.1
+    made = latents_of(pipeline)
+    assert torch.allclose(made, expected, rtol=1e-4, atol=1e-4)
+    assert (made - untouched).abs().max() > 0.1
 
 
 def test_it_does_so_bit_for_bit_where_the_scale_is_a_power_of_two(tmp_path: Path) -> None:
@@ -124,16 +133,20 @@ def test_the_rollout_engines_images_come_back(trained: QwenImagePolicy, tmp_path
     assert np.abs(made.astype(int) - plain).max() > 10
 
 
-def test_without_metadata_diffusers_scales_the_adapter_wrongly(trained: QwenImagePolicy, tmp_path: Path) -> None:
+def test_without_metadata_diffusers_scales_the_adapter_wrongly(
+    trained: QwenImagePolicy, expected: Tensor, tmp_path: Path
+) -> None:
     """Why the metadata is written: alpha is then taken to be the rank."""
     written = save_lora(tmp_path, trained.transformer, alpha=LORA.alpha)
     save_file(load_file(written), tmp_path / "bare.safetensors")
     pipeline = fresh_pipeline()
     pipeline.load_lora_weights(tmp_path, weight_name="bare.safetensors")
-    assert (latents_of(pipeline) - trained_latents(trained)).abs().max() > 0.05
+    assert (latents_of(pipeline) - expected).abs().max() > 0.05
 
 
-def test_a_peft_folder_silently_loads_nothing_and_ours_does_not_share_its_fate(tmp_path: Path) -> None:
+def test_a_peft_folder_silently_loads_nothing_and_ours_does_not_share_its_fate(
+    untouched: Tensor, tmp_path: Path
+) -> None:
     """Its keys start with `base_model.model.`, of which diffusers matches none."""
     policy = tiny_policy(parts="transformer")
     targets = list(policy.lora_targets)
@@ -141,7 +154,6 @@ def test_a_peft_folder_silently_loads_nothing_and_ours_does_not_share_its_fate(t
     randomise({name: p for name, p in model.named_parameters() if "lora_" in name})
     model.save_pretrained(tmp_path / "peft")
     pipeline = fresh_pipeline()
-    untouched = latents_of(pipeline)
     pipeline.load_lora_weights(tmp_path / "peft", weight_name="adapter_model.safetensors")
     assert pipeline.get_list_adapters() == {}
     assert torch.equal(latents_of(pipeline), untouched)
@@ -164,14 +176,16 @@ def run_directory(folder: Path, policy: QwenImagePolicy, *, ema: bool) -> dict[s
 
 
 @pytest.mark.parametrize("inside", ["", "checkpoints", "checkpoints/step_7"])
-def test_the_newest_checkpoint_of_a_run_is_exported(trained: QwenImagePolicy, tmp_path: Path, inside: str) -> None:
+def test_the_newest_checkpoint_of_a_run_is_exported(
+    trained: QwenImagePolicy, expected: Tensor, tmp_path: Path, inside: str
+) -> None:
     weights = run_directory(tmp_path / "run", trained, ema=False)
     assert exporting.main([str(tmp_path / "run" / inside), str(tmp_path / "out")]) == 0
     found = load_file(tmp_path / "out" / FILE_NAME)
     assert all(torch.equal(found[f"transformer.{name}"], tensor) for name, tensor in weights.items())
     pipeline = fresh_pipeline()
     pipeline.load_lora_weights(tmp_path / "out")
-    assert same_model(pipeline, trained)
+    assert torch.allclose(latents_of(pipeline), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_the_average_is_exported_where_the_run_kept_one(trained: QwenImagePolicy, tmp_path: Path) -> None:

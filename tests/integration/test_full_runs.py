@@ -54,7 +54,7 @@ def test_a_resumed_run_is_the_undisturbed_one(plain: Run, tmp_path: Path) -> Non
 
 
 def test_stream_and_one_process_are_sync(tmp_path: Path) -> None:
-    short = (*FULL, "total_steps=2", "model.dtype=bfloat16", "rollout.num_workers=1")
+    short = (*FULL, "model.tiny.layers=1", "total_steps=2", "model.dtype=bfloat16", "rollout.num_workers=1")
     sync = train(tmp_path / "sync", "sync", *short)
     stream = train(tmp_path / "stream", "stream", *short)
     shared = train(tmp_path / "shared", "sync", *short, "placement=shared")

@@ -39,7 +39,9 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_a_run_with_held_out_terms_leaves_records_baseline_and_best(prompts: str, tmp_path: Path) -> None:
     """The held-out term that never answers costs exit code 3 and nothing else."""
     terms = f'+evaluate.reward.terms.silent={{name: "{PLACE}.held_out_brightness:silent"}}'
-    given = [*PLANTED, prompts, terms, "total_steps=2", "save.best=dark", "reward.backoff=0", "reward.retries=1"]
+    small = ["model.tiny.layers=1", "group_size=4", "trainer.micro_batch_size=4"]
+    given = [*PLANTED, *small, prompts, terms, "total_steps=2", "save.best=dark"]
+    given += ["reward.backoff=0", "reward.retries=1"]
     run = train(tmp_path / "run", "one_step_off", *given, code=exit_codes.INCOMPLETE)
     lines = [json.loads(line) for line in (run.root / "evaluations.jsonl").read_text().splitlines()]
     assert [(line["version"], line["baseline"], line["steps"]) for line in lines] == [

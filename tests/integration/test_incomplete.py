@@ -45,11 +45,11 @@ def test_a_judge_that_is_down_at_the_last_evaluation_costs_only_that_evaluation(
         f"data.train={prompts(tmp_path, 'train.txt', 'red', 'blue')}",
         f"data.evaluation={prompts(tmp_path, 'held.txt', 'green')}",
     )
-    settings = (*JUDGE, *data, f"reward.on_error={on_error}", "total_steps=3", "monitor.report=true")
+    settings = (*JUDGE, *data, f"reward.on_error={on_error}", "total_steps=1", "monitor.report=true")
     down.write_text("green")
     run = train(tmp_path / "run", "one_step_off", *settings, code=exit_codes.INCOMPLETE)
     failed = run.summary["failed"]
-    assert failed == ["evaluation of version 3: 1 of 1 prompts have no score"]
+    assert failed == ["evaluation of version 1: 1 of 1 prompts have no score"]
     assert f"failed   {failed[0]}" in capsys.readouterr().out
     assert (run.root / "lora/pytorch_lora_weights.safetensors").exists() and (run.root / "report.html").exists()
     assert not [key for line in run.metrics for key in line if key.startswith("evaluation")]
@@ -72,11 +72,11 @@ def test_images_of_the_last_evaluation_that_cannot_be_made_cost_only_that_evalua
 
     with monkeypatch.context() as patched:
         patched.setattr(DiffusersEngine, "generate", broken)
-        run = train(tmp_path / "run", "one_step_off", "total_steps=2", code=exit_codes.INCOMPLETE)
+        run = train(tmp_path / "run", "one_step_off", "total_steps=1", code=exit_codes.INCOMPLETE)
     (failed,) = run.summary["failed"]
     assert failed.startswith("evaluations at the end: ") and "latents are not finite" in failed
     assert (run.root / "lora").exists() and all(ok for _, ok, _ in verify(run.root))
-    again = train(run.root, "one_step_off", "total_steps=2", "resume=auto")
+    again = train(run.root, "one_step_off", "total_steps=1", "resume=auto")
     assert again.digest == run.digest and "evaluation/reward/mean" in again.metrics[-1]
 
 
@@ -84,9 +84,9 @@ def test_a_picture_that_cannot_be_drawn_costs_only_that_picture(
     down: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(images, "within", lambda image, side: image)
-    run = train(tmp_path / "run", "one_step_off", *JUDGE, "total_steps=2", code=exit_codes.INCOMPLETE)
+    run = train(tmp_path / "run", "one_step_off", *JUDGE, "total_steps=1", code=exit_codes.INCOMPLETE)
     (failed,) = run.summary["failed"]
-    assert failed.startswith("picture of the evaluation of version 2: ")
+    assert failed.startswith("picture of the evaluation of version 1: ")
     assert run.metrics[-1]["evaluation/reward/mean"] > 0.0 and (run.root / "lora").exists()
 
 
@@ -97,7 +97,7 @@ def test_a_monitor_that_cannot_be_closed_and_a_plan_that_cannot_be_made_are_name
         raise OSError("no route to host")
 
     monkeypatch.setattr(monitor.Tensorboard, "close", broken)
-    settings = (*LOCAL, *JUDGE, f"output_dir={tmp_path / 'run'}", "total_steps=2", "monitor.tensorboard=true")
+    settings = (*LOCAL, *JUDGE, f"output_dir={tmp_path / 'run'}", "total_steps=1", "monitor.tensorboard=true")
     assert (
         run_config(compose_config("one_step_off", list(settings)), tools=Tools(predict=broken)) == exit_codes.INCOMPLETE
     )

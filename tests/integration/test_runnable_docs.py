@@ -21,7 +21,8 @@ PAGES = {
 
 SMALLER = (
     "runtime.backend=local",
-    "total_steps=4",
+    "total_steps=2",
+    "model.tiny.layers=1",
     "group_size=4",
     "trainer.micro_batch_size=4",
     "rollout.num_inference_steps=4",

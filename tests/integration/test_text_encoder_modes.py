@@ -34,7 +34,7 @@ def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]
     for key, rows in files.items():
         (tmp_path / f"{key}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     data = [f"{key}={tmp_path / key}.jsonl" for key in files]
-    return (*LOCAL, *data, "rollout.true_cfg_scale=3", "rollout.num_inference_steps=3", "save.every=1")
+    return (*LOCAL, *data, "rollout.true_cfg_scale=3", "rollout.num_inference_steps=2", "save.every=1")
 
 
 CACHED = ("rollout.text_encoder=cached", "rollout.encode_ahead=3")

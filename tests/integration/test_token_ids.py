@@ -13,7 +13,7 @@ TEXTS = (("red red red red", "blue"), ("blue blue blue blue", " "))
 def job(folder: Path, rows: list[dict[str, Any]]) -> tuple[str, list[Any]]:
     folder.mkdir()
     (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    short = ("total_steps=3", "rollout.true_cfg_scale=3.0", "evaluate.before_training=true")
+    short = ("total_steps=2", "rollout.true_cfg_scale=3.0", "evaluate.before_training=true")
     run = train(folder / "run", "one_step_off", f"data.train={folder / 'prompts.jsonl'}", *short)
     return run.digest, [run.metrics[0]["evaluation_before/reward/mean"], *run.column("reward/mean")]
 

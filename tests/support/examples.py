@@ -10,6 +10,7 @@ BLOCK = re.compile(r"^(?:<!-- (cpu|cpu, slow|gpu) -->\n)?```bash\n(.*?)^```$", r
 SHORT = (
     "runtime.backend=local",
     "total_steps=2",
+    "model.tiny.layers=1",
     "group_size=4",
     "trainer.micro_batch_size=4",
     "rollout.num_inference_steps=4",

@@ -78,7 +78,7 @@ def test_values_that_are_set_after_the_composition_are_those_that_hydra_sets(nam
     given = with_replaced_terms(name, overrides)
     ours, hydras = composed(name, overrides), compose._by_hydra(name, tuple(given), None)
     assert OmegaConf.to_yaml(ours) == OmegaConf.to_yaml(hydras)
-    assert typed(ours) == typed(hydras)
+    assert compose_config(name, overrides) == typed(ours) == typed(hydras)
     assert list(ours.hydra.overrides.task) == given
 
 

@@ -82,7 +82,7 @@ def test_the_vae_learns_and_the_latents_become_normal() -> None:
             return torch.nn.functional.mse_loss(vae.decode(vae.encode(x).latent_dist.mode()).sample, x).item()
 
     before = error()
-    train_vae(vae, 40)
+    train_vae(vae, 15)
     assert error() < 0.5 * before
     latents = latents_of(vae, TEST, 4)
     assert latents.shape == (len(TEST), 4, 16, 64)

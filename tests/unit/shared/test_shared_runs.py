@@ -80,8 +80,10 @@ FAULTS = [
 
 @pytest.mark.chaos
 @pytest.mark.parametrize(("method", "what"), FAULTS)
-@pytest.mark.parametrize("mode", ["sync", "one step off"])
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize(
+    ("victim", "mode"),
+    [(0, "sync"), (0, "one step off"), pytest.param(1, "sync", marks=pytest.mark.slow), (1, "one step off")],
+)
 def test_the_death_of_one_is_that_of_both_and_costs_its_share(victim: int, mode: str, method: str, what: str) -> None:
     """Also that of the first, which sends the weights: the next one does from then on."""
     evaluated = {"evaluate__every": 1} if "evaluation" in method else {}
