@@ -7,6 +7,7 @@ ConfigError of one sentence.
 import copy
 import functools
 import logging
+import pickle
 import re
 from collections.abc import Sequence
 from dataclasses import is_dataclass
@@ -59,7 +60,7 @@ def compose_config(name: str = DEFAULT, overrides: Sequence[str] = (), folder: P
 
     `folder` holds configurations beside the shipped ones; None means none. Raises ConfigError.
     """
-    return typed(composed(name, overrides, folder))
+    return _as_dataclass(_without_hydra_in_place(composed(name, overrides, folder)))
 
 
 def composed(name: str, overrides: Sequence[str], folder: Path | None = None) -> DictConfig:
@@ -81,7 +82,7 @@ def _composed(name: str, overrides: Sequence[str], folder: Path | None) -> DictC
     if folder is not None or any("${" in each or is_hydras(each) for each in overrides):
         return _by_hydra(name, tuple(overrides), folder)
     first, late = late_overrides.divided(overrides, config_dir())
-    values = copy.deepcopy(_of_shipped_files(name, first, Path.cwd()))
+    values = cast("DictConfig", pickle.loads(_of_shipped_files(name, first, Path.cwd())))
     try:
         late_overrides.apply(values, late, overrides)
     except (OmegaConfBaseException, ValueError):
@@ -90,14 +91,15 @@ def _composed(name: str, overrides: Sequence[str], folder: Path | None) -> DictC
 
 
 @functools.lru_cache(maxsize=64)
-def _of_shipped_files(name: str, overrides: tuple[str, ...], working: Path) -> DictConfig:
-    """Returns what Hydra composes of the shipped files alone, which do not change while a process runs.
+def _of_shipped_files(name: str, overrides: tuple[str, ...], working: Path) -> bytes:
+    """Returns what Hydra composes of the shipped files alone, which do not change while a process runs; pickled.
 
-    A plan asks for many configurations that differ in values alone, and Hydra reads some twenty files for each.
+    A plan asks for many configurations that differ in values alone, and Hydra reads some twenty files for each. A copy
+    of the DictConfig takes several times longer than to unpickle one.
     `working` is the working directory, which is among Hydra's own settings. The overrides must neither name other
     files, as those of Hydra's own settings can, nor ask for the time or the environment.
     """
-    return _by_hydra(name, overrides, None)
+    return pickle.dumps(_by_hydra(name, overrides, None))
 
 
 def _by_hydra(name: str, overrides: tuple[str, ...], folder: Path | None) -> DictConfig:
@@ -119,7 +121,11 @@ def _quotable(text: str) -> str:
 
 def typed(values: DictConfig) -> Config:
     """Returns a composed configuration as the dataclass. Raises ConfigError for unknown keys and wrong types."""
-    job = without_hydra(values)
+    return _as_dataclass(without_hydra(values))
+
+
+def _as_dataclass(job: DictConfig) -> Config:
+    """Returns `typed` of a configuration that has no settings of Hydra's own."""
     try:
         plain = cast("dict[str, Any]", OmegaConf.to_container(job, resolve=True))
         if wrong := unknown_keys(plain, Config):
@@ -133,10 +139,14 @@ def typed(values: DictConfig) -> Config:
 
 def without_hydra(values: DictConfig) -> DictConfig:
     """Returns a copy without Hydra's own settings."""
-    job = copy.deepcopy(values)
-    with read_write(job), open_dict(job):
-        job.pop("hydra", None)
-    return job
+    return _without_hydra_in_place(copy.deepcopy(values))
+
+
+def _without_hydra_in_place(values: DictConfig) -> DictConfig:
+    """Removes Hydra's own settings from `values` and returns it."""
+    with read_write(values), open_dict(values):
+        values.pop("hydra", None)
+    return values
 
 
 def read_config(path: Path) -> Config:
