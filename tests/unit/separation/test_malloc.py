@@ -1,4 +1,4 @@
-"""Tests of the memory that malloc keeps: page faults and resident memory of torch's tensors, each in a process of its own."""
+"""Tests of the memory that malloc keeps: page faults and resident memory of torch tensors, each in its own process."""
 
 import os
 import resource
