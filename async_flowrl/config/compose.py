@@ -7,6 +7,7 @@ ConfigError of one sentence.
 import copy
 import functools
 import logging
+import pickle
 import re
 from collections.abc import Sequence
 from dataclasses import is_dataclass
@@ -59,58 +60,46 @@ def compose_config(name: str = DEFAULT, overrides: Sequence[str] = (), folder: P
 
     `folder` holds configurations beside the shipped ones; None means none. Raises ConfigError.
     """
-    check_words(name, overrides, folder)
-    name, overrides = name.removesuffix(".yaml"), with_replaced_terms(name, overrides, folder)
-    return _typed(_composed(name, overrides, folder, hydras=False))
+    return _as_dataclass(_without_hydra_in_place(composed(name, overrides, folder)))
 
 
 def composed(name: str, overrides: Sequence[str], folder: Path | None = None) -> DictConfig:
     """Returns what Hydra composes from a command line, with Hydra's own settings under `hydra`. Raises ConfigError."""
     check_words(name, overrides, folder)
-    return _composed(name.removesuffix(".yaml"), with_replaced_terms(name, overrides, folder), folder, hydras=True)
+    return _composed(name.removesuffix(".yaml"), with_replaced_terms(name, overrides, folder), folder)
 
 
 def with_replaced_terms(name: str, overrides: Sequence[str], folder: Path | None = None) -> list[str]:
     """Adds deletions before overrides that replace all terms of a reward (term_overrides.py). Raises ConfigError."""
 
     def terms_of(key: str, others: Sequence[str]) -> list[str]:
-        values = _composed(name.removesuffix(".yaml"), others, folder, hydras=False)
-        return list(OmegaConf.select(values, key) or {})
+        return list(OmegaConf.select(_composed(name.removesuffix(".yaml"), others, folder), key) or {})
 
     return replacing_terms(overrides, terms_of)
 
 
-def _composed(name: str, overrides: Sequence[str], folder: Path | None, *, hydras: bool) -> DictConfig:
-    """Returns a composition that the caller may change; `hydras` says whether it has Hydra's own settings."""
+def _composed(name: str, overrides: Sequence[str], folder: Path | None) -> DictConfig:
     if folder is not None or any("${" in each or is_hydras(each) for each in overrides):
-        return _given(_by_hydra(name, tuple(overrides), folder), hydras=hydras)
+        return _by_hydra(name, tuple(overrides), folder)
     first, late = late_overrides.divided(overrides, config_dir())
-    values = copy.deepcopy(_of_shipped_files(name, first, Path.cwd(), hydras))
+    values = cast("DictConfig", pickle.loads(_of_shipped_files(name, first, Path.cwd())))
     try:
-        late_overrides.apply(values, late)
-    except (OmegaConfBaseException, ValueError):  # Hydra refuses them in its own words.
-        return _given(_by_hydra(name, tuple(overrides), None), hydras=hydras)
-    if hydras:
-        late_overrides.note(values, overrides)
+        late_overrides.apply(values, late, overrides)
+    except (OmegaConfBaseException, ValueError):
+        return _by_hydra(name, tuple(overrides), None)  # Which refuses them, in Hydra's words.
     return values
 
 
-def _given(values: DictConfig, *, hydras: bool) -> DictConfig:
-    return values if hydras else without_hydra(values)
+@functools.lru_cache(maxsize=64)
+def _of_shipped_files(name: str, overrides: tuple[str, ...], working: Path) -> bytes:
+    """Returns what Hydra composes of the shipped files alone, which do not change while a process runs; pickled.
 
-
-@functools.lru_cache(maxsize=128)
-def _of_shipped_files(name: str, overrides: tuple[str, ...], working: Path, hydras: bool) -> DictConfig:
-    """Returns what Hydra composes of the shipped files alone, which do not change while a process runs.
-
-    A plan asks for many configurations that differ in values alone, and Hydra reads some twenty files for each.
+    A plan asks for many configurations that differ in values alone, and Hydra reads some twenty files for each. A copy
+    of the DictConfig takes several times longer than to unpickle one.
     `working` is the working directory, which is among Hydra's own settings. The overrides must neither name other
-    files, as those of Hydra's own settings can, nor ask for the time or the environment. `hydras=False` leaves out
-    Hydra's own settings, which take longer to copy than all others.
+    files, as those of Hydra's own settings can, nor ask for the time or the environment.
     """
-    if hydras:
-        return _by_hydra(name, overrides, None)
-    return without_hydra(_of_shipped_files(name, overrides, working, True))
+    return pickle.dumps(_by_hydra(name, overrides, None))
 
 
 def _by_hydra(name: str, overrides: tuple[str, ...], folder: Path | None) -> DictConfig:
@@ -132,11 +121,11 @@ def _quotable(text: str) -> str:
 
 def typed(values: DictConfig) -> Config:
     """Returns a composed configuration as the dataclass. Raises ConfigError for unknown keys and wrong types."""
-    return _typed(without_hydra(values))
+    return _as_dataclass(without_hydra(values))
 
 
-def _typed(job: DictConfig) -> Config:
-    """Returns a composition without Hydra's own settings as the dataclass. Raises as `typed`."""
+def _as_dataclass(job: DictConfig) -> Config:
+    """Returns `typed` of a configuration that has no settings of Hydra's own."""
     try:
         plain = cast("dict[str, Any]", OmegaConf.to_container(job, resolve=True))
         if wrong := unknown_keys(plain, Config):
@@ -150,10 +139,14 @@ def _typed(job: DictConfig) -> Config:
 
 def without_hydra(values: DictConfig) -> DictConfig:
     """Returns a copy without Hydra's own settings."""
-    job = copy.deepcopy(values)
-    with read_write(job), open_dict(job):
-        job.pop("hydra", None)
-    return job
+    return _without_hydra_in_place(copy.deepcopy(values))
+
+
+def _without_hydra_in_place(values: DictConfig) -> DictConfig:
+    """Removes Hydra's own settings from `values` and returns it."""
+    with read_write(values), open_dict(values):
+        values.pop("hydra", None)
+    return values
 
 
 def read_config(path: Path) -> Config:

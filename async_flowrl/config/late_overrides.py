@@ -40,17 +40,13 @@ def divided(overrides: Sequence[str], groups: Path) -> tuple[tuple[str, ...], tu
     return tuple(first), tuple(each for each, is_late in zip(parsed, late, strict=True) if is_late)
 
 
-def apply(values: DictConfig, late: Sequence[Override]) -> None:
-    """Changes composed values.
+def apply(values: DictConfig, late: Sequence[Override], overrides: Sequence[str]) -> None:
+    """Changes composed values, and notes in Hydra's own part all `overrides` of the command line, as Hydra does.
 
     Raises OmegaConfBaseException, or ValueError for a list's index that is no number, if a value cannot be set.
     """
     for each in late:
         OmegaConf.update(values, each.key_or_group, each.value(), merge=True)
-
-
-def note(values: DictConfig, overrides: Sequence[str]) -> None:
-    """Notes in Hydra's own settings all `overrides` of the command line, as Hydra does."""
     with open_dict(values.hydra):
         values.hydra.overrides.task = list(overrides)
         values.hydra.job.override_dirname = ",".join(sorted(overrides))

@@ -1,7 +1,8 @@
 """Peak memory of activations, counted by running the network on torch's meta device (shapes without data).
 
 A plan asks for training's peak many times: once per layout of the trainer that it tries, for the layout that is
-configured and for the cheapest one. So `remembered_training_peak` keeps what this process has counted.
+configured and for the cheapest one. So `remembered_training_peak` keeps what this process has counted; that of decoding
+is kept by `sampling_peak`.
 """
 
 from collections.abc import Callable
@@ -22,7 +23,7 @@ from async_flowrl.tickets.request import sampling
 from async_flowrl.training.fsdp import checkpoint_blocks, unplanned
 
 _counted: dict[str, int] = {}
-"""What a peak of training depends on (`_key`) → its bytes."""
+"""What a peak of training (`_key`) or of decoding depends on → its bytes."""
 
 
 def remembered_training_peak(config: Config) -> int:
@@ -75,13 +76,21 @@ def sampling_peak(config: Config, model: MetaModel) -> int:
 
     A denoising step has one chunk (`rollout.batch_size` images) of each ticket in a batch; decoding has one chunk.
     """
-    policy, rows = model.policy, config.rollout.batch_size or config.images_per_ticket
-    latents = torch.zeros(rows, *policy.latent_shape(config.rollout.resolution), device="meta")
-    pipeline = policy._whole("decode images")
+    rows = config.rollout.batch_size or config.images_per_ticket
     with torch.no_grad():
         denoise = measured(lambda: velocity(config, model, rows * config.rollout.tickets_per_batch, "meta"), "meta")
-        decode = measured(lambda: policy._decoded(pipeline, latents, config.rollout.resolution), "meta")
-    return max(denoise, decode)
+        return max(denoise, _decoding_peak(config, model, rows))
+
+
+def _decoding_peak(config: Config, model: MetaModel, rows: int) -> int:
+    """Returns the peak bytes of decoding `rows` images by the meta model's VAE, or as it was counted before."""
+    policy, rollout = model.policy, config.rollout
+    key = f"decode {architecture(config)} {rows} {rollout.resolution} {rollout.vae_slicing} {rollout.vae_tiling}"
+    if key not in _counted:
+        latents = torch.zeros(rows, *policy.latent_shape(rollout.resolution), device="meta")
+        pipeline = policy._whole("decode images")
+        _counted[key] = measured(lambda: policy._decoded(pipeline, latents, rollout.resolution), "meta")
+    return _counted[key]
 
 
 def velocity(config: Config, model: MetaModel, rows: int, device: str) -> Tensor:

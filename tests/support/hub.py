@@ -1,7 +1,7 @@
 """A stand-in for the Hugging Face hub on this machine: it serves folders as repositories and records the requests.
 
 A process uses it if it is started with the variables of `Hub.environment`, which huggingface_hub reads when it is
-imported.
+imported; `used_here` sets in the test's own process what huggingface_hub has read from them.
 """
 
 import hashlib
@@ -14,6 +14,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+
+import pytest
 
 COMMIT = hashlib.sha1(b"the only commit", usedforsecurity=False).hexdigest()
 _FILE = re.compile(r"/(?P<name>[\w.-]+/[\w.-]+)/resolve/(?:main|" + COMMIT + r")/(?P<file>[^?]+)")
@@ -56,6 +58,24 @@ class Hub:
 
     def _headers(self, file: Path) -> dict[str, str]:
         return {"ETag": f'"{_digest(file)}"', "X-Repo-Commit": COMMIT, "Accept-Ranges": "bytes"}
+
+
+def used_here(monkeypatch: pytest.MonkeyPatch, cache: Path, address: str | None = None) -> None:
+    """Gives this process a hub cache, and the hub at `address`; without an address huggingface_hub asks nobody.
+
+    Other tests of the process have imported huggingface_hub already, which reads its variables only then. Its own
+    client has a copy of the address.
+    """
+    from huggingface_hub import constants, hf_api
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", address is None)
+    if address is not None:
+        template = constants.HUGGINGFACE_CO_URL_TEMPLATE.replace(constants.ENDPOINT, address)
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        monkeypatch.setattr(constants, "ENDPOINT", address)
+        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+        monkeypatch.setattr(hf_api.api, "endpoint", address)
 
 
 def _digest(file: Path) -> str:

@@ -1,8 +1,8 @@
 """Tests of Parquet files that decode to far more memory than their size, and of those that are refused for it."""
 
-import os
-import subprocess
-import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,25 +17,29 @@ from async_flowrl.data.messages import PromptError
 from async_flowrl.data.parquet import ParquetColumns, open_file, rows_at_a_time
 from async_flowrl.data.parquet_pages import longest_value
 from async_flowrl.data.tables import TableRows
-from tests.integration.runs import ROOT
 
-ROWS = 16_000
-LONG = "s" * 8192
+ROWS = 14_000
+LONG = "s" * 4096
 DECODED = ROWS * len(LONG)
-"""Bytes of one of the files below once it is decoded: 131 MB, of files of less than 200 kB."""
-BOUND = 64e6
-"""Allowed peak: 34 MB of decoded rows that are kept before they go to disk, and the pieces that are on their way."""
-PEAK = """
-import sys
-from pathlib import Path
-import pyarrow
-from async_flowrl.config.sections.data import DataConfig
-from async_flowrl.data.load import load_data
-data = load_data(DataConfig(train=sys.argv[1], held_out=0.01), needs_target=False)
-assert len(data.train) + len(data.evaluation) == int(sys.argv[2])
-assert len(data.train[len(data.train) - 1].system) == int(sys.argv[3])
-print(pyarrow.default_memory_pool().max_memory())
-"""
+"""Bytes of one of the files below once it is decoded: 57 MB, of files of less than 200 kB."""
+KEPT = 8 * 2**20
+"""Bytes of decoded rows that these tests let a table keep in memory, a quarter of the usual, before they go to disk."""
+BOUND = 28e6
+"""Allowed peak: KEPT, and the pieces that are on their way."""
+POOLS: list[pyarrow.MemoryPool] = []
+"""The pools of `counted`: each has to outlive what is in its memory."""
+
+
+@contextmanager
+def counted() -> Iterator[pyarrow.MemoryPool]:
+    """pyarrow's memory within the block alone: this pool counts what it asks of the usual one."""
+    usual = pyarrow.default_memory_pool()
+    POOLS.append(pyarrow.proxy_memory_pool(usual))
+    pyarrow.set_memory_pool(POOLS[-1])
+    try:
+        yield POOLS[-1]
+    finally:
+        pyarrow.set_memory_pool(usual)
 
 
 def write(path: Path, columns: dict[str, Any], **options: Any) -> Path:
@@ -52,43 +56,51 @@ def texts(count: int = ROWS) -> list[str]:
     return [f"a cat {number}" for number in range(count)]
 
 
+def column() -> dict[str, Any]:
+    return {"prompt": texts(), "system_prompt": [LONG] * ROWS}
+
+
 def messages() -> dict[str, Any]:
     """verl's layout: the same long system prompt in every row's messages."""
     system = {"role": "system", "content": LONG}
     return {"prompt": [[system, {"role": "user", "content": text}] for text in texts()]}
 
 
+def categories() -> dict[str, Any]:
+    return {"prompt": texts(), "system_prompt": pyarrow.array([LONG] * ROWS).dictionary_encode()}
+
+
+PREFIXES = {"use_dictionary": False, "column_encoding": {"prompt": "PLAIN", "system_prompt": "DELTA_BYTE_ARRAY"}}
+
+
 @pytest.mark.parametrize(
     ("given", "options"),
-    [
-        ({"prompt": texts(), "system_prompt": [LONG] * ROWS}, {}),
-        (messages(), {}),
-        (
-            {"prompt": texts(), "system_prompt": [LONG] * ROWS},
-            {"use_dictionary": False, "column_encoding": {"prompt": "PLAIN", "system_prompt": "DELTA_BYTE_ARRAY"}},
-        ),
-        ({"prompt": texts(), "system_prompt": pyarrow.array([LONG] * ROWS).dictionary_encode()}, {}),
-    ],
+    [(column, {}), (messages, {}), (column, PREFIXES), (categories, {})],
     ids=["column", "messages", "prefixes", "categories"],
 )
 def test_long_repeated_texts_are_decoded_in_bounded_memory(
-    tmp_path: Path, given: dict[str, Any], options: dict[str, Any]
+    tmp_path: Path, given: Callable[[], dict[str, Any]], options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = write(tmp_path / "repeated.parquet", given, **options)
+    path = write(tmp_path / "repeated.parquet", given(), **options)
     file = open_file(path)
     size = sum(file.metadata.row_group(index).total_byte_size for index in range(file.num_row_groups))
     assert max(size, path.stat().st_size) < BOUND / 50 and DECODED > 2 * BOUND
-    words = [sys.executable, "-c", PEAK, str(path), str(ROWS), str(len(LONG))]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
-    ran = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=240)
-    assert ran.returncode == 0, ran.stderr
-    assert 0 < int(ran.stdout) < BOUND
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(tables, "IN_MEMORY_BYTES", KEPT)
+    with counted() as pool:
+        data = load_data(DataConfig(train=str(path), held_out=0.01), needs_target=False)
+        assert len(data.train) + len(data.evaluation) == ROWS
+        assert len(data.train[len(data.train) - 1].system or "") == len(LONG)
+        assert 0 < pool.max_memory() < BOUND
     assert not list(tmp_path.glob("tmp*"))
 
 
-def test_long_texts_after_a_full_dictionary_are_decoded_in_bounded_memory(tmp_path: Path) -> None:
+def test_long_texts_after_a_full_dictionary_are_decoded_in_bounded_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The dictionary has the short texts; the long ones, which the file compresses well, are written in full."""
-    size, count = 2**20, 300
+    monkeypatch.setattr(parquet, "DECODED_BYTES", 16 * 2**20)
+    size, count = 2**17, 300
     short, long = texts(4000), [f"{number:04d}" + "s" * (size - 4) for number in range(count)]
     options = {"compression": "zstd", "dictionary_pagesize_limit": 32 * 1024}
     path = write(tmp_path / "uneven.parquet", {"prompt": texts(4000 + count), "note": short + long}, **options)
@@ -121,15 +133,17 @@ def test_every_value_is_what_was_written(tmp_path: Path, monkeypatch: pytest.Mon
     assert [row["prompt"] for row in TableRows(only, [only], "prompt").scan()] == texts(20)
 
 
-def test_the_first_page_says_how_long_a_repeated_text_can_be(tmp_path: Path) -> None:
+def test_the_first_page_says_how_long_a_repeated_text_can_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parquet, "DECODED_BYTES", 16 * 2**20)
+    text = "s" * 8192
     for compression in ("none", "zstd"):
-        path = write(tmp_path / "p.parquet", {"prompt": [LONG] * 100, "n": [1] * 100}, compression=compression)
+        path = write(tmp_path / "p.parquet", {"prompt": [text] * 100, "n": [1] * 100}, compression=compression)
         group = open_file(path).metadata.row_group(0)
         with path.open("rb") as opened:
-            assert longest_value(opened, group.column(0)) == len(LONG) + 4  # and its length, in four bytes
+            assert longest_value(opened, group.column(0)) == len(text) + 4  # and its length, in four bytes
             assert longest_value(opened, group.column(1)) == 0
     short = write(tmp_path / "short.parquet", {"prompt": ["x"] * 5000})
-    long = write(tmp_path / "long.parquet", {"prompt": ["x" * 2**20] * 200})
+    long = write(tmp_path / "long.parquet", {"prompt": ["x" * 2**17] * 200})
     assert rows_at_a_time(columns(short), 0) == 1024
     assert rows_at_a_time(columns(long), 0) == 127
 
@@ -142,7 +156,7 @@ def test_what_cannot_be_decoded_in_bounded_memory_is_refused_by_name(
     with pytest.raises(PromptError, match=r"a\.parquet: the different values of its column story take 3 MiB together"):
         load_data(DataConfig(train=str(path)), needs_target=False)
     # Lists of very different lengths: 300 rows at a time is what their average allows.
-    lists = [[LONG] * (1000 if row == 5 else 0) for row in range(1000)]
+    lists = [["s" * 8192] * (1000 if row == 5 else 0) for row in range(1000)]
     path = write(tmp_path / "b.parquet", {"prompt": texts(1000), "notes": lists})
     with pytest.raises(PromptError, match=r"b\.parquet, rows 0 to \d+: decoded, that is 8 MiB, and at most 1 MiB are"):
         load_data(DataConfig(train=str(path)), needs_target=False)

@@ -14,8 +14,9 @@ from async_flowrl.config.compose import compose_config
 from async_flowrl.config.schema import Config
 from async_flowrl.plan import peaks
 from async_flowrl.plan.meta_model import build_meta_model
-from async_flowrl.plan.peaks import remembered_training_peak, training_peak
+from async_flowrl.plan.peaks import remembered_training_peak, sampling_peak, training_peak
 from async_flowrl.policies.lora import lora_parameters
+from async_flowrl.policies.pipeline import PipelinePolicy
 from async_flowrl.policies.registry import resolve_model
 
 
@@ -30,7 +31,7 @@ def built(monkeypatch: pytest.MonkeyPatch) -> list[Config]:
 
 
 def tiny(*words: str) -> Config:
-    return compose_config("one_step_off", ["model=tiny_sd3", "model.tiny.layers=4", *words])
+    return compose_config("one_step_off", ["model=tiny_sd3", "model.tiny.layers=2", *words])
 
 
 def test_the_number_of_ranks_and_their_shares_of_the_base_change_no_peak(built: list[Config]) -> None:
@@ -57,14 +58,37 @@ def test_a_model_of_the_same_relative_path_in_another_folder_is_counted_anew(
     assert len(found) == len(built) == 2
 
 
-@pytest.mark.parametrize(
-    "word",
-    ["trainer.gradient_checkpointing=full", "trainer.micro_batch_size=3", "rollout.resolution=64", "lora.rank=2"],
-)
-def test_what_changes_it_is_counted_anew(built: list[Config], word: str) -> None:
+def test_what_changes_it_is_counted_anew(built: list[Config]) -> None:
     before = remembered_training_peak(tiny("trainer.gradient_checkpointing=none"))
-    changed = tiny("trainer.gradient_checkpointing=none", word)
-    assert remembered_training_peak(changed) != before and len(built) == 2
+    words = [
+        "trainer.gradient_checkpointing=full",
+        "trainer.micro_batch_size=3",
+        "rollout.resolution=64",
+        "lora.rank=2",
+    ]
+    for count, word in enumerate(words, start=2):
+        changed = tiny("trainer.gradient_checkpointing=none", word)
+        assert remembered_training_peak(changed) != before and len(built) == count, word
+
+
+def test_decoding_is_counted_once_and_anew_for_what_changes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoded: list[str] = []
+    kept = PipelinePolicy._decoded
+
+    def counting(self: PipelinePolicy, *args: Any) -> Any:
+        decoded.append(self.title)
+        return kept(self, *args)
+
+    monkeypatch.setattr(peaks, "_counted", {})
+    monkeypatch.setattr(PipelinePolicy, "_decoded", counting)
+    plain, larger = ("rollout.resolution=128", "lora.rank=2"), ("rollout.resolution=128", "lora.rank=4")
+    first, again = (sampling_peak(tiny(*words), build_meta_model(tiny(*words))) for words in (plain, larger))
+    assert first <= again and len(decoded) == 1
+    for count, word in enumerate(
+        ["rollout.resolution=160", "rollout.batch_size=2", "rollout.vae_slicing=true"], start=2
+    ):
+        config = tiny(*plain, word)
+        assert sampling_peak(config, build_meta_model(config)) != first and len(decoded) == count, word
 
 
 def test_no_numbers_are_drawn_for_a_network_of_shapes() -> None:

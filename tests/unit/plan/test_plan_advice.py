@@ -162,19 +162,22 @@ def seconds_per_step(run: ToyRun, k: int) -> float:
     return (ends[len(ends) - 1 - k] - ends[1]) / (len(ends) - 2 - k)
 
 
-@pytest.mark.parametrize("slow", [{}, {"rollout-0": 2.0}])
-def test_calibrated_on_policy_it_predicts_other_depths_and_splits(tmp_path: Path, slow: dict[str, float]) -> None:
+@pytest.mark.parametrize(
+    ("slow", "others"),
+    [
+        ({}, [(0, "stream", 2), (2, "batch", 2), (1, "stream", 3)]),
+        ({"rollout-0": 2.0}, [(0, "batch", 2), (1, "stream", 2), (1, "stream", 3)]),
+    ],
+)
+def test_calibrated_on_policy_it_predicts_other_depths_and_splits(
+    tmp_path: Path, slow: dict[str, float], others: list[tuple[int, str, int]]
+) -> None:
+    """`others`: (max_staleness, hand_over, rollout workers)."""
     timing = Timing(generate=1.0, score=0.3, update=0.5, transfer=0.2, spread=0.3, slow=slow)
     config = toy_config(0, steps=24, rollout__num_workers=2, prompts_per_step=8)
     learnt = calibrate(recorded(tmp_path / "run", virtual(config, timing), config))
     assert learnt.layout.slow == (() if not slow else pytest.approx((2.0, 1.0), rel=0.15))
-    for k, hand_over, workers in [
-        (0, "batch", 2),
-        (0, "stream", 2),
-        (1, "stream", 2),
-        (2, "batch", 2),
-        (1, "stream", 3),
-    ]:
+    for k, hand_over, workers in others:
         real = virtual(
             toy_config(k, hand_over=hand_over, steps=24, rollout__num_workers=workers, prompts_per_step=8), timing
         )

@@ -20,9 +20,9 @@ def predict(
 
 @pytest.mark.parametrize(("g", "t"), [(1.0, 1.0), (1.0, 0.5), (0.5, 1.0), (1.2, 1.0)])
 def test_sync_is_the_sum_and_one_step_off_the_maximum(g: float, t: float) -> None:
-    assert predict(g=g, t=t, k=0, hand_over="batch").step_seconds == pytest.approx(g + t)
-    assert predict(g=g, t=t, k=1, hand_over="batch").step_seconds == pytest.approx(max(g, t))
-    assert predict(g=g, t=t, k=2).step_seconds == pytest.approx(max(g, t))
+    assert predict(g=g, t=t, k=0, hand_over="batch", groups=16).step_seconds == pytest.approx(g + t)
+    assert predict(g=g, t=t, k=1, hand_over="batch", groups=16).step_seconds == pytest.approx(max(g, t))
+    assert predict(g=g, t=t, k=2, groups=16).step_seconds == pytest.approx(max(g, t))
 
 
 @pytest.mark.parametrize("per_worker", [1, 2, 4, 8])
@@ -85,7 +85,7 @@ def test_an_independent_simulation_gives_the_same_step_times(
     Streamed without staleness: list scheduling of log-normal durations, groups trained in the order in which they end.
     """
     work = Work(64, Law(8 / 64, cv), Law(1 / 64, 0.05))
-    prediction = simulate(work, Layout(8, 1, 1, k, hand_over), steps=24)
+    prediction = simulate(work, Layout(8, 1, 1, k, hand_over), steps=14)
     assert prediction.step_seconds == pytest.approx(published, rel=0.06)
 
 

@@ -1,43 +1,20 @@
 """Tests of downloads from a stand-in for the hub: only needed files, each once, with no second request."""
 
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+import torch
+from diffusers import DiffusionPipeline
 from huggingface_hub.utils import filter_repo_objects
 
 from async_flowrl.config.sections.model import ModelConfig
-from async_flowrl.policies.download import components, patterns
-from async_flowrl.policies.registry import resolve_model, shapes_of
-from tests.support.hub import COMMIT, Hub, serving
+from async_flowrl.policies.download import components, download, patterns
+from async_flowrl.policies.registry import load_policy, resolve_model, shapes_of
+from async_flowrl.policies.stored import StoredWeights
+from tests.support.hub import COMMIT, serving, used_here
 from tests.support.ports import free_port
 
-ROOT = Path(__file__).parents[3]
-MARK = "/api/models/stand/in/revision/main?mark"
-PART_BY_PART = """
-import sys
-import torch
-from diffusers import DiffusionPipeline
-from async_flowrl.config.sections.model import ModelConfig
-from async_flowrl.policies.download import download
-from async_flowrl.policies.registry import load_policy, resolve_model
-from async_flowrl.policies.stored import StoredWeights
-from urllib.request import urlopen
-
-model = resolve_model(ModelConfig(path="stand/in"))
-for parts in ("structure", "transformer", "all"):
-    folder = download(model.path, model.revision, parts)
-    print(sum(file.is_file() for file in folder.rglob("*.safetensors")))
-urlopen(sys.argv[1])
-for parts in ("structure", "transformer", "all"):
-    load_policy(model, dtype="float32", device="cpu", parts=parts)
-assert "x_embedder.weight" not in StoredWeights(model.path, dtype=torch.float32, revision=model.revision)
-urlopen(sys.argv[1])
-DiffusionPipeline.download(model.path, revision=model.revision, use_safetensors=True)
-"""
 NEVER = (
     "transformer/diffusion_pytorch_model.fp16.safetensors",
     "text_encoder/model.fp16-00001-of-00002.safetensors",
@@ -57,23 +34,28 @@ def repository(tmp_path: Path) -> Path:
     return folder
 
 
-def run_with(hub: Hub, cache: Path, code: str) -> str:
-    """What a process prints whose hub this is."""
-    environment = {**os.environ, **hub.environment(cache), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", code, hub.address + MARK]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-def test_every_file_comes_once_and_models_are_loaded_without_asking_the_hub(repository: Path, tmp_path: Path) -> None:
+def test_every_file_comes_once_and_models_are_loaded_without_asking_the_hub(
+    repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts, brought = ("structure", "transformer", "all"), []
     with serving({"stand/in": repository}) as hub:
-        printed = run_with(hub, tmp_path / "cache", PART_BY_PART)
-    assert printed.split() == ["0", "1", "3"], "weights that structure, transformer and all have brought"
+        used_here(monkeypatch, tmp_path / "cache", hub.address)
+        model = resolve_model(ModelConfig(path="stand/in"))
+        assert model.revision == COMMIT
+        for each in parts:
+            folder = download(model.path, model.revision, each)
+            brought.append(sum(file.is_file() for file in folder.rglob("*.safetensors")))
+        asked = list(hub.asked)
+        for each in parts:
+            load_policy(model, dtype="float32", device="cpu", parts=each)
+        weights = StoredWeights(model.path, dtype=torch.float32, revision=model.revision)
+        assert "x_embedder.weight" not in weights
+        assert hub.asked == asked, "while models were loaded"
+        DiffusionPipeline.download(model.path, revision=model.revision, use_safetensors=True)
+    assert brought == [0, 1, 3], "weights that structure, transformer and all have brought"
     needed = {str(file.relative_to(repository)) for file in repository.rglob("*") if file.is_file()} - set(NEVER)
+    assert len(hub.asked) > len(asked)
     assert hub.fetched() == dict.fromkeys(needed, 1), "diffusers, asked last, finds all of its files as well"
-    marks = [index for index, line in enumerate(hub.asked) if line == f"GET {MARK}"]
-    assert marks[1] == marks[0] + 1, f"while models were loaded: {hub.asked[marks[0] + 1 : marks[1]]}"
 
 
 def test_what_a_part_needs_the_larger_parts_need_as_well() -> None:
@@ -119,9 +101,7 @@ def unreachable_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"):
         monkeypatch.delenv(name, raising=False)
         monkeypatch.delenv(name.lower(), raising=False)
-    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{free_port()}")
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    used_here(monkeypatch, tmp_path / "cache", f"http://127.0.0.1:{free_port()}")
     monkeypatch.setattr("time.sleep", sleep)
     return tmp_path / "cache"
 

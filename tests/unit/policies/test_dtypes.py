@@ -1,10 +1,7 @@
 """Tests of `model.dtype=auto`, which reads the headers of the transformer's files, in a folder and on the hub."""
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from functools import partial
@@ -20,6 +17,7 @@ from async_flowrl.plan.meta_model import architecture
 from async_flowrl.policies.dtypes import dtype_of_files
 from async_flowrl.policies.registry import resolve_model
 from async_flowrl.policies.tiny.build import build_tiny
+from tests.support.hub import used_here
 from tests.support.tiny import tiny_policy
 
 FILE = "diffusion_pytorch_model.safetensors"
@@ -123,26 +121,17 @@ def hub(tmp_path: Path) -> Iterator[str]:
     server.shutdown()
 
 
-def asked_of_the_hub(endpoint: str, cache: Path) -> str:
-    code = f"""
-from async_flowrl.policies.dtypes import dtype_of_files
-try: print(dtype_of_files("Someone/Their-Image", "{COMMIT}"))
-except ValueError as error: print(error)
-"""
-    environment = {**os.environ, "HF_ENDPOINT": endpoint, "HF_HUB_CACHE": str(cache), "HF_HUB_OFFLINE": "0"}
-    ran = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True, timeout=300
-    )
-    return ran.stdout.strip()
-
-
-def test_of_a_hub_model_the_header_is_asked_for_and_no_weights(hub: str, tmp_path: Path) -> None:
-    assert asked_of_the_hub(hub, tmp_path / "cache") == "bfloat16"
+def test_of_a_hub_model_the_header_is_asked_for_and_no_weights(
+    hub: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used_here(monkeypatch, tmp_path / "cache", hub)
+    assert dtype_of_files("Someone/Their-Image", COMMIT) == "bfloat16"
     assert f"{FILE} bytes=0-100000" in Hub.asked
     assert not list((tmp_path / "cache").rglob("*.safetensors"))
 
 
-def test_a_hub_that_cannot_be_reached_says_what_to_set(tmp_path: Path) -> None:
-    said = asked_of_the_hub("http://127.0.0.1:9", tmp_path)
-    assert said.startswith("model.dtype=auto cannot be read off the transformer's files of model.path Someone/Their-")
-    assert said.endswith("set model.dtype to bfloat16 or float32")
+def test_a_hub_that_cannot_be_reached_says_what_to_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    used_here(monkeypatch, tmp_path, "http://127.0.0.1:9")
+    start = r"model\.dtype=auto cannot be read off the transformer's files of model\.path Someone/Their-Image: "
+    with pytest.raises(ValueError, match=rf"^{start}.*; set model\.dtype to bfloat16 or float32$"):
+        dtype_of_files("Someone/Their-Image", COMMIT)

@@ -28,7 +28,6 @@ from async_flowrl.policies.registry import (
     check_prompts_of,
     family_of,
     load_family,
-    load_policy,
     resolve_model,
     shapes_of,
 )
@@ -64,6 +63,18 @@ def policy(family: str) -> Policy:
     return adapted(family)
 
 
+@pytest.fixture(scope="module")
+def plain(family: str) -> Policy:
+    """The policy without an adapter."""
+    return policy_of(family)
+
+
+@pytest.fixture(scope="module")
+def pipeline(family: str) -> Any:
+    """diffusers' pipeline, without an adapter."""
+    return pipeline_of(family)
+
+
 def latents(policy: Policy, n: int = N, seed: int = 0) -> Tensor:
     return torch.randn(n, *policy.latent_shape(32), generator=torch.Generator().manual_seed(seed))
 
@@ -96,22 +107,24 @@ def made(pipeline: Any, policy: Policy, sampling: Sampling, output: str = "laten
 
 @pytest.mark.parametrize("cfg", [1.0, 4.0])
 def test_the_exported_adapter_in_the_stock_pipeline_denoises_alike(
-    policy: Policy, family: str, cfg: float, tmp_path: Path
+    policy: Policy, pipeline: Any, family: str, cfg: float, tmp_path: Path
 ) -> None:
     """ODE parity and the export's round trip in one: without the adapter the latents are others."""
     save_lora(tmp_path, policy.transformer, alpha=10.0)
-    pipeline = pipeline_of(family)
     untouched = made(pipeline, policy, how(family, cfg=cfg))
     pipeline.load_lora_weights(tmp_path)
+    try:
+        theirs = made(pipeline, policy, how(family, cfg=cfg))
+    finally:
+        pipeline.unload_lora_weights()
     ours = denoised(policy, how(family, cfg=cfg))
-    assert (made(pipeline, policy, how(family, cfg=cfg)) - ours).abs().max() < 2e-5
+    assert (theirs - ours).abs().max() < 2e-5
     assert (untouched - ours).abs().max() > 0.05
     with reference_mode(policy.transformer):
         assert (denoised(policy, how(family, cfg=cfg)) - untouched).abs().max() < 2e-5
 
 
-def test_images_are_the_pipelines(policy: Policy, family: str) -> None:
-    pipeline = pipeline_of(family)
+def test_images_are_the_pipelines(policy: Policy, pipeline: Any, family: str) -> None:
     images = policy.decode(made(pipeline, policy, how(family)), 32).numpy()
     theirs = np.stack([np.asarray(image) for image in made(pipeline, policy, how(family), "pil")])
     assert images.dtype == np.uint8 and images.shape == (N, 32, 32, 3)
@@ -183,16 +196,19 @@ def moved(layer: nn.Module) -> bool:
 
 
 def test_the_blocks_hold_nearly_everything_and_checkpointing_them_changes_nothing(family: str) -> None:
-    plain, checkpointed = adapted(family), adapted(family)
-    inside = {id(p) for block in plain.blocks for p in block.parameters()}
-    left = [name for name, p in plain.transformer.named_parameters() if id(p) not in inside and "lora_" in name]
+    policy = adapted(family)
+    inside = {id(p) for block in policy.blocks for p in block.parameters()}
+    left = [name for name, p in policy.transformer.named_parameters() if id(p) not in inside and "lora_" in name]
     assert left == []
-    checkpoint_blocks(checkpointed, "full")
+    positive, negative = conditioning(policy)
     gradients = []
-    for policy in (plain, checkpointed):
-        positive, negative = conditioning(policy)
+    for checkpointed in (False, True):
+        if checkpointed:
+            checkpoint_blocks(policy, "full")
+        policy.transformer.zero_grad(set_to_none=True)
         policy.velocity(latents(policy), torch.full((N,), 0.6), positive, negative, how(family)).sum().backward()
         gradients.append([p.grad for p in lora_parameters(policy.transformer).values()])
+    assert any(grad is not None for grad in gradients[1])
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True) if a is not None and b is not None)
 
 
@@ -298,20 +314,19 @@ def test_a_trainer_process_has_only_the_transformer_and_the_same_weights(family:
         part.decode(latents(part), 32)
 
 
-def test_bfloat16_computes_there_and_returns_float32(family: str) -> None:
-    half, full = policy_of(family, dtype="bfloat16"), policy_of(family)
-    positive, _ = conditioning(full)
+def test_bfloat16_computes_there_and_returns_float32(plain: Policy, family: str) -> None:
+    half = policy_of(family, dtype="bfloat16")
+    positive, _ = conditioning(plain)
     with torch.no_grad():
         found, exact = (
-            p.velocity(latents(full), torch.full((N,), 0.6), positive, None, how(family)) for p in (half, full)
+            p.velocity(latents(plain), torch.full((N,), 0.6), positive, None, how(family)) for p in (half, plain)
         )
     assert found.dtype == torch.float32
     assert 0 < (found - exact).abs().max() < 0.3
 
 
-def test_the_flops_counter_sees_what_torch_sees(family: str) -> None:
+def test_the_flops_counter_sees_what_torch_sees(policy: Policy, family: str) -> None:
     """With attention unfused, as two batched products that torch's own counter knows too."""
-    policy = adapted(family)
     positive, _ = conditioning(policy)
     x, sigma = latents(policy), torch.full((N,), 0.5)
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as torchs, FlopCounter() as ours:
@@ -325,7 +340,7 @@ def test_evaluations_make_images(policy: Policy, family: str) -> None:
 
 
 def test_the_tiny_pipeline_is_the_same_bytes_every_time(family: str, tmp_path: Path) -> None:
-    first, second = (build_tiny(TinyConfig(family=family), tmp_path / name) for name in "ab")
+    first, second = build_tiny(TinyConfig(family=family)), build_tiny(TinyConfig(family=family), tmp_path)
     files = sorted(file.relative_to(first) for file in first.rglob("*") if file.is_file())
     assert files == sorted(file.relative_to(second) for file in second.rglob("*") if file.is_file())
     assert all((first / name).read_bytes() == (second / name).read_bytes() for name in files)
@@ -348,15 +363,12 @@ def test_guidance_in_two_passes_is_guidance_in_one(policy: Policy, family: str) 
     assert apart.requires_grad == together.requires_grad
 
 
-def test_offloaded_text_encoders_are_those_of_the_pipeline_and_change_no_bit(family: str) -> None:
+def test_offloaded_text_encoders_are_those_of_the_pipeline_and_change_no_bit(plain: Policy, family: str) -> None:
     """The encoders stay on the host while the rest is loaded, and hold the same weights."""
-    resolved = resolve_model(model_config(family))
-    resident, offloaded = (
-        load_policy(resolved, dtype="float32", device="cpu", parts=parts) for parts in ("all", "offload")
-    )
+    offloaded = policy_of(family, parts="offload")
     assert len(offloaded.text_encoders) == {"sd3": 3, "flux": 2}.get(family, 1)
     asked = request(N, how=how(family, cfg=4.0))
-    one = DiffusersEngine(resident).generate(asked)
+    one = DiffusersEngine(plain).generate(asked)
     two = DiffusersEngine(offloaded, text_encoder="offload").generate(asked)
     assert np.array_equal(one.images, two.images)
     assert one.trajectory is not None and two.trajectory is not None

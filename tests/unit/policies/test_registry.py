@@ -1,10 +1,7 @@
 """Tests of `model.path`: accepted and refused values, and equal weights in every process."""
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +14,7 @@ from async_flowrl.config.sections.model import ModelConfig, TinyConfig
 from async_flowrl.policies.loading import settle
 from async_flowrl.policies.registry import load_policy, resolve_model
 from async_flowrl.policies.tiny.build import build_tiny
+from tests.support.hub import COMMIT, used_here
 from tests.support.tiny import RED, tiny_policy
 
 
@@ -112,34 +110,21 @@ def test_folders_that_are_not_pipelines_of_a_known_family_are_refused(tmp_path: 
         resolve_model(ModelConfig(path=str(tmp_path)))
 
 
-def test_a_hub_name_takes_the_same_path(tmp_path: Path) -> None:
+def test_a_hub_name_takes_the_same_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A hub cache as a download leaves it: the commit is recorded and the weights are loaded from it."""
-    commit = "0123456789abcdef0123456789abcdef01234567"
-    repository = tmp_path / "models--Someone--Their-Image"
-    shutil.copytree(build_tiny(TinyConfig(), tmp_path), repository / "snapshots" / commit)
+    repository, here = tmp_path / "models--Someone--Their-Image", build_tiny(TinyConfig())
+    shutil.copytree(here, repository / "snapshots" / COMMIT)
     (repository / "refs").mkdir()
-    (repository / "refs/main").write_text(commit)
-    code = (
-        "from async_flowrl.config.sections.model import ModelConfig; from async_flowrl.policies.registry import *\n"
-        "resolved = resolve_model(ModelConfig(path='Someone/Their-Image'))\n"
-        "policy = load_policy(resolved, dtype='float32', device='cpu', parts='transformer')\n"
-        "print(resolved.path, resolved.family, resolved.revision, policy.latent_shape(32)[0])\n"
-        "try: resolve_model(ModelConfig(path='Qwen/Qwen-Imag'))\n"
-        "except ValueError as error: print(error)"
-    )
-    ran = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, "HF_HUB_CACHE": str(tmp_path), "HF_HUB_OFFLINE": "1"},
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=300,
-        cwd=Path(__file__).parents[3],
-    )
-    first, second = ran.stdout.strip().splitlines()
-    assert first == f"Someone/Their-Image qwen_image {commit} 4"
-    assert second.startswith("model.path 'Qwen/Qwen-Imag' was not found: ")
-    assert second.endswith("did you mean 'Qwen/Qwen-Image'?")
+    (repository / "refs/main").write_text(COMMIT)
+    used_here(monkeypatch, tmp_path)
+    resolved = resolve_model(ModelConfig(path="Someone/Their-Image"))
+    assert (resolved.path, resolved.family, resolved.revision) == ("Someone/Their-Image", "qwen_image", COMMIT)
+    policy = load_policy(resolved, dtype="float32", device="cpu", parts="transformer")
+    assert policy.latent_shape(32)[0] == 4
+    stored = load_file(here / "transformer/diffusion_pytorch_model.safetensors")
+    assert all(torch.equal(weight, stored[name]) for name, weight in policy.transformer.named_parameters())
+    with pytest.raises(ValueError, match=r"^model\.path 'Qwen/Qwen-Imag' was not found: .*did you mean 'Qwen/Qwen-Im"):
+        resolve_model(ModelConfig(path="Qwen/Qwen-Imag"))
 
 
 def test_two_loads_and_both_parts_give_equal_bits_in_aligned_memory() -> None:

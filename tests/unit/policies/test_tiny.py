@@ -3,8 +3,7 @@
 import hashlib
 import os
 import random
-import subprocess
-import sys
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +14,7 @@ from safetensors.torch import load_file
 
 from async_flowrl.config.sections.model import TinyConfig
 from async_flowrl.policies.tiny.build import build_tiny
+from tests.support.forked import CONTEXT
 
 
 def digest(folder: Path) -> str:
@@ -25,37 +25,33 @@ def digest(folder: Path) -> str:
     return total.hexdigest()
 
 
-OTHER = """
-import diffusers, transformers
-from async_flowrl.policies.tiny.build import build_tiny
-from async_flowrl.config.sections.model import TinyConfig
-print("ready", flush=True)
-input()
-print(build_tiny(TinyConfig()))
-"""
+def build_there(said: Connection, cache: str) -> None:
+    """Runs in the other process: it builds the model when it is told to, with all that this takes imported before."""
+    import async_flowrl.policies.tiny.qwen_image  # noqa: F401
+
+    torch.set_num_threads(2)
+    os.environ["ASYNC_FLOWRL_CACHE"] = cache
+    said.send(hash("red"))
+    said.recv()
+    said.send(str(build_tiny(TinyConfig())))
 
 
+@pytest.mark.serial("ranks")
 def test_two_processes_at_once_build_the_same_bytes_and_leave_nothing_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """This process and another one, which has two threads and hashes in an order of its own."""
     here, there = build_tiny(TinyConfig(), tmp_path / "here"), tmp_path / "there"
     monkeypatch.setenv("ASYNC_FLOWRL_CACHE", str(there))
-    other = subprocess.Popen(
-        [sys.executable, "-c", OTHER],
-        env={**os.environ, "OMP_NUM_THREADS": "2", "PYTHONHASHSEED": "1", "HF_HUB_OFFLINE": "1"},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        cwd=Path(__file__).parents[3],
-    )
-    assert other.stdin is not None and other.stdout is not None
-    assert other.stdout.readline() == "ready\n"
-    other.stdin.write("begin\n")
-    other.stdin.flush()
+    ours, theirs = CONTEXT.Pipe()
+    other = CONTEXT.Process(target=build_there, args=(theirs, str(there)), daemon=True)
+    other.start()
+    assert ours.recv() != hash("red") or "PYTHONHASHSEED" in os.environ
+    ours.send("begin")
     built = build_tiny(TinyConfig())
-    said = other.communicate(timeout=300)[0].strip()
-    assert other.returncode == 0 and Path(said) == built
+    assert Path(ours.recv()) == built
+    other.join(300)
+    assert other.exitcode == 0
     assert digest(built) == digest(here)
     assert [entry.name for entry in there.iterdir()] == [here.name]
 
