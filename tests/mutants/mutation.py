@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from tests.support.toy import forget_calm_runs
+
 Fault = Callable[[Any], Any]
 """Takes the original object and returns its replacement, usually a function that calls the original in a wrong way."""
 
@@ -82,7 +84,9 @@ def no_limit(original: int) -> int:
 @contextmanager
 def planted(faults: Mapping[str, Fault]) -> Iterator[None]:
     """Puts the faults (target → fault) in place for the time of the `with` block."""
+    forget_calm_runs()
     with ExitStack() as stack:
+        stack.callback(forget_calm_runs)
         for target, fault in faults.items():
             module_name, _, path = target.partition(":")
             *outer, name = path.split(".")
