@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ BOUND = 64e6
 """Allowed peak: 34 MB of decoded rows that are kept before they go to disk, and the pieces that are on their way."""
 PEAK = """
 import sys
+from collections.abc import Callable
 from pathlib import Path
 import pyarrow
 from async_flowrl.config.sections.data import DataConfig
@@ -58,23 +60,31 @@ def messages() -> dict[str, Any]:
     return {"prompt": [[system, {"role": "user", "content": text}] for text in texts()]}
 
 
+def column() -> dict[str, Any]:
+    return {"prompt": texts(), "system_prompt": [LONG] * ROWS}
+
+
+def categories() -> dict[str, Any]:
+    return {"prompt": texts(), "system_prompt": pyarrow.array([LONG] * ROWS).dictionary_encode()}
+
+
 @pytest.mark.parametrize(
     ("given", "options"),
     [
-        ({"prompt": texts(), "system_prompt": [LONG] * ROWS}, {}),
-        (messages(), {}),
+        (column, {}),
+        (messages, {}),
         (
-            {"prompt": texts(), "system_prompt": [LONG] * ROWS},
+            column,
             {"use_dictionary": False, "column_encoding": {"prompt": "PLAIN", "system_prompt": "DELTA_BYTE_ARRAY"}},
         ),
-        ({"prompt": texts(), "system_prompt": pyarrow.array([LONG] * ROWS).dictionary_encode()}, {}),
+        (categories, {}),
     ],
     ids=["column", "messages", "prefixes", "categories"],
 )
 def test_long_repeated_texts_are_decoded_in_bounded_memory(
-    tmp_path: Path, given: dict[str, Any], options: dict[str, Any]
+    tmp_path: Path, given: Callable[[], dict[str, Any]], options: dict[str, Any]
 ) -> None:
-    path = write(tmp_path / "repeated.parquet", given, **options)
+    path = write(tmp_path / "repeated.parquet", given(), **options)
     file = open_file(path)
     size = sum(file.metadata.row_group(index).total_byte_size for index in range(file.num_row_groups))
     assert max(size, path.stat().st_size) < BOUND / 50 and DECODED > 2 * BOUND
