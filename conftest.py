@@ -1,5 +1,6 @@
 """What every test finds, wherever the tests are started. Not in tests/, which would then be on the import path."""
 
+import gc
 import os
 import signal
 from collections.abc import Iterator
@@ -21,7 +22,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
     """Collecting imports millions of objects that stay: Python's search for garbage is off meanwhile, and then leaves
-    them out, at the end of the session too."""
+    them out, at the end of the session too. What tests leave behind is small, and is searched for less often."""
+    gc.set_threshold(10_000, 20, 20)
     with without_collections(freeze=True):
         return (yield)
 
