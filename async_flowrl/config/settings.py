@@ -68,6 +68,7 @@ class Rule:
         return {name: bound for name in BOUNDS if (bound := getattr(self, name)) is not None}
 
 
+_DEFAULT = Rule()
 FREE = {"rule": Rule(changes=NOTHING)}
 """Metadata of a section whose fields do not change the weights."""
 
@@ -79,7 +80,7 @@ def setting(default: Any, **rule: Any) -> Any:
 
 def rule_of(member: Field[Any]) -> Rule:
     """Returns the rule of a field; a field without one has the defaults of Rule."""
-    rule: Rule = member.metadata.get("rule", Rule())
+    rule: Rule = member.metadata.get("rule", _DEFAULT)
     return rule
 
 

@@ -24,28 +24,26 @@ def config_hash(config: Config) -> str:
 
     Fields that change nothing or only roundings (see `numerics`) are left out.
     """
-    values = _deciding(config)
+    values = _deciding(config, asdict(config))
     if config.trainer.lr_schedule == "constant":
         # With a constant learning rate, the number of steps does not change any step.
         del values["total_steps"]
     return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()
 
 
-def _deciding(section: Any) -> dict[str, Any]:
-    """Returns the fields that change the weights, as `asdict` writes them."""
-    values = asdict(section)
-    for member in fields(section):
-        if rule_of(member).changes != WEIGHTS:
-            del values[member.name]
-        else:
-            values[member.name] = _deciding_part(getattr(section, member.name), values[member.name])
-    return values
+def _deciding(section: Any, written: dict[str, Any]) -> dict[str, Any]:
+    """Returns the fields that change the weights. `written` is the section as `asdict` writes it."""
+    return {
+        member.name: _deciding_part(getattr(section, member.name), written[member.name])
+        for member in fields(section)
+        if rule_of(member).changes == WEIGHTS
+    }
 
 
 def _deciding_part(value: Any, written: Any) -> Any:
     """Applies `_deciding` to a section or a dictionary of sections; returns other values as `written`."""
     if is_dataclass(value):
-        return _deciding(value)
+        return _deciding(value, written)
     if isinstance(value, dict):
         return {key: _deciding_part(inner, written[key]) for key, inner in value.items()}
     return written

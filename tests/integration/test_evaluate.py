@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import asdict, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -31,16 +32,22 @@ from tests.support.tiny import adapted_policy, tiny_policy, token_ids
 LORA = LoraConfig(rank=4, alpha=10.0)
 IMAGES = 2
 """Of each prompt."""
-PROMPTS = (
-    {"prompt": "red red red red"},
-    {"prompt": "blue blue blue blue", "negative_prompt": "red", "system_prompt": "Be bold."},
-    {
-        "prompt": "green",
-        "prompt_token_ids": token_ids("red and blue", system="Be bold."),
-        "negative_token_ids": token_ids("blue"),
-        "system_prompt": "Be bold.",
-    },
-)
+
+
+@cache
+def prompts_file() -> str:
+    """Prompts one a line. The last brings token ids, for which a pipeline is loaded."""
+    prompts = (
+        {"prompt": "red red red red"},
+        {"prompt": "blue blue blue blue", "negative_prompt": "red", "system_prompt": "Be bold."},
+        {
+            "prompt": "green",
+            "prompt_token_ids": token_ids("red and blue", system="Be bold."),
+            "negative_token_ids": token_ids("blue"),
+            "system_prompt": "Be bold.",
+        },
+    )
+    return "".join(json.dumps(prompt) + "\n" for prompt in prompts)
 
 
 @pytest.fixture
@@ -51,7 +58,7 @@ def run(tmp_path: Path) -> Path:
     config.reward.terms = {"color": RewardTerm(weight=2.0)}
     config.evaluate.images_per_prompt = IMAGES
     prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text("".join(json.dumps(prompt) + "\n" for prompt in PROMPTS))
+    prompts.write_text(prompts_file())
     config.data.train = str(prompts)
     (tmp_path / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(asdict(config))))
     save_lora(tmp_path / "lora", adapted_policy(config=LORA).transformer, alpha=LORA.alpha)

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from tests.support.toy import forget_calm_runs
+
 Fault = Callable[[Any], Any]
 """Takes the original object and returns its replacement, usually a function that calls the original in a wrong way."""
 
@@ -81,16 +83,26 @@ def no_limit(original: int) -> int:
 
 @contextmanager
 def planted(faults: Mapping[str, Fault]) -> Iterator[None]:
-    """Puts the faults (target → fault) in place for the time of the `with` block."""
+    """Puts the faults (target → fault) in place for the time of the `with` block, of which nothing is left then."""
+    forget_calm_runs()
+    originals = {target: _found(target)[2] for target in faults}
     with ExitStack() as stack:
+        stack.callback(forget_calm_runs)
         for target, fault in faults.items():
-            module_name, _, path = target.partition(":")
-            *outer, name = path.split(".")
-            owner: Any = importlib.import_module(module_name)
-            for part in outer:
-                owner = getattr(owner, part)
-            stack.enter_context(mock.patch.object(owner, name, fault(inspect.getattr_static(owner, name))))
+            owner, name, original = _found(target)
+            stack.enter_context(mock.patch.object(owner, name, fault(original)))
         yield
+    assert all(_found(target)[2] is original for target, original in originals.items())
+
+
+def _found(target: str) -> tuple[Any, str, Any]:
+    """Returns the owner of a target, its name there, and the object itself."""
+    module_name, _, path = target.partition(":")
+    *outer, name = path.split(".")
+    owner: Any = importlib.import_module(module_name)
+    for part in outer:
+        owner = getattr(owner, part)
+    return owner, name, inspect.getattr_static(owner, name)
 
 
 def find_test(path: str) -> Any:

@@ -33,6 +33,8 @@ from tests.support.toy_pool import Fault, ListObserver, Timing, ToyPool, World, 
 
 TEXTS = tuple(f"prompt {index}" for index in range(5))
 """Training prompts of a toy run, all of one length."""
+_calm_runs: dict[str, "ToyRun"] = {}
+"""Results of `calm_run` by its arguments."""
 
 
 class ToySteps:
@@ -216,3 +218,19 @@ def virtual(
     `horizon` virtual seconds.
     """
     return run_virtual(toy_run(config, timing, fault, **more), horizon=horizon)
+
+
+def calm_run(config: Config, timing: Timing | None = None) -> ToyRun:
+    """Returns the results of a toy run without faults, which is made once for equal arguments.
+
+    Tests compare other runs with it and change nothing of it. A test that patches what a run consists of calls
+    `virtual`; planted faults (tests/mutants) forget the runs that were made without them.
+    """
+    arguments = f"{config!r} {timing or Timing()!r}"
+    if arguments not in _calm_runs:
+        _calm_runs[arguments] = virtual(config, timing)
+    return _calm_runs[arguments]
+
+
+def forget_calm_runs() -> None:
+    _calm_runs.clear()

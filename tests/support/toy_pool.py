@@ -137,6 +137,8 @@ class ToyWorker(VirtualWorker):
         self.world = world
         self.calls: dict[str, int] = {}
         self.dead = asyncio.Event()
+        self.death: asyncio.Future[None] | None = None
+        """Done when the worker dies: one for all of its calls."""
         self.running: set[asyncio.Task[Any]] = set()
 
     async def call(self, method: str, *args: Any, lane: str = "main") -> Any:
@@ -145,14 +147,11 @@ class ToyWorker(VirtualWorker):
         task = asyncio.create_task(super().call(method, *args, lane=lane), name=f"{self.name}.{method}")
         self.running.add(task)
         task.add_done_callback(self._forget)
-        death = asyncio.create_task(self.dead.wait(), name=f"death of {self.name}")
-        try:
-            await asyncio.wait([task, death], return_when=asyncio.FIRST_COMPLETED)
-            if self.dead.is_set():
-                raise WorkerDied(self.name, f"killed during {method}")
-            return task.result()
-        finally:
-            death.cancel()
+        self.death = self.death or asyncio.get_running_loop().create_future()
+        await asyncio.wait([task, self.death], return_when=asyncio.FIRST_COMPLETED)
+        if self.dead.is_set():
+            raise WorkerDied(self.name, f"killed during {method}")
+        return task.result()
 
     async def call_split(
         self, method: str, *args: Any, returns: int, lane: str = "main"
@@ -167,6 +166,8 @@ class ToyWorker(VirtualWorker):
 
     def kill(self) -> None:
         self.dead.set()
+        if self.death is not None and not self.death.done():
+            self.death.set_result(None)
         for task in self.running:
             task.cancel()
 

@@ -18,7 +18,7 @@ from async_flowrl.training.checkpoint_folder import checkpoint_step, written
 from async_flowrl.training.manifests import NotThePlan, check_plan, missing
 from async_flowrl.training.messages import Manifest
 from separation.group import WorkerDied, WorkerFailed
-from tests.support.toy import ToyRun, toy_config, virtual
+from tests.support.toy import ToyRun, calm_run, toy_config, virtual
 from tests.support.toy_models import ToyTrainer
 from tests.support.toy_pool import Fault, ListObserver, Timing, ToyPool, World, once
 from tests.support.toy_recovery import events, rollbacks, run_controller, summary
@@ -54,7 +54,7 @@ def killing(*deaths: tuple[str, str, int]) -> Fault:
 
 
 def undisturbed(mode: str) -> ToyRun:
-    return virtual(config(mode, 1), SHAKEN)
+    return calm_run(config(mode, 1), SHAKEN)
 
 
 def check(found: ToyRun, mode: str) -> None:
@@ -171,7 +171,7 @@ def test_an_evaluated_version_outlives_its_sender(method: str) -> None:
     calm.evaluate.every, calm.max_staleness = 2, 0
     number = {"hold": 1, "payload": 5, "train": 5}[method]
     found = virtual(given, SHAKEN, killing(("trainer-0", method, number)))
-    expected = virtual(calm, SHAKEN)
+    expected = calm_run(calm, SHAKEN)
     assert found.observer.of("injected") and len(found.observer.of("sender")) == 1
     assert found.digest == expected.digest and found.published() == expected.published()
     assert [one.means() for one in found.evaluated] == [one.means() for one in expected.evaluated]
@@ -260,7 +260,7 @@ def test_a_successor_that_does_not_come_is_named_and_the_others_go_on(what: str)
         return what if method == "load" and worker in ("trainer-1.1", "trainer-1.2") else None
 
     found = virtual(given, SHAKEN, fault)
-    assert found.digest == virtual(toy_config(1, steps=24, prompts_per_step=4, hand_over="batch"), SHAKEN).digest
+    assert found.digest == calm_run(toy_config(1, steps=24, prompts_per_step=4, hand_over="batch"), SHAKEN).digest
     kinds = {"kill": "WorkerDied", "raise": "WorkerFailed", "hang": "DeadlineExceeded"}
     faults = [(event["worker"], event["kind"]) for event in found.observer.of("fault")]
     assert faults[1:] == [(name, kinds[what]) for name in ("trainer-1.1", "trainer-1.2")]

@@ -3,6 +3,7 @@
 import re
 import tomllib
 from collections import Counter
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -38,19 +39,21 @@ def anchors(page: Path) -> set[str]:
     return names
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_page_has_one_title_and_skips_no_level(name: str) -> None:
-    levels = [level for level, _ in headings(ROOT / name)]
-    assert levels[:1] == [1] and levels.count(1) == 1, f"{name}: one heading of the first level, at the top"
-    for (before, _), (after, text) in zip(headings(ROOT / name), headings(ROOT / name)[1:], strict=False):
-        assert after <= before + 1, f"{name}: {text!r} is {after} deep, below a heading {before} deep"
+def test_a_page_has_one_title_and_skips_no_level() -> None:
+    for page in PAGES:
+        found = headings(page)
+        levels = [level for level, _ in found]
+        assert levels[:1] == [1] and levels.count(1) == 1, f"{page}: one heading of the first level, at the top"
+        for (before, _), (after, text) in zip(found, found[1:], strict=False):
+            assert after <= before + 1, f"{page}: {text!r} is {after} deep, below a heading {before} deep"
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_links_lead_to_headings(name: str) -> None:
-    for target, anchor in re.findall(r"\]\((?!https?:)([^)#\s]*)#([^)\s]+)\)", prose(ROOT / name)):
-        page = (ROOT / name).parent / target if target else ROOT / name
-        assert anchor in anchors(page), f"{name} links to {target}#{anchor}"
+def test_links_lead_to_headings() -> None:
+    known = cache(anchors)
+    for page in PAGES:
+        for target, anchor in re.findall(r"\]\((?!https?:)([^)#\s]*)#([^)\s]+)\)", prose(page)):
+            there = page.parent / target if target else page
+            assert anchor in known(there.resolve()), f"{page} links to {target}#{anchor}"
 
 
 def test_code_names_pages_that_exist() -> None:

@@ -52,22 +52,29 @@ def code(text: str) -> Iterator[str]:
     yield from (line.strip() for line in outside.splitlines() if line.startswith("    "))
 
 
-@pytest.mark.parametrize("page", TEXTS)
-def test_commands_are_modules_with_an_entry(page: str) -> None:
-    for module in re.findall(r"python -m ((?:async_flowrl|tests\.performance)[\w.]*)", TEXTS[page]):
+def on_pages(pattern: str) -> dict[Any, set[str]]:
+    """What the pattern finds, each with the pages that it is on."""
+    found: dict[Any, set[str]] = {}
+    for page, text in TEXTS.items():
+        for each in re.findall(pattern, text):
+            found.setdefault(each, set()).add(page)
+    return found
+
+
+def test_commands_are_modules_with_an_entry() -> None:
+    for module, pages in on_pages(r"python -m ((?:async_flowrl|tests\.performance)[\w.]*)").items():
         spec = importlib.util.find_spec(module)
         if spec is not None and spec.submodule_search_locations:
             spec = importlib.util.find_spec(f"{module}.__main__")
-        assert spec is not None and spec.origin is not None, module
-        assert '__name__ == "__main__"' in Path(spec.origin).read_text(encoding="utf-8"), module
+        assert spec is not None and spec.origin is not None, f"{module} on {pages}"
+        assert '__name__ == "__main__"' in Path(spec.origin).read_text(encoding="utf-8"), f"{module} on {pages}"
 
 
-@pytest.mark.parametrize("page", TEXTS)
-def test_settings_exist(page: str) -> None:
+def test_settings_exist() -> None:
     sections = "|".join(sorted(name for name in SECTIONS if "." not in name))
-    for text in code(our_words(page)):
-        found = re.findall(rf"(?<![\w./])((?:{sections})\.[a-z_]+(?:\.[a-z_]+)*)(?![\w(/.]|\.py)", text)
-        for key in found:
+    setting = re.compile(rf"(?<![\w./])((?:{sections})\.[a-z_]+(?:\.[a-z_]+)*)(?![\w(/.]|\.py)")
+    for page, text in ((page, text) for page in TEXTS for text in code(our_words(page))):
+        for key in setting.findall(text):
             if f"{key}(" not in text and not is_a_file_or_module(key):
                 assert known(key), f"{page}: {key} in {text!r}"
 
@@ -85,33 +92,38 @@ def is_a_file_or_module(name: str) -> bool:
     return name.rsplit(".", 1)[-1] in files or name.startswith("checkpoint_engine.benchmark")
 
 
-@pytest.mark.parametrize("page", TEXTS)
+RUNS: dict[str, str] = {}
+"""The arguments of each command that starts a run → the page that names it first."""
+for name, text in ((name, text) for name in TEXTS for text in code(TEXTS[name])):
+    command = re.search(r"(?:python -m async_flowrl\.main|async-flowrl train) (.*)", text.split("  #", 1)[0])
+    if command and not re.search(r"…|\[|\$|--multirun", command[1]):
+        RUNS.setdefault(" ".join(re.sub(r"[\"']", "", command[1]).rstrip("\\").split()), name)
+
+
+@pytest.mark.parametrize("page", sorted(set(RUNS.values())))
 def test_commands_of_a_run_compose(page: str) -> None:
-    for text in code(TEXTS[page]):
-        command = re.search(r"(?:python -m async_flowrl\.main|async-flowrl train) (.*)", text.split("  #", 1)[0])
-        if command and not re.search(r"…|\[|\$|--multirun", command[1]):
-            words = re.sub(r"[\"']", "", command[1]).rstrip("\\").split()
-            name = words[words.index("--config-name") + 1] if "--config-name" in words else "one_step_off"
-            overrides = [word for word in words if not word.startswith("--") and word != name]
-            compose_config(name, overrides)
+    for words in (arguments.split() for arguments, first in RUNS.items() if first == page):
+        name = words[words.index("--config-name") + 1] if "--config-name" in words else "one_step_off"
+        overrides = [word for word in words if not word.startswith("--") and word != name]
+        compose_config(name, overrides)
 
 
-@pytest.mark.parametrize("page", TEXTS)
-def test_files_and_links_exist(page: str) -> None:
-    folder = (ROOT / page).parent
-    for target in re.findall(r"\]\((?!https?:)([^)#\s]+)", TEXTS[page]):
-        assert (folder / target).exists(), f"{page} links to {target}"
-    for path in re.findall(
-        r"`((?:async_flowrl|separation|checkpoint_engine|configs|examples|docs|tests)/[\w./*-]+)", TEXTS[page]
-    ):
-        assert list(ROOT.glob(path.rstrip("/"))), f"{page} names {path}"
+def test_links_exist() -> None:
+    for page, text in TEXTS.items():
+        for target in re.findall(r"\]\((?!https?:)([^)#\s]+)", text):
+            assert ((ROOT / page).parent / target).exists(), f"{page} links to {target}"
 
 
-@pytest.mark.parametrize("page", TEXTS)
-def test_tests_exist(page: str) -> None:
-    for path, test in re.findall(r"`(tests/[\w/]+\.py)::(\w+)", TEXTS[page]):
+def test_files_exist() -> None:
+    folders = "async_flowrl|separation|checkpoint_engine|configs|examples|docs|tests"
+    for path, pages in on_pages(rf"`((?:{folders})/[\w./*-]+)").items():
+        assert list(ROOT.glob(path.rstrip("/"))), f"{pages} name {path}"
+
+
+def test_tests_exist() -> None:
+    for (path, test), pages in on_pages(r"`(tests/[\w/]+\.py)::(\w+)").items():
         text = (ROOT / path).read_text(encoding="utf-8")
-        assert re.search(rf"^(?:async )?def {test}\(", text, flags=re.MULTILINE), test
+        assert re.search(rf"^(?:async )?def {test}\(", text, flags=re.MULTILINE), f"{test} on {pages}"
 
 
 def test_make_targets_exist() -> None:

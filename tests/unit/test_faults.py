@@ -16,7 +16,7 @@ from checkpoint_engine import WeightsMismatch
 from separation.group import WorkerDied, WorkerFailed
 from separation.supervise import DeadlineExceeded
 from tests.support.run_checks import check_bound, check_evaluation, check_once, check_watermarks
-from tests.support.toy import ToyRun, toy_config, virtual
+from tests.support.toy import ToyRun, calm_run, toy_config, virtual
 from tests.support.toy_models import ToyReward, ToyRollout, toy_scores
 from tests.support.toy_pool import Fault, ListObserver, Timing, ToyPool, once
 
@@ -25,7 +25,7 @@ STEPS = 6
 
 
 def calm(k: int = 1, **changes: Any) -> ToyRun:
-    return virtual(toy_config(k, steps=STEPS, **changes))
+    return calm_run(toy_config(k, steps=STEPS, **changes))
 
 
 def disturbed(fault: Fault, k: int = 1, *, timing: Timing | None = None, **changes: Any) -> ToyRun:
@@ -325,7 +325,7 @@ def test_a_trajectory_is_made_again_while_another_trainer_rank_comes_to_its_grou
     timing = Timing(seed=seed, spread=0.9, update=2.0, slow={"trainer-1": 2.0})
     found = virtual(config, timing, once("rollout-0", "generate", number, "lose-trajectory"))
     assert found.observer.of("fault", kind="RefLost")
-    assert found.digest == virtual(config).digest
+    assert found.digest == calm_run(config).digest
 
 
 def test_lost_images_of_an_evaluation_are_made_again() -> None:

@@ -11,7 +11,7 @@ from async_flowrl.controller.context import Context
 from async_flowrl.tickets.table import EVALUATION
 from async_flowrl.training.messages import StepPlan, Summed, TrainRequest
 from tests.support.run_checks import STEPS, check_bound, check_evaluation, check_once, check_watermarks
-from tests.support.toy import ToyRun, toy_config, virtual
+from tests.support.toy import ToyRun, calm_run, toy_config, virtual
 from tests.support.toy_models import FloatSum, ToyTrainer
 from tests.support.toy_pool import Timing, ToyPool
 
@@ -23,7 +23,7 @@ TICKETS_PER_STEP = 4
 
 def run(mode: str = "one_step_off", *, timing: Timing | None = None, **changes: Any) -> ToyRun:
     k, hand_over = MODES[mode]
-    return virtual(toy_config(k, hand_over=hand_over, steps=STEPS, **changes), timing)
+    return calm_run(toy_config(k, hand_over=hand_over, steps=STEPS, **changes), timing)
 
 
 def inverted(found: ToyRun) -> bool:
@@ -78,7 +78,7 @@ def test_the_weights_do_not_depend_on_workers_or_delays(mode: str, workers: int)
 
 @pytest.mark.parametrize("k", [0, 1, 3])
 def test_batch_and_stream_make_the_same_weights(k: int) -> None:
-    batch, stream = (virtual(toy_config(k, hand_over=how), SHAKEN) for how in ("batch", "stream"))
+    batch, stream = (calm_run(toy_config(k, hand_over=how), SHAKEN) for how in ("batch", "stream"))
     assert batch.digest == stream.digest
     assert batch.observer.of("ticket", state="HANDED") != stream.observer.of("ticket", state="HANDED")
     if k == 0:
@@ -109,7 +109,7 @@ def handed_orders(runs: Sequence[ToyRun]) -> int:
 def test_groups_are_trained_in_whatever_order_they_get_ready(k: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also their metrics are the same; and adding floats would not give the same weights."""
     config = toy_config(k, hand_over="stream", rollout__num_workers=4)
-    exact = [virtual(config, timing) for timing in ARRIVALS]
+    exact = [calm_run(config, timing) for timing in ARRIVALS]
     assert handed_orders(exact) >= 3, "groups always came in the same order"
     assert len({found.digest for found in exact}) == 1
     untimed = [[{n: v for n, v in x.items() if not n.startswith("timing")} for x in found.lines] for found in exact]
@@ -160,7 +160,7 @@ def test_an_optimizer_step_whose_sum_overflows_is_made_again(
     hand_over: str, updates: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = toy_config(1, hand_over=hand_over, trainer__updates_per_batch=updates)
-    calm, add_up, refused = virtual(config, SHAKEN), ToyTrainer.add_up, []
+    calm, add_up, refused = calm_run(config, SHAKEN), ToyTrainer.add_up, []
 
     def overflowing(trainer: ToyTrainer, request: TrainRequest) -> Summed:
         if trainer.step == 2 and trainer.plan.update == updates - 1 and len(refused) < 2:
@@ -185,7 +185,7 @@ def test_a_larger_exponent_of_zero_is_one_like_any_other(monkeypatch: pytest.Mon
             return Summed(0, ())
         return add_up(trainer, request)
 
-    calm = virtual(config, SHAKEN)
+    calm = calm_run(config, SHAKEN)
     monkeypatch.setattr(ToyTrainer, "add_up", overflowing)
     found = virtual(config, SHAKEN)
     assert len(found.trained) == len(calm.trained) + sum(refused)
@@ -353,7 +353,7 @@ def test_a_run_can_be_asked_to_stop_after_a_step() -> None:
     found = virtual(toy_config(1, steps=STEPS), disturb=stop)
     done = len(found.lines)
     assert 0 < done < STEPS
-    assert found.digest == virtual(toy_config(1, steps=done)).digest
+    assert found.digest == calm_run(toy_config(1, steps=done)).digest
 
 
 def test_every_version_is_acknowledged_by_everybody_before_it_is_served() -> None:

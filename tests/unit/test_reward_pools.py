@@ -25,7 +25,7 @@ from async_flowrl.report.document import document
 from separation.group import WorkerFailed
 from separation.supervise import DeadlineExceeded
 from tests.support.recorded import recorded
-from tests.support.toy import Timing, ToyRun, toy_config, virtual
+from tests.support.toy import Timing, ToyRun, calm_run, toy_config, virtual
 from tests.support.toy_pool import ToyPool, once
 
 JUDGE = "reward/judge"
@@ -101,7 +101,7 @@ def held_out(**seat: Any) -> Config:
 
 
 def test_a_held_out_term_with_seats_is_scored_there_and_nowhere_else() -> None:
-    shared, own = virtual(held_out()), virtual(held_out(workers=2))
+    shared, own = calm_run(held_out()), virtual(held_out(workers=2))
     assert own.digest == shared.digest
     assert sorted(own.groups) == ["held_out/own", "reward", "rollout", "trainer"]
     by_term = [{place: scores.by_term for place, scores in each.held_out.items()} for each in own.evaluated]
@@ -117,7 +117,7 @@ def calls_of(run: ToyRun, pool: str, method: str) -> int:
 
 def test_a_dead_worker_of_a_held_out_terms_pool_is_replaced_and_the_others_go_on() -> None:
     found = virtual(held_out(workers=1), fault=once("held_out/own-0", "score_held_out", 1, "kill"))
-    assert found.digest == virtual(held_out()).digest and found.groups["held_out/own"].replaced == 1
+    assert found.digest == calm_run(held_out()).digest and found.groups["held_out/own"].replaced == 1
     assert [event["worker"] for event in found.observer.of("fault")] == ["held_out/own-0"]
     assert all(not scores.failed for each in found.evaluated for scores in each.held_out.values())
 
@@ -136,7 +136,7 @@ def test_a_held_out_terms_pool_that_cannot_be_filled_again_does_not_end_the_run(
 
     monkeypatch.setattr(ToyPool, "replace", no_seat)
     found = virtual(held_out(workers=1), fault=once("held_out/own-0", "score_held_out", 2, "kill"))
-    assert found.digest == virtual(held_out()).digest
+    assert found.digest == calm_run(held_out()).digest
     assert [event["kind"] for event in found.observer.of("fault")] == ["WorkerDied", "PoolLost"]
     scored = [scores for each in found.evaluated for scores in each.held_out.values()]
     assert all("other" in scores.by_term for scores in scored)
@@ -150,7 +150,7 @@ def test_the_weights_do_not_depend_on_which_pool_scores_a_term() -> None:
     shared, own = virtual(two_terms(judges=None)), virtual(two_terms(judges=2), slow_judge(0.7))
     assert sorted(shared.groups) == ["reward", "rollout", "trainer"]
     assert sorted(own.groups) == ["reward", JUDGE, "rollout", "trainer"]
-    assert own.digest == shared.digest != virtual(toy_config(hand_over="stream")).digest
+    assert own.digest == shared.digest != calm_run(toy_config(hand_over="stream")).digest
     scored = [event["worker"] for event in own.observer.of("state", state="busy")]
     assert {f"{JUDGE}-0", f"{JUDGE}-1", "reward-0"} <= set(scored)
 
@@ -158,7 +158,7 @@ def test_the_weights_do_not_depend_on_which_pool_scores_a_term() -> None:
 def test_a_dead_worker_of_a_terms_pool_is_replaced_and_only_its_term_is_asked_again() -> None:
     faults = {(f"{JUDGE}-0", "score", 2): "kill", (f"{JUDGE}-0.1", "score", 3): "raise"}
     found = virtual(two_terms(), fault=lambda *call: faults.get(call))
-    assert found.digest == virtual(two_terms()).digest
+    assert found.digest == calm_run(two_terms()).digest
     assert (found.groups[JUDGE].replaced, found.groups["reward"].replaced) == (1, 0)
     assert [event["worker"] for event in found.observer.of("fault")] == [f"{JUDGE}-0", f"{JUDGE}-0.1"]
     calls = sum(worker.calls["score"] for worker in found.groups["reward"].everybody)
@@ -181,8 +181,8 @@ def test_a_term_that_always_fails_skips_the_group_or_ends_the_run_as_on_error_sa
 
 def test_a_slow_judge_costs_latency_until_it_is_the_bottleneck() -> None:
     """Generation takes 1 s per step of four groups, so one judge is in time with 0.2 s a group, not with 0.6 s."""
-    fast, late = virtual(two_terms(steps=16), slow_judge(0.01)), virtual(two_terms(steps=16), slow_judge(0.2))
-    limit = virtual(two_terms(steps=16), slow_judge(0.6))
+    fast, late = calm_run(two_terms(steps=16), slow_judge(0.01)), calm_run(two_terms(steps=16), slow_judge(0.2))
+    limit = calm_run(two_terms(steps=16), slow_judge(0.6))
     assert seconds_per_step(late) == pytest.approx(seconds_per_step(fast), rel=0.03)
     assert seconds_per_step(limit) == pytest.approx(4 * 0.6, rel=0.03)
     assert late.seconds > fast.seconds
@@ -196,7 +196,7 @@ def test_a_slow_judge_costs_latency_until_it_is_the_bottleneck() -> None:
 
 
 def test_the_page_warns_of_rewards_that_limit_the_speed_before_anything_else(tmp_path: Path) -> None:
-    late, limit = virtual(two_terms(steps=16), slow_judge(0.2)), virtual(two_terms(steps=16), slow_judge(0.6))
+    late, limit = calm_run(two_terms(steps=16), slow_judge(0.2)), calm_run(two_terms(steps=16), slow_judge(0.6))
     (enough,) = document([recorded(tmp_path / "enough", late, two_terms(steps=16))])["runs"]
     root = recorded(tmp_path / "limit", limit, two_terms(steps=16))
     (root / "summary.json").write_text(json.dumps({"steps": 16, "warnings": ["careful"]}))

@@ -1,11 +1,12 @@
 """Tests of means, standard errors and paired differences of evaluations, against scipy, and of their records."""
 
+import importlib
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from scipy import stats
 
 from async_flowrl.observability.evaluations import (
     HELD_OUT,
@@ -22,11 +23,17 @@ RNG = np.random.default_rng(20261122)
 NOW, BEFORE = (RNG.normal(level, 1.0, (7, 4)) for level in (0.3, 0.0))
 
 
+@pytest.fixture(scope="module")
+def stats() -> Any:
+    """scipy.stats, whose import takes half a second: only the process that runs these tests pays for it."""
+    return importlib.import_module("scipy.stats")
+
+
 def by_prompt(values: np.ndarray) -> dict[int, tuple[float, ...]]:
     return {place: tuple(row) for place, row in enumerate(values.tolist())}
 
 
-def test_errors_are_clustered_by_prompt() -> None:
+def test_errors_are_clustered_by_prompt(stats: Any) -> None:
     found, means = estimate(by_prompt(NOW)), NOW.mean(axis=1)
     assert found.mean == pytest.approx(NOW.mean()) and found.std == pytest.approx(NOW.std())
     assert found.stderr == pytest.approx(stats.sem(means))
@@ -36,13 +43,13 @@ def test_errors_are_clustered_by_prompt() -> None:
     assert estimate(by_prompt(np.repeat(NOW, 4, axis=1))).stderr == pytest.approx(found.stderr)
 
 
-def test_a_single_prompt_counts_its_images_and_a_single_image_has_no_error() -> None:
+def test_a_single_prompt_counts_its_images_and_a_single_image_has_no_error(stats: Any) -> None:
     assert estimate({3: (1.0, 2.0, 3.0)}).stderr == pytest.approx(stats.sem([1.0, 2.0, 3.0]))
     alone = estimate({3: (1.0,)})
     assert (alone.mean, alone.stderr, alone.low) == (1.0, None, None)
 
 
-def test_a_change_is_paired_by_prompt() -> None:
+def test_a_change_is_paired_by_prompt(stats: Any) -> None:
     moved = change(by_prompt(NOW), by_prompt(BEFORE))
     assert moved is not None
     differences = (NOW - BEFORE).mean(axis=1)

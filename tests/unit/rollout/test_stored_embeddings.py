@@ -1,5 +1,6 @@
 """Tests of embeddings on disk: the bits of the resident encoder; damage is found; new prompts load the encoders."""
 
+import gc
 import hashlib
 import shutil
 from collections.abc import Callable, Sequence
@@ -21,6 +22,12 @@ from tests.support.tiny import tiny_policy
 
 RED: Asked = ("red", None, False)
 NEGATIVE: Asked = ("red", None, True)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def little_to_search() -> None:
+    """Whoever frees encoders searches all objects for garbage: those of the tests before these are left out."""
+    gc.freeze()
 
 
 def prompts(count: int) -> list[Asked]:
