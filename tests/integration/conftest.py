@@ -119,5 +119,5 @@ def ray_here() -> None:
         ray.shutdown()
         _here.clear()
     if not _here:
-        started(lambda: start_ray(num_gpus=0, resources={"trainer": 2, "rollout": 2, JUDGE: 2, LATER: 1}))
+        started(lambda: start_ray(num_gpus=0, preloaded=True, resources={"trainer": 2, "rollout": 2, JUDGE: 2, LATER: 1}))
         _here.append(True)
