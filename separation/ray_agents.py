@@ -2,7 +2,8 @@
 
 A raylet is not ready before both agents have told it their ports. Its dashboard agent serves the dashboard and metrics,
 which a cluster that is started here does not have; an idle process takes its place (ray_idle_agent.py). The runtime-env
-agent starts as ever, with a port that is chosen before.
+agent prepares the environments of workers that ask for one of their own, which no worker of a run does. It gets a port
+that is chosen before, at which such a process listens; it becomes the agent when the raylet asks for an environment.
 """
 
 import logging
@@ -18,6 +19,8 @@ log = logging.getLogger(__name__)
 BUILD = "_build_python_executable_command_memory_profileable"
 """Function of ray._private.services that builds the command of an agent."""
 IDLE_AGENT = Path(__file__).with_name("ray_idle_agent.py")
+UNTIL_ASKED = "--until-asked"
+"""Argument of the idle agent, before an address, a port and the command that it becomes when somebody connects."""
 UNUSED_PORTS = ("METRICS_AGENT_PORT_NAME", "METRICS_EXPORT_PORT_NAME", "DASHBOARD_AGENT_LISTEN_PORT_NAME")
 """Constants of ray._raylet with the names of the dashboard agent's ports."""
 NO_PORT = -1
@@ -56,7 +59,10 @@ def _prepared(node: Any) -> Callable[..., list[str]]:
 
     core: Any = _raylet
     build, persist = getattr(services, BUILD), core.persist_port
-    replaced = ray_constants.PROCESS_TYPE_DASHBOARD_AGENT
+    dashboard, environments = (
+        ray_constants.PROCESS_TYPE_DASHBOARD_AGENT,
+        ray_constants.PROCESS_TYPE_RUNTIME_ENV_AGENT,
+    )
     names = [getattr(core, name) for name in UNUSED_PORTS]
     where, ports, address = (node._session_dir, node._node_id), node._ray_params, node._node_ip_address
     _ = ports.runtime_env_agent_port
@@ -65,12 +71,14 @@ def _prepared(node: Any) -> Callable[..., list[str]]:
     # It stays bound, so that nobody gets this port before the agent listens at it.
     node.runtime_env_agent_socket = reserved = _bound(address)
     ports.runtime_env_agent_port = reserved.getsockname()[1]
+    idle = [sys.executable, "-E", "-S", str(IDLE_AGENT)]
+    asked = [UNTIL_ASKED, address, str(ports.runtime_env_agent_port)]
 
     def command(component: str, *arguments: Any, **options: Any) -> list[str]:
-        if component == replaced:
-            return [sys.executable, "-E", "-S", str(IDLE_AGENT)]
+        if component == dashboard:
+            return idle
         whole: list[str] = build(component, *arguments, **options)
-        return whole
+        return [*idle, *asked, *whole] if component == environments else whole
 
     return command
 

@@ -30,13 +30,18 @@ from checkpoint_engine.transports import GLOO, NCCL, OBJECT_STORE, PYNCCL
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measures all combinations for which this machine has room, or reads an earlier result; then prints a report."""
+    """Measures all combinations for which this machine has room, or reads an earlier result; then prints a report.
+
+    A process that is connected to a Ray cluster measures there.
+    """
     options = _parser().parse_args(arguments)
     if options.read is None:
         with contextlib.redirect_stdout(sys.stderr):  # where Ray reports that a process died
-            _start_ray(MAX_STORE_COPIES * max(*options.megabytes, KILL_MEGABYTES))
+            if ours := not ray.is_initialized():
+                _start_ray(MAX_STORE_COPIES * max(*options.megabytes, KILL_MEGABYTES))
             result = asyncio.run(run(options))
-            ray.shutdown()
+            if ours:
+                ray.shutdown()
         options.out.parent.mkdir(parents=True, exist_ok=True)
         options.out.write_text(json.dumps(result, indent=1), encoding="utf-8")
     else:

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from separation.processes import descendants, kill
-from tests.integration.runs import DELAYS, GLOO, RECORDED, TRAINED, Run, overtaking, train_on_ray
+from tests.integration.runs import DELAYS, GLOO, RECORDED, TRAINED, overtaking
 from tests.integration.seated import JUDGE, LATER
 from tests.integration.stopped import StoppedRun, stopped_on_ray
+from tests.integration.watched import WatchedRun, watched_on_ray
 
 ON_TOY_POOLS = ("test_separation_processes.py", "test_separation_ray.py")
 """Files whose tests share the pools of separation_bench.py."""
@@ -63,14 +64,14 @@ def started(cluster: Callable[[], Any]) -> Any:
 
 
 @pytest.fixture(scope="session")
-def full_run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+def full_run(tmp_path_factory: pytest.TempPathFactory) -> WatchedRun:
     """As people start it, a process on a Ray cluster of its own: two trainer ranks that send by gloo, two rollout
     workers, delays, all that can be recorded.
 
     It is the one run for all tests that look at such a run. What uses it is marked serial, so that one process has it.
     """
     settings = (*TRAINED, *RECORDED, *DELAYS, "trainer.num_workers=2", *GLOO)
-    return overtaking(train_on_ray, tmp_path_factory.mktemp("full"), "one_step_off", *settings)
+    return overtaking(watched_on_ray, tmp_path_factory.mktemp("full"), "one_step_off", *settings)
 
 
 @pytest.fixture(scope="session")
@@ -119,5 +120,6 @@ def ray_here() -> None:
         ray.shutdown()
         _here.clear()
     if not _here:
-        started(lambda: start_ray(num_gpus=0, resources={"trainer": 2, "rollout": 2, JUDGE: 2, LATER: 1}))
+        room = {"trainer": 2, "rollout": 2, JUDGE: 2, LATER: 1}
+        started(lambda: start_ray(num_gpus=0, preloaded=True, resources=room))
         _here.append(True)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from async_flowrl.config.compose import compose_config
 from async_flowrl.report.write import write_report
@@ -107,6 +107,9 @@ class Run:
         return [line[key] for line in self.metrics]
 
 
+R = TypeVar("R", bound=Run)
+
+
 def train(folder: Path, mode: str, *overrides: str, code: int = 0) -> Run:
     """A run with its workers as threads of this process."""
     config = compose_config(mode, [*LOCAL, f"output_dir={folder}", *overrides])
@@ -119,7 +122,7 @@ def train_here_on_ray(folder: Path, mode: str, *overrides: str) -> Run:
     return train(folder, mode, "runtime.backend=ray", *overrides)
 
 
-def overtaking(how: Callable[..., Run], folder: Path, mode: str, *overrides: str) -> Run:
+def overtaking(how: Callable[..., R], folder: Path, mode: str, *overrides: str) -> R:
     """A run of `how`, `train` say, with two rollout workers, one of which overtook the other.
 
     Whether delays make it so depends on who asked first and on what else the machine does: it is tried a few times.

@@ -1,16 +1,18 @@
 """Tests of a run with processes on Ray, several trainer ranks and gloo; such a run costs ten times one of threads."""
 
+from pathlib import Path
+
 import pytest
 from safetensors.torch import load_file
 from torch import Tensor
 
 from async_flowrl.policies.lora_file import FILE_NAME
-from tests.integration.runs import TRAINED, Run, train
+from tests.integration.runs import TRAINED, Run, train, train_here_on_ray
 
 pytestmark = pytest.mark.serial("runs")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def threads(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """One process, one rank, one worker, the object store, no evaluations or monitors, nothing in the way."""
     return train(tmp_path_factory.mktemp("threads"), "one_step_off", *TRAINED)
@@ -38,6 +40,16 @@ def test_gloo_delivers_what_the_object_store_delivers(full_run: Run, threads: Ru
         (f"rollout-{index}", version) for index in (0, 1) for version in range(6)
     }
     assert full_run.digests == threads.digests
+
+
+@pytest.mark.usefixtures("ray_here")
+def test_the_object_store_delivers_from_process_to_process(tmp_path: Path, threads: Run) -> None:
+    """One worker of each kind, each a process; threads only hand the weights over."""
+    run = train_here_on_ray(tmp_path, "one_step_off", *TRAINED, "total_steps=3")
+    assert len({event["pid"] for event in run.events if event["event"] == "worker"}) == 3
+    sync = run.summary["sync"]
+    assert (sync["transport"], sync["publishes"], sync["corrupt"]) == ("object_store", 4, 0)
+    assert run.digests == threads.digests[:4]
 
 
 def test_two_trainer_ranks_make_the_weights_of_one(full_run: Run, threads: Run) -> None:

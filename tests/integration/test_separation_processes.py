@@ -175,6 +175,17 @@ def test_a_gang_meets_and_meets_again_after_a_death(rays: Bench) -> None:
     rays.run(test)
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("rays")
+def test_a_worker_may_ask_for_an_environment_of_its_own() -> None:
+    """No pool does; a reward may, with Ray's own functions. The agent that prepares it starts when it is asked.
+
+    By default: an idle agent becomes Ray's (tests/unit/separation/test_ray_agents.py).
+    """
+    task = ray.remote(num_cpus=0, runtime_env={"env_vars": {"TOY_MODE": "own"}})(os.getenv)
+    assert ray.get(task.remote("TOY_MODE"), timeout=120) == "own"
+
+
 def test_what_never_fits_is_refused_with_a_table(rays: Bench) -> None:
     async def test(bench: Bench) -> None:
         with pytest.raises(ResourcesMissing) as caught:
@@ -247,13 +258,8 @@ def test_no_process_outlives_the_driver(ending: str, tmp_path: Path) -> None:
     _, errors = driver.communicate(timeout=180)
     assert driver.returncode != 0
     if ending == "kill":
-        assert left_after(180, lambda: holding_devices(mark)) == []
+        assert left_after(180, lambda: marked_processes(mark)) == []
     else:
         assert ("KeyboardInterrupt" if ending == "interrupt" else "the body failed") in errors
         # All are killed by then; a busy machine takes a moment to end them, what was forgotten lives for a minute.
         assert left_after(20, lambda: marked_processes(mark)) == []
-
-
-def holding_devices(mark: str) -> list[str]:
-    """All but Ray's runtime-env agent: it reports its raylet's death to a server that is gone, for a minute."""
-    return [line for line in marked_processes(mark) if not line.startswith("ray::RuntimeEnv")]

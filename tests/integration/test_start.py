@@ -1,35 +1,24 @@
 """Tests of runs whose own cluster starts beside the imports of their code; most of them do not come to train."""
 
-import re
 import signal
-import subprocess
 import sys
-import time
 import uuid
-from datetime import datetime
-from multiprocessing import forkserver
 from pathlib import Path
 
-import psutil
 import pytest
 
 from async_flowrl.config import exit_codes
 from async_flowrl.main import main
-from async_flowrl.observability.run_directory import ATTEMPT
 from separation.processes import descendants
 from tests.integration.forked_run import ForkedRun
-from tests.integration.runs import TINY, Run, finish, lines, start, train, wait_until
-from tests.integration.stopped import LONG, check_stopped
+from tests.integration.runs import TINY, finish, start, wait_until
+from tests.integration.watched import SECONDS, WatchedRun
 from tests.support.marked import left_after, marked_processes
-
-SECONDS = 20.0
-"""A busy machine takes a moment to end what was killed; an agent of Ray that was forgotten lives for a minute."""
 
 
 @pytest.fixture
 def mark(monkeypatch: pytest.MonkeyPatch) -> str:
-    """Is in the environment of all that the test starts, except the process from which others are forked: it stays."""
-    forkserver.ensure_running()
+    """Is in the environment of all that the test starts."""
     monkeypatch.setenv("TEST_MARK", value := f"mark-{uuid.uuid4()}")
     return value
 
@@ -41,9 +30,10 @@ def said(err: str) -> list[str]:
 
 @pytest.mark.serial("runs")
 def test_a_run_that_is_refused_after_its_cluster_began_to_start_leaves_nothing_behind(
-    tmp_path: Path, mark: str
+    tmp_path: Path, mark: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Only torch-free checks come before the start; this one is made when the run is prepared."""
+    monkeypatch.delenv("TEST_MARK")  # The process from which the run is forked stays.
     folder, wrong = tmp_path / "run", "rollout.tickets_per_batch=99"
     process = ForkedRun(folder, "one_step_off", wrong, backend="ray", environment={"TEST_MARK": mark})
     wait_until(process, lambda: descendants(process.pid), "the first daemon of its cluster")
@@ -68,39 +58,11 @@ def test_a_cluster_that_cannot_start_is_reported_by_the_run(
     assert "Traceback" in log.read_text() and "Traceback" not in err
 
 
-def created(pid: int) -> float:
-    """The `time.time()` at which a process was created, to about a hundredth of a second.
-
-    What psutil says rests on the time of the machine's boot, which is a second off on some machines; so it is compared
-    with a process that is created now.
-    """
-    with subprocess.Popen(["sleep", "60"]) as known:
-        off = psutil.Process(known.pid).create_time() - time.time()
-        known.kill()
-    return psutil.Process(pid).create_time() - off
-
-
-@pytest.mark.serial
-def test_processes_of_workers_start_while_a_run_is_prepared_and_end_with_it(tmp_path: Path, mark: str) -> None:
-    """Separate pools, ended by SIGTERM; Ray's object store brought the weights to the rollout worker until then."""
-    run = Run(tmp_path / "run")
-    process = start(run.root, "one_step_off", LONG, "save.every=0")
-    try:
-        wait_until(process, lambda: len(lines(run.root / "metrics.jsonl")) >= 3, "its third step")
-        assert not [line for line in marked_processes(mark) if "ray::IDLE" in line], "each is used"
-        attempt = (run.root / "logs/controller.log").read_text().splitlines()[0]
-        prepared = datetime.strptime(attempt[:23], "%Y-%m-%d %H:%M:%S,%f").timestamp()
-        assert attempt.endswith(ATTEMPT)
-        trainer = re.search(r"process (\d+) on", (run.root / "logs/trainer-0.log").read_text())
-        assert trainer is not None and created(int(trainer[1])) < prepared
-        process.send_signal(signal.SIGTERM)
-        finish(process, exit_codes.RESUMABLE)
-    finally:
-        process.kill()
-    done = check_stopped(run)
-    assert run.summary["sync"]["transport"] == "object_store"
-    assert run.digests == train(tmp_path / "threads", "one_step_off", f"total_steps={done}").digests
-    assert left_after(SECONDS, lambda: marked_processes(mark)) == []
+def test_processes_of_workers_start_while_a_run_is_prepared_and_end_with_it(full_run: WatchedRun) -> None:
+    """Ray starts the first of them ahead, and each of those is used."""
+    assert sorted(full_run.created) == ["reward-0", "rollout-0", "rollout-1", "trainer-0", "trainer-1"]
+    assert min(full_run.created.values()) < full_run.prepared
+    assert full_run.idle == [] and full_run.left == []
 
 
 @pytest.mark.serial

@@ -10,11 +10,13 @@ from ray.job_config import JobConfig
 
 from separation.ray_connection import LEAN, import_path
 from separation.ray_head import start_with_what_runs
+from tests.support.forked_workers import forked_workers
 
 
-def start_ray(*, num_cpus: int = 8, **machine: Any) -> None:
+def start_ray(*, num_cpus: int = 8, preloaded: bool = False, **machine: Any) -> None:
     """Starts a cluster on this machine and connects this process; its workers find what this process imports.
 
+    They are forked (forked_workers.py), with `preloaded` from a process that has imported torch and the trainer.
     `machine` is what `ray.init` takes, such as `resources`. Raises what `ray.init` raises.
     """
     options: dict[str, Any] = {
@@ -25,7 +27,8 @@ def start_ray(*, num_cpus: int = 8, **machine: Any) -> None:
         "job_config": JobConfig(_py_driver_sys_path=import_path()[::-1]),
         **machine,
     }
-    start_with_what_runs(lambda: ray.init("local", _system_config=dict(LEAN), **options))
+    with forked_workers(preloaded=preloaded):
+        start_with_what_runs(lambda: ray.init("local", _system_config=dict(LEAN), **options))
 
 
 def all_free(patience: float = 10.0) -> bool:

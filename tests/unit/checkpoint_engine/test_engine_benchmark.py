@@ -1,52 +1,7 @@
-"""Tests of the transport benchmark between Ray actors, on payloads small enough for a test."""
+"""Tests of the transport benchmark's report and estimates; it measures in tests/integration/test_engine_benchmark.py."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
-import pytest
-import torch
-
-from checkpoint_engine.benchmark.__main__ import main
 from checkpoint_engine.benchmark.measure import memory_needed
-from checkpoint_engine.benchmark.report import BEGIN, END, report
-
-ROOT = Path(__file__).parents[3]
-
-
-@pytest.mark.parametrize("kills", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_it_writes_a_table_and_the_same_as_json(kills: int, tmp_path: Path) -> None:
-    out = tmp_path / "out.json"
-    page = tmp_path / "page.md"
-    page.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
-    options = ["--megabytes", "1", "--receivers", "1", "--repeats", "1", "--kills", str(kills), "--page", str(page)]
-    done = subprocess.run(
-        [sys.executable, "-m", "checkpoint_engine.benchmark", *options, "--out", str(out)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-        cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr
-    result = json.loads(out.read_text(encoding="utf-8"))
-    on_gpus = ["nccl"] if torch.cuda.device_count() > 1 else []
-    assert [cell["transport"] for cell in result["cells"]] == ["object_store", "gloo", *on_gpus]
-    for cell in result["cells"]:
-        assert cell["fraction_of_primitive"] == cell["primitive_seconds"] / cell["delivery_seconds"]
-        assert 0.0 <= cell["loop_lag_p99_seconds"] <= cell["loop_lag_seconds"]
-        assert cell["stats"]["publishes"] == cell["stats"]["acknowledged"] == 3 and cell["stats"]["fallbacks"] == 0
-        assert cell["stall_seconds"] > 0.0 and cell["activate_seconds"] > 0.0
-    assert [kill["survivors"] for kill in result["after_kill"]] == [2] * 2 * kills
-    assert result["skipped"] == [] and "| gloo | 1 | 1 |" in done.stdout
-    written = page.read_text()
-    assert written == f"before\n{BEGIN}\n\n{done.stdout}\n{END}\nafter\n" and "old" not in written
-    page.write_text("no markers")
-    with pytest.raises(ValueError, match="has no place for the numbers"):
-        main(["--read", str(out), "--page", str(page)])
+from checkpoint_engine.benchmark.report import report
 
 
 def cell(transport: str, megabytes: float, fraction: float) -> dict[str, object]:

@@ -1,4 +1,4 @@
-"""Tests of a raylet's agents: what takes the dashboard agent's place, and the port that is chosen before."""
+"""Tests of a raylet's agents: what takes their place, and the port of one of them that is chosen before."""
 
 import logging
 import os
@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -16,7 +17,7 @@ from ray import _raylet
 from ray._private import ray_constants, services
 
 from separation.processes import alive
-from separation.ray_agents import BUILD, IDLE_AGENT, NO_PORT, quick_agents
+from separation.ray_agents import BUILD, IDLE_AGENT, NO_PORT, UNTIL_ASKED, quick_agents
 from tests.support.marked import left_after
 from tests.support.ray_node import FakeNode
 
@@ -27,13 +28,16 @@ def node(tmp_path: Path) -> Iterator[FakeNode]:
         yield node
 
 
-def test_only_the_dashboard_agent_is_replaced_and_only_inside(node: FakeNode) -> None:
+def test_agents_are_replaced_and_only_inside(node: FakeNode) -> None:
+    """The runtime-env agent by one that becomes it, at the port that is chosen; other processes are Ray's."""
     before = getattr(services, BUILD)
-    other = ray_constants.PROCESS_TYPE_RUNTIME_ENV_AGENT
+    environments, other = ray_constants.PROCESS_TYPE_RUNTIME_ENV_AGENT, ray_constants.PROCESS_TYPE_LOG_MONITOR
     with quick_agents(node):
-        build = getattr(services, BUILD)
+        build, port = getattr(services, BUILD), str(node._ray_params.runtime_env_agent_port)
         idle = build(ray_constants.PROCESS_TYPE_DASHBOARD_AGENT, node._session_dir)
-        assert str(IDLE_AGENT) in idle and IDLE_AGENT.exists()
+        assert str(IDLE_AGENT) in idle and IDLE_AGENT.exists() and UNTIL_ASKED not in idle
+        whole = before(environments, node._session_dir)
+        assert build(environments, node._session_dir) == [*idle, UNTIL_ASKED, "127.0.0.1", port, *whole]
         assert build(other, node._session_dir) == before(other, node._session_dir)
     assert getattr(services, BUILD) is before
 
@@ -68,6 +72,37 @@ def test_the_chosen_port_is_for_the_agent_alone(node: FakeNode) -> None:
         agent.listen()
         with socket.create_connection(where, timeout=60):
             pass
+
+
+SAYS = "import socket, sys; socket.create_server((sys.argv[1], int(sys.argv[2]))); print(sys.argv[3:], flush=True)"
+"""Ray's agent: it binds the port that the idle one had."""
+
+
+def test_an_agent_that_is_asked_becomes_rays_in_the_same_process(node: FakeNode) -> None:
+    """Nothing is started before; the arguments are those that Ray gives."""
+    with quick_agents(node):
+        where = ("127.0.0.1", node._ray_params.runtime_env_agent_port)
+        place = [UNTIL_ASKED, where[0], str(where[1])]
+    command = [sys.executable, str(IDLE_AGENT), *place, sys.executable, "-c", SAYS, *place[1:], "--node-id=1"]
+    environment = {**os.environ, "RAY_RAYLET_PID": str(os.getpid())}
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as agent:
+        try:
+            end = time.monotonic() + 60
+            while not listens(where):
+                assert agent.poll() is None and time.monotonic() < end
+                time.sleep(0.02)
+            assert agent.communicate(timeout=60)[0] == "['--node-id=1']\n"
+        finally:
+            agent.kill()
+
+
+def listens(where: tuple[str, int]) -> bool:
+    """Whether somebody takes a connection there."""
+    try:
+        socket.create_connection(where, timeout=60).close()
+    except ConnectionRefusedError:
+        return False
+    return True
 
 
 PARENT = """

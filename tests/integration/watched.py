@@ -1,0 +1,67 @@
+"""A run as people start it, with what was seen of its processes while it trained and after its end."""
+
+import os
+import re
+import subprocess
+import time
+import uuid
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from unittest import mock
+
+import psutil
+
+from async_flowrl.observability.run_directory import ATTEMPT
+from tests.integration.runs import Run, finish, start, wait_until
+from tests.support.marked import left_after, marked_processes
+
+SECONDS = 20.0
+"""A busy machine takes a moment to end what was killed; an agent of Ray that was forgotten lives for a minute."""
+
+
+@dataclass(frozen=True)
+class WatchedRun(Run):
+    """A run directory, and the processes that it had."""
+
+    idle: list[str] = field(default_factory=list)
+    """Command lines of Ray's workers that nobody used while it trained."""
+    created: dict[str, float] = field(default_factory=dict)
+    """Worker → the `time.time()` at which its process was created."""
+    left: list[str] = field(default_factory=list)
+    """Command lines of the processes that outlived the run by SECONDS."""
+
+    @property
+    def prepared(self) -> float:
+        """The `time.time()` at which its preparation had ended."""
+        attempt = (self.root / "logs/controller.log").read_text().splitlines()[0]
+        assert attempt.endswith(ATTEMPT)
+        return datetime.strptime(attempt[:23], "%Y-%m-%d %H:%M:%S,%f").timestamp()
+
+
+def watched_on_ray(folder: Path, mode: str, *overrides: str) -> WatchedRun:
+    """A run of at least four steps with its own Ray cluster, looked at after the third."""
+    with mock.patch.dict(os.environ, {"TEST_MARK": (mark := f"mark-{uuid.uuid4()}")}):
+        process = start(folder, mode, *overrides)
+    try:
+        wait_until(process, lambda: len(Run(folder).metrics) >= 3, "its third step")
+        idle = [line for line in marked_processes(mark) if "ray::IDLE" in line]
+        times = {path.stem: created(path) for path in (folder / "logs").glob("*-*.log")}
+        finish(process, 0)
+    finally:
+        process.kill()
+    return WatchedRun(folder, idle, times, left_after(SECONDS, lambda: marked_processes(mark)))
+
+
+def created(log: Path) -> float:
+    """The `time.time()` at which the process that wrote a log was created, to about a hundredth of a second.
+
+    What psutil says rests on the time of the machine's boot, which is a second off on some machines; so it is compared
+    with a process that is created now.
+    """
+    known = re.search(r"process (\d+) on", log.read_text())
+    assert known is not None
+    with subprocess.Popen(["sleep", "60"]) as now:
+        off = psutil.Process(now.pid).create_time() - time.time()
+        now.kill()
+    return psutil.Process(int(known[1])).create_time() - off
