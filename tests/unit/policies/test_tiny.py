@@ -25,8 +25,11 @@ def digest(folder: Path) -> str:
     return total.hexdigest()
 
 
-def build_there(said: Connection, cache: str) -> None:
-    """Runs in the other process: it builds the model when it is told to, with all that this takes imported before."""
+def build_there(said: Connection, cache: str, own: str) -> None:
+    """Runs in the other process: it builds the model when it is told to, with all that this takes imported before.
+
+    Of two that build at once one takes the other's, so it then builds one in the folder `own`.
+    """
     import async_flowrl.policies.tiny.qwen_image  # noqa: F401
 
     torch.set_num_threads(2)
@@ -34,6 +37,7 @@ def build_there(said: Connection, cache: str) -> None:
     said.send(hash("red"))
     said.recv()
     said.send(str(build_tiny(TinyConfig())))
+    said.send(str(build_tiny(TinyConfig(), Path(own))))
 
 
 @pytest.mark.serial("ranks")
@@ -44,15 +48,16 @@ def test_two_processes_at_once_build_the_same_bytes_and_leave_nothing_behind(
     here, there = build_tiny(TinyConfig(), tmp_path / "here"), tmp_path / "there"
     monkeypatch.setenv("ASYNC_FLOWRL_CACHE", str(there))
     ours, theirs = CONTEXT.Pipe()
-    other = CONTEXT.Process(target=build_there, args=(theirs, str(there)), daemon=True)
+    other = CONTEXT.Process(target=build_there, args=(theirs, str(there), str(tmp_path / "theirs")), daemon=True)
     other.start()
     assert ours.recv() != hash("red") or "PYTHONHASHSEED" in os.environ
     ours.send("begin")
     built = build_tiny(TinyConfig())
     assert Path(ours.recv()) == built
+    alone = Path(ours.recv())
     other.join(300)
     assert other.exitcode == 0
-    assert digest(built) == digest(here)
+    assert digest(built) == digest(here) == digest(alone)
     assert [entry.name for entry in there.iterdir()] == [here.name]
 
 
