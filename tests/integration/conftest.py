@@ -86,13 +86,16 @@ def existing_cluster() -> Iterator[str]:
     import ray
     from ray.cluster_utils import Cluster
 
+    from separation.ray_head import start_with_what_runs
+
     head = {
         "num_cpus": 4,
         "resources": {"trainer": 1, "rollout": 2},
         "object_store_memory": 100_000_000,
         "include_dashboard": False,
     }
-    cluster = started(lambda: Cluster(initialize_head=True, head_node_args=head))
+    cluster = Cluster()
+    started(lambda: start_with_what_runs(lambda: cluster.add_node(**head)))
     try:
         yield str(cluster.address)
     finally:

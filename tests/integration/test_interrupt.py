@@ -77,8 +77,8 @@ def check_resumed(folder: Path, steps: int, *overrides: str, both: tuple[str, ..
 
 
 def test_sigterm_ends_in_order_and_resume_finishes(tmp_path: Path, stopped_run: StoppedRun) -> None:
-    """Two processes on Ray that sample and train. SIGTERM for separate pools on Ray, and for each process of the job, is
-    in the slow tier."""
+    """Two processes on Ray that sample and train. SIGTERM for separate pools, and for each process of a job, is in
+    the slow tier."""
     assert stopped_run.code == exit_codes.RESUMABLE, stopped_run.err
     done = check_stopped(stopped_run.run)
     assert f"stopped by SIGTERM after step {done}; continue with resume=auto" in stopped_run.out

@@ -9,6 +9,7 @@ import array
 import json
 import os
 import runpy
+import select
 import signal
 import socket
 import sys
@@ -59,9 +60,12 @@ def forked_workers(*, preloaded: bool) -> Iterator[None]:
 
 
 def serve(listener: socket.socket) -> None:
-    """Runs in the server, which has a single thread: forks a process for each request."""
+    """Runs in the server, which has a single thread: forks a process for each request, until its parent has ended."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # Nobody waits for those that have ended.
-    while True:
+    parent = os.getppid()
+    while os.getppid() == parent:
+        if not select.select([listener], [], [], 1.0)[0]:
+            continue
         asking, _ = listener.accept()
         command, environment, folder, streams = _request(asking)
         if "ray" not in sys.modules:  # Ray reads its settings from the environment when it is imported.

@@ -1,4 +1,4 @@
-"""Tests of the transport benchmark's report and estimates; it measures in tests/integration/test_engine_benchmark.py."""
+"""Tests of the transport benchmark's report and estimates; tests/integration/test_engine_benchmark.py measures."""
 
 from checkpoint_engine.benchmark.measure import memory_needed
 from checkpoint_engine.benchmark.report import report
