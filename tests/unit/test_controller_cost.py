@@ -12,7 +12,7 @@ from tests.performance.controller import MODES, AnsweringRollout, measure
 from tests.support.toy import toy_config, toy_run, virtual
 from tests.support.toy_pool import Timing
 
-WORKERS = 256
+WORKERS, STEPS = 256, 3
 MAX_P99_SECONDS = 0.1
 """CPU time that 99 of 100 turns of the loop stay below."""
 
@@ -35,7 +35,12 @@ def test_a_turn_of_the_loop_is_short_with_256_workers(
     monkeypatch.setattr(tests.support.toy, "ToyRollout", lambda *arguments, **options: AnsweringRollout())
     timing = Timing(generate=0.1, score=0.0, update=0.0, transfer=0.0)
     config = toy_config(
-        1, hand_over=hand_over, steps=4, prompts_per_step=WORKERS, rollout__num_workers=WORKERS, reward__num_workers=16
+        1,
+        hand_over=hand_over,
+        steps=STEPS,
+        prompts_per_step=WORKERS,
+        rollout__num_workers=WORKERS,
+        reward__num_workers=16,
     )
     costs: list[float] = []
 
@@ -43,8 +48,8 @@ def test_a_turn_of_the_loop_is_short_with_256_workers(
         probe = asyncio.create_task(turns(costs))
         found = await toy_run(config, timing)
         probe.cancel()
-        assert len(found.observer.of("version", state="acknowledged")) == WORKERS * 5
-        assert len(found.lines) == 4
+        assert len(found.observer.of("version", state="acknowledged")) == WORKERS * (STEPS + 1)
+        assert len(found.lines) == STEPS
 
     asyncio.run(measured())
     ordered = sorted(costs)

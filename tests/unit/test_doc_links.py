@@ -4,6 +4,7 @@ import re
 import tomllib
 from collections import Counter
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -44,7 +45,7 @@ def test_a_page_has_one_title_and_skips_no_level() -> None:
         found = headings(page)
         levels = [level for level, _ in found]
         assert levels[:1] == [1] and levels.count(1) == 1, f"{page}: one heading of the first level, at the top"
-        for (before, _), (after, text) in zip(found, found[1:], strict=False):
+        for (before, _), (after, text) in pairwise(found):
             assert after <= before + 1, f"{page}: {text!r} is {after} deep, below a heading {before} deep"
 
 

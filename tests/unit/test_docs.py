@@ -73,10 +73,11 @@ def test_commands_are_modules_with_an_entry() -> None:
 def test_settings_exist() -> None:
     sections = "|".join(sorted(name for name in SECTIONS if "." not in name))
     setting = re.compile(rf"(?<![\w./])((?:{sections})\.[a-z_]+(?:\.[a-z_]+)*)(?![\w(/.]|\.py)")
-    for page, text in ((page, text) for page in TEXTS for text in code(our_words(page))):
-        for key in setting.findall(text):
-            if f"{key}(" not in text and not is_a_file_or_module(key):
-                assert known(key), f"{page}: {key} in {text!r}"
+    for page in TEXTS:
+        for text in code(our_words(page)):
+            for key in setting.findall(text):
+                if f"{key}(" not in text and not is_a_file_or_module(key):
+                    assert known(key), f"{page}: {key} in {text!r}"
 
 
 def our_words(page: str) -> str:
@@ -92,12 +93,18 @@ def is_a_file_or_module(name: str) -> bool:
     return name.rsplit(".", 1)[-1] in files or name.startswith("checkpoint_engine.benchmark")
 
 
-RUNS: dict[str, str] = {}
-"""The arguments of each command that starts a run → the page that names it first."""
-for name, text in ((name, text) for name in TEXTS for text in code(TEXTS[name])):
-    command = re.search(r"(?:python -m async_flowrl\.main|async-flowrl train) (.*)", text.split("  #", 1)[0])
-    if command and not re.search(r"…|\[|\$|--multirun", command[1]):
-        RUNS.setdefault(" ".join(re.sub(r"[\"']", "", command[1]).rstrip("\\").split()), name)
+def runs() -> dict[str, str]:
+    """The arguments of each command that starts a run → the page that names it first."""
+    found: dict[str, str] = {}
+    for page in TEXTS:
+        for text in code(TEXTS[page]):
+            command = re.search(r"(?:python -m async_flowrl\.main|async-flowrl train) (.*)", text.split("  #", 1)[0])
+            if command and not re.search(r"…|\[|\$|--multirun", command[1]):
+                found.setdefault(" ".join(re.sub(r"[\"']", "", command[1]).rstrip("\\").split()), page)
+    return found
+
+
+RUNS = runs()
 
 
 @pytest.mark.parametrize("page", sorted(set(RUNS.values())))

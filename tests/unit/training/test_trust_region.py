@@ -35,7 +35,7 @@ def trained(given: Config, batches: list[list[rig.Handed]]) -> tuple[TrainerWork
 
 
 def referee(given: Config, before: dict[str, Any], after: dict[str, Any], batch: list[rig.Handed]) -> dict[int, float]:
-    """Nats per image of the first group by step: a sampler with either weights, the mean of the SDE step written anew."""
+    """Nats per image of the first group by step: a sampler with both weights, the mean of the SDE step written anew."""
     velocities, sampler = [], rig.Sampler(given)
     for tensors in (before, after):
         sampler.load(tensors)
