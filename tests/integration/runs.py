@@ -20,7 +20,7 @@ from async_flowrl.run.tools import Tools
 ROOT = Path(__file__).parents[2]
 TINY = (
     "model.tiny.layers=1",
-    "rollout.num_inference_steps=4",
+    "rollout.num_inference_steps=3",
     "total_steps=5",
     "group_size=4",
     "trainer.micro_batch_size=4",

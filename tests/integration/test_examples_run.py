@@ -14,6 +14,8 @@ import pytest
 
 from async_flowrl.cli import verbs
 from async_flowrl.config import exit_codes
+from async_flowrl.config.compose import compose_config, is_hydras
+from async_flowrl.main import command_line
 from tests.support.examples import ROOT, SHORT, Block, Command, blocks, commands
 from tests.support.published import MODELS, use_published_models
 
@@ -85,6 +87,17 @@ def test_it_runs(block: Block, clone: Path, monkeypatch: pytest.MonkeyPatch) -> 
     summaries = list(clone.glob("outputs/**/summary.json"))
     assert block.folder != "sweep" or (clone / "outputs" / "sweep" / "report.html").exists()
     assert len(summaries) >= len(trained) > 0
+
+
+def test_what_only_the_slow_lane_runs_composes() -> None:
+    """Of a sweep, its first job."""
+    found = {str(block): commands(block.text) for block in BLOCKS if str(block) in LATER}
+    assert found.keys() == set(LATER)
+    for program, *words in (command.words for each in found.values() for command in each):
+        given, _ = command_line(words[1:])
+        assert (program, words[0]) == ("async-flowrl", "train") and given.overrides
+        first = [override.partition(",")[0] for override in given.overrides if not is_hydras(override)]
+        assert compose_config(given.config_name, first).total_steps > 1
 
 
 @pytest.mark.slow

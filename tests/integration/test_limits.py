@@ -28,6 +28,7 @@ def test_steps_checkpoints_and_evaluations(steps: int, save: int, evaluate: int,
         f"evaluate.every={evaluate}",
         "evaluate.before_training=true",
         "evaluate.images_per_prompt=1",
+        "rollout.num_inference_steps=2",
     )
     check_ends(run, steps, save, evaluate)
 
@@ -56,6 +57,7 @@ def test_epochs_end_a_run_unless_total_steps_do(
         f"evaluate.every={evaluate}",
         "evaluate.before_training=true",
         "evaluate.images_per_prompt=1",
+        "rollout.num_inference_steps=2",
     )
     check_ends(run, steps, save, evaluate)
     assert run.summary["total_steps"] == steps
