@@ -37,7 +37,6 @@ from async_flowrl.config.compose import (
 )
 from async_flowrl.config.paths import config_dir
 from async_flowrl.config.schema import Config
-from async_flowrl.config.typed import Texts
 from async_flowrl.observability.terminal import say
 from separation.imports import without_collections
 
@@ -230,24 +229,18 @@ def worst(codes: Collection[int]) -> int:
     return next(code for code in worst_first if code in codes)
 
 
-def record(values: DictConfig, hydras: DictConfig, output_dir: str) -> Mapping[str, str]:
+def record(values: DictConfig, hydras: DictConfig, output_dir: str) -> dict[str, str]:
     """Files of the job's `.hydra/` folder, name → text: composed configuration, Hydra's settings, typed overrides.
 
-    `values` is the composed configuration, `hydras` is Hydra's own part of it. A text is made when it is asked for.
+    `values` is the composed configuration, `hydras` is Hydra's own part of it.
     """
-
-    def hydra_yaml() -> str:
-        own = OmegaConf.create({"hydra": OmegaConf.to_container(hydras)})
-        own.hydra.runtime.output_dir = str(Path(output_dir).absolute())
-        return OmegaConf.to_yaml(own)
-
-    return Texts(
-        {
-            "config.yaml": lambda: OmegaConf.to_yaml(without_hydra(values)),
-            "hydra.yaml": hydra_yaml,
-            "overrides.yaml": lambda: OmegaConf.to_yaml(hydras.overrides.task),
-        }
-    )
+    own = OmegaConf.create({"hydra": OmegaConf.to_container(hydras)})
+    own.hydra.runtime.output_dir = str(Path(output_dir).absolute())
+    return {
+        "config.yaml": OmegaConf.to_yaml(without_hydra(values)),
+        "hydra.yaml": OmegaConf.to_yaml(own),
+        "overrides.yaml": OmegaConf.to_yaml(hydras.overrides.task),
+    }
 
 
 def home_expanded(argument: str) -> str:

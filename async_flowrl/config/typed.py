@@ -1,31 +1,12 @@
 """The shell command of a run, restored from Hydra's record of it (`.hydra/`), for reports and resume hints."""
 
 import shlex
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
 from async_flowrl.config.paths import config_dir
-
-
-class Texts(Mapping[str, str]):
-    """Texts by name, each made when it is asked for: a run that is refused needs none of them."""
-
-    def __init__(self, made_by: Mapping[str, Callable[[], str]]) -> None:
-        self._made_by = made_by
-
-    def __getitem__(self, name: str) -> str:
-        return self._made_by[name]()
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._made_by  # Mapping's own would make the text.
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._made_by)
-
-    def __len__(self) -> int:
-        return len(self._made_by)
 
 
 def typed_command(hydra_record: Mapping[str, str]) -> str | None:

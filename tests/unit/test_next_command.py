@@ -8,7 +8,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from async_flowrl.config.check import ConfigError
 from async_flowrl.config.compose import composed, typed
-from async_flowrl.config.typed import Texts, resume_command
+from async_flowrl.config.typed import resume_command
 from async_flowrl.main import command_line, record
 
 
@@ -39,20 +39,6 @@ def test_a_job_of_a_sweep_goes_on_in_its_own_folder(tmp_path: Path) -> None:
     name, folder, overrides = gone_on(resume_command(record(values, hydras, own)))
     again = typed(composed(name, overrides, folder))
     assert (folder, again.seed, again.output_dir) == (None, 2, own)
-
-
-def test_a_record_is_written_out_when_it_is_asked_for() -> None:
-    asked: list[str] = []
-
-    def text() -> str:
-        asked.append("hydra.yaml")
-        return "hydra: {}"
-
-    texts = Texts({"hydra.yaml": text})
-    assert len(texts) == 1 and texts.keys() == {"hydra.yaml"} and "config.yaml" not in texts
-    assert resume_command(texts) is None, "it is not whole"
-    assert asked == []
-    assert dict(texts) == {"hydra.yaml": "hydra: {}"} and asked == ["hydra.yaml"]
 
 
 def test_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
