@@ -20,6 +20,7 @@ import torch
 from PIL import Image, ImageDraw, ImageFont
 
 from async_flowrl.config.compose import read_config
+from async_flowrl.config.guidance import guidance_refusal
 from async_flowrl.config.resolution import asked_resolution, configured, height_width
 from async_flowrl.config.schema import Config
 from async_flowrl.config.sections.model import ModelConfig
@@ -219,6 +220,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not 0 <= given.seed <= MAX_SEED - given.images:
             raise ValueError(f"--seed must be at least 0 and at most {MAX_SEED - given.images}, got {given.seed}")
         settings = settings_of(trained, given.model)
+        if given.true_cfg_scale is not None and (no := guidance_refusal("--true-cfg-scale", given.true_cfg_scale)):
+            raise ValueError(no)
         names = ("resolution", "num_inference_steps", "true_cfg_scale", "guidance_scale", "negative_prompt")
         asked = {name: getattr(given, name) for name in names if getattr(given, name) is not None}
         if given.resolution is not None:

@@ -80,14 +80,13 @@ def transition(
     sde: Flow-GRPO (arXiv 2505.05470, eq. 9, sigma_t = a sqrt(t / (1 - t))); dance_sde: DanceGRPO (2505.07818), the
     same drift with a constant coefficient; cps: coefficients-preserving sampling (2509.05952); ode: an Euler step.
     Raises ValueError for an unknown sde_type, and for cps with a noise_level outside 0 to 1; a noise_level that is a
-    tensor is not checked, because the host would have to wait for the device.
+    tensor on a GPU is not checked, because the host would have to wait for the GPU.
     """
     x, velocity = x.float(), velocity.float()
     s, s_next = sigma.float(), sigma_next.float()
     level = _filled(noise_level, s)
     if sde_type == "cps":
-        if not isinstance(noise_level, Tensor) and not 0 <= noise_level <= 1:
-            raise ValueError(f"noise_level of cps steps must be 0 to 1, got {noise_level}")
+        _check_cps(noise_level)
         mean, std = _cps(x, velocity, s, s_next, level)
     elif sde_type == "ode":
         mean, std = ode_step(x, velocity, s, s_next), torch.zeros_like(s)
@@ -138,6 +137,18 @@ def _cps(x: Tensor, velocity: Tensor, s: Tensor, s_next: Tensor, level: Tensor) 
     angle = level * (math.pi / 2.0)
     mean = expand(1.0 - s_next, x) * x0_hat + expand(s_next * torch.cos(angle), x) * eps_hat
     return mean, s_next * torch.sin(angle)
+
+
+def _check_cps(noise_level: float | Tensor) -> None:
+    """Raises ValueError for a noise level of cps outside 0 to 1; a tensor that is not on the CPU is not read."""
+    if not isinstance(noise_level, Tensor):
+        outside = [] if 0 <= noise_level <= 1 else [noise_level]
+    elif noise_level.device.type == "cpu":
+        outside = [level for level in noise_level.flatten().tolist() if not 0 <= level <= 1]
+    else:
+        return
+    if outside:
+        raise ValueError(f"noise_level of cps steps must be 0 to 1, got {outside[0]:g}")
 
 
 def cps_std(sigma_next: float, noise_level: float) -> float:

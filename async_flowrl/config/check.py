@@ -10,6 +10,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 from async_flowrl.config.devices import nccl_obstacle, ranks_on_one_device
 from async_flowrl.config.elastic import bounds, elastic_obstacle
 from async_flowrl.config.environment import environment_refusal
+from async_flowrl.config.guidance import guidance_refusal
 from async_flowrl.config.messages import unknown_name
 from async_flowrl.config.nodes import node_obstacle
 from async_flowrl.config.resolution import configured
@@ -74,8 +75,8 @@ def _check_sizes(config: Config) -> None:
         raise ConfigError(str(error)) from error
     if config.group_size % config.images_per_ticket:
         raise ConfigError(f"ticket_size={config.ticket_size} must divide group_size={config.group_size}")
-    if 0 < (scale := config.rollout.true_cfg_scale) < 1:
-        raise ConfigError(f"rollout.true_cfg_scale must be above 1, or 0 or 1 for no guidance, got {scale}")
+    if refusal := guidance_refusal("rollout.true_cfg_scale", config.rollout.true_cfg_scale):
+        raise ConfigError(refusal)
 
 
 def _check_placement(config: Config) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from async_flowrl.config.compose import read_config
+from async_flowrl.config.guidance import guidance_refusal
 from async_flowrl.config.resolution import asked_resolution
 from async_flowrl.config.schema import Config
 from async_flowrl.config.sections.data import DataConfig
@@ -117,8 +118,8 @@ def _job(
     for name, (term, kind) in terms.items():
         if term.serve is not None:
             requirements_of(f"{'evaluate.' if kind == HELD_OUT else ''}reward.terms.{name}", term.serve)
-    found, chosen = _file(config, file, needs_target=needs_target) if file else _held_out(config, needs_target)
-    prompts = tuple(found[place] for place in range(min(len(found), config.evaluate.max_prompts)))
+    available, chosen = _file(config, file, needs_target=needs_target) if file else _held_out(config, needs_target)
+    prompts = tuple(available[place] for place in range(min(len(available), config.evaluate.max_prompts)))
     check_prompts(whole, prompts)
     kinds = {name: kind for name, (_, kind) in terms.items()}
     return Job(config, trained, whole.terms, kinds, prompts, chosen, seeds)
@@ -178,6 +179,8 @@ def _sampling(config: Config, given: Namespace) -> None:
             raise ValueError(f"--guidance must be at least 0, got {given.guidance:g}")
         if load_family(resolve_model(config.model).family).usual_guidance[1] > 0:
             rollout.guidance_scale = given.guidance
+        elif refusal := guidance_refusal("--guidance", given.guidance):
+            raise ValueError(refusal)
         else:
             rollout.true_cfg_scale = given.guidance
 

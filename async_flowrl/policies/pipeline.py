@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from async_flowrl.config.guidance import guidance_refusal
 from async_flowrl.config.resolution import in_pixels
 from async_flowrl.policies.base import Shapes
 from async_flowrl.policies.guidance import apart, guided_velocity
@@ -74,8 +75,8 @@ class PipelinePolicy(ABC):
     @property
     def text_encoders(self) -> Sequence[nn.Module]:
         """The pipeline's text encoders in the order of their numbers; empty without them."""
-        found = [getattr(self._pipeline, name, None) for name in TEXT_ENCODERS]
-        return [encoder for encoder in found if encoder is not None]
+        encoders = [getattr(self._pipeline, name, None) for name in TEXT_ENCODERS]
+        return [encoder for encoder in encoders if encoder is not None]
 
     @torch.no_grad()
     def encode(
@@ -196,10 +197,8 @@ class PipelinePolicy(ABC):
         These are a guidance_scale above 0 if the network takes none, a guidance_scale of 0 if it takes one, and a
         true_cfg_scale between 0 and 1, which would weaken the prompt.
         """
-        if 0 < sampling.true_cfg_scale < 1:
-            raise ValueError(
-                f"rollout.true_cfg_scale must be above 1, or 0 or 1 for no guidance, got {sampling.true_cfg_scale}"
-            )
+        if refusal := guidance_refusal("rollout.true_cfg_scale", sampling.true_cfg_scale):
+            raise ValueError(refusal)
         if sampling.guidance_scale > 0 and not self.embeds_guidance:
             raise ValueError(
                 f"rollout.guidance_scale must be 0 for {self.title}, got {sampling.guidance_scale}; use true_cfg_scale"

@@ -59,8 +59,8 @@ class Prepared:
     @property
     def trained_sizes(self) -> tuple[Resolution, ...]:
         """The sizes that training images can have, in the order of `sizes`."""
-        found = sizes_of(self.config, self.data.train)
-        return tuple(size for size in self.sizes if size in found)
+        possible = sizes_of(self.config, self.data.train)
+        return tuple(size for size in self.sizes if size in possible)
 
     @property
     def at_largest(self) -> Config:
@@ -98,6 +98,7 @@ def prepare(config: Config) -> Prepared:
         sizes = allowed_sizes(model, config, data)
         shapes = shapes_of(model, sizes[-1])
         check_trained(model, config)
+        baseline = baseline_sampling(config, model.family)
     except (ValueError, FileNotFoundError, PermissionError) as error:
         raise ConfigError(str(error)) from error
     requests = RequestBuilder(
@@ -105,7 +106,7 @@ def prepare(config: Config) -> Prepared:
         data.train,
         data.evaluation[: config.evaluate.max_prompts],
         data.train.weights,
-        baseline=baseline_sampling(config, model.family),
+        baseline=baseline,
     )
     return Prepared(config, model, algorithm, requests, shapes, data, sizes)
 

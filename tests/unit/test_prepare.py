@@ -53,6 +53,17 @@ def test_an_engine_that_cannot_spread_the_network_so(tmp_path: Path) -> None:
     assert prepared(tmp_path, "model=tiny_sd3", "rollout.engine=vllm_omni").model.family == "sd3"
 
 
+def test_guidance_of_the_baseline_is_checked_under_its_own_name(tmp_path: Path) -> None:
+    asked = "evaluate.baseline=true", "evaluate.baseline_guidance=0.5"
+    flux = "model=tiny_flux", "rollout.guidance_scale=3.5"
+    with pytest.raises(ConfigError, match=r"^evaluate\.baseline_guidance must be above 1, or 0 or 1 for no guidance"):
+        prepared(tmp_path, *asked)
+    baseline = prepared(tmp_path, *flux, *asked).requests.baseline
+    assert baseline is not None and baseline.guidance_scale == 0.5, "FLUX takes any scale above 0, as an input"
+    with pytest.raises(ConfigError, match=r"^evaluate\.baseline_guidance must be above 0 for a model that takes it"):
+        prepared(tmp_path, *flux, "evaluate.baseline=true", "evaluate.baseline_guidance=0")
+
+
 def test_batches_of_more_tickets_than_a_step_has(tmp_path: Path) -> None:
     assert prepared(tmp_path, "rollout.tickets_per_batch=2").config.rollout.tickets_per_batch == 2
     with pytest.raises(ConfigError, match=r"^rollout\.tickets_per_batch=99, but a step has \d+ tickets, and a batch"):

@@ -193,6 +193,15 @@ def test_images_after_a_run_have_a_size_of_the_run(tmp_path: Path, caplog: pytes
     assert not (tmp_path / "grid.png").exists()
 
 
+@pytest.mark.parametrize("scale", ["0.5", "-1", "nan"])
+def test_guidance_that_would_be_off_is_refused_for_images(
+    scale: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    out = ["--out", str(tmp_path / "grid.png")]
+    assert generate(["--model", "tiny", "--prompt", "red", "--true-cfg-scale", scale, *out]) == 2
+    assert caplog.messages == [f"--true-cfg-scale must be above 1, or 0 or 1 for no guidance, got {scale}"]
+
+
 def test_a_card_does_not_say_sizes_that_prompts_may_replace(tmp_path: Path) -> None:
     lines, rows = composed(tmp_path, "data.train=prompts.txt"), composed(tmp_path, "data.train=prompts.jsonl")
     assert (sizes_on_card(lines), sizes_on_card(rows)) == ("32 px", "32 px where a prompt brings no size of its own")

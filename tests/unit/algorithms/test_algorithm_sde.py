@@ -286,7 +286,14 @@ def test_unknown_step_type_is_refused() -> None:
         )  # fmt: skip
 
 
-def test_noise_of_a_cps_step_beyond_a_right_angle_is_refused() -> None:
-    x, now, after = torch.zeros(1, 2), torch.tensor([0.9]), torch.tensor([0.5])
-    with pytest.raises(ValueError, match=r"noise_level of cps steps must be 0 to 1, got 1\.2"):
-        sde.transition(x, x, now, after, sigma_after_first=0.9, sde_type="cps", noise_level=1.2)
+@pytest.mark.parametrize("level", [1.5, -0.25, float("nan")])
+def test_noise_of_a_cps_step_beyond_a_right_angle_is_refused(level: float) -> None:
+    step = torch.zeros(2, 2), torch.zeros(2, 2), torch.tensor([0.9, 0.8]), torch.tensor([0.5, 0.4])
+    options = {"sigma_after_first": 0.9, "sde_type": "cps"}
+    for noise_level in (level, torch.tensor([0.5, level])):
+        with pytest.raises(ValueError, match=rf"^noise_level of cps steps must be 0 to 1, got {level:g}$"):
+            sde.transition(*step, noise_level=noise_level, **options)
+    assert sde.transition(*step, noise_level=torch.tensor([0.0, 1.0]), **options).deterministic.tolist() == [
+        True,
+        False,
+    ]
