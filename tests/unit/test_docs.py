@@ -199,3 +199,14 @@ def test_the_page_of_the_tests_helpers_has_each_of_them() -> None:
     page = (folder / "README.md").read_text()
     files = {path.name for path in folder.glob("*.py")} - {"__init__.py"}
     assert files == set(re.findall(r"^\| `([^`]+\.py)` \|", page, re.MULTILINE))
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/architecture.md"])
+def test_a_page_that_newcomers_read_first_defines_its_words_before_it_uses_them(page: str) -> None:
+    glossary = set(re.findall(r"^\| \*\*([\w ]+)\*\*", TEXTS["docs/glossary.md"], flags=re.MULTILINE))
+    text = re.sub(r"`[^`\n]+`", "", TEXTS[page])
+    for word in ("pool", "step", "version", "ticket", "staleness", "digest"):
+        first = re.search(rf"(\**)\b{word}s?\b", text, flags=re.IGNORECASE)
+        assert word in glossary and first is not None and first[1] == "**", f"{page} uses {word!r} before it says it"
+    first_word = text.index("**pool**")
+    assert "glossary.md" in text[text.rindex("\n\n", 0, first_word) : first_word], "linked where the first word stands"
