@@ -1,4 +1,4 @@
-"""What every test finds, wherever the tests are started. Not in tests/, which would then be on the import path."""
+"""Setup of every test session, wherever it is started. Not in tests/, which would then be on the import path."""
 
 import gc
 import os

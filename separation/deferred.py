@@ -84,11 +84,11 @@ class _Finder(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        found = sys.modules.get(fullname)
+        module = sys.modules.get(fullname)
         # With a target, an imported module is meant to be executed again.
-        if target is not None or found is None or fullname.rpartition(".")[0] not in self.deferred:
+        if target is not None or module is None or fullname.rpartition(".")[0] not in self.deferred:
             return None
-        return ModuleSpec(fullname, _Imported(), loader_state=found.__spec__)
+        return ModuleSpec(fullname, _Imported(), loader_state=module.__spec__)
 
 
 class _Imported(Loader):

@@ -75,13 +75,13 @@ class PoolSpec:
     """Number of torch threads per worker."""
     lanes: Sequence[str] = ()
     """Names of the lanes besides "main"."""
-    gang: bool = False
+    process_group: bool = False
     """True for the ranks of one process group: they are reserved before other pools, all in one placement group."""
     same_code: Sequence[str] = ()
     """Packages whose code must be the same on every node, if the cluster has several nodes (Ray only)."""
     workers_per_node: int | None = None
     """Number of workers on each node; num_workers / workers_per_node different nodes are then needed. None means any
-    nodes with room; the workers of a gang are put on as few nodes as possible."""
+    nodes with room; the workers of a process group are put on as few nodes as possible."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Environment variables, set in the process of every worker before its factory is imported (Ray only)."""
     allocator: str = ""

@@ -84,12 +84,12 @@ def _end_in_order(program: "subprocess.Popen[bytes]", grace: float) -> None:
 def _kill_all() -> None:
     """Sends SIGKILL to all descendants until there are none, because one may start another meanwhile."""
     for _ in range(KILL_ROUNDS):
-        if not (found := _descendants()):
+        if not (processes := _descendants()):
             return
-        for process in found:
+        for process in processes:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
-        psutil.wait_procs(found, timeout=POLL_SECONDS)
+        psutil.wait_procs(processes, timeout=POLL_SECONDS)
 
 
 def _descendants() -> list[psutil.Process]:

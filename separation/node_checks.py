@@ -23,7 +23,7 @@ def code_of(packages: Sequence[str]) -> dict[str, str]:
 
     The packages are not imported.
     """
-    found: dict[str, str] = {}
+    digests: dict[str, str] = {}
     for package in packages:
         spec = importlib.util.find_spec(package)
         folders = [Path(folder) for folder in (spec.submodule_search_locations or ())] if spec else []
@@ -31,8 +31,8 @@ def code_of(packages: Sequence[str]) -> dict[str, str]:
         files = {path.relative_to(folder).as_posix(): path for folder in folders for path in folder.rglob("*.py")}
         for name in sorted(files):
             digest.update(f"{name}\0".encode() + hashlib.sha256(files[name].read_bytes()).digest())
-        found[package] = digest.hexdigest()[:12] if files else "none"
-    return found
+        digests[package] = digest.hexdigest()[:12] if files else "none"
+    return digests
 
 
 def compare_code(here: Mapping[str, str], there: Mapping[str, str], *, node: str, worker: str) -> None:

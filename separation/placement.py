@@ -71,22 +71,22 @@ def needs_of(spec: PoolSpec, exists: Resources) -> dict[str, float]:
 def reserve(pools: Sequence[PoolSpec], exists: Resources) -> list[Reservation]:
     """Returns the reservations of all pools, in the order in which they should be made.
 
-    Gangs come first. A gang is one reservation, and so is a pool with workers_per_node, with one bundle per node. Every
-    other worker is a reservation of its own, so that a lost node ends only the workers on it. For an elastic pool only
-    its `least` workers are included. Raises ValueError for equal pool names.
+    Process groups come first. A process group is one reservation, and so is a pool with workers_per_node, with one
+    bundle per node. Every other worker is a reservation of its own, so that a lost node ends only the workers on it.
+    For an elastic pool only its `least` workers are included. Raises ValueError for equal pool names.
     """
     if len({spec.name for spec in pools}) != len(pools):
         raise ValueError(f"pool names must differ, got {', '.join(spec.name for spec in pools)}")
     reservations: list[Reservation] = []
-    for spec in sorted(pools, key=lambda spec: not spec.gang):
+    for spec in sorted(pools, key=lambda spec: not spec.process_group):
         if spec.workers_per_node is not None:
             reservations.append(_by_node(spec, exists, spec.workers_per_node))
         else:
-            reservations += [_gang(spec, exists)] if spec.gang else _singles(spec, exists)
+            reservations += [_process_group(spec, exists)] if spec.process_group else _singles(spec, exists)
     return reservations
 
 
-def _gang(spec: PoolSpec, exists: Resources) -> Reservation:
+def _process_group(spec: PoolSpec, exists: Resources) -> Reservation:
     needs = needs_of(spec, exists)
     seats = tuple(Seat(spec.name, index, index, needs) for index in range(spec.num_workers))
     return Reservation(spec.name, (needs,) * spec.num_workers, seats)

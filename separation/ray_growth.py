@@ -27,13 +27,13 @@ class RayGrowth:
         while True:
             ending = await self._seats.departing()
             sitting = [(worker, self._pool.seat(worker.index).node) for worker in self._pool.workers]
-            found = [
+            departures = [
                 Departure(worker, ending[node])
                 for worker, node in sitting
                 if node in ending and worker.name not in known
             ]
-            if found:
-                return found
+            if departures:
+                return departures
             await asyncio.sleep(POLL_SECONDS)
 
     async def release(self, index: int) -> None:

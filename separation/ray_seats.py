@@ -70,15 +70,15 @@ class Seats:
     async def available(self, seconds: float) -> list[ReservedSeat]:
         """Takes and returns all seats that are free now or become free within `seconds`."""
         end = asyncio.get_running_loop().time() + seconds
-        found: list[ReservedSeat] = []
+        seats: list[ReservedSeat] = []
         while len(self._taken) < self._most:
             if (seat := await self._look()) is not None:
-                found.append(seat)
+                seats.append(seat)
             elif asyncio.get_running_loop().time() > end:
                 break
             else:
                 await asyncio.sleep(POLL_SECONDS / 4)
-        return found
+        return seats
 
     async def next(self) -> ReservedSeat:
         """Waits for a seat for one more worker, takes it and returns it. Successors of lost workers come first."""

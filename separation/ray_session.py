@@ -43,7 +43,7 @@ from separation.supervise import together
 log = logging.getLogger(__name__)
 
 ONE_NODE_SECONDS = 20.0
-"""Time for which a gang waits for the one node that had room for it; then it takes several nodes."""
+"""Time for which a process group waits for the one node that had room for it; then it takes several nodes."""
 _POLL_SECONDS = 0.02
 
 

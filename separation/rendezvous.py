@@ -99,8 +99,8 @@ def join(environment: Mapping[str, str], device: str | None = None) -> None:
     if dist.is_initialized():
         raise RuntimeError("this process is in a process group already: leave() it first")
     os.environ.update(environment)
-    if GLOO_INTERFACE not in os.environ and (found := interface_towards(environment["MASTER_ADDR"])):
-        os.environ[GLOO_INTERFACE] = found
+    if GLOO_INTERFACE not in os.environ and (interface := interface_towards(environment["MASTER_ADDR"])):
+        os.environ[GLOO_INTERFACE] = interface
     rank, world, port = (int(environment[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
     limit = timedelta(seconds=float(environment["PROCESS_GROUP_TIMEOUT"]))
     # Rank 0 is a client of its own store, too, so that `abort` can close the store while it waits for others.

@@ -84,15 +84,15 @@ class Survey:
 
     def _offset(self, probe: Any) -> Offset | Exception:
         """Returns the clock's offset of one node by the quickest of CLOCK_ROUNDS answers, or the error."""
-        found: list[Offset] = []
+        offsets: list[Offset] = []
         for _ in range(CLOCK_ROUNDS):
             asked = time.time()
             answer = self._answers({"": probe.clock.remote()})[""]
             if isinstance(answer, Exception):
                 return answer
             answered = time.time()
-            found.append(Offset(answer - (asked + answered) / 2, (answered - asked) / 2))
-        return min(found, key=lambda offset: offset.within)
+            offsets.append(Offset(answer - (asked + answered) / 2, (answered - asked) / 2))
+        return min(offsets, key=lambda offset: offset.within)
 
     def broadcast(self, nbytes: int) -> dict[str, float | Exception]:
         """Puts an object of `nbytes` bytes into this node's store; returns the seconds until each node has fetched it.
@@ -135,9 +135,9 @@ def survey(address: str, *, nodes: int = 1, wait: float = 0.0, seconds: float = 
     until = time.monotonic() + wait
     connection = _joined(address, until)
     try:
-        while len(found := living()) < nodes and time.monotonic() < until:
+        while len(nodes_now := living()) < nodes and time.monotonic() < until:
             time.sleep(_POLL_SECONDS)
-        looked = Survey(found, seconds)
+        looked = Survey(nodes_now, seconds)
         try:
             yield looked
         finally:
@@ -160,11 +160,11 @@ def _joined(address: str, until: float) -> RayConnection:
 def living() -> list[Node]:
     """Returns the living nodes of the cluster that this process has joined, sorted by address."""
     alive = [node for node in ray.nodes() if node["Alive"]]
-    found = [
+    nodes = [
         Node(node["NodeID"], node["NodeManagerAddress"], node["Resources"], free)
         for node, free in zip(alive, free_by_node(alive), strict=True)
     ]
-    return sorted(found, key=lambda node: node.name)
+    return sorted(nodes, key=lambda node: node.name)
 
 
 def _started_on(node: str) -> Any:

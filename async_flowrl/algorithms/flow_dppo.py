@@ -18,10 +18,10 @@ class FlowDPPO(PolicyGradient):
     name = "flow_dppo"
     needs_proximal_mean = True
 
-    def surrogate(self, batch: MicroBatch, current: Prediction, anchor: Prediction) -> Surrogate:
-        log_ratio = current["log_prob"] - anchor["log_prob"]
+    def surrogate(self, batch: MicroBatch, current: Prediction, proximal: Prediction) -> Surrogate:
+        log_ratio = current["log_prob"] - proximal["log_prob"]
         ratio = ratio_of(log_ratio)
-        distance = divergence(current["mean"].detach(), anchor["mean"], current["std"])
+        distance = divergence(current["mean"].detach(), proximal["mean"], current["std"])
         if self.config.clip_unit == "nats":
             distance = distance * sde.latent_elements(batch.latents)
         advantages = batch.advantages.double()

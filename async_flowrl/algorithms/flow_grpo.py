@@ -27,8 +27,8 @@ class FlowGRPO(PolicyGradient):
 
     name = "flow_grpo"
 
-    def surrogate(self, batch: MicroBatch, current: Prediction, anchor: Prediction) -> Surrogate:
-        ratio = ratio_of(current["log_prob"] - anchor["log_prob"])
+    def surrogate(self, batch: MicroBatch, current: Prediction, proximal: Prediction) -> Surrogate:
+        ratio = ratio_of(current["log_prob"] - proximal["log_prob"])
         low, high = self._bounds(batch, ratio)
         return clipped_surrogate(ratio, self.clipped_advantages(batch), low, high)
 

@@ -20,10 +20,10 @@ class GRPOGuard(PolicyGradient):
     name = "grpo_guard"
     needs_proximal_mean = True
 
-    def surrogate(self, batch: MicroBatch, current: Prediction, anchor: Prediction) -> Surrogate:
+    def surrogate(self, batch: MicroBatch, current: Prediction, proximal: Prediction) -> Surrogate:
         std = current["std"].double()
-        bias = divergence(current["mean"], anchor["mean"], current["std"])
-        ratio = ratio_of((current["log_prob"] - anchor["log_prob"] + bias) * std)
+        bias = divergence(current["mean"], proximal["mean"], current["std"])
+        ratio = ratio_of((current["log_prob"] - proximal["log_prob"] + bias) * std)
         clip = torch.full_like(ratio, self.config.clip_range)
         if self.config.clip_unit == "nats":
             clip = clip * std / sde.latent_elements(batch.latents)

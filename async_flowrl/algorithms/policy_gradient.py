@@ -87,11 +87,12 @@ class PolicyGradient(GroupAdvantages, ABC):
         Without `proximal`, the detached current prediction is used. Without `behaviour` there is no mask, and
         importance weights only with correction=rollout_tis.
         """
-        anchor = detached(current) if proximal is None else proximal
+        if proximal is None:
+            proximal = detached(current)
         advantages = batch.advantages.double()
-        surrogate = self.surrogate(batch, current, anchor)
+        surrogate = self.surrogate(batch, current, proximal)
         kept = surrogate.survives & (advantages != 0)
-        since_rollout = anchor["log_prob"] - self._rollout_log_prob(batch, current)
+        since_rollout = proximal["log_prob"] - self._rollout_log_prob(batch, current)
         metrics = {
             "ratio": surrogate.ratio.detach(),
             "ratio_deviation_squared": (surrogate.ratio.detach() - 1.0).square(),
@@ -108,11 +109,11 @@ class PolicyGradient(GroupAdvantages, ABC):
             if self.correction == ROLLOUT_TIS:
                 loss = loss * importance_weight(weight_log, self.config.tis_cap)
         else:
-            factor, more = self._corrected(batch, current, anchor, behaviour)
+            factor, more = self._corrected(batch, current, proximal, behaviour)
             loss, kept = loss * factor, kept & (factor != 0)
             metrics |= more
         metrics["kept"] = kept.double()
-        if (kl := self._kl(batch, current, anchor, reference)) is not None:
+        if (kl := self._kl(batch, current, proximal, reference)) is not None:
             loss = loss + self.config.kl_coef * kl
             metrics["kl"] = kl.detach()
         return LossOutput(loss.float(), metrics)
@@ -130,8 +131,8 @@ class PolicyGradient(GroupAdvantages, ABC):
         return ("log_prob", "std") if scale else ("log_prob",)
 
     @abstractmethod
-    def surrogate(self, batch: MicroBatch, current: Prediction, anchor: Prediction) -> Surrogate:
-        """Returns the algorithm's surrogate; `anchor` is the proximal policy's prediction, without gradient."""
+    def surrogate(self, batch: MicroBatch, current: Prediction, proximal: Prediction) -> Surrogate:
+        """Returns the algorithm's surrogate; `proximal` is the prediction of the weights at the batch's start."""
 
     def clipped_advantages(self, batch: MicroBatch) -> Tensor:
         """Returns the advantages [B] float64, clamped to ± adv_clip_max."""
@@ -161,14 +162,14 @@ class PolicyGradient(GroupAdvantages, ABC):
         return nats if self.gaussian else nats / (2.0 * current["std"].double().square())
 
     def _corrected(
-        self, batch: MicroBatch, current: Prediction, anchor: Prediction, behaviour: Prediction
+        self, batch: MicroBatch, current: Prediction, proximal: Prediction, behaviour: Prediction
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Returns the factor [B] on the surrogate and metrics of the distance to the behaviour policy."""
         now = detached(current)
         elements = sde.latent_elements(batch.latents)
         distance = elements * divergence(now["mean"], behaviour["mean"], now["std"])
         moved = now["log_prob"] - behaviour["log_prob"]
-        weight_log = self._nats(anchor["log_prob"] - behaviour["log_prob"], batch, current)
+        weight_log = self._nats(proximal["log_prob"] - behaviour["log_prob"], batch, current)
         keep = divergence_mask(distance, moved, batch.advantages, self.config.correction_threshold)
         metrics = {
             "behaviour_divergence": distance,
@@ -183,7 +184,7 @@ class PolicyGradient(GroupAdvantages, ABC):
         return torch.ones_like(weight_log), metrics
 
     def _kl(
-        self, batch: MicroBatch, current: Prediction, anchor: Prediction, reference: Prediction | None
+        self, batch: MicroBatch, current: Prediction, proximal: Prediction, reference: Prediction | None
     ) -> Tensor | None:
         """Returns the KL penalty [B] float64 per latent element, by `kl_form`; None without a penalty.
 
@@ -191,7 +192,7 @@ class PolicyGradient(GroupAdvantages, ABC):
         proximal: (l - l_proximal)² / 2 as in MixGRPO's code; it is 0 at the first optimizer step of a batch.
         """
         if self.config.kl_coef > 0.0 and self.config.kl_form == "proximal":
-            return (current["log_prob"] - anchor["log_prob"]).square() / 2.0
+            return (current["log_prob"] - proximal["log_prob"]).square() / 2.0
         if reference is None:
             return None
         exact = divergence(current["mean"], reference["mean"], current["std"])

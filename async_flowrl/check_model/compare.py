@@ -87,7 +87,7 @@ def compare(job: Job) -> list[Row]:
     round trip".
     """
     start = _start(job)
-    found: list[Row] = []
+    rows: list[Row] = []
     with torch.no_grad():
         stock = _tried(STOCK, lambda: record(job.pipeline, job.settings, job.prompt, start))
         if isinstance(stock, Row):
@@ -101,8 +101,8 @@ def compare(job: Job) -> list[Row]:
         for step, make in _steps(job, stock, branches, start):
             row = _tried(step, make)
             if row is not None:
-                found.append(row)
-    return found
+                rows.append(row)
+    return rows
 
 
 def _steps(

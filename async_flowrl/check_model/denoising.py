@@ -26,13 +26,13 @@ def compare_schedule(policy: Policy, stock: Stock, sampling: Sampling, scheduler
     if ours.shape != theirs.shape or len(stock.velocities) != len(ours) - 1:
         counts = f"the family has {len(ours) - 1} steps, the stock pipeline {len(stock.velocities)}"
         return Row(SCHEDULE, False, said=f"{counts} over {len(theirs)} sigmas")
-    found = gap(ours, theirs)
-    if found.difference <= allowed.relative:
-        return Row(SCHEDULE, True, found.difference, found.relative)
+    distance = gap(ours, theirs)
+    if distance.difference <= allowed.relative:
+        return Row(SCHEDULE, True, distance.difference, distance.relative)
     at = int((ours - theirs).abs().argmax())
     cause = _solver(scheduler) or "_set_schedule spaces or shifts otherwise than its __call__ does"
     said = f"sigmas[{at}] is {float(ours[at]):.4g}, the stock pipeline's {float(theirs[at]):.4g}: {cause}"
-    return Row(SCHEDULE, False, found.difference, found.relative, said)
+    return Row(SCHEDULE, False, distance.difference, distance.relative, said)
 
 
 def compare_velocity(policy: Policy, branches: Branches, stock: Stock, sampling: Sampling, allowed: Tolerance) -> Row:
@@ -49,9 +49,9 @@ def compare_velocity(policy: Policy, branches: Branches, stock: Stock, sampling:
         if velocity.shape != target.shape:
             shapes = f"{list(velocity.shape)}, the stock pipeline's scheduler gets {list(target.shape)}"
             return Row(VELOCITY, False, said=f"the family's has the shape {shapes}")
-        found = gap(velocity, target)
-        if step == 0 or found.relative > worst.relative:
-            worst, where, ours = found, step, velocity
+        distance = gap(velocity, target)
+        if step == 0 or distance.relative > worst.relative:
+            worst, where, ours = distance, step, velocity
     if worst.relative <= allowed.relative:
         return Row(VELOCITY, True, worst.difference, worst.relative)
     cause = _factor(ours, stock.velocities[where], allowed) or _time(policy, branches.positive, stock, sampling)
@@ -75,8 +75,8 @@ def _time(policy: Policy, branch: Mapping[str, Tensor], stock: Stock, sampling: 
     ours = network_inputs(policy, branch, stock, replace(sampling, true_cfg_scale=1.0))
     for name, value in ours.items():
         theirs = [call.get(name) for call in stock.network]
-        found = compare_input(value, theirs) if network_name(name) == "time" else Gap(0.0, 0.0)
-        if isinstance(found, Gap) and found.difference > 1e-3 and isinstance(value, Tensor):
+        compared = compare_input(value, theirs) if network_name(name) == "time" else Gap(0.0, 0.0)
+        if isinstance(compared, Gap) and compared.difference > 1e-3 and isinstance(value, Tensor):
             other = next(float(each.flatten()[0]) for each in theirs if isinstance(each, Tensor))
             return f"the network is given {name}={float(value.flatten()[0]):.4g}, by the stock pipeline {other:.4g}"
     return None
@@ -85,24 +85,24 @@ def _time(policy: Policy, branch: Mapping[str, Tensor], stock: Stock, sampling: 
 def denoised(policy: Policy, branches: Branches, start: Tensor, sampling: Sampling) -> list[Tensor]:
     """Returns the latents after every step of deterministic sampling (ODE) with the family's schedule."""
     sigmas = policy.sigmas(sampling.num_inference_steps, sampling.resolution).to(start.device)
-    x, found = start, []
+    x, latents = start, []
     for sigma, after in pairwise(sigmas):
         now = sigma.expand(len(x))
         velocity = policy.velocity(x, now, branches.positive, branches.negative, sampling)
         x = sde.ode_step(x, velocity, now, after.expand(len(x)))
-        found.append(x)
-    return found
+        latents.append(x)
+    return latents
 
 
 def compare_latents(latents: list[Tensor], stock: Stock, scheduler: Any, allowed: Tolerance) -> Row:
     """Compares the latents after every step, the final ones included."""
-    found = [gap(ours, theirs) for ours, theirs in zip(latents, stock.after, strict=True)]
-    worst = max(found, key=lambda each: each.relative)
+    gaps = [gap(ours, theirs) for ours, theirs in zip(latents, stock.after, strict=True)]
+    worst = max(gaps, key=lambda each: each.relative)
     if worst.relative <= allowed.relative:
         return Row(LATENTS, True, worst.difference, worst.relative)
-    first = next(step for step, each in enumerate(found) if each.relative > allowed.relative)
+    first = next(step for step, each in enumerate(gaps) if each.relative > allowed.relative)
     cause = _solver(scheduler)
-    said = f"from step {first} on, the final ones by {found[-1].difference:.2g}{cause and f': {cause}'}"
+    said = f"from step {first} on, the final ones by {gaps[-1].difference:.2g}{cause and f': {cause}'}"
     return Row(LATENTS, False, worst.difference, worst.relative, said)
 
 
@@ -119,7 +119,7 @@ def compare_images(policy: Policy, stock: Stock, resolution: Resolution, allowed
     if ours.shape != theirs.shape or ours.dtype != torch.uint8:
         shapes = f"{list(ours.shape)} {ours.dtype}, the stock pipeline's {list(theirs.shape)} torch.uint8"
         return Row(DECODE, False, said=f"the family's images are {shapes}")
-    found = gap(ours, theirs)
-    holds = found.difference <= allowed.levels
+    distance = gap(ours, theirs)
+    holds = distance.difference <= allowed.levels
     said = "" if holds else "_decoded or _unpacked scales, shifts or unpacks the latents otherwise than its __call__"
-    return Row(DECODE, holds, found.difference, found.relative, said)
+    return Row(DECODE, holds, distance.difference, distance.relative, said)

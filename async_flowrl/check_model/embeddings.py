@@ -47,13 +47,13 @@ def compare_embeddings(policy: Policy, branches: Branches, stock: Stock, unguide
         ours = {} if branch is None else network_inputs(policy, branch, stock, unguided)
         names = {*ours, *(name for call in stock.network for name in call)} if branch is not None else set()
         for name in sorted(name for name in names if network_name(name) == "other"):
-            found = compare_input(ours.get(name), [call.get(name) for call in stock.network])
-            if isinstance(found, str):
-                faults.append((float("inf"), f"{name}{which}: {found}"))
-            elif found.relative > allowed.relative:
-                faults.append((found.difference, f"{name}{which} differs by {found.difference:.2g}"))
-            if isinstance(found, Gap) and found.difference > worst.difference:
-                worst = found
+            compared = compare_input(ours.get(name), [call.get(name) for call in stock.network])
+            if isinstance(compared, str):
+                faults.append((float("inf"), f"{name}{which}: {compared}"))
+            elif compared.relative > allowed.relative:
+                faults.append((compared.difference, f"{name}{which} differs by {compared.difference:.2g}"))
+            if isinstance(compared, Gap) and compared.difference > worst.difference:
+                worst = compared
     if not faults:
         return Row(STEP, True, worst.difference, worst.relative)
     said = f"{max(faults)[1]}; {_encoding(branches.calls, stock.encoded)}"
@@ -91,7 +91,7 @@ def compare_input(ours: Any, theirs: Sequence[Any]) -> Gap | str:
     pairs = [pair for other in others for pair in _pairs(mine[0], other)]
     if not pairs:
         return f"the family feeds {list(mine[0].shape)}, the stock pipeline {list(others[0].shape)}"
-    return min((gap(one, other) for one, other in pairs), key=lambda found: found.difference)
+    return min((gap(one, other) for one, other in pairs), key=lambda each: each.difference)
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

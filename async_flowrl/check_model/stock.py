@@ -51,33 +51,33 @@ def record(pipeline: Any, settings: Settings, prompt: str, latents: Tensor) -> S
 
     Raises ValueError if the pipeline does not sample with a scheduler that has sigmas.
     """
-    found = _Steps()
+    steps = _Steps()
     with (
         watched(pipeline.transformer) as network,
-        replaced(pipeline.scheduler, "step", lambda step: _watched_step(step, pipeline.scheduler, found, network)),
+        replaced(pipeline.scheduler, "step", lambda step: _watched_step(step, pipeline.scheduler, steps, network)),
         watched_encoding(pipeline) as encoded,
     ):
         images = run_pipeline(pipeline, settings, prompt, latents=latents, num_images_per_prompt=len(latents))
-    if not found.sigmas:
+    if not steps.sigmas:
         raise ValueError(f"{type(pipeline).__name__} does not sample by the steps of a scheduler with sigmas")
     return Stock(
-        found.sigmas[0], found.before, found.velocities, found.after, network[: found.calls], list(encoded), images
+        steps.sigmas[0], steps.before, steps.velocities, steps.after, network[: steps.calls], list(encoded), images
     )
 
 
-def _watched_step(step: Callable[..., Any], scheduler: Any, found: _Steps, network: list[Inputs]) -> Callable[..., Any]:
+def _watched_step(step: Callable[..., Any], scheduler: Any, steps: _Steps, network: list[Inputs]) -> Callable[..., Any]:
     @functools.wraps(step)
     def watching(model_output: Tensor, timestep: Any, sample: Tensor, *rest: Any, **options: Any) -> Any:
         given = model_output, timestep, sample
-        if not found.before:
-            found.calls = len(network)
+        if not steps.before:
+            steps.calls = len(network)
             sigmas = getattr(scheduler, "sigmas", None)
-            found.sigmas += [] if sigmas is None else [torch.as_tensor(sigmas).to("cpu", torch.float32).clone()]
-        found.before.append(sample.detach().float().clone())
-        found.velocities.append(model_output.detach().float().clone())
+            steps.sigmas += [] if sigmas is None else [torch.as_tensor(sigmas).to("cpu", torch.float32).clone()]
+        steps.before.append(sample.detach().float().clone())
+        steps.velocities.append(model_output.detach().float().clone())
         result = step(*given, *rest, **options)
         after = result[0] if isinstance(result, tuple) else result.prev_sample
-        found.after.append(after.detach().float().clone())
+        steps.after.append(after.detach().float().clone())
         return result
 
     return watching

@@ -64,13 +64,13 @@ def compare_lora(
         lora_file.save(Path(work), tensors, alpha=_CONFIG.alpha)
         apply_lora(pipeline, Path(work))
     theirs = record(pipeline, settings, prompt, start).after[-1]
-    found, moved = gap(ours, theirs), gap(ours, bare)
+    distance, moved = gap(ours, theirs), gap(ours, bare)
     if moved.relative <= allowed.relative:
         return Row(
             LORA, False, moved.difference, moved.relative, "the adapter changes nothing: is it on a dead branch?"
         )
-    said = f"it moves the latents by {moved.difference:.2g}" if found.relative <= allowed.relative else _LOST
-    return Row(LORA, found.relative <= allowed.relative, found.difference, found.relative, said)
+    said = f"it moves the latents by {moved.difference:.2g}" if distance.relative <= allowed.relative else _LOST
+    return Row(LORA, distance.relative <= allowed.relative, distance.difference, distance.relative, said)
 
 
 _LOST = "the stock pipeline with the exported LoRA makes other latents: layers that it does not adapt, or another scale"
@@ -96,8 +96,8 @@ def compare_replay(policy: Policy, branches: Branches, sampling: Sampling, promp
     def velocity(latents: Tensor, sigma: Tensor) -> Tensor:
         return policy.velocity(latents, sigma, group.conditioning, branches.negative, noisy)
 
-    found = algorithm.predict(batch, velocity)["log_prob"]
-    measured = gap(found, batch.rollout_log_prob)
+    log_prob = algorithm.predict(batch, velocity)["log_prob"]
+    measured = gap(log_prob, batch.rollout_log_prob)
     holds = measured.difference <= allowed.nats
     said = "" if holds else "rows at different noise levels in one batch give other velocities than one level at a time"
     return Row(REPLAY, holds, measured.difference, measured.relative, said)

@@ -80,13 +80,13 @@ def configured(rollout: RolloutConfig) -> tuple[Resolution, ...]:
     if not isinstance(several, list | tuple):
         raise ValueError(f"rollout.resolutions must be a list such as [512,[448,576]], got {several!r:.80}")
     try:
-        found = tuple(parse_resolution(value) for value in several or [rollout.resolution])
+        sizes = tuple(parse_resolution(value) for value in several or [rollout.resolution])
     except ValueError as error:
         key = "each of rollout.resolutions" if several else "rollout.resolution"
         raise ValueError(f"{key} must be {error}") from None
-    if len(set(found)) < len(found):
-        raise ValueError(f"rollout.resolutions names a size twice: {', '.join(map(in_words, found))}")
-    return found
+    if len(set(sizes)) < len(sizes):
+        raise ValueError(f"rollout.resolutions names a size twice: {', '.join(map(in_words, sizes))}")
+    return sizes
 
 
 def at_size(config: Config, resolution: Resolution) -> Config:

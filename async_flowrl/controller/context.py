@@ -53,8 +53,8 @@ class Signal:
             await self._event.wait()
 
 
-class Tally:
-    """A sum since it was last taken."""
+class Accumulator:
+    """A sum of numbers since it was last taken."""
 
     def __init__(self) -> None:
         self._sum = 0.0
@@ -252,9 +252,9 @@ class Context:
     """The rollout workers that have joined the pool during the run and get no tickets: not yet, or not at all."""
     training: set[int] = field(default_factory=set)
     """Indices of the rollout workers whose process trains now (`placement=shared`)."""
-    swaps: Tally = field(default_factory=Tally)
+    swaps: Accumulator = field(default_factory=Accumulator)
     """How often rollout workers exchanged their weights for an average, for an older version, or back (types.py)."""
-    activation: Tally = field(default_factory=Tally)
+    activation: Accumulator = field(default_factory=Accumulator)
     """Seconds in which rollout workers put versions into their networks."""
     work: Signal = field(default_factory=Signal)
     """Notified when a rollout worker may get a ticket: tickets were issued or returned, or versions acknowledged."""

@@ -46,14 +46,16 @@ def look(given: argparse.Namespace) -> Shown:
     keys = Keys(given.prompt_key, given.weight_key, bool(given.reward) and check_rewards(reward))
     path = find_data(given.file, key="FILE", folder=True)
     rows = open_split(path, given.split, keys)
-    found = scan(rows, keys, keep_refusals=True, check=prompt_check(reward))
-    if given.split == EVALUATION or not len(found.places):
-        return Shown(found, Prompts(found), None)
+    scanned = scan(rows, keys, keep_refusals=True, check=prompt_check(reward))
+    if given.split == EVALUATION or not len(scanned.places):
+        return Shown(scanned, Prompts(scanned), None)
     settings = DataConfig(held_out=given.held_out, held_out_seed=given.held_out_seed)
     if (other := evaluation_rows(settings, path, keys)) is not None:
-        return Shown(found, Prompts(found), None, f"of {other.path}")
-    data = divided(settings, found)
-    return Shown(found, data.train, *((None, "") if data.evaluation is data.train else (data.evaluation, data.chosen)))
+        return Shown(scanned, Prompts(scanned), None, f"of {other.path}")
+    data = divided(settings, scanned)
+    return Shown(
+        scanned, data.train, *((None, "") if data.evaluation is data.train else (data.evaluation, data.chosen))
+    )
 
 
 if __name__ == "__main__":

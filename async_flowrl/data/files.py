@@ -25,12 +25,12 @@ def split_files(path: Path, split: str) -> list[Path] | None:
     for name in NAMES[split]:
         if name in _datasets(path):
             return [path / name]
-        found = {pattern: files for pattern in PATTERNS if (files := sorted(path.glob(pattern.format(name))))}
-        if len(found) > 1:
-            several = ", ".join(file.name for files in found.values() for file in files)
+        by_pattern = {pattern: files for pattern in PATTERNS if (files := sorted(path.glob(pattern.format(name))))}
+        if len(by_pattern) > 1:
+            several = ", ".join(file.name for files in by_pattern.values() for file in files)
             raise PromptError(f"{path} has several files of the split {name!r} ({several}): give the one you mean")
-        if found:
-            return next(iter(found.values()))
+        if by_pattern:
+            return next(iter(by_pattern.values()))
     return None
 
 

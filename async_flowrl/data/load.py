@@ -80,10 +80,10 @@ def open_split(path: Path, split: str, keys: Keys) -> Rows:
 
 def scanned(rows: Rows, keys: Keys, check: Check | None = None) -> Scan:
     """Reads all rows once. Raises PromptError for the first row that is refused, or if there is no prompt."""
-    found = scan(rows, keys, check=check)
-    if not len(found.places):
+    result = scan(rows, keys, check=check)
+    if not len(result.places):
         raise PromptError(f"{rows.path} holds no prompts")
-    return found
+    return result
 
 
 def evaluation_rows(config: DataConfig, train: Path, keys: Keys, base: Path | None = None) -> Rows | None:

@@ -153,12 +153,12 @@ def _decoded(columns: ParquetColumns, group: int, count: int) -> Iterator[Any]:
     try:
         categories: Any = columns.file.read_row_group(group, list(coded)) if coded else None
         start = 0
-        for found, length in _plain(columns, group, plain, count):
+        for arrays, length in _plain(columns, group, plain, count):
             for name in coded:
                 pieces = categories[name].slice(start, length).chunks
-                found[name] = pyarrow.concat_arrays([each.dictionary.take(each.indices) for each in pieces])
+                arrays[name] = pyarrow.concat_arrays([each.dictionary.take(each.indices) for each in pieces])
             start += length
-            yield pyarrow.RecordBatch.from_arrays([found[name] for name in columns.names], schema=schema)
+            yield pyarrow.RecordBatch.from_arrays([arrays[name] for name in columns.names], schema=schema)
     except OSError as error:
         raise PromptError(f"{columns.path} is not a parquet file: {first_line(error)}") from error
 

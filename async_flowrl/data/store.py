@@ -72,14 +72,14 @@ def scan(
     places = np.empty(len(rows), np.int64)
     texts, weights = np.empty(len(rows), np.uint64), np.empty(len(rows) if keys.weight else 0, np.float64)
     digests = bytearray()
-    found = Scan(rows, keys, places, texts, np.empty(0, np.uint8), None, special=False)
+    result = Scan(rows, keys, places, texts, np.empty(0, np.uint8), None, special=False)
     count = 0
     for place, row in enumerate(rows.scan()):
         try:
             if isinstance(row, PromptError):
                 raise row
             where = rows.where(place)
-            found.columns.update(row.keys())
+            result.columns.update(row.keys())
             prompt = read_prompt(count, where, row, keys)
             weight = read_weight(where, row, keys.weight) if keys.weight else None
             if check is not None:
@@ -88,30 +88,30 @@ def scan(
             refusal = error if isinstance(error, PromptError) else PromptError(f"{rows.where(place)}: {error}")
             if not keep_refusals:
                 raise refusal from error
-            found.refusals += 1
-            if len(found.refused) < MAX_KEPT_REFUSALS:
-                found.refused.append(refusal)
+            result.refusals += 1
+            if len(result.refused) < MAX_KEPT_REFUSALS:
+                result.refused.append(refusal)
             continue
         places[count], texts[count] = place, text_key(prompt.text)
         digests += digest(prompt, weight)
         if weight is not None:
             weights[count] = weight
-        _note(found, prompt, place)
+        _note(result, prompt, place)
         count += 1
-    found.places, found.texts = places[:count], texts[:count]
-    found.digests = np.frombuffer(digests, np.uint8).reshape(count, DIGEST_BYTES)
-    found.weights = weights[:count] if keys.weight else None
-    return found
+    result.places, result.texts = places[:count], texts[:count]
+    result.digests = np.frombuffer(digests, np.uint8).reshape(count, DIGEST_BYTES)
+    result.weights = weights[:count] if keys.weight else None
+    return result
 
 
-def _note(found: Scan, prompt: Prompt, place: int) -> None:
-    if len(prompt.text) > found.longest:
-        found.longest, found.longest_row = len(prompt.text), place
-    found.targets += prompt.target is not None
+def _note(scanned: Scan, prompt: Prompt, place: int) -> None:
+    if len(prompt.text) > scanned.longest:
+        scanned.longest, scanned.longest_row = len(prompt.text), place
+    scanned.targets += prompt.target is not None
     if prompt.resolution is not None:
-        found.sizes.setdefault(prompt.resolution, place)
-        found.sized += 1
-    found.special = found.special or bool(prompt.system or prompt.token_ids or prompt.negative_token_ids)
+        scanned.sizes.setdefault(prompt.resolution, place)
+        scanned.sized += 1
+    scanned.special = scanned.special or bool(prompt.system or prompt.token_ids or prompt.negative_token_ids)
 
 
 class Prompts(Sequence[Prompt]):

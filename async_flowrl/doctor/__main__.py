@@ -109,15 +109,15 @@ def started(given: argparse.Namespace) -> int:
         return refused(str(error))
     if given.nodes > 1 and config.runtime.address is None:
         return refused(f"--nodes {given.nodes} needs runtime.address: without it a run has this machine alone")
-    found: list[Finding] = []
+    findings: list[Finding] = []
     with without_collections():
         for finding in configuration_findings(config, Wanted(given.nodes, NODES_SECONDS if given.nodes > 1 else 0.0)):
-            found.append(finding)
+            findings.append(finding)
             say(finding)
-    failures = sum(finding.status == FAILED for finding in found)
-    answer = f"cannot start here: {failures} of {len(found)} checks failed" if failures else "can start here"
+    failures = sum(finding.status == FAILED for finding in findings)
+    answer = f"cannot start here: {failures} of {len(findings)} checks failed" if failures else "can start here"
     sys.stdout.write(f"this configuration {answer}\n")
-    return exit_code(found)
+    return exit_code(findings)
 
 
 def examine(given: argparse.Namespace, command: str) -> int:

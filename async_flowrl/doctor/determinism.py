@@ -26,8 +26,8 @@ def check(setting: Setting, seconds: float) -> Iterator[Finding]:
         ways["free"] = ("--rounds=2",)
     with ThreadPoolExecutor(len(ways)) as pool:
         made = dict(zip(ways, pool.map(lambda way: run(setting, way, ways[way], seconds), ways), strict=True))
-    yield from (found for found in made.values() if isinstance(found, Finding))
-    digests = {way: found for way, found in made.items() if not isinstance(found, Finding)}
+    yield from (result for result in made.values() if isinstance(result, Finding))
+    digests = {way: result for way, result in made.items() if not isinstance(result, Finding)}
     if "twice" in digests and "beside" in digests:
         yield from judged(digests["twice"], digests["beside"])
     if "free" in digests:
@@ -45,8 +45,8 @@ def run(setting: Setting, way: str, options: Sequence[str], seconds: float) -> D
     if ended.code != 0:
         why = f"no digests within {seconds:g} s" if ended.code is None else ended.last_words()
         return Finding(f"determinism, process {way}", FAILED, why, f"see {log.name}")
-    found: dict[str, list[str]] = json.loads(out.read_text(encoding="utf-8"))
-    return found
+    digests: dict[str, list[str]] = json.loads(out.read_text(encoding="utf-8"))
+    return digests
 
 
 def judged(twice: Digests, beside: Digests) -> list[Finding]:

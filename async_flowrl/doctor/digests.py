@@ -46,20 +46,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     if given.deterministic:
         repeatable_kernels()
-    found = all_digests(Setting.read(given.setting), torch.device("cuda", 0), given.rounds)
-    given.out.write_text(json.dumps(found), encoding="utf-8")
+    digests = all_digests(Setting.read(given.setting), torch.device("cuda", 0), given.rounds)
+    given.out.write_text(json.dumps(digests), encoding="utf-8")
     return 0
 
 
 def all_digests(setting: Setting, device: torch.device, rounds: int) -> dict[str, list[str]]:
     """Returns `<work> in <dtype>` → one digest per round, or, instead of a digest, why a kernel refused."""
-    found: dict[str, list[str]] = {}
+    digests: dict[str, list[str]] = {}
     for name, dtype in DTYPES.items():
         work = {**products(setting, dtype, device), **of_the_model(setting, name, device)}
         for what, compute in work.items():
-            found[f"{what} in {name}"] = [digest(compute) for _ in range(rounds)]
+            digests[f"{what} in {name}"] = [digest(compute) for _ in range(rounds)]
         del work
-    return found
+    return digests
 
 
 def digest(compute: Work) -> str:

@@ -35,21 +35,21 @@ def check(setting: Setting, seconds: float) -> Iterator[Finding]:
 
 def versions() -> dict[str, str]:
     """Returns name → version of what is installed."""
-    found = {"Python": platform.python_version()}
+    numbers = {"Python": platform.python_version()}
     for package in (*PACKAGES, *CUPY):
         try:
-            found[package] = version(package)
+            numbers[package] = version(package)
         except PackageNotFoundError:
             continue
-    found["torch"] = torch.__version__
+    numbers["torch"] = torch.__version__
     if torch.version.cuda is not None:
-        found["CUDA of torch"] = torch.version.cuda
-        found["cuDNN"] = str(torch.backends.cudnn.version())  # type: ignore[no-untyped-call]
+        numbers["CUDA of torch"] = torch.version.cuda
+        numbers["cuDNN"] = str(torch.backends.cudnn.version())  # type: ignore[no-untyped-call]
     if (nccl := nccl_version()) is not None:
-        found["NCCL of torch"] = nccl
+        numbers["NCCL of torch"] = nccl
     if (driver := driver_version()) is not None:
-        found["driver"] = driver
-    return found
+        numbers["driver"] = driver
+    return numbers
 
 
 def nccl_version() -> str | None:
@@ -64,13 +64,13 @@ def driver_version() -> str | None:
     return next(iter(nvidia_smi("driver_version")), "").strip() or None
 
 
-def versions_finding(found: dict[str, str]) -> Finding:
+def versions_finding(numbers: dict[str, str]) -> Finding:
     """Reports the versions; warns if torch has CUDA but no NCCL."""
-    sentence = ", ".join(f"{name} {number}" for name, number in found.items())
+    sentence = ", ".join(f"{name} {number}" for name, number in numbers.items())
     if torch.cuda.is_available() and not dist.is_nccl_available():
         advice = "install a torch with NCCL, or use checkpoint_engine.transport=gloo or object_store"
-        return Finding("versions", WARNING, f"{sentence}; this torch has no NCCL", advice, found)
-    return Finding("versions", OK, sentence, figures=found)
+        return Finding("versions", WARNING, f"{sentence}; this torch has no NCCL", advice, numbers)
+    return Finding("versions", OK, sentence, figures=numbers)
 
 
 def device(index: int) -> dict[str, Any]:
@@ -107,21 +107,21 @@ def peers(index: int) -> list[int] | None:
     return [other for other in others if torch.cuda.can_device_access_peer(index, other)]
 
 
-def device_finding(found: dict[str, Any]) -> Finding:
+def device_finding(facts: dict[str, Any]) -> Finding:
     """Reports a device: failed without bfloat16 tensor cores, a warning if another program uses its memory."""
-    capability = ".".join(map(str, found["capability"]))
+    capability = ".".join(map(str, facts["capability"]))
     sentence = (
-        f"{found['name']}, {found['memory'] / GIB:.1f} GiB, {found['free'] / GIB:.1f} free, capability {capability}"
+        f"{facts['name']}, {facts['memory'] / GIB:.1f} GiB, {facts['free'] / GIB:.1f} free, capability {capability}"
     )
-    sentence += f", NUMA node {found['numa']}" if found["numa"] is not None else ""
-    name = f"device {found['index']}"
-    if tuple(found["capability"]) < LEAST_CAPABILITY:
-        return Finding(name, FAILED, sentence, "bfloat16 needs capability 8.0 (Ampere) or newer", found)
-    if PRETENDED in found["name"].lower():
-        return Finding(name, WARNING, sentence, "no figure of this report says anything about a GPU", found)
-    if found["free"] < MIN_FREE_SHARE * found["memory"]:
-        return Finding(name, WARNING, sentence, "something else holds memory there: see nvidia-smi, end it", found)
-    return Finding(name, OK, sentence, figures=found)
+    sentence += f", NUMA node {facts['numa']}" if facts["numa"] is not None else ""
+    name = f"device {facts['index']}"
+    if tuple(facts["capability"]) < LEAST_CAPABILITY:
+        return Finding(name, FAILED, sentence, "bfloat16 needs capability 8.0 (Ampere) or newer", facts)
+    if PRETENDED in facts["name"].lower():
+        return Finding(name, WARNING, sentence, "no figure of this report says anything about a GPU", facts)
+    if facts["free"] < MIN_FREE_SHARE * facts["memory"]:
+        return Finding(name, WARNING, sentence, "something else holds memory there: see nvidia-smi, end it", facts)
+    return Finding(name, OK, sentence, figures=facts)
 
 
 def peers_finding(devices: list[dict[str, Any]]) -> Finding:

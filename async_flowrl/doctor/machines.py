@@ -53,8 +53,8 @@ class Machine:
 
     def disk(self, folder: str) -> Mapping[str, Any]:
         """Returns the facts of the file system of one of the folders asked for."""
-        found: Mapping[str, Any] = self.facts["disks"][folder]
-        return found
+        facts: Mapping[str, Any] = self.facts["disks"][folder]
+        return facts
 
 
 def machine_finding(machine: Machine) -> Finding:

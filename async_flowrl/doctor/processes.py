@@ -63,9 +63,9 @@ def end_session(leader: int) -> None:
 
 def members(leader: int) -> list[psutil.Process]:
     """Returns the living processes of a session, and their descendants in any session."""
-    found: set[psutil.Process] = set()
+    processes: set[psutil.Process] = set()
     for process in psutil.process_iter():
         with suppress(psutil.NoSuchProcess, ProcessLookupError, PermissionError):
             if os.getsid(process.pid) == leader and process.status() != psutil.STATUS_ZOMBIE:
-                found |= {process, *process.children(recursive=True)}
-    return list(found)
+                processes |= {process, *process.children(recursive=True)}
+    return list(processes)

@@ -31,7 +31,7 @@ class Report:
 
     @property
     def findings(self) -> list[Finding]:
-        return [finding for found in self.checks.values() for finding in found]
+        return [finding for findings in self.checks.values() for finding in findings]
 
     def counts(self) -> str:
         """Returns the number of findings by status, e.g. `12 ok, 1 warning, 0 failed, 2 skipped`."""
@@ -49,8 +49,8 @@ class Report:
             "device_name": setting.device_name,
             "sizes": asdict(setting.sizes),
             "checks": {
-                name: {"seconds": self.seconds[name], "findings": [asdict(finding) for finding in found]}
-                for name, found in self.checks.items()
+                name: {"seconds": self.seconds[name], "findings": [asdict(finding) for finding in findings]}
+                for name, findings in self.checks.items()
             },
         }
 
@@ -65,8 +65,8 @@ class Report:
             sections.append(f"**{PRETENDED_DEVICE}**")
         if setting.small:
             sections.append("Small sizes: everything runs, no figure is worth comparing.")
-        for name, found in self.checks.items():
-            sections += [f"## {name} ({self.seconds[name]:.0f} s)", "\n".join(map(_item, found))]
+        for name, findings in self.checks.items():
+            sections += [f"## {name} ({self.seconds[name]:.0f} s)", "\n".join(map(_item, findings))]
         if not setting.pretended and not setting.small:
             sections += ["## Row for docs/gpu_runs.md", f"    {row(self)}"]
         return "\n\n".join(sections) + "\n"
@@ -90,9 +90,9 @@ def row(report: Report) -> str:
 
 
 def _versions(checks: Mapping[str, Sequence[Finding]]) -> str:
-    found = next((f.figures for f in checks.get("machine", ()) if f.name == "versions"), {})
+    numbers = next((f.figures for f in checks.get("machine", ()) if f.name == "versions"), {})
     wanted = {"torch": "torch", "NCCL of torch": "NCCL", "driver": "driver"}
-    return ", ".join(f"{short} {found[name]}" for name, short in wanted.items() if name in found)
+    return ", ".join(f"{short} {numbers[name]}" for name, short in wanted.items() if name in numbers)
 
 
 def _item(finding: Finding) -> str:

@@ -145,8 +145,8 @@ def judged(
 
 def reached(nodes: Sequence[Node], address: str, wanted: Wanted) -> Finding:
     """Checks that the cluster has as many nodes as wanted."""
-    found = totals(node.resources for node in nodes)
-    sentence = f"{address} has {len(nodes)} nodes, {found['CPU']:g} CPU and {found['GPU']:g} GPU"
+    exists = totals(node.resources for node in nodes)
+    sentence = f"{address} has {len(nodes)} nodes, {exists['CPU']:g} CPU and {exists['GPU']:g} GPU"
     if len(nodes) < wanted.nodes:
         advice = "see the output of `ray start` on the nodes that are missing: address, firewall, another Ray or Python"
         return Finding("Ray", FAILED, f"{sentence}, {wanted.nodes} were waited for ({wanted.seconds:g} s)", advice)

@@ -27,9 +27,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     logging.getLogger("separation").setLevel(logging.WARNING)  # hides the normal end of a reward's server
     try:
-        found = evaluate(job_of(given), device="cuda" if torch.cuda.is_available() else "cpu")
-        print_table(table(found))
-        for written in write(found, given.out.expanduser()) if given.out is not None else ():
+        comparison = evaluate(job_of(given), device="cuda" if torch.cuda.is_available() else "cpu")
+        print_table(table(comparison))
+        for written in write(comparison, given.out.expanduser()) if given.out is not None else ():
             logger.info("wrote %s", written)
     except (ValueError, OSError) as error:
         logger.error("%s", error)
@@ -37,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ServerLost as error:
         logger.error("%s", error)
         return exit_codes.ERROR
-    return exit_codes.INCOMPLETE if found.missing else exit_codes.OK
+    return exit_codes.INCOMPLETE if comparison.missing else exit_codes.OK
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -162,7 +162,7 @@ async def _scored(pipeline: Any, job: Job, reward: CompositeReward, servers: Ser
         pipeline, pipeline.transformer.dtype, max_sequence_length=config.model.max_sequence_length
     )
     policy.check(from_config(config).sampling)
-    found = Scored()
+    results = Scored()
     with ThreadPoolExecutor(config.reward.threads) as executor:
         for place, prompt in enumerate(job.prompts):
             parts = []
@@ -172,7 +172,7 @@ async def _scored(pipeline: Any, job: Job, reward: CompositeReward, servers: Ser
                 parts.append(made() if isinstance(servers, NoServers) else await asyncio.to_thread(made))
             images = np.concatenate(parts)
             if place < SHOWN_PROMPTS:
-                found.images[place] = images[:SHOWN_IMAGES]
+                results.images[place] = images[:SHOWN_IMAGES]
             try:
                 scores = await scored(reward, job.reward, servers, executor, prompt, images)
             except RewardError as error:
@@ -181,11 +181,11 @@ async def _scored(pipeline: Any, job: Job, reward: CompositeReward, servers: Ser
                 logger.warning("prompt %d is skipped: %s", place, error)
                 continue
             for name, values in scores.by_term.items():
-                found.scores.setdefault(name, {})[place] = tuple(values)
+                results.scores.setdefault(name, {})[place] = tuple(values)
             if job.trained and job.trained.keys() <= scores.by_term.keys():
                 total = weighted_total(job.trained, scores.by_term, len(images))
-                found.scores.setdefault(TOTAL, {})[place] = total
-    return found
+                results.scores.setdefault(TOTAL, {})[place] = total
+    return results
 
 
 def _images(pipeline: Any, policy: Policy, job: Job, prompt: Prompt, place: int, seed: int) -> ByteArray:

@@ -56,8 +56,8 @@ async def servers_of(job: Job, reward: CompositeReward, device: str) -> AsyncIte
 
     def told(addresses: Mapping[str, Addresses]) -> None:
         for term in reward.terms:
-            if (found := addresses.get(term.name)) is not None:
-                cast("Connecting", term.reward).connect(found.urls, found.token)
+            if (address := addresses.get(term.name)) is not None:
+                cast("Connecting", term.reward).connect(address.urls, address.token)
 
     for name, _ in served_terms(config):
         logger.info("starting the server of the reward %s, its output is in %s", name, folder)

@@ -22,10 +22,10 @@ _MAX_SCORES = 4
 """Largest number of score lines below an image."""
 
 
-def table(found: Comparison) -> Table:
+def table(comparison: Comparison) -> Table:
     """One row per score: means ± half their 95 % intervals before and after, and the paired difference likewise."""
-    job, how = found.job, from_config(found.job.config).sampling
-    sizes = sizes_of(found)
+    job, how = comparison.job, from_config(comparison.job.config).sampling
+    sizes = sizes_of(comparison)
     title = (
         f"{len(job.prompts)} prompts ({job.chosen}) × {job.images_per_prompt} images, {how.num_inference_steps} steps "
         f"at {', '.join(map(in_words, sizes))} px, guidance {how.guidance_scale or how.true_cfg_scale:g}"
@@ -34,15 +34,15 @@ def table(found: Comparison) -> Table:
     drawn.add_column("score")
     for name in ("before", "after", "difference [95 %]", "images improved"):
         drawn.add_column(name, justify="right")
-    for name, row in found.rows.items():
+    for name, row in comparison.rows.items():
         label = name if name == TOTAL or row.kind != "held_out" else f"{name} (held out)"
         drawn.add_row(label, _mean(row.before), *_after(row))
     return drawn
 
 
-def sizes_of(found: Comparison) -> list[Resolution]:
+def sizes_of(comparison: Comparison) -> list[Resolution]:
     """Sizes of the images, smallest first."""
-    sizes = {found.job.resolution(place) for place in range(len(found.job.prompts))}
+    sizes = {comparison.job.resolution(place) for place in range(len(comparison.job.prompts))}
     return sorted(sizes, key=lambda size: (pixels(size), height_width(size)))
 
 
@@ -52,21 +52,21 @@ def _after(row: Row) -> tuple[str, str, str]:
     return _mean(row.after), _difference(row.difference), f"{row.improved:.0%}"
 
 
-def _mean(found: Estimate) -> str:
-    return f"{found.mean:.4g}" + ("" if found.high is None else f" ± {found.high - found.mean:.2g}")
+def _mean(estimate: Estimate) -> str:
+    return f"{estimate.mean:.4g}" + ("" if estimate.high is None else f" ± {estimate.high - estimate.mean:.2g}")
 
 
-def _difference(found: Estimate) -> str:
-    if found.low is None or found.high is None:
-        return f"{found.mean:+.4g}"
-    return f"{found.mean:+.4g} [{found.low:+.4g}, {found.high:+.4g}]"
+def _difference(estimate: Estimate) -> str:
+    if estimate.low is None or estimate.high is None:
+        return f"{estimate.mean:+.4g}"
+    return f"{estimate.mean:+.4g} [{estimate.low:+.4g}, {estimate.high:+.4g}]"
 
 
-def as_json(found: Comparison) -> dict[str, Any]:
+def as_json(comparison: Comparison) -> dict[str, Any]:
     """Returns every number of the comparison and the settings that produced it."""
-    job, how = found.job, from_config(found.job.config).sampling
-    sizes = sizes_of(found)
-    scored = min(row.before.prompts for row in found.rows.values())
+    job, how = comparison.job, from_config(comparison.job.config).sampling
+    sizes = sizes_of(comparison)
+    scored = min(row.before.prompts for row in comparison.rows.values())
     return {
         "base": job.config.model.path,
         "trained_weights": str(job.trained_weights) if job.trained_weights is not None else None,
@@ -81,32 +81,32 @@ def as_json(found: Comparison) -> dict[str, Any]:
         "num_inference_steps": how.num_inference_steps,
         "true_cfg_scale": how.true_cfg_scale,
         "guidance_scale": how.guidance_scale,
-        "rewards": {name: asdict(row) for name, row in found.rows.items()},
-        "missing": list(found.missing),
+        "rewards": {name: asdict(row) for name, row in comparison.rows.items()},
+        "missing": list(comparison.missing),
     }
 
 
-def picture(found: Comparison) -> Image.Image:
+def picture(comparison: Comparison) -> Image.Image:
     """Draws the first images of the first prompts before and after, with their scores below."""
-    places = sorted(found.before)
-    sides = [("before", found.before), *([("after", found.after)] if found.after else [])]
+    places = sorted(comparison.before)
+    sides = [("before", comparison.before), *([("after", comparison.after)] if comparison.after else [])]
     columns = [(title, [images[place] for place in places]) for title, images in sides]
-    captions = [[_captions(found, title, place) for place in places] for title, _ in sides]
-    prompts = [found.job.prompts[place].text for place in places]
+    captions = [[_captions(comparison, title, place) for place in places] for title, _ in sides]
+    prompts = [comparison.job.prompts[place].text for place in places]
     return grid(prompts, columns, captions=captions, max_side=_MAX_SIDE)
 
 
-def _captions(found: Comparison, side: str, place: int) -> list[list[str]]:
+def _captions(comparison: Comparison, side: str, place: int) -> list[list[str]]:
     """Returns, for each image, one line per score; the weighted sum is left out."""
-    rows = [(name, row) for name, row in found.rows.items() if name != TOTAL][:_MAX_SCORES]
+    rows = [(name, row) for name, row in comparison.rows.items() if name != TOTAL][:_MAX_SCORES]
     scores = [(name, row.scores[side][place]) for name, row in rows if place in row.scores[side]]
-    count = min(SHOWN_IMAGES, found.job.images_per_prompt)
+    count = min(SHOWN_IMAGES, comparison.job.images_per_prompt)
     return [[f"{values[image]:.3g} {name}" for name, values in scores] for image in range(count)]
 
 
-def write(found: Comparison, folder: Path) -> list[Path]:
+def write(comparison: Comparison, folder: Path) -> list[Path]:
     """Writes evaluation.json and before_after.png into `folder` and returns their paths."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / RESULTS).write_text(json.dumps(as_json(found), indent=2) + "\n")
-    picture(found).save(folder / GRID, format="PNG", optimize=True)
+    (folder / RESULTS).write_text(json.dumps(as_json(comparison), indent=2) + "\n")
+    picture(comparison).save(folder / GRID, format="PNG", optimize=True)
     return [folder / RESULTS, folder / GRID]

@@ -127,8 +127,8 @@ def _results(out: Path, source: Source, extras: Extras) -> list[str]:
     records = read_evaluations(source.run / "evaluations.jsonl") if source.run is not None else []
     if extras.evaluation is not None:
         parts.append("## Results\n\n" + _measured(extras.evaluation, out))
-    elif (found := _recorded(source, records)) is not None:
-        parts.append("## Results\n\n" + found)
+    elif (recorded := _recorded(source, records)) is not None:
+        parts.append("## Results\n\n" + recorded)
     if source.run is not None and (metrics := source.run / "metrics.jsonl").is_file():
         upto = [e for e in records if source.step is None or e.version <= source.step]
         lines = [line for line in read_events(metrics) if source.step is None or line["step"] < source.step]
@@ -142,29 +142,31 @@ def _results(out: Path, source: Source, extras: Extras) -> list[str]:
 def read_results(folder: Path) -> dict[str, Any]:
     """Reads the results that `async_flowrl.evaluate` wrote into a folder. Raises ValueError if there are none."""
     try:
-        found: dict[str, Any] = json.loads((folder / RESULTS).read_text())
-        for name, each in found["rewards"].items():
+        results: dict[str, Any] = json.loads((folder / RESULTS).read_text())
+        for name, each in results["rewards"].items():
             _row(name, each)
     except (OSError, ValueError, KeyError, TypeError) as error:
         why = f"{type(error).__name__}: {error}"
         raise ValueError(f"--evaluation {folder} is no folder of python -m async_flowrl.evaluate ({why})") from error
-    return found
+    return results
 
 
 def _measured(folder: Path, out: Path) -> str:
     """Returns the table of an evaluation folder and copies its picture."""
-    found = read_results(folder)
-    rows = [_row(name, each) for name, each in found["rewards"].items()]
+    results = read_results(folder)
+    rows = [_row(name, each) for name, each in results["rewards"].items()]
     if (folder / RESULTS_GRID).is_file():
         (out / GRID).write_bytes((folder / RESULTS_GRID).read_bytes())
-    how = f"{found['scored']} prompts × {found['images_per_prompt']} images, the same initial noises before and after"
+    how = (
+        f"{results['scored']} prompts × {results['images_per_prompt']} images, the same initial noises before and after"
+    )
     return _table(("score", "before", "after", "difference [95 %]", "improved"), rows) + f"\n\n{how}."
 
 
-def _row(name: str, found: Mapping[str, Any]) -> tuple[str, ...]:
-    difference, share = found["difference"], found["improved"]
+def _row(name: str, measured: Mapping[str, Any]) -> tuple[str, ...]:
+    difference, share = measured["difference"], measured["improved"]
     interval = "" if difference["low"] is None else f" [{difference['low']:+.4g}, {difference['high']:+.4g}]"
-    before, after = found["before"]["mean"], found["after"]["mean"]
+    before, after = measured["before"]["mean"], measured["after"]["mean"]
     return f"`{name}`", f"{before:.4g}", f"{after:.4g}", f"{difference['mean']:+.4g}{interval}", f"{share:.0%}"
 
 

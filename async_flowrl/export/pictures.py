@@ -30,7 +30,7 @@ def write_curve(path: Path, metrics: Sequence[Metrics], evaluations: Sequence[Ev
     if trained:
         axes.plot(*zip(*trained, strict=True), color="#8aa9cf", linewidth=1, label="training images")
     if scored:
-        steps, means = [step for step, _ in scored], [found.mean for _, found in scored]
+        steps, means = [step for step, _ in scored], [mean.mean for _, mean in scored]
         axes.plot(steps, means, color="#d9822b", marker="o", label="evaluations, with 95 % intervals")
         bounds = [(f.mean, f.mean) if f.low is None or f.high is None else (f.low, f.high) for _, f in scored]
         low, high = zip(*bounds, strict=True)

@@ -34,14 +34,14 @@ def dtype_of_files(path: str, revision: str | None) -> str:
         raise ValueError(_unreadable(path, first_line(error))) from error
     if not sizes:
         raise ValueError(_unreadable(path, f"there is no {FOLDER}/{FILE}"))
-    found, size = sizes.most_common(1)[0]
-    if found not in _STORED:
+    stored, size = sizes.most_common(1)[0]
+    if stored not in _STORED:
         share = size / sizes.total()
         raise ValueError(
-            f"the transformer's files of model.path {path} hold {found} ({share:.0%} of their bytes), which nothing is "
-            "computed in here: set model.dtype to bfloat16 or float32, into which they are then cast"
+            f"the transformer's files of model.path {path} hold {stored} ({share:.0%} of their bytes), which nothing "
+            "is computed in here: set model.dtype to bfloat16 or float32, into which they are then cast"
         )
-    return _STORED[found]
+    return _STORED[stored]
 
 
 def _unreadable(path: str, reason: str) -> str:

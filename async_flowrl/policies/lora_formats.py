@@ -99,14 +99,14 @@ def _read(path: Path, family: str, where: Path) -> LoraFile:
     return LoraFile(tensors, rank, scales.pop())
 
 
-def compare(wanted: LoraFile, found: LoraFile, where: Path) -> None:
+def compare(wanted: LoraFile, written: LoraFile, where: Path) -> None:
     """Raises ValueError if two LoRAs compute different things; the message begins with `where`.
 
     It compares alpha / rank · B(Ax) for one random x per layer. A layer that is in one LoRA only must give zero.
     """
-    modules = sorted({*lora_file.modules_of(wanted.tensors), *lora_file.modules_of(found.tensors)})
+    modules = sorted({*lora_file.modules_of(wanted.tensors), *lora_file.modules_of(written.tensors)})
     for module in modules:
-        one, two = _response(wanted, module), _response(found, module)
+        one, two = _response(wanted, module), _response(written, module)
         if one is None or two is None:
             same = not bool((two if one is None else one).any())  # type: ignore[union-attr]
         else:

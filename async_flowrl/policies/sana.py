@@ -44,8 +44,8 @@ class SanaPolicy(PipelinePolicy):
         pipeline = self._whole("encode prompts")
         options = {"complex_human_instruction": instruction, **self._text_options}
         embeds, mask, *_ = pipeline.encode_prompt(text, False, device=pipeline.text_encoder.device, **options)
-        found = {"prompt_embeds": embeds, "prompt_attention_mask": mask}
-        return {name: tensor[0].float().cpu().numpy() for name, tensor in found.items()}
+        tensors = {"prompt_embeds": embeds, "prompt_attention_mask": mask}
+        return {name: tensor[0].float().cpu().numpy() for name, tensor in tensors.items()}
 
     def conditioning_shapes(self) -> dict[str, tuple[int, ...]]:
         length = self._text_tokens(300)

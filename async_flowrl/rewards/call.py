@@ -94,17 +94,17 @@ async def score_term(
     """Returns one term's results for images uint8 [n, H, W, 3]. A RewardError is not raised but stored in `failure`."""
     start = time.time()
     calls = _Calls(name, reward, prompt, executor)
-    found = TermScores(Span(f"score/{name}", start, start))
+    scores_of_term = TermScores(Span(f"score/{name}", start, start))
     try:
         if pointwise:
             result = await _pointwise(calls, images, attempts)
         else:
             result = group_result(calls.where, await calls.call(images), len(images))
-        found = replace(found, scores=result.scores, extras=result.extras)
+        scores_of_term = replace(scores_of_term, scores=result.scores, extras=result.extras)
     except RewardError as error:
         text = "".join(traceback.format_exception(error))
-        found = replace(found, failure=Failure(str(error), final=pointwise, traceback=text))
-    return replace(found, span=Span(f"score/{name}", start, time.time()), retries=calls.retries)
+        scores_of_term = replace(scores_of_term, failure=Failure(str(error), final=pointwise, traceback=text))
+    return replace(scores_of_term, span=Span(f"score/{name}", start, time.time()), retries=calls.retries)
 
 
 async def _pointwise(calls: _Calls, images: ByteArray, attempts: Attempts) -> Result:

@@ -17,9 +17,9 @@ def combined(terms: Mapping[str, RewardTerm], parts: Sequence[Scores]) -> Scores
     """
     if len(parts) == 1:
         return parts[0]
-    found = {name: values for part in parts for name, values in part.by_term.items()}
-    by_term = {name: found[name] for name in terms if name in found}
-    failed = {name: failure for part in parts for name, failure in part.failed.items() if name not in found}
+    by_name = {name: values for part in parts for name, values in part.by_term.items()}
+    by_term = {name: by_name[name] for name in terms if name in by_name}
+    failed = {name: failure for part in parts for name, failure in part.failed.items() if name not in by_name}
     retries: Counter[str] = sum((Counter(part.retries) for part in parts), Counter())
     images = len(next(iter(by_term.values()), ()))
     return Scores(

@@ -117,14 +117,14 @@ async def score_held_out(
     distances: dict[str, float] = {}
     for term in featured:
         try:
-            found = await loop.run_in_executor(executor, cosine_distance, term.reward, images)
+            distance = await loop.run_in_executor(executor, cosine_distance, term.reward, images)
         except Exception as error:  # a failure of one term must not lose the other terms' scores
             del by_term[term.name]
             extras.pop(term.name, None)
             failed[term.name] = f"reward {term.name!r} has no features of prompt {prompt.text!r}: {in_one_line(error)}"
             continue
-        if found is not None:
-            distances[term.name] = found
+        if distance is not None:
+            distances[term.name] = distance
     return HeldOutScores(by_term, failed, tuple(spans), distances, extras=extras)
 
 

@@ -150,15 +150,15 @@ def client() -> "httpx.AsyncClient":
 
     loop = asyncio.get_running_loop()
     logging.getLogger("httpx").setLevel(logging.WARNING)  # httpx logs every request at INFO
-    if (found := _clients.get(loop)) is None:
-        found = _clients[loop] = httpx.AsyncClient(
+    if (known := _clients.get(loop)) is None:
+        known = _clients[loop] = httpx.AsyncClient(
             timeout=None,
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
             headers={"Accept-Encoding": "identity", "User-Agent": "async-flowrl"},
             follow_redirects=False,
             trust_env=False,
         )
-    return found
+    return known
 
 
 def retry_after(header: str | None, now: float) -> float | None:

@@ -23,10 +23,10 @@ def text_score(read: str, target: str) -> float:
     """
     from rapidfuzz.distance import Levenshtein
 
-    found, wanted = normalise(read), normalise(target)
-    if wanted in found:
+    seen, wanted = normalise(read), normalise(target)
+    if wanted in seen:
         return 1.0
-    return max(0.0, 1.0 - Levenshtein.distance(found, wanted) / len(wanted))
+    return max(0.0, 1.0 - Levenshtein.distance(seen, wanted) / len(wanted))
 
 
 def normalise(text: str) -> str:

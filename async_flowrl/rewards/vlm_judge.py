@@ -242,8 +242,8 @@ class VLMJudge:
         if self.mode == TRANSCRIBE:
             return [Verdict(transcription_score(answer, prompt.target or ""), said | {"cut": float(answer.cut)})]
         if self.mode == PROBABILITIES:
-            score, found = expected_value(answer, self._values, min_mass=self.min_mass)
-            return [Verdict(score, said | {f"p.{_word(name)}": p for name, p in found.items()})]
+            score, probabilities = expected_value(answer, self._values, min_mass=self.min_mass)
+            return [Verdict(score, said | {f"p.{_word(name)}": p for name, p in probabilities.items()})]
         low, high = self._question.bounds
         if self.after is not None:
             scores = [score_after(answer, self.after, (low, high))]

@@ -116,9 +116,9 @@ def score_after(answer: Answer, marker: str, bounds: tuple[float, float]) -> flo
 
     Raises JudgeError if there is none, or if the text was cut off, since the number may then be incomplete.
     """
-    _, found, rest = answer.text.rpartition(marker)
+    _, marked, rest = answer.text.rpartition(marker)
     number = _NUMBER.match(rest)
-    if answer.cut or not found or number is None:
+    if answer.cut or not marked or number is None:
         why = "is cut off at max_tokens" if answer.cut else f"has no number after {marker!r}"
         raise JudgeError(f"the judge's answer {why}: {_short(answer.text[-SHOWN_CHARACTERS:])}")
     return _bounded(float(number[1]), bounds)
@@ -158,18 +158,18 @@ def expected_value(answer: Answer, values: Mapping[str, float], *, min_mass: flo
     if not answer.first:
         raise JudgeError("the server sends no log-probabilities (logprobs, top_logprobs): mode=score needs none")
     wanted = {name.casefold(): name for name in values}
-    found = dict.fromkeys(values, 0.0)
+    probabilities = dict.fromkeys(values, 0.0)
     for token, logprob in answer.first:
         if (name := wanted.get(token.strip().casefold())) is not None:
-            found[name] += math.exp(logprob)
-    mass = sum(found.values())
+            probabilities[name] += math.exp(logprob)
+    mass = sum(probabilities.values())
     if mass <= 0 or mass < min_mass:
         likely = ", ".join(repr(token) for token, _ in answer.first[:5])
         raise JudgeError(
             f"the listed answers hold {mass:.3g} of the probability, less than min_mass={min_mass:g}; the likeliest "
             f"tokens are {likely}"
         )
-    return sum(found[name] * value for name, value in values.items()) / mass, found
+    return sum(probabilities[name] * value for name, value in values.items()) / mass, probabilities
 
 
 def _short(value: object) -> str:

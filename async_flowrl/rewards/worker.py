@@ -63,8 +63,8 @@ class RewardWorker:
     def connect(self, servers: Mapping[str, Addresses]) -> None:
         """Passes the addresses of the run's servers to the terms that use them."""
         for term in (*self.reward.terms, *self.held_out):
-            if (found := servers.get(term.name)) is not None:
-                cast("Connecting", term.reward).connect(found.urls, found.token)
+            if (address := servers.get(term.name)) is not None:
+                cast("Connecting", term.reward).connect(address.urls, address.token)
                 if (seen := seen_by(term.reward)) is not None:
                     self._seen[term.name] = seen
 

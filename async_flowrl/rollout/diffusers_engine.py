@@ -214,10 +214,13 @@ class DiffusersEngine:
         Raises FloatingPointError if final latents are not finite.
         """
         request = plan.request
-        found = [torch.stack([chunk.finite for chunk in chunks])]
+        tensors = [torch.stack([chunk.finite for chunk in chunks])]
         if request.kind == TRAIN:
-            found += [torch.cat([chunk.recorded for chunk in chunks]), torch.cat([chunk.log_probs for chunk in chunks])]
-        finite, *recorded = download(found, self.device)
+            tensors += [
+                torch.cat([chunk.recorded for chunk in chunks]),
+                torch.cat([chunk.log_probs for chunk in chunks]),
+            ]
+        finite, *recorded = download(tensors, self.device)
         if not bool(finite.all()):
             raise FloatingPointError(
                 f"ticket {request.ordinal} (step {request.step}, group {request.group}) with policy version "

@@ -62,8 +62,8 @@ class EmbeddingFiles:
             return None
         digest, body = data[:DIGEST_BYTES], data[DIGEST_BYTES:]
         if hashlib.sha256(body).digest() == digest and _made_of(body) == self._key(asked):
-            found: Conditioning = load(body)
-            return {name: found[name] for name in sorted(found)}
+            tensors: Conditioning = load(body)
+            return {name: tensors[name] for name in sorted(tensors)}
         logger.warning("%s is damaged, or of another prompt or encoder: its embedding is made again", path)
         return None
 

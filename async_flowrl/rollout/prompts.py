@@ -52,10 +52,10 @@ class Prompts:
             self._known |= zip(missing, self._encoder.encode(missing), strict=True)
         for key in asked:
             self._known.move_to_end(key)
-        found = [self._known[key] for key in asked]
+        known = [self._known[key] for key in asked]
         while len(self._known) > CACHED_PROMPTS:
             self._known.popitem(last=False)
-        return found
+        return known
 
     def encode_negatives(self, texts: Sequence[Wording]) -> list[Conditioning]:
         """Returns the conditioning of negative prompts for the trainer, without keeping them in the cache."""

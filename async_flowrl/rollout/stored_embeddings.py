@@ -46,11 +46,11 @@ class StoredEmbeddings:
 
     def encode(self, asked: Sequence[Asked]) -> list[Conditioning]:
         """Returns the conditioning of each, with the bits of the policy's own encoder. OSError if a write fails."""
-        found = {each: self._files.read(each) for each in asked}
-        missing = [each for each, conditioning in found.items() if conditioning is None]
+        known = {each: self._files.read(each) for each in asked}
+        missing = [each for each, conditioning in known.items() if conditioning is None]
         if missing:
-            found |= self._visit(missing, self._next(missing))
-        return [conditioning for each in asked if (conditioning := found[each]) is not None]
+            known |= self._visit(missing, self._next(missing))
+        return [conditioning for each in asked if (conditioning := known[each]) is not None]
 
     def begin(self) -> None:
         """Encodes this worker's share of the first `ahead` prompts; call it before the model is on the device."""

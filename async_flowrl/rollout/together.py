@@ -164,12 +164,12 @@ class _Together:
         shape = tuple((each.latents.shape, _shapes(each.positive), _shapes(each.negative or {})) for each in asked)
         try:
             with self._meter.measure(shape):
-                found = velocities(self._policy, asked)
+                answers = velocities(self._policy, asked)
         except BaseException as error:
             for each in asked:
                 each.answer.set_exception(error)
             return None
-        for each, velocity in zip(asked, found, strict=True):
+        for each, velocity in zip(asked, answers, strict=True):
             each.answer.set_result(velocity)
         return self._meter.flops(shape)
 

@@ -105,8 +105,8 @@ def results(ending: Ending, summary: Mapping[str, Any], prediction: str | None) 
 def say_result(ending: Ending, summary: Mapping[str, Any]) -> None:
     """Prints what the evaluations show, or the training's rewards if no two evaluations can be compared."""
     history = read_evaluations(ending.directory.evaluations)
-    found = result_sentences(history, str(summary.get("evaluation_prompts")))
-    for sentence in found or [training_sentence(summary["reward_first"], summary["reward_last"])]:
+    sentences = result_sentences(history, str(summary.get("evaluation_prompts")))
+    for sentence in sentences or [training_sentence(summary["reward_first"], summary["reward_last"])]:
         ending.say("result", sentence)
 
 

@@ -60,7 +60,7 @@ async def device_memory(config: Config, groups: Mapping[str, WorkerGroup]) -> di
     asked |= {pool.name: pool.gpus_per_worker for pool in scoring_pools(config)}
     if config.rollout.engine == "vllm_omni":
         del asked[ROLLOUT]
-    found: dict[str, int] = {}
+    memory: dict[str, int] = {}
     for pool in (name for name, gpus in asked.items() if gpus > 0):
         lane = "main" if is_scoring_pool(pool) else "control"
         calls = (
@@ -68,5 +68,5 @@ async def device_memory(config: Config, groups: Mapping[str, WorkerGroup]) -> di
         )
         sizes = [size for size in await asyncio.gather(*calls) if size is not None]
         if sizes:
-            found[pool] = min(sizes)
-    return found
+            memory[pool] = min(sizes)
+    return memory

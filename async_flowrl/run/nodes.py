@@ -56,13 +56,13 @@ def seats(groups: Mapping[str, WorkerGroup]) -> dict[str, str]:
 
 def runs(numbers: list[int]) -> list[str]:
     """Returns sorted numbers as texts, where consecutive numbers become `first…last`."""
-    found: list[list[int]] = []
+    spans: list[list[int]] = []
     for number in numbers:
-        if found and found[-1][1] == number - 1:
-            found[-1][1] = number
+        if spans and spans[-1][1] == number - 1:
+            spans[-1][1] = number
         else:
-            found.append([number, number])
-    return [f"{first}" if first == last else f"{first}…{last}" for first, last in found]
+            spans.append([number, number])
+    return [f"{first}" if first == last else f"{first}…{last}" for first, last in spans]
 
 
 async def check_run_directory(config: Config, groups: Mapping[str, WorkerGroup], folder: Path) -> None:

@@ -28,9 +28,9 @@ class RewardWeighted(FlowGRPO):
         super().__init__(config, correction=correction)
         self.temperature = temperature
 
-    def surrogate(self, batch: MicroBatch, current: Prediction, anchor: Prediction) -> Surrogate:
-        """Returns tensors [B]; `anchor` has the log-probabilities of the batch's start, so the ratio begins at 1."""
-        ratio = torch.exp(current["log_prob"] - anchor["log_prob"])
+    def surrogate(self, batch: MicroBatch, current: Prediction, proximal: Prediction) -> Surrogate:
+        """Returns tensors [B]; `proximal` is the prediction of the batch's start, so the ratio begins at 1."""
+        ratio = torch.exp(current["log_prob"] - proximal["log_prob"])
         weight = torch.expm1(self.clipped_advantages(batch) / self.temperature)
         inside = torch.zeros_like(ratio, dtype=torch.bool)
         return Surrogate(-weight * ratio, ratio, inside, ~inside)

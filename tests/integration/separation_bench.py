@@ -31,10 +31,10 @@ class Bench:
         self.runner = asyncio.Runner()
         pools = [
             PoolSpec("toy", TOY, 3, {"greeting": "hi"}, lanes=("sync",), threads=1, environment={"TOY": "yes"}),
-            PoolSpec("gang", TOY, 2, gpus_per_worker=1.0, gang=True, threads=2),
+            PoolSpec("ranks", TOY, 2, gpus_per_worker=1.0, process_group=True, threads=2),
         ]
         if backend == "ray":
-            start_ray(resources={"gang": 2.0})
+            start_ray(resources={"ranks": 2.0})
         else:
             pools = pools[:1]
         self._context = cluster(pools, backend=backend, start_deadline=240, log_dir=logs)

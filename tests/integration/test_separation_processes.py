@@ -71,8 +71,8 @@ def test_threads_environment_and_logs_are_set_in_the_worker(rays: Bench) -> None
             await worker.call("say", "so it goes")
             text = (bench.logs / f"{worker.name}.log").read_text()
             assert "so it goes" in text and "SO IT GOES" in text
-        gang = bench.groups["gang"]
-        assert await together(*(worker.call("torch_threads") for worker in gang.workers)) == [2, 2]
+        ranks = bench.groups["ranks"]
+        assert await together(*(worker.call("torch_threads") for worker in ranks.workers)) == [2, 2]
 
     rays.run(test)
 
@@ -127,7 +127,7 @@ def test_workers_see_the_gpus_of_their_seats_and_a_lost_node_means_dead_workers_
     """
     allocator = "expandable_segments:True"
     pools = [
-        PoolSpec("owner", TOY, 2, gpus_per_worker=1.0, gang=True, allocator=allocator),
+        PoolSpec("owner", TOY, 2, gpus_per_worker=1.0, process_group=True, allocator=allocator),
         PoolSpec(
             "chooser", TOY, 1, gpus_per_worker=1.0, allocator=allocator, environment={"PYTORCH_CUDA_ALLOC_CONF": "x:1"}
         ),
@@ -150,10 +150,10 @@ def test_workers_see_the_gpus_of_their_seats_and_a_lost_node_means_dead_workers_
                 assert await seen(await groups["none"].replace(0)) == ("", None)
                 assert await seen(await groups["owner"].replace(1)) == owners[1]
                 made = [group for group in ray.util.placement_group_table().values() if group["state"] == "CREATED"]
-                gangs = [
+                strategies = [
                     group["strategy"] for group in made if len(group["bundles"]) == 2 and "GPU" in group["bundles"][0]
                 ]
-                assert gangs == ["STRICT_PACK"]
+                assert strategies == ["STRICT_PACK"]
             await check_lost_node(bench, node)
 
     with caplog.at_level(logging.INFO, logger="separation.ray_session"):
@@ -162,15 +162,15 @@ def test_workers_see_the_gpus_of_their_seats_and_a_lost_node_means_dead_workers_
     assert spread.startswith("owner: on 1 node (") and spread.endswith("owner-0, owner-1)")
 
 
-def test_a_gang_meets_and_meets_again_after_a_death(rays: Bench) -> None:
+def test_a_process_group_meets_and_meets_again_after_a_death(rays: Bench) -> None:
     async def test(bench: Bench) -> None:
-        gang = bench.groups["gang"]
-        await join_process_group(gang, timeout=180)
-        assert await together(*(worker.call("all_reduce") for worker in gang.workers)) == [3.0, 3.0]
-        gang.workers[1].kill()
-        await gang.replace(1)
-        await join_process_group(gang, timeout=180)
-        assert await together(*(worker.call("all_reduce") for worker in gang.workers)) == [3.0, 3.0]
+        ranks = bench.groups["ranks"]
+        await join_process_group(ranks, timeout=180)
+        assert await together(*(worker.call("all_reduce") for worker in ranks.workers)) == [3.0, 3.0]
+        ranks.workers[1].kill()
+        await ranks.replace(1)
+        await join_process_group(ranks, timeout=180)
+        assert await together(*(worker.call("all_reduce") for worker in ranks.workers)) == [3.0, 3.0]
 
     rays.run(test)
 

@@ -152,7 +152,7 @@ def without_root(diffusion: Any) -> Any:
 
 
 def corrected_to_now(corrected: Any) -> Any:
-    return lambda loss, batch, now, anchor, behaviour: corrected(loss, batch, now, anchor, detached(now))
+    return lambda loss, batch, now, proximal, behaviour: corrected(loss, batch, now, proximal, detached(now))
 
 
 def detached_branch(guide: Any) -> Any:

@@ -256,8 +256,6 @@ class ToyTrainer:
         self.config, self.index = config, index
         self.tensors = toy_tensors(config.seed)
         self.momentum = torch.zeros(SIZE, 2)
-        self.anchors: list[int] = []
-        """Groups of the current batch for which `proximal` was called."""
         self.spoil: str | None = None
         """Fault of the next checkpoint's writing: "torn" or "full" (see `failing_disk`), or None."""
         self._snapshot: Checkpoint | None = None
@@ -278,7 +276,7 @@ class ToyTrainer:
         return {"base_digest": "toy", "device": "cpu", "ranks_per_replica": 1}
 
     def proximal(self, request: TrainRequest, *trajectories: Trajectory) -> None:
-        self.anchors.append(request.metas[0].group)
+        """The loss has no ratio, so there is nothing to predict."""
 
     def train(self, request: TrainRequest, *trajectories: Trajectory) -> UpdateStats | Summed | Manifest:
         groups = len(trajectories) - len(request.probe_tickets)
@@ -349,7 +347,6 @@ class ToyTrainer:
             self.momentum = 0.5 * self.momentum + gradient / (1e-6 + gradient.norm())
             self.tensors["layer.lora_B.weight"] += 0.1 * self.momentum
         if self.plan.update == self.config.trainer.updates_per_batch - 1:
-            self.anchors.clear()
             self.retained[self.step + 1] = self._copy()
             for old in [v for v in self.retained if v < self.step + 1 - self.config.max_staleness]:
                 del self.retained[old]

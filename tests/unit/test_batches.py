@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from async_flowrl.config.paths import config_dir
-from async_flowrl.controller.context import Tally
+from async_flowrl.controller.context import Accumulator
 from async_flowrl.controller.dispatch import TicketLost
 from async_flowrl.data.sampler import Sampler
 from async_flowrl.tickets.batches import by_length
@@ -111,10 +111,10 @@ def test_what_is_lost_is_made_again_in_the_same_company(what: str, number: int) 
 
 def test_swaps_and_spans_count_also_where_their_ticket_is_only_computed_along() -> None:
     """The first report has those of the whole batch. Group 1 is tickets 2 and 3, of batches (0, 1, 2) and (3, 4, 5)."""
-    tallies, calls = list[Tally](), list[bool]()
+    accumulators, calls = list[Accumulator](), list[bool]()
 
     async def lose_one(ctx: Any, groups: Any) -> None:
-        tallies.append(ctx.swaps)
+        accumulators.append(ctx.swaps)
         for worker in groups["rollout"].workers:
             worker.target.generate_together = reporting(worker.target.generate_together, calls)
         while True:
@@ -126,7 +126,7 @@ def test_swaps_and_spans_count_also_where_their_ticket_is_only_computed_along() 
     config = toy_config(1, steps=5, ticket_size=2, rollout__tickets_per_batch=3, rollout__num_workers=2)
     found = virtual(config, disturb=lose_one)
     assert found.table.retried == 2
-    assert tallies[0].take() == len(calls) == 5 * 3 + 2
+    assert accumulators[0].take() == len(calls) == 5 * 3 + 2
     spans = [event["ordinal"] for event in found.observer.of("span", name="generate")]
     assert len(spans) == len(calls) and spans.count(2) == 1, "ticket 2 alone was wanted of the batch (0, 1, 2)"
 

@@ -291,7 +291,7 @@ def test_a_payload_lost_while_it_waits_for_the_trainer_is_made_again() -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("k", [0, 1, 3])
-def test_a_trajectory_lost_before_the_anchors_are_taken_is_made_again(k: int, ranks: int) -> None:
+def test_a_trajectory_lost_before_the_proximal_predictions_is_made_again(k: int, ranks: int) -> None:
     """With several updates per batch the trainer looks at the later groups first, before its first update."""
     changes = {"trainer__updates_per_batch": 2, "trainer__num_workers": ranks, "rollout__num_workers": 1}
     found = disturbed(once("rollout-0", "generate", 7, "lose-trajectory"), k, **changes)

@@ -41,19 +41,19 @@ ROLLOUT = "rollout"
 
 def check_installed() -> None:
     """Raises ValueError unless vllm and vllm-omni are installed in the same supported release."""
-    supported, found = " or ".join(RELEASES), {}
+    supported, installed = " or ".join(RELEASES), {}
     for package in ("vllm", "vllm-omni"):
         try:
-            found[package] = version(package)
+            installed[package] = version(package)
         except PackageNotFoundError:
             raise ValueError(
                 f"rollout.engine=vllm_omni needs {package} {supported}, which is not installed: "
                 "pip install 'async-flowrl[vllm-omni]'"
             ) from None
-        if _release(found[package]) not in RELEASES:
-            raise ValueError(f"rollout.engine=vllm_omni needs {package} {supported}, found {found[package]}")
-    if len({_release(installed) for installed in found.values()}) > 1:
-        both = " and ".join(f"{package} {installed}" for package, installed in found.items())
+        if _release(installed[package]) not in RELEASES:
+            raise ValueError(f"rollout.engine=vllm_omni needs {package} {supported}, found {installed[package]}")
+    if len({_release(release) for release in installed.values()}) > 1:
+        both = " and ".join(f"{package} {release}" for package, release in installed.items())
         raise ValueError(f"rollout.engine=vllm_omni needs vllm and vllm-omni of the same release, found {both}")
 
 

@@ -19,7 +19,7 @@ from separation.group import PoolSpec
 from separation.survey import Node
 
 POOLS = (
-    PoolSpec("trainer", "pkg.module:factory", 2, gpus_per_worker=1, gang=True),
+    PoolSpec("trainer", "pkg.module:factory", 2, gpus_per_worker=1, process_group=True),
     PoolSpec("rollout", "pkg.module:factory", 2, gpus_per_worker=1),
     PoolSpec("reward", "pkg.module:factory", 1),
 )

@@ -2,7 +2,7 @@
 
 import pytest
 
-from async_flowrl.controller.context import Tally
+from async_flowrl.controller.context import Accumulator
 from async_flowrl.rollout.worker import is_swap
 from checkpoint_engine import CANARY_VERSION, Activation
 
@@ -31,7 +31,7 @@ def test_an_exchange_is_what_is_no_newer_version(before: Activation | None, now:
 
 
 def test_a_count_is_taken_once() -> None:
-    tally = Tally()
+    accumulator = Accumulator()
     for number in (1, 0, 1):
-        tally.add(number)
-    assert (tally.take(), tally.take()) == (2, 0)
+        accumulator.add(number)
+    assert (accumulator.take(), accumulator.take()) == (2, 0)

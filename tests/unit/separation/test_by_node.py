@@ -18,14 +18,14 @@ def plan(*pools: PoolSpec, nodes: list[dict[str, float]]) -> list[Reservation]:
 
 
 def trainer(workers: int, each: int, gpus: float = 1.0) -> PoolSpec:
-    return PoolSpec("trainer", "toy", workers, gpus_per_worker=gpus, gang=True, workers_per_node=each)
+    return PoolSpec("trainer", "toy", workers, gpus_per_worker=gpus, process_group=True, workers_per_node=each)
 
 
 def test_neighbours_share_a_node_and_every_node_is_another() -> None:
-    (gang,) = plan(trainer(16, 8), nodes=[EIGHT | A, EIGHT | B])
-    assert gang.apart and gang.bundles == ({"CPU": 8.0, "GPU": 8.0},) * 2
-    assert [seat.bundle for seat in gang.seats] == [0] * 8 + [1] * 8
-    assert all(seat.share == {"CPU": 1.0, "GPU": 1.0} for seat in gang.seats)
+    (reservation,) = plan(trainer(16, 8), nodes=[EIGHT | A, EIGHT | B])
+    assert reservation.apart and reservation.bundles == ({"CPU": 8.0, "GPU": 8.0},) * 2
+    assert [seat.bundle for seat in reservation.seats] == [0] * 8 + [1] * 8
+    assert all(seat.share == {"CPU": 1.0, "GPU": 1.0} for seat in reservation.seats)
 
 
 def test_of_shared_devices_a_node_gives_whole_ones() -> None:

@@ -11,7 +11,7 @@ from separation.placement import PACK, STRICT_PACK, reserve
 
 
 @pytest.mark.parametrize(("taken_by_others", "asked"), [(False, [STRICT_PACK]), (True, [STRICT_PACK, PACK])])
-def test_a_gang_waits_for_one_node_only_so_long(
+def test_a_process_group_waits_for_one_node_only_so_long(
     taken_by_others: bool, asked: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ray itself is not asked here: whether it can place a group is what the test decides."""
@@ -33,7 +33,7 @@ def test_a_gang_waits_for_one_node_only_so_long(
     monkeypatch.setattr(ray_session, "_created", created)
     session = object.__new__(ray_session.RaySession)
     session._placement_groups = []
-    pool = PoolSpec("trainer", "toy", 4, gpus_per_worker=1.0, gang=True)
-    (gang,) = reserve([pool], {"CPU": 8.0, "GPU": 8.0})
-    assert asyncio.run(session._reserve(gang)) == asked[-1]
+    pool = PoolSpec("trainer", "toy", 4, gpus_per_worker=1.0, process_group=True)
+    (reservation,) = reserve([pool], {"CPU": 8.0, "GPU": 8.0})
+    assert asyncio.run(session._reserve(reservation)) == asked[-1]
     assert requests == asked and removed == asked[:-1] and session._placement_groups == [asked[-1]]

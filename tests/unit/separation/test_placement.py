@@ -17,12 +17,12 @@ from separation.placement import (
 )
 
 
-def spec(name: str, workers: int, *, gpus: float = 0.0, gang: bool = False) -> PoolSpec:
-    return PoolSpec(name, "pkg.module:factory", workers, gpus_per_worker=gpus, gang=gang)
+def spec(name: str, workers: int, *, gpus: float = 0.0, process_group: bool = False) -> PoolSpec:
+    return PoolSpec(name, "pkg.module:factory", workers, gpus_per_worker=gpus, process_group=process_group)
 
 
-def test_gangs_come_first_and_other_workers_have_a_group_each() -> None:
-    taken = reserve([spec("rollout", 2, gpus=1), spec("trainer", 2, gpus=1, gang=True)], {"GPU": 4})
+def test_process_groups_come_first_and_other_workers_have_a_group_each() -> None:
+    taken = reserve([spec("rollout", 2, gpus=1), spec("trainer", 2, gpus=1, process_group=True)], {"GPU": 4})
     assert [one.name for one in taken] == ["trainer", "rollout-0", "rollout-1"]
     assert taken[0].bundles == ({"CPU": 1.0, "GPU": 1},) * 2
     assert [(seat.pool, seat.index, seat.bundle) for seat in taken[0].seats] == [("trainer", 0, 0), ("trainer", 1, 1)]
@@ -49,7 +49,7 @@ def test_doubled_names_are_refused() -> None:
 
 
 def test_shortage_is_a_table_of_what_was_asked_and_what_exists() -> None:
-    taken = reserve([spec("trainer", 2, gpus=1, gang=True), spec("rollout", 4, gpus=1)], {"GPU": 4})
+    taken = reserve([spec("trainer", 2, gpus=1, process_group=True), spec("rollout", 4, gpus=1)], {"GPU": 4})
     with pytest.raises(ResourcesMissing) as caught:
         check_fits(taken, [{"CPU": 32, "GPU": 2}, {"CPU": 32, "GPU": 2}])
     table = [line.split() for line in str(caught.value).splitlines()]
@@ -89,15 +89,19 @@ def node(gpus: float) -> dict[str, float]:
         ([{"CPU": 1.0, "GPU": 8.0}, {"CPU": 64.0}], "PACK"),
     ],
 )
-def test_a_gang_stays_on_one_node_where_one_has_enough_free(free: list[dict[str, float]], strategy: str) -> None:
-    (gang,) = reserve([spec("trainer", 4, gpus=1, gang=True)], {"GPU": 8})
-    assert packing(gang, free) == strategy
+def test_a_process_group_stays_on_one_node_where_one_has_enough_free(
+    free: list[dict[str, float]], strategy: str
+) -> None:
+    (reservation,) = reserve([spec("trainer", 4, gpus=1, process_group=True)], {"GPU": 8})
+    assert packing(reservation, free) == strategy
 
 
-def test_the_spread_of_a_gang_names_nodes_and_ranks() -> None:
-    (gang,) = reserve([spec("trainer", 3, gpus=1, gang=True)], {"GPU": 8})
-    assert describe_spread(gang, ["a", "a", "a"]) == "trainer: on 1 node (a: trainer-0, trainer-1, trainer-2)"
-    assert describe_spread(gang, ["a", "b", "a"]) == "trainer: on 2 nodes (a: trainer-0, trainer-2; b: trainer-1)"
+def test_the_spread_of_a_process_group_names_nodes_and_ranks() -> None:
+    (reservation,) = reserve([spec("trainer", 3, gpus=1, process_group=True)], {"GPU": 8})
+    assert describe_spread(reservation, ["a", "a", "a"]) == "trainer: on 1 node (a: trainer-0, trainer-1, trainer-2)"
+    assert (
+        describe_spread(reservation, ["a", "b", "a"]) == "trainer: on 2 nodes (a: trainer-0, trainer-2; b: trainer-1)"
+    )
 
 
 def test_a_pools_environment_cannot_say_which_devices_are_seen() -> None:

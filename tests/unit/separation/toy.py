@@ -89,7 +89,7 @@ class Toy:
         sys.exit("had enough")
 
     def all_reduce(self) -> float:
-        """The sum over the gang of rank + 1."""
+        """The sum over the process group of rank + 1."""
         import torch
         import torch.distributed as dist
 

@@ -44,7 +44,7 @@ class Done(dist._Work):
         return future
 
 
-class Gang(dist.ProcessGroup):
+class PretendedProcessGroup(dist.ProcessGroup):
     """Ranks that each have a device of their own."""
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
@@ -152,8 +152,8 @@ def init_process_group(backend: str | None = None, *arguments: Any, **options: A
 
 
 def install() -> None:
-    def make(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Gang:
-        return Gang(store, rank, size, timeout)
+    def make(store: dist.Store, rank: int, size: int, timeout: timedelta) -> PretendedProcessGroup:
+        return PretendedProcessGroup(store, rank, size, timeout)
 
     dist.Backend.register_backend(BACKEND, make, devices=["cpu", "cuda"])
     dist.init_process_group = c10d.init_process_group = init_process_group
