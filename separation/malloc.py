@@ -11,17 +11,18 @@ from collections.abc import Mapping
 
 logger = logging.getLogger(__name__)
 
-LARGEST_KEPT = 32 * 2**20
-"""Blocks of more bytes are mapped for themselves and returned as soon as they are freed. It is the most that every
-version of glibc takes, and the most that glibc's own adjustment comes to."""
+LARGEST_KEPT_BYTES = 32 * 2**20
+"""Largest block, in bytes, that is kept. Larger ones are mapped for themselves and returned as soon as they are freed.
+It is the most that every version of glibc takes, and the most that glibc's own adjustment comes to."""
 PARAMETERS = {
-    "M_MMAP_THRESHOLD": (-3, LARGEST_KEPT),
+    "M_MMAP_THRESHOLD": (-3, LARGEST_KEPT_BYTES),
     "M_TRIM_THRESHOLD": (-1, 2**30),
     "M_TOP_PAD": (-2, 64 * 2**20),
 }
 """Parameters of mallopt(3), with their numbers in malloc.h and the bytes that they are set to: the threshold of
-LARGEST_KEPT, what the first thread's arena keeps at its end, and what the arenas of other threads keep, which is all of
-it from 64 MiB on, the size of their heaps. Setting one of them also ends glibc's own adjustment of the first two."""
+LARGEST_KEPT_BYTES, what the first thread's arena keeps at its end, and what the arenas of other threads keep, which is
+all of it from 64 MiB on, the size of their heaps. Setting one of them also ends glibc's own adjustment of the first
+two."""
 VARIABLES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_")
 TUNABLES = "GLIBC_TUNABLES"
 """Environment variables from which glibc reads the same parameters when a process starts."""

@@ -19,7 +19,7 @@ from separation.processes import descendants, kill
 from separation.ray_group import node_address
 from separation.ray_watch import FEWEST_FAILURES, ray_patience
 
-SHARE = 0.8
+FENCE_SHARE_OF_PATIENCE = 0.8
 """A worker ends itself when the head has been out of reach for this part of Ray's patience (`ray_patience`). The part
 is larger than the driver's (ray_watch.py), so that the driver ends the run first and says why."""
 ATTEMPT, PAUSE = 1 / 8, 1 / 16
@@ -36,7 +36,7 @@ def settle_in(fenced: bool) -> str:
     """
     if fenced:
         host, _, port = ray.get_runtime_context().gcs_address.rpartition(":")
-        seconds = SHARE * ray_patience()
+        seconds = FENCE_SHARE_OF_PATIENCE * ray_patience()
         watch = threading.Thread(
             target=keep_in_touch, args=(host.strip("[]"), int(port), seconds, end), name="fence", daemon=True
         )

@@ -14,7 +14,7 @@ PATIENCE = "RAY_gcs_rpc_server_reconnect_timeout_s"
 """Environment variable of Ray: seconds after which a process of the cluster that cannot reach the head ends itself."""
 RAY_PATIENCE_SECONDS = 60.0
 """Ray's default for this time."""
-SHARE = 0.6
+DRIVER_SHARE_OF_PATIENCE = 0.6
 """Part of this time after which the head counts as lost. A network that is soon back is tolerated, and enough time is
 left for an orderly end."""
 FEWEST_FAILURES = 4
@@ -28,7 +28,7 @@ class HeadLost(RuntimeError):
 
 def patience() -> float:
     """Returns the seconds for which a head may be out of reach before a run counts it as lost."""
-    return SHARE * ray_patience()
+    return DRIVER_SHARE_OF_PATIENCE * ray_patience()
 
 
 def ray_patience() -> float:

@@ -16,8 +16,8 @@ from torch import Tensor
 from async_flowrl.config.messages import unknown_name
 from async_flowrl.config.sections.algorithm import SDE_TYPES
 
-START = 1.0 - 1e-6
-"""At and above this noise level, `sde` divides by 1 - sigmas[1] instead of 1 - s, which would be 0."""
+FIRST_STEP_MIN_SIGMA = 1.0 - 1e-6
+"""Noise level from which on `sde` divides by 1 - sigmas[1] instead of 1 - s, which is 0 in a schedule's first step."""
 LOG_SQRT_2PI = 0.5 * math.log(2.0 * math.pi)
 
 
@@ -93,7 +93,9 @@ def transition(
     elif sde_type in ("sde", "dance_sde"):
         coefficient = level
         if sde_type == "sde":
-            coefficient = level * torch.sqrt(s / (1.0 - torch.where(s >= START, _filled(sigma_after_first, s), s)))
+            coefficient = level * torch.sqrt(
+                s / (1.0 - torch.where(s >= FIRST_STEP_MIN_SIGMA, _filled(sigma_after_first, s), s))
+            )
         mean, std = _diffusion(x, velocity, s, s_next, coefficient)
     else:
         raise ValueError(unknown_name("sde_type", sde_type, SDE_TYPES))

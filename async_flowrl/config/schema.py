@@ -15,7 +15,7 @@ from async_flowrl.config.sections.model import ModelConfig
 from async_flowrl.config.sections.monitor import MonitorConfig, ProfileConfig
 from async_flowrl.config.sections.reward import RewardConfig
 from async_flowrl.config.sections.rollout import RolloutConfig
-from async_flowrl.config.sections.runtime import DeadlinesConfig, HardwareConfig, RuntimeConfig
+from async_flowrl.config.sections.runtime import DeadlinesConfig, HardwareConfig, LimitsConfig, RuntimeConfig
 from async_flowrl.config.sections.save import SaveConfig
 from async_flowrl.config.sections.trainer import TrainerConfig
 from async_flowrl.config.sections.tune import FULL, LORA, FullConfig, LoraConfig
@@ -89,6 +89,7 @@ class Config:
     profile: ProfileConfig = field(default_factory=ProfileConfig)
     hardware: HardwareConfig = field(default_factory=HardwareConfig, metadata=FREE)
     deadlines: DeadlinesConfig = field(default_factory=DeadlinesConfig, metadata=FREE)
+    limits: LimitsConfig = field(default_factory=LimitsConfig, metadata=FREE)
     runtime: RuntimeConfig = field(default_factory=RuntimeConfig, metadata=FREE)
     debug: DebugConfig = field(default_factory=DebugConfig)
 

@@ -26,14 +26,12 @@ from separation.supervise import deadline, together
 
 logger = logging.getLogger(__name__)
 
-MAX_MISSED_CHECKPOINTS = 3
-"""Number of checkpoints in a row that could not be written after which the run ends; fewer are only warnings."""
 RETRY_SECONDS = 1.0
 """Pause before the writing of the run's last checkpoint is tried again."""
 
 
 class SaveFailed(RuntimeError):
-    """Raised if MAX_MISSED_CHECKPOINTS checkpoints in a row could not be written."""
+    """Raised if `limits.missed_checkpoints` checkpoints in a row could not be written."""
 
 
 @dataclass
@@ -72,7 +70,7 @@ class Checkpoints:
     async def insist(self, ctx: Context, version: int) -> None:
         """Writes the last checkpoint of the run, and tries again if that fails, because no later one can replace it.
 
-        Raises SaveFailed after MAX_MISSED_CHECKPOINTS failures in a row, and the errors that `save` raises.
+        Raises SaveFailed after `limits.missed_checkpoints` failures in a row, and the errors that `save` raises.
         """
         await self.written()
         while version not in self.saved:
@@ -109,8 +107,9 @@ class Checkpoints:
     async def written(self) -> None:
         """Waits for the checkpoint that is being written, if there is one.
 
-        A write that fails with one of DISK_ERRORS is logged as a warning. Raises SaveFailed for MAX_MISSED_CHECKPOINTS
-        of them in a row, WorkerFailed for other errors, WorkerDied, or DeadlineExceeded after `deadlines.update`.
+        A write that fails with one of DISK_ERRORS is logged as a warning. Raises SaveFailed for
+        `limits.missed_checkpoints` of them in a row, WorkerFailed for other errors, WorkerDied, or DeadlineExceeded
+        after `deadlines.update`.
         """
         if self._writing is not None:
             await self._writing
@@ -183,8 +182,8 @@ class Checkpoints:
             await writer.call("save", directory, controller, spare, lane="save")
 
     def _missed(self, version: int, why: str, error: Exception) -> None:
-        """Counts a checkpoint that could not be written. Raises SaveFailed after MAX_MISSED_CHECKPOINTS in a row."""
+        """Counts a checkpoint that could not be written. Raises SaveFailed after `limits.missed_checkpoints`."""
         self.misses += 1
         logger.warning("checkpoint %d could not be written (%d in a row): %s", version, self.misses, why)
-        if self.misses >= MAX_MISSED_CHECKPOINTS:
+        if self.misses >= self.config.limits.missed_checkpoints:
             raise SaveFailed(f"{self.misses} checkpoints in a row could not be written: {why}") from error

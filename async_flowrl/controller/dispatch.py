@@ -27,11 +27,6 @@ LOST = (WorkerDied, DeadlineExceeded)
 UNFIT = (WorkerFailed, StartError, OtherCode)
 """Errors of a successor that cannot serve. An elastic pool goes on without the successor, because its node may be the
 reason; in a pool of fixed size the error ends the run."""
-MAX_LOSSES_PER_SLOT = 4
-"""Number of workers that one slot may lose in a row without a finished ticket; one more loss ends the run."""
-MAX_TICKET_ATTEMPTS = 6
-"""Number of attempts at one ticket; if one more is due, the run ends, because the ticket itself probably kills its
-workers."""
 BACKOFF_SECONDS = 1.0
 """Pause before the second lost worker in a row is replaced. The pause before the n-th is 2^(n-1) - 1 times as long;
 there is none before the first."""
@@ -51,7 +46,7 @@ class Slot:
 
 
 class TicketLost(RuntimeError):
-    """Raised if a ticket was lost MAX_TICKET_ATTEMPTS times."""
+    """Raised if a ticket was lost `limits.ticket_attempts` times."""
 
 
 async def dispatch(ctx: Context) -> None:
@@ -76,8 +71,8 @@ async def serve(ctx: Context, index: int, free: Free, tasks: asyncio.TaskGroup) 
 
     The slot ends if the worker's node is drained: the worker then finishes its tickets or hands them back. It also ends
     if a worker of an elastic pool is lost and no node has a seat for its successor. Raises the error of the last lost
-    worker after more than MAX_LOSSES_PER_SLOT losses, and SenderLost, SenderFailed or SenderLate if a trainer rank that
-    sends weights to a new worker of the slot dies, fails or hangs.
+    worker after more than `limits.slot_losses` losses, and SenderLost, SenderFailed or SenderLate if a trainer rank
+    that sends weights to a new worker of the slot dies, fails or hangs.
     """
     slot = filled(ctx, seated(ctx.rollout, index), tasks)
     lost: Exception | None = None
@@ -97,7 +92,7 @@ async def serve(ctx: Context, index: int, free: Free, tasks: asyncio.TaskGroup) 
         except LOST as error:
             lost, losses = error, 1 if slot.finished else losses + 1
             slot.finished = False
-            if losses > MAX_LOSSES_PER_SLOT:
+            if losses > ctx.config.limits.slot_losses:
                 error.add_note(f"slot {index} of the rollout pool lost {losses} workers without a finished ticket")
                 raise
 
@@ -185,7 +180,7 @@ async def generate(ctx: Context, slot: Slot, batch: Sequence[Ticket]) -> list[Ti
     worker, wanted = slot.worker, [ticket for ticket in batch if ticket.state is State.PENDING]
     ordinals = tuple(ticket.ordinal for ticket in batch) if len(batch) > 1 else ()
     for ticket in wanted:
-        if (lost := ticket.attempt - ticket.handed_back) >= MAX_TICKET_ATTEMPTS:
+        if (lost := ticket.attempt - ticket.handed_back) >= ctx.config.limits.ticket_attempts:
             raise TicketLost(f"{describe(ticket)} was lost {lost} times; see the faults in events.jsonl")
         ctx.table.start(ticket, worker.name, batch=ordinals, along=ticket is not wanted[0])
     ctx.observer.state(worker.name, "busy")

@@ -16,10 +16,6 @@ from separation.supervise import deadline
 
 logger = logging.getLogger(__name__)
 
-MAX_SUCCESSORS = 3
-"""Number of successors of one rank that may fail in a row. Then no further one is started, and the rank is missing
-until the next start from a checkpoint."""
-
 
 class Successors:
     """The successors that are being started in a pool of trainer ranks. A rank is the index of its worker."""
@@ -64,14 +60,14 @@ class Successors:
         self._failures.pop(rank, None)
 
     def failed(self, attempt: Attempt, rank: int, error: Exception, living: int) -> None:
-        """Logs why a successor failed, and starts another one unless MAX_SUCCESSORS have failed in a row.
+        """Logs why a successor failed, and starts another one unless `limits.successors` have failed in a row.
 
         `living` is the number of ranks that live.
         """
         worker = self._group.workers[rank]
         worker.kill()
         failures = self._failures[rank] = self._failures.get(rank, 0) + 1
-        again = failures < MAX_SUCCESSORS
+        again = failures < attempt.config.limits.successors
         attempt.observer.event("fault", worker=worker.name, kind=type(error).__name__, message=str(error))
         logger.warning(
             "%s could not take the place of a trainer rank that died, %d in a row (%s: %s); %d of %d ranks go on, %s",

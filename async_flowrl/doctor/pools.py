@@ -33,8 +33,8 @@ from checkpoint_engine import Publisher
 GIB = 2**30
 JUDGED_FROM = GIB
 """Peak in bytes from which a plan is judged; smaller peaks are mostly workspaces of libraries."""
-AGREEMENT = 0.10
-"""Relative error of a plan above which there is a warning."""
+MAX_PLAN_ERROR = 0.10
+"""Largest relative error of a planned peak, a share of the plan, without a warning."""
 LOW_MFU = 0.15
 """MFU (model FLOPs utilisation) that full-sized layers in bfloat16 exceed on a free, cool device."""
 
@@ -184,7 +184,7 @@ def total(spans: Sequence[Span]) -> float | None:
 def memory_finding(pool: str, worked: Worked, plan: Footprint, *, pretended: bool = False) -> Finding:
     """Compares the allocator's peak with the plan without its margin.
 
-    It is a failure if the peak exceeds the plan and its margin, a warning if they differ by more than AGREEMENT.
+    It is a failure if the peak exceeds the plan and its margin, a warning if they differ by more than MAX_PLAN_ERROR.
     """
     planned = sum(plan.parts.values())
     ratio = planned / worked.peak
@@ -195,8 +195,8 @@ def memory_finding(pool: str, worked: Worked, plan: Footprint, *, pretended: boo
     if worked.peak > planned * (1 + MARGIN_SHARE):
         advice = "runs may need more memory than `plan --memory` says: leave room, and send the report"
         return Finding(name, FAILED, sentence, advice, figures)
-    if abs(ratio - 1) > AGREEMENT:
-        advice = f"`plan --memory` is off by more than {AGREEMENT:.0%} here; send the report"
+    if abs(ratio - 1) > MAX_PLAN_ERROR:
+        advice = f"`plan --memory` is off by more than {MAX_PLAN_ERROR:.0%} here; send the report"
         return Finding(name, WARNING, sentence, advice, figures)
     return Finding(name, OK, sentence, figures=figures)
 

@@ -13,7 +13,7 @@ from async_flowrl.plan.placements import Placements, compare_placements, on_over
 from async_flowrl.plan.rewards import cures, limit_sentence, with_workers
 from async_flowrl.plan.simulate import Prediction
 from async_flowrl.plan.work import HAND_OVERS, Layout, Work, balance, bounds
-from async_flowrl.tickets.ticket import EVALUATION_SHARE
+from async_flowrl.tickets.ticket import EVALUATION_EVERY_TICKETS
 
 MIN_DEVICE_USE = 0.95
 """Share of the devices; if the best split uses less, the advice says so."""
@@ -200,7 +200,7 @@ def on_evaluations(work: Work, best: Prediction) -> list[str]:
     if longest > between:
         return [
             f"{what} fall behind: one takes up to {longest:.3g} s, and the next is due after {between:.3g} s. At most "
-            f"one ticket in {EVALUATION_SHARE} is of an evaluation as long as a worker has others to make."
+            f"one ticket in {EVALUATION_EVERY_TICKETS} is of an evaluation as long as a worker has others to make."
         ]
     return [f"{what} are in these figures; one takes up to {longest:.3g} s, beside the training."]
 

@@ -35,9 +35,9 @@ from async_flowrl.tickets.arithmetic import check_batching
 logger = logging.getLogger(__name__)
 
 GIB = 2**30
-TIGHT = 0.9
-"""Share of a process's device memory; planned memory above it leads to a warning."""
-SHOWN = 3
+MEMORY_WARNING_SHARE = 0.9
+"""Share of a process's device memory above which planned memory leads to a warning."""
+MAX_SETTINGS_SHOWN = 3
 """Most settings that a message names."""
 
 TRAINER, ROLLOUT = "a trainer rank", "a rollout worker"
@@ -126,7 +126,7 @@ def compared(config: Config, memory: Mapping[str, int]) -> list[str]:
     sampling, training = sampling_peak(config, model), remembered_training_peak(config)
     for title, device in titled_devices(config, memory).items():
         whole = footprint(title, config, model, device, training=training, sampling=sampling)
-        if whole.total > TIGHT * device.available:
+        if whole.total > MEMORY_WARNING_SHARE * device.available:
             warnings.append(tight(title, whole, device.available))
     return warnings
 
@@ -146,7 +146,7 @@ def compared_rewards(config: Config, memory: Mapping[str, int]) -> list[str]:
             if not config.allow_oom:
                 raise ConfigError(f"{sentence}; allow_oom=true tries anyway")
             warnings.append(sentence)
-        elif seat.known and held.total > TIGHT * available:
+        elif seat.known and held.total > MEMORY_WARNING_SHARE * available:
             warnings.append(tight(f"a {seat.title}", held, available))
     return warnings
 
@@ -205,7 +205,7 @@ def refusal(title: str, config: Config, model: MetaModel, device: Device) -> str
     }
     smaller = sorted((change for change in left if left[change] < held.resident), key=lambda c: left[c])
     fitting = [change for change in left if left[change] <= available]
-    chosen = [*fitting, *(change for change in smaller if change not in fitting)][:SHOWN]
+    chosen = [*fitting, *(change for change in smaller if change not in fitting)][:MAX_SETTINGS_SHOWN]
     verb = "it would fit with" if fitting else "it would need less, though not little enough, with"
     advice = ", ".join(f"{change} ({left[change] / GIB:.3g} GiB)" for change in chosen)
     return (

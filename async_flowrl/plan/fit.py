@@ -16,7 +16,7 @@ from async_flowrl.config.compose import compose_config
 from async_flowrl.config.schema import Config
 from async_flowrl.config.sections.tune import FULL
 from async_flowrl.config.shared import SHARED
-from async_flowrl.plan.devices import TIGHT
+from async_flowrl.plan.devices import MEMORY_WARNING_SHARE
 from async_flowrl.plan.fit_layouts import candidates
 from async_flowrl.plan.largest import at_largest
 from async_flowrl.plan.layout import AUTO
@@ -105,7 +105,7 @@ class Recipe:
         if size not in self._training:  # Checkpointing cannot be removed from a network, so this takes a new one.
             self._training[size] = training_peak(config, build_meta_model(config))
         tried = [trainer_footprint(each, self._model, self._training[size]) for each in with_layouts(config)]
-        trained = next((one for one in tried if one.total <= TIGHT * device), tried[-1])
+        trained = next((one for one in tried if one.total <= MEMORY_WARNING_SHARE * device), tried[-1])
         return trained, rollout_footprint(config, self._model, self._sampling[chunk])
 
 

@@ -6,7 +6,17 @@
 from collections.abc import Iterator, Sequence
 
 from async_flowrl.config.schema import Config
-from async_flowrl.plan.devices import GIB, ROLLOUT, SHOWN, TRAINER, Change, Device, changes, footprint, scaled
+from async_flowrl.plan.devices import (
+    GIB,
+    MAX_SETTINGS_SHOWN,
+    ROLLOUT,
+    TRAINER,
+    Change,
+    Device,
+    changes,
+    footprint,
+    scaled,
+)
 from async_flowrl.plan.layout import CHECKPOINTED, CHECKPOINTING
 from async_flowrl.plan.memory import Peaks
 from async_flowrl.plan.meta_model import MetaModel, build_meta_model
@@ -37,7 +47,7 @@ def advice(title: str, config: Config, model: MetaModel, peaks: Peaks, device: D
             sampling=now.sampling,
         )
         tried.append((change, changed.total))
-        if sum(size <= device.available for _, size in tried) == SHOWN:
+        if sum(size <= device.available for _, size in tried) == MAX_SETTINGS_SHOWN:
             break
     return in_words(tried, device)
 
@@ -83,7 +93,7 @@ def counted(change: Change, config: Config, model: MetaModel, peaks: Peaks) -> P
 def in_words(tried: Sequence[tuple[Change, int]], device: Device) -> str:
     """Returns the clause for changes and the bytes that the process would need with each."""
     fitting = [one for one in tried if one[1] <= device.available]
-    shown = fitting[:SHOWN] or sorted(tried, key=lambda one: one[1])[:SHOWN]
+    shown = fitting[:MAX_SETTINGS_SHOWN] or sorted(tried, key=lambda one: one[1])[:MAX_SETTINGS_SHOWN]
     listed = ", ".join(f"{change} ({size / GIB:.3g} GiB)" for change, size in shown)
     if not listed:
         return "no single setting would make it need less"

@@ -24,7 +24,7 @@ from async_flowrl.tickets.request import sampling
 from async_flowrl.tickets.table import EVALUATION, TRAIN, Ticket
 from async_flowrl.training.messages import Manifest, StepPlan, Summed, TrainRequest, UpdateStats
 from async_flowrl.training.parts import RankPosition, cut, parts_of
-from async_flowrl.training.trust_region import MEASURED_EVERY
+from async_flowrl.training.trust_region import MEASURED_EVERY_STEPS
 from async_flowrl.types import Prompt, Sampling
 
 Booked = Callable[[str, str], None]
@@ -173,7 +173,7 @@ class PlannedSums:
         return Summed(None, ())
 
     def take_step(self) -> UpdateStats:
-        measures_next = (self.step + 1) % MEASURED_EVERY == 0
+        measures_next = (self.step + 1) % MEASURED_EVERY_STEPS == 0
         return UpdateStats(self.step, self._plan.update, skipped=False, metrics={}, measures_next=measures_next)
 
     def _begin(self, request: TrainRequest) -> None:

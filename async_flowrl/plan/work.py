@@ -13,7 +13,7 @@ from async_flowrl.config.sections.reward import RewardTerm
 from async_flowrl.config.sections.runtime import DeadlinesConfig
 from async_flowrl.config.shared import SHARED as ONE_POOL
 from async_flowrl.plan.laws import Law
-from async_flowrl.tickets.ticket import EVALUATION_SHARE
+from async_flowrl.tickets.ticket import EVALUATION_EVERY_TICKETS
 
 HAND_OVERS = ("batch", "stream")
 SEPARATE = "separate"
@@ -82,11 +82,13 @@ class Work:
     def evaluation_tickets(self) -> float:
         """Evaluation tickets that every training step certainly makes, on average.
 
-        They are at most one in EVALUATION_SHARE of all tickets; what is more is made when workers have nothing else.
+        They are at most one in EVALUATION_EVERY_TICKETS of all tickets; more are made when workers have nothing else.
         """
         if self.evaluation is None:
             return 0.0
-        return min(self.evaluation.tickets / self.evaluation.every, self.tickets_per_step / (EVALUATION_SHARE - 1))
+        return min(
+            self.evaluation.tickets / self.evaluation.every, self.tickets_per_step / (EVALUATION_EVERY_TICKETS - 1)
+        )
 
     @property
     def evaluation_seconds(self) -> float:

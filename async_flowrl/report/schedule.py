@@ -23,7 +23,7 @@ MAX_BARS = 240
 """Largest number of bars of one worker in a view; the shortest ones are left out."""
 MAX_EXACT = 1_500
 """The whole run is shown with exact bars if all workers together have at most this many."""
-BINS = 160
+BINS_PER_RUN = 160
 """Number of equal parts of the whole run for which shares of time are computed."""
 MAX_STEP_NAMES = 1_000
 """Largest number of steps that are labelled, besides those in windows of exact bars."""
@@ -37,7 +37,7 @@ def timeline_of(run: Records) -> dict[str, Any] | None:
     """The timeline as a dictionary; None if no worker was recorded. All times are seconds since the first step began.
 
     `views` are parts of the run; each has one lane per shown worker, with `bars` [start, end, state] or `bins` (state →
-    its share of the time in each of BINS parts). `marks` are events, `steps` are [number, start, end].
+    its share of the time in each of BINS_PER_RUN parts). `marks` are events, `steps` are [number, start, end].
     """
     if not run.workers:
         return None
@@ -130,14 +130,16 @@ def _bars(track: Track, window: Interval, origin: float) -> list[list[Any]]:
 
 
 def _binned(tracks: Sequence[Track], window: Interval, origin: float) -> dict[str, Any]:
-    width = (window[1] - window[0]) / BINS
+    width = (window[1] - window[0]) / BINS_PER_RUN
     lanes = []
     for track in tracks:
         bins: dict[str, list[float]] = {}
         for state, part in _states(track, window).items():
-            shares = [0.0] * BINS
+            shares = [0.0] * BINS_PER_RUN
             for a, b in part:
-                for index in range(int((a - window[0]) / width), min(BINS - 1, int((b - window[0]) / width)) + 1):
+                for index in range(
+                    int((a - window[0]) / width), min(BINS_PER_RUN - 1, int((b - window[0]) / width)) + 1
+                ):
                     left = window[0] + index * width
                     shares[index] += length(intersect([(a, b)], [(left, left + width)])) / width
             bins[state] = [round(share, 2) for share in shares]

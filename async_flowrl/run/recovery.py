@@ -44,9 +44,6 @@ from separation.supervise import DeadlineExceeded, deadline, together
 
 logger = logging.getLogger(__name__)
 
-MAX_RECOVERIES = 3
-"""Number of such deaths that a run survives; the next one ends the run with its error."""
-
 
 @dataclass(frozen=True)
 class Ledgers:
@@ -84,14 +81,15 @@ class Run:
 
 
 async def train_with_recovery(run: Run, resume: Resume) -> Context:
-    """Trains to the end, or until the run is asked to stop, and recovers up to MAX_RECOVERIES times.
+    """Trains to the end, or until the run is asked to stop, and recovers up to `limits.recoveries` times.
 
     Raises WorkerDied or WorkerFailed for one more death, for a failure without a dead trainer rank, and for any death
     after the run was asked to stop, because the request may come with the end of the whole machine.
     """
-    for left in reversed(range(MAX_RECOVERIES + 1)):
+    recoveries = run.prepared.config.limits.recoveries
+    for left in reversed(range(recoveries + 1)):
         try:
-            if left < MAX_RECOVERIES:
+            if left < recoveries:
                 resume = await recover(run, resume)
             return await attempt(run, resume)
         except (WorkerDied, WorkerFailed) as error:

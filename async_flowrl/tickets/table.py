@@ -17,7 +17,7 @@ from async_flowrl.tickets.checks import check_acknowledged, check_handed, check_
 from async_flowrl.tickets.pending import PendingTickets
 from async_flowrl.tickets.ticket import (
     EVALUATION,
-    EVALUATION_SHARE,
+    EVALUATION_EVERY_TICKETS,
     FINAL,
     TRAIN,
     Held,
@@ -115,7 +115,7 @@ class TicketTable:
     def next_for(self, worker: str, *, ahead: bool = False, together: int = 1) -> Ticket | None:
         """Returns the PENDING ticket with the lowest ordinal among those whose version `worker` holds, or None.
 
-        An evaluation ticket comes if no training ticket can be given, and as every EVALUATION_SHARE-th ticket.
+        An evaluation ticket comes if no training ticket can be given, and as every EVALUATION_EVERY_TICKETS-th ticket.
         `ahead=True` means that the worker is busy. It then gets a ticket only if MIN_WAITING_PER_WORKER × `together`
         tickets per worker wait, so that idle workers have enough; `together` is the number of tickets per batch.
         """
@@ -126,7 +126,7 @@ class TicketTable:
         if ahead and self._waiting(held, together) < MIN_WAITING_PER_WORKER * together * len(self.held):
             return None
         evaluation = self._pending.first(EVALUATION, held.evaluation)
-        if evaluation and (train is None or held.taken % EVALUATION_SHARE == EVALUATION_SHARE - 1):
+        if evaluation and (train is None or held.taken % EVALUATION_EVERY_TICKETS == EVALUATION_EVERY_TICKETS - 1):
             return evaluation
         return train
 
@@ -139,7 +139,7 @@ class TicketTable:
         """Marks a PENDING ticket, whose version `worker` holds, as RUNNING there; Refused for any other ticket.
 
         `batch` has the ordinals of all tickets of its call, if they are several. `along=True` means that it is not the
-        first one that is wanted of them and does not count for EVALUATION_SHARE.
+        first one that is wanted of them and does not count for EVALUATION_EVERY_TICKETS.
         """
         held = self.held[worker]
         known = held.policy if ticket.kind == TRAIN else held.evaluation

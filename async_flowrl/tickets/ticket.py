@@ -26,8 +26,8 @@ class State(StrEnum):
 
 FINAL = (State.TRAINED, State.SKIPPED)
 TRAIN, EVALUATION = "train", "evaluation"
-EVALUATION_SHARE = 4
-"""Every fourth ticket (or batch of tickets) that a worker starts is an evaluation ticket, if one waits."""
+EVALUATION_EVERY_TICKETS = 4
+"""Tickets (or batches of tickets) that a worker starts for each evaluation ticket among them, if one waits."""
 
 
 class Refused(RuntimeError):

@@ -21,14 +21,14 @@ def asked_of(prompt: Prompt, how: Sampling) -> list[Asked]:
 def upcoming(requests: RequestBuilder, limit: int) -> tuple[Asked, ...]:
     """Returns the first different texts that a run needs, at most `limit`: those of evaluations, then of its steps.
 
-    The curriculum is not considered: it can only delay a prompt. At most STEPS_READ × `limit` texts are read, so a file
-    with few prompts gives fewer.
+    The curriculum is not considered: it can only delay a prompt. At most MAX_TEXTS_READ_PER_TEXT × `limit` texts are
+    read, so a file with few prompts gives fewer.
     """
-    return tuple(islice(dict.fromkeys(islice(_all(requests), STEPS_READ * limit)), limit))
+    return tuple(islice(dict.fromkeys(islice(_all(requests), MAX_TEXTS_READ_PER_TEXT * limit)), limit))
 
 
-STEPS_READ = 8
-"""Texts that `upcoming` reads per text that it may return; with few prompts, most texts are repetitions."""
+MAX_TEXTS_READ_PER_TEXT = 8
+"""Most texts that `upcoming` reads per text that it may return; with few prompts, most texts are repetitions."""
 
 
 def _all(requests: RequestBuilder) -> Iterator[Asked]:

@@ -39,16 +39,16 @@ GAP = "behaviour_gap"
 """Metric of the probed part only: the difference of log-probs between rollout engine and trainer for equal weights."""
 
 
-REPLAYED_EVERY = 10
-"""See `is_replayed`."""
+REPLAYED_EVERY_STEPS = 10
+"""Training steps from one measurement of `behaviour_gap` to the next, after as many steps that are all measured."""
 
 
 def is_replayed(step: int) -> bool:
     """Returns True if `behaviour_gap` of this training step is measured even if that costs a forward pass of its own.
 
-    It is in the first REPLAYED_EVERY steps, and from then on in every step whose number is a multiple of that.
+    It is in the first REPLAYED_EVERY_STEPS steps, and from then on in every step whose number is a multiple of that.
     """
-    return step < REPLAYED_EVERY or step % REPLAYED_EVERY == 0
+    return step < REPLAYED_EVERY_STEPS or step % REPLAYED_EVERY_STEPS == 0
 
 
 @dataclass(frozen=True)

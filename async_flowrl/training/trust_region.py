@@ -22,8 +22,8 @@ from async_flowrl.training.micro_batches import Group
 
 ByStep = dict[int, float]
 """Index of a denoising step → KL in nats per image."""
-MEASURED_EVERY = 10
-"""Without a limit, every 10th optimizer step is measured; with a limit, every step."""
+MEASURED_EVERY_STEPS = 10
+"""Optimizer steps from one measurement of the KL to the next; with a limit on the KL, every step is measured."""
 SHARPEST = MIN_GAUSSIAN_STD
 """Denoising steps with a smaller standard deviation of the noise are not measured, because their density is useless."""
 MAX_SCALINGS = 4
@@ -69,7 +69,9 @@ class TrustRegion:
     @property
     def due(self) -> bool:
         """True if the next optimizer step is to be measured."""
-        return self._images > 0 and (self._limit is not None or self._inputs.optimizer.steps % MEASURED_EVERY == 0)
+        return self._images > 0 and (
+            self._limit is not None or self._inputs.optimizer.steps % MEASURED_EVERY_STEPS == 0
+        )
 
     def remember(self, group: Group, batches: list[MicroBatch]) -> None:
         """Keeps the first images of the group for the measurement, instead of those kept before."""

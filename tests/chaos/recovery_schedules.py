@@ -20,7 +20,8 @@ import torch
 
 from async_flowrl.config.curves import evaluation_due
 from async_flowrl.config.schema import Config
-from async_flowrl.controller.checkpoints import MAX_MISSED_CHECKPOINTS, SaveFailed
+from async_flowrl.config.sections.runtime import LimitsConfig
+from async_flowrl.controller.checkpoints import SaveFailed
 from async_flowrl.training.checkpoint_folder import written
 from async_flowrl.verify import verify
 from separation.supervise import DeadlineExceeded
@@ -240,10 +241,8 @@ def outcome(seed: int) -> Ended:
             how = type(error).__name__
             full = schedule.hits.count(("trainer: writes a checkpoint", "full for good"))
             hung = any(fatal(*hit) for hit in schedule.hits)
-            if isinstance(error, SaveFailed) and full < MAX_MISSED_CHECKPOINTS:
-                wrong = (
-                    f"ended by {error!r} though the disk was full for less than {MAX_MISSED_CHECKPOINTS} checkpoints"
-                )
+            if isinstance(error, SaveFailed) and full < LimitsConfig().missed_checkpoints:
+                wrong = f"ended by {error!r} though the disk was full for {full} checkpoints"
             if isinstance(error, DeadlineExceeded) and not (hung and "deadline" in str(error)):
                 wrong = f"ended by {error!r} though no trainer hung"
         except Exception as error:

@@ -76,9 +76,19 @@ def after(then: Callable[..., Any]) -> Fault:
     return fault
 
 
-def no_limit(original: int) -> int:
-    """Fault: a limit is so large that nothing reaches it."""
-    return 10**9
+class Unlimited:
+    """A field of a configuration section that is larger than anything counted, whatever it is set to."""
+
+    def __get__(self, section: Any, kind: type | None = None) -> int:
+        return 10**9
+
+    def __set__(self, section: Any, value: int) -> None:
+        pass
+
+
+def no_limit(original: int) -> Unlimited:
+    """Fault: a field of a section is so large that nothing reaches it."""
+    return Unlimited()
 
 
 @contextmanager

@@ -16,6 +16,7 @@ RUN_RECOVERY, CHECKPOINTS, RESUME, AFTER_STEP = (
     "async_flowrl.controller.resume",
     "async_flowrl.controller.after_step:AfterStep",
 )
+LIMITS = "async_flowrl.config.sections.runtime:LimitsConfig"
 TRUNCATE = "async_flowrl.observability.metrics:MetricsLog.truncate"
 RECOVERY = "tests.unit.test_recovery"
 
@@ -90,15 +91,16 @@ WORKER_FAULTS = (
     ),
     Mutant(
         "a worker that dies over and over is replaced for ever",
-        {f"{DISPATCH}:MAX_LOSSES_PER_SLOT": no_limit},
+        {f"{LIMITS}.slot_losses": no_limit},
         f"{FAULTS}:test_a_slot_that_loses_every_worker_ends_the_run_by_name",
-        arguments={"method": "load", "what": "kill"},
+        arguments={"method": "load", "what": "kill", "losses": 4},
         raises=(*HANGS, "AssertionError", "OverflowError"),
     ),
     Mutant(
         "a ticket that kills its workers is tried for ever",
-        {f"{DISPATCH}:MAX_TICKET_ATTEMPTS": no_limit},
+        {f"{LIMITS}.ticket_attempts": no_limit},
         f"{FAULTS}:test_a_ticket_that_kills_every_worker_ends_the_run_by_name",
+        arguments={"attempts": 6},
         raises=(*HANGS, "DeadlineExceeded"),
     ),
     Mutant(
@@ -182,8 +184,9 @@ ATTEMPT_FAULTS = (
     ),
     Mutant(
         "missed checkpoints are never an error",
-        {f"{CHECKPOINTS}:MAX_MISSED_CHECKPOINTS": no_limit},
+        {f"{LIMITS}.missed_checkpoints": no_limit},
         f"{RECOVERY}:test_a_disk_that_stays_full_ends_the_run_by_name",
+        arguments={"missed": 3},
         raises=("Failed",),
     ),
     Mutant(

@@ -267,15 +267,18 @@ def test_a_successor_that_does_not_come_is_named_and_the_others_go_on(what: str)
     assert [event["worker"] for event in found.observer.of("rejoined")] == ["trainer-1.3"]
 
 
-def test_after_some_successors_no_other_is_called(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("successors", [3, 1])
+def test_after_some_successors_no_other_is_called(successors: int, caplog: pytest.LogCaptureFixture) -> None:
     given = toy_config(1, steps=24, prompts_per_step=4, trainer__num_workers=2, hand_over="batch")
+    if successors != 3:
+        given.limits.successors = successors
 
     def fault(worker: str, method: str, number: int) -> str | None:
         first = (worker, method, number) == ("trainer-1", "train", 2)
         return "kill" if first or (method == "load" and worker.startswith("trainer-1.")) else None
 
     found = virtual(given, SHAKEN, fault)
-    assert not found.observer.of("rejoined") and len(found.observer.of("fault")) == 4
+    assert not found.observer.of("rejoined") and len(found.observer.of("fault")) == 1 + successors
     assert "no further successor is started" in caplog.text
 
 

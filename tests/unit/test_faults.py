@@ -8,7 +8,7 @@ import pytest
 
 from async_flowrl.controller.admission import StartError
 from async_flowrl.controller.context import Context
-from async_flowrl.controller.dispatch import MAX_LOSSES_PER_SLOT, TicketLost
+from async_flowrl.controller.dispatch import TicketLost
 from async_flowrl.controller.sender_errors import SenderLate
 from async_flowrl.tickets.table import State
 from async_flowrl.types import Prompt, Scores
@@ -134,22 +134,25 @@ def test_a_replacement_that_is_lost_while_it_joins_is_replaced_itself(method: st
     assert found.groups["rollout"].workers[0].name == "rollout-0.2"
 
 
-@pytest.mark.parametrize(("method", "what"), [("load", "kill"), ("prove", "hang"), ("receive", "kill")])
-def test_a_slot_that_loses_every_worker_ends_the_run_by_name(method: str, what: str) -> None:
+@pytest.mark.parametrize(
+    ("method", "what", "losses"),
+    [("load", "kill", 4), ("prove", "hang", 4), ("receive", "kill", 4), ("load", "kill", 1)],
+)
+def test_a_slot_that_loses_every_worker_ends_the_run_by_name(method: str, what: str, losses: int) -> None:
     def fault(worker: str, called: str, number: int) -> str | None:
         if (worker, called, number) == ("rollout-0", "generate", 2):
             return "kill"
         return what if worker.startswith("rollout-0.") and called == method else None
 
-    with pytest.raises((WorkerDied, DeadlineExceeded), match=r"rollout-0\.4") as error:
-        disturbed(fault, rollout__num_workers=1)
-    assert (
-        f"slot 0 of the rollout pool lost {MAX_LOSSES_PER_SLOT + 1} workers without a finished ticket"
-        in error.value.__notes__
-    )
+    changes = {} if losses == 4 else {"limits__slot_losses": losses}
+    with pytest.raises((WorkerDied, DeadlineExceeded), match=rf"rollout-0\.{losses}\b") as error:
+        disturbed(fault, rollout__num_workers=1, **changes)
+    said = f"slot 0 of the rollout pool lost {losses + 1} workers without a finished ticket"
+    assert said in error.value.__notes__
 
 
-def test_a_ticket_that_kills_every_worker_ends_the_run_by_name() -> None:
+@pytest.mark.parametrize("attempts", [6, 1])
+def test_a_ticket_that_kills_every_worker_ends_the_run_by_name(attempts: int) -> None:
     """The workers do well between two attempts at it."""
 
     class Poison(Timing):
@@ -157,8 +160,9 @@ def test_a_ticket_that_kills_every_worker_ends_the_run_by_name() -> None:
             poisoned = method == "generate" and args[0].ordinal == 6
             return 1e3 if poisoned else super().duration(worker, method, call, args)
 
-    config = toy_config(3, steps=40, rollout__num_workers=4)
-    with pytest.raises(TicketLost, match=r"train ticket 6 .* was lost 6 times"):
+    changes = {} if attempts == 6 else {"limits__ticket_attempts": attempts}
+    config = toy_config(3, steps=40, rollout__num_workers=4, **changes)
+    with pytest.raises(TicketLost, match=rf"train ticket 6 .* was lost {attempts} times"):
         virtual(config, Poison())
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import logging
+import re
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -13,8 +14,8 @@ import pytest
 from async_flowrl.config.check import ConfigError
 from async_flowrl.config.schema import Config
 from async_flowrl.config.sections.reward import RewardTerm
-from async_flowrl.controller.checkpoints import MAX_MISSED_CHECKPOINTS, SaveFailed
-from async_flowrl.run.recovery import MAX_RECOVERIES
+from async_flowrl.config.sections.runtime import LimitsConfig
+from async_flowrl.controller.checkpoints import SaveFailed
 from async_flowrl.tickets.table import Refused
 from async_flowrl.training.checkpoint_folder import written
 from async_flowrl.training.checkpoint_manifest import DamagedCheckpoint
@@ -180,11 +181,13 @@ def test_a_trainer_that_dies_while_it_comes_back_is_replaced_too(tmp_path: Path)
     check_equal(root)
 
 
-def test_a_trainer_that_always_dies_ends_the_run_by_name(tmp_path: Path) -> None:
-    root = tmp_path / "run"
-    with pytest.raises(WorkerDied, match=rf"trainer-0\.{MAX_RECOVERIES} died"):
-        go(root, lambda worker, method, number: "kill" if (method, number) == ("train_last", 2) else None)
-    assert len(rollbacks(root)) == MAX_RECOVERIES
+@pytest.mark.parametrize("recoveries", [0, 1, 3])
+def test_a_trainer_that_always_dies_ends_the_run_by_name(recoveries: int, tmp_path: Path) -> None:
+    root, changes = tmp_path / "run", {} if recoveries == 3 else {"limits__recoveries": recoveries}
+    last = f"trainer-0.{recoveries}" if recoveries else "trainer-0"
+    with pytest.raises(WorkerDied, match=rf"^{re.escape(last)} died"):
+        go(root, lambda worker, method, number: "kill" if (method, number) == ("train_last", 2) else None, **changes)
+    assert len(rollbacks(root)) == recoveries
 
 
 @pytest.mark.parametrize("what", ["kill", "hang", "unloaded"])
@@ -302,19 +305,19 @@ def test_after_a_missed_checkpoint_the_one_before_is_taken(tmp_path: Path) -> No
     check_equal(root)
 
 
-def test_a_disk_that_stays_full_ends_the_run_by_name(tmp_path: Path) -> None:
+@pytest.mark.parametrize("missed", [3, 1])
+def test_a_disk_that_stays_full_ends_the_run_by_name(missed: int, tmp_path: Path) -> None:
     full = {f"save_{number}": "full" for number in range(2, 9)}
-    with pytest.raises(
-        SaveFailed, match=f"{MAX_MISSED_CHECKPOINTS} checkpoints in a row could not be written: .*No space left"
-    ):
-        go(tmp_path / "run", at(**full), save__every=1)
+    changes = {} if missed == 3 else {"limits__missed_checkpoints": missed}
+    with pytest.raises(SaveFailed, match=f"^{missed} checkpoints in a row could not be written: .*No space left"):
+        go(tmp_path / "run", at(**full), save__every=1, **changes)
     assert [path.name for path in written(tmp_path / "run" / "checkpoints")] == ["step_0"]
 
 
-@pytest.mark.parametrize("misses", [1, 2, MAX_MISSED_CHECKPOINTS])
+@pytest.mark.parametrize("misses", [1, 2, 3])
 def test_the_last_checkpoint_is_insisted_on(misses: int, tmp_path: Path) -> None:
     fault = at(**{f"save_{number}": "full" for number in range(4, 4 + misses)})
-    if misses == MAX_MISSED_CHECKPOINTS:
+    if misses == LimitsConfig().missed_checkpoints:
         with pytest.raises(SaveFailed):
             go(tmp_path / "run", fault)
     else:

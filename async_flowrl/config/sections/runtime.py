@@ -1,4 +1,4 @@
-"""The sections `runtime`, `hardware` and `deadlines` of the configuration: the machines, and their limits."""
+"""The sections `runtime`, `hardware`, `deadlines` and `limits` of the configuration: the machines, and their limits."""
 
 from dataclasses import dataclass
 
@@ -36,6 +36,25 @@ class DeadlinesConfig:
     under way, and that may have to be found hanging first."""
     stall: float = setting(60.0, above=0, infinite=True)
     """Seconds without any change after which the controller's log says which tickets wait for what."""
+
+
+@dataclass
+class LimitsConfig:
+    """Numbers of failures of one kind, and what happens when there are more."""
+
+    ticket_attempts: int = setting(6, at_least=1)
+    """Attempts at one ticket. If all are lost, the run ends, because the ticket itself probably kills its workers."""
+    slot_losses: int = setting(4, at_least=0, at_most=10)
+    """Rollout workers that one slot (numbered place) of the pool may lose in a row without a finished ticket; one more
+    ends the run. The pause before the n-th is replaced is 2^(n-1) - 1 seconds."""
+    recoveries: int = setting(3, at_least=0)
+    """Times that the run goes back to its newest checkpoint because no trainer rank was left that could go on;
+    the next such death ends it."""
+    successors: int = setting(3, at_least=1)
+    """Successors of one dead trainer rank that may fail in a row. Then the others go on without that rank until the
+    run is next started from a checkpoint."""
+    missed_checkpoints: int = setting(3, at_least=1)
+    """Checkpoints in a row that could not be written after which the run ends; fewer are warnings."""
 
 
 @dataclass

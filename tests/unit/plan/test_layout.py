@@ -10,7 +10,7 @@ from async_flowrl.config.compose import compose_config
 from async_flowrl.config.schema import Config
 from async_flowrl.plan import __main__ as command
 from async_flowrl.plan import layout_fit
-from async_flowrl.plan.devices import GIB, TIGHT
+from async_flowrl.plan.devices import GIB, MEMORY_WARNING_SHARE
 from async_flowrl.plan.layout import Chosen, resolved
 from async_flowrl.plan.memory import trainer_footprint
 from async_flowrl.plan.meta_model import build_meta_model
@@ -38,7 +38,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Callable[[Config, Layout], int]:
 
     def needed(given: Config, wanted: Layout) -> int:
         now = replace(given, trainer=wanted.applied(given.trainer))
-        return int(trainer_footprint(now, model, peak(now)).total / TIGHT) + 2
+        return int(trainer_footprint(now, model, peak(now)).total / MEMORY_WARNING_SHARE) + 2
 
     return needed
 

@@ -16,7 +16,7 @@ from async_flowrl.plan.units import Unit
 from async_flowrl.plan.work import EvaluationWork, Layout, Work, bounds
 from async_flowrl.shared.turns import patience
 from async_flowrl.tickets.table import EVALUATION, TRAIN, State, Ticket, TicketTable
-from async_flowrl.tickets.ticket import EVALUATION_SHARE
+from async_flowrl.tickets.ticket import EVALUATION_EVERY_TICKETS
 from tests.support.recorded import recorded
 from tests.support.toy import Timing, toy_config, virtual
 from tests.support.toy_shared import shared_config, shared_virtual
@@ -74,10 +74,12 @@ def test_while_training_tickets_wait_every_fourth_ticket_is_of_the_evaluation(
 
     monkeypatch.setattr(TicketTable, "start", recorded)
     traced(work(1, every=3, tickets=8), shared(1, k, hand_over), steps=8)
-    rows = [given[first : first + EVALUATION_SHARE] for first in range(len(given) - EVALUATION_SHARE + 1)]
+    rows = [
+        given[first : first + EVALUATION_EVERY_TICKETS] for first in range(len(given) - EVALUATION_EVERY_TICKETS + 1)
+    ]
     of_choice = [[kind for kind, _ in row].count(EVALUATION) for row in rows if all(waits for _, waits in row)]
     assert max(of_choice) == 1
-    assert of_choice.count(1) >= EVALUATION_SHARE, "the rule was put to the test"
+    assert of_choice.count(1) >= EVALUATION_EVERY_TICKETS, "the rule was put to the test"
 
 
 @pytest.mark.parametrize(("k", "hand_over"), MODES)

@@ -22,7 +22,7 @@ from async_flowrl.report.document import document
 from async_flowrl.report.folders import runs_in
 from async_flowrl.report.page import as_data, embedded, in_order, render, spread
 from async_flowrl.report.pictures import MAX_EVALUATIONS, folder_of
-from async_flowrl.report.schedule import BINS, MAX_BARS, MAX_PLACES
+from async_flowrl.report.schedule import BINS_PER_RUN, MAX_BARS, MAX_PLACES
 from async_flowrl.report.thin import MAX_POINTS, Buckets, chosen
 
 WORDS = ("a cat", "</script><b>", "\u202eقط")
@@ -175,7 +175,7 @@ def test_a_long_run_stays_small_and_says_what_was_thinned(tmp_path: Path) -> Non
     )
     assert run["timeline"]["shown"] <= MAX_PLACES < run["timeline"]["workers"] == 31
     whole = run["timeline"]["views"][-1]["lanes"][0]["bins"]
-    assert len(whole["busy"]) == BINS and whole["busy"][7] + whole["idle"][7] == pytest.approx(1.0, abs=0.02)
+    assert len(whole["busy"]) == BINS_PER_RUN and whole["busy"][7] + whole["idle"][7] == pytest.approx(1.0, abs=0.02)
     assert all(len(lane["bars"]) <= MAX_BARS for view in run["timeline"]["views"][:-1] for lane in view["lanes"])
     assert [e["version"] for e in run["pictures"]["evaluations"]][:: MAX_EVALUATIONS - 1] == [0, 800]
     notes = " ".join(found["notes"])

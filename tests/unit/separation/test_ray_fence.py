@@ -13,8 +13,8 @@ import pytest
 
 from separation import ray_fence
 from separation.processes import kill_remaining
-from separation.ray_fence import SHARE, keep_in_touch
-from separation.ray_watch import SHARE as SHARE_OF_THE_DRIVER
+from separation.ray_fence import FENCE_SHARE_OF_PATIENCE, keep_in_touch
+from separation.ray_watch import DRIVER_SHARE_OF_PATIENCE
 
 SECONDS = 0.2
 
@@ -109,4 +109,4 @@ def test_it_ends_where_its_log_cannot_be_written_and_with_what_it_started(log: s
 
 def test_the_driver_gives_the_head_up_first() -> None:
     """So that a run without its head says that, instead of naming workers that died."""
-    assert SHARE_OF_THE_DRIVER < SHARE < 1
+    assert DRIVER_SHARE_OF_PATIENCE < FENCE_SHARE_OF_PATIENCE < 1
