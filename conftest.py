@@ -54,6 +54,16 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
+@pytest.fixture(scope="session")
+def shared_models() -> Iterator[Any]:
+    """Tiny models that tests only read (tests/support/shared_models.py); the session's end checks that none changed."""
+    from tests.support.shared_models import SharedModels
+
+    models = SharedModels()
+    yield models
+    models.check()
+
+
 LANES = ("runs", "ranks", "clusters")
 """Groups of tests that come one after the other in one process, so that several lanes go side by side.
 

@@ -27,7 +27,8 @@ from async_flowrl.rewards.registry import build_reward
 from async_flowrl.rollout.diffusers_engine import DiffusersEngine
 from async_flowrl.tickets.request import RequestBuilder
 from async_flowrl.tickets.table import EVALUATION, Ticket
-from tests.support.tiny import adapted_policy, tiny_policy, token_ids
+from tests.support.shared_models import SharedModels
+from tests.support.tiny import adapted_policy, token_ids
 
 LORA = LoraConfig(rank=4, alpha=10.0)
 IMAGES = 2
@@ -85,12 +86,12 @@ def results(folder: Path) -> dict[str, Any]:
 
 
 def test_a_fresh_pipeline_scores_what_the_engine_scores(
-    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    run: Path, shared_models: SharedModels, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Image by image; and the statistics are those of prompts, not of images."""
     assert evaluating.main([str(run), "--out", str(tmp_path / "out")]) == 0
     config = read_config(run / "config.yaml")
-    before, after = engine_scores(config, tiny_policy()), engine_scores(config, adapted_policy(config=LORA))
+    before, after = engine_scores(config, shared_models.tiny), engine_scores(config, adapted_policy(config=LORA))
     found = results(tmp_path / "out")
     row = found["rewards"]["reward"]
     for side, wanted in (("before", before), ("after", after)):

@@ -40,6 +40,7 @@ from async_flowrl.rollout.diffusers_engine import DiffusersEngine
 from async_flowrl.seeds import generator
 from async_flowrl.training.checkpoint import Checkpoint, write_checkpoint
 from async_flowrl.types import EVALUATION
+from tests.support.shared_models import SharedModels
 from tests.support.tiny import RED, adapted_policy, randomise, request, tiny_policy
 
 LORA = LoraConfig(rank=4, alpha=10.0)
@@ -121,15 +122,17 @@ def test_named_tensors_without_a_model_export_the_same_file(trained: QwenImagePo
     assert one.read_bytes() == two.read_bytes()
 
 
-def test_the_rollout_engines_images_come_back(trained: QwenImagePolicy, tmp_path: Path) -> None:
+def test_the_rollout_engines_images_come_back(
+    trained: QwenImagePolicy, shared_models: SharedModels, tmp_path: Path
+) -> None:
     made = DiffusersEngine(trained).generate(request(N, kind=EVALUATION)).images
     save_lora(tmp_path, trained.transformer, alpha=LORA.alpha)
     pipeline = QwenImagePipeline.from_pretrained(resolve_model(ModelConfig()).path)
     pipeline.set_progress_bar_config(disable=True)
     pipeline.load_lora_weights(tmp_path)
-    decoded = tiny_policy().decode(latents_of(pipeline), 32).numpy()
+    decoded = shared_models.tiny.decode(latents_of(pipeline), 32).numpy()
     assert np.abs(made.astype(int) - decoded).max() <= 1
-    plain = DiffusersEngine(tiny_policy()).generate(request(N, kind=EVALUATION)).images
+    plain = DiffusersEngine(shared_models.tiny).generate(request(N, kind=EVALUATION)).images
     assert np.abs(made.astype(int) - plain).max() > 10
 
 

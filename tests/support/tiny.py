@@ -1,6 +1,8 @@
 """The tiny Qwen-Image model for tests, with an adapter that changes its output, and requests for it."""
 
 from collections.abc import Mapping
+from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -70,11 +72,17 @@ def request(
 
 def token_ids(text: str, system: str | None = None) -> list[int]:
     """Returns the token ids of `text` inside the model's prompt template; `system` replaces the template's own."""
-    pipeline = tiny_policy()._whole("tokenise")
-    template = str(pipeline.prompt_template_encode)
+    tokenizer, template = _tokenizer()
     if system is not None:
         template = template.replace(template.split("system\n")[1].split("<|im_end|>")[0], system)
-    return list(pipeline.tokenizer(template.replace("{}", text)).input_ids)
+    return list(tokenizer(template.replace("{}", text)).input_ids)
+
+
+@cache
+def _tokenizer() -> tuple[Any, str]:
+    """The tokenizer of the model, and its prompt template."""
+    pipeline = tiny_policy()._whole("tokenise")
+    return pipeline.tokenizer, str(pipeline.prompt_template_encode)
 
 
 def tensors(conditioning: Mapping[str, object]) -> dict[str, Tensor]:

@@ -26,6 +26,7 @@ from async_flowrl.tickets.arithmetic import ticket_bytes
 from async_flowrl.training.exact import ExactSum
 from async_flowrl.training.fsdp import World
 from tests.support.families import NAMES, adapted, how
+from tests.support.shared_models import SharedModels
 
 ROOT = Path(__file__).parents[3]
 RECIPES = {"qwen_image_ocr": 20_430_401_088, "sd35_ocr": 2_243_171_520, "flux_pickscore": 11_901_408_320}
@@ -217,12 +218,12 @@ def test_attention_is_counted_as_a_fused_kernel() -> None:
     assert counted.peak == 4 * (query.numel() + 2 * 512)
 
 
-def test_a_tickets_bytes_are_those_of_its_arrays() -> None:
+def test_a_tickets_bytes_are_those_of_its_arrays(shared_models: SharedModels) -> None:
     from async_flowrl.rollout.diffusers_engine import DiffusersEngine
-    from tests.support.tiny import request, tiny_policy
+    from tests.support.tiny import request
 
     config = Config()
-    made = DiffusersEngine(tiny_policy()).generate(request(16))
+    made = DiffusersEngine(shared_models.tiny).generate(request(16))
     assert made.trajectory is not None
     arrays = [made.images, made.trajectory.latents, made.trajectory.log_probs]
     told = ticket_bytes(config, build_meta_model(config).policy.shapes(config.rollout.resolution))

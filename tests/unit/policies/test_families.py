@@ -43,9 +43,9 @@ from tests.support.families import (
     conditioning,
     how,
     model_config,
-    pipeline_of,
     policy_of,
 )
+from tests.support.shared_models import SharedModels
 from tests.support.tiny import randomise, request, tensors
 
 LARGEST = {"sd3": 256}
@@ -64,15 +64,15 @@ def policy(family: str) -> Policy:
 
 
 @pytest.fixture(scope="module")
-def plain(family: str) -> Policy:
+def plain(family: str, shared_models: SharedModels) -> Policy:
     """The policy without an adapter."""
-    return policy_of(family)
+    return shared_models.policy(family)
 
 
 @pytest.fixture(scope="module")
-def pipeline(family: str) -> Any:
+def pipeline(family: str, shared_models: SharedModels) -> Any:
     """diffusers' pipeline, without an adapter."""
-    return pipeline_of(family)
+    return shared_models.pipeline(family)
 
 
 def latents(policy: Policy, n: int = N, seed: int = 0) -> Tensor:
@@ -227,12 +227,12 @@ def test_the_schedule_falls_from_one_to_zero_and_sizes_that_do_not_fit_are_refus
         policy.velocity(latents(policy), torch.ones(N), positive, None, how(family, cfg=4.0))
 
 
-def test_published_schedules() -> None:
+def test_published_schedules(shared_models: SharedModels) -> None:
     """SD3.5 with ten steps, at any size, and FLUX.1-dev with six, at 512 px."""
     sd3 = [1, 0.9601, 0.9133, 0.8577, 0.7904, 0.7073, 0.6022, 0.4649, 0.2780, 0.0089, 0]
     flux = [1, 0.9037, 0.7897, 0.6525, 0.4842, 0.2730, 0]
-    assert torch.allclose(policy_of("sd3").sigmas(10, 256), torch.tensor(sd3), atol=1e-4)
-    assert torch.allclose(policy_of("flux").sigmas(6, 512), torch.tensor(flux), atol=1e-4)
+    assert torch.allclose(shared_models.policy("sd3").sigmas(10, 256), torch.tensor(sd3), atol=1e-4)
+    assert torch.allclose(shared_models.policy("flux").sigmas(6, 512), torch.tensor(flux), atol=1e-4)
 
 
 def test_guidance_that_the_network_does_not_take_is_refused(policy: Policy, family: str) -> None:

@@ -18,6 +18,7 @@ from async_flowrl.policies.registry import ResolvedModel, check_revision, load_p
 from async_flowrl.training.fsdp import checkpoint_blocks
 from async_flowrl.types import Resolution
 from tests.support.families import NAMES, adapted, conditioning, how, model_config, policy_of
+from tests.support.shared_models import SharedModels
 from tests.support.tiny import tensors
 
 
@@ -114,7 +115,9 @@ def velocities(policy: Policy, family: str, shapes: Sequence[Shape]) -> dict[Sha
 @pytest.mark.parametrize(
     "family", ["qwen_image", *(pytest.param(name, marks=pytest.mark.slow) for name in NAMES if name != "qwen_image")]
 )
-def test_blocks_are_compiled_once_for_all_sizes_texts_and_numbers_of_images(family: str) -> None:
+def test_blocks_are_compiled_once_for_all_sizes_texts_and_numbers_of_images(
+    family: str, shared_models: SharedModels
+) -> None:
     """Once for each kind of block, where torch's default would compile again for the second shape."""
     torch._dynamo.reset()
     policy, graphs = policy_of(family), list[Any]()
@@ -124,7 +127,7 @@ def test_blocks_are_compiled_once_for_all_sizes_texts_and_numbers_of_images(fami
     assert 0 < kinds <= 3
     made |= velocities(policy, family, SHAPES[1:])
     assert len(graphs) == kinds
-    plain = velocities(policy_of(family), family, SHAPES)
+    plain = velocities(shared_models.policy(family), family, SHAPES)
     assert all((made[shape] - plain[shape]).abs().max() < 1e-5 for shape in SHAPES)
 
 
@@ -143,7 +146,7 @@ def test_blocks_are_compiled_once_more_for_single_images(family: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_compiled_bits_do_not_depend_on_what_was_made_before() -> None:
+def test_compiled_bits_do_not_depend_on_what_was_made_before(shared_models: SharedModels) -> None:
     """By the compiler that runs use: the same velocities in either order, but for roundings those of plain blocks.
 
     Each order has an empty cache, whose keys know nothing of sizes: it would return the code of the first order.
@@ -157,7 +160,7 @@ def test_compiled_bits_do_not_depend_on_what_was_made_before() -> None:
             policy = policy_of("qwen_image")
             compile_blocks(policy)
             found.append(velocities(policy, "qwen_image", order))
-    plain = velocities(policy_of("qwen_image"), "qwen_image", SHAPES)
+    plain = velocities(shared_models.policy("qwen_image"), "qwen_image", SHAPES)
     for shape in SHAPES:
         assert torch.equal(found[0][shape], found[1][shape])
         assert (found[0][shape] - plain[shape]).abs().max() < 1e-5
@@ -165,7 +168,7 @@ def test_compiled_bits_do_not_depend_on_what_was_made_before() -> None:
 
 
 @pytest.mark.parametrize("family", NAMES)
-def test_attention_goes_through_the_backend_or_is_refused(family: str) -> None:
+def test_attention_goes_through_the_backend_or_is_refused(family: str, shared_models: SharedModels) -> None:
     policy, resolved = policy_of(family, parts="transformer"), resolve_model(model_config(family))
     if family in ("sd3", "sana"):
         with pytest.raises(ValueError, match=r"has no effect on (SD3|Sana)Transformer2DModel"):
@@ -174,7 +177,7 @@ def test_attention_goes_through_the_backend_or_is_refused(family: str) -> None:
     other = load_policy(
         replace(resolved, attention_backend="_native_math"), dtype="float32", device="cpu", parts="transformer"
     )
-    positive, _ = conditioning(policy_of(family))
+    positive, _ = conditioning(shared_models.policy(family))
     x = torch.randn(2, *policy.latent_shape(32), generator=torch.Generator().manual_seed(0))
     found = [p.velocity(x, torch.tensor([0.9, 0.3]), positive, None, how(family)) for p in (policy, other)]
     assert (found[0] - found[1]).abs().max() < 1e-4

@@ -17,14 +17,15 @@ from async_flowrl.policies.lora import lora_parameters
 from async_flowrl.policies.qwen_image import QwenImagePolicy
 from async_flowrl.policies.registry import check_prompts_of, load_policy, resolve_model
 from async_flowrl.types import Prompt
+from tests.support.shared_models import SharedModels
 from tests.support.tiny import RED, adapted_policy, sampling, tensors, tiny_policy, token_ids
 
 NEGATIVE = sampling().negative_prompt
 
 
 @pytest.fixture(scope="module")
-def policy() -> QwenImagePolicy:
-    return tiny_policy()
+def policy(shared_models: SharedModels) -> QwenImagePolicy:
+    return shared_models.tiny
 
 
 @pytest.fixture(scope="module")
@@ -241,8 +242,8 @@ def test_gradients_flow_through_both_branches() -> None:
         p.grad = None
 
 
-def test_bfloat16_computes_there_and_returns_float32() -> None:
-    half, full = tiny_policy(dtype="bfloat16"), tiny_policy()
+def test_bfloat16_computes_there_and_returns_float32(policy: QwenImagePolicy) -> None:
+    half, full = tiny_policy(dtype="bfloat16"), policy
     positive, _ = conditioning(full)
     x, sigma = latents(2), torch.tensor([0.9, 0.3])
     assert all(parameter.dtype == torch.bfloat16 for parameter in half.transformer.parameters())

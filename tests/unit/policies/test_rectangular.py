@@ -13,7 +13,8 @@ from async_flowrl.config.resolution import height_width
 from async_flowrl.policies.registry import family_of, resolve_model, shapes_of
 from async_flowrl.rollout.diffusers_engine import DiffusersEngine
 from async_flowrl.types import Resolution
-from tests.support.families import NAMES, TEXT, conditioning, how, model_config, pipeline_of, policy_of
+from tests.support.families import NAMES, TEXT, conditioning, how, model_config
+from tests.support.shared_models import SharedModels
 from tests.support.tiny import request, tensors
 
 SIZES: list[Resolution] = [(32, 64), (96, 32), (64, 96)]
@@ -21,8 +22,10 @@ STEPS = 3
 
 
 @pytest.mark.parametrize("family", NAMES)
-def test_schedule_latents_and_pixels_are_the_stock_pipelines_at_three_aspect_ratios(family: str) -> None:
-    policy, pipeline = policy_of(family), pipeline_of(family)
+def test_schedule_latents_and_pixels_are_the_stock_pipelines_at_three_aspect_ratios(
+    family: str, shared_models: SharedModels
+) -> None:
+    policy, pipeline = shared_models.policy(family), shared_models.pipeline(family)
     positive, _ = conditioning(policy)
     length = model_config(family).max_sequence_length
     shifts = set()
@@ -60,9 +63,9 @@ def test_schedule_latents_and_pixels_are_the_stock_pipelines_at_three_aspect_rat
 
 
 @pytest.mark.parametrize("family", NAMES)
-def test_pixels_and_a_replayed_rollout_of_a_rectangle(family: str) -> None:
+def test_pixels_and_a_replayed_rollout_of_a_rectangle(family: str, shared_models: SharedModels) -> None:
     """The engine's images are the stock VAE's, row for row, and the trainer finds the recorded log-probs again."""
-    policy, size = policy_of(family), (32, 64)
+    policy, size = shared_models.policy(family), (32, 64)
     sampling = replace(how(family), resolution=size)
     made = DiffusersEngine(policy).generate(request(2, how=sampling, noise_steps=(0, 1)))
     found = made.trajectory
@@ -101,9 +104,11 @@ LARGEST = {"sd3": (16, 16), "z_image": (64, 64)}
 
 
 @pytest.mark.parametrize("family", LARGEST)
-def test_the_largest_images_are_those_that_the_network_has_positions_for(family: str) -> None:
+def test_the_largest_images_are_those_that_the_network_has_positions_for(
+    family: str, shared_models: SharedModels
+) -> None:
     """One more row or column is refused by the family; diffusers itself fails only inside the network."""
-    policy, (rows, columns) = policy_of(family), LARGEST[family]
+    policy, (rows, columns) = shared_models.policy(family), LARGEST[family]
     positive, _ = conditioning(policy)
     for size in ((16 * rows, 16), (16, 16 * columns)):
         latents = torch.randn(1, *policy.latent_shape(size), generator=torch.Generator().manual_seed(0))
@@ -123,9 +128,9 @@ def test_the_largest_images_are_those_that_the_network_has_positions_for(family:
             policy._network(beyond, torch.tensor([0.5]), [positive], how(family))
 
 
-def test_the_largest_images_of_qwen_image_leave_positions_for_the_text() -> None:
+def test_the_largest_images_of_qwen_image_leave_positions_for_the_text(shared_models: SharedModels) -> None:
     """diffusers' table of positions is sliced, so what lies beyond its end would be missing without an error."""
-    policy, text = policy_of("qwen_image"), 1024
+    policy, text = shared_models.policy("qwen_image"), 1024
     rows, columns = policy.largest_grid
     for grid, whole in (((rows, 1), True), ((1, columns), True), ((rows + 2, 1), False), ((1, columns + 2), False)):
         _, positions = policy.transformer.pos_embed([(1, *grid)], max_txt_seq_len=text, device=torch.device("cpu"))
@@ -135,8 +140,8 @@ def test_the_largest_images_of_qwen_image_leave_positions_for_the_text() -> None
 
 
 @pytest.mark.parametrize("family", ["flux", "sana"])
-def test_families_that_compute_positions_have_no_largest_size(family: str) -> None:
-    policy = policy_of(family)
+def test_families_that_compute_positions_have_no_largest_size(family: str, shared_models: SharedModels) -> None:
+    policy = shared_models.policy(family)
     assert policy.largest_grid is None
     positive, _ = conditioning(policy)
     sampling = replace(how(family), resolution=(32, 4096))

@@ -13,6 +13,7 @@ from async_flowrl.policies.registry import load_policy, resolve_model
 from async_flowrl.rollout.diffusers_engine import DiffusersEngine
 from async_flowrl.rollout.registry import decode_by_parts
 from tests.support.families import model_config
+from tests.support.shared_models import SharedModels
 from tests.support.tiny import request, tiny_policy
 
 FAMILIES = ("qwen_image", "sd3", "sana")
@@ -30,8 +31,8 @@ def test_images_one_by_one_have_the_same_pixels_but_for_roundings(family: str) -
     assert int(apart.max()) <= 1 and int((apart > 0).sum()) <= 10
 
 
-def test_tiles_change_only_images_larger_than_a_tile() -> None:
-    plain, tiled = tiny_policy(), tiny_policy()
+def test_tiles_change_only_images_larger_than_a_tile(shared_models: SharedModels) -> None:
+    plain, tiled = shared_models.tiny, tiny_policy()
     decode_by_parts(tiled, compose_config("one_step_off", ["rollout.vae_tiling=true"]))
     generator = torch.Generator().manual_seed(0)
     for side, same in ((32, True), (288, False)):
@@ -70,8 +71,8 @@ def test_vllm_omni_keeps_its_encoders() -> None:
         check(compose_config("one_step_off", words))
 
 
-def test_an_encoder_in_the_place_of_the_policys_own_is_asked_alone() -> None:
-    policy = tiny_policy()
+def test_an_encoder_in_the_place_of_the_policys_own_is_asked_alone(shared_models: SharedModels) -> None:
+    policy = shared_models.tiny
     wanted = DiffusersEngine(policy).generate(request(2))
 
     class Told:

@@ -20,7 +20,8 @@ from async_flowrl.rollout.base import Rollout
 from async_flowrl.rollout.diffusers_engine import DiffusersEngine
 from async_flowrl.seeds import generator
 from async_flowrl.types import EVALUATION, Prompt, RolloutRequest, Sampling, Trajectory
-from tests.support.tiny import RED, adapted_policy, randomise, request, sampling, tensors, tiny_policy, token_ids
+from tests.support.shared_models import SharedModels
+from tests.support.tiny import RED, adapted_policy, randomise, request, sampling, tensors, token_ids
 
 
 @pytest.fixture(scope="module")
@@ -217,11 +218,11 @@ def test_without_trained_steps_the_final_latents_are_recorded(policy: QwenImageP
 
 
 @pytest.mark.parametrize("cfg", [1.0, 4.0])
-def test_an_evaluation_gives_the_images_of_the_pipeline(cfg: float) -> None:
+def test_an_evaluation_gives_the_images_of_the_pipeline(cfg: float, shared_models: SharedModels) -> None:
     """No noise after the initial one even if the request names noisy steps, no trajectory."""
     how = sampling(cfg=cfg)
     asked = request(3, how=how, kind=EVALUATION)
-    rollout = DiffusersEngine(tiny_policy()).generate(asked)
+    rollout = DiffusersEngine(shared_models.tiny).generate(asked)
     assert rollout.trajectory is None
     pipeline = QwenImagePipeline.from_pretrained(resolve_model(ModelConfig()).path)
     pipeline.set_progress_bar_config(disable=True)

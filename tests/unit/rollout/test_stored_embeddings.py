@@ -18,6 +18,7 @@ from async_flowrl.rollout import embedding_files, stored_embeddings
 from async_flowrl.rollout.embedding_files import DIGEST_BYTES, EmbeddingFiles, encoder_digest
 from async_flowrl.rollout.stored_embeddings import Parked, StoredEmbeddings
 from async_flowrl.types import Asked, Conditioning, Wording
+from tests.support.shared_models import SharedModels
 from tests.support.tiny import tiny_policy
 
 RED: Asked = ("red", None, False)
@@ -166,7 +167,7 @@ def test_a_visit_ends_when_encoding_fails(tmp_path: Path) -> None:
     assert inside == ["in", "out"] and not list(tmp_path.rglob("*.safetensors"))
 
 
-def test_the_real_encoder_gives_the_bits_of_the_resident_one(tmp_path: Path) -> None:
+def test_the_real_encoder_gives_the_bits_of_the_resident_one(tmp_path: Path, shared_models: SharedModels) -> None:
     """Lengths and system prompts mixed; what is loaded for it has neither VAE nor transformer weights."""
     asked: list[Asked] = [
         RED,
@@ -176,7 +177,7 @@ def test_the_real_encoder_gives_the_bits_of_the_resident_one(tmp_path: Path) -> 
     ]
     embeddings = StoredEmbeddings(EmbeddingFiles(tmp_path, "e" * 64), lambda: tiny_policy(parts="text"))
     made, read = embeddings.encode(asked), embeddings.encode(asked)
-    resident = tiny_policy()
+    resident = shared_models.tiny
     for (text, system, negative), one, other in zip(asked, made, read, strict=True):
         (wanted,) = resident.encode([text], system=system, negative=negative)
         assert np.array_equal(one["prompt_embeds"], wanted["prompt_embeds"])

@@ -28,7 +28,8 @@ from async_flowrl.rollout.vllm_omni.settings import (
     tensor_parallel,
 )
 from checkpoint_engine import base_digest
-from tests.support.tiny import adapted_policy, tiny_policy
+from tests.support.shared_models import SharedModels
+from tests.support.tiny import adapted_policy
 
 PACKED = {"to_qkv": ["to_q", "to_k", "to_v"], "add_kv_proj": ["add_q_proj", "add_k_proj", "add_v_proj"]}
 NAMES = Names(PACKED, flat=True)
@@ -77,9 +78,9 @@ def packed_as_the_engine(tensors: dict[str, Tensor], rank: int, ranks: int) -> d
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_base_weights_come_back_from_packing_and_sharding(ranks: int) -> None:
+def test_base_weights_come_back_from_packing_and_sharding(ranks: int, shared_models: SharedModels) -> None:
     """So their digest is the trainer's."""
-    transformer = tiny_policy(parts="transformer").transformer
+    transformer = shared_models.tiny.transformer
     tensors = {name: parameter.detach() for name, parameter in transformer.named_parameters()}
     shards = [packed_as_the_engine(tensors, rank, ranks) for rank in range(ranks)]
     requested: list[int] = []
@@ -114,12 +115,14 @@ def test_a_parameter_that_is_missing_or_misshapen_is_named() -> None:
 
 
 @pytest.mark.parametrize("targets", [None, ["attn.to_q", "attn.to_out.0"]])
-def test_the_adapter_and_the_base_have_known_shapes_without_weights(targets: list[str] | None) -> None:
+def test_the_adapter_and_the_base_have_known_shapes_without_weights(
+    targets: list[str] | None, shared_models: SharedModels
+) -> None:
     config = Config(lora=LoraConfig(rank=4, targets=targets))
     shapes = network_shapes(config, resolve_model(config.model))
     adapted = lora_parameters(adapted_policy(config=config.lora, parts="transformer").transformer)
     assert shapes.adapter == {name: tuple(parameter.shape) for name, parameter in adapted.items()}
-    bare = dict(tiny_policy(parts="transformer").transformer.named_parameters())
+    bare = dict(shared_models.tiny.transformer.named_parameters())
     assert shapes.base == {name: tuple(parameter.shape) for name, parameter in bare.items()}
 
 
