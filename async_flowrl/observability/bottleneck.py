@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from async_flowrl.config.shared import SHARED
-from async_flowrl.observability.events import Event
+from async_flowrl.observability.events import Event, step_window
 from async_flowrl.observability.intervals import Interval, intersect, length
 from async_flowrl.observability.ledger import STATES, pool_of
 from async_flowrl.observability.one_device import by_device, device_time
@@ -14,7 +14,8 @@ from async_flowrl.observability.timeline import Track
 MIN_LOST_SHARE = 0.1
 """Smallest share of its time that a pool must lose in one state before the loss is mentioned."""
 MAX_SPLIT_SHARE = 0.97
-"""Another split of the devices is proposed only if a step would take less than this share of its present time."""
+"""Another split of the devices is proposed only if a step would take less than this share of its present time, and
+`placement=shared` only if it would take less than this share of the time with the best split."""
 
 
 def verdict(workers: Sequence[Track], history: Sequence[Event], *, placement: str) -> str:
@@ -30,8 +31,8 @@ def verdict(workers: Sequence[Track], history: Sequence[Event], *, placement: st
         return sentence
     if placement == SHARED:
         return of_shared(workers, history, window)
-    split = better_split(workers, window) if placement == "separate" else None
-    return bottleneck(step_pools(workers, window), split)
+    advice = better_placement(workers, window) if placement == "separate" else None
+    return bottleneck(step_pools(workers, window), advice)
 
 
 def of_shared(workers: Sequence[Track], history: Sequence[Event], window: Interval) -> str:
@@ -61,8 +62,8 @@ def of_shared(workers: Sequence[Track], history: Sequence[Event], window: Interv
     )
 
 
-def bottleneck(pools: Mapping[str, Mapping[str, float]], split: str | None = None) -> str:
-    """The sentence from `pools` (pool → state → seconds); the advice is `split` (see better_split) if one is given."""
+def bottleneck(pools: Mapping[str, Mapping[str, float]], better: str | None = None) -> str:
+    """The sentence from `pools` (pool → state → seconds); the advice is `better` (see better_placement) if given."""
     share = {
         (pool, state): value / sum(seconds.values())
         for pool, seconds in pools.items()
@@ -87,7 +88,7 @@ def bottleneck(pools: Mapping[str, Mapping[str, float]], split: str | None = Non
             f"The pools take turns: the trainer waited for images {waited:.0%} of the time and rollout workers had "
             f"nothing to do {starved:.0%} of it; a larger max_staleness lets them work side by side."
         )
-    instead = f"try {split} devices" if split else None
+    instead = f"try {better}" if better else None
     if waited > starved:
         return (
             f"Rollout-bound: the trainer waited for images {waited:.0%} of the time; "
@@ -97,10 +98,12 @@ def bottleneck(pools: Mapping[str, Mapping[str, float]], split: str | None = Non
     return f"Training-bound: rollout workers had nothing to do {starved:.0%} of the time; {instead or advice}."
 
 
-def better_split(workers: Sequence[Track], window: Interval) -> str | None:
-    """The best split of the present devices, e.g. "5:3" for 5 rollout and 3 trainer devices; None if none is better.
+def better_placement(workers: Sequence[Track], window: Interval) -> str | None:
+    """The best placement of the work on the present devices, e.g. "5:3 devices" for 5 rollout and 3 trainer devices.
 
-    It assumes that the busy seconds of each pool in `window` can be divided evenly over its devices.
+    It is "placement=shared …" where no split comes near to it, and None if nothing is better than the present split.
+    It assumes that the busy seconds of each pool in `window` can be divided evenly over its devices, or with
+    `placement=shared` over all devices.
     """
     work, devices = {"rollout": 0.0, "trainer": 0.0}, {"rollout": 0, "trainer": 0}
     for track in workers:
@@ -115,7 +118,14 @@ def better_split(workers: Sequence[Track], window: Interval) -> str | None:
     if min(devices.values()) == 0:
         return None
     best = min(range(1, total), key=seconds)
-    return f"{best}:{total - best}" if seconds(best) < MAX_SPLIT_SHARE * seconds(devices["rollout"]) else None
+    shared = sum(work.values()) / total
+    if shared < MAX_SPLIT_SHARE * seconds(best):
+        saved = 1 - shared / seconds(devices["rollout"])
+        return (
+            f"placement=shared, where each of the {total} devices samples and trains: a step takes up to {saved:.0%} "
+            "less time, if a device holds the base, the optimizer and the activations"
+        )
+    return f"{best}:{total - best} devices" if seconds(best) < MAX_SPLIT_SHARE * seconds(devices["rollout"]) else None
 
 
 def step_pools(workers: Sequence[Track], window: Interval) -> dict[str, dict[str, float]]:
@@ -127,12 +137,3 @@ def step_pools(workers: Sequence[Track], window: Interval) -> dict[str, dict[str
             intervals = track.busy if state == "busy" else track.waiting(state)
             seconds[state] += length(intersect(intervals, [window]))
     return pools
-
-
-def step_window(history: Sequence[Event]) -> Interval:
-    """(start of the first step, end of the last step) in unix seconds; the range of all events if there is no step."""
-    steps = [event for event in history if event["event"] == "step"]
-    if steps:
-        return min(event["started"] for event in steps), max(event["ended"] for event in steps)
-    times = [event["time"] for event in history] or [0.0, 1.0]
-    return min(times), max(times)

@@ -7,10 +7,11 @@ docs/run_directory.md lists the events and their fields. Every event has `time`;
 import json
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from async_flowrl.observability.intervals import Interval
 from async_flowrl.observability.ledger import PoolLedger
 
 FLUSH_SECONDS = 1.0
@@ -113,6 +114,15 @@ def effective(events: Iterable[Event]) -> list[Event]:
             kept = [earlier for earlier in kept if not _undone(earlier, event["step"])]
         kept.append(event)
     return kept
+
+
+def step_window(history: Sequence[Event]) -> Interval:
+    """(start of the first step, end of the last step) in unix seconds; the range of all events if there is no step."""
+    steps = [event for event in history if event["event"] == "step"]
+    if steps:
+        return min(event["started"] for event in steps), max(event["ended"] for event in steps)
+    times = [event["time"] for event in history] or [0.0, 1.0]
+    return min(times), max(times)
 
 
 def _undone(event: Event, step: int) -> bool:

@@ -1,9 +1,9 @@
 """Processes of `placement=shared` in a run's records: two tracks per device, and the reasons for its idle time."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
-from async_flowrl.observability.events import Event
+from async_flowrl.observability.events import Event, step_window
 from async_flowrl.observability.intervals import Interval, intersect, length, subtract, union
 from async_flowrl.observability.ledger import pool_of
 from async_flowrl.observability.timeline import Track
@@ -36,7 +36,10 @@ def _index(place: str) -> int:
 
 @dataclass(frozen=True)
 class DeviceTime:
-    """Mean share of the time of all devices, from 0 to 1; what is left had neither work nor one of these reasons."""
+    """Mean shares of the time of all devices, from 0 to 1.
+
+    What is left of the whole is time in which no device computed and no reward was made, e.g. between two steps.
+    """
 
     sampled: float
     trained: float
@@ -48,6 +51,12 @@ class DeviceTime:
     @property
     def idle(self) -> float:
         return max(0.0, 1.0 - self.sampled - self.trained)
+
+
+def device_shares(workers: Sequence[Track], history: Sequence[Event]) -> dict[str, float] | None:
+    """Returns `device_time` from the first to the last step, and the idle share; None if nothing of it was recorded."""
+    found = device_time(workers, history, step_window(history))
+    return None if found is None else {**asdict(found), "idle": found.idle}
 
 
 def device_time(workers: Sequence[Track], history: Sequence[Event], window: Interval) -> DeviceTime | None:

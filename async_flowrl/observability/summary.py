@@ -16,6 +16,7 @@ from async_flowrl.observability.intervals import Interval, intersect, length, un
 from async_flowrl.observability.ledger import pool_of
 from async_flowrl.observability.metrics import Metrics
 from async_flowrl.observability.mfu import utilisation
+from async_flowrl.observability.one_device import device_shares
 from async_flowrl.observability.pool_size import configured_pools, rollout_size
 from async_flowrl.observability.result import tenths
 from async_flowrl.observability.timeline import Track, tracks
@@ -124,6 +125,8 @@ def summarise(config: Config, metrics: Sequence[Metrics], events: Iterable[Event
             "seconds_per_step": steady.bound if steady else None,
         },
         "efficiency": steady.bound / steady.seconds_per_step if steady else None,
+        "devices": device_shares(workers, attempt) if config.placement == SHARED else None,
+        "swaps": sum(int(line.get("pool/rollout/swaps") or 0) for line in metrics),
         "flops_per_s": (rates := flops_per_second(workers, steady.window) if steady else {}),
         "mfu": {pool: utilisation(rate, 1.0, outcome.peak) for pool, rate in rates.items()},
         "gradient_kept": kept,

@@ -12,9 +12,10 @@ from torch import nn
 
 TEXT_ENCODERS = ("text_encoder", "text_encoder_2", "text_encoder_3")
 """Names of text encoders among a pipeline's components."""
-ONE_AT_A_TIME = threading.Lock()
+ONE_AT_A_TIME = threading.RLock()
 """Lock for building models: diffusers, transformers and peft change process-wide defaults meanwhile. A thread that
-computes at the same time must give the dtype of each tensor that it creates from numbers."""
+computes at the same time must give the dtype of each tensor that it creates from numbers. It is also held while a
+network's weights wait in host memory (`Parked`), so that nothing is loaded beside the models that have its place."""
 
 
 def weight_options(dtype: torch.dtype, revision: str | None) -> dict[str, Any]:

@@ -28,6 +28,11 @@ class OneBase:
         self._digest = ""
 
     @property
+    def is_read(self) -> bool:
+        """True once the base weights are in memory."""
+        return self._policy is not None
+
+    @property
     def policy(self) -> Policy:
         """The policy that samples. It is read from the files on the first access and then has no adapter."""
         if self._policy is None:

@@ -32,10 +32,12 @@ def facts_of(run: Records) -> list[Row]:
         ("Wall clock", duration(run.window[1] - run.window[0] if run.step_events else None)),
         ("Images per second", _text(summary.get("steady_images_per_s") or summary.get("images_per_s"))),
         (f"Efficiency in the steady state: {efficiency} ÷ measured", percent(summary.get("efficiency"))),
+        ("Time of the devices", _devices(summary.get("devices"))),
         ("Overlap of the shorter phase", percent((summary.get("overlap") or {}).get("share"))),
         ("MFU", mfu(summary) or None),
         ("Tickets", _tickets(summary.get("tickets") or {})),
         ("Faults", ", ".join(f"{count} × {kind}" for kind, count in (summary.get("faults") or {}).items()) or None),
+        ("Swaps of the sampled weights", _text(summary.get("swaps"))),
         ("Rollout pool", _size(summary.get("rollout_size") or {})),
         ("Versions" if shared else "Weights sent", _sync(summary.get("sync") or {}, shared=shared)),
         ("Finished", summary.get("finished")),
@@ -46,6 +48,16 @@ def facts_of(run: Records) -> list[Row]:
 def is_shared(run: Records) -> bool:
     """Returns True if the run's processes sample and train (`placement=shared`)."""
     return bool(run.setting("placement") == SHARED)
+
+
+def _devices(shares: Mapping[str, float] | None) -> str | None:
+    """Returns what the devices of a run with `placement=shared` did, in words; None for any other run."""
+    if shares is None:
+        return None
+    return (
+        f"sampled {shares['sampled']:.0%}, trained {shares['trained']:.0%}, idle {shares['idle']:.0%} "
+        f"(while a reward was made {shares['rewards']:.0%}, while another device computed {shares['barrier']:.0%})"
+    )
 
 
 def _size(size: Mapping[str, int]) -> str | None:

@@ -10,16 +10,17 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from async_flowrl.observability.bottleneck import step_window
+from async_flowrl.config.shared import SHARED
 from async_flowrl.observability.evaluations import Evaluation, read_evaluations
-from async_flowrl.observability.events import Event, effective, read_events
+from async_flowrl.observability.events import Event, effective, read_events, step_window
 from async_flowrl.observability.intervals import Interval
 from async_flowrl.observability.metrics import Metrics
 from async_flowrl.observability.run_directory import ATTEMPT, is_held
 from async_flowrl.observability.timeline import Track, tracks
 
-NOT_READ = ('"event": "ticket"', '"event": "version"')
-"""Kinds of events that reports do not need and skip, since they are the largest part of the file."""
+TICKET, VERSION = '"event": "ticket"', '"event": "version"'
+"""What lines of events of these kinds contain. They are the largest part of the file, and reports skip them; only with
+`placement=shared` they need the tickets, which say for how long a reward was made."""
 LOG_TAIL_BYTES = 200_000
 """Bytes at the end of the controller's log that are searched for the cause of a failure."""
 MAX_CAUSE_CHARACTERS = 400
@@ -37,7 +38,7 @@ class Records:
     metrics: Sequence[Metrics]
     """One entry per step."""
     history: Sequence[Event]
-    """Events that rollbacks did not make void (see events.effective), without those of kind ticket and version."""
+    """Events that rollbacks did not make void (see events.effective), without those that reports do not need (see TICKET)."""
     evaluations: Sequence[Evaluation]
     """The baseline's first, then policy versions in rising order."""
     summary: dict[str, Any]
@@ -104,10 +105,11 @@ def read_run(root: Path) -> Records:
     evaluations = sorted(read_evaluations(root / "evaluations.jsonl"), key=lambda e: (not e.baseline, e.version))
     config = _config(root / "config.yaml")
     summary = _summary(root / "summary.json", len(metrics), config.get("total_steps"))
+    skipped = (VERSION,) if config.get("placement") == SHARED else (TICKET, VERSION)
     return Records(
         root=root,
         metrics=metrics,
-        history=effective(_events(root / "events.jsonl")),
+        history=effective(_events(root / "events.jsonl", skipped)),
         evaluations=evaluations,
         summary=summary,
         config=config,
@@ -115,14 +117,14 @@ def read_run(root: Path) -> Records:
     )
 
 
-def _events(path: Path) -> Iterator[Event]:
+def _events(path: Path, skipped: Sequence[str]) -> Iterator[Event]:
     if not path.exists():
         return
     with path.open(encoding="utf-8") as file:
         for number, line in enumerate(file, start=1):
             if not line.endswith("\n"):
                 return
-            if any(kind in line for kind in NOT_READ):
+            if any(kind in line for kind in skipped):
                 continue
             try:
                 yield json.loads(line)

@@ -1,6 +1,7 @@
 """Loads the rollout engine that `rollout.engine` names; each rollout worker calls it once."""
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
@@ -16,7 +17,7 @@ from async_flowrl.policies.tuning import tuning_of
 from async_flowrl.rollout.base import RolloutEngine
 from async_flowrl.rollout.diffusers_engine import DiffusersEngine
 from async_flowrl.rollout.embedding_files import EmbeddingFiles, encoder_digest
-from async_flowrl.rollout.stored_embeddings import Parked, StoredEmbeddings
+from async_flowrl.rollout.stored_embeddings import Parked, StoredEmbeddings, base_aside
 from async_flowrl.rollout.together import TogetherEngine
 from async_flowrl.types import Asked
 
@@ -25,12 +26,18 @@ PARTS = {"resident": "all", "offload": "offload", "cached": "cached"}
 
 
 def open_embeddings(
-    config: Config, model: ResolvedModel, device: str, upcoming: Sequence[Asked], worker: int = 0
+    config: Config,
+    model: ResolvedModel,
+    device: str,
+    upcoming: Sequence[Asked],
+    worker: int = 0,
+    base: OneBase | None = None,
 ) -> StoredEmbeddings | None:
     """Returns the encoder for `rollout.text_encoder=cached`, which keeps embeddings in files; None for other values.
 
     `upcoming` are the prompts that the run will need, in order. It reads the text encoders' files for their digest.
-    Raises ValueError if the folder of embeddings cannot be created.
+    `base` is as for `load_engine`; its weights and the text encoders are never on the device together. Raises
+    ValueError if the folder of embeddings cannot be created.
     """
     if config.rollout.text_encoder != "cached":
         return None
@@ -41,7 +48,7 @@ def open_embeddings(
         with ONE_AT_A_TIME:
             return load_policy(model, dtype=model.dtype, device=device, parts="text")
 
-    return StoredEmbeddings(
+    embeddings = StoredEmbeddings(
         EmbeddingFiles(cache_dir() / "embeddings", digest),
         load,
         upcoming,
@@ -49,6 +56,9 @@ def open_embeddings(
         worker=worker,
         workers=config.rollout.num_workers,
     )
+    if base is not None:
+        embeddings.aside = partial(base_aside, base, where)
+    return embeddings
 
 
 def load_engine(

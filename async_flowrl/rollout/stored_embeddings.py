@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from async_flowrl.policies.base import Policy
+from async_flowrl.policies.loading import ONE_AT_A_TIME
+from async_flowrl.policies.one_base import OneBase
 from async_flowrl.rollout.embedding_files import EmbeddingFiles
 from async_flowrl.rollout.prompts import encode_one
 from async_flowrl.types import Asked, Conditioning
@@ -102,7 +104,9 @@ def _free() -> None:
 class Parked:
     """Moves a network's frozen weights to host memory while other models need the device; `staying` are not moved.
 
-    On a CPU it does nothing.
+    Another network may share these weights, e.g. that of a trainer rank which is being loaded. Therefore no model is
+    loaded by another thread meanwhile (`ONE_AT_A_TIME`): it would move the weights back to the device. On a CPU it does
+    nothing.
     """
 
     def __init__(self, network: nn.Module, device: torch.device, *, staying: Sequence[Tensor]) -> None:
@@ -117,14 +121,33 @@ class Parked:
         if self._device.type == "cpu":
             yield
             return
-        try:
-            for tensor in self._tensors:
-                tensor.data = moved(tensor.data, torch.device("cpu"))
-            _free()
+        with ONE_AT_A_TIME:
+            try:
+                for tensor in self._tensors:
+                    tensor.data = moved(tensor.data, torch.device("cpu"))
+                _free()
+                yield
+            finally:
+                for tensor in self._tensors:
+                    tensor.data = moved(tensor.data, self._device)
+
+
+def base_aside(base: OneBase, device: torch.device) -> AbstractContextManager[None]:
+    """Context manager like `Parked.aside` for a base that has no adapter yet and that perhaps nobody has read yet.
+
+    No other thread reads it inside. On a CPU it does nothing.
+    """
+    return _base_aside(base, device) if device.type != "cpu" else nullcontext()
+
+
+@contextmanager
+def _base_aside(base: OneBase, device: torch.device) -> Iterator[None]:
+    with ONE_AT_A_TIME:
+        if not base.is_read:
             yield
-        finally:
-            for tensor in self._tensors:
-                tensor.data = moved(tensor.data, self._device)
+            return
+        with Parked(base.policy.transformer, device, staying=()).aside():
+            yield
 
 
 def moved(tensor: Tensor, device: torch.device) -> Tensor:

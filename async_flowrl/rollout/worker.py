@@ -84,7 +84,7 @@ class RolloutWorker:
             repeatable_kernels()
         if device() == "cpu":
             keep_freed_memory()
-        embeddings = open_embeddings(self.config, self.model, device(), self._upcoming, self.index)
+        embeddings = open_embeddings(self.config, self.model, device(), self._upcoming, self.index, self._base)
         if embeddings is not None:
             embeddings.begin()
         with ONE_AT_A_TIME:

@@ -69,6 +69,22 @@ def test_resident_offload_and_cached_make_the_same_weights(tmp_path: Path, setti
     assert again.metrics[-1]["evaluation/reward/mean"] == whole.metrics[-1]["evaluation/reward/mean"]
 
 
+def test_a_process_that_also_trains_makes_the_same_weights_with_prompts_that_are_encoded_in_mid_run(
+    tmp_path: Path, settings: tuple[str, ...]
+) -> None:
+    """At its start it encodes one prompt ahead; the others come while it samples and trains."""
+    whole = train(tmp_path / "separate", "one_step_off", *settings, "total_steps=3")
+    one = (*CACHED, "rollout.encode_ahead=1", "placement=shared")
+    run = train(tmp_path / "shared", "one_step_off", *settings, *one, "total_steps=3")
+    began = min(event["started"] for event in run.events if event["event"] == "step")
+    written = [file.stat().st_mtime for file in embeddings(tmp_path)]
+    assert len(written) == ASKED and max(written) > began, "a prompt needed the text encoders in mid-run"
+    assert sum("were loaded" in line for line in visits(run)) >= 3
+    assert run.digest == whole.digest and run.digests == whole.digests
+    assert run.column("reward/mean") == whole.column("reward/mean")
+    assert run.metrics[-1]["evaluation/reward/mean"] == whole.metrics[-1]["evaluation/reward/mean"]
+
+
 @pytest.mark.slow
 @pytest.mark.serial
 def test_a_run_that_is_killed_goes_on_with_another_residence(tmp_path: Path, settings: tuple[str, ...]) -> None:

@@ -10,6 +10,7 @@ REFUSED = {
     "rollout.threads=3": "trainer.threads and rollout.threads must be equal, got 1 and 3",
     "trainer.gpus_per_worker=0.5": "trainer.gpus_per_worker and rollout.gpus_per_worker must be equal, got 0.5 and 1",
     "trainer.shard=full": "trainer.shard must be none or auto without trainer.cpu_offload, got trainer.shard=full",
+    "trainer.shard=hybrid": "trainer.shard must be none or auto without trainer.cpu_offload, got trainer.shard=hybrid",
     "trainer.cpu_offload=true": "got trainer.cpu_offload=true",
     "checkpoint_engine.transport=gloo": "checkpoint_engine.transport must be object_store or auto, got gloo",
     "rollout.max_workers=4": "leave rollout.min_workers and rollout.max_workers out",
