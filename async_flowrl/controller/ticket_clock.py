@@ -55,8 +55,9 @@ class TicketClock:
     def left(self, now: float) -> float:
         """Returns the seconds that the present ticket will probably still take; 0.0 if there is none.
 
-        Training that the process has to do comes after the present ticket and before the next one. A ticket that takes longer than the last one is expected to be late by as much again, and the first one to take
-        twice the time that it has taken until now.
+        Training that the process has to do comes after the present ticket and before the next one. A ticket that takes
+        longer than the last one is expected to be late by as much again, and the first one to take twice the time that
+        it has taken until now.
         """
         if not self._given or (self._has_training and not self._behind_ticket):
             return 0.0
