@@ -12,6 +12,7 @@ from async_flowrl.config.schema import Config
 from async_flowrl.controller.departures import Arrivals, Departures
 from async_flowrl.controller.reward_calls import RewardCalls
 from async_flowrl.controller.score_log import ScoreLog
+from async_flowrl.controller.ticket_clock import TicketClock
 from async_flowrl.tickets.request import RequestBuilder
 from async_flowrl.tickets.table import TicketTable
 from async_flowrl.types import Span
@@ -252,6 +253,8 @@ class Context:
     """The rollout workers that have joined the pool during the run and get no tickets: not yet, or not at all."""
     training: set[int] = field(default_factory=set)
     """Indices of the rollout workers whose process trains now (`placement=shared`)."""
+    ticket_clocks: dict[int, TicketClock] = field(default_factory=dict)
+    """Index of a process that samples and trains (`placement=shared`) → estimate of when its ticket will be made."""
     swaps: Accumulator = field(default_factory=Accumulator)
     """How often rollout workers exchanged their weights for an average, for an older version, or back (types.py)."""
     activation: Accumulator = field(default_factory=Accumulator)

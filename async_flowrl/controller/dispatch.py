@@ -186,7 +186,7 @@ async def generate(ctx: Context, slot: Slot, batch: Sequence[Ticket]) -> list[Ti
     ctx.observer.state(worker.name, "busy")
     slot.given += len(batch)
     try:
-        async with ticket_deadline(ctx.config, worker, slot.given, f"generate: {describe(wanted[0])}"):
+        async with ticket_deadline(ctx, worker, slot.given, f"generate: {describe(wanted[0])}"):
             reports, payload = await ask(worker, [ctx.requests.request(ticket) for ticket in batch])
     finally:
         slot.given -= len(batch)

@@ -4,7 +4,7 @@ A replica is the ranks that hold one copy of the base together; work is first gi
 weights do not depend on the assignment, so it may depend on measured times: it only balances the work.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 PACE_MEMORY = 0.5
 """Weight of the earlier estimate of a replica's pace beside a new measurement."""
@@ -14,6 +14,9 @@ PACE_TRUST = 0.8
 Without it, one slow call, e.g. one that waited for a payload to be made again, could leave a replica without work for
 good.
 """
+
+UNKNOWN: Mapping[int, float] = {}
+"""Value of `busy` with `placement=separate`: no replica makes tickets, and the work that it has got is known here."""
 
 
 def idle_ranks(ranks: int, groups: int, parts: int) -> str | None:
@@ -92,15 +95,18 @@ class Owners:
         self._done_at = [now] * self._replicas
         self._whole = groups >= 2 * (self._replicas - len(self.absent))
 
-    def of(self, samples: Sequence[int], now: float = 0.0) -> tuple[int, ...]:
+    def of(self, samples: Sequence[int], now: float = 0.0, *, busy: Mapping[int, float] = UNKNOWN) -> tuple[int, ...]:
         """Returns the rank for each part of the next group; `samples` is the number of images of each part.
 
-        Of equally good replicas or ranks the lowest is taken.
+        `busy` maps the replicas that are at work now to the seconds for which the ticket that they are making will
+        probably still keep them (`placement=shared`), 0.0 if they train. Of equally good replicas the lowest that is
+        not among them is taken, of equally good ranks the lowest.
         """
-        whole = self._next(sum(samples), now) if self._whole else None
+        free_at = {replica: now + seconds for replica, seconds in busy.items()}
+        whole = self._next(sum(samples), now, free_at) if self._whole else None
         owners = []
         for part, size in enumerate(samples):
-            replica = self._next(size, now) if whole is None else whole
+            replica = self._next(size, now, free_at) if whole is None else whole
             ranks = self._ranks(replica)
             owner = ranks[part % len(ranks)] if self._by_group else min(ranks, key=lambda rank: self._load[rank])
             self._load[owner] += size
@@ -119,14 +125,19 @@ class Owners:
         if idle_at is not None:
             self._done_at[replica] = idle_at
 
-    def _next(self, samples: int, now: float) -> int:
-        """Returns the replica that will probably be done with the images first, and adds them to its work."""
+    def _next(self, samples: int, now: float, free_at: Mapping[int, float]) -> int:
+        """Returns the replica that will probably be done with the images first, and adds them to its work.
+
+        `free_at` maps the replicas that are busy to the time at which they will probably have made their ticket.
+        """
         usual = sum(self._pace.values()) / len(self._pace) if self._pace else 1.0
 
         def done(replica: int) -> float:
-            return max(now, self._done_at[replica]) + samples * self._pace.get(replica, usual)
+            begins = max(now, self._done_at[replica], free_at.get(replica, now))
+            return begins + samples * self._pace.get(replica, usual)
 
-        chosen = min((replica for replica in range(self._replicas) if replica not in self.absent), key=done)
+        living = (replica for replica in range(self._replicas) if replica not in self.absent)
+        chosen = min(living, key=lambda replica: (done(replica), replica in free_at))
         self._done_at[chosen] = done(chosen)
         self._given.add(chosen)
         return chosen

@@ -14,7 +14,7 @@ from async_flowrl.controller.handed import HandedGroup
 from async_flowrl.controller.living import Living
 from async_flowrl.controller.owners import Owners
 from async_flowrl.controller.replicas import MAX_GROUPS_PER_CALL, Replica, with_trajectories
-from async_flowrl.controller.shared import occupy
+from async_flowrl.controller.shared import busy_ranks, occupy, trained_for
 from async_flowrl.training.messages import Layout, StepPlan, TrainRequest
 from async_flowrl.training.parts import cut
 from separation.group import WorkerDied, WorkerFailed, WorkerGroup
@@ -53,10 +53,12 @@ class ReplicaCalls:
 
     def _owned(self, ctx: Context, groups: Sequence[HandedGroup]) -> list[HandedGroup]:
         """Returns the groups with the rank that trains each of their parts."""
-        owned, samples = [], ctx.config.trainer.micro_batch_size
+        owned, samples, time = [], ctx.config.trainer.micro_batch_size, now()
+        busy = busy_ranks(ctx, time)
         for group in groups:
             if group.meta is not None:
-                owners = self._owners.of([len(part) for part in cut(group.meta.selected, samples)], now())
+                sizes = [len(part) for part in cut(group.meta.selected, samples)]
+                owners = self._owners.of(sizes, time, busy=busy)
                 group = replace(group, meta=replace(group.meta, owners=owners))
             owned.append(group)
         return owned
@@ -99,8 +101,8 @@ class ReplicaCalls:
                 await self._call(ctx, replica, sums, groups, method)
             ended, replica.waiting = now(), replica.waiting - 1
             if not replica.dead:
-                idle_at = None if replica.waiting else ended
-                self._owners.took(index, replica.samples(groups, samples), ended - began, idle_at=idle_at)
+                idle_at, seconds = None if replica.waiting else ended, trained_for(ctx, index, began, ended)
+                self._owners.took(index, replica.samples(groups, samples), seconds, idle_at=idle_at)
         if not replica.waiting:
             self._idle_since = ended
             self._freed.set()

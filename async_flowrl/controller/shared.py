@@ -1,16 +1,17 @@
-"""The controller's side of `placement=shared`: options of deliveries, and deadlines of calls that may wait for others.
+"""The controller's side of `placement=shared`: options of deliveries, the tickets under way, and deadlines of calls.
 
 own_versions.py describes how a worker takes a version that it has made itself.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
 from async_flowrl.config.schema import Config
 from async_flowrl.config.shared import SHARED
 from async_flowrl.controller.context import TICKETS_PER_WORKER, Context
+from async_flowrl.controller.ticket_clock import TicketClock
 from async_flowrl.types import POLICY
 from checkpoint_engine import DeliveryOptions
 from separation.group import Worker, seated
@@ -41,6 +42,7 @@ def occupy(ctx: Context, ranks: Iterable[int], *, trains: bool) -> None:
     if ctx.config.placement != SHARED:
         return
     for rank in ranks:
+        ctx.ticket_clocks.setdefault(rank, TicketClock()).trains(trains=trains)
         if trains:
             ctx.training.add(rank)
         elif rank in ctx.training:
@@ -48,19 +50,36 @@ def occupy(ctx: Context, ranks: Iterable[int], *, trains: bool) -> None:
             ctx.work.notify(seated(ctx.rollout, rank).name)
 
 
+def busy_ranks(ctx: Context, now: float) -> Mapping[int, float]:
+    """Returns trainer rank → seconds that its process will probably still need for the ticket that it is making.
+
+    Ranks whose process is idle are left out. The result is empty unless `placement=shared`.
+    """
+    return {rank: clock.left(now) for rank, clock in ctx.ticket_clocks.items() if clock.busy}
+
+
+def trained_for(ctx: Context, rank: int, began: float, ended: float) -> float:
+    """Returns the seconds of a call to train, without its wait for the ticket that the process made before."""
+    clock = ctx.ticket_clocks.get(rank)
+    return ended - began if clock is None else clock.trained(began, ended)
+
+
 @asynccontextmanager
-async def ticket_deadline(config: Config, worker: Worker, tickets: int, what: str) -> AsyncIterator[None]:
+async def ticket_deadline(ctx: Context, worker: Worker, tickets: int, what: str) -> AsyncIterator[None]:
     """Raises DeadlineExceeded if the body, which waits for so many `tickets` of the worker, takes too long.
 
-    With `placement=shared`, the time in which the worker's process trains does not count. `what` names the call in the
-    error.
+    With `placement=shared`, the time in which the worker's process trains does not count, and the process's
+    TicketClock is kept. `what` names the call in the error.
     """
+    config = ctx.config
     async with deadline(generate_seconds(config, tickets), what):
         if config.placement != SHARED:
             yield
             return
-        async with supervised(_hung(worker, config.deadlines.generate * tickets, what)):
-            yield
+        clock = ctx.ticket_clocks.setdefault(worker.index, TicketClock())
+        with clock.ticket(asyncio.get_running_loop().time):
+            async with supervised(_hung(worker, config.deadlines.generate * tickets, what)):
+                yield
 
 
 async def _hung(worker: Worker, seconds: float, what: str) -> None:

@@ -1,11 +1,14 @@
 """Mutants: planted faults in processes that sample and train (`placement=shared`)."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from tests.mutants.mutation import Mutant, nothing
 from tests.mutants.tickets import RECEIVER
 
 RUNS, TURNS = "tests.unit.shared.test_shared_runs", "tests.unit.shared.test_turns"
+WORKER = "tests.unit.shared.test_shared_worker"
 
 
 def no_patience(kept: Any) -> Any:
@@ -15,6 +18,46 @@ def no_patience(kept: Any) -> Any:
 def as_soon_as_the_ticket(generate_seconds: Any) -> Any:
     """Without the time that a call to train may take which the ticket waits for."""
     return lambda config, tickets: config.deadlines.generate * tickets
+
+
+def whenever_the_device_is_free(sampling: Any) -> Any:
+    """A ticket does not wait for training that waits."""
+
+    @contextmanager
+    def eager(turns: Any) -> Iterator[None]:
+        with turns._changed:
+            turns.queued = getattr(turns, "queued", 0) + 1
+            turns._changed.wait_for(lambda: not turns._taken)
+            turns.queued, turns._taken = turns.queued - 1, True
+        try:
+            yield
+        finally:
+            with turns._changed:
+                turns._taken = False
+                turns._changed.notify_all()
+
+    return eager
+
+
+def behind_all_tickets(training: Any) -> Any:
+    """Training waits until no ticket waits for the device."""
+
+    @contextmanager
+    def last(turns: Any, *, more: bool = False) -> Iterator[None]:
+        with turns._changed:
+            turns._changed.wait_for(lambda: not turns._taken and not turns.queued)
+        with training(turns, more=more):
+            yield
+
+    return last
+
+
+def whatever_has_arrived(take_over: Any) -> Any:
+    return lambda trainer, digest, state: take_over(trainer, state.digest(), state)
+
+
+def as_if_nobody_was_busy(of: Any) -> Any:
+    return lambda owners, samples, now=0.0, *, busy=None: of(owners, samples, now)
 
 
 SHARED_FAULTS = (
@@ -29,6 +72,26 @@ SHARED_FAULTS = (
         {"async_flowrl.shared.turns:Turns._pause": no_patience},
         f"{TURNS}:test_a_ticket_waits_for_more_to_train_but_not_for_ever",
         arguments={"more": True, "seconds": 0.5},
+    ),
+    Mutant(
+        "tickets that were given ahead come before training that waits",
+        {
+            "async_flowrl.shared.turns:Turns.sampling": whenever_the_device_is_free,
+            "async_flowrl.shared.turns:Turns.training": behind_all_tickets,
+        },
+        f"{TURNS}:test_training_comes_before_a_ticket_that_was_given_ahead",
+    ),
+    Mutant(
+        "a newcomer takes over a peer's state without comparing its digest",
+        {"async_flowrl.shared.worker:SharedTrainer.take_over": whatever_has_arrived},
+        f"{WORKER}:test_the_state_of_a_peer_with_another_digest_is_refused",
+        raises=("Failed",),
+    ),
+    Mutant(
+        "a group is given to a process in the middle of a long ticket while another is idle",
+        {"async_flowrl.controller.owners:Owners.of": as_if_nobody_was_busy},
+        f"{RUNS}:test_a_group_goes_to_a_process_that_is_idle_and_not_to_one_in_a_long_ticket",
+        arguments={"mode": "stream"},
     ),
     Mutant(
         "a ticket that waits for training which hangs is named first",

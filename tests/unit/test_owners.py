@@ -75,6 +75,19 @@ def test_who_is_free_comes_before_who_had_less() -> None:
     assert owners.of([1], now=103.0) == (1,)
 
 
+def test_a_replica_that_makes_a_ticket_is_free_when_the_ticket_is_made() -> None:
+    """With `placement=shared`: it gets what it will have trained before one that is free could."""
+    owners = Owners(2)
+    owners.took(0, 4, 2.0)
+    owners.took(1, 4, 2.0)
+    owners.begin(9, now=100.0)
+    assert [owners.of([4], now=100.0, busy={0: 3.0}) for _ in range(4)] == [(1,), (1,), (0,), (1,)]
+    owners.begin(9, now=100.0)
+    assert owners.of([4], now=100.0, busy={0: 0.0}) == (1,), "it still trains"
+    owners.begin(9, now=100.0)
+    assert owners.of([4], now=100.0) == (0,)
+
+
 def test_ranks_that_repeat_work_are_told_of() -> None:
     assert repeating_ranks(2, 1, 2) is None and repeating_ranks(1, 1, 1) is None
     said = repeating_ranks(4, 1, 2)

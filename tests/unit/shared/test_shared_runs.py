@@ -57,6 +57,22 @@ def test_training_is_never_behind_a_ticket_that_was_given_ahead() -> None:
         assert sum(event["kind"] in SAMPLING for event in after[:first]) <= 1
 
 
+@pytest.mark.parametrize("mode", ["stream", "one step off"])
+def test_a_group_goes_to_a_process_that_is_idle_and_not_to_one_in_a_long_ticket(mode: str) -> None:
+    """A ticket of the first of two takes a hundred times as long as the others. Its own group comes after it."""
+    timing = Timing(generate=0.2, update=0.3, score=0.01)
+    found = shared(mode, 2, once("shared-0", "generate", 2, "slow"), timing)
+    check(found, mode)
+    (long,) = [
+        event for event in found.observer.of("computed", worker="shared-0") if event["time"] > event["start"] + 1
+    ]
+    since, until = long["start"] + timing.generate, long["time"] + 2 * timing.score
+    assert long["kind"] == "generate" and until - since > 10.0
+    handed = {(event["step"], event["group"]) for event in found.tickets("HANDED") if since < event["time"] < until}
+    second = found.groups["shared"].workers[1].target.trainer
+    assert len(handed) >= 4 and handed <= {(step, group) for step, group, _ in second.trained}
+
+
 def test_one_worker_hides_the_time_of_rewards() -> None:
     """Step s+1 is sampled while the rewards of step s are made: of nothing else is there any to spare."""
     slow = Timing(generate=1.0, update=0.25, score=6.0)

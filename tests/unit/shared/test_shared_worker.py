@@ -145,6 +145,22 @@ def test_a_newcomer_takes_over_all_that_a_peer_is() -> None:
         assert ack is not None and ack.digest == header.digest
 
 
+def test_the_state_of_a_peer_with_another_digest_is_refused() -> None:
+    """Then nothing of it is taken over: neither weights nor versions."""
+    one = worker(shared_config())
+    digest, state = one.trainer.state()
+    before = one.trainer.weights_digest()
+    name, tensor = next(iter(state.checkpoint.tensors["weights"].items()))
+    damaged = {**state.checkpoint.tensors, "weights": {**state.checkpoint.tensors["weights"], name: tensor + 1.0}}
+    other = replace(state, checkpoint=replace(state.checkpoint, tensors=damaged))
+    assert other.digest() != digest
+    said = f"the state of another rank came with digest {other.digest()}, was sent with {digest}"
+    with pytest.raises(RuntimeError, match=said):
+        one.trainer.take_over(digest, other)
+    assert one.trainer.state()[0] == digest and one.trainer.weights_digest() == before
+    one.trainer.take_over(digest, state)
+
+
 def test_whole_weights_that_are_trained_are_not_sampled_with() -> None:
     one = worker(shared_config(tune=FULL, max_staleness=0))
     sampling, training = (
