@@ -143,6 +143,18 @@ class RunningDigests:
             self._finished.append(state.digest())
             self._state = None
 
+    def skip_to(self, end: int) -> None:
+        """Passes over the padding up to byte `end`, which no digest covers; does nothing if `end` was reached before.
+
+        Raises ValueError if bytes of a tensor lie before `end` that have not been fed.
+        """
+        if end <= self._end:
+            return
+        left = next((entry for entry in self._entries[len(self._finished) :] if entry.nbytes), None)
+        if left is not None and left.offset < end:
+            raise ValueError(f"bytes {self._end} to {end} are no padding: {left.name} lies in them")
+        self._end = end
+
     def finish(self) -> tuple[bytes, ...]:
         """Returns the digests of all tensors. Raises ValueError if not all bytes have been fed."""
         if len(self._finished) < len(self._entries):

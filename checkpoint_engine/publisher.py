@@ -142,10 +142,11 @@ class Publisher:
 
     def _from_host(self, version: int, staged: _Staged) -> Sealing:
         assert staged.host is not None
-        data = staged.host.data
-        self._check_sample(version, staged.sample, staged.host.views)
+        host, sample = staged.host, staged.sample
         self._give_back(staged.slot)
-        return Sealing(self.draft(version), data, self._end)
+        return Sealing(
+            self.draft(version), host.data, self._end, proven=lambda: self._check_sample(version, sample, host.views)
+        )
 
     def _from_device(self, version: int, staged: _Staged) -> Sealing:
         """Starts the copy from the GPU slot to the host. The slot stays in use until the end of the Sealing."""
@@ -242,10 +243,10 @@ class Publisher:
         sources = []
         for entry in self.layout.entries:
             tensor = tensors.get(entry.name)
-            if tensor is None or tuple(tensor.shape) != entry.shape:
+            if tensor is None or tensor.shape != entry.shape:
                 what = "is missing" if tensor is None else f"has shape {list(tensor.shape)}, not {list(entry.shape)}"
                 raise WeightsMismatch(f"can't publish on stream {self.stream}: {entry.name} {what}")
-            sources.append(tensor.detach())
+            sources.append(tensor)
         if len(tensors) != len(sources):
             extra = min(tensors.keys() - {entry.name for entry in self.layout.entries})
             raise WeightsMismatch(f"can't publish on stream {self.stream}: {extra} is not in its layout")
@@ -258,8 +259,10 @@ class Publisher:
     def _copy(self, slot: int, sources: list[Tensor]) -> _Staged:
         host = self._buffers.take() if self._device.type == "cpu" else None
         views = self._views[slot] if host is None else host.views
-        torch._foreach_copy_(views, sources)
-        return _Staged(slot, host, sample(self.layout, sources), recorded(self._device))
+        with torch.no_grad():
+            torch._foreach_copy_(views, sources)
+            picked = sample(self.layout, sources)
+        return _Staged(slot, host, picked, recorded(self._device))
 
     def _give_back(self, slot: int) -> None:
         with self._changed:

@@ -27,11 +27,18 @@ def whole_layout(megabytes: float) -> Layout:
 
 
 class End:
-    """A process with a buffer, of which the bare transfers send or into which they write."""
+    """A process with a buffer, of which the bare transfers send or into which they write.
 
-    def __init__(self, buffer: torch.Tensor) -> None:
-        self.buffer = buffer
+    A receiver's buffer has room for all shares, a rank's for one, into which gloo writes the other ranks' shares, too.
+    """
+
+    def __init__(self, buffer: torch.Tensor, *, of_all: bool) -> None:
+        self.buffer, self._of_all = buffer, of_all
         self._link: TorchLink
+
+    def place(self, sizes: list[int], shard: int) -> int:
+        """Returns the byte of the buffer at which a share begins; `sizes` are those of all shares in bytes."""
+        return sum(sizes[:shard]) if self._of_all else 0
 
     def serve(self) -> int:
         """Opens the store in which the members of the gloo group meet; returns its port."""
@@ -50,8 +57,9 @@ class End:
         options.rootTensor = 0
         for rank, size in enumerate(sizes):
             options.rootRank = rank
+            begin = self.place(sizes, rank)
             for start in range(0, size, bucket):
-                piece = self.buffer[start : min(start + bucket, size)]
+                piece = self.buffer[begin + start : begin + min(start + bucket, size)]
                 self._link.group.broadcast([piece], options).wait()
 
 
@@ -60,7 +68,8 @@ class SendingRank(End):
 
     def __init__(self, index: int, name: str, ranks: int, megabytes: float) -> None:
         whole = whole_layout(megabytes)
-        super().__init__(shard_layout(whole, ranks, 0).empty().zero_())  # as large as the largest share
+        largest = shard_layout(whole, ranks, 0)
+        super().__init__(largest.empty().zero_(), of_all=False)
         self._live = shard_layout(whole, ranks, index).views(self.buffer)
         publisher = Publisher(self._live, POLICY, retain=1)
         self.sender = SimpleNamespace(policy=publisher, stage=self.stage)
@@ -93,11 +102,12 @@ class TakingWorker(End):
         live = layout.views(layout.empty().zero_())
         self.receiver = Receiver(live, capacity=1, on_host=True)
         self.shards = ShardReceiver(self.receiver)
-        super().__init__(self.receiver._live)
+        super().__init__(self.receiver._live, of_all=True)
 
-    def take_raw(self, start: int, data: ByteArray) -> None:
-        """The bare primitive: copies the bytes of a bucket that Ray has mapped."""
-        self.buffer[start : start + data.shape[0]].numpy()[:] = data
+    def take_raw(self, sizes: list[int], shard: int, start: int, data: ByteArray) -> None:
+        """The bare primitive: copies the bytes of a bucket, which Ray has mapped, to where its share lies here."""
+        place = self.place(sizes, shard) + start
+        self.buffer[place : place + data.shape[0]].numpy()[:] = data
 
     def activate(self, version: int) -> float:
         """Returns the seconds of the activation of a version."""

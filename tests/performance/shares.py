@@ -21,12 +21,12 @@ import ray
 
 from async_flowrl.controller.endpoints import DELIVERIES, PUBLISHING
 from async_flowrl.controller.shard_endpoints import ShardedPayload, ShardedRolloutEndpoint, ShardedTrainerEndpoint
-from async_flowrl.plan.rehearsal.cards import Assumptions
 from checkpoint_engine import Delivery, DeliveryOptions
 from checkpoint_engine.shards import shard_layout
 from separation.cluster import cluster
 from separation.group import PoolSpec, Worker
 from tests.performance.share_ends import whole_layout
+from tests.performance.share_report import into_page, report
 from tests.support.toy_pool import ListObserver
 
 RANKS = 2
@@ -36,9 +36,6 @@ WARM_UP = 3
 """Publishes that do not count: until then both ends take memory that is new."""
 COPIES = {"rank": 4, "receiver": 3}
 """Upper bound of the copies of all shares in the ranks, and of the version in a receiver."""
-MODEL_BYTES, MODEL_GPUS = 41e9, 4
-NETWORKS = {"100 Gbit/s": 12.5e9, "400 Gbit/s": 50e9}
-"""Bytes per second of a receiver's network."""
 
 
 class Site:
@@ -76,6 +73,7 @@ class Site:
             "publish_seconds": staged - began,
             "delivery_seconds": delivered - staged,
             "stall_copies": max(stall / copy for stall, copy in stalls),
+            "publish_copies": (staged - began) / max(copy for _, copy in stalls),
             "activate_seconds": max(activation),
             "primitive_seconds": store,
             "gloo_seconds": gloo,
@@ -91,11 +89,11 @@ class Site:
 
     async def _taken(self, worker: Worker, payload: ShardedPayload) -> None:
         coming = payload.buckets(self.layout)
-        for place, (shard, start) in enumerate(coming):
+        for number, (shard, start) in enumerate(coming):
             ref = await payload.bucket(shard, start)
-            for following in coming[place + 1 : place + 1 + len(self.ranks)]:
+            for following in coming[number + 1 : number + 1 + len(self.ranks)]:
                 payload.fetch(*following)
-            await worker.call("take_raw", start, ref, lane=DELIVERIES)
+            await worker.call("take_raw", self.sizes, shard, start, ref, lane=DELIVERIES)
 
     async def _gloo(self) -> float:
         began = time.perf_counter()
@@ -128,8 +126,8 @@ async def measure(megabytes: float, receivers: int, options: argparse.Namespace)
     """Returns medians over `options.repeats` publishes after WARM_UP that do not count."""
     async with site(megabytes, receivers, options.bucket) as made:
         rows = [await made.measured(version) for version in range(WARM_UP + options.repeats)][WARM_UP:]
-    found = {key: median(row[key] for row in rows) for key in rows[0]}
-    return {"megabytes": megabytes, "receivers": receivers, **found}
+    medians = {key: median(row[key] for row in rows) for key in rows[0]}
+    return {"megabytes": megabytes, "receivers": receivers, **medians}
 
 
 def obstacle(megabytes: float, receivers: int) -> str | None:
@@ -139,58 +137,11 @@ def obstacle(megabytes: float, receivers: int) -> str | None:
     return f"{megabytes:g} MB to {receivers}: may take {needed:.0f} GB, {free:.0f} are free" if needed > free else None
 
 
-def predicted(fraction: float, given: Assumptions) -> list[str]:
-    """Returns sentences on 41 GB from 4 trainer to 4 rollout GPUs, each on a node of its own, at stated link speeds.
-
-    A rank copies its share from its GPU, each receiver's network carries the whole model at `fraction` of its rate, and
-    the activation is one copy to the GPU; the first two overlap. These are lower bounds: the processes keep up with the
-    network, whose rate may exceed that of the one thread with which a receiver copies and digests.
-    """
-    from_gpu = MODEL_BYTES / MODEL_GPUS / given.host_bytes_per_second
-    to_gpu = MODEL_BYTES / given.host_bytes_per_second
-    return [
-        f"predicted at best, not measured: 41 GB over {MODEL_GPUS} -> {MODEL_GPUS} GPUs with {name} for each receiver: "
-        f"{max(from_gpu, MODEL_BYTES / (rate * fraction)):.1f} s of delivery beside training and sampling, "
-        f"{to_gpu:.1f} s of activation at {given.host_bytes_per_second / 1e9:g} GB/s"
-        for name, rate in NETWORKS.items()
-    ]
-
-
-def report(cells: Sequence[dict[str, Any]], skipped: Sequence[str]) -> str:
-    head = "| MB | receivers | delivery s | primitive s | fraction | gloo s | trainer stall, copies | activation s |"
-    lines = [head, "|" + "---|" * 8]
-    lines += [
-        f"| {c['megabytes']:g} | {c['receivers']} | {c['delivery_seconds']:.3f} | {c['primitive_seconds']:.3f} "
-        f"| {c['fraction']:.2f} | {c['gloo_seconds']:.3f} | {c['stall_copies']:.2f} | {c['activate_seconds']:.3f} |"
-        for c in cells
-    ]
-    large = [cell for cell in cells if cell["megabytes"] == max(each["megabytes"] for each in cells)]
-    lines += ["", *(f"- not measured: {reason}" for reason in skipped)]
-    return "\n".join([*lines, *(f"- {s}" for s in predicted(median(c["fraction"] for c in large), Assumptions()))])
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m tests.performance.shares", description=__doc__)
-    parser.add_argument("--megabytes", type=float, nargs="+", default=[50.0, 500.0, 2000.0])
-    parser.add_argument("--receivers", type=int, nargs="+", default=[1, 2, 4])
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--bucket", type=int, default=64 << 20, help="bytes")
-    parser.add_argument("--seconds", type=float, default=400.0, help="begin no further row after so long")
-    parser.add_argument("--out", type=Path, help="a JSON file for the result")
-    options = parser.parse_args(arguments)
-    os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "OMP_NUM_THREADS": "1"}
-    store = int(40 * options.bucket + 100e6)
-    ray.init(
-        address="local",
-        num_cpus=16,
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level="ERROR",
-        object_store_memory=store,
-    )
+async def run(options: argparse.Namespace) -> dict[str, Any]:
+    """Measures all rows for which there are memory and time; returns the result as plain JSON."""
     cells: list[dict[str, Any]] = []
     skipped: list[str] = []
-    began = time.monotonic()
+    load, began = os.getloadavg(), time.monotonic()
     for megabytes in options.megabytes:
         for receivers in options.receivers:
             reason = obstacle(megabytes, receivers)
@@ -199,12 +150,58 @@ def main(arguments: Sequence[str] | None = None) -> None:
             if reason is not None:
                 skipped.append(reason)
                 continue
-            cells.append(asyncio.run(measure(megabytes, receivers, options)))
+            cells.append(await measure(megabytes, receivers, options))
             sys.stderr.write(f"{megabytes:g} MB to {receivers}: done\n")
-    ray.shutdown()
+    machine = {"cores": os.cpu_count(), "date": time.strftime("%Y-%m-%d"), "load": load, "load_after": os.getloadavg()}
+    return {"machine": machine, "repeats": options.repeats, "cells": cells, "skipped": skipped}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measures, or reads an earlier result; then prints the report, and writes it into a page.
+
+    A process that is connected to a Ray cluster measures there.
+    """
+    options = _parser().parse_args(arguments)
+    if options.read is None:
+        if ours := not ray.is_initialized():
+            _start_ray(options.bucket)
+        result = asyncio.run(run(options))
+        if ours:
+            ray.shutdown()
+    else:
+        result = json.loads(options.read.read_text(encoding="utf-8"))
     if options.out is not None:
-        options.out.write_text(json.dumps({"load": os.getloadavg(), "cells": cells, "skipped": skipped}, indent=1))
-    sys.stdout.write(report(cells, skipped) + "\n")
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.write_text(json.dumps(result, indent=1), encoding="utf-8")
+    if options.page is not None:
+        options.page.write_text(into_page(options.page.read_text(encoding="utf-8"), result), encoding="utf-8")
+    sys.stdout.write(report(result) + "\n")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m tests.performance.shares", description=__doc__)
+    parser.add_argument("--megabytes", type=float, nargs="+", default=[50.0, 500.0, 2000.0])
+    parser.add_argument("--receivers", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--bucket", type=int, default=64 << 20, help="bytes")
+    parser.add_argument("--seconds", type=float, default=400.0, help="begin no further row after so long")
+    parser.add_argument("--out", type=Path, help="a JSON file for the result")
+    parser.add_argument("--read", type=Path, help="such a file of an earlier run, instead of measuring")
+    parser.add_argument("--page", type=Path, help="a Markdown page that gets the report, between its two markers")
+    return parser
+
+
+def _start_ray(bucket: int) -> None:
+    """Starts a Ray cluster of its own, whose object store has room for what a delivery may keep there."""
+    os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "OMP_NUM_THREADS": "1"}
+    ray.init(
+        address="local",
+        num_cpus=16,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level="ERROR",
+        object_store_memory=int(40 * bucket + 100e6),
+    )
 
 
 if __name__ == "__main__":

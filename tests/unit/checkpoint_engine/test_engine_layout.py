@@ -97,6 +97,25 @@ def test_digests_taken_piece_by_piece_are_those_of_the_whole(step: int) -> None:
     assert running.finish() == whole == layout.digests(data)
 
 
+def test_padding_need_not_be_digested_and_nothing_else_can_be_left_out() -> None:
+    layout = Layout.of({"a": torch.zeros(3), "b": torch.zeros(0), "c": torch.zeros(300), "d": torch.zeros(0)})
+    data = np.random.default_rng(1).integers(0, 256, layout.nbytes, dtype=np.uint8)
+    running = RunningDigests(layout)
+    for entry in layout.entries:
+        running.skip_to(entry.offset)
+        if entry.nbytes:
+            with pytest.raises(ValueError, match=f"are no padding: {entry.name} lies in them"):
+                running.skip_to(entry.offset + 1)
+        running.feed(data[entry.offset : entry.offset + entry.nbytes // 2])
+        if entry.nbytes:
+            with pytest.raises(ValueError, match=f"are no padding: {entry.name} lies in them"):
+                running.skip_to(layout.nbytes)
+        running.feed(data[entry.offset + entry.nbytes // 2 : entry.end])
+    running.skip_to(layout.nbytes)
+    running.skip_to(0)
+    assert running.end == layout.nbytes and running.finish() == layout.digests(data)
+
+
 def test_large_tensors_are_digested_in_blocks_with_the_same_result() -> None:
     layout = Layout.of({"w": torch.empty(2 * BLOCK_BYTES + 5, dtype=torch.uint8)})
     data = np.random.default_rng(2).integers(0, 256, layout.nbytes, dtype=np.uint8)

@@ -1,0 +1,63 @@
+"""Tests of the benchmark of weights in shares, on shares small enough for a test."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from async_flowrl.plan.rehearsal.cards import Assumptions
+from checkpoint_engine.shards import shard_layout
+from tests.performance.share_ends import SendingRank, TakingWorker, whole_layout
+from tests.performance.share_report import predicted
+from tests.performance.shares import main
+
+
+@pytest.mark.usefixtures("ray_here")
+def test_it_writes_its_table_into_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """On the cluster of this process."""
+    page, out = tmp_path / "page.md", tmp_path / "out.json"
+    page.write_text("before\n<!-- shares: begin -->\nold\n<!-- shares: end -->\nafter\n")
+    sizes = ["--megabytes", "1", "--receivers", "1", "--repeats", "1"]
+    main([*sizes, "--bucket", "300000", "--page", str(page), "--out", str(out)])
+    printed = capsys.readouterr().out
+    result = json.loads(out.read_text(encoding="utf-8"))
+    (cell,) = result["cells"]
+    assert cell["fraction"] == cell["primitive_seconds"] / cell["delivery_seconds"] > 0.0
+    assert cell["fraction_of_gloo"] == cell["gloo_seconds"] / cell["delivery_seconds"] > 0.0
+    assert cell["stall_copies"] > 0.0 and cell["publish_copies"] > 0.0 and cell["activate_seconds"] > 0.0
+    assert page.read_text() == f"before\n<!-- shares: begin -->\n\n{printed.rstrip()}\n<!-- shares: end -->\nafter\n"
+    assert "| 1 | 1 |" in printed and "no prediction" in printed and result["skipped"] == []
+    page.write_text("no markers")
+    with pytest.raises(ValueError, match="has no place for shares"):
+        main(["--read", str(out), "--page", str(page)])
+
+
+def test_the_primitive_writes_every_share_to_a_place_of_its_own() -> None:
+    ranks = [SendingRank(index, f"trainer-{index}", 2, 1.0) for index in range(2)]
+    worker, bucket = TakingWorker(0, "rollout-0", 1.0), 100_000
+    sizes = [shard_layout(whole_layout(1.0), 2, index).nbytes for index in range(2)]
+    for shard, rank in enumerate(ranks):
+        rank.train(shard + 1)
+        for start in range(0, sizes[shard], bucket):
+            worker.take_raw(sizes, shard, start, rank.raw(0, start, min(bucket, sizes[shard] - start))[1])
+    shares = worker.buffer.split(sizes)
+    assert [share.unique().tolist() for share in shares] == [[1], [2]]
+
+
+def row(megabytes: float, receivers: int, *, delivery: float, fraction: float) -> dict[str, float]:
+    return {"megabytes": megabytes, "receivers": receivers, "delivery_seconds": delivery, "fraction": fraction}
+
+
+def test_the_prediction_takes_the_slower_of_network_and_host() -> None:
+    cells = [
+        row(50, 1, delivery=1.0, fraction=0.1),
+        row(1000, 1, delivery=0.1, fraction=0.9),  # 10 GB/s
+        row(1000, 4, delivery=0.5, fraction=0.5),
+    ]
+    host, slow, fast = predicted(cells, Assumptions(host_bytes_per_second=50e9))
+    assert "4.1 s at the 10.0 GB/s of 1000 MB to one receiver" in host
+    assert (
+        "takes 6.6 s at the fraction 0.50 of 1000 MB to 4: 6.6 s of delivery" in slow and "0.8 s of activation" in slow
+    )
+    assert "takes 1.6 s at the fraction 0.50 of 1000 MB to 4: 4.1 s of delivery" in fast
+    assert predicted(cells[:2], Assumptions()) == ["no prediction: it needs deliveries to 1 and to 4 receivers"]
