@@ -145,7 +145,9 @@ class DeliveryStats:
     retries: int = 0
     corrupt: int = 0
     fallbacks: int = 0
-    """Versions that the collective transport did not bring to its members, and payloads that were not passed on."""
+    """Versions that the collective transport failed to bring to its members, and payloads that were not passed on."""
+    member_busy: int = 0
+    """Versions for which the collective transport was not used, because a member was busy with an earlier delivery."""
     replaced: int = 0
 
 

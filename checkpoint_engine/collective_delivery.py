@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Sequence
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from checkpoint_engine.base import Ack, Draft, ReceiverEndpoint
-from checkpoint_engine.errors import TransferFailed, Verdict, error_names, verdict
+from checkpoint_engine.errors import MemberBusy, TransferFailed, Verdict, error_names, verdict
 from checkpoint_engine.fanout import leaders
 from checkpoint_engine.process_group import MIN_BYTES_PER_SECOND, SENDER, Epoch
 
@@ -92,15 +92,14 @@ class CollectiveBroadcast:
         """Broadcasts a staged version, which is sealed meanwhile; returns an Ack or error for every member's name.
 
         The caller must send the version to all receivers without an Ack: those that came after the group was formed,
-        those whose node has another member, and all of them while a member is `busy` with an earlier version. Every
-        wait has a limit, and errors of transports are returned, not raised.
+        and those whose node has another member. Every wait has a limit, and errors of transports are returned, not
+        raised. Raises MemberBusy, and broadcasts nothing, while a member is among the `busy` receivers, to which an
+        earlier version or one to evaluate is being sent.
         """
-        if self._is_off or not _able(receivers):
+        if self._is_off or not _able([*receivers, *busy]):
             return {}
         async with self._order:
             members = self._who(_able(receivers), _able(busy))
-            if not members:
-                return {}
             try:
                 draft = await self._within(self._sender_seconds, self._sender.draft(version))
                 await self._meet(members)
@@ -145,10 +144,15 @@ class CollectiveBroadcast:
         return self._in_a_row >= MAX_FAILURES_IN_A_ROW
 
     def _who(self, idle: Sequence[GroupReceiver], busy: Sequence[GroupReceiver]) -> tuple[GroupReceiver, ...]:
-        """Returns the members: those of the present group; a new group if a member has left; none while one is busy."""
-        if not self._members or not set(self._members) <= {*idle, *busy}:
-            return tuple(self._chosen(idle))
-        return self._members if set(self._members) <= set(idle) else ()
+        """Returns the members: those of the present group, or of a new one if a member has left or there is none.
+
+        Raises MemberBusy if one of them is busy, or all receivers are.
+        """
+        stays = bool(self._members) and set(self._members) <= {*idle, *busy}
+        late = [receiver for receiver in busy if not idle or (stays and receiver in self._members)]
+        if late:
+            raise MemberBusy(f"busy with an earlier delivery: {', '.join(receiver.name for receiver in late)}")
+        return self._members if stays else tuple(self._chosen(idle))
 
     def _chosen(self, receivers: Sequence[GroupReceiver]) -> list[GroupReceiver]:
         """Returns all receivers, or, of more than `max_members`, one per node, preferably a present member."""

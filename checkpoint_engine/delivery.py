@@ -26,7 +26,7 @@ from checkpoint_engine.base import (
     SenderEndpoint,
 )
 from checkpoint_engine.collective_delivery import CollectiveBroadcast
-from checkpoint_engine.errors import Verdict, VersionGone, error_names, verdict
+from checkpoint_engine.errors import MemberBusy, Verdict, VersionGone, error_names, verdict
 from checkpoint_engine.receiver_queue import Job, QueueEvents, ReceiverQueue, planned
 
 logger = logging.getLogger(__name__)
@@ -182,7 +182,7 @@ class Delivery:
         start = self._now()
         async with self._sealing:
             queues = list(self._queues.values())
-            results = await self._send_to_all(version)
+            results = await self._send_to_all(version, queues)
             await self._send_ahead(version, [queue.endpoint for queue in queues if queue.idle])
             header = await self._seal(version)
             holders = self._acknowledge(header, queues, results)
@@ -195,16 +195,21 @@ class Delivery:
         if self._broadcast is not None:
             await self._broadcast.regroup([queue.endpoint for queue in self._queues.values() if queue.idle])
 
-    async def _send_to_all(self, version: int) -> dict[str, Ack | BaseException]:
+    async def _send_to_all(self, version: int, queues: Sequence[ReceiverQueue]) -> dict[str, Ack | BaseException]:
         """Broadcasts to idle receivers, if there is a collective transport; returns receiver → Ack or error."""
         if self._broadcast is None:
             return {}
-        idle = [queue.endpoint for queue in self._queues.values() if queue.idle]
-        busy = [queue.endpoint for queue in self._queues.values() if not queue.idle]
-        results = await self._broadcast(version, idle, busy)
-        for error in results.values():
-            if isinstance(error, BaseException) and verdict(error) is Verdict.STOP:
-                raise error
+        idle, busy = ([queue.endpoint for queue in queues if queue.idle == wanted] for wanted in (True, False))
+        try:
+            results = await self._broadcast(version, idle, busy)
+        except MemberBusy as why:
+            self.stats.member_busy += 1
+            logger.info("version %d goes without %s: %s", version, self._broadcast.name, why)
+            return {}
+        errors = [result for result in results.values() if isinstance(result, BaseException)]
+        self.stats.fallbacks += bool(errors or (queues and not results))
+        if stopping := [error for error in errors if verdict(error) is Verdict.STOP]:
+            raise stopping[0]
         return results
 
     async def _send_ahead(self, version: int, idle: Sequence[ReceiverEndpoint]) -> None:
@@ -231,14 +236,11 @@ class Delivery:
         """
         holders: dict[str, tuple[ReceiverEndpoint, Job]] = {}
         for queue in queues:
-            ack = results.get(queue.name)
-            if isinstance(ack, Ack):
+            if isinstance(ack := results.get(queue.name), Ack):
                 job = Job(header, RING, None, asyncio.get_running_loop().create_future())
                 queue.acknowledge(job, ack)
                 if self._broadcast is not None and self._broadcast.has_leaders(len(queues)):
                     holders.setdefault(queue.endpoint.node, (queue.endpoint, job))
-        failed = any(isinstance(result, BaseException) for result in results.values())
-        self.stats.fallbacks += self._broadcast is not None and (failed or bool(queues and not results))
         return holders
 
     async def _enqueue(

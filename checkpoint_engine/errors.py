@@ -23,6 +23,10 @@ class VersionGone(EngineError):
     """Raised if a requested version is not retained (any more)."""
 
 
+class MemberBusy(EngineError):
+    """Raised if a collective cannot begin because a member is busy with an earlier delivery. Nothing has failed."""
+
+
 class Verdict(Enum):
     """The reaction to an error: send again, replace the receiver, or stop the run."""
 

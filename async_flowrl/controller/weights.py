@@ -182,6 +182,7 @@ class PublishedWeights:
             "retries": stats.retries,
             "corrupt": stats.corrupt,
             "fallbacks": stats.fallbacks,
+            "member_busy": stats.member_busy,
         }
 
     async def _start(self) -> None:

@@ -25,8 +25,8 @@ DETERMINISM = "see the lines on determinism above; where they are ok, the report
 class Ran:
     """Results of a finished run. `step_seconds` is the median over the steps after `FIRST_STEPS`.
 
-    `publishes` is the number of versions sent, `fallbacks` the number of those sent by the object store instead of
-    NCCL.
+    `publishes` is the number of versions sent. Of those, NCCL failed to bring `fallbacks` and was not used for
+    `member_busy`, because a worker was busy with an earlier delivery; the object store brought both.
     """
 
     digest: str
@@ -34,6 +34,7 @@ class Ran:
     images_per_second: float
     publishes: int
     fallbacks: int
+    member_busy: int = 0
 
 
 def check(setting: Setting, seconds: float) -> Iterator[Finding]:
@@ -97,7 +98,8 @@ def read(folder: Path) -> Ran:
     middle = median(steps[FIRST_STEPS:] or steps)
     images = summary["images"] / summary["steps"]
     sync = summary["sync"]
-    return Ran(summary["weights_digest"], middle, images / middle, sync["publishes"], sync.get("fallbacks", 0))
+    sent = (sync["publishes"], sync.get("fallbacks", 0), sync.get("member_busy", 0))
+    return Ran(summary["weights_digest"], middle, images / middle, *sent)
 
 
 def repeats(first: Ran, second: Ran) -> Finding:
@@ -110,15 +112,19 @@ def repeats(first: Ran, second: Ran) -> Finding:
 
 
 def collective(ran: Ran, setting: Setting) -> Finding:
-    """Checks that NCCL sent every version of a run on two devices."""
+    """Checks that NCCL sent every version of a run on two devices for which it was used."""
     name = "deliveries of that run"
     if setting.quick or setting.devices < 2:
         why = "with --quick a run is one process" if setting.quick else "one device: versions went by the object store"
         return Finding(name, SKIPPED, why, "NCCL needs two devices, and the check without --quick")
-    figures = {"publishes": ran.publishes, "fallbacks": ran.fallbacks}
+    figures = {"publishes": ran.publishes, "fallbacks": ran.fallbacks, "member_busy": ran.member_busy}
     if ran.fallbacks:
         sentence = f"{ran.fallbacks} of {ran.publishes} versions went by the object store instead of NCCL"
         return Finding(name, FAILED, sentence, "see the log of the run for the warning that says why", figures)
+    if ran.member_busy:
+        by_nccl, why = ran.publishes - ran.member_busy, "while a worker was busy with an earlier delivery"
+        sentence = f"{by_nccl} of {ran.publishes} versions by NCCL, the others by the object store {why}"
+        return Finding(name, OK if by_nccl else FAILED, sentence, figures=figures)
     return Finding(name, OK, f"all {ran.publishes} versions by NCCL", figures=figures)
 
 

@@ -39,7 +39,7 @@ class Outcome:
     """`PoolLedger.totals()`: pool → state → seconds."""
     sync: Mapping[str, Any]
     """Publishing of weights: publishes, bytes, seconds, {trainer,worker}_stall_seconds, transport, retries, corrupt,
-    fallbacks."""
+    fallbacks, member_busy."""
     peak: float | None = None
     """Peak FLOP/s of one worker's device; None if it is unknown."""
 

@@ -34,6 +34,7 @@ async def sent(transport: str, megabytes: float, nodes: list[str], *, publishes:
             "sent_megabytes": round(total / 1e6, 2),
             "copies": round(total / (megabytes * 1e6), 2),
             "fallbacks": made.delivery.stats.fallbacks,
+            "member_busy": made.delivery.stats.member_busy,
         }
 
 

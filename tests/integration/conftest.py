@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from separation.processes import descendants, kill
-from tests.integration.runs import DELAYS, GLOO, RECORDED, TRAINED, overtaking
+from tests.integration import gates
+from tests.integration.runs import DELAYS, GLOO, RECORDED, TRAINED, check_overtaken
 from tests.integration.seated import JUDGE, LATER
 from tests.integration.stopped import StoppedRun, stopped_on_ray
 from tests.integration.watched import WatchedRun, watched_on_ray
@@ -50,7 +51,11 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
 
 
 def started(cluster: Callable[[], Any]) -> Any:
-    """A Ray cluster, once it is up: Ray waits 30 seconds for its daemons, whatever else the machine does."""
+    """A Ray cluster, once it is up.
+
+    It is tried again because Ray gives up a daemon that has not registered within 30 seconds, a constant inside
+    `ray._private.node.Node` that no setting changes, and a busy machine may take longer. No test is tried again.
+    """
     before = set(descendants(os.getpid()))
     for _ in range(4):
         try:
@@ -66,12 +71,15 @@ def started(cluster: Callable[[], Any]) -> Any:
 @pytest.fixture(scope="session")
 def full_run(tmp_path_factory: pytest.TempPathFactory) -> WatchedRun:
     """As people start it, a process on a Ray cluster of its own: two trainer ranks that send by gloo, two rollout
-    workers, delays, all that can be recorded.
+    workers, delays, all that can be recorded. Only its controller takes the first ticket of each step last (gates.py).
 
     It is the one run for all tests that look at such a run. What uses it is marked serial, so that one process has it.
     """
-    settings = (*TRAINED, *RECORDED, *DELAYS, "trainer.num_workers=2", *GLOO)
-    return overtaking(watched_on_ray, tmp_path_factory.mktemp("full"), "one_step_off", *settings)
+    settings = (*TRAINED, *RECORDED, *DELAYS, "rollout.num_workers=2", "trainer.num_workers=2", *GLOO)
+    folder = tmp_path_factory.mktemp("full") / "one_step_off"
+    run = watched_on_ray(folder, "one_step_off", *settings, program=gates.__name__)
+    check_overtaken(run)
+    return run
 
 
 @pytest.fixture(scope="session")

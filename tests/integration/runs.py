@@ -10,12 +10,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 from async_flowrl.config.compose import compose_config
 from async_flowrl.report.write import write_report
 from async_flowrl.run.job import run as run_config
 from async_flowrl.run.tools import Tools
+from tests.integration.gates import first_ticket_last
 
 ROOT = Path(__file__).parents[2]
 TINY = (
@@ -107,9 +108,6 @@ class Run:
         return [line[key] for line in self.metrics]
 
 
-R = TypeVar("R", bound=Run)
-
-
 def train(folder: Path, mode: str, *overrides: str, code: int = 0) -> Run:
     """A run with its workers as threads of this process."""
     config = compose_config(mode, [*LOCAL, f"output_dir={folder}", *overrides])
@@ -122,18 +120,22 @@ def train_here_on_ray(folder: Path, mode: str, *overrides: str) -> Run:
     return train(folder, mode, "runtime.backend=ray", *overrides)
 
 
-def overtaking(how: Callable[..., R], folder: Path, mode: str, *overrides: str) -> R:
-    """A run of `how`, `train` say, with two rollout workers, one of which overtook the other.
+def overtaking(folder: Path, mode: str, *overrides: str) -> Run:
+    """A run of two rollout workers, in each step of which a later ticket was accepted before the first."""
+    with first_ticket_last():
+        run = train(folder, mode, "rollout.num_workers=2", *overrides)
+    check_overtaken(run)
+    return run
 
-    Whether delays make it so depends on who asked first and on what else the machine does: it is tried a few times.
-    """
-    for attempt in range(5):
-        run = how(folder / f"{mode}-{attempt}", mode, "rollout.num_workers=2", *overrides)
-        made = run.tickets("SCORING")
-        if inverted([event["ordinal"] for event in made]):
-            assert {event["worker"] for event in made} == {"rollout-0", "rollout-1"}
-            return run
-    raise AssertionError("in five runs no ticket was finished before one that comes earlier")
+
+def check_overtaken(run: Run) -> None:
+    """The gate `first_ticket_last` was there, and both workers made tickets."""
+    made = run.tickets("SCORING")
+    assert {event["worker"] for event in made} == {"rollout-0", "rollout-1"}
+    for step in {event["step"] for event in made}:
+        first = min(event["ordinal"] for event in made if event["step"] == step)
+        accepted = [event["ordinal"] for event in made]
+        assert max(accepted[: accepted.index(first)], default=-1) > first, f"in step {step} nothing came before it"
 
 
 def train_on_ray(folder: Path, mode: str, *overrides: str, code: int = 0) -> Run:
@@ -142,8 +144,8 @@ def train_on_ray(folder: Path, mode: str, *overrides: str, code: int = 0) -> Run
     return Run(folder)
 
 
-def start(folder: Path, mode: str, *overrides: str) -> "subprocess.Popen[str]":
-    command = [sys.executable, "-m", "async_flowrl.main", "--config-name", mode, *TINY, f"output_dir={folder}"]
+def start(folder: Path, mode: str, *overrides: str, program: str = "async_flowrl.main") -> "subprocess.Popen[str]":
+    command = [sys.executable, "-m", program, "--config-name", mode, *TINY, f"output_dir={folder}"]
     return subprocess.Popen(
         [*command, *overrides],
         cwd=ROOT,

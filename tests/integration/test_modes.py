@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.integration.gates import last_ticket_after_hand_over
 from tests.integration.runs import Run, inverted, overtaking, train
 
 STALENESS = {"sync": 0, "stream": 0, "one_step_off": 1, "fully_async": 2}
@@ -68,7 +69,7 @@ def test_the_same_weights_twice(plain: dict[str, Run], tmp_path: Path) -> None:
 def test_the_same_weights_with_two_workers_and_delays_everywhere(
     plain: dict[str, Run], tmp_path: Path, mode: str
 ) -> None:
-    run = overtaking(train, tmp_path, mode, *overrides(mode), "reward.num_workers=2", *DELAYS)
+    run = overtaking(tmp_path, mode, *overrides(mode), "reward.num_workers=2", *DELAYS)
     assert inverted([event["ordinal"] for event in plain[mode].tickets("SCORING")]) is False
     assert run.digests == plain[mode].digests
     assert run.sample_log == plain[mode].sample_log
@@ -78,7 +79,7 @@ def test_the_same_weights_with_two_workers_and_delays_everywhere(
 def test_the_same_weights_with_smaller_tickets_made_out_of_order(plain: dict[str, Run], tmp_path: Path) -> None:
     """Batches of another size round differently: the reference cuts its tickets into chunks of the same size."""
     whole = train(tmp_path / "whole", "one_step_off", SHORT, "rollout.batch_size=2")
-    parts = overtaking(train, tmp_path / "parts", "one_step_off", SHORT, "ticket_size=2", *DELAYS)
+    parts = overtaking(tmp_path / "parts", "one_step_off", SHORT, "ticket_size=2", *DELAYS)
     assert len(parts.tickets("TRAINED")) == 2 * len(whole.tickets("TRAINED"))
     assert parts.digests == whole.digests
 
@@ -86,6 +87,20 @@ def test_the_same_weights_with_smaller_tickets_made_out_of_order(plain: dict[str
 def test_stream_is_sync_with_the_same_micro_batches(plain: dict[str, Run]) -> None:
     assert plain["stream"].digests == plain["sync"].digests
     assert plain["stream"].sample_log == plain["sync"].sample_log
+
+
+def test_stream_hands_every_group_over_while_the_last_of_its_step_is_made(tmp_path: Path) -> None:
+    """The last ticket is not made before the others are with the trainer: with another hand-over, the run would end
+    with an error."""
+    groups = 3
+    settings = ["total_steps=3", f"prompts_per_step={groups}"]
+    with last_ticket_after_hand_over(groups):
+        stream = train(tmp_path / "stream", "stream", *settings)
+    assert len(stream.tickets("HANDED")) == 3 * groups
+    at = {(e["state"], e["step"], e["group"]): n for n, e in enumerate(stream.events) if e["event"] == "ticket"}
+    for step in range(3):
+        assert all(at["HANDED", step, group] < at["SCORING", step, groups - 1] for group in range(groups - 1))
+    assert stream.digests == train(tmp_path / "sync", "sync", *settings).digests
 
 
 def test_hand_over_by_batch_or_stream_is_the_same(plain: dict[str, Run], tmp_path: Path) -> None:

@@ -52,7 +52,9 @@ METRICS = """
     pool/rollout/busy pool/trainer/busy pool/reward/busy images_per_s
 """
 TOTALS = "wall_seconds images_per_s steady_images_per_s staleness_mean efficiency reward_first reward_last"
-SYNC = "publishes bytes seconds trainer_stall_seconds worker_stall_seconds transport retries corrupt fallbacks"
+SYNC = """
+    publishes bytes seconds trainer_stall_seconds worker_stall_seconds transport retries corrupt fallbacks member_busy
+"""
 STATES = {"busy", "wait_data", "wait_weights", "sync", "idle"}
 
 

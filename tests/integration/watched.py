@@ -39,10 +39,10 @@ class WatchedRun(Run):
         return datetime.strptime(attempt[:23], "%Y-%m-%d %H:%M:%S,%f").timestamp()
 
 
-def watched_on_ray(folder: Path, mode: str, *overrides: str) -> WatchedRun:
-    """A run of at least four steps with its own Ray cluster, looked at after the third."""
+def watched_on_ray(folder: Path, mode: str, *overrides: str, program: str = "async_flowrl.main") -> WatchedRun:
+    """A run of at least four steps with its own Ray cluster, looked at after the third; `program` makes it."""
     with mock.patch.dict(os.environ, {"TEST_MARK": (mark := f"mark-{uuid.uuid4()}")}):
-        process = start(folder, mode, *overrides)
+        process = start(folder, mode, *overrides, program=program)
     try:
         wait_until(process, lambda: len(Run(folder).metrics) >= 3, "its third step")
         idle = [line for line in marked_processes(mark) if "ray::IDLE" in line]

@@ -103,6 +103,26 @@ def trained_twice(train: Any) -> Any:
     )
 
 
+def whole_step_or_nothing(ready: Any) -> Any:
+    def fault(table: Any, step: int) -> list[int]:
+        groups = ready(table, step)
+        of_step = {ticket.group for ticket in table.live() if (ticket.kind, ticket.step) == (TRAIN, step)}
+        return list(groups) if of_step <= set(groups) else []
+
+    return fault
+
+
+def one_waits_for_company(ready: Any) -> Any:
+    """Unless it is the step's last."""
+
+    def fault(table: Any, step: int) -> list[int]:
+        groups = ready(table, step)
+        coming = {t.group for t in table.live() if (t.kind, t.step) == (TRAIN, step) and t.state is not State.HANDED}
+        return list(groups) if len(groups) != 1 or coming <= set(groups) else []
+
+    return fault
+
+
 def call_running(table: Any, ticket: Any, **result: Any) -> None:
     if ticket.state not in FINAL:
         ticket.state = State.RUNNING
@@ -113,7 +133,20 @@ def call_scored(table: Any, step: int) -> None:
         ticket.scores = ticket.scores or ()
 
 
+STREAM = f"{LOOP}:test_streaming_trains_a_group_while_others_of_its_step_are_made"
 ORDER = (
+    Mutant(
+        "groups of a stream wait for the last of their step",
+        {f"{TICKETS}:TicketTable.ready_groups": whole_step_or_nothing},
+        STREAM,
+        arguments={"workers": 1},
+    ),
+    Mutant(
+        "groups of a stream are handed over two at a time",
+        {f"{TICKETS}:TicketTable.ready_groups": one_waits_for_company},
+        STREAM,
+        arguments={"workers": 2},
+    ),
     Mutant(
         "a group that is ready is not seen until the next one is",
         {f"{TICKETS}:TicketTable.ready_groups": lambda ready: lambda table, step: ready(table, step)[:-1]},

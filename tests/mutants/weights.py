@@ -7,6 +7,7 @@ import torch
 
 from async_flowrl.algorithms.base import detached
 from async_flowrl.tickets.table import State
+from checkpoint_engine.errors import MemberBusy
 from tests.mutants.mutation import Mutant, after, nothing, nothing_awaited
 from tests.mutants.tickets import FAULTS, HANGS, LOOP, RECEIVER, STALE, TICKETS
 
@@ -14,6 +15,8 @@ WORKER, WEIGHTS = "async_flowrl.rollout.worker:RolloutWorker", "async_flowrl.con
 LABEL = "tests.unit.rollout.test_worker:test_a_ticket_is_made_with_one_version_and_labelled_with_it"
 DELIVERIES = "tests.unit.rollout.test_deliveries"
 ARRIVES = f"{DELIVERIES}:test_weights_that_arrive_in_a_denoising_step_cost_no_image_and_change_none"
+BROADCAST = "checkpoint_engine.collective_delivery:CollectiveBroadcast"
+FALL_BACKS = "tests.unit.checkpoint_engine.test_engine_fallbacks"
 REFEREE = "tests.unit.algorithms.test_algorithm_referee:test_stale_estimators_with_correction_land"
 FLOW_GRPO = {"name": "flow_grpo", "fields": {"sde_type": "sde", "noise_level": 0.7}}
 
@@ -70,6 +73,16 @@ def two_swapped(live_tensors: Any) -> Any:
     return fault
 
 
+def busy_is_nobody(broadcast: Any) -> Any:
+    async def fault(*call: Any) -> Any:
+        try:
+            return await broadcast(*call)
+        except MemberBusy:
+            return {}
+
+    return fault
+
+
 def make_tickets_again(table: Any, worker: str, *version: Any, **slot: bool) -> None:
     for ticket in table.live():
         if ticket.worker == worker and ticket.state is State.RUNNING:
@@ -121,6 +134,17 @@ WEIGHT_FAULTS = (
         "publishing waits for the delivery",
         {f"{WEIGHTS}.publish": after(lambda weights, version: weights.delivery.drain())},
         f"{LOOP}:test_one_slow_acknowledgement_stalls_one_worker_only",
+    ),
+    Mutant(
+        "a version published while a member is busy counts as a failed broadcast",
+        {f"{BROADCAST}.__call__": busy_is_nobody},
+        f"{FALL_BACKS}:test_while_every_receiver_is_busy_nothing_has_failed",
+    ),
+    Mutant(
+        "the group of a failed broadcast stays",
+        {f"{BROADCAST}._give_up": nothing_awaited},
+        f"{FALL_BACKS}:test_an_answer_within_its_limit_is_in_time_and_one_after_it_costs_one_version",
+        arguments={"late": 0.001, "fallbacks": 1},
     ),
     Mutant(
         "two parameters of one shape take each other's weights",

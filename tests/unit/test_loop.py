@@ -3,6 +3,7 @@
 import asyncio
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -320,20 +321,35 @@ def test_one_step_off_takes_the_longer_of_generation_and_training(generate: floa
     assert sum(in_turn) / len(in_turn) == pytest.approx(g + t, rel=0.05)
 
 
-def test_streaming_trains_the_first_group_while_the_last_is_made() -> None:
-    """Each group is handed over in the moment in which it is scored; a batch waits for its last ticket."""
+@pytest.mark.parametrize("workers", [1, 2])
+def test_streaming_trains_a_group_while_others_of_its_step_are_made(workers: int) -> None:
+    """Each group is handed over in the moment in which it is scored, if the trainer has nothing else to do then.
+
+    A batch waits for its last group. The groups of a step come at least 0.4 s apart, and take 0.25 s to train.
+    """
+    timing = Timing(generate=1.0, update=0.25, score=0.01, transfer=0.01, slow={"rollout-1": 1.4})
+    sync, stream = (run(mode, timing=timing, rollout__num_workers=workers) for mode in ("sync", "stream"))
+    assert stream.digest == sync.digest and stream.seconds < sync.seconds
+    for record, at_once in ((stream, True), (sync, False)):
+        made, scored, handed = (
+            {e["ordinal"]: e["time"] for e in record.tickets(state)} for state in ("SCORING", "READY", "HANDED")
+        )
+        for first in range(0, STEPS * TICKETS_PER_STEP, TICKETS_PER_STEP):
+            *earlier, last = sorted(range(first, first + TICKETS_PER_STEP), key=scored.__getitem__)
+            apart = [scored[b] - scored[a] for a, b in pairwise([*earlier, last])]
+            assert min(apart) > 0.25 + 0.1, "the trainer has something else to do"
+            if at_once:
+                assert all(handed[each] == scored[each] for each in (*earlier, last))
+                assert all(handed[each] < made[last] for each in earlier)
+            else:
+                assert {handed[each] for each in (*earlier, last)} == {scored[last]}
+
+
+def test_streaming_hides_the_training_of_all_groups_but_the_last() -> None:
     timing = Timing(generate=1.0, update=1.0, score=0.01, transfer=0.01)
     sync, stream = (run(mode, timing=timing, rollout__num_workers=1) for mode in ("sync", "stream"))
     assert stream.seconds < 0.7 * sync.seconds
     assert stream.digest == sync.digest
-    for found, at_once in ((stream, True), (sync, False)):
-        made, scored, handed = (
-            {e["ordinal"]: e["time"] for e in found.tickets(state)} for state in ("SCORING", "READY", "HANDED")
-        )
-        for first in range(0, STEPS * TICKETS_PER_STEP, TICKETS_PER_STEP):
-            last = first + TICKETS_PER_STEP - 1
-            assert (handed[first] == scored[first] < made[last]) == at_once
-            assert (handed[first] >= scored[last]) == (not at_once)
 
 
 @MODE

@@ -9,7 +9,7 @@ from async_flowrl.plan.virtual_time import run_virtual
 from checkpoint_engine import Ack, Publisher
 from checkpoint_engine.base import Draft
 from checkpoint_engine.collective_delivery import CollectiveBroadcast
-from checkpoint_engine.errors import TransferFailed
+from checkpoint_engine.errors import MemberBusy, TransferFailed
 from checkpoint_engine.process_group import Epoch
 from tests.unit.checkpoint_engine.engine_parts import ALPHA, RANK, ends, lora
 
@@ -205,7 +205,8 @@ def test_while_a_member_is_busy_versions_go_one_by_one_and_the_group_stays() -> 
 
     async def main() -> None:
         await broadcast(1, [one, other])
-        assert await broadcast(2, [one], [other]) == {}
+        with pytest.raises(MemberBusy, match=r"^busy with an earlier delivery: b$"):
+            await broadcast(2, [one], [other])
         await broadcast.regroup([one])
         assert sorted(await broadcast(3, [one, other])) == ["a", "b"]
         assert (epochs(sender), broadcast.failures) == (1, 0)

@@ -79,8 +79,8 @@ def test_a_delivery_is_told_in_gigabytes_per_second() -> None:
     assert left_out.status == SKIPPED and left_out.sentence == "needs 2 GPUs"
 
 
-def ran(digest: str = "abc", *, seconds: float = 2.0, fallbacks: int = 0) -> Ran:
-    return Ran(digest, seconds, 16 / seconds, publishes=8, fallbacks=fallbacks)
+def ran(digest: str = "abc", *, seconds: float = 2.0, fallbacks: int = 0, member_busy: int = 0) -> Ran:
+    return Ran(digest, seconds, 16 / seconds, publishes=8, fallbacks=fallbacks, member_busy=member_busy)
 
 
 def test_runs_that_end_with_other_weights_fail() -> None:
@@ -95,6 +95,13 @@ def test_a_version_that_did_not_go_by_nccl_fails() -> None:
     assert runs.collective(ran(), CARD).status == SKIPPED
 
 
+def test_a_version_for_which_nccl_was_not_used_does_not_fail_unless_it_was_never_used() -> None:
+    some = runs.collective(ran(member_busy=2), CARDS)
+    assert some.status == OK and some.sentence.startswith("6 of 8 versions by NCCL")
+    assert runs.collective(ran(member_busy=8), CARDS).status == FAILED
+    assert runs.collective(ran(member_busy=2, fallbacks=1), CARDS).status == FAILED
+
+
 def test_modes_are_compared_where_both_were_timed() -> None:
     both = runs.modes(CARDS, {"first": ran(seconds=2.0), "sync": ran(seconds=3.0)})
     assert both.status == OK and "1.50 times as fast, on separate devices" in both.sentence
@@ -104,12 +111,12 @@ def test_modes_are_compared_where_both_were_timed() -> None:
 
 
 def test_a_run_is_read_from_what_it_wrote(tmp_path: Path) -> None:
-    sync = {"publishes": 4, "fallbacks": 1}
+    sync = {"publishes": 4, "fallbacks": 1, "member_busy": 2}
     summary = {"weights_digest": "abc", "images": 64, "steps": 4, "sync": sync}
     (tmp_path / "summary.json").write_text(json.dumps(summary))
     lines = [{"step": step, "timing/step": seconds} for step, seconds in enumerate((9.0, 7.0, 2.0, 2.0))]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert runs.read(tmp_path) == Ran("abc", 2.0, 8.0, publishes=4, fallbacks=1)
+    assert runs.read(tmp_path) == Ran("abc", 2.0, 8.0, publishes=4, fallbacks=1, member_busy=2)
 
 
 def test_pools_share_one_device_and_have_one_each_where_there_are_two() -> None:

@@ -1,0 +1,96 @@
+"""Gates in a run's own process: what it does is held up until something else has happened, so that no clock decides.
+
+Run as `python -m tests.integration.gates`, this module is `async_flowrl.main` with the gate `first_ticket_last`.
+"""
+
+import asyncio
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+from async_flowrl import main as entry
+
+LIMIT = 300.0
+"""Seconds after which a gate gives up, so that the run fails instead of hanging."""
+
+
+@contextmanager
+def first_ticket_last() -> Iterator[None]:
+    """In every step, the answer with the first ticket is held up until the controller has accepted a later ticket.
+
+    With two rollout workers, the other one makes that ticket, as it has nothing else to do.
+    """
+    from async_flowrl.controller import dispatch
+    from async_flowrl.tickets.table import TRAIN, TicketTable
+
+    ask, generated = dispatch.ask, TicketTable.generated
+    accepted, news = {-1}, asyncio.Event()
+
+    async def late(worker: Any, requests: Any) -> Any:
+        answer, first = await ask(worker, requests), requests[0]
+        if first.kind == TRAIN and first.group == first.images[0] == 0:
+            async with asyncio.timeout(LIMIT):
+                while max(accepted) <= first.ordinal:
+                    news.clear()
+                    await news.wait()
+        return answer
+
+    def noted(table: TicketTable, ticket: Any, **result: Any) -> bool:
+        taken = generated(table, ticket, **result)
+        if taken and ticket.kind == TRAIN:
+            accepted.add(ticket.ordinal)
+            news.set()
+        return taken
+
+    with mock.patch.object(dispatch, "ask", late), mock.patch.object(TicketTable, "generated", noted):
+        yield
+
+
+@contextmanager
+def last_ticket_after_hand_over(groups: int) -> Iterator[None]:
+    """In every step of `groups` groups, the last ticket is made when the others are with the trainer.
+
+    Workers are threads of this process.
+    """
+    from async_flowrl.rollout.worker import RolloutWorker
+    from async_flowrl.tickets.table import TRAIN, TicketTable
+
+    hand_over, generate = TicketTable.hand_over, RolloutWorker.generate
+    handed: set[tuple[int, int]] = set()
+    changed = threading.Condition()
+
+    def noted(table: TicketTable, step: int, group: int) -> Any:
+        tickets = hand_over(table, step, group)
+        with changed:
+            handed.add((step, group))
+            changed.notify_all()
+        return tickets
+
+    def waiting(worker: RolloutWorker, request: Any) -> Any:
+        others = {(request.step, group) for group in range(groups - 1)}
+        if request.kind == TRAIN and request.group == groups - 1:
+            with changed:
+                assert changed.wait_for(lambda: others <= handed, LIMIT), f"not handed over: {sorted(others - handed)}"
+        return generate(worker, request)
+
+    with mock.patch.object(TicketTable, "hand_over", noted), mock.patch.object(RolloutWorker, "generate", waiting):
+        yield
+
+
+def main() -> int:
+    """`async_flowrl.main` with the gate, which is put there when the run's code has been imported."""
+    import_ahead, gate = entry.import_ahead, first_ticket_last()
+
+    def imported() -> None:
+        import_ahead()
+        gate.__enter__()
+
+    with mock.patch.object(entry, "import_ahead", imported):
+        return entry.main()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

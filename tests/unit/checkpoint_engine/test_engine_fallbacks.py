@@ -1,0 +1,210 @@
+"""Tests of what a Delivery counts as a fall-back of its collective transport, in virtual time.
+
+Publisher, receivers, Delivery and CollectiveBroadcast are the real ones; only the link between them is made up.
+"""
+
+import asyncio
+import logging
+from typing import Any
+
+import pytest
+
+from async_flowrl.plan.virtual_time import run_virtual
+from checkpoint_engine import EVALUATION, RING, Ack, Delivery, Header, Publisher, Receiver, TransferFailed
+from checkpoint_engine.base import Draft
+from checkpoint_engine.collective_delivery import MAX_FAILURES_IN_A_ROW, CollectiveBroadcast
+from checkpoint_engine.process_group import Epoch
+from tests.unit.checkpoint_engine.engine_parts import ALPHA, RANK, End, Sender, blank
+from tests.unit.checkpoint_engine.engine_virtual import Rig
+
+READY_SECONDS = 10.0
+EPSILON = 0.001
+NAMES = ("a", "b")
+
+
+class Link:
+    """A sender's end of the collective; a version arrives at all members a second after it was sent."""
+
+    def __init__(self, publisher: Publisher) -> None:
+        self.publisher = publisher
+        self.sent: dict[int, asyncio.Event] = {}
+
+    def arrived(self, version: int) -> asyncio.Event:
+        return self.sent.setdefault(version, asyncio.Event())
+
+
+class GroupSender(Sender):
+    """A sender that can also broadcast."""
+
+    def __init__(self, publisher: Publisher) -> None:
+        super().__init__(publisher)
+        self.link = Link(publisher)
+        self.opened, self.broadcast = 0, list[int]()
+
+    async def address(self) -> tuple[str, int]:
+        return "host", 1
+
+    async def open_group(self, epoch: Epoch, rank: int) -> None:
+        self.opened += 1
+
+    async def draft(self, version: int) -> Draft:
+        return self.publisher.draft(version)
+
+    async def ready(self, epoch: int, draft: Draft) -> None: ...
+
+    async def send(self, draft: Draft) -> None:
+        await asyncio.sleep(1.0)
+        self.publisher.seal(draft.version)
+        self.broadcast.append(draft.version)
+        self.link.arrived(draft.version).set()
+
+    async def abort_group(self) -> None: ...
+
+
+class GroupEnd(End):
+    """A receiver that can join groups: it says that it is ready after `ready_after[version]` seconds."""
+
+    def __init__(self, receiver: Receiver, name: str, link: Link) -> None:
+        super().__init__(receiver, name)
+        self.link = link
+        self.ready_after: dict[int, float] = {}
+        self.evaluation_seconds = 0.0
+        self.fails: set[int] = set()
+
+    async def receive(self, header: Header, payload: Any, slot: str = RING) -> Ack:
+        if slot == EVALUATION:
+            await asyncio.sleep(self.evaluation_seconds)
+        return await super().receive(header, payload, slot)
+
+    async def open_group(self, epoch: Epoch, rank: int) -> None: ...
+
+    async def ready(self, epoch: int, draft: Draft) -> None:
+        await asyncio.sleep(self.ready_after.get(draft.version, 0.0))
+
+    async def accept(self, draft: Draft) -> Ack:
+        await self.link.arrived(draft.version).wait()
+        if draft.version in self.fails:
+            raise TransferFailed("the bytes do not come")
+        header, data = self.link.publisher.payload(draft.version)
+        return self.receiver.receive(header, data)
+
+    async def abort_group(self) -> None: ...
+
+
+class GroupRig(Rig):
+    """A delivery whose receivers `NAMES` form a group."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sender: GroupSender = GroupSender(Publisher(self.tensors, alpha=ALPHA, rank=RANK, retain=self.capacity))
+        self.broadcast = CollectiveBroadcast(self.sender, ready_seconds=READY_SECONDS)
+        self.delivery = Delivery(self.sender, replace=self.replace, options=self.options, broadcast=self.broadcast)
+        self.members: dict[str, GroupEnd] = {}
+
+    async def join_all(self) -> None:
+        for name in NAMES:
+            receiver = Receiver(blank(self.tensors), alpha=ALPHA, rank=RANK, capacity=self.capacity)
+            self.ends[name] = self.members[name] = GroupEnd(receiver, name, self.sender.link)
+            assert await self.delivery.join(self.members[name])
+
+    async def publish(self, *versions: int) -> None:
+        for version in versions:
+            await self.delivery.publish(version)
+            await self.delivery.drain()
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        return self.delivery.stats.fallbacks, self.delivery.stats.member_busy
+
+    def check_served(self, newest: int) -> None:
+        """Every receiver holds `newest` and would compute with its bytes; nobody was replaced."""
+        header, _ = self.sender.publisher.payload(newest)
+        for member in self.members.values():
+            assert self.held(member.name) == [newest - 1, newest]
+            assert member.receiver.activate("policy", newest) == header.digest == member.receiver.live_digest()
+        assert self.replaced == []
+
+
+def test_a_version_published_while_an_evaluation_is_delivered_is_no_failure(caplog: pytest.LogCaptureFixture) -> None:
+    """It goes by the store, is counted as `member_busy`, and the log names the version and the member."""
+
+    async def main() -> None:
+        rig = GroupRig()
+        await rig.join_all()
+        await rig.publish(0)
+        rig.members["b"].evaluation_seconds = 5.0
+        await rig.delivery.place(0)
+        await asyncio.sleep(1.0)
+        assert ("policy", 0, EVALUATION) not in rig.members["b"].receiver.held(), "the evaluation is not under way"
+        await rig.publish(1)
+        assert rig.counts == (0, 1) and rig.sender.broadcast == [0] and rig.sender.opened == 1
+        rig.check_served(1)
+        assert ("policy", 0, EVALUATION) in rig.members["b"].receiver.held()
+        await rig.publish(2)
+        assert rig.counts == (0, 1) and rig.sender.broadcast == [0, 2] and rig.sender.opened == 1
+        rig.check_served(2)
+
+    with caplog.at_level(logging.INFO, "checkpoint_engine.delivery"):
+        run_virtual(main())
+    assert caplog.messages == ["version 1 goes without gloo: busy with an earlier delivery: b"]
+
+
+def test_while_every_receiver_is_busy_nothing_has_failed() -> None:
+    """Also before there is a group."""
+
+    async def main() -> None:
+        rig = GroupRig()
+        await rig.join_all()
+        await rig.publish(0)
+        rig.delivery.moved([])  # the next version needs a new group
+        for member in rig.members.values():
+            member.evaluation_seconds = 5.0
+        await rig.delivery.place(0)
+        await rig.publish(1)
+        assert rig.counts == (0, 1) and rig.sender.broadcast == [0]
+        await rig.publish(2)
+        assert rig.counts == (0, 1) and rig.sender.broadcast == [0, 2] and rig.sender.opened == 2
+        rig.check_served(2)
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize(("late", "fallbacks"), [(-EPSILON, 0), (EPSILON, 1)])
+def test_an_answer_within_its_limit_is_in_time_and_one_after_it_costs_one_version(late: float, fallbacks: int) -> None:
+    """Everybody is served in either case, and the next version goes by the collective again."""
+
+    async def main() -> None:
+        rig = GroupRig()
+        await rig.join_all()
+        await rig.publish(0)
+        rig.members["b"].ready_after[1] = READY_SECONDS + late
+        began = asyncio.get_running_loop().time()
+        await rig.publish(1)
+        assert asyncio.get_running_loop().time() - began >= READY_SECONDS - EPSILON, "nobody was late"
+        assert rig.counts == (fallbacks, 0) and rig.broadcast.failures == fallbacks
+        assert rig.sender.broadcast == ([0] if fallbacks else [0, 1])
+        rig.check_served(1)
+        await rig.publish(2)
+        assert rig.counts == (fallbacks, 0) and rig.sender.broadcast[-1] == 2
+        assert rig.sender.opened == 1 + fallbacks
+        rig.check_served(2)
+
+    run_virtual(main())
+
+
+def test_every_version_counts_as_a_fallback_once_the_transport_is_given_up() -> None:
+    """Also one that is published while a member is busy: it is not for that member's sake that it goes by the store."""
+
+    async def main() -> None:
+        rig = GroupRig()
+        await rig.join_all()
+        rig.members["b"].fails = set(range(MAX_FAILURES_IN_A_ROW))
+        await rig.publish(*range(MAX_FAILURES_IN_A_ROW + 1))
+        assert rig.counts == (MAX_FAILURES_IN_A_ROW + 1, 0)
+        rig.members["b"].evaluation_seconds = 5.0
+        await rig.delivery.place(MAX_FAILURES_IN_A_ROW)
+        await rig.publish(MAX_FAILURES_IN_A_ROW + 1)
+        assert rig.counts == (MAX_FAILURES_IN_A_ROW + 2, 0)
+        rig.check_served(MAX_FAILURES_IN_A_ROW + 1)
+
+    run_virtual(main())
