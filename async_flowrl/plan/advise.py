@@ -9,7 +9,14 @@ from typing import Any
 
 from async_flowrl.plan.finer import finer_tickets
 from async_flowrl.plan.limits import ENOUGH_EFFICIENCY, Limits, choose, simulated
-from async_flowrl.plan.placements import Placements, compare_placements, on_overlap, on_placement, recommendation
+from async_flowrl.plan.placements import (
+    Placements,
+    compare_placements,
+    on_overlap,
+    on_placement,
+    recommendation,
+    settings,
+)
 from async_flowrl.plan.rewards import cures, limit_sentence, with_workers
 from async_flowrl.plan.simulate import Prediction
 from async_flowrl.plan.work import HAND_OVERS, Layout, Work, balance, bounds
@@ -21,10 +28,8 @@ MAX_STALENESS = 8
 """Largest `max_staleness` that is simulated."""
 MAX_SPLITS = 8
 """Number of splits that are simulated: those with the best bound."""
-CLUSTER_CPU_SECONDS = 0.03
-"""CPU seconds per step of the driver, the reward worker and Ray's own processes on one machine (docs/benchmarks.md)."""
-NOTABLE_CLUSTER_SHARE = 0.05
-"""Share of a step above which that cost is pointed out."""
+NOTABLE_FRAME_SHARE = 0.05
+"""Share of the cores' time from which the frame's part of it is pointed out."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +58,7 @@ def advise(work: Work, limits: Limits) -> Advice:
         placements = compare_placements(work, None, limits)
         sentences = [*on_overlap(placements, limits.devices), *recommendation(placements)]
         if placements.best is not None:
-            sentences += on_evaluations(work, placements.best)
+            sentences += on_small_steps(placements.best, limits) + on_evaluations(work, placements.best)
         return Advice((), (), None, placements, tuple(sentences))
     depths = search_staleness(work, fastest(work, candidates, limits), limits)
     chosen = choose(depths, limits)
@@ -119,7 +124,7 @@ def explain(work: Work, limits: Limits, advice: Advice) -> list[str]:
         *on_staleness(chosen, advice.depths),
         *on_tickets(work, chosen, limits),
         *on_balance(work, chosen, limits),
-        *on_small_steps(chosen, limits),
+        *on_small_steps(advice.placements.best or chosen, limits),
         *on_evaluations(work, advice.placements.best or chosen),
     ]
 
@@ -176,16 +181,19 @@ def on_balance(work: Work, chosen: Prediction, limits: Limits) -> list[str]:
     return sentences
 
 
-def on_small_steps(chosen: Prediction, limits: Limits) -> list[str]:
-    """Returns the sentence on the CPU time of Ray's own processes, if it is a notable share of a step."""
-    share = CLUSTER_CPU_SECONDS / chosen.step_seconds if chosen.step_seconds > 0 else 0.0
-    if limits.backend != "ray" or share < NOTABLE_CLUSTER_SHARE:
+def on_small_steps(best: Prediction, limits: Limits) -> list[str]:
+    """Returns the sentences on the CPU time of the frame, if it is a notable share of the time of the cores."""
+    seconds, cores = best.step_seconds, limits.cores
+    if cores is None or not best.frame_seconds or best.frame_seconds < NOTABLE_FRAME_SHARE * cores * seconds:
         return []
-    return [
-        f"On one machine without GPUs, driver, reward worker and Ray take about {1000 * CLUSTER_CPU_SECONDS:.0f} ms of "
-        f"CPU per step beside the pools, {share:.0%} of this step: runtime.backend=local has the same weights without "
-        "these processes."
-    ]
+    said = (
+        f"At steps of {seconds:.2g} s on {cores} core{'' if cores == 1 else 's'} use {settings(best.layout)}: driver, "
+        f"reward worker and Ray take {1000 * best.frame_seconds:.0f} ms of CPU per step beside the pools, "
+        f"{best.frame_seconds / (cores * seconds):.0%} of the cores' time, which is in these figures."
+    )
+    if best.layout.trainer > 1:
+        return [said]
+    return [said, "runtime.backend=local has the same weights without these processes."]
 
 
 def on_evaluations(work: Work, best: Prediction) -> list[str]:

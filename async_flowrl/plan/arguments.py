@@ -41,6 +41,8 @@ def parser() -> argparse.ArgumentParser:
     option("--evaluate-every", type=count, help="training steps between two evaluations (default 50)")
     option("--evaluation-prompts", type=count, help="prompts of an evaluation, one ticket each (default 16)")
     option("--devices", type=count, help="devices to split (default 2, or the run's)")
+    option("--cores", type=count, help="cores of the one machine on which workers compute (default: they have GPUs)")
+    option("--backend", choices=("ray", "local"), help="runtime.backend (default ray, or the run's)")
     option("--split", type=pair, metavar="R:T", help="fix the split instead of searching it")
     option("--reward-workers", type=count, help="not counted among the devices (default 1, or the run's)")
     option("--store", type=factor, default=math.inf, metavar="GIB", help="object store for images and trajectories")

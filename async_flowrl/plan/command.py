@@ -27,9 +27,9 @@ def work_of(given: argparse.Namespace) -> tuple[Work, Limits]:
     """Returns the work and the limits that the parsed arguments describe.
 
     With `--from-run` the durations come from that run's records, otherwise from the numbers on the command line.
-    Raises ValueError if both are missing, or if the run cannot be read.
+    Raises ValueError if both are missing, if the run cannot be read, or for `--backend local` with several ranks.
     """
-    devices, split = given.devices, given.split
+    devices, split = given.devices or given.cores, given.split
     limits = Limits(
         devices=devices or (sum(split) if split else 2),
         memory=given.store * GIB,
@@ -38,12 +38,28 @@ def work_of(given: argparse.Namespace) -> tuple[Work, Limits]:
         steps=given.steps,
         slow=(given.slow_worker,) if given.slow_worker != 1 else (),
         share=not given.no_shared,
+        backend=given.backend or "ray",
+        cores=given.cores,
     )
+    if given.backend == "local":
+        limits = in_one_process(limits)
     if given.from_run is not None:
         return from_run(given, limits)
     if given.generate is None or given.update is None:
         raise ValueError("either --from-run RUN_DIR, or both --generate and --update, are needed")
     return from_numbers(given), limits
+
+
+def in_one_process(limits: Limits) -> Limits:
+    """Returns the limits of `runtime.backend=local`, whose process holds a single trainer rank.
+
+    Raises ValueError for a split with more of them.
+    """
+    rollout, trainer = limits.split or (max(1, limits.devices - 1), 1)
+    if trainer > 1:
+        raise ValueError(f"--backend local has one trainer rank, got --split {rollout}:{trainer}")
+    split = (rollout, trainer) if limits.devices > 1 else None
+    return replace(limits, split=split, share=limits.share and limits.devices == 1)
 
 
 def from_run(given: argparse.Namespace, limits: Limits) -> tuple[Work, Limits]:
@@ -55,7 +71,7 @@ def from_run(given: argparse.Namespace, limits: Limits) -> tuple[Work, Limits]:
             f"plan: the run's rollout pool may have {least} to {most} workers; it is counted as "
             f"rollout.num_workers={run.config.rollout.num_workers}\n"
         )
-    devices = given.devices or (sum(given.split) if given.split else run.layout.devices)
+    devices = given.devices or given.cores or (sum(given.split) if given.split else run.layout.devices)
     pools = reward_pools(run.config.reward)
     limits = replace(
         limits,
@@ -63,7 +79,7 @@ def from_run(given: argparse.Namespace, limits: Limits) -> tuple[Work, Limits]:
         reward=(given.reward_workers or run.layout.reward) if run.layout.reward else 0,
         own_rewards=run.layout.own_rewards,
         reward_gpus={pool.name: pool.gpus_per_worker for pool in pools},
-        backend=run.config.runtime.backend,
+        backend=given.backend or run.config.runtime.backend,
     )
     return replace(run.work, serial=given.serial), limits
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from async_flowrl.config.shared import SHARED
 from async_flowrl.observability.summary import WARM_UP_STEPS
+from async_flowrl.plan.frame_cost import with_frame
 from async_flowrl.plan.simulate import Prediction, simulate
 from async_flowrl.plan.work import Layout, Work
 
@@ -46,11 +47,16 @@ class Limits:
     `placement=shared` is possible."""
     backend: str = "ray"
     """`runtime.backend`: ray (processes) or local (threads of one process)."""
+    cores: int | None = None
+    """Cores of the one machine on which the workers compute, one thread each; None = they compute on GPUs."""
 
 
 def simulated(work: Work, layout: Layout, limits: Limits) -> Prediction:
-    """Simulates as many steps as the limits say."""
-    return simulate(work, layout, steps=limits.steps or steps_of(work, layout))
+    """Simulates as many steps as the limits say; where workers are processes on cores, the frame takes its share."""
+    prediction = simulate(work, layout, steps=limits.steps or steps_of(work, layout))
+    if limits.cores is None or limits.backend != "ray":
+        return prediction
+    return with_frame(prediction, work, limits.cores)
 
 
 def steps_of(work: Work, layout: Layout) -> int:

@@ -53,6 +53,8 @@ class Prediction:
     """End of each step in virtual seconds from the start."""
     evaluations: tuple[float, ...] = ()
     """Seconds of each evaluation, from the delivery of its version to its last score."""
+    frame_seconds: float = 0.0
+    """CPU seconds per step that driver, reward worker and Ray take of the pools' cores (plan/frame_cost.py)."""
 
     @property
     def efficiency(self) -> float:

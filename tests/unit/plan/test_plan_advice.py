@@ -143,14 +143,6 @@ def test_whole_devices_cost() -> None:
     assert any(s.startswith("Whole devices cost 25%") for s in advice.sentences)
 
 
-def test_short_steps_are_told_what_processes_cost_and_what_has_none() -> None:
-    short = work(0.3, 0.2, groups=2, cv=0.0)
-    said = [s for s in advise(short, few(2)).sentences if "runtime.backend=local" in s]
-    assert len(said) == 1 and "30 ms of CPU per step" in said[0] and "10% of this step" in said[0], said
-    assert not any("runtime.backend" in s for s in advise(short, few(2, backend="local")).sentences)
-    assert not any("runtime.backend" in s for s in advise(work(3, 2, groups=2, cv=0.0), few(2)).sentences)
-
-
 def test_uneven_work_that_no_staleness_evens_out() -> None:
     advice = advise(work(1, 1, groups=2, cv=4.0), Limits(2, share=False, steps=60))
     assert advice.chosen is not None

@@ -1,0 +1,59 @@
+"""CPU time of the frame: what driver, reward worker and Ray's own processes take from the pools on a machine's cores.
+
+A plan for workers that compute on the cores of one machine has it in its steps. On GPUs the frame has cores of its own,
+and `runtime.backend=local` has none of these processes.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from async_flowrl.plan.simulate import Prediction
+from async_flowrl.plan.work import Work
+
+STEP_SECONDS = 0.015
+"""CPU seconds per step for what a step does once: its version, its line of metrics, its events.
+
+The three numbers come from three measurements: 27 ms per step of 0.22 s with 2 tickets, 60 ms per step of 1.45 s with
+2 tickets, and 110 ms per step of 2.1 s with 12 tickets (docs/benchmarks.md).
+"""
+CALL_SECONDS = 0.00107
+"""CPU seconds of a call of a worker: each call with tickets is one, and a group has one to score and one to train."""
+IDLE_SHARE = 0.027
+"""CPU seconds per second that these processes take whatever they do."""
+
+
+def calls_of(work: Work) -> int:
+    """Returns the calls of workers per step: tickets, scores and groups to train."""
+    return -(-work.tickets_per_step // work.tickets_per_batch) + 2 * work.prompts_per_step
+
+
+def with_frame(prediction: Prediction, work: Work, cores: int) -> Prediction:
+    """Returns the prediction with the frame on the same `cores` as the pools, which compute with one thread each.
+
+    Cores that have nothing to do take the frame's work and lose nothing. Otherwise pools and frame together keep all
+    cores busy, and the step is as long as that takes. With `max_staleness=0` nothing is computed beside the calls that
+    end a step and begin the next, so that they are added.
+    """
+    layout, before = prediction.layout, prediction.step_seconds
+    alone = STEP_SECONDS + 3 * CALL_SECONDS if layout.max_staleness == 0 else 0.0
+    work_seconds = before * sum(
+        workers * prediction.busy(pool) for pool, workers in (("rollout", layout.rollout), ("trainer", layout.trainer))
+    )
+    calls = STEP_SECONDS + CALL_SECONDS * calls_of(work)
+    seconds = max(before + alone, (work_seconds + calls) / (cores - IDLE_SHARE))
+    longer = seconds / before if before > 0 else 1.0
+    return replace(
+        prediction,
+        step_seconds=seconds,
+        frame_seconds=calls + IDLE_SHARE * seconds,
+        pools={pool: _beside(states, before, alone) for pool, states in prediction.pools.items()},
+        ends=tuple(end * longer for end in prediction.ends),
+        evaluations=tuple(each * longer for each in prediction.evaluations),
+    )
+
+
+def _beside(states: Mapping[str, float], before: float, alone: float) -> dict[str, float]:
+    """Shares of a step that begins `alone` seconds later; work that only takes longer keeps its share."""
+    whole = before + alone
+    shares = {state: share * before / whole for state, share in states.items()} if whole > 0 else {}
+    return {**shares, "idle": shares.get("idle", 0.0) + alone / whole} if alone > 0 else dict(states)
