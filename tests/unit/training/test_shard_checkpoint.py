@@ -19,10 +19,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from async_flowrl.training.checkpoint import RANKS, check_ranks, read_checkpoint
 from async_flowrl.training.checkpoint_folder import begin_checkpoint, end_checkpoint, find_checkpoint
-from async_flowrl.training.checkpoint_manifest import DamagedCheckpoint
+from async_flowrl.training.checkpoint_manifest import FOLDER, DamagedCheckpoint, complete
 from async_flowrl.training.fsdp import World
 from async_flowrl.training.full_shards import host_mesh
-from async_flowrl.training.shard_checkpoint import FOLDER, whole_parts, write_shards
+from async_flowrl.training.shard_checkpoint import whole_parts, write_shards
 from async_flowrl.training.shard_reader import SafeReader
 
 PARTS = {"weights/a": torch.arange(6.0).reshape(3, 2), "weights/b.c": torch.ones(2), "retained/4/a": torch.zeros(3, 2)}
@@ -31,7 +31,8 @@ PARTS = {"weights/a": torch.arange(6.0).reshape(3, 2), "weights/b.c": torch.ones
 def written(directory: Path, step: int = 4) -> Path:
     work = begin_checkpoint(directory, 0)
     save(dict(PARTS), checkpoint_id=str(work / FOLDER), no_dist=True)
-    return end_checkpoint(work, step, {"version": step, RANKS: 2}, {"version": step}, keep=2)
+    complete(work, {"version": step, RANKS: 2}, {"version": step})
+    return end_checkpoint(work, step, keep=2)
 
 
 def test_whole_tensors_are_read_when_they_are_asked_for(tmp_path: Path) -> None:
