@@ -1,8 +1,9 @@
 """Command `python -m async_flowrl.prove` (`make prove`): shows that disturbances do not change the trained weights.
 
-The same short run is made several times: undisturbed, with random delays, and with processes killed. A shorter run that
-trains whole weights (tune=full) is made undisturbed and with a rollout worker killed. The command compares the digests
-of the trained weights; its exit code is 0 if they are equal, and 1 if they differ or if a run failed.
+The same short run is made several times: undisturbed, with random delays, and with processes killed. So are
+a shorter run that trains whole weights (tune=full), and one in which each of two trainer ranks has a share of them
+(trainer.shard=full). The command compares the digests of the trained weights; its exit code is 0 if they are equal, and
+1 if they differ or if a run failed.
 """
 
 import argparse
@@ -15,6 +16,8 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +39,11 @@ FULL_WEIGHTS_RUN = (
     "trainer.learning_rate=1e-3",
     "model.tiny.layers=1",
     "model.tiny.heads=2",
-    "total_steps=4",
+    "total_steps=6",
 )
 """Further overrides of the runs that train whole weights."""
+SHARES = ("trainer.num_workers=2", "trainer.shard=full")
+"""Overrides with which each of two trainer ranks has a share of the whole weights."""
 MAX_RUN_SECONDS = 300.0
 """Upper limit for the duration of a single run, in seconds."""
 
@@ -63,21 +68,41 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as scratch:
         out = options.out or Path(scratch)
         try:
-            families = prove(out, options.overrides)
+            digests_of_families = prove(out, options.overrides)
         except NotProven as error:
             sys.stderr.write(f"not proven: {error}\n")
             return 1
-    equal = all(len(set(digests.values())) == 1 for digests in families)
+    equal = all(len(set(digests.values())) == 1 for digests in digests_of_families)
     sys.stdout.write("proven: the digests are equal\n" if equal else "NOT proven: the digests differ\n")
     return 0 if equal else 1
 
 
-def prove(out: Path, overrides: Sequence[str]) -> list[dict[str, str]]:
-    """Makes all runs in folders below `out` and returns one mapping, title of the run → digest, for each kind of run.
+@dataclass(frozen=True)
+class Family:
+    """The runs whose trained weights must have one digest."""
 
-    The first mapping is of the run that the overrides describe, by default that of a LoRA. The second is of runs of
-    whole weights. It is left out if the overrides set `tune`, or if a run with tune=full would be refused with them.
+    title: str
+    """Begins the lines of its runs; empty for the runs that the overrides describe, by default those of a LoRA."""
+    folder: str
+    """Begins the names of their folders."""
+    overrides: Sequence[str]
+    cases: Mapping[str, Case]
+    """Title → case."""
+
+
+def prove(out: Path, overrides: Sequence[str]) -> list[dict[str, str]]:
+    """Makes all runs in folders below `out` and returns one mapping, title of the run → digest, for each family.
+
     Raises NotProven as the cases do.
+    """
+    return [run_cases(family, out) for family in families(overrides)]
+
+
+def families(overrides: Sequence[str]) -> list[Family]:
+    """Returns the family of the run that the overrides describe, and those of runs with whole weights.
+
+    The latter are left out if the overrides set `tune`. Each is left out, with a line that says why, if a run of it
+    would be refused with these overrides.
     """
     cases: dict[str, Case] = {
         "1 rollout worker, undisturbed": undisturbed,
@@ -85,17 +110,34 @@ def prove(out: Path, overrides: Sequence[str]) -> list[dict[str, str]]:
         "2 rollout workers, one killed -9; driver killed -9, resumed": killed,
         "2 trainer ranks, one killed -9": rank_killed,
     }
-    full_weights: dict[str, Case] = {
-        "full weights: 1 rollout worker, undisturbed": undisturbed,
-        "full weights: 2 rollout workers, one killed -9": worker_killed,
-    }
-    digests = [run_cases(cases, out, "run", overrides)]
+    first = Family("", "run", overrides, cases)
     if any(override.startswith("tune=") for override in overrides):
-        return digests
-    if reason := refusal([*FULL_WEIGHTS_RUN, *overrides]):
-        sys.stdout.write(f"full weights are left out: {reason}\n")
-        return digests
-    return [*digests, run_cases(full_weights, out, "whole", [*FULL_WEIGHTS_RUN, *overrides])]
+        return [first]
+    accepted = []
+    for family in whole_weights(overrides):
+        if reason := refusal(family.overrides):
+            sys.stdout.write(f"{family.title} are left out: {reason}\n")
+        else:
+            accepted.append(family)
+    return [first, *accepted]
+
+
+def whole_weights(overrides: Sequence[str]) -> list[Family]:
+    """Returns the families of runs with whole weights: all of them on one trainer rank, and in shares on two."""
+    alone: dict[str, Case] = {
+        "1 rollout worker, undisturbed": undisturbed,
+        "3 rollout workers, random delays in every stage": delayed,
+        "2 rollout workers, one killed -9; driver killed -9, resumed": partial(killed, victim_step=1, checkpoint=3),
+    }
+    in_shares: dict[str, Case] = {
+        "undisturbed": undisturbed,
+        "2 rollout workers, delays, one trainer rank killed -9": share_killed,
+    }
+    full = [*FULL_WEIGHTS_RUN, *overrides]
+    return [
+        Family("full weights", "whole", full, alone),
+        Family("full weights in shares of 2 ranks", "shares", [*full, *SHARES], in_shares),
+    ]
 
 
 def refusal(overrides: Sequence[str]) -> str | None:
@@ -107,15 +149,16 @@ def refusal(overrides: Sequence[str]) -> str | None:
     return None
 
 
-def run_cases(cases: Mapping[str, Case], out: Path, name: str, overrides: Sequence[str]) -> dict[str, str]:
-    """Makes the runs of the cases and writes one line on each; returns title → digest.
+def run_cases(family: Family, out: Path) -> dict[str, str]:
+    """Makes the runs of a family and writes one line on each; returns title → digest.
 
-    `cases` is title → case. Their folders are `out`/`name`_0, `out`/`name`_1 and so on.
+    Their folders are `out`/run_0, `out`/run_1 and so on, with the family's own name in place of `run`.
     """
     digests = {}
-    for number, (title, case) in enumerate(cases.items()):
+    for number, (case_title, case) in enumerate(family.cases.items()):
+        title = f"{family.title}: {case_title}" if family.title else case_title
         began = time.monotonic()
-        digests[title] = case(out / f"{name}_{number}", overrides)
+        digests[title] = case(out / f"{family.folder}_{number}", family.overrides)
         sys.stdout.write(f"{digests[title][:32]}  {title}  ({time.monotonic() - began:.0f} s)\n")
         sys.stdout.flush()
     return digests
@@ -137,29 +180,23 @@ def delayed(folder: Path, overrides: Sequence[str]) -> str:
     return digest(folder)
 
 
-def killed(folder: Path, overrides: Sequence[str]) -> str:
-    """Case in which a rollout worker is killed, and later the driver; the run is then resumed from checkpoint 6."""
+def killed(folder: Path, overrides: Sequence[str], *, victim_step: int = 2, checkpoint: int = 6) -> str:
+    """Case in which a rollout worker is killed, and later the driver; the run is then resumed from a checkpoint.
+
+    The worker runs a ticket of step `victim_step` or later; the driver has just written the checkpoint `checkpoint`.
+    """
     run = start(folder, [*overrides, "rollout.num_workers=2", "debug.delays.generate=0.2"])
-    victim = wait_for(run, folder, lambda: running_worker(folder, step=2), "a ticket of step 2 is RUNNING")
+    victim = wait_for(
+        run, folder, lambda: running_worker(folder, step=victim_step), f"a ticket of step {victim_step} is RUNNING"
+    )
     os.kill(victim, signal.SIGKILL)
     wait_for(run, folder, lambda: bool(events(folder, "fault")), "the controller noticed the death")
-    wait_for(run, folder, lambda: (folder / "checkpoints" / "step_6").exists(), "checkpoint 6 is written")
+    wait_for(run, folder, lambda: is_written(folder, checkpoint), f"checkpoint {checkpoint} is written")
     run.send_signal(signal.SIGKILL)
     run.wait()
     finish(start(folder, [*overrides, "rollout.num_workers=2", "resume=auto"]), folder)
-    if not any(event["step"] == 6 for event in events(folder, "rollback")):
-        raise NotProven("the resumed run did not start from checkpoint 6")
-    return digest(folder)
-
-
-def worker_killed(folder: Path, overrides: Sequence[str]) -> str:
-    """Case in which a rollout worker is killed."""
-    run = start(folder, [*overrides, "rollout.num_workers=2", "debug.delays.generate=0.2"])
-    victim = wait_for(run, folder, lambda: running_worker(folder, step=1), "a ticket of step 1 is RUNNING")
-    os.kill(victim, signal.SIGKILL)
-    finish(run, folder)
-    if not events(folder, "fault"):
-        raise NotProven("the run has no event of the rollout worker's death")
+    if not any(event["step"] == checkpoint for event in events(folder, "rollback")):
+        raise NotProven(f"the resumed run did not start from checkpoint {checkpoint}")
     return digest(folder)
 
 
@@ -177,6 +214,24 @@ def rank_killed(folder: Path, overrides: Sequence[str]) -> str:
     shares = Counter(event["worker"].split(".")[0] for event in events(folder, "fetched") if event["bytes"])
     if len(shares) < 2:
         raise NotProven(f"the trainer ranks did not share the groups: {dict(shares)}")
+    return digest(folder)
+
+
+def share_killed(folder: Path, overrides: Sequence[str]) -> str:
+    """Case in which one of two trainer ranks that have a share of the weights each is killed.
+
+    Nobody else has its share, so the run must go back to a checkpoint.
+    """
+    delays = [f"debug.delays.{stage}=0.3" for stage in ("generate", "update")]
+    run = start(folder, [*overrides, "rollout.num_workers=2", *delays])
+    wait_for(run, folder, lambda: is_written(folder, 3), "checkpoint 3 is written")
+    pids = {event["worker"]: event["pid"] for event in events(folder, "worker")}
+    os.kill(pids["trainer-1"], signal.SIGKILL)
+    finish(run, folder)
+    if "trainer-1" not in {event["worker"] for event in events(folder, "fault")}:
+        raise NotProven("the run has no event of the trainer rank's death")
+    if [event["step"] for event in events(folder, "rollback")] != [3]:
+        raise NotProven("the run did not go back to checkpoint 3 when a trainer rank with a share of the weights died")
     return digest(folder)
 
 
@@ -209,6 +264,11 @@ def wait_for(run: "subprocess.Popen[bytes]", folder: Path, condition: Callable[[
         time.sleep(0.02)
     run.kill()
     raise NotProven(f"{folder.name}: {MAX_RUN_SECONDS:g} s passed before {what}")
+
+
+def is_written(folder: Path, checkpoint: int) -> bool:
+    """Returns True if the run has written this checkpoint."""
+    return (folder / "checkpoints" / f"step_{checkpoint}").exists()
 
 
 def running_worker(folder: Path, *, step: int) -> int | None:

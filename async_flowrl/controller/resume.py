@@ -15,7 +15,7 @@ from async_flowrl.observability.run_directory import RunDirectory
 from async_flowrl.tickets.request import RequestBuilder
 from async_flowrl.training.checkpoint import read_controller
 from async_flowrl.training.checkpoint_folder import find_checkpoint, written
-from async_flowrl.training.checkpoint_manifest import DamagedCheckpoint
+from async_flowrl.training.checkpoint_manifest import DamagedCheckpoint, verify_checkpoint
 
 logger = logging.getLogger(__name__)
 
@@ -39,27 +39,28 @@ START = Resume(None, 0, {})
 """The start of a run, without a checkpoint."""
 
 
-def newest(directory: RunDirectory) -> Resume:
+def newest(directory: RunDirectory, *, shares: bool = False) -> Resume:
     """Returns the newest undamaged checkpoint of this run, or START if the run has written none.
 
-    Raises DamagedCheckpoint if there are checkpoints and all of them are damaged.
+    The shares of several trainer ranks are read and checked only with `shares`; else the ranks check them, each its own
+    (`restore` in run/recovery.py). Raises DamagedCheckpoint if there are checkpoints and all of them are damaged.
     """
-    path = find_checkpoint(directory.checkpoints)
+    path = find_checkpoint(directory.checkpoints, shares=shares)
     if path is None:
         if written(directory.checkpoints):
             raise DamagedCheckpoint(f"{directory.checkpoints} holds no sound checkpoint to go on from")
         return START
-    return read_resume(path)
+    return _read_resume(path)
 
 
-def read_resume(path: Path) -> Resume:
-    """Reads the checkpoint in the folder `path`. Raises DamagedCheckpoint if a file of it differs from its digest."""
+def _read_resume(path: Path) -> Resume:
+    """Reads the verified checkpoint in the folder `path`."""
     controller = read_controller(path)
     return Resume(path, int(controller["version"]), controller)
 
 
-def find_resume(requests: RequestBuilder, directory: RunDirectory) -> Resume:
-    """Returns the checkpoint that the setting `resume` names, or START.
+def find_resume(requests: RequestBuilder, directory: RunDirectory, *, shares: bool = False) -> Resume:
+    """Returns the checkpoint that the setting `resume` names, or START; `shares`: as for `newest`.
 
     Raises ConfigError if the checkpoint is damaged. Also raises ConfigError if it was made with a configuration that
     leads to other weights or with other training prompts; with resume=force these differences are only noted in
@@ -70,7 +71,12 @@ def find_resume(requests: RequestBuilder, directory: RunDirectory) -> Resume:
         return START
     own = config.resume in ("auto", "force")
     try:
-        resume = newest(directory) if own else read_resume(Path(config.resume).expanduser())
+        if own:
+            resume = newest(directory, shares=shares)
+        else:
+            path = Path(config.resume).expanduser()
+            verify_checkpoint(path, shares=shares)
+            resume = _read_resume(path)
     except DamagedCheckpoint as error:
         raise ConfigError(str(error)) from error
     if resume.path is None:

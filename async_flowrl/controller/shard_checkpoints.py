@@ -29,8 +29,8 @@ async def write_shares(
     """
     try:
         work = await ranks[0].call("saving.begin", directory, lane=LANE)
-        digests = await together(*(rank.call("saving.write", work, lane=LANE) for rank in ranks))
-        await ranks[0].call("saving.end", work, controller, digests, keep, spare, lane=LANE)
+        written = await together(*(rank.call("saving.write", work, lane=LANE) for rank in ranks))
+        await ranks[0].call("saving.end", work, controller, written, keep, spare, lane=LANE)
     except WorkerFailed as error:
         if error.kind in DISK_ERRORS:
             await together(*(rank.call("forget_snapshot", lane=LANE) for rank in ranks))

@@ -138,7 +138,7 @@ def following(ending: Ending, summary: Mapping[str, Any], *, early: bool) -> str
 
 def after_failure(ending: Ending) -> None:
     """Prints how to continue a run that failed; prints nothing without a checkpoint or with `console=quiet`."""
-    path = find_checkpoint(ending.directory.checkpoints)
+    path = find_checkpoint(ending.directory.checkpoints, shares=False)
     if path is not None and not ending.quiet:
         ending.say("next", f"{ending.goes_on} (goes on from step {checkpoint_step(path)})", whole=True)
 

@@ -163,7 +163,7 @@ def last_resort(error: BaseException, stop: StopRequest, directory: RunDirectory
     """
     if not stop() or not isinstance(innermost(error), WorkerDied | ServerLost):
         return None
-    path = find_checkpoint(directory.checkpoints)
+    path = find_checkpoint(directory.checkpoints, shares=False)
     return None if path is None else checkpoint_step(path)
 
 
@@ -190,12 +190,11 @@ async def train_until(
             check_stored(prepared, info["trainable_parameters"], shares=trainers.sharded)
             if trainers.sharded:
                 transport = OBJECT_STORE  # which alone takes shares of several ranks
-            resume = check_base_weights(config, resume, info["base_digest"])
-            warn_of_differences(config, resume, info["device"])
+            resume = compared(prepared, resume, info)
             async with deadline(config.deadlines.load, "load: negative prompts, and the checkpoint to go on from"):
                 negatives = await encode_negatives(prepared, groups[ROLLOUT].workers[0])
                 await send_negatives(trainers, negatives)
-                await restore(trainers, directory, resume)
+                resume = await restore(trainers, directory, resume, lambda: another(prepared, directory, info))
                 peak = await peak_of(config, trainers.living.first)
             await learnt  # it reads files that `open_ledgers` changes
             ledgers = open_ledgers(prepared, directory, resume, display)
@@ -212,6 +211,21 @@ async def train_until(
                 told.cancel()
                 ledgers.events.close()
                 ledgers.monitor.close()
+
+
+def compared(prepared: Prepared, resume: Resume, info: Mapping[str, Any]) -> Resume:
+    """Compares a checkpoint with the loaded base weights and with this machine, as the functions it calls say.
+
+    `info` is what `load_pools` returned.
+    """
+    resume = check_base_weights(prepared.config, resume, info["base_digest"])
+    warn_of_differences(prepared.config, resume, info["device"])
+    return resume
+
+
+def another(prepared: Prepared, directory: RunDirectory, info: Mapping[str, Any]) -> Resume:
+    """Returns the checkpoint to go on from if a trainer rank has found its share of the first choice damaged."""
+    return compared(prepared, find_resume(prepared.requests, directory, shares=True), info)
 
 
 def open_ledgers(

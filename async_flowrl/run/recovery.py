@@ -8,7 +8,7 @@ name are published again, and all images since the checkpoint are generated agai
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
 
@@ -38,6 +38,7 @@ from async_flowrl.run.launch import Negatives, load_trainer, send_negatives
 from async_flowrl.run.prepare import Prepared
 from async_flowrl.run.stopping import StopRequest
 from async_flowrl.training.checkpoint_folder import drop_newer
+from async_flowrl.training.checkpoint_manifest import DamagedCheckpoint
 from separation.group import Worker, WorkerDied, WorkerFailed, WorkerGroup
 from separation.shared import SubGroup
 from separation.supervise import DeadlineExceeded, deadline, together
@@ -152,7 +153,7 @@ async def recover(run: Run, before: Resume) -> Resume:
     resume = before if own.path is None else own
     async with deadline(config.deadlines.load, "load: the trainer's return to the last checkpoint"):
         await send_negatives(run.trainers, run.negatives)
-        await restore(run.trainers, run.directory, resume)
+        resume = await restore(run.trainers, run.directory, resume, lambda: newest(run.directory, shares=True))
     run.ledgers.metrics.truncate(resume.version)
     run.ledgers.evaluations.truncate(resume.version)
     run.ledgers.events.event("rollback", step=resume.version)
@@ -169,14 +170,38 @@ async def follow_trainer(run: Run, rollout: SubGroup) -> None:
         check_base(worker, digest, run.base_digest)
 
 
-async def restore(trainers: TrainerGroup, directory: RunDirectory, resume: Resume) -> None:
+async def restore(
+    trainers: TrainerGroup, directory: RunDirectory, resume: Resume, another: Callable[[], Resume]
+) -> Resume:
     """Loads the checkpoint of `resume` into every trainer rank and removes later checkpoints of the run.
 
-    Without a checkpoint path it does nothing.
+    If the ranks have shares of the weights, each first verifies its own; if one is damaged, the checkpoint that
+    `another` returns is loaded instead. Returns the point from which the run goes on. Without a checkpoint path it does
+    nothing.
     """
-    if resume.path is not None:
-        await trainers.all("restore", str(resume.path))
-        drop_newer(directory.checkpoints, resume.version)
+    if resume.path is None:
+        return resume
+    if trainers.sharded:
+        resume = await with_sound_shares(trainers, resume, another)
+    await trainers.all("restore", str(resume.path))
+    drop_newer(directory.checkpoints, resume.version)
+    return resume
+
+
+async def with_sound_shares(trainers: TrainerGroup, resume: Resume, another: Callable[[], Resume]) -> Resume:
+    """Has every rank verify its share of the checkpoint; returns `resume`, or what `another` returns if one is damaged.
+
+    Raises WorkerFailed if a share of that is damaged, too.
+    """
+    try:
+        await trainers.all("saving.verify", str(resume.path))
+    except WorkerFailed as error:
+        if error.kind != DamagedCheckpoint.__name__:
+            raise
+        logger.warning("%s; looking for another one", error.message)
+        resume = await asyncio.to_thread(another)
+        await trainers.all("saving.verify", str(resume.path))
+    return resume
 
 
 async def clean_rollout(worker: Worker, *, seconds: float) -> None:

@@ -28,8 +28,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from async_flowrl.training.checkpoint_folder import begin_checkpoint, end_checkpoint
 from async_flowrl.training.checkpoint_manifest import (
     CONTROLLER,
+    FOLDER,
     TRAINER,
     DamagedCheckpoint,
+    complete,
     manifest_digest,
     verify_checkpoint,
 )
@@ -68,7 +70,8 @@ def write_checkpoint(
     # safetensors refuses views that share memory, and the trainer's tensors are views of one vector.
     for file, tensors in checkpoint.tensors.items():
         save_file({name: tensor.contiguous().clone() for name, tensor in tensors.items()}, work / f"{file}.safetensors")
-    return end_checkpoint(work, step, checkpoint.trainer, checkpoint.controller, keep=keep, spare=spare)
+    complete(work, checkpoint.trainer, checkpoint.controller)
+    return end_checkpoint(work, step, keep=keep, spare=spare)
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
@@ -76,7 +79,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
     files = verify_checkpoint(path)
     trainer, controller = json.loads((path / TRAINER).read_text()), json.loads((path / CONTROLLER).read_text())
     if RANKS in trainer:
-        from async_flowrl.training.shard_checkpoint import FOLDER, whole_parts  # loads much of torch.distributed
+        from async_flowrl.training.shard_checkpoint import whole_parts  # loads much of torch.distributed
 
         return Checkpoint(whole_parts(path / FOLDER), trainer, controller)
     tensors = {}
@@ -90,14 +93,12 @@ def read_checkpoint(path: Path) -> Checkpoint:
 
 
 def read_share(path: Path, mesh: DeviceMesh) -> Checkpoint:
-    """Returns what a rank of `mesh` has of a sharded checkpoint, whose digests the first one checks alone.
+    """Returns what a rank of `mesh` has of a sharded checkpoint, of which every rank must have checked its share.
 
-    Raises DamagedCheckpoint, and ValueError, which names them, for another number of ranks.
+    Raises ValueError, which names them, for another number of ranks.
     """
-    from async_flowrl.training.shard_checkpoint import FOLDER, read_shards
+    from async_flowrl.training.shard_checkpoint import read_shards
 
-    if mesh.get_local_rank() == 0:
-        verify_checkpoint(path)
     trainer, controller = json.loads((path / TRAINER).read_text()), json.loads((path / CONTROLLER).read_text())
     check_ranks(path, trainer, mesh.size())
     return Checkpoint(read_shards(path / FOLDER, mesh), trainer, controller)
@@ -124,7 +125,6 @@ def digest_of(checkpoint: Checkpoint) -> str:
 
 
 def read_controller(path: Path) -> dict[str, Any]:
-    """Returns the controller's state after checking all digests of the checkpoint. Raises DamagedCheckpoint."""
-    verify_checkpoint(path)
+    """Returns the controller's state of a checkpoint that was verified."""
     controller: dict[str, Any] = json.loads((path / CONTROLLER).read_text())
     return controller

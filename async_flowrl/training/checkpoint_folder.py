@@ -8,11 +8,10 @@ import logging
 import re
 import shutil
 import uuid
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from pathlib import Path
-from typing import Any
 
-from async_flowrl.training.checkpoint_manifest import DamagedCheckpoint, complete, sync, verify_checkpoint
+from async_flowrl.training.checkpoint_manifest import DamagedCheckpoint, sync, verify_checkpoint
 
 logger = logging.getLogger(__name__)
 
@@ -49,21 +48,12 @@ def _free_bytes(directory: Path) -> int | None:
     return usage.free if usage.total else None
 
 
-def end_checkpoint(
-    work: Path,
-    step: int,
-    trainer: Mapping[str, Any],
-    controller: Mapping[str, Any],
-    *,
-    keep: int,
-    spare: Collection[int] = (),
-) -> Path:
-    """Makes the folder of `begin_checkpoint`, which has tensors, the checkpoint of a step; returns its path.
+def end_checkpoint(work: Path, step: int, *, keep: int, spare: Collection[int] = ()) -> Path:
+    """Makes the folder of `begin_checkpoint`, in which `complete` has written the manifest, the checkpoint of a step.
 
-    Which older and newer checkpoints are removed: `write_checkpoint` (checkpoint.py).
+    Returns its path. Which older and newer checkpoints are removed: `write_checkpoint` (checkpoint.py).
     """
     directory = work.parent
-    complete(work, trainer, controller)
     target = directory / f"step_{step}"
     if target.exists():
         target.rename(directory / f"{_REPLACED}{target.name}")
@@ -108,11 +98,14 @@ def drop_newer(directory: Path, step: int) -> None:
     _remove_unfinished(directory)
 
 
-def find_checkpoint(directory: Path) -> Path | None:
-    """Returns the valid checkpoint with the highest step, or None. Damaged ones are skipped with a warning."""
+def find_checkpoint(directory: Path, *, shares: bool = True) -> Path | None:
+    """Returns the valid checkpoint with the highest step, or None. Damaged ones are skipped with a warning.
+
+    Without `shares`, the shares of several ranks are not read (`verify_checkpoint`).
+    """
     for path in written(directory):
         try:
-            verify_checkpoint(path)
+            verify_checkpoint(path, shares=shares)
         except DamagedCheckpoint as error:
             logger.warning("%s; trying an older one", error)
         else:

@@ -15,7 +15,6 @@ from async_flowrl.training.flat import FlatParameters
 from async_flowrl.training.optimizer import Optimizer
 from async_flowrl.training.update import Update
 from async_flowrl.training.versions import Versions
-from checkpoint_engine import weights_digest
 
 
 @runtime_checkable
@@ -42,8 +41,8 @@ class RankState:
     def checkpoint(self) -> Checkpoint:
         """Returns copies on the CPU of all tensors, and the counters.
 
-        Raises RuntimeError while an optimizer step is under way, because the weights lack the gradients that it has
-        added.
+        The training waits for it, so it hashes nothing: that is left to the writing. Raises RuntimeError while an
+        optimizer step is under way, because the weights lack the gradients that it has added.
         """
         if (step := self.update.under_way) is not None:
             raise RuntimeError(f"step {step} is under way: what was added to it is not in the weights yet")
@@ -61,7 +60,6 @@ class RankState:
             "sum_exponent": self.update.exponent,
             "lora": None if tuning.rank is None else {"rank": tuning.rank, "alpha": tuning.alpha},
             "model": {"path": self.config.model.path, "revision": self.model.revision},
-            "weights_digest": weights_digest(tensors["weights"]),
         }
         return Checkpoint(tensors, trainer, {})
 

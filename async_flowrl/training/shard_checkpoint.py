@@ -27,7 +27,6 @@ from torch.futures import Future
 
 from async_flowrl.training.shard_reader import SafeReader
 
-FOLDER = "shards"
 REPLICATED = "algorithm"
 """Part of a checkpoint of which every rank has all: the state of an algorithm."""
 Parts = Mapping[str, Mapping[str, Tensor]]

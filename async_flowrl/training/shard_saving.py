@@ -8,19 +8,32 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from async_flowrl.training.checkpoint import RANKS, Checkpoint
+from async_flowrl.training.checkpoint import RANKS, Checkpoint, read_share
 from async_flowrl.training.checkpoint_folder import begin_checkpoint, end_checkpoint
+from async_flowrl.training.checkpoint_manifest import FOLDER, Description, complete, described_share, verify_share
 from async_flowrl.training.fsdp import World
 from async_flowrl.training.full_shards import host_mesh
-from async_flowrl.training.shard_checkpoint import FOLDER, Shapes, write_shards
+from async_flowrl.training.shard_checkpoint import Shapes, write_shards
+from checkpoint_engine import weights_digest
 from checkpoint_engine.digest import joined_digest
+
+
+@dataclass(frozen=True)
+class Written:
+    """What a rank says of its share of a checkpoint when that is on the disk."""
+
+    digest: str
+    """Of its float32 masters (`weights_digest`)."""
+    files: Mapping[str, Description]
+    """By name in the checkpoint's folder."""
 
 
 @dataclass
 class ShardSaving:
     """Calls by the controller: `begin` on the first rank, `write` on all at once, `end` on the first.
 
-    They run beside the training, so they have a process group of their own.
+    They run beside the training, so they have a process group of their own. A run that goes on from a checkpoint calls
+    `verify` on all ranks, and `read` when all of them have found their shares sound.
     """
 
     world: World
@@ -29,6 +42,8 @@ class ShardSaving:
     group: dist.ProcessGroup
     snapshot: tuple[int, Checkpoint] | None = None
     """Version and this rank's share of what a checkpoint holds; set by TrainerWorker.snapshot."""
+    verified: str | None = None
+    """Folder of the checkpoint whose share was last verified."""
 
     @classmethod
     def of(cls, world: World, shapes: Shapes) -> "ShardSaving":
@@ -42,27 +57,44 @@ class ShardSaving:
             raise RuntimeError("begin was called without a snapshot")
         return str(begin_checkpoint(Path(directory), self.world.size * self.snapshot[1].nbytes))
 
-    def write(self, work: str) -> str:
-        """Writes this rank's share of the snapshot into that folder; returns the digest of its float32 masters."""
+    def write(self, work: str) -> Written:
+        """Writes this rank's share of the snapshot into that folder, and hashes it; the training waits for neither."""
         if self.snapshot is None:
             raise RuntimeError("write was called without a snapshot")
         _, checkpoint = self.snapshot
         write_shards(Path(work) / FOLDER, checkpoint.tensors, self.shapes, self.mesh, self.group)
-        digest: str = checkpoint.trainer["weights_digest"]
+        written = Written(weights_digest(checkpoint.tensors["weights"]), described_share(Path(work), self.world.rank))
         if self.world.rank != 0:
             self.snapshot = None
-        return digest
+        return written
 
     def end(
-        self, work: str, controller: Mapping[str, Any], digests: Sequence[str], keep: int, spare: Sequence[int]
+        self, work: str, controller: Mapping[str, Any], written: Sequence[Written], keep: int, spare: Sequence[int]
     ) -> str:
         """Makes the folder the checkpoint of the snapshot's version; returns its path.
 
-        `digests` are those of all ranks' masters, as `write` returned them.
+        `written` is what `write` returned on all ranks. Raises OSError if a rank's files are not here.
         """
         if self.snapshot is None:
             raise RuntimeError("end was called without a snapshot")
         version, checkpoint = self.snapshot
         self.snapshot = None
-        trainer = {**checkpoint.trainer, RANKS: self.world.size, "weights_digest": joined_digest(digests)}
-        return str(end_checkpoint(Path(work), version, trainer, controller, keep=keep, spare=spare))
+        digest = joined_digest([share.digest for share in written])
+        trainer = {**checkpoint.trainer, RANKS: self.world.size, "weights_digest": digest}
+        complete(Path(work), trainer, controller, {name: d for share in written for name, d in share.files.items()})
+        return str(end_checkpoint(Path(work), version, keep=keep, spare=spare))
+
+    def verify(self, path: str) -> None:
+        """Checks this rank's share of the checkpoint in the folder `path`. Raises DamagedCheckpoint."""
+        verify_share(Path(path), self.world.rank)
+        self.verified = path
+
+    def read(self, path: str) -> Checkpoint:
+        """Returns this rank's share of the checkpoint in the folder `path`, which `verify` has checked on all ranks.
+
+        Raises RuntimeError if it was not checked on this one, and ValueError for another number of ranks.
+        """
+        if self.verified != path:
+            raise RuntimeError(f"checkpoint {path} is read before its shares are verified")
+        self.verified = None
+        return read_share(Path(path), self.mesh)

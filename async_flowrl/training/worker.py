@@ -26,7 +26,7 @@ from async_flowrl.policies.loading import ONE_AT_A_TIME
 from async_flowrl.policies.one_base import OneBase
 from async_flowrl.policies.registry import ResolvedModel
 from async_flowrl.training.changed_share import ChangedShare
-from async_flowrl.training.checkpoint import Checkpoint, check_ranks, read_checkpoint, read_share, write_checkpoint
+from async_flowrl.training.checkpoint import Checkpoint, check_ranks, read_checkpoint, write_checkpoint
 from async_flowrl.training.flat import FlatParameters
 from async_flowrl.training.forward_passes import UpdateInputs
 from async_flowrl.training.fsdp import World, prefetch
@@ -269,17 +269,19 @@ class TrainerWorker:
             raise RuntimeError("save was called without a snapshot")
         version, checkpoint = self._snapshot
         self._snapshot = None
-        whole = Checkpoint(checkpoint.tensors, checkpoint.trainer, controller)
+        trainer = {**checkpoint.trainer, "weights_digest": weights_digest(checkpoint.tensors["weights"])}
+        whole = Checkpoint(checkpoint.tensors, trainer, controller)
         return str(write_checkpoint(Path(directory), version, whole, keep=self.config.save.keep, spare=spare))
 
     def restore(self, path: str) -> int:
         """Takes over the state of the checkpoint in the folder `path`; returns its version.
 
-        Raises DamagedCheckpoint if a file differs from its digest, and ValueError if the checkpoint is of another model
+        If the ranks have shares, all of them must have verified the checkpoint before (`ShardSaving.verify`). Raises
+        DamagedCheckpoint if a file differs from its digest, and ValueError if the checkpoint is of another model
         revision, of other trained tensors, or of another number of ranks that have shares.
         """
         if self.world.by_group:
-            checkpoint = read_share(Path(path), self.saving.mesh)
+            checkpoint = self.saving.read(path)
         else:
             checkpoint = read_checkpoint(Path(path))
             check_ranks(Path(path), checkpoint.trainer, None)

@@ -18,7 +18,7 @@ from async_flowrl.generate import main as generate_command
 from async_flowrl.policies import trained_file
 from async_flowrl.verify import verify
 from tests.integration.runs import Run, start, train, wait_until
-from tests.integration.whole_weights import check_all_changed_and_delivered, whole
+from tests.integration.whole_weights import Received, check_all_changed_and_delivered, watched_receivers, whole
 
 FULL = (
     "tune=full",
@@ -28,18 +28,27 @@ FULL = (
     "trainer.ema_decay=0.9",
     "trainer.ema_every=1",
     "save.every=1",
+    "save.keep=3",
 )
 PROMPTS = ("red red red red", "blue blue blue blue")
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """Three steps, undisturbed."""
-    return train(tmp_path_factory.mktemp("full") / "run", "one_step_off", *FULL, "total_steps=3")
+def watched(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, Received]:
+    """Three steps, undisturbed, and what the rollout workers received."""
+    folder = tmp_path_factory.mktemp("full") / "run"
+    with watched_receivers() as received:
+        return train(folder, "one_step_off", *FULL, "total_steps=3"), received
 
 
-def test_every_parameter_changed_and_the_whole_model_was_delivered(plain: Run) -> None:
-    check_all_changed_and_delivered(plain)
+@pytest.fixture(scope="module")
+def plain(watched: tuple[Run, Received]) -> Run:
+    return watched[0]
+
+
+def test_every_parameter_changed_and_the_whole_model_was_delivered(watched: tuple[Run, Received]) -> None:
+    plain, received = watched
+    check_all_changed_and_delivered(plain, received)
     assert plain.column("staleness/max") == [0, 1, 1]
     assert max(line["behaviour_gap"] for line in plain.metrics) < 1e-6
     assert [row for row in verify(plain.root) if not row[1]] == []

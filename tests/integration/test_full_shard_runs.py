@@ -19,7 +19,7 @@ from async_flowrl.verify import verify
 from tests.integration.forked_ranks import train_with_forked_ranks
 from tests.integration.lonely import MESSAGE
 from tests.integration.runs import DELAYS, Run, finish, start, train, train_here_on_ray, wait_until
-from tests.integration.whole_weights import base_of, check_all_changed_and_delivered, whole
+from tests.integration.whole_weights import Received, base_of, check_all_changed_and_delivered, watched_receivers, whole
 
 SHARDED = (
     "tune=full",
@@ -36,33 +36,53 @@ SHARDED = (
     "checkpoint_engine.bucket_bytes=65536",
 )
 PROMPT = "red red red red"
+DAMAGED = "shards/__1_0.distcp"
 
 
 @pytest.fixture(scope="module")
-def plain(ray_here: None, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """Three steps, undisturbed, with two workers of each kind as threads; `resumed` has one of each, on Ray."""
+def watched(ray_here: None, tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, Received]:
+    """Three steps, undisturbed, with two workers of each kind as threads, and what the rollout workers received."""
     folder = tmp_path_factory.mktemp("shards") / "run"
     pools = ("rollout.num_workers=2", "reward.num_workers=2")
-    return train_with_forked_ranks(folder, "one_step_off", *SHARDED, *pools, "total_steps=3")
+    with watched_receivers() as received:
+        return train_with_forked_ranks(folder, "one_step_off", *SHARDED, *pools, "total_steps=3"), received
+
+
+@pytest.fixture(scope="module")
+def plain(watched: tuple[Run, Received]) -> Run:
+    """The same run; `resumed` has one worker of each kind, on Ray."""
+    return watched[0]
 
 
 @pytest.fixture(scope="module")
 def resumed(plain: Run, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """What a run leaves whose driver is killed after its first step, resumed on Ray; all that may differ does."""
+    """What a run leaves whose driver is killed after its second step, resumed on Ray; all that may differ does.
+
+    One rank's share of the second checkpoint is damaged, which nobody but that rank reads: the first one is taken.
+    """
     folder = tmp_path_factory.mktemp("resumed") / "run"
     shutil.copytree(plain.root, folder)
-    for later in ("checkpoints/step_2", "checkpoints/step_3", "transformer"):
+    for later in ("checkpoints/step_3", "transformer"):
         shutil.rmtree(folder / later)
+    damage(folder / "checkpoints" / "step_2" / DAMAGED)
     other = ("rollout.num_workers=1", "reward.num_workers=1", "checkpoint_engine.bucket_bytes=5000", *DELAYS)
     return train_here_on_ray(folder, "one_step_off", *SHARDED, *other, "total_steps=3", "resume=auto")
+
+
+def damage(file: Path) -> None:
+    """Turns one bit of it."""
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
 
 
 def busy_ranks(events: list[dict[str, Any]]) -> set[str]:
     return {event["worker"] for event in events if event["event"] == "span" and event["name"] == "backward"}
 
 
-def test_every_parameter_changed_and_the_whole_model_was_delivered(plain: Run) -> None:
-    check_all_changed_and_delivered(plain)
+def test_every_parameter_changed_and_the_whole_model_was_delivered(watched: tuple[Run, Received]) -> None:
+    plain, received = watched
+    check_all_changed_and_delivered(plain, received)
     assert plain.summary["sync"]["transport"] == "object_store"
     assert plain.column("staleness/max") == [0, 1, 1]
     assert max(line["behaviour_gap"] for line in plain.metrics) < 1e-6, "rollouts compute with what was trained"
@@ -102,6 +122,8 @@ def test_diffusers_own_pipeline_makes_the_runs_images(plain: Run) -> None:
 def test_workers_delays_buckets_and_a_resume_on_ray_change_no_bit(plain: Run, resumed: Run) -> None:
     """Each rank a process on Ray that reads its share of the checkpoint and sends its share of every version."""
     assert [event["step"] for event in resumed.events if event["event"] == "rollback"] == [1]
+    said = (resumed.root / "logs" / "controller.log").read_text()
+    assert f"step_2: {DAMAGED} does not have the size and digest it was written with; looking for another" in said
     now = resumed.events[len(plain.events) :]
     assert busy_ranks(now) == {"trainer-0", "trainer-1"}
     pids = {event["worker"]: event["pid"] for event in now if event["event"] == "worker"}

@@ -167,7 +167,7 @@ ATTEMPT_FAULTS = (
     ),
     Mutant(
         "a damaged checkpoint is taken",
-        {f"{RESUME}:find_checkpoint": lambda find: lambda directory: next(iter(written(directory)), None)},
+        {f"{RESUME}:find_checkpoint": lambda find: lambda directory, **_: next(iter(written(directory)), None)},
         f"{RECOVERY}:test_a_checkpoint_damaged_while_the_run_goes_on_is_passed_over",
         raises=("DamagedCheckpoint", "WorkerFailed"),
     ),

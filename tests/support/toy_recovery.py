@@ -124,7 +124,7 @@ async def controller(config: Config, root: Path, outside: Outside) -> None:
     trainers = TrainerGroup(groups["trainer"], algorithm)
     info = await load_pools(config, groups, trainers)
     warn_of_differences(config, resume, info["device"])
-    await restore(trainers, directory, resume)
+    resume = await restore(trainers, directory, resume, lambda: find_resume(prepared.requests, directory, shares=True))
     with opened(prepared, directory, resume) as ledgers:
         digest, device = info["base_digest"], info["device"]
         run = Run(prepared, directory, groups, trainers, ledgers, outside.stop, digest, device, OBJECT_STORE, {})

@@ -6,21 +6,47 @@ import pytest
 
 from async_flowrl import prove
 
+WHOLE, SHARES = "full weights are left out: ", "full weights in shares of 2 ranks are left out: "
+BOTH = (WHOLE, SHARES)
+
 
 @pytest.mark.parametrize(
-    ("overrides", "families", "said"),
+    ("overrides", "folders", "said"),
     [
-        ([], 2, ""),
-        (["tune=full"], 1, ""),
-        (["rollout.engine=vllm_omni"], 1, "full weights are left out: tune=full delivers whole weights"),
-        (["lora.path=adapters/old"], 1, "full weights are left out: lora.path=adapters/old is for tune=lora"),
+        ([], ["run", "whole", "shares"], []),
+        (["tune=full"], ["run"], []),
+        (["placement=shared"], ["run", "whole"], [SHARES + "placement=shared"]),
+        (
+            ["rollout.engine=vllm_omni"],
+            ["run"],
+            [each + "tune=full delivers whole weights" for each in BOTH],
+        ),
+        (["lora.path=adapters/old"], ["run"], [each + "lora.path=adapters/old is for" for each in BOTH]),
     ],
 )
 def test_rows_of_whole_weights_are_left_out_where_they_would_be_refused(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], overrides: list[str], families: int, said: str
+    capsys: pytest.CaptureFixture[str], overrides: list[str], folders: list[str], said: list[str]
 ) -> None:
-    for case in ("undisturbed", "delayed", "killed", "rank_killed", "worker_killed"):
-        monkeypatch.setattr(prove, case, lambda folder, overrides: "ab" * 32)
-    assert len(prove.prove(Path("out"), overrides)) == families
-    found = [line for line in capsys.readouterr().out.splitlines() if line.startswith("full weights are left out")]
-    assert len(found) == bool(said) and all(line.startswith(said) for line in found)
+    assert [family.folder for family in prove.families(overrides)] == folders
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == len(said)
+    for line, begins in zip(lines, said, strict=True):
+        assert line.startswith(begins)
+
+
+def test_the_digests_of_every_family_are_compared(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run whose digest differs from the others' of its family, and from those alone."""
+    differs = ""
+
+    def case(folder: Path, overrides: list[str], **_: int) -> str:
+        return folder.name if folder.name == differs else folder.name.partition("_")[0]
+
+    for name in ("undisturbed", "delayed", "killed", "rank_killed", "share_killed"):
+        monkeypatch.setattr(prove, name, case)
+    assert prove.main([]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if "  (" in line]
+    assert len(lines) == 9
+    for differs in ("run_3", "whole_2", "shares_1"):
+        assert prove.main([]) == 1, differs

@@ -14,7 +14,7 @@ from async_flowrl.controller.shard_endpoints import ShardedRolloutEndpoint, Shar
 from checkpoint_engine import Delivery, DeliveryOptions, Header, Layout
 from separation.group import WorkerDied, WorkerFailed
 from tests.support.process_pool import ProcessPool
-from tests.support.share_ends import weights
+from tests.support.share_ends import Death, weights
 from tests.support.toy_pool import ListObserver
 
 pytestmark = pytest.mark.serial("ranks")
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.serial("ranks")
 RANKS, BUCKET = 2, 256
 """Each rank's share of a version is six or seven buckets."""
 SECONDS = 120.0
-DeathsAt = Mapping[str, tuple[int, int]]
+DeathsAt = Mapping[str, Death]
 
 
 class Site:
@@ -85,7 +85,7 @@ def held(*versions: int) -> tuple[tuple[str, int, str], ...]:
 
 
 async def with_receiver_killed(at: int) -> None:
-    site = Site({}, {"rollout-1": (1, at)})
+    site = Site({}, {"rollout-1": Death(1, at)})
     try:
         await site.start()
         await site.publish(0, 1)
@@ -102,8 +102,8 @@ async def with_receiver_killed(at: int) -> None:
         await site.close()
 
 
-async def with_sender_killed(rank: str, at: int) -> None:
-    site = Site({rank: (1, at)}, {})
+async def with_sender_killed(rank: str, death: Death) -> None:
+    site = Site({rank: death}, {})
     try:
         await site.start()
         await site.publish(0)
@@ -194,10 +194,13 @@ def test_versions_of_two_deliveries_come_to_a_receiver_one_after_the_other() -> 
 
 
 @pytest.mark.parametrize("bucket", [0, 9])
-def test_a_receiver_killed_in_a_bucket_is_replaced_and_gets_all(bucket: int) -> None:
+def test_a_receiver_killed_after_half_of_a_bucket_is_replaced_and_gets_all(bucket: int) -> None:
     asyncio.run(with_receiver_killed(bucket))
 
 
+@pytest.mark.parametrize("on_the_wire", [False, True], ids=["digested", "on the wire"])
 @pytest.mark.parametrize(("rank", "bucket"), [("trainer-0", 3), ("trainer-1", 0)])
-def test_a_sender_killed_in_a_bucket_leaves_the_version_before(rank: str, bucket: int) -> None:
-    asyncio.run(with_sender_killed(rank, bucket))
+def test_a_sender_killed_after_half_of_a_bucket_leaves_the_version_before(
+    rank: str, bucket: int, on_the_wire: bool
+) -> None:
+    asyncio.run(with_sender_killed(rank, Death(1, bucket, on_the_wire)))

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import NoReturn
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ import torch
 
 from checkpoint_engine import Layout, Publisher, Receiver, ShardedHeader, ShardReceiver, TransferCorrupted, VersionGone
 from checkpoint_engine.shards import shard_layout, shard_rows
-from tests.support.share_ends import SHAPES, received, share, weights
+from tests.support.share_ends import SHAPES, halted, received, share, weights
 
 RANKS, BUCKET = 2, 100
 
@@ -77,6 +78,41 @@ def test_a_version_that_is_not_finished_is_never_served(
     assert all(torch.equal(live[name], tensor) for name, tensor in weights(0).items())
     with pytest.raises(TransferCorrupted, match="a piece of version 1 arrived, which was not begun here"):
         shards.take(1, 0, BUCKET, senders[0].piece(1, BUCKET, BUCKET)[1])
+
+
+class Halted(RuntimeError):
+    """What happens in the middle of a bucket."""
+
+
+def halt() -> NoReturn:
+    raise Halted
+
+
+@pytest.mark.parametrize("shard", [0, 1])
+@pytest.mark.parametrize("half", [1, 250, 600])
+def test_a_bucket_that_is_taken_in_part_is_neither_retained_nor_served(
+    senders: list[Publisher], live: dict[str, torch.Tensor], shard: int, half: int
+) -> None:
+    """In memory lie whole shares, then a part of a bucket; the receiver may be asked for anything then."""
+    receiver = Receiver(live, capacity=2)
+    shards = ShardReceiver(receiver)
+    received(shards, sealed(senders, 0), senders, BUCKET)
+    receiver.activate("policy", 0)
+    torn, whole = sealed(senders, 1), sealed(senders, 2)
+    shards.begin(torn, RANKS)
+    for index in range(shard):
+        shards.take(1, index, 0, senders[index].payload(1)[1])
+    with pytest.raises(Halted), halted(half, halt):
+        shards.take(1, shard, 0, senders[shard].payload(1)[1])
+    with pytest.raises(TransferCorrupted, match=f"ended at byte {half} of .* of shard {shard}"):
+        shards.finish(torn)
+    assert receiver.held() == (("policy", 0, "ring"),)
+    assert receiver.live_digest() == receiver.activate("policy", 0)
+    assert all(torch.equal(live[name], tensor) for name, tensor in weights(0).items())
+    received(shards, whole, senders, BUCKET)
+    assert receiver.held() == (("policy", 0, "ring"), ("policy", 2, "ring"))
+    assert receiver.activate("policy", 2) == receiver.live_digest() == whole.digest
+    assert all(torch.equal(live[name], tensor) for name, tensor in weights(2).items())
 
 
 @pytest.mark.parametrize("shard", [0, 1])

@@ -1,13 +1,15 @@
-"""Tests of tune=full with trainer.shard=full on two ranks over gloo, against one process with all weights."""
+"""Tests of tune=full with trainer.shard=full on two and three ranks over gloo, against one process with all weights."""
 
 import copy
 import math
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from async_flowrl.algorithms.registry import build_algorithm
 from async_flowrl.config.schema import Config
 from async_flowrl.training.full_shards import check_rows
 from tests.support import trainer_rig as rig
@@ -36,6 +38,13 @@ def jobs() -> dict[str, Job]:
     every = full_config(gradient_checkpointing="full", updates_per_batch=2, ema_decay=0.9, ema_every=1, eps=1e-3)
     every.algorithm.kl_coef, every.algorithm.max_kl_per_update = 0.04, 1e-4
     every.full.freeze = ["*.norm*", "proj_out.*"]
+    masked, nft, dpo = (full_config(eps=1e-3) for _ in range(3))
+    masked.algorithm.correction = "mask"
+    nft.algorithm.name, nft.algorithm.old_policy_decay = "diffusion_nft", "half"
+    dpo.algorithm.name = "dpo"
+    of_images = rig.Sampler(nft)
+    final = [[of_images.group(step, group) for group in (0, 1)] for step in range(2)]
+    last = [(replace(meta, version=1, age=1), tickets) for meta, tickets in final[1]]
     return {
         "clipped": (config, batches),
         "another order": (config, [batch[::-1] for batch in batches]),
@@ -43,7 +52,16 @@ def jobs() -> dict[str, Job]:
         "every pass": (every, batches),
         "overflow": (config, batches),
         "bfloat16": (full_config("bfloat16", eps=1e-3), batches),
+        "old policy": (masked, batches),
+        "sampling policy": (nft, [*final, last]),
+        "reference": (dpo, [paired(dpo, batch) for batch in final]),
     }
+
+
+def paired(config: Config, batch: list[rig.Handed]) -> list[rig.Handed]:
+    """The groups with the images selected that the algorithm trains."""
+    select = build_algorithm(config).select
+    return [(replace(meta, selected=tuple(select(np.asarray(meta.advantages)))), tickets) for meta, tickets in batch]
 
 
 @pytest.fixture(scope="module")
@@ -138,6 +156,31 @@ def test_bfloat16_is_computed_with_and_float32_is_kept(jobs: dict[str, Job], two
     wide, _ = copy.deepcopy(jobs["bfloat16"])
     wide.model.dtype = "float32"
     assert rig.distance(run_alone((wide, jobs["bfloat16"][1]))["tensors"], alone["tensors"]) > 0
+
+
+def test_a_policy_of_the_past_is_kept_in_shares(jobs: dict[str, Job], two: dict[str, list[Outcome]]) -> None:
+    """The behaviour policy of older images, NFT's slowly moving sampling policy, and DPO's frozen reference."""
+    alone = {name: like_one_process(jobs[name], two[name], close=1e-3) for name in list(jobs)[-3:]}
+    masked, nft, dpo = (two[name][0]["metrics"] for name in alone)
+    assert masked[1]["behaviour_divergence"] > 0.0, "version 0 was computed with"
+    assert nft[-1]["old_deviation"] > 0.0 == nft[0]["old_deviation"]
+    config, batches = copy.deepcopy(jobs["sampling policy"])
+    config.algorithm.old_policy_decay = "copy"
+    assert rig.distance(run_alone((config, batches))["tensors"], alone["sampling policy"]["tensors"]) > 1e-6
+    assert dpo[0]["loss"] == pytest.approx(math.log(2.0), abs=1e-6), "at first it is the trained policy itself"
+    assert dpo[1]["loss"] != pytest.approx(math.log(2.0), abs=1e-6)
+
+
+def test_three_ranks_with_uneven_rows_and_a_tensor_of_which_the_last_has_none(tmp_path: Path) -> None:
+    config = full_config(eps=1e-3)
+    config.model.tiny.family = "sana"
+    sampler = rig.Sampler(config)
+    job = config, [[sampler.group(step, group) for group in (0, 1)] for step in range(2)]
+    (ranks,) = run_ranks(3, [job], tmp_path)
+    rows = {name: [len(rank["tensors"][name]) for rank in ranks] for name in ranks[0]["tensors"]}
+    assert rows["scale_shift_table"] == [1, 1, 0] and any(0 < last < first for first, _, last in rows.values())
+    assert sum(rank["parts"][0] for rank in ranks) == 4 and all(rank["parts"][0] for rank in ranks)
+    like_one_process(job, ranks)
 
 
 def test_ranks_without_a_row_of_anything_trained_are_refused_by_name() -> None:

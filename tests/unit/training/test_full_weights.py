@@ -5,6 +5,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from async_flowrl.config.schema import Config
 from async_flowrl.export.card import Extras, write_card
 from async_flowrl.export.source import Source
 from async_flowrl.policies.tuning import trained_names
+from async_flowrl.training.checkpoint import read_checkpoint
 from async_flowrl.training.flat import FlatParameters
 from async_flowrl.training.worker import TrainerWorker
 from checkpoint_engine import CANARY_VERSION, Receiver, check_binding, weights_digest
@@ -108,6 +110,17 @@ def test_a_restored_rank_goes_on_with_the_same_bits(tmp_path: Path) -> None:
     assert one.weights_digest() == other.weights_digest()
     assert rig.equal(one.tensors(average=True), other.tensors(average=True))
     assert first["kl"] == second["kl"] > 0.0, "the reference is the model that the run started at"
+
+
+def test_the_copy_for_a_checkpoint_is_not_hashed_while_the_training_waits(tmp_path: Path) -> None:
+    """The masters' digest is that of the copy, also if they change before it is written."""
+    worker = rig.trainer(full_config("bfloat16"))
+    with mock.patch("hashlib.sha256", side_effect=AssertionError("hashed")):
+        worker.snapshot()
+    digest = worker.weights_digest()
+    worker.parameters.values.data.add_(1.0)
+    saved = read_checkpoint(Path(worker.save(str(tmp_path), {}))).trainer["weights_digest"]
+    assert saved == digest != worker.weights_digest()
 
 
 def test_gradients_of_bfloat16_parameters_are_added_in_float32() -> None:

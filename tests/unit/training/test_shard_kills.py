@@ -1,4 +1,4 @@
-"""Tests of a trainer rank killed at any instant while it writes a checkpoint in shares: a sound one is always left."""
+"""Tests of ranks that write a checkpoint in shares, each killed at any instant: a sound one is always left."""
 
 import itertools
 import os
@@ -7,6 +7,7 @@ import shutil
 import signal
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from async_flowrl.training.checkpoint import Checkpoint, read_checkpoint
 from async_flowrl.training.checkpoint_folder import begin_checkpoint, checkpoint_step, find_checkpoint
 from async_flowrl.training.fsdp import World
 from async_flowrl.training.shard_saving import ShardSaving
+from checkpoint_engine.shards import shard_rows
 from tests.support.forked import CONTEXT
 
 pytestmark = pytest.mark.serial("ranks")
@@ -27,9 +29,19 @@ CHANGES = {"os.rename": 1, "os.remove": 0, "os.mkdir": 0, "os.rmdir": 0}
 """Events of a process that changes a folder → place of the path among the event's arguments."""
 
 
-def contents(version: int) -> Checkpoint:
-    tensors = {name: torch.full(shape, float(version)) for name, shape in SHAPES.items()}
-    return Checkpoint({"weights": tensors}, {"version": version, "weights_digest": f"{version:032x}"}, {})
+@dataclass(frozen=True)
+class Death:
+    """How a rank is killed: before change number `before` of the folder, or in byte `most` of a file."""
+
+    rank: int
+    before: int = 0
+    most: int = 0
+
+
+def contents(version: int, world: World) -> Checkpoint:
+    rows = {name: len(shard_rows(shape[0], world.size, world.rank)) for name, shape in SHAPES.items()}
+    tensors = {name: torch.full((rows[name], *shape[1:]), float(version)) for name, shape in SHAPES.items()}
+    return Checkpoint({"weights": tensors}, {"version": version}, {})
 
 
 def is_change(folder: str, event: str, arguments: tuple[Any, ...]) -> bool:
@@ -41,37 +53,67 @@ def is_change(folder: str, event: str, arguments: tuple[Any, ...]) -> bool:
     return path.startswith(folder) or (bool(path) and not path.startswith("/"))  # rmtree names files relatively
 
 
-def write(folder: str, version: int, before: int, most: int) -> None:
-    """Writes a checkpoint as a rank does, and is killed before change number `before`, or in byte `most` of a file."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    saving = ShardSaving.of(World(0, 1), SHAPES)
-    saving.snapshot = version, contents(version)
-    left = [before]
+def reads_a_share(event: str, arguments: tuple[Any, ...]) -> int | None:
+    """Returns the rank whose share a file has that is opened to be read; os.open, to sync it, has no mode."""
+    mode = arguments[1] if event == "open" else None
+    name = Path(str(arguments[0])).name if mode is not None and "r" in mode else ""
+    return int(name[2]) if name.startswith("__") and name.endswith(".distcp") else None
 
-    def count(event: str, arguments: tuple[Any, ...]) -> None:
+
+def write(folder: str, version: int, world: World, death: Death | None) -> None:
+    """Writes a checkpoint as a rank does, and is killed where it shall be. Nobody may read another rank's share."""
+    torch.set_num_threads(1)
+    store = dist.FileStore(f"{folder}.store", world.size)
+    dist.init_process_group("gloo", store=store, rank=world.rank, world_size=world.size)
+    saving = ShardSaving.of(world, SHAPES)
+    saving.snapshot = version, contents(version, world)
+    left, others = [0 if death is None else death.before], []
+
+    def audit(event: str, arguments: tuple[Any, ...]) -> None:
+        if reads_a_share(event, arguments) not in (None, world.rank):
+            others.append(arguments[0])
         if is_change(folder, event, arguments):
             left[0] -= 1
             if left[0] == 0:
                 os.kill(os.getpid(), signal.SIGKILL)
 
-    sys.addaudithook(count)
-    if most:
+    sys.addaudithook(audit)
+    if death is not None and death.most:
         signal.signal(signal.SIGXFSZ, signal.SIG_DFL)  # which kills; Python ignores it and gets an error instead
-        resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
-    work = saving.begin(folder)
-    saving.end(work, {}, [saving.write(work)], 1, ())
+        resource.setrlimit(resource.RLIMIT_FSIZE, (death.most, death.most))
+    work = [saving.begin(folder) if world.rank == 0 else ""]
+    dist.broadcast_object_list(work, src=0)
+    written: list[Any] = [None] * world.size
+    dist.all_gather_object(written, saving.write(work[0]))
+    if world.rank == 0:
+        saving.end(work[0], {}, written, 1, ())
+    assert others == []
 
 
-def ended(folder: Path, version: int, *, before: int = 0, most: int = 0) -> int | None:
-    """The exit code of a process that writes a checkpoint; minus the signal that has killed it."""
-    process = CONTEXT.Process(target=write, args=(str(folder), version, before, most))
-    process.start()
-    process.join(120.0)
-    hung = process.exitcode is None
-    process.kill()
+def ended(folder: Path, version: int, death: Death | None = None, *, ranks: int = 2) -> int | None:
+    """The exit code of the rank that shall die (or of the first); minus the signal that has killed it.
+
+    The others are killed when it has ended, as the run would do.
+    """
+    Path(f"{folder}.store").unlink(missing_ok=True)
+    processes = []
+    for rank in range(ranks):
+        own = death if death is not None and death.rank == rank else None
+        processes.append(CONTEXT.Process(target=write, args=(str(folder), version, World(rank, ranks), own)))
+    for process in processes:
+        process.start()
+    watched = processes[0 if death is None else death.rank]
+    watched.join(120.0)
+    hung = watched.exitcode is None
+    if watched.exitcode == 0:
+        for process in processes:
+            process.join(120.0)
+        assert [process.exitcode for process in processes] == [0] * ranks
+    for process in processes:
+        process.kill()
+        process.join()
     assert not hung, "it did not end by itself"
-    return process.exitcode
+    return watched.exitcode
 
 
 def check_sound(folder: Path, versions: tuple[int, ...]) -> int:
@@ -103,24 +145,38 @@ def copies(tmp_path: Path, before: Path) -> Callable[[], Path]:
     return lambda: Path(shutil.copytree(before, tmp_path / str(next(numbers))))
 
 
-@pytest.mark.parametrize(
-    "version", [2, pytest.param(1, marks=pytest.mark.slow)], ids=["the next one", "one that is replaced"]
-)
-def test_killed_before_any_change_of_the_folder(tmp_path: Path, before: Path, version: int) -> None:
-    copy, left = copies(tmp_path, before), []
+def left_by_kills(folder_of: Callable[[], Path], ranks: int, rank: int, version: int) -> list[int]:
+    """Returns the versions that are left when the rank is killed before its first change, its second, ..., by none."""
+    left = []
     for change in itertools.count(1):
-        folder = copy()
-        code = ended(folder, version, before=change)
+        folder = folder_of()
+        code = ended(folder, version, Death(rank, before=change), ranks=ranks)
         left.append(check_sound(folder, (1, version)))
         if code == 0:
             break
         assert code == -signal.SIGKILL
-    assert change > 10, "folder, shares, metadata, states, manifest, renames"
+    return left
+
+
+@pytest.mark.parametrize(
+    "version", [2, pytest.param(1, marks=pytest.mark.slow)], ids=["the next one", "one that is replaced"]
+)
+@pytest.mark.parametrize(
+    ("ranks", "rank", "fewest"), [(1, 0, 10), (2, 1, 1), pytest.param(2, 0, 10, marks=pytest.mark.slow)]
+)
+def test_killed_before_any_change_of_the_folder(
+    tmp_path: Path, before: Path, ranks: int, rank: int, fewest: int, version: int
+) -> None:
+    """Rank 0 makes folder, share, metadata, states, manifest, renames; rank 1 its share alone."""
+    left = left_by_kills(copies(tmp_path, before), ranks, rank, version)
+    assert len(left) > fewest
     assert left == sorted(left) and (left[0], left[-1]) == (1, version)
+    assert rank == 0 or set(left[:-1]) == {1}, "nothing counts without the share of every rank"
 
 
-@pytest.mark.parametrize("most", [1, 600, 20_000])
-def test_killed_in_the_middle_of_a_write(tmp_path: Path, before: Path, most: int) -> None:
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("most", [1, 600, 10_000])
+def test_killed_in_the_middle_of_a_write(tmp_path: Path, before: Path, rank: int, most: int) -> None:
     folder = copies(tmp_path, before)()
-    assert ended(folder, 2, most=most) == -signal.SIGXFSZ
+    assert ended(folder, 2, Death(rank, most=most)) == -signal.SIGXFSZ
     assert check_sound(folder, (1,)) == 1
