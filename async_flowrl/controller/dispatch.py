@@ -71,8 +71,8 @@ async def serve(ctx: Context, index: int, free: Free, tasks: asyncio.TaskGroup) 
 
     The slot ends if the worker's node is drained: the worker then finishes its tickets or hands them back. It also ends
     if a worker of an elastic pool is lost and no node has a seat for its successor. Raises the error of the last lost
-    worker after more than `limits.slot_losses` losses, and SenderLost, SenderFailed or SenderLate if a trainer rank
-    that sends weights to a new worker of the slot dies, fails or hangs.
+    worker after more than `limits.workers_lost_in_a_row` losses, and SenderLost, SenderFailed or SenderLate if a
+    trainer rank that sends weights to a new worker of the slot dies, fails or hangs.
     """
     slot = filled(ctx, seated(ctx.rollout, index), tasks)
     lost: Exception | None = None
@@ -92,7 +92,7 @@ async def serve(ctx: Context, index: int, free: Free, tasks: asyncio.TaskGroup) 
         except LOST as error:
             lost, losses = error, 1 if slot.finished else losses + 1
             slot.finished = False
-            if losses > ctx.config.limits.slot_losses:
+            if losses > ctx.config.limits.workers_lost_in_a_row:
                 error.add_note(f"slot {index} of the rollout pool lost {losses} workers without a finished ticket")
                 raise
 

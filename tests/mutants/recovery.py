@@ -91,7 +91,7 @@ WORKER_FAULTS = (
     ),
     Mutant(
         "a worker that dies over and over is replaced for ever",
-        {f"{LIMITS}.slot_losses": no_limit},
+        {f"{LIMITS}.workers_lost_in_a_row": no_limit},
         f"{FAULTS}:test_a_slot_that_loses_every_worker_ends_the_run_by_name",
         arguments={"method": "load", "what": "kill", "losses": 4},
         raises=(*HANGS, "AssertionError", "OverflowError"),

@@ -1,4 +1,4 @@
-"""Which command of the Makefile runs a test, read from the marks in the test's source; nothing is imported.
+"""The command of the Makefile that runs a test, read from the marks in the test's source; nothing is imported.
 
 What a fixture or the body of a test skips is not seen.
 """

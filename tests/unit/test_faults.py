@@ -144,7 +144,7 @@ def test_a_slot_that_loses_every_worker_ends_the_run_by_name(method: str, what: 
             return "kill"
         return what if worker.startswith("rollout-0.") and called == method else None
 
-    changes = {} if losses == 4 else {"limits__slot_losses": losses}
+    changes = {} if losses == 4 else {"limits__workers_lost_in_a_row": losses}
     with pytest.raises((WorkerDied, DeadlineExceeded), match=rf"rollout-0\.{losses}\b") as error:
         disturbed(fault, rollout__num_workers=1, **changes)
     said = f"slot 0 of the rollout pool lost {losses + 1} workers without a finished ticket"

@@ -44,12 +44,12 @@ class LimitsConfig:
 
     ticket_attempts: int = setting(6, at_least=1)
     """Attempts at one ticket. If all are lost, the run ends, because the ticket itself probably kills its workers."""
-    slot_losses: int = setting(4, at_least=0, at_most=10)
-    """Rollout workers that one slot (numbered place) of the pool may lose in a row without a finished ticket; one more
-    ends the run. The pause before the n-th is replaced is 2^(n-1) - 1 seconds."""
+    workers_lost_in_a_row: int = setting(4, at_least=0, at_most=10)
+    """Workers that one place of the rollout pool, such as rollout-0, may lose in a row without a finished ticket; one
+    more ends the run. The pause before the n-th is replaced is 2^(n-1) - 1 seconds."""
     recoveries: int = setting(3, at_least=0)
-    """Times that the run goes back to its newest checkpoint because no trainer rank was left that could go on;
-    the next such death ends it."""
+    """Recoveries of the run from its newest checkpoint because no trainer rank was left that could go on; the next such
+    death ends it."""
     successors: int = setting(3, at_least=1)
     """Successors of one dead trainer rank that may fail in a row. Then the others go on without that rank until the
     run is next started from a checkpoint."""

@@ -20,7 +20,7 @@ from tests.support.documents import writer
 WRITER = writer("write_configuration")
 UNITS = (
     r"\b(seconds|steps|images|prompts|pixels|tokens|threads|gpus|workers|ranks|samples|versions|updates|checkpoints|"
-    r"blocks|bytes|heads|nats|tflop/s|retries|passes|servers|restarts|tickets)\b"
+    r"blocks|bytes|heads|nats|tflop/s|retries|passes|servers|restarts|tickets|attempts|recoveries|successors)\b"
 )
 PURE_NUMBERS = """
     seed model.tiny.contrast model.tiny.seed lora.rank lora.alpha rollout.true_cfg_scale rollout.guidance_scale
