@@ -24,7 +24,7 @@ CASES = {
 """Mode and a setting → further settings: every hand-over and depth, averaged policies, evaluations beside training."""
 
 STEPS = 4
-DEFAULT = ("sync", "fully_async")
+DEFAULT = ("sync", "fully_async", "one_step_off trainer.ema_decay=0.9")
 """The others repeat at length what the toys of tests/unit/shared do in virtual time."""
 
 
@@ -48,6 +48,10 @@ def test_the_weights_of_separate_pools(tmp_path: Path, case: str) -> None:
     assert evaluated[0] == evaluated[1]
     swaps = [run.column("pool/rollout/swaps") for run in (separate, shared)]
     assert [sum(each) > 0 for each in swaps] == ["ema" in case] * 2, "only what is evaluated is swapped in, and out"
+    assert [run.summary["swaps"] for run in (separate, shared)] == [sum(each) for each in swaps]
+    assert separate.summary["devices"] is None
+    shares = shared.summary["devices"]
+    assert 0 < shares["sampled"] < 1 and 0 < shares["trained"] < 1 and shares["idle"] < 1
 
 
 @pytest.mark.slow

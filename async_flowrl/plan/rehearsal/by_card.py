@@ -44,7 +44,7 @@ def lacking(done: Rehearsal) -> float:
 def by_card(done: Rehearsal, cards: Sequence[Card]) -> str:
     """Returns a table with a row per card.
 
-    For images per second a step takes the longer of generation and training, or both with `max_staleness=0`.
+    For images per second a step takes the longer of generation and training, or both with `max_staleness=0` or `placement=shared`.
     """
     rows = [_row(on(card, done)) for card in cards]
     layout = f"the same processes on each card; the base is held as on {done.roofline.card.name} ({done.rank.layout})"
@@ -62,7 +62,8 @@ def as_json(done: Rehearsal, cards: Sequence[Card]) -> list[dict[str, Any]]:
 
 def _row(done: Rehearsal) -> tuple[str, ...]:
     found, config, missing = done.estimate, done.config, lacking(done)
-    step = (sum if config.max_staleness == 0 else max)((found.generation, found.update))
+    one_after_the_other = config.max_staleness == 0 or done.shared
+    step = (sum if one_after_the_other else max)((found.generation, found.update))
     return (
         done.roofline.card.name,
         f"no, {missing / GIB:.1f} GiB are missing" if missing else "yes",

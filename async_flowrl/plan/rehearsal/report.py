@@ -7,6 +7,7 @@ from typing import Any
 
 from async_flowrl.config.schema import Config
 from async_flowrl.config.sections.tune import FULL
+from async_flowrl.config.shared import SHARED
 from async_flowrl.plan.rehearsal.cards import Roofline
 from async_flowrl.plan.rehearsal.estimate import Estimate, peak
 from async_flowrl.plan.rehearsal.ledger import Phase
@@ -16,6 +17,9 @@ from async_flowrl.plan.size_costs import SizeCosts
 from separation.table import format_table
 
 GIB = 2**30
+BOTH = "process that samples and trains"
+TRAINING, SAMPLING = "update", "sample"
+"""The phases of either side at whose entry everything is there that lasts."""
 HEAD = ("phase", "resident GiB", "peak GiB", "times", "kernels", "TFLOP", "estimated s", "collectives")
 
 
@@ -30,10 +34,35 @@ class Rehearsal:
     estimate: Estimate
     sizes: SizeCosts
 
+    @property
+    def shared(self) -> bool:
+        """Each process samples and trains."""
+        return self.config.placement == SHARED
+
+    @property
+    def devices(self) -> int:
+        """Devices of all trainer ranks and rollout workers."""
+        trainers = self.config.trainer.num_workers
+        return trainers if self.shared else trainers + self.config.rollout.num_workers
+
     def peaks(self) -> dict[str, Phase]:
         """Returns process title → the phase that needs the most memory."""
         rank, rollout = peak(self.rank.phases.values()), peak(self.rollout.phases.values())
-        return {"trainer rank": rank, "rollout worker": rollout}
+        return {BOTH: self.in_one()} if self.shared else {"trainer rank": rank, "rollout worker": rollout}
+
+    def in_one(self) -> Phase:
+        """Returns the phase that needs the most memory in a process that samples and trains.
+
+        While one side computes, all that lasts of the other one is there, too, and the frozen weights are there once.
+        Only the rollout worker is loaded while nothing else is there.
+        """
+        training, sampling = self.rank.phases, dict(self.rollout.phases)
+        alone = sampling.pop("load")
+        found = [alone]
+        for phases, lasting in ((training, sampling[SAMPLING]), (sampling, training[TRAINING])):
+            own = peak(phases.values())
+            found.append(replace(own, peak=own.peak + lasting.resident - self.rank.frozen_bytes))
+        return peak(found)
 
 
 def describe(done: Rehearsal) -> str:
@@ -103,7 +132,6 @@ def fits(done: Rehearsal) -> list[str]:
 def sentences(done: Rehearsal) -> list[str]:
     """Returns the estimate in sentences."""
     config, found = done.config, done.estimate
-    longer = "training" if found.update > found.generation else "generation"
     return [
         f"estimated: a ticket of {config.images_per_ticket} images {found.ticket:.3g} s "
         f"({found.ticket_flops / 1e12:.4g} TFLOP), a micro-batch {found.micro_batch:.3g} s, a delivery of "
@@ -111,14 +139,22 @@ def sentences(done: Rehearsal) -> list[str]:
         f"estimated per training step: {found.generation:.4g} s of generation on {config.rollout.num_workers} rollout "
         f"workers, {found.update:.4g} s of training on {config.trainer.num_workers} ranks ({done.rank.micro_batches} "
         f"micro-batches, {done.rank.frozen_passes} passes without gradient, {found.update_sent / 1e9:.3g} GB sent per "
-        f"rank); {longer} is the longer one",
+        f"rank); {together(done)}",
         f"for a schedule: python -m async_flowrl.plan --generate {found.generation * config.rollout.num_workers:.4g} "
         f"--update {found.update * config.trainer.num_workers:.4g} --sync {found.delivery:.3g} "
         f"--prompts {config.prompts_per_step} --group-size {config.group_size} "
         f"--ticket-size {config.images_per_ticket} "
         + (f"--tickets-per-batch {done.rollout.tickets} " if done.rollout.tickets > 1 else "")
-        + f"--devices {config.rollout.num_workers + config.trainer.num_workers}{done.sizes.option()}",
+        + f"--devices {done.devices}{done.sizes.option()}",
     ]
+
+
+def together(done: Rehearsal) -> str:
+    """Returns what a training step takes, from the seconds of generation and training, as the end of a sentence."""
+    generation, update = done.estimate.generation, done.estimate.update
+    if done.shared:
+        return f"each of {done.devices} processes does both, one after the other: {generation + update:.4g} s"
+    return f"{'training' if update > generation else 'generation'} is the longer one"
 
 
 def as_json(done: Rehearsal) -> dict[str, Any]:

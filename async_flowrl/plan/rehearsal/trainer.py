@@ -50,6 +50,8 @@ class RankRehearsal:
     share_bytes: int
     """Bytes of a version that this rank sends: all of them, or those of its rows if the ranks share the weights."""
     base_parameters: int
+    frozen_bytes: int
+    """Bytes of the weights that are not trained; a process that samples, too, has them once (`placement=shared`)."""
     adapter_parameters: int
 
 
@@ -86,6 +88,7 @@ def rehearse_trainer(config: Config, model: FakeModel, card: Card) -> RankRehear
             version_bytes=whole.nbytes,
             share_bytes=share.nbytes,
             base_parameters=int(info["base_parameters"]),
+            frozen_bytes=sum(each.nbytes for each in worker.policy.transformer.parameters() if not each.requires_grad),
             adapter_parameters=int(info["trainable_parameters"]),
         )
 

@@ -1,11 +1,13 @@
 """Tests of the report on shared processes: what limits them (devices, rewards, or the end of a step)."""
 
+from dataclasses import asdict
 from typing import Any
 
 import pytest
 
 from async_flowrl.config.schema import Config
 from async_flowrl.observability.bottleneck import verdict
+from async_flowrl.observability.events import Event
 from async_flowrl.observability.one_device import by_device, device_time
 from async_flowrl.observability.summary import Outcome, summarise
 from async_flowrl.observability.timeline import tracks
@@ -91,13 +93,46 @@ def test_the_efficiency_of_the_summary_is_the_share_of_time_in_which_the_devices
     assert found["bound"] == pytest.approx({"generation": 5.0, "update": 2.0, "seconds_per_step": 7.0})
 
 
+def recorded(config: Config, timing: Timing) -> list[Event]:
+    """Events of a toy run in virtual time, with spans of what its processes computed."""
+    history = shared_virtual(config, timing).observer.events
+    parts = {"generate": "rollout", "train": "trainer", "train_last": "trainer"}
+    spans = [
+        span(f"{parts[e['kind']]}-{e['worker'].rpartition('-')[2]}", e["start"], e["time"])
+        for e in history
+        if e["event"] == "computed"
+    ]
+    return sorted([*history, *spans], key=lambda event: float(event["time"]))
+
+
+@pytest.mark.parametrize(("k", "least", "most"), [(0, 0.1, 0.6), (1, 0.0, 0.02)])
+def test_three_devices_and_four_uneven_tickets_wait_for_each_other_only_on_policy(
+    k: int, least: float, most: float
+) -> None:
+    """At K = 0 two devices have nothing to do while the third makes the last ticket of the step; K = 1 has others."""
+    config = shared_config(k, 3, steps=12, reward__num_workers=4)
+    timing = Timing(generate=1.0, score=0.01, update=0.25, spread=0.3)
+    events = recorded(config, timing)
+    steps = [event for event in events if event["event"] == "step"]
+    found = device_time(tracks(events), events, (steps[2]["started"], steps[-3]["ended"]))
+    assert found is not None
+    assert least <= found.barrier <= most
+    summary = summarise(config, [], events, Outcome(60.0, "", {}, {}, {}))["devices"]
+    whole = device_time(tracks(events), events, (steps[0]["started"], steps[-1]["ended"]))
+    assert whole is not None and summary["idle"] == pytest.approx(1 - summary["sampled"] - summary["trained"])
+    assert {name: summary[name] for name in ("sampled", "trained", "rewards", "barrier")} == asdict(whole)
+    assert summarise(Config(), [], events, Outcome(60.0, "", {}, {}, {}))["devices"] is None
+
+
+def test_swaps_are_added_up() -> None:
+    lines: list[Any] = [{"step": step, "reward/mean": 0.0, "pool/rollout/swaps": step} for step in range(4)]
+    assert summarise(Config(), lines, [], Outcome(60.0, "", {}, {}, {}))["swaps"] == 6
+
+
 def test_of_a_run_in_virtual_time() -> None:
     """A reward of 3 s after 4 s of sampling, and nothing to make meanwhile at K = 0; the toy's spans are added."""
     config = shared_config(0, 1, hand_over="batch", steps=6, reward__num_workers=4)
-    history = shared_virtual(config, Timing(generate=1.0, score=3.0, update=0.5)).observer.events
-    parts = {"generate": "rollout-0", "train": "trainer-0", "train_last": "trainer-0"}
-    spans = [span(parts[e["kind"]], e["start"], e["time"]) for e in history if e["event"] == "computed"]
-    events = sorted([*history, *spans], key=lambda event: float(event["time"]))
+    events = recorded(config, Timing(generate=1.0, score=3.0, update=0.5))
     steps = [event for event in events if event["event"] == "step"]
     window = steps[2]["started"], steps[-1]["ended"]
     found = device_time(tracks(events), events, window)

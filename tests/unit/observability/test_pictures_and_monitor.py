@@ -109,7 +109,13 @@ def test_another_split_is_tried_where_it_would_be_faster(busy: tuple[float, floa
 
 @pytest.mark.parametrize(
     ("busy", "each", "saved"),
-    [((9.0, 3.0), 1, "33%"), ((3.0, 9.0), 1, "33%"), ((8.0, 7.6), 1, None), ((8.0, 7.4), 1, "4%"), ((8.0, 4.0), 4, "25%")],
+    [
+        ((9.0, 3.0), 1, "33%"),
+        ((3.0, 9.0), 1, "33%"),
+        ((8.0, 7.6), 1, None),
+        ((8.0, 7.4), 1, "4%"),
+        ((8.0, 4.0), 4, "25%"),
+    ],
 )
 def test_shared_processes_are_tried_where_no_split_matches(
     busy: tuple[float, float], each: int, saved: str | None

@@ -9,6 +9,8 @@ import pytest
 
 from async_flowrl.config.paths import config_dir
 from async_flowrl.plan import __main__ as planner
+from async_flowrl.plan.devices import TIGHT
+from async_flowrl.plan.memory import MARGIN_SHARE, RUNTIME_BYTES
 
 GIB = 2**30
 DOCS = Path(__file__).parents[3] / "docs"
@@ -20,6 +22,10 @@ STATED = {
     "sd35_medium_full": {RANK: r"of a trainer rank: ([\d.]+) GiB"},
 }
 """Recipe → kind of process → what its file says of it."""
+MARGINS = re.compile(
+    r"so ([\d.]+) GiB are left\. Of what is planned, ([\d.]+) GiB are a reserve for fragments and ([\d.]+) GiB for CUDA"
+)
+"""What the file of a recipe says that is left, and that the plan adds to the tensors."""
 TABLE = re.compile(r"^\| `(\w+)` \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) MB \| ([\d.]+) GB \|$", re.MULTILINE)
 """The row of a recipe in docs/planning.md."""
 ROWS = {row[1]: row for row in TABLE.finditer((DOCS / "planning.md").read_text())}
@@ -50,6 +56,16 @@ def test_a_recipe_states_what_is_planned(experiment: str, capsys: pytest.Capture
         assert stated is not None, pattern
         equal(stated[1], found[process]["total"] / GIB)
     assert found["fits"]
+    if PROCESS in STATED[experiment]:
+        held = found[PROCESS]["total"]
+        margins = MARGINS.search(said)
+        assert margins is not None
+        tensors = sum(size for part, size in found[PROCESS].items() if part != "total")
+        for stated_margin, number in zip(
+            margins.groups(), (79 * GIB - held, MARGIN_SHARE * tensors, RUNTIME_BYTES), strict=True
+        ):
+            equal(stated_margin, number / GIB)
+        assert held <= TIGHT * 79 * GIB, "the run would warn at its own start"
 
 
 @pytest.mark.slow

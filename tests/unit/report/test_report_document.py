@@ -22,6 +22,7 @@ from async_flowrl.report.document import document
 from async_flowrl.report.folders import runs_in
 from async_flowrl.report.page import as_data, embedded, in_order, render, spread
 from async_flowrl.report.pictures import MAX_EVALUATIONS, folder_of
+from async_flowrl.report.records import read_run
 from async_flowrl.report.schedule import BINS_PER_RUN, MAX_BARS, MAX_PLACES
 from async_flowrl.report.thin import MAX_POINTS, Buckets, chosen
 
@@ -60,7 +61,7 @@ def make_run(root: Path, steps: int = 6, *, workers: int = 1, evaluations: int =
         events.append({"time": t, "event": "state", "worker": "trainer-0", "state": "wait_data"})
         span = {"event": "span", "worker": "trainer-0", "name": "forward", "start": t + 1, "end": t + 2}
         events.append({"time": t + 2, **span})
-        events.append({"time": t + 2, "event": "ticket", "ordinal": s, "step": s, "state": "TRAINED"})
+        events.append({"time": t + 2, "event": "ticket", "kind": "train", "ordinal": s, "step": s, "state": "TRAINED"})
         events.append({"time": t + 2, "event": "step", "step": s, "started": t, "ended": t + 2})
     lines(root / "events.jsonl", events)
     found = [evaluation(round(i * steps / max(1, evaluations - 1)), 0.2 * i) for i in range(evaluations)]
@@ -315,7 +316,9 @@ def test_pools_of_a_shared_run_have_what_their_devices_computed(tmp_path: Path) 
     """In every step rollout computes for a second, then trainer for another: neither waits while the other computes."""
     root = make_run(tmp_path / "run", config="name: x\ntotal_steps: 6\nplacement: shared\ngroup_size: 4\n")
     sync = {"publishes": 7, "bytes": 7 * 2**20, "transport": "object_store"}
-    (root / "summary.json").write_text(json.dumps({"sync": sync, "efficiency": 0.9}))
+    devices = {"sampled": 0.5, "trained": 0.25, "rewards": 0.05, "barrier": 0.125, "idle": 0.25}
+    summary = {"sync": sync, "efficiency": 0.9, "devices": devices, "swaps": 3}
+    (root / "summary.json").write_text(json.dumps(summary))
     made = document([root])["runs"][0]
     shares = {each["pool"]: each["shares"]["busy"] for each in made["pools"]}
     assert shares == {"rollout": pytest.approx(0.5), "trainer": pytest.approx(0.5)}
@@ -326,3 +329,14 @@ def test_pools_of_a_shared_run_have_what_their_devices_computed(tmp_path: Path) 
     assert facts["Versions"] == "7 of 1.0 MiB, which every process made itself" and "Weights sent" not in facts
     assert facts["Efficiency in the steady state: sampling and training ÷ measured"] == "90%"
     assert made["shared"]
+    assert facts["Time of the devices"] == (
+        "sampled 50%, trained 25%, idle 25% (while a reward was made 5%, while another device computed 12%)"
+    )
+    assert facts["Swaps of the sampled weights"] == "3"
+
+
+def test_the_tickets_are_read_where_they_say_for_how_long_rewards_are_made(tmp_path: Path) -> None:
+    """The verdict on shared processes needs them; other reports leave out the largest part of the file."""
+    for placement, read in (("shared", True), ("separate", False)):
+        root = make_run(tmp_path / placement, config=f"name: x\ntotal_steps: 6\nplacement: {placement}\n")
+        assert any(event["event"] == "ticket" for event in read_run(root).history) == read

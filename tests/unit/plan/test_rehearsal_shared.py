@@ -1,0 +1,58 @@
+"""Tests of rehearsals of `placement=shared`: one process that samples and trains, in the shape of a recipe."""
+
+from functools import cache
+from typing import Any
+
+import pytest
+
+from async_flowrl.config.compose import compose_config
+from async_flowrl.plan.memory import in_one, plan_memory
+from async_flowrl.plan.rehearsal import by_card
+from async_flowrl.plan.rehearsal.cards import card_of
+from async_flowrl.plan.rehearsal.command import rehearse
+from async_flowrl.plan.rehearsal.report import BOTH, Rehearsal, as_json, describe
+
+ONE_CARD = ("rollout.text_encoder=cached", "rollout.batch_size=2", "trainer.micro_batch_size=1", "ticket_size=4")
+"""Of experiment=qwen_image_1x80gb."""
+WIDE = ("model.tiny.heads=16", "rollout.resolution=16", "lora.rank=2")
+"""The base is most of what is held, as in a large model."""
+
+
+@cache
+def rehearsed(*overrides: str) -> Rehearsal:
+    given = ["model.tiny.layers=2", *WIDE, *ONE_CARD, *overrides]
+    return rehearse(compose_config("one_step_off", given), card_of("H100"))
+
+
+def test_a_process_that_samples_and_trains_holds_the_base_once() -> None:
+    """By the plan, too, which counts without the operations."""
+    shared, separate = rehearsed("placement=shared"), rehearsed()
+    rank, worker = separate.peaks()["trainer rank"].peak, separate.peaks()["rollout worker"].peak
+    peaks = shared.peaks()
+    assert peaks.keys() == {BOTH} and shared.rank.frozen_bytes > 0.4 * rank
+    assert max(rank, worker) < peaks[BOTH].peak <= rank + worker - shared.rank.frozen_bytes
+    plan = plan_memory(shared.config)
+    assert sum(in_one(plan.trainer, plan.rollout, full=False).parts.values()) == pytest.approx(
+        peaks[BOTH].peak, rel=0.1
+    )
+
+
+def test_whole_weights_that_are_trained_are_there_twice() -> None:
+    shared = rehearsed("placement=shared", "tune=full", "max_staleness=0")
+    held = shared.rank.phases["update"].resident + shared.rollout.phases["sample"].resident
+    assert shared.rank.frozen_bytes == 0 and shared.peaks()[BOTH].peak >= held
+
+
+def test_its_devices_are_counted_once_and_do_both_one_after_the_other() -> None:
+    pools = ("trainer.num_workers=2", "rollout.num_workers=2")
+    shared, separate = rehearsed("placement=shared", *pools), rehearsed(*pools)
+    assert (shared.devices, separate.devices) == (2, 4)
+    said, also = describe(shared), describe(separate)
+    step = shared.estimate.generation + shared.estimate.update
+    assert " --devices 2\n" in said and " --devices 4\n" in also
+    assert f"each of 2 processes does both, one after the other: {step:.4g} s" in said
+    assert f"a {BOTH} holds" in said and "is the longer one" in also and "a rollout worker holds" in also
+    cards: Any = [shared.roofline.card]
+    images = shared.config.prompts_per_step * shared.config.group_size / step
+    assert f"{images:.3g}" in by_card.by_card(shared, cards)
+    assert set(as_json(shared)["peak"]) == {BOTH.replace(" ", "_")}
