@@ -1,10 +1,12 @@
 """Layout of many named tensors in one flat byte buffer, the form in which a version is sent and stored."""
 
 import math
+import pickle
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
-from functools import cached_property
+from functools import cached_property, lru_cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,6 +21,8 @@ ALIGNMENT_BYTES = 256
 BLOCK_BYTES = 1 << 20
 """Bytes that are copied and digested at a time: they fit the cache of one CPU core, so that the digest does not read
 them from memory again, and they are enough to release Python's global lock for."""
+MAX_CACHED_LAYOUTS = 64
+"""Largest number of layouts that are kept after they arrived from another process, to be found again."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +65,15 @@ class Layout:
     def __hash__(self) -> int:
         """Two numbers are enough: a layout is looked up in caches for every bucket, and a model has 2,000 entries."""
         return hash((self.nbytes, len(self.entries)))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A layout is pickled and found again as one string of bytes: it is in every header, and a model has 2,000
+        entries, so that making them anew would take longer than the call that brings a header."""
+        return _unpacked, (self._packed,)
+
+    @cached_property
+    def _packed(self) -> bytes:
+        return pickle.dumps((self.nbytes, [(e.name, e.shape, e.dtype, e.offset, e.nbytes) for e in self.entries]))
 
     @cached_property
     def hash(self) -> str:
@@ -192,6 +205,13 @@ def as_bytes(buffer: Tensor | ByteArray) -> ByteArray:
 def padded(size: int) -> int:
     """Returns the offset at which a tensor after `size` bytes begins."""
     return -(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
+@lru_cache(MAX_CACHED_LAYOUTS)
+def _unpacked(packed: bytes) -> Layout:
+    """Returns the layout that was pickled so; the same object for the same bytes."""
+    nbytes, entries = pickle.loads(packed)
+    return Layout(tuple(Entry(*entry) for entry in entries), nbytes)
 
 
 def _nearest(name: str, names: "Mapping[str, Entry] | set[str]") -> str:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from checkpoint_engine.errors import WeightsMismatch
 from checkpoint_engine.layout import Layout, dtype_of
+from checkpoint_engine.together import Together
 
 MAX_SAMPLES_PER_TENSOR = 16
 """Largest number of elements per tensor that are compared."""
@@ -20,14 +21,13 @@ MAX_CACHED_LAYOUTS = 16
 """Largest number of layouts for which it is remembered which elements these are."""
 
 
-def sample(layout: Layout, sources: Sequence[Tensor]) -> Tensor:
+def sample(layout: Layout, sources: Sequence[Tensor], together: Together | None = None) -> Tensor:
     """Returns a few elements of every tensor, in layout order and the dtype that is sent, on the tensors' device.
 
-    Tensors that lie together in host memory are read by one operation instead of one for each.
+    `together` are the same tensors as one, if they lie so; then they are read by one operation instead of one for each.
     """
-    if (offsets := _offsets(sources)) is not None and (sent := _only_dtype(layout)) is not None:
-        together = sources[0].as_strided((_elements(sources[0]),), (1,), 0)
-        return together.index_select(0, _places(layout, offsets)).to(sent)
+    if together is not None and (sent := _only_dtype(layout)) is not None:
+        return together.elements.index_select(0, _places(layout, together.offsets)).to(sent)
     picked = []
     for (count, step, dtype), source in zip(_samplings(layout), sources, strict=True):
         flat = source if source.is_contiguous() else source.contiguous()
@@ -41,7 +41,7 @@ def check_sample(layout: Layout, title: str, expected: Tensor, views: Sequence[T
 
     `expected` is in host memory, `views` on any device in layout order; the error names `title` and the tensor.
     """
-    staged = sample(layout, views).cpu()
+    staged = sample(layout, views, Together.of(views)).cpu()
     if torch.equal(staged.view(torch.uint8), expected.view(torch.uint8)):
         return
     start = 0
@@ -53,28 +53,6 @@ def check_sample(layout: Layout, title: str, expected: Tensor, views: Sequence[T
                 f"{entry.name} begins {staged[start].item():.6g}, was {expected[start].item():.6g}"
             )
         start = end
-
-
-def _offsets(sources: Sequence[Tensor]) -> tuple[int, ...] | None:
-    """Returns the element of their storage at which each tensor begins.
-
-    None unless all are contiguous, of one dtype, in one storage, and in host memory.
-    """
-    first = sources[0]
-    dtype, memory = first.dtype, first.untyped_storage().data_ptr()
-    if first.device.type != "cpu":
-        return None
-    offsets = []
-    for source in sources:
-        if source.dtype is not dtype or not source.is_contiguous() or source.untyped_storage().data_ptr() != memory:
-            return None
-        offsets.append(source.storage_offset())
-    return tuple(offsets)
-
-
-def _elements(tensor: Tensor) -> int:
-    """Returns how many elements of the tensor's dtype its storage has."""
-    return tensor.untyped_storage().nbytes() // tensor.dtype.itemsize
 
 
 @lru_cache(MAX_CACHED_LAYOUTS)

@@ -97,6 +97,15 @@ def test_digests_taken_piece_by_piece_are_those_of_the_whole(step: int) -> None:
     assert running.finish() == whole == layout.digests(data)
 
 
+def test_a_layout_that_arrives_again_is_the_same_object() -> None:
+    tensors = lora(width=8) | {"half": torch.arange(7, dtype=torch.bfloat16), "none": torch.zeros(0, 3)}
+    layout = Layout.of(tensors)
+    first, again = (pickle.loads(pickle.dumps(layout)) for _ in range(2))
+    assert first is again == layout and first is not layout and first.hash == layout.hash
+    other = pickle.loads(pickle.dumps(Layout.of(tensors | {"half": torch.arange(8)})))
+    assert other != layout and layout.difference(other) == "half has shape [8], expected [7]"
+
+
 def test_padding_need_not_be_digested_and_nothing_else_can_be_left_out() -> None:
     layout = Layout.of({"a": torch.zeros(3), "b": torch.zeros(0), "c": torch.zeros(300), "d": torch.zeros(0)})
     data = np.random.default_rng(1).integers(0, 256, layout.nbytes, dtype=np.uint8)
