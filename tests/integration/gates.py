@@ -80,6 +80,49 @@ def last_ticket_after_hand_over(groups: int) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def updates_beside_generation(steps: int) -> Iterator[None]:
+    """Each update of a run of `steps` steps falls into the generation of the next step's tickets.
+
+    It begins when one of them is being made, and the last of them is made when it has ended. Workers are threads of
+    this process.
+    """
+    from async_flowrl.rollout.worker import RolloutWorker
+    from async_flowrl.tickets.table import TRAIN
+    from async_flowrl.training.worker import TrainerWorker
+
+    generate, train = RolloutWorker.generate, TrainerWorker.train
+    happened = {("updated", -1), ("generating", steps)}
+    changed = threading.Condition()
+
+    def happens(what: str, step: int) -> None:
+        with changed:
+            happened.add((what, step))
+            changed.notify_all()
+
+    def wait_for(what: str, step: int) -> None:
+        with changed:
+            assert changed.wait_for(lambda: (what, step) in happened, LIMIT), f"step {step} is not {what}"
+
+    def generating(worker: RolloutWorker, request: Any) -> Any:
+        if request.kind == TRAIN:
+            happens("generating", request.step)
+            if request.group == worker.config.prompts_per_step - 1:
+                wait_for("updated", request.step - 1)
+        return generate(worker, request)
+
+    def training(worker: TrainerWorker, request: Any, *trajectories: Any) -> Any:
+        if request.begins is not None:
+            wait_for("generating", request.step + 1)
+        result = train(worker, request, *trajectories)
+        if request.finishes:
+            happens("updated", request.step)
+        return result
+
+    with mock.patch.object(RolloutWorker, "generate", generating), mock.patch.object(TrainerWorker, "train", training):
+        yield
+
+
 def main() -> int:
     """`async_flowrl.main` with the gate, which is put there when the run's code has been imported."""
     import_ahead, gate = entry.import_ahead, first_ticket_last()
