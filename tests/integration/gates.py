@@ -81,17 +81,17 @@ def last_ticket_after_hand_over(groups: int) -> Iterator[None]:
 
 
 @contextmanager
-def updates_beside_generation(steps: int) -> Iterator[None]:
-    """Each update of a run of `steps` steps falls into the generation of the next step's tickets.
+def updates_beside_generation(steps: int, groups: int) -> Iterator[None]:
+    """Each update falls into the generation of the next step's last ticket, in a run of `steps` steps.
 
-    It begins when one of them is being made, and the last of them is made when it has ended. Workers are threads of
-    this process.
+    It begins when that ticket is being made, and the ticket is not ready before it has ended. A step has `groups`
+    groups, and workers are threads of this process.
     """
-    from async_flowrl.rollout.worker import RolloutWorker
+    from async_flowrl.rollout.diffusers_engine import DiffusersEngine
     from async_flowrl.tickets.table import TRAIN
     from async_flowrl.training.worker import TrainerWorker
 
-    generate, train = RolloutWorker.generate, TrainerWorker.train
+    denoise, train = DiffusersEngine._denoise, TrainerWorker.train
     happened = {("updated", -1), ("generating", steps)}
     changed = threading.Condition()
 
@@ -104,12 +104,12 @@ def updates_beside_generation(steps: int) -> Iterator[None]:
         with changed:
             assert changed.wait_for(lambda: (what, step) in happened, LIMIT), f"step {step} is not {what}"
 
-    def generating(worker: RolloutWorker, request: Any) -> Any:
-        if request.kind == TRAIN:
+    def generating(engine: DiffusersEngine, plan: Any, images: Any) -> Any:
+        request = plan.request
+        if request.kind == TRAIN and request.group == groups - 1:
             happens("generating", request.step)
-            if request.group == worker.config.prompts_per_step - 1:
-                wait_for("updated", request.step - 1)
-        return generate(worker, request)
+            wait_for("updated", request.step - 1)
+        return denoise(engine, plan, images)
 
     def training(worker: TrainerWorker, request: Any, *trajectories: Any) -> Any:
         if request.begins is not None:
@@ -119,7 +119,10 @@ def updates_beside_generation(steps: int) -> Iterator[None]:
             happens("updated", request.step)
         return result
 
-    with mock.patch.object(RolloutWorker, "generate", generating), mock.patch.object(TrainerWorker, "train", training):
+    with (
+        mock.patch.object(DiffusersEngine, "_denoise", generating),
+        mock.patch.object(TrainerWorker, "train", training),
+    ):
         yield
 
 

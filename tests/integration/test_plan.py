@@ -24,13 +24,12 @@ UNSEEN = [(1, "stream", 6, 2), (2, "stream", 6, 2), (1, "stream", 4, 4), (1, "ba
 def test_a_run_of_one_pool_foretells_what_it_would_take_to_go_on(tmp_path: Path) -> None:
     """A real worker that samples and trains: its spans say how long a step is.
 
-    The delays of a leaping clock are 4000 s of it, so that the real work counts for nothing. In sync with one group per
-    step, nothing else is under way during a delay and seems to last as long.
+    By a leaping clock that is 4000 s, so that the real work counts for nothing. In sync with one group per step,
+    nothing else is under way when the clock leaps, and seems to last as long.
     """
     settings = [*LOCAL, "placement=shared", "prompts_per_step=1"]
-    delays = ["debug.delays.constant=true", "debug.delays.generate=3000", "debug.delays.update=1000"]
-    with leaping_clock():
-        run = train(tmp_path, "sync", *settings, *PATIENT, *delays, "total_steps=8")
+    with leaping_clock(generate=3000.0, update=1000.0):
+        run = train(tmp_path, "sync", *settings, *PATIENT, "total_steps=8")
     steps = [event["ended"] - event["started"] for event in run.events if event["event"] == "step"][2:-1]
     took = sum(steps) / len(steps)
     assert took == pytest.approx(4000.0, rel=0.1)
