@@ -24,7 +24,7 @@ from async_flowrl.observability.summary import WARM_UP_STEPS, last_attempt
 from async_flowrl.observability.timeline import tracks
 from async_flowrl.plan.laws import Law
 from async_flowrl.plan.ticket_times import Batches, at_mean_cost, generation_times, group_costs, per_call
-from async_flowrl.plan.turns_taken import ticket_times, update_times
+from async_flowrl.plan.turns_taken import finish_times, ticket_times, update_times
 from async_flowrl.plan.work import EvaluationWork, Layout, Work, largest_share
 from async_flowrl.tickets.arithmetic import parts_per_group
 from async_flowrl.tickets.table import EVALUATION
@@ -84,12 +84,7 @@ def calibrate(run: Path, *, last: int | None = None) -> Run:
     tickets = at_mean_cost(times, costs, batches)
     if not tickets:
         raise NothingToLearn(f"{run} has no ticket of steps {first} to {stop} in events.jsonl")
-    finishes = [
-        event["end"] - event["start"]
-        for event in history
-        if event["event"] == "span" and event["name"] == "optimizer" and place_of(event["worker"]) == "trainer-0"
-    ]
-    finish = fmean(finishes) * config.trainer.updates_per_batch if finishes else 0.0
+    finish = fmean(finish_times(history) or [0.0])
     parts = config.prompts_per_step // config.trainer.updates_per_batch * parts_per_group(config)
     # The update took as long as the rank with the most parts. Dividing by its share gives the time of a single rank.
     share = largest_share(parts, config.trainer.num_workers)

@@ -38,6 +38,22 @@ def ticket_times(history: Iterable[Event], *, kind: str = TRAIN) -> list[TicketT
     return times
 
 
+def finish_times(history: Iterable[Event]) -> list[float]:
+    """Returns the seconds of each step in which gradient sums are added up and the optimizer steps are taken.
+
+    Ranks wait for each other when they add up; the times are those of the rank that waited least in the step.
+    """
+    times, ranks = list[float](), dict[str, float]()
+    for event in history:
+        if event["event"] == "step" and ranks:
+            times.append(min(ranks.values()))
+            ranks = {}
+        elif event["event"] == "span" and event["name"] == "optimizer" and pool_of(event["worker"]) == "trainer":
+            place = place_of(event["worker"])
+            ranks[place] = ranks.get(place, 0.0) + event["end"] - event["start"]
+    return times
+
+
 def update_times(history: Iterable[Event], groups: int) -> list[tuple[int, float]]:
     """Returns (step, seconds that a single rank would take for one of its `groups`, without the optimizer).
 

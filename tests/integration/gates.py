@@ -80,6 +80,52 @@ def last_ticket_after_hand_over(groups: int) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def updates_beside_generation(steps: int, groups: int) -> Iterator[None]:
+    """Each update falls into the generation of the next step's last ticket, in a run of `steps` steps.
+
+    It begins when that ticket is being made, and the ticket is not ready before it has ended. A step has `groups`
+    groups, and workers are threads of this process.
+    """
+    from async_flowrl.rollout.diffusers_engine import DiffusersEngine
+    from async_flowrl.tickets.table import TRAIN
+    from async_flowrl.training.worker import TrainerWorker
+
+    denoise, train = DiffusersEngine._denoise, TrainerWorker.train
+    happened = {("updated", -1), ("generating", steps)}
+    changed = threading.Condition()
+
+    def happens(what: str, step: int) -> None:
+        with changed:
+            happened.add((what, step))
+            changed.notify_all()
+
+    def wait_for(what: str, step: int) -> None:
+        with changed:
+            assert changed.wait_for(lambda: (what, step) in happened, LIMIT), f"step {step} is not {what}"
+
+    def generating(engine: DiffusersEngine, plan: Any, images: Any) -> Any:
+        request = plan.request
+        if request.kind == TRAIN and request.group == groups - 1:
+            happens("generating", request.step)
+            wait_for("updated", request.step - 1)
+        return denoise(engine, plan, images)
+
+    def training(worker: TrainerWorker, request: Any, *trajectories: Any) -> Any:
+        if request.begins is not None:
+            wait_for("generating", request.step + 1)
+        result = train(worker, request, *trajectories)
+        if request.finishes:
+            happens("updated", request.step)
+        return result
+
+    with (
+        mock.patch.object(DiffusersEngine, "_denoise", generating),
+        mock.patch.object(TrainerWorker, "train", training),
+    ):
+        yield
+
+
 def main() -> int:
     """`async_flowrl.main` with the gate, which is put there when the run's code has been imported."""
     import_ahead, gate = entry.import_ahead, first_ticket_last()

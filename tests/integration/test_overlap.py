@@ -1,40 +1,53 @@
 """Tests of overlap: generation and training run at the same time, and each second is booked for its own stage."""
 
-from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
+from tests.integration.gates import updates_beside_generation
+from tests.integration.leaps import PATIENT, leaping_clock
 from tests.integration.runs import WHOLE, Run, train, train_here_on_ray
 
 WORK = (*WHOLE, "group_size=16", "trainer.micro_batch_size=16", "total_steps=14")
-SLEEP = ("debug.delays.slow_worker=8", "total_steps=8")
-"""A slow worker sleeps, and is booked as busy: generation takes longest, so that updates fall into it."""
-DELAY = 0.7
-"""Seconds; nothing in the tiny model takes as long, not even where several processes want the same core."""
+DELAY = 1000.0
+"""Seconds of the leaping clock; nothing in the tiny model takes as long, whatever else the machine does."""
 STAGES = ("generate", "score", "update", "publish")
 pytestmark = pytest.mark.serial("runs")
+
+
+def delays(**seconds: float) -> list[str]:
+    return ["debug.delays.constant=true", *(f"debug.delays.{stage}={each}" for stage, each in seconds.items())]
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("ray_here")
 def test_processes_that_work_overlap(tmp_path: Path) -> None:
-    check_overlap(train_here_on_ray, WORK, 0.8, tmp_path)
+    """Slow, because it takes the real time of processes that compute, each of which needs a core for itself."""
+    overlapped = train_here_on_ray(tmp_path / "one_step_off", "one_step_off", *WORK).summary
+    assert overlapped["overlap"]["share"] >= 0.8
+    assert overlapped["bound"]["generation"] > 0 and overlapped["bound"]["update"] > 0
+    in_turn = train(tmp_path / "sync", "sync", *WORK, "total_steps=4").summary
+    assert in_turn["overlap"]["share"] < 0.02
+    assert in_turn["efficiency"] < overlapped["efficiency"]
 
 
 def test_one_step_off_overlaps_generation_and_training(tmp_path: Path) -> None:
-    check_overlap(train, SLEEP, 0.4, tmp_path)
-
-
-def check_overlap(how: Callable[..., Run], stages: tuple[str, ...], least: float, tmp_path: Path) -> None:
-    """At least 0.8 of what could overlap does on a quiet machine, half of that on any; in sync, nothing does."""
-    overlapped = how(tmp_path / "one_step_off", "one_step_off", *stages).summary
-    assert overlapped["overlap"]["share"] >= least
-    assert overlapped["bound"]["generation"] > 0 and overlapped["bound"]["update"] > 0
-    in_turn = train(tmp_path / "sync", "sync", *stages, "total_steps=4").summary
+    """All of what could overlap does, and one_step_off lets it: a run in which updates had to wait for generation would
+    end with an error. In sync nothing overlaps."""
+    steps = 8
+    settings = [*PATIENT, f"total_steps={steps}"]
+    with leaping_clock(generate=DELAY, update=DELAY):
+        with updates_beside_generation(steps, groups=2):
+            overlapped = train(tmp_path / "one_step_off", "one_step_off", *settings).summary
+        in_turn = train(tmp_path / "sync", "sync", *settings).summary
+    # Of three delays per step two are those of its tickets; one is the update's, for which the second ticket waits.
+    assert overlapped["bound"]["generation"] == pytest.approx(3 * DELAY, rel=0.05)
+    assert overlapped["bound"]["update"] == pytest.approx(DELAY, rel=0.05)
+    assert overlapped["overlap"]["share"] > 0.95 and overlapped["efficiency"] > 0.95
+    assert in_turn["bound"]["generation"] == pytest.approx(2 * DELAY, rel=0.05)
     assert in_turn["overlap"]["share"] < 0.02
-    assert in_turn["efficiency"] < overlapped["efficiency"]
+    assert in_turn["efficiency"] == pytest.approx(2 / 3, rel=0.05)
 
 
 def seconds(run: Run) -> dict[str, list[float]]:
@@ -56,22 +69,21 @@ def seconds(run: Run) -> dict[str, list[float]]:
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_delay_moves_the_seconds_of_its_stage_and_of_no_other(tmp_path: Path, stage: str) -> None:
-    """The quickest call of a stage shows it: whatever else a busy machine does can only make a call longer."""
-    delayed = [f"debug.delays.{stage}={DELAY}", "debug.delays.constant=true"]
-    run = train(tmp_path, "sync", "total_steps=2", "prompts_per_step=1", *delayed)
-    quickest = {name: min(found) for name, found in seconds(run).items()}
-    assert DELAY <= quickest.pop(stage) < 2 * DELAY
-    assert all(others < DELAY for others in quickest.values()), quickest
+    with leaping_clock():
+        run = train(tmp_path, "sync", "total_steps=2", "prompts_per_step=1", *PATIENT, *delays(**{stage: DELAY}))
+    taken = seconds(run)
+    assert all(DELAY <= each < 1.5 * DELAY for each in taken.pop(stage))
+    assert all(each < 0.5 * DELAY for others in taken.values() for each in others), taken
 
 
 def test_the_pools_account_for_injected_time(tmp_path: Path) -> None:
     """All of it in the pool that spent it, and as waiting in the one that waited."""
-    delayed = [f"debug.delays.generate={DELAY}", "debug.delays.constant=true"]
-    run = train(tmp_path, "sync", "total_steps=2", *delayed)
+    with leaping_clock():
+        run = train(tmp_path, "sync", "total_steps=2", *PATIENT, *delays(generate=DELAY))
     calls = len(run.tickets("RUNNING")) + len(run.tickets("RUNNING", kind="evaluation"))
     pools = run.summary["pools"]
-    assert pools["rollout"]["busy"] >= calls * DELAY
-    assert pools["trainer"]["busy"] < calls * DELAY
+    assert calls * DELAY <= pools["rollout"]["busy"] < (calls + 0.5) * DELAY
+    assert pools["trainer"]["busy"] < 0.5 * DELAY
     assert pools["trainer"]["wait_data"] >= len(run.tickets("RUNNING")) * DELAY
 
 

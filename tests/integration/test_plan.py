@@ -11,6 +11,7 @@ from async_flowrl.plan.foretell import step_time
 from async_flowrl.plan.limits import Limits
 from async_flowrl.plan.simulate import simulate
 from async_flowrl.plan.work import Layout
+from tests.integration.leaps import PATIENT, leaping_clock
 from tests.integration.runs import LOCAL, train
 from tests.integration.sleeping import sleep_config, sleeping_run
 
@@ -21,13 +22,20 @@ UNSEEN = [(1, "stream", 6, 2), (2, "stream", 6, 2), (1, "stream", 4, 4), (1, "ba
 
 
 def test_a_run_of_one_pool_foretells_what_it_would_take_to_go_on(tmp_path: Path) -> None:
-    """Real processes that sample and train: their spans say how long a step is, within what a busy machine changes."""
-    run = train(tmp_path, "one_step_off", "placement=shared", "total_steps=8", "ticket_size=2")
+    """A real worker that samples and trains: its spans say how long a step is.
+
+    By a leaping clock that is 4000 s, so that the real work counts for nothing. In sync with one group per step,
+    nothing else is under way when the clock leaps, and seems to last as long.
+    """
+    settings = [*LOCAL, "placement=shared", "prompts_per_step=1"]
+    with leaping_clock(generate=3000.0, update=1000.0):
+        run = train(tmp_path, "sync", *settings, *PATIENT, "total_steps=8")
     steps = [event["ended"] - event["started"] for event in run.events if event["event"] == "step"][2:-1]
     took = sum(steps) / len(steps)
-    said = step_time(compose_config("one_step_off", [*LOCAL, "placement=shared", "total_steps=20"]), run.root)
+    assert took == pytest.approx(4000.0, rel=0.1)
+    said = step_time(compose_config("sync", [*settings, "total_steps=20"]), run.root)
     assert said.endswith("for the 12 that are left"), said
-    assert float(said.split()[0]) == pytest.approx(took, rel=0.5)
+    assert float(said.split()[0]) == pytest.approx(took, rel=0.05)
 
 
 @pytest.mark.slow

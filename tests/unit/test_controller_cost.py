@@ -14,7 +14,8 @@ from tests.support.toy_pool import Timing
 
 WORKERS, STEPS = 256, 3
 MAX_P99_SECONDS = 0.1
-"""CPU time that 99 of 100 turns of the loop stay below."""
+"""CPU time that 99 of 100 turns of the loop stay below. It is this thread's, so other processes' time is not in it, and
+twenty times what was measured, for a machine that computes slowly."""
 
 
 async def turns(costs: list[float]) -> None:

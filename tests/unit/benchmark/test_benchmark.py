@@ -1,7 +1,6 @@
 """Tests of the benchmark: its arithmetic, its reading of a run, and its single-process parts on the tiny model."""
 
 import json
-import os
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +13,7 @@ from async_flowrl.benchmark import __main__ as benchmark
 from async_flowrl.benchmark import compare, loops, measure
 from async_flowrl.benchmark.latency import Latency
 from async_flowrl.benchmark.loops import Loops
-from async_flowrl.benchmark.measure import CpuWatch, Measured
+from async_flowrl.benchmark.measure import Measured
 from async_flowrl.benchmark.table import as_json, from_json, markdown, picture
 from async_flowrl.benchmark.targets import Load, Results, Round, targets
 from async_flowrl.benchmark.variants import SHARED, Machine, chosen, in_turn, variants
@@ -210,19 +209,6 @@ def test_worker_seconds_are_those_of_the_steps_asked_for() -> None:
         {"event": "span", "name": "activate", "ordinal": 0, "start": 0.0, "end": 1.0, "time": 5.0},
     ]  # fmt: skip
     assert measure.worker_seconds(history, range(1, 3)) == (3.0 + 2.0, 0.5), "the second was given ahead"
-
-
-def test_cpu_is_what_the_process_uses() -> None:
-    watch = CpuWatch(os.getpid())
-    start, used = time.time(), time.process_time()
-    while time.process_time() < used + 0.8:
-        sum(range(1000))
-    middle = time.time()
-    time.sleep(0.8)
-    end = time.time()
-    watch.stop()
-    assert watch.share(start, middle) > 5 * watch.share(middle + 0.2, end)
-    assert watch.share(end + 1, end + 2) == 0.0
 
 
 def test_latency_takes_its_time_and_no_side(monkeypatch: pytest.MonkeyPatch) -> None:

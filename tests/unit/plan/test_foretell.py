@@ -13,6 +13,7 @@ from async_flowrl.plan import foretell
 from async_flowrl.plan.calibrate import NothingToLearn, calibrate
 from async_flowrl.plan.foretell import device_memory, step_time, workers_before
 from async_flowrl.plan.prediction import predicted_against_actual
+from async_flowrl.plan.turns_taken import finish_times
 from tests.support.recorded import recorded
 from tests.support.toy import toy_config, virtual
 
@@ -74,7 +75,8 @@ def test_too_few_or_other_steps_are_named(tmp_path: Path) -> None:
 def write_shared_run(folder: Path, steps: int) -> None:
     """Steps of 7 s of one process: 4 s of training, and a ticket of 3 s for the next step, which was given before them.
 
-    The first part of the training is 2.5 s, the second ends with an optimizer step of 0.5 s.
+    The first part of the training is 2.5 s, the second ends with an optimizer step of 0.5 s: in 0.1 s the sums of the
+    ranks are added up, and in 0.4 s the weights change.
     """
     write_run(folder, steps)
     written = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
@@ -91,7 +93,8 @@ def write_shared_run(folder: Path, steps: int) -> None:
             ticket | {"time": t, "state": "RUNNING"},
             span("trainer-0", "forward", t, t + 2.5, t + 4.0),
             span("trainer-0", "backward", t + 2.5, t + 3.5, t + 4.0),
-            span("trainer-0", "optimizer", t + 3.5, t + 4.0, t + 4.0),
+            span("trainer-0", "optimizer", t + 3.5, t + 3.6, t + 4.0),
+            span("trainer-0", "optimizer", t + 3.6, t + 4.0, t + 4.0),
             span("rollout-0", "activate", t + 4.0, t + 4.1, t + 7.0, ordinal=s + 1),
             span("rollout-0", "generate", t + 4.1, t + 7.0, t + 7.0, ordinal=s + 1),
             ticket | {"time": t + 7.0, "state": "SCORING"},
@@ -115,6 +118,28 @@ def test_processes_that_sample_and_train_are_learnt_from_by_what_ran(tmp_path: P
     assert compared is not None
     assert compared["deviation"] == pytest.approx(0.0, abs=0.02)
     assert compared["predicted"]["rollout"] == pytest.approx(3 / 7, rel=0.03)
+
+
+def test_the_end_of_an_update_is_that_of_the_rank_that_waited_least() -> None:
+    """In each of three steps; who is early waits for the others when the sums are added up."""
+
+    def spans(rank: str, step: int, *seconds: float) -> list[dict[str, Any]]:
+        return [
+            {"event": "span", "worker": rank, "name": "optimizer", "start": step, "end": step + each}
+            for each in seconds
+        ]
+
+    history = [
+        event
+        for step, waited in ((0, 2.0), (1, 3.0), (2, 0.0))
+        for event in (
+            *spans("trainer-0", step, waited + 0.25, 0.5),
+            *spans("trainer-1", step, 1.0 + 0.25, 0.5),
+            {"event": "span", "worker": "trainer-0", "name": "forward", "start": step, "end": step + 9.0},
+            {"event": "step", "step": step},
+        )
+    ]
+    assert finish_times(history) == [1.75, 1.75, 0.75]
 
 
 def test_a_resume_with_another_placement_reads_the_earlier_steps_as_they_were_made(tmp_path: Path) -> None:

@@ -96,18 +96,17 @@ def test_the_engine_is_told_the_version_of_every_ticket() -> None:
 
 
 def test_a_slow_worker_takes_its_factor_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    slept: list[float] = []
+    """By a clock that stands still but for the 1.5 s of the engine."""
+    slept, clock = [], [100.0]
     monkeypatch.setattr(time, "sleep", slept.append)
+    monkeypatch.setattr(time, "time", lambda: clock[-1])
     config = Config(max_staleness=0)
     config.debug.delays.slow_worker = 3.0
     for index, delays in ((0, 1), (1, 0)):
         worker, engine, _ = worker_with(0)
         worker.config, worker.index = config, index
-        engine.meanwhile = lambda: None
-        began = time.time()
+        engine.meanwhile = lambda: clock.append(clock[-1] + 1.5)
         report = made(worker, 0)
-        taken = time.time() - began
-        assert len(slept) == delays
-        assert all(0.0 < seconds <= 2.0 * taken for seconds in slept)
+        assert slept == [3.0] * delays, "two thirds of three times as long"
         assert [span.name for span in report.spans].count("slow") == delays
         slept.clear()
