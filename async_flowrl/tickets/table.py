@@ -32,7 +32,7 @@ __all__ = ["EVALUATION", "FINAL", "TRAIN", "Held", "Refused", "Shape", "State", 
 
 
 MIN_WAITING_PER_WORKER = 2
-"""A worker that is busy gets a further ticket only if at least this many tickets per worker wait."""
+"""A worker of several that is busy gets a further ticket only if at least this many tickets per worker wait."""
 
 
 class TicketTable:
@@ -116,14 +116,16 @@ class TicketTable:
         """Returns the PENDING ticket with the lowest ordinal among those whose version `worker` holds, or None.
 
         An evaluation ticket comes if no training ticket can be given, and as every EVALUATION_EVERY_TICKETS-th ticket.
-        `ahead=True` means that the worker is busy. It then gets a ticket only if MIN_WAITING_PER_WORKER × `together`
-        tickets per worker wait, so that idle workers have enough; `together` is the number of tickets per batch.
+        `ahead=True` means that the worker is busy. If it is one of several, it then gets a ticket only if
+        MIN_WAITING_PER_WORKER × `together` tickets per worker wait, so that idle workers have enough; `together` is the
+        number of tickets per batch. The only worker takes nothing from another.
         """
         held = self.held.get(worker)
         if held is None:
             return None
         train = self._pending.first(TRAIN, held.policy)
-        if ahead and self._waiting(held, together) < MIN_WAITING_PER_WORKER * together * len(self.held):
+        enough = MIN_WAITING_PER_WORKER * together * len(self.held) if len(self.held) > 1 else 1
+        if ahead and self._waiting(held, together) < enough:
             return None
         evaluation = self._pending.first(EVALUATION, held.evaluation)
         if evaluation and (train is None or held.taken % EVALUATION_EVERY_TICKETS == EVALUATION_EVERY_TICKETS - 1):

@@ -1,11 +1,12 @@
 """The bare loops in a process of their own, for `frame.py`: malloc as it is or as workers set it, 1 thread or more.
 
-`BareProcess` starts and asks it. Its command, `python -m tests.performance.bare_process MALLOC key=value ...`, loads
-the model, makes a step, and then answers each line on its stdin: the numbers of threads and of steps to make.
+`BareProcess` starts and asks it. Its command, `python -m tests.performance.bare_process MALLOC BACKWARD key=value ...`,
+loads the model, makes a step, and then answers each line on its stdin: the numbers of threads and of steps to make.
 """
 
 import json
 import os
+import resource
 import subprocess
 import sys
 import tempfile
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
-from async_flowrl.benchmark.bare import Bare
+from async_flowrl.benchmark.bare import Bare, Group
 from async_flowrl.config.compose import compose_config
 from async_flowrl.policies.loading import quiet
 from async_flowrl.policies.lora import targeted_modules
@@ -26,6 +27,8 @@ from async_flowrl.tickets.arithmetic import trained_steps
 from separation.malloc import keep_freed_memory, set_by_environment
 
 AS_IT_IS, AS_WORKERS = "as it is", "as in workers"
+BY_GROUP, WHOLE = "by group", "whole"
+"""Backward passes of a step: one for each group, or one for the rows of all groups."""
 
 
 @dataclass(frozen=True)
@@ -34,13 +37,19 @@ class Steps:
 
     cpu: float
     clock: float
+    peak_bytes: int = 0
+    """Largest resident set that the process has had."""
 
 
 class BareProcess:
-    """The loops in one process; `malloc` is AS_IT_IS, as people write a loop, or AS_WORKERS."""
+    """The loops in one process; `malloc` is AS_IT_IS, as people write a loop, or AS_WORKERS.
 
-    def __init__(self, malloc: str, overrides: Sequence[str]) -> None:
-        command = [sys.executable, "-m", "tests.performance.bare_process", malloc, *overrides]
+    With `whole` the rows of all groups go through one backward pass.
+    """
+
+    def __init__(self, malloc: str, overrides: Sequence[str], *, whole: bool = False) -> None:
+        backward = WHOLE if whole else BY_GROUP
+        command = [sys.executable, "-m", "tests.performance.bare_process", malloc, backward, *overrides]
         plain = {name: value for name, value in os.environ.items() if not set_by_environment({name: value})}
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=plain)
         self._answer()
@@ -51,7 +60,8 @@ class BareProcess:
         with suppress(BrokenPipeError):
             self._process.stdin.write(f"{threads} {steps}\n")
             self._process.stdin.flush()
-        return Steps(**self._answer())
+        answer = self._answer()
+        return Steps(answer["cpu"], answer["clock"], int(answer["peak_bytes"]))
 
     def close(self) -> None:
         self._process.communicate()
@@ -66,7 +76,8 @@ class BareProcess:
 class Loops:
     """Sampling and training of whole steps in turns, with the tickets and micro-batches of a run."""
 
-    def __init__(self, overrides: Sequence[str]) -> None:
+    def __init__(self, overrides: Sequence[str], *, whole: bool) -> None:
+        self._whole = whole
         with tempfile.TemporaryDirectory() as directory:
             prepared = prepare(compose_config(overrides=[*overrides, f"output_dir={directory}/bare"]))
         self.config = prepared.config
@@ -75,8 +86,21 @@ class Loops:
 
     def step(self) -> None:
         config, count = self.config, trained_steps(self.config)
+        at_once = config.trainer.timesteps_per_forward or count
         groups = [self.bare.generate(text, config.group_size)[1] for text in self.texts]
-        self.bare.update(groups, trained=count, at_once=config.trainer.timesteps_per_forward or count)
+        if self._whole:
+            groups = [self.in_one(groups, at_once)]
+        self.bare.update(groups, trained=count, at_once=at_once)
+
+    def in_one(self, groups: Sequence[Group], at_once: int) -> Group:
+        """One group with the images of all; its text's embeddings have a row for each image, `at_once` times over."""
+        texts, xs, log_probs = zip(*groups, strict=True)
+        known, name = self.bare.texts, " | ".join(texts)
+        if name not in known:
+            rows = [known[text].expand(len(each[0]), -1, -1) for text, each in zip(texts, xs, strict=True)]
+            known[name] = torch.cat(rows).repeat(at_once, 1, 1)
+        latents, means = ([torch.cat(row) for row in zip(*each, strict=True)] for each in (xs, log_probs))
+        return name, latents, means
 
 
 def bare_of(prepared: Prepared) -> Bare:
@@ -95,11 +119,11 @@ def bare_of(prepared: Prepared) -> Bare:
     return bare
 
 
-def main(malloc: str, *overrides: str) -> None:
+def main(malloc: str, backward: str, *overrides: str) -> None:
     if malloc == AS_WORKERS:
         keep_freed_memory()
     torch.set_num_threads(1)
-    loops = Loops(overrides)
+    loops = Loops(overrides, whole=backward == WHOLE)
     loops.step()
     say({})
     for line in sys.stdin:
@@ -108,7 +132,8 @@ def main(malloc: str, *overrides: str) -> None:
         cpu, clock = time.process_time(), time.perf_counter()
         for _ in range(steps):
             loops.step()
-        say({"cpu": (time.process_time() - cpu) / steps, "clock": (time.perf_counter() - clock) / steps})
+        taken = {"cpu": (time.process_time() - cpu) / steps, "clock": (time.perf_counter() - clock) / steps}
+        say({**taken, "peak_bytes": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss})
 
 
 def say(answer: dict[str, float]) -> None:

@@ -4,10 +4,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.performance.processes import Tree
+from tests.performance.processes import Threads, Tree
 from tests.performance.start import whole_lines
 
 POLL_SECONDS = 0.05
@@ -25,6 +25,10 @@ class Run:
     clock: float
     parts: dict[str, float]
     """CPU seconds by the part that a process plays."""
+    threads: dict[str, tuple[float, float]] = field(default_factory=dict)
+    """Part → CPU seconds of the busiest thread of its processes, and of all their other threads."""
+    peak_bytes: int = 0
+    """Most that the resident sets of all processes came to; pages that several share count for each."""
 
     @property
     def cpu(self) -> float:
@@ -38,6 +42,7 @@ class Seen:
     steps: int
     clock: float
     parts: dict[str, float]
+    threads: Threads
 
 
 def run(overrides: Sequence[str], *, warm_up: int, steps: int, directory: Path) -> Run:
@@ -58,7 +63,8 @@ def run(overrides: Sequence[str], *, warm_up: int, steps: int, directory: Path) 
         raise RuntimeError(log.read_text())
     made = after.steps - before.steps
     parts = {part: (after.parts[part] - before.parts.get(part, 0.0)) / made for part in after.parts}
-    return Run((after.clock - before.clock) / made, parts)
+    threads = {part: (most / made, rest / made) for part, (most, rest) in after.threads.since(before.threads).items()}
+    return Run((after.clock - before.clock) / made, parts, threads, tree.peak_bytes)
 
 
 def until(step: int, process: "subprocess.Popen[bytes]", tree: Tree, out: Path) -> Seen:
@@ -69,7 +75,7 @@ def until(step: int, process: "subprocess.Popen[bytes]", tree: Tree, out: Path) 
         if done >= step:
             clock = time.monotonic()
             tree.look()
-            return Seen(done, clock, tree.by_part())
+            return Seen(done, clock, tree.by_part(), tree.threads())
         if time.monotonic() - looked >= LOOK_SECONDS:
             tree.look()
             looked = time.monotonic()

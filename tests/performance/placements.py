@@ -1,9 +1,11 @@
-"""python -m tests.performance.placements --before TREE [--out FILE] [--pairs 5] [--steps 4]: one pool that does both.
+"""python -m tests.performance.placements --before TREE [--out FILE] [--pairs 5] [--load 3:1]: one pool that does both.
 
 Two cores, one thread per worker. G and T are the seconds of sampling and of training a step, measured alone in one
 process. Both are taken before and after each shared run, and their mean counts. Loads differ in their denoising
-steps and trained noise levels only, so that G : T is about 3 : 1, 1 : 1 and 1 : 3; a step has 12 tickets and 12 groups
-to train, which are 12 units of work for each of two workers.
+steps and trained noise levels, so that G : T is about 3 : 1 and 1 : 1; for 1 : 3 that is not enough, and that load has
+groups and micro-batches of 10 images in place of 14 too, and `trainer.gradient_checkpointing=full`. A step has 12
+tickets and 12 groups to train, which are 12 units of work for each of two workers. `--load` measures only this load and
+may be given several times.
 
     ideal       `placement=shared`, two processes: step ÷ ((G + T) / 2)
     separate    step of one rollout worker and one trainer rank ÷ that of `placement=shared`
@@ -19,7 +21,7 @@ import shlex
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import fmean, median
@@ -165,8 +167,7 @@ class Pairs:
         shown = " ".join(f"{name}={number:.3f}" for name, number in asdict(value).items())
         sys.stdout.write(f"{time.strftime('%H:%M:%S')} {key}: {shown}\n")
         sys.stdout.flush()
-        record = {**asdict(self.measured), "rows": [{**asdict(row), "met": row.met} for row in rows(self.measured)]}
-        self.out.write_text(json.dumps(record, indent=1) + "\n")
+        self.out.write_text(json.dumps(as_json(self.measured), indent=1) + "\n")
 
 
 def mean(found: Sequence[Alone]) -> Alone:
@@ -229,6 +230,23 @@ def markdown(measured: Measured) -> str:
         markdown_table(("load", "run", *(part for part, _ in parts)), costs),
     ]
     return "\n\n".join([f"    {measured.command}", as_sentence(measured.description), *tables]) + "\n"
+
+
+def as_json(measured: Measured) -> dict[str, Any]:
+    """All that was measured, and the rows that are made of it."""
+    return {**asdict(measured), "rows": [{**asdict(row), "met": row.met} for row in rows(measured)]}
+
+
+def from_json(record: Mapping[str, Any]) -> Measured:
+    """What `--out` holds; its rows are made again."""
+    alone, together = (
+        {load_: [Alone(**one) for one in each] for load_, each in record[key].items()} for key in ("alone", "together")
+    )
+    runs = {
+        load_: {name: [Run(**one) for one in each] for name, each in by_name.items()}
+        for load_, by_name in record["runs"].items()
+    }
+    return Measured(record["command"], dict(record["description"]), alone, together, runs)
 
 
 def _alone(measured: Measured, name: str) -> tuple[str, ...]:

@@ -32,6 +32,20 @@ OTHERS = "other processes"
 _NAMED = re.compile(r"process (\d+) on ")
 
 
+class Threads(dict[tuple[str, int], dict[int, float]]):
+    """(part, process) → thread → its CPU seconds so far."""
+
+    def since(self, before: "Threads") -> dict[str, tuple[float, float]]:
+        """Part → CPU seconds since `before` of the busiest thread of each of its processes, and of all the others."""
+        parts: dict[str, tuple[float, float]] = {}
+        for (part, process), threads in self.items():
+            known = before.get((part, process), {})
+            taken = [seconds - known.get(thread, 0.0) for thread, seconds in threads.items()]
+            busiest, others = parts.get(part, (0.0, 0.0))
+            parts[part] = busiest + max(taken), others + sum(taken) - max(taken)
+        return parts
+
+
 class Tree:
     """The processes below one command. `look` often enough that none begins and ends unseen."""
 
@@ -40,18 +54,34 @@ class Tree:
         self._directory = run_directory
         self._seconds: dict[tuple[int, float], float] = {}
         self._programs: dict[tuple[int, float], str] = {}
+        self.peak_bytes = 0
+        """Most that the resident sets of all came to in a look; pages that several share count for each."""
 
     def look(self) -> None:
-        """Reads the CPU seconds of all that run now."""
+        """Reads the CPU seconds and the resident sets of all that run now."""
+        resident = 0
         for process in self._processes():
             try:
                 times = process.cpu_times()
                 key = (process.pid, process.create_time())
                 self._seconds[key] = times.user + times.system
+                resident += process.memory_info().rss
                 if program := program_of(process.cmdline()):
                     self._programs[key] = program
             except (psutil.NoSuchProcess, psutil.AccessDenied):
                 continue
+        self.peak_bytes = max(self.peak_bytes, resident)
+
+    def threads(self) -> "Threads":
+        """Reads the CPU seconds of every thread that runs now."""
+        workers, found = workers_of(self._directory), Threads()
+        for process in self._processes():
+            try:
+                part = self._part((process.pid, process.create_time()), workers)
+                found[part, process.pid] = {each.id: each.user_time + each.system_time for each in process.threads()}
+            except (psutil.NoSuchProcess, psutil.AccessDenied):
+                continue
+        return found
 
     def by_part(self) -> dict[str, float]:
         """CPU seconds so far of the driver, each pool's workers, and each of Ray's daemons."""

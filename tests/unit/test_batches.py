@@ -157,16 +157,17 @@ def test_nor_if_a_batch_takes_tickets_out_of_order() -> None:
 
 
 def test_a_ticket_that_is_made_again_waits_once() -> None:
-    """Tickets 0, 1 and 2 wait; four would have to wait for a busy worker to get one."""
-    table = TicketTable(Shape(tickets_per_group=1, groups_per_step=8, total_steps=1, max_staleness=0))
-    table.join("rollout-0")
+    """Tickets 0 to 6 wait; eight would have to wait for a busy worker of two to get one."""
+    table = TicketTable(Shape(tickets_per_group=1, groups_per_step=12, total_steps=1, max_staleness=0))
     table.publish(0, "digest")
-    table.acknowledge("rollout-0", 0, "digest")
-    for ticket in list(table.live())[2:]:
+    for worker in ("rollout-0", "rollout-1"):
+        table.join(worker)
+        table.acknowledge(worker, 0, "digest")
+    for ticket in list(table.live())[6:]:
         table.start(ticket, "rollout-0")
-    table.retry(next(ticket for ticket in table.live() if ticket.ordinal == 2))
+    table.retry(next(ticket for ticket in table.live() if ticket.ordinal == 6))
     assert table.next_for("rollout-0", ahead=True, together=2) is None
-    table.retry(next(ticket for ticket in table.live() if ticket.ordinal == 5))
+    table.retry(next(ticket for ticket in table.live() if ticket.ordinal == 9))
     assert table.next_for("rollout-0", ahead=True, together=2) is not None
 
 
