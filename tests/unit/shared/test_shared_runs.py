@@ -121,8 +121,8 @@ FAULTS = [
 )
 def test_the_death_of_one_is_that_of_both_and_costs_its_share(victim: int, mode: str, method: str, what: str) -> None:
     """Also that of the first, which sends the weights: the next one does from then on."""
-    evaluated = {"evaluate__every": 1} if "evaluation" in method else {}
-    found = shared(mode, 3, first(f"shared-{victim}", method, what, after=1 - len(evaluated)), **evaluated)
+    evaluated = {"evaluate__every": 1, "evaluate__before_training": True} if "evaluation" in method else {}
+    found = shared(mode, 3, first(f"shared-{victim}", method, what, after=0 if evaluated else 1), **evaluated)
     check(found, mode, **evaluated)
     assert found.observer.of("injected")
     if what == "slow":
