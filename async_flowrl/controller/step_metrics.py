@@ -71,6 +71,8 @@ class StepStatistics:
             for age, (kept, total) in stats.kept.items():
                 line[f"kept/{age}"] = line.get(f"kept/{age}", 0) + kept
                 line[f"kept_of/{age}"] = line.get(f"kept_of/{age}", 0) + total
+        if waits := [stats.waited for stats in self.updates if stats.waited is not None]:
+            line["timing/wait_ticket"] = sum(waits)
         if self.skipped:
             line["tickets_skipped"] = self.skipped
         return line | self._by_window() | self._sample_size(line)

@@ -124,6 +124,7 @@ class SharedRank(VirtualWorker):
         self.place, self._samples = RankPosition(index, ranks), config.trainer.micro_batch_size
         super().__init__("trainer", index, PlannedSums(self.place, self._samples))
         self._device, self._work, self._seed = device, work, seed
+        self._measures = False
         self._whole = work.update.scaled(1.0 + work.serial * (ranks - 1))
         """Duration of a whole group on one of several ranks.
 
@@ -136,9 +137,13 @@ class SharedRank(VirtualWorker):
             await self._device.train(self._seconds(request), request.step, more=request.more)
         elif method == "take_step":
             step = self.target.step
+            if self._measures:
+                await self._device.train(0.0, step)
             await self._device.beside(self._work.finish.draw(f"{self._seed}/finish/{step}"), step)
-        elif method == "add_up" and args[0].probe is not None:
-            await self._device.train(0.0, args[0].step)  # The probe waits for its turn; its duration is not planned.
+        elif method == "add_up":
+            self._measures = args[0].probe is not None
+            if self._measures:  # The measurement of the KL waits for its turns; its duration is not planned.
+                await self._device.train(0.0, args[0].step)
         return self.run(method, args)
 
     def _seconds(self, request: TrainRequest) -> float:

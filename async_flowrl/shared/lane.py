@@ -32,6 +32,11 @@ class TrainingLane:
         self._depth = 0
         """Number of turns that were entered and not left, each inside the one before."""
 
+    @property
+    def waited(self) -> float:
+        """Seconds that the training thread has waited for its turns until now, in sum."""
+        return self._turns.waited
+
     @contextmanager
     def turn(self, *, more: bool = False) -> Iterator[None]:
         """Context of a unit of training, which begins after the ticket under way. It may be entered again inside.

@@ -38,6 +38,8 @@ class Turns:
         """Number of turns that the training thread has entered and not left, each inside the one before."""
         self._waiting = False
         """True while the training thread waits for its turn."""
+        self.waited = 0.0
+        """Seconds that the training thread has waited for its turns until now, in sum."""
         self._trained_since = 0.0
         self._paused_until = 0.0
         """End of the pause before the next ticket, by the clock."""
@@ -57,10 +59,11 @@ class Turns:
         with self._changed:
             self._depth += 1
             if self._depth == 1:
-                self._waiting = True
+                self._waiting, asked = True, self._clock()
                 self._changed.wait_for(lambda: not self._taken)
                 self._waiting, self._taken = False, True
                 self._trained_since = self._clock()
+                self.waited += self._trained_since - asked
         try:
             yield
         finally:

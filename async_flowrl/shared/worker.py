@@ -5,7 +5,9 @@ frozen base weights and the device, on which they take turns (turns.py). So the 
 processes.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -75,11 +77,14 @@ def beside(
 class SharedTrainer(TrainerWorker):
     """Trainer rank of a shared process.
 
-    `train` takes a turn, so that no further ticket begins before it. The methods below that are wrapped in `beside`,
-    such as `add_up` and `take_step`, run while a ticket is generated.
+    `train` takes a turn, so that no further ticket begins before it. `add_up`, `take_step` and the methods that are
+    wrapped in `beside` run while a ticket is generated. Only where the KL of the optimizer step is measured, `add_up`
+    and `take_step` take a turn for that, and `UpdateStats.waited` says how long they waited for it.
     """
 
     lane: TrainingLane
+    waited = 0.0
+    """Seconds for which the end of the present optimizer step has waited for tickets: to measure its KL."""
 
     def train(self, request: TrainRequest, *trajectories: Trajectory) -> UpdateStats | Summed | Manifest:
         with self.lane.turn(more=request.more):
@@ -91,9 +96,24 @@ class SharedTrainer(TrainerWorker):
             made.synchronize()  # Any lane may make the sender, on a stream for which `stage` does not wait.
         return sender
 
+    def add_up(self, request: TrainRequest, *trajectories: Trajectory) -> Summed:
+        with self._counted(), self.lane.beside():
+            return super().add_up(request, *trajectories)
+
+    def take_step(self) -> UpdateStats:
+        with self._counted(), self.lane.beside():
+            stats = super().take_step()
+        stats, self.waited = replace(stats, waited=self.waited), 0.0
+        return stats
+
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        """Adds what the body waits for its turns to `waited`."""
+        before = self.lane.waited
+        yield
+        self.waited += self.lane.waited - before
+
     load = beside(TrainerWorker.load)
-    add_up = beside(TrainerWorker.add_up)
-    take_step = beside(TrainerWorker.take_step)
     snapshot = beside(TrainerWorker.snapshot)
     state = beside(TrainerWorker.state)
     take_over = beside(TrainerWorker.take_over)

@@ -20,7 +20,8 @@ def merged(ranks: Sequence[UpdateStats]) -> UpdateStats:
 
     `ranks` has the statistics of each rank, and at least one. Without trained parts the first rank's are returned.
     """
-    first = ranks[0]
+    waits = [stats.waited for stats in ranks if stats.waited is not None]
+    first = replace(ranks[0], waited=max(waits, default=None))
     parts = sorted((part for stats in ranks for part in stats.parts), key=lambda part: (part.group, part.part))
     if not parts:
         return first

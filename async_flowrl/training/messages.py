@@ -240,6 +240,9 @@ class UpdateStats:
     """Trajectories that this rank got for this optimizer step."""
     digest: str = ""
     """Fingerprint of the trained weights after the step, equal on all ranks."""
+    waited: float | None = None
+    """Seconds for which the end of the step waited for tickets that the rank's process makes; merged: the longest.
+    None if its process makes no tickets."""
 
 
 def arrived(*payloads: object) -> None:

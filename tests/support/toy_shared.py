@@ -6,6 +6,7 @@ The pool is divided into two pools by the real code (separation/shared.py).
 import asyncio
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -16,13 +17,18 @@ from async_flowrl.config.schema import Config
 from async_flowrl.config.shared import SHARED
 from async_flowrl.plan.virtual_time import run_virtual
 from async_flowrl.run.pools import SUB_POOLS
+from async_flowrl.shared.turns import patience
 from async_flowrl.shared.worker import SharedRollout
+from async_flowrl.training.messages import UpdateStats
+from async_flowrl.training.trust_region import MEASURED_EVERY
 from separation.shared import SubGroup, Successors
 from tests.support.toy import TEXTS, Disturbance, ToyRun, toy_config, trained_on
 from tests.support.toy_models import ToyReward, ToyRollout, ToyTrainer
 from tests.support.toy_pool import Fault, ListObserver, Timing, ToyPool, ToyWorker, World, name_of, no_fault
 
 SAMPLING, TRAINING = ("generate", "generate/evaluation", "generate_together"), ("train", "train_last", "proximal")
+ENDING = ("add_up", "take_step")
+"""The phases of the end of an optimizer step over several processes."""
 
 
 class ToySharedRollout(ToyRollout):
@@ -45,6 +51,11 @@ class ToySharedRollout(ToyRollout):
 
 
 class ToySharedTrainer(ToyTrainer):
+    def take_step(self) -> UpdateStats:
+        algorithm, stats = self.config.algorithm, super().take_step()
+        due = algorithm.max_kl_per_update is not None or (stats.step + 1) % MEASURED_EVERY == 0
+        return replace(stats, measures_next=due and algorithm.kl_probe_images > 0)
+
     @property
     def parameters(self) -> Any:
         return SimpleNamespace(named=lambda tensors: tensors)
@@ -64,6 +75,26 @@ class ToyBoth:
         self.rollout.trainer, self.rollout.both = self.trainer, self
         self.sampling_since: float | None = None
         self.changed, self.taken, self.training = asyncio.Condition(), False, 0
+        self.measures = False
+        """Whether the KL of the optimizer step under way is measured, for which its two phases take turns."""
+        self.waited = 0.0
+        """Seconds for which these phases have waited for their turns."""
+        self._pause: asyncio.Task[None] | None = None
+        """The pause before the next ticket, if another unit of training is expected."""
+
+    def may_sample(self) -> bool:
+        return not self.training and self._pause is None
+
+    def pause(self, seconds: float) -> None:
+        if self._pause is not None:
+            self._pause.cancel()
+        self._pause = asyncio.create_task(self._paused(seconds)) if seconds > 0.0 else None
+
+    async def _paused(self, seconds: float) -> None:
+        await asyncio.sleep(seconds)
+        async with self.changed:
+            self._pause = None
+            self.changed.notify_all()
 
 
 class ToySharedWorker(ToyWorker):
@@ -89,21 +120,35 @@ class ToySharedWorker(ToyWorker):
 
     async def compute(self, method: str, args: tuple[Any, ...]) -> Any:
         name, both = name_of(method, args), self.target
-        if name not in (*SAMPLING, *TRAINING):
-            return await super().serve(method, args)
-        trains = name in TRAINING
+        if name == "add_up":
+            both.measures = args[0].probe is not None
+        measures = both.measures and name in ENDING
+        if name in (*SAMPLING, *TRAINING) or measures:
+            result = await self.in_turn(name, method, args, trains=measures or name in TRAINING)
+        else:
+            result = await super().serve(method, args)
+        if name != "take_step":
+            return result
+        waited, both.waited = both.waited, 0.0
+        return replace(result, waited=waited)
+
+    async def in_turn(self, name: str, method: str, args: tuple[Any, ...], *, trains: bool) -> Any:
+        both, asked = self.target, self.world.observer.now()
         async with both.changed:
             both.training += trains
-            await both.changed.wait_for(lambda: not both.taken and (trains or not both.training))
+            await both.changed.wait_for(lambda: not both.taken and (trains or both.may_sample()))
             both.training -= trains
             both.taken = True
         began = self.world.observer.now()
+        both.waited += (began - asked) * (name in ENDING)
         both.sampling_since = None if trains else began
         try:
             return await super().serve(method, args)
         finally:
             self.world.observer.event("computed", worker=self.name, kind=name, start=began)
             both.taken, both.sampling_since = False, None
+            if name in TRAINING:
+                both.pause(patience(self.world.observer.now() - began) if args[0].more else 0.0)
             async with both.changed:
                 both.changed.notify_all()
 

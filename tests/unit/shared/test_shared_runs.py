@@ -73,6 +73,25 @@ def test_a_group_goes_to_a_process_that_is_idle_and_not_to_one_in_a_long_ticket(
     assert len(handed) >= 4 and handed <= {(step, group) for step, group, _ in second.trained}
 
 
+@pytest.mark.parametrize("limit", [None, 0.1])
+@pytest.mark.parametrize("mode", ["one step off", "fully async"])
+def test_the_end_of_a_step_waits_for_a_ticket_only_to_measure_its_kl(mode: str, limit: float | None) -> None:
+    """The first step is measured, and with a limit every one. What that waits is in the metrics of the step."""
+    timing = Timing(seed=7, generate=1.0, spread=0.9, update=0.2, score=0.01)
+    found = shared(mode, 2, timing=timing, algorithm__max_kl_per_update=limit)
+    check(found, mode)
+    training = [event["time"] for event in found.observer.of("computed") if event["kind"] in TRAINING]
+    waits = [line["timing/wait_ticket"] for line in found.lines]
+    assert sum(wait > 0.0 for wait in waits) >= (1 if limit is None else 3) and waits[0] > 0.0
+    for wait, end in zip(waits, found.observer.of("step"), strict=True):
+        after_training = end["ended"] - max(time for time in training if time <= end["ended"])
+        if limit is None and end["step"] > 0:
+            assert wait == 0.0 and after_training == pytest.approx(0.0, abs=1e-9)
+        elif mode == "one step off":  # The others have two optimizer steps, and training comes after the first.
+            # The longest wait of a process; it waits twice, and each time all wait for the last of them.
+            assert after_training / 2 <= wait + 1e-9 and wait <= after_training + 1e-9
+
+
 def test_one_worker_hides_the_time_of_rewards() -> None:
     """Step s+1 is sampled while the rewards of step s are made: of nothing else is there any to spare."""
     slow = Timing(generate=1.0, update=0.25, score=6.0)
@@ -102,8 +121,8 @@ FAULTS = [
 )
 def test_the_death_of_one_is_that_of_both_and_costs_its_share(victim: int, mode: str, method: str, what: str) -> None:
     """Also that of the first, which sends the weights: the next one does from then on."""
-    evaluated = {"evaluate__every": 1} if "evaluation" in method else {}
-    found = shared(mode, 3, first(f"shared-{victim}", method, what, after=1 - len(evaluated)), **evaluated)
+    evaluated = {"evaluate__every": 1, "evaluate__before_training": True} if "evaluation" in method else {}
+    found = shared(mode, 3, first(f"shared-{victim}", method, what, after=0 if evaluated else 1), **evaluated)
     check(found, mode, **evaluated)
     assert found.observer.of("injected")
     if what == "slow":

@@ -17,7 +17,7 @@ from async_flowrl.rollout.worker import RolloutWorker
 from async_flowrl.shared.worker import SharedWorker
 from async_flowrl.training import worker as trainer_worker
 from async_flowrl.training.base_weights import base_tensors
-from async_flowrl.training.messages import StepPlan, TrainRequest
+from async_flowrl.training.messages import StepPlan, TrainRequest, UpdateStats
 from async_flowrl.training.worker import TrainerWorker
 from async_flowrl.types import RolloutReport
 from checkpoint_engine import weights_digest
@@ -246,11 +246,16 @@ def test_versions_are_exchanged_only_in_the_turn_of_a_ticket() -> None:
     assert [(report.version, report.swaps) for report in reports] == [(0, 0), (1, 0), (0, 1)]
 
 
-def test_the_end_of_a_step_waits_for_no_ticket_but_a_unit_of_training_does() -> None:
-    """A rank of several adds up and steps in two calls of their own, and stages the version."""
-    config = shared_config()
-    config.algorithm.kl_probe_images = 0  # A step whose KL is measured takes a turn for that.
-    one = worker(config)
+@pytest.mark.parametrize("measured", [False, True])
+def test_the_end_of_a_step_waits_for_no_ticket_but_a_unit_of_training_does(measured: bool) -> None:
+    """A rank of several adds up and steps in two calls of their own, and stages the version.
+
+    A step whose KL is measured takes a turn for that. It says how long it waited for it.
+    """
+    config, now = shared_config(), [100.0]
+    config.algorithm.kl_probe_images = 2 * measured
+    one, ended = worker(config), list[UpdateStats]()
+    one.rollout.turns._clock = lambda: now[0]
     sampler = rig.Sampler(config)
     sampler.load(one.trainer.tensors())
     handed = [sampler.group(0, group) for group in (0, 1)]
@@ -261,7 +266,7 @@ def test_the_end_of_a_step_waits_for_no_ticket_but_a_unit_of_training_does() -> 
 
     def end() -> None:
         one.trainer.add_up(TrainRequest(0, (), finishes=True))
-        one.trainer.take_step()
+        ended.append(one.trainer.take_step())
         one.trainer.sender.stage(1)
 
     before = one.trainer.weights_digest()
@@ -273,6 +278,10 @@ def test_the_end_of_a_step_waits_for_no_ticket_but_a_unit_of_training_does() -> 
     unit.join(LIMIT)
     with one.rollout.turns.sampling():
         ends = in_a_thread(end)
-        ends.join(LIMIT)
-        assert not ends.is_alive(), "the optimizer step waits for a ticket"
+        ends.join(0.3 if measured else LIMIT)
+        assert ends.is_alive() == measured, "only to measure its KL, the optimizer step waits for a ticket"
+        now[0] += 7.0
+    ends.join(LIMIT)
+    assert not ends.is_alive() and ended[0].waited == 7.0 * measured
+    assert ("kl_per_update" in ended[0].metrics) == measured
     assert one.trainer.versions.newest == 1 and one.trainer.weights_digest() != before
