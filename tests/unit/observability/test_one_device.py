@@ -105,12 +105,12 @@ def recorded(config: Config, timing: Timing) -> list[Event]:
     return sorted([*history, *spans], key=lambda event: float(event["time"]))
 
 
-@pytest.mark.parametrize(("k", "least", "most"), [(0, 0.1, 0.6), (1, 0.0, 0.02)])
-def test_three_devices_and_four_uneven_tickets_wait_for_each_other_only_on_policy(
+@pytest.mark.parametrize(("k", "least", "most"), [(0, 0.05, 0.3), (1, 0.0, 0.01)])
+def test_three_devices_with_ten_uneven_tickets_wait_for_each_other_only_on_policy(
     k: int, least: float, most: float
 ) -> None:
     """At K = 0 two devices have nothing to do while the third makes the last ticket of the step; K = 1 has others."""
-    config = shared_config(k, 3, steps=12, reward__num_workers=4)
+    config = shared_config(k, 3, steps=10, prompts_per_step=10, reward__num_workers=4)
     timing = Timing(generate=1.0, score=0.01, update=0.25, spread=0.3)
     events = recorded(config, timing)
     steps = [event for event in events if event["event"] == "step"]

@@ -1,5 +1,6 @@
 """Tests of rehearsals of `placement=shared`: one process that samples and trains, in the shape of a recipe."""
 
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -24,6 +25,12 @@ def rehearsed(*overrides: str) -> Rehearsal:
     return rehearse(compose_config("one_step_off", given), card_of("H100"))
 
 
+def on_two(done: Rehearsal) -> Rehearsal:
+    """The same processes, two of each kind."""
+    trainer, rollout = (replace(each, num_workers=2) for each in (done.config.trainer, done.config.rollout))
+    return replace(done, config=replace(done.config, trainer=trainer, rollout=rollout))
+
+
 def test_a_process_that_samples_and_trains_holds_the_base_once() -> None:
     """By the plan, too, which counts without the operations."""
     shared, separate = rehearsed("placement=shared"), rehearsed()
@@ -37,6 +44,7 @@ def test_a_process_that_samples_and_trains_holds_the_base_once() -> None:
     )
 
 
+@pytest.mark.slow
 def test_whole_weights_that_are_trained_are_there_twice() -> None:
     shared = rehearsed("placement=shared", "tune=full", "max_staleness=0")
     held = shared.rank.phases["update"].resident + shared.rollout.phases["sample"].resident
@@ -44,8 +52,7 @@ def test_whole_weights_that_are_trained_are_there_twice() -> None:
 
 
 def test_its_devices_are_counted_once_and_do_both_one_after_the_other() -> None:
-    pools = ("trainer.num_workers=2", "rollout.num_workers=2")
-    shared, separate = rehearsed("placement=shared", *pools), rehearsed(*pools)
+    shared, separate = (on_two(rehearsed(*placed)) for placed in (("placement=shared",), ()))
     assert (shared.devices, separate.devices) == (2, 4)
     said, also = describe(shared), describe(separate)
     step = shared.estimate.generation + shared.estimate.update
