@@ -191,7 +191,7 @@ async def restore(
 async def with_sound_shares(trainers: TrainerGroup, resume: Resume, another: Callable[[], Resume]) -> Resume:
     """Has every rank verify its share of the checkpoint; returns `resume`, or what `another` returns if one is damaged.
 
-    Raises WorkerFailed if a share of that is damaged, too.
+    Raises WorkerFailed if there is no other one, or if a share of that is damaged, too.
     """
     try:
         await trainers.all("saving.verify", str(resume.path))
@@ -200,6 +200,8 @@ async def with_sound_shares(trainers: TrainerGroup, resume: Resume, another: Cal
             raise
         logger.warning("%s; looking for another one", error.message)
         resume = await asyncio.to_thread(another)
+        if resume.path is None:
+            raise
         await trainers.all("saving.verify", str(resume.path))
     return resume
 
