@@ -93,11 +93,20 @@ class Loops:
         self.bare.update(groups, trained=count, at_once=at_once)
 
     def in_one(self, groups: Sequence[Group], at_once: int) -> Group:
-        """One group with the images of all; its text's embeddings have a row for each image, `at_once` times over."""
+        """One group with the images of all; its text's embeddings have a row for each image, `at_once` times over.
+
+        Shorter texts are padded with zeros, without a mask: what is computed costs as much, and is not the same.
+        """
         texts, xs, log_probs = zip(*groups, strict=True)
         known, name = self.bare.texts, " | ".join(texts)
         if name not in known:
-            rows = [known[text].expand(len(each[0]), -1, -1) for text, each in zip(texts, xs, strict=True)]
+            longest = max(known[text].shape[1] for text in texts)
+            rows = [
+                torch.nn.functional.pad(known[text], (0, 0, 0, longest - known[text].shape[1])).expand(
+                    len(each[0]), -1, -1
+                )
+                for text, each in zip(texts, xs, strict=True)
+            ]
             known[name] = torch.cat(rows).repeat(at_once, 1, 1)
         latents, means = ([torch.cat(row) for row in zip(*each, strict=True)] for each in (xs, log_probs))
         return name, latents, means
