@@ -9,7 +9,7 @@ import pytest
 
 from async_flowrl.config.paths import config_dir
 from async_flowrl.plan import __main__ as planner
-from async_flowrl.plan.devices import TIGHT
+from async_flowrl.plan.devices import MEMORY_WARNING_SHARE
 from async_flowrl.plan.memory import MARGIN_SHARE, RUNTIME_BYTES
 
 GIB = 2**30
@@ -65,7 +65,7 @@ def test_a_recipe_states_what_is_planned(experiment: str, capsys: pytest.Capture
             margins.groups(), (79 * GIB - held, MARGIN_SHARE * tensors, RUNTIME_BYTES), strict=True
         ):
             equal(stated_margin, number / GIB)
-        assert held <= TIGHT * 79 * GIB, "the run would warn at its own start"
+        assert held <= MEMORY_WARNING_SHARE * 79 * GIB, "the run would warn at its own start"
 
 
 @pytest.mark.slow
