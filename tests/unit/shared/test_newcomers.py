@@ -116,15 +116,13 @@ def test_it_has_the_averages_of_its_peer(mode: str) -> None:
     averaged = {**AVERAGES, "evaluate__every": 1, "evaluate__before_training": True}
     calls = Counter[str]()
 
-    def dies_after_the_newcomer_has_stepped(worker: str, method: str, number: int) -> str | None:
+    def dies_then(worker: str, method: str, number: int) -> str | None:
         if method != "take_step":
             return None
         calls[worker] += 1
         return "kill" if worker == "shared-0" and calls[NEWCOMER] > 0 else None
 
-    found = shared(
-        mode, 2, faults(once(VICTIM, "generate", 3, "kill"), dies_after_the_newcomer_has_stepped), **averaged
-    )
+    found = shared(mode, 2, faults(once(VICTIM, "generate", 3, "kill"), dies_then), **averaged)
     check(found, mode, **averaged)
     assert [event["worker"] for event in found.observer.of("rejoined")] == ["trainer-1.1", "trainer-0.1"]
     assert {event["worker"] for event in found.observer.of("sender")} == {"trainer-1.1"}
