@@ -42,7 +42,7 @@ def occupy(ctx: Context, ranks: Iterable[int], *, trains: bool) -> None:
     if ctx.config.placement != SHARED:
         return
     for rank in ranks:
-        ctx.ticket_clocks.setdefault(rank, TicketClock()).trains(trains=trains)
+        ctx.ticket_clocks.setdefault(rank, TicketClock()).set_training(has_training=trains)
         if trains:
             ctx.training.add(rank)
         elif rank in ctx.training:

@@ -41,11 +41,11 @@ class TicketClock:
         finally:
             self._given -= 1
 
-    def trains(self, *, trains: bool) -> None:
+    def set_training(self, *, has_training: bool) -> None:
         """Records that the process has training to do from now on, or that it has none any more."""
-        if trains and not self._has_training:
+        if has_training and not self._has_training:
             self._behind_ticket = self._given > 0
-        self._has_training = trains
+        self._has_training = has_training
 
     def trained(self, began: float, ended: float) -> float:
         """Returns the seconds of a call to train without its wait for a ticket; the next ticket begins at its end."""

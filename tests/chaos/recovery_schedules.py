@@ -52,6 +52,13 @@ BESIDE = [
     if not fatal_to_worker(*pair) and pair[0] not in ("rollout:load", "ready", "update") and pair not in SIZES
 ]
 """Faults of workers that may happen in the same run. Pools keep their size: nothing of `SIZES` happens to them."""
+AVERAGES: dict[str, Any] = {
+    "trainer__ema_decay": 0.9,
+    "algorithm__name": "diffusion_nft",
+    "algorithm__sde_type": "ode",
+    "algorithm__old_policy_decay": "half",
+}
+"""Settings with which evaluations use an EMA, and images are made with an old policy."""
 NAMED = (SaveFailed, DeadlineExceeded)
 
 
@@ -206,8 +213,10 @@ class Left:
 
 
 @functools.cache
-def undisturbed(k: int) -> Left:
-    config = toy_config(k, steps=STEPS, evaluate__every=1, evaluate__before_training=True, console="quiet")
+def undisturbed(k: int, averaged: bool = False) -> Left:
+    """What is left of a run with `max_staleness` k in separate pools; `averaged`: with the settings of AVERAGES."""
+    more = AVERAGES if averaged else {}
+    config = toy_config(k, steps=STEPS, evaluate__every=1, evaluate__before_training=True, console="quiet", **more)
     with scratch() as folder:
         root = folder / "run"
         assert run_controller(config, root, World(Timing(), no_fault, ListObserver())) is None

@@ -128,7 +128,7 @@ class AnsweringTrainer:
 
     def __init__(self, config: Config, index: int) -> None:
         tensors = toy_tensors()
-        self.sender = ToySender(tensors, dict.fromkeys(range(STEPS + 1), tensors), config.live_versions)
+        self.sender = ToySender(tensors, dict.fromkeys(range(STEPS + 1), tensors), {}, config.live_versions)
         self.update = self
         self._place, self._samples = RankPosition(index, config.trainer.num_workers), config.trainer.micro_batch_size
         self._step, self._plan = -1, StepPlan(rows=0)

@@ -5,7 +5,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from functools import reduce
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any, cast
 from unittest import mock
@@ -13,6 +13,7 @@ from unittest import mock
 import numpy as np
 import torch
 
+from async_flowrl.algorithms.ema import ema_decay, old_policy_decay, update_average
 from async_flowrl.config.reward_pools import scoring_pools
 from async_flowrl.config.schema import Config
 from async_flowrl.rewards.held_out import HeldOutScores
@@ -23,7 +24,7 @@ from async_flowrl.training.exact import _TAIL, Account, ExactSum, _written, mark
 from async_flowrl.training.fsdp import World as TrainerWorld
 from async_flowrl.training.messages import Fetched, GroupMeta, Manifest, StepPlan, Summed, TrainRequest, UpdateStats
 from async_flowrl.training.parts import RankPosition, cut, parts_of
-from async_flowrl.types import EVALUATION, Prompt, RolloutReport, RolloutRequest, Scores, Trajectory
+from async_flowrl.types import EMA, EVALUATION, POLICY, Prompt, RolloutReport, RolloutRequest, Scores, Trajectory
 from checkpoint_engine import (
     CANARY_VERSION,
     RING,
@@ -39,6 +40,8 @@ from checkpoint_engine import EVALUATION as EVALUATION_SLOT
 
 SIZE = 8
 LORA_ALPHA, LORA_RANK = 4.0, 2
+SAMPLING = "sampling"
+"""Name of the old policy in checkpoints, an average of the trained weights that images are made with."""
 
 
 class Torn(BaseException):
@@ -82,6 +85,10 @@ def toy_tensors(seed: int = 0) -> dict[str, torch.Tensor]:
     }
 
 
+def copied(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in tensors.items()}
+
+
 def toy_lora(tensors: Mapping[str, torch.Tensor]) -> dict[str, LoraModule]:
     return {"layer": LoraModule(tensors["layer.lora_A.weight"], tensors["layer.lora_B.weight"], 2.0)}
 
@@ -101,7 +108,10 @@ class ToyRollout:
 
     def load(self) -> dict[str, str]:
         """Makes the receiver, without which no other method works."""
-        self.receiver = Receiver(self.tensors, capacity=self.config.max_staleness + 1, alpha=LORA_ALPHA, rank=LORA_RANK)
+        streams = (POLICY,) if self.config.trainer.ema_decay is None else (POLICY, EMA)
+        self.receiver = Receiver(
+            self.tensors, streams=streams, capacity=self.config.max_staleness + 1, alpha=LORA_ALPHA, rank=LORA_RANK
+        )
         return {"base_digest": "toy"}
 
     def prove(self, version: int) -> Any:
@@ -109,8 +119,9 @@ class ToyRollout:
         return binding_probe(toy_lora(self.tensors))
 
     def generate(self, request: RolloutRequest) -> tuple[RolloutReport, Any, Trajectory | None]:
-        slot = EVALUATION_SLOT if request.kind == EVALUATION else RING
-        digest = self.receiver.activate("policy", request.version, slot=slot)
+        averaged = request.kind == EVALUATION and self.config.trainer.ema_decay is not None
+        slot = EVALUATION_SLOT if request.kind == EVALUATION and not averaged else RING
+        digest = self.receiver.activate(EMA if averaged else POLICY, request.version, slot=slot)
         a, b = (self.tensors[f"layer.lora_{x}.weight"] for x in "AB")
         noise = torch.stack([torch.randn(SIZE, generator=generator(s)) for s in request.initial_seeds])
         values = noise + 2.0 * noise @ a.T @ b.T
@@ -171,12 +182,26 @@ class ToyReward:
 class ToySender:
     """Publishes a toy trainer's weights, in place of `training.publishing.PublishedStreams`."""
 
-    def __init__(self, tensors: Mapping[str, torch.Tensor], retained: Mapping[int, Any], live_versions: int) -> None:
-        self.policy, self.retained = (
-            Publisher(tensors, alpha=LORA_ALPHA, rank=LORA_RANK, retain=live_versions),
-            retained,
-        )
-        self.kept: dict[int, Any] = {}
+    def __init__(
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        retained: Mapping[int, Any],
+        averages: Mapping[str, Any],
+        live_versions: int,
+    ) -> None:
+        publisher = partial(Publisher, tensors, alpha=LORA_ALPHA, rank=LORA_RANK, retain=live_versions)
+        self.policy, self.ema = publisher(POLICY), publisher(EMA)
+        self.retained, self.averages = retained, averages
+        self.kept: dict[tuple[str, int], Any] = {}
+        """Stream and version → the weights, for versions that an evaluation may still ask for."""
+
+    def weights(self, stream: str, version: int) -> Any:
+        """Returns the weights of a version that is there now, of the EMA those of the newest; None if it is gone."""
+        return self.averages[EMA] if stream == EMA else self.retained.get(version)
+
+    def clear(self) -> None:
+        self.policy.clear()
+        self.ema.clear()
 
     def canary(self) -> dict[str, torch.Tensor]:
         tensors = canary_tensors(self.policy.layout, 1)
@@ -190,26 +215,27 @@ class ToySender:
         return again.payload(CANARY_VERSION)
 
     def stage(self, version: int, stream: str) -> None:
-        self.policy.stage(version, self.retained[version])
+        getattr(self, stream).stage(version, self.weights(stream, version))
 
     def take_over(self, stream: str, versions: Sequence[int], held: Sequence[int]) -> dict[int, Header]:
-        headers = {}
+        headers, publisher = {}, getattr(self, stream)
         for version in versions:
-            if version not in self.policy.retained():
-                if (tensors := self.retained.get(version) or self.kept.get(version)) is None:
+            if version not in publisher.retained():
+                own = self.retained.get(version) if stream == POLICY else None
+                if (tensors := own or self.kept.get((stream, version))) is None:
                     continue
-                self.policy.stage(version, tensors)
-            headers[version] = self.policy.seal(version)
+                publisher.stage(version, tensors)
+            headers[version] = publisher.seal(version)
             if version in held:
-                self.policy.hold(version)
+                publisher.hold(version)
         return headers
 
     def keep(self, stream: str, version: int) -> None:
-        if version in self.retained:
-            self.kept[version] = self.retained[version]
+        if (tensors := self.weights(stream, version)) is not None and (stream, version) not in self.kept:
+            self.kept[stream, version] = {name: tensor.clone() for name, tensor in tensors.items()}
 
     def let_go(self, stream: str, version: int) -> None:
-        self.kept.pop(version, None)
+        self.kept.pop((stream, version), None)
 
 
 class FloatSum(ExactSum):
@@ -260,7 +286,10 @@ class ToyTrainer:
         """Fault of the next checkpoint's writing: "torn" or "full" (see `failing_disk`), or None."""
         self._snapshot: Checkpoint | None = None
         self.retained = {0: self._copy()}
-        self.sender = self.versions = ToySender(self.tensors, self.retained, config.live_versions)
+        kept = {EMA: config.trainer.ema_decay is not None, SAMPLING: config.algorithm.old_policy_decay != "copy"}
+        self.averages = {name: self._copy() for name, wanted in kept.items() if wanted}
+        """The moving average for evaluations, and the old policy that images are made with, as the run has them."""
+        self.sender = self.versions = ToySender(self.tensors, self.retained, self.averages, config.live_versions)
         self.update = self
         """This object has the methods of the real worker's part `update`, too."""
         self.trained: list[tuple[int, int, int]] = []
@@ -346,8 +375,13 @@ class ToyTrainer:
             gradient = gradient.reshape(SIZE, 2)
             self.momentum = 0.5 * self.momentum + gradient / (1e-6 + gradient.norm())
             self.tensors["layer.lora_B.weight"] += 0.1 * self.momentum
+            if self.config.trainer.ema_decay is not None:
+                steps = self.step * self.config.trainer.updates_per_batch + self.plan.update + 1
+                self._average(EMA, ema_decay(steps, self.config.trainer.ema_decay))
         if self.plan.update == self.config.trainer.updates_per_batch - 1:
-            self.retained[self.step + 1] = self._copy()
+            if SAMPLING in self.averages:
+                self._average(SAMPLING, old_policy_decay(self.config.algorithm.old_policy_decay, self.step))
+            self.retained[self.step + 1] = copied(self.averages.get(SAMPLING, self.tensors))
             for old in [v for v in self.retained if v < self.step + 1 - self.config.max_staleness]:
                 del self.retained[old]
         skipped, digest = account.count == 0, self.weights_digest()
@@ -375,6 +409,7 @@ class ToyTrainer:
         version = max(self.retained)
         retained = {f"{v}/{name}": t for v, tensors in self.retained.items() for name, t in tensors.items()}
         parts = {"weights": self._copy(), "optimizer": {"momentum": self.momentum.clone()}, "retained": retained}
+        parts |= {name: copied(average) for name, average in self.averages.items()}
         trainer = {
             "version": version,
             "weights_digest": self.weights_digest(),
@@ -400,14 +435,19 @@ class ToyTrainer:
     def _restore(self, found: Checkpoint) -> None:
         self.tensors = {name: tensor.clone() for name, tensor in found.tensors["weights"].items()}
         self.momentum = found.tensors["optimizer"]["momentum"].clone()
+        for name in self.averages:
+            self.averages[name] = copied(found.tensors[name])
         self.retained.clear()
         for key, tensor in found.tensors["retained"].items():
             version, name = key.split("/")
             self.retained.setdefault(int(version), {})[name] = tensor.clone()
-        self.sender.policy.clear()
+        self.sender.clear()
+
+    def _average(self, name: str, decay: float) -> None:
+        update_average(self.averages[name].values(), self.tensors.values(), decay)
 
     def _copy(self) -> dict[str, torch.Tensor]:
-        return {name: tensor.clone() for name, tensor in self.tensors.items()}
+        return copied(self.tensors)
 
     def weights_digest(self) -> str:
         return weights_digest(self.tensors)

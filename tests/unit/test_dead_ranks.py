@@ -206,7 +206,8 @@ def test_a_newcomer_is_told_what_its_peer_has_not_done_yet(number: int) -> None:
 
     found = virtual(given, SHAKEN, fault)
     assert found.observer.of("rejoined")
-    assert set(found.groups["trainer"].workers[1].target.versions.kept) == {12}, "that of the last evaluation"
+    kept = found.groups["trainer"].workers[1].target.versions.kept
+    assert set(kept) == {("policy", 12)}, "that of the last evaluation"
 
 
 def whole_run(root: Path, *deaths: tuple[str, str, int], ranks: int = 2) -> Path:

@@ -1,15 +1,17 @@
 """Tests of a process that joins others which sample and train: its cost for the others, in virtual time."""
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from checkpoint_engine.errors import WeightsMismatch
+from tests.chaos.recovery_schedules import AVERAGES
 from tests.support.toy import ToyRun
 from tests.support.toy_pool import DELAY_SECONDS, REBUILD_SECONDS, Fault, Timing, once
 from tests.support.toy_shared import ToySharedRollout
-from tests.unit.shared.runs import check, first, shared
+from tests.unit.shared.runs import check, first, separate, shared
 
 VICTIM, NEWCOMER = "shared-1", "shared-1.1"
 
@@ -106,3 +108,23 @@ def test_one_that_computes_with_other_modules_never_serves(monkeypatch: pytest.M
     with pytest.raises(WeightsMismatch, match=r"layer at rollout-1\.1 "):
         shared("one step off", 2, once(VICTIM, "generate", 6, "kill"))
     assert "rollout-0" in served and "rollout-1.1" not in served
+
+
+@pytest.mark.parametrize("mode", ["one step off", "fully async"])
+def test_it_has_the_averages_of_its_peer(mode: str) -> None:
+    """It joins, and then its peer dies: from then on the old policy, the EMA and the versions are its own ones."""
+    averaged = {**AVERAGES, "evaluate__every": 1, "evaluate__before_training": True}
+    calls = Counter[str]()
+
+    def dies_then(worker: str, method: str, number: int) -> str | None:
+        if method != "take_step":
+            return None
+        calls[worker] += 1
+        return "kill" if worker == "shared-0" and calls[NEWCOMER] > 0 else None
+
+    found = shared(mode, 2, faults(once(VICTIM, "generate", 3, "kill"), dies_then), **averaged)
+    check(found, mode, **averaged)
+    assert [event["worker"] for event in found.observer.of("rejoined")] == ["trainer-1.1", "trainer-0.1"]
+    assert {event["worker"] for event in found.observer.of("sender")} == {"trainer-1.1"}
+    scores = [{each.version: each.scores for each in run.evaluated} for run in (found, separate(mode, **averaged))]
+    assert scores[0] == scores[1] and len(scores[0]) == 7
