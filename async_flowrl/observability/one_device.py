@@ -1,7 +1,7 @@
 """Processes of `placement=shared` in a run's records: two tracks per device, and the reasons for its idle time."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 
 from async_flowrl.observability.events import Event, step_window
 from async_flowrl.observability.intervals import Interval, intersect, length, subtract, union
@@ -53,10 +53,15 @@ class DeviceTime:
         return max(0.0, 1.0 - self.sampled - self.trained)
 
 
-def device_shares(workers: Sequence[Track], history: Sequence[Event]) -> dict[str, float] | None:
-    """Returns `device_time` from the first to the last step, and the idle share; None if nothing of it was recorded."""
-    found = device_time(workers, history, step_window(history))
-    return None if found is None else {**asdict(found), "idle": found.idle}
+def device_shares(workers: Sequence[Track], history: Sequence[Event], *, shared: bool) -> dict[str, float | None]:
+    """Returns the numbers of `device_time` from the first to the last step, and the idle share, by name.
+
+    They are None if nothing of it was recorded, or if the run's processes do not sample and train (`shared`).
+    """
+    found = device_time(workers, history, step_window(history)) if shared else None
+    if found is None:
+        return dict.fromkeys([*(field.name for field in fields(DeviceTime)), "idle"])
+    return {**asdict(found), "idle": found.idle}
 
 
 def device_time(workers: Sequence[Track], history: Sequence[Event], window: Interval) -> DeviceTime | None:

@@ -125,7 +125,7 @@ def summarise(config: Config, metrics: Sequence[Metrics], events: Iterable[Event
             "seconds_per_step": steady.bound if steady else None,
         },
         "efficiency": steady.bound / steady.seconds_per_step if steady else None,
-        "devices": device_shares(workers, attempt) if config.placement == SHARED else None,
+        "devices": device_shares(workers, attempt, shared=config.placement == SHARED),
         "swaps": sum(int(line.get("pool/rollout/swaps") or 0) for line in metrics),
         "flops_per_s": (rates := flops_per_second(workers, steady.window) if steady else {}),
         "mfu": {pool: utilisation(rate, 1.0, outcome.peak) for pool, rate in rates.items()},

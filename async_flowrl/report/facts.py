@@ -32,7 +32,7 @@ def facts_of(run: Records) -> list[Row]:
         ("Wall clock", duration(run.window[1] - run.window[0] if run.step_events else None)),
         ("Images per second", _text(summary.get("steady_images_per_s") or summary.get("images_per_s"))),
         (f"Efficiency in the steady state: {efficiency} ÷ measured", percent(summary.get("efficiency"))),
-        ("Time of the devices", _devices(summary.get("devices"))),
+        ("Time of the devices", _devices(summary.get("devices") or {})),
         ("Overlap of the shorter phase", percent((summary.get("overlap") or {}).get("share"))),
         ("MFU", mfu(summary) or None),
         ("Tickets", _tickets(summary.get("tickets") or {})),
@@ -50,9 +50,9 @@ def is_shared(run: Records) -> bool:
     return bool(run.setting("placement") == SHARED)
 
 
-def _devices(shares: Mapping[str, float] | None) -> str | None:
+def _devices(shares: Mapping[str, float]) -> str | None:
     """Returns what the devices of a run with `placement=shared` did, in words; None for any other run."""
-    if shares is None:
+    if shares.get("sampled") is None:
         return None
     return (
         f"sampled {shares['sampled']:.0%}, trained {shares['trained']:.0%}, idle {shares['idle']:.0%} "

@@ -38,7 +38,7 @@ class Records:
     metrics: Sequence[Metrics]
     """One entry per step."""
     history: Sequence[Event]
-    """Events that rollbacks did not make void (see events.effective), without those that reports do not need (see TICKET)."""
+    """Events that rollbacks did not make void (see events.effective), without those that reports skip (see TICKET)."""
     evaluations: Sequence[Evaluation]
     """The baseline's first, then policy versions in rising order."""
     summary: dict[str, Any]

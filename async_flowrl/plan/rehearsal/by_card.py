@@ -44,7 +44,8 @@ def lacking(done: Rehearsal) -> float:
 def by_card(done: Rehearsal, cards: Sequence[Card]) -> str:
     """Returns a table with a row per card.
 
-    For images per second a step takes the longer of generation and training, or both with `max_staleness=0` or `placement=shared`.
+    For images per second a step takes the longer of generation and training, or both with `max_staleness=0` or
+    `placement=shared`.
     """
     rows = [_row(on(card, done)) for card in cards]
     layout = f"the same processes on each card; the base is held as on {done.roofline.card.name} ({done.rank.layout})"

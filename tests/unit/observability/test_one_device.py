@@ -121,7 +121,8 @@ def test_three_devices_with_ten_uneven_tickets_wait_for_each_other_only_on_polic
     whole = device_time(tracks(events), events, (steps[0]["started"], steps[-1]["ended"]))
     assert whole is not None and summary["idle"] == pytest.approx(1 - summary["sampled"] - summary["trained"])
     assert {name: summary[name] for name in ("sampled", "trained", "rewards", "barrier")} == asdict(whole)
-    assert summarise(Config(), [], events, Outcome(60.0, "", {}, {}, {}))["devices"] is None
+    separate = summarise(Config(), [], events, Outcome(60.0, "", {}, {}, {}))["devices"]
+    assert separate == dict.fromkeys(summary), "the keys are there"
 
 
 def test_swaps_are_added_up() -> None:

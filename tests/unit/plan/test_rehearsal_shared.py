@@ -28,7 +28,8 @@ def rehearsed(*overrides: str) -> Rehearsal:
 def on_two(done: Rehearsal) -> Rehearsal:
     """The same processes, two of each kind."""
     trainer, rollout = (replace(each, num_workers=2) for each in (done.config.trainer, done.config.rollout))
-    return replace(done, config=replace(done.config, trainer=trainer, rollout=rollout))
+    config = replace(done.config, trainer=trainer, rollout=rollout)
+    return by_card.on(done.roofline.card, replace(done, config=config))
 
 
 def test_a_process_that_samples_and_trains_holds_the_base_once() -> None:
