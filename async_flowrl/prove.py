@@ -42,8 +42,8 @@ FULL_WEIGHTS_RUN = (
     "total_steps=6",
 )
 """Further overrides of the runs that train whole weights."""
-SHARES = ("trainer.num_workers=2", "trainer.shard=full")
-"""Overrides with which each of two trainer ranks has a share of the whole weights."""
+SHARES = ("trainer.num_workers=2", "trainer.shard=full", "trainer.micro_batch_size=2")
+"""Overrides with which each of two trainer ranks has a share of the whole weights, and parts of each group to train."""
 MAX_RUN_SECONDS = 300.0
 """Upper limit for the duration of a single run, in seconds."""
 
