@@ -30,14 +30,16 @@ class Together:
         first = tensors[0]
         if first.device.type != "cpu":
             return None
-        dtype, memory = first.dtype, first.untyped_storage().data_ptr()
+        dtype, storage = first.dtype, first.untyped_storage()
+        memory, size = storage.data_ptr(), storage.nbytes()  # Two storages may begin at one address.
         offsets: list[int] = []
         for tensor in tensors:
-            same = tensor.dtype is dtype and tensor.untyped_storage().data_ptr() == memory
+            of_tensor = tensor.untyped_storage()
+            same = tensor.dtype is dtype and of_tensor.data_ptr() == memory and of_tensor.nbytes() == size
             if not same or not tensor.is_contiguous():
                 return None
             offsets.append(int(tensor.storage_offset()))
-        count = first.untyped_storage().nbytes() // dtype.itemsize
+        count = size // dtype.itemsize
         return cls(first.detach().as_strided((count,), (1,), 0), tuple(offsets))
 
     def copy_to(self, layout: Layout, target: ByteArray) -> bool:

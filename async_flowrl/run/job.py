@@ -93,7 +93,8 @@ def _run(
         seen = tools.preflight(prepared) if config.preflight else ()
         if config.resume != "never" and not config.dry_run and directory.logs.is_dir():
             log_to(directory.logs / "controller.log")  # find_resume logs a warning for each damaged checkpoint
-        # This comes before the first write to the run directory, so a refused run leaves the directory unchanged.
+        # This comes before the first write to the run directory, so a refused run leaves the directory unchanged. Only
+        # damaged shares of a checkpoint are found later, by their ranks.
         resume = find_resume(prepared.requests, directory)
         if config.dry_run:
             directory.claim()
@@ -158,6 +159,7 @@ async def train(
 def last_resort(error: BaseException, stop: StopRequest, directory: RunDirectory) -> int | None:
     """Returns the step of the newest undamaged checkpoint if the run can end as stopped in spite of `error`, else None.
 
+    Shares of several ranks are not read for it.
     It can if it was asked to stop and `error` is the death of a worker or server: a scheduler that asks a run to stop
     often ends the workers as well.
     """

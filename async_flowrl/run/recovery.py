@@ -191,7 +191,7 @@ async def restore(
 async def with_sound_shares(trainers: TrainerGroup, resume: Resume, another: Callable[[], Resume]) -> Resume:
     """Has every rank verify its share of the checkpoint; returns `resume`, or what `another` returns if one is damaged.
 
-    Raises WorkerFailed if there is no other one, or if a share of that is damaged, too.
+    Raises the errors of `another`, and WorkerFailed if it finds none, or if a share of that one is damaged, too.
     """
     try:
         await trainers.all("saving.verify", str(resume.path))

@@ -45,12 +45,12 @@ def complete(
         size, wrote = (folder / name).stat().st_size, expected["bytes"]
         if size != wrote:
             raise OSError(errno.EIO, f"it has {size:,} bytes, its writer wrote {wrote:,}", str(folder / name))
-    files = {}
+    files = dict(described)
     for file in sorted(folder.rglob("*")):
         sync(file)
-        if file.is_file():
-            name = file.relative_to(folder).as_posix()
-            files[name] = described[name] if name in described else _describe(file)
+        name = file.relative_to(folder).as_posix()
+        if file.is_file() and name not in described:
+            files[name] = _describe(file)
     (folder / MANIFEST).write_text(_json({"format": FORMAT, "digest": manifest_digest(files), "files": files}))
     sync(folder / MANIFEST)
     sync(folder)

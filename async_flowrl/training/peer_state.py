@@ -19,7 +19,7 @@ class PeerState:
     """
 
     checkpoint: Checkpoint
-    """As it would be written to the disk, without the controller's part."""
+    """As it would be written to the disk, without the controller's part and the digest of the weights."""
     negatives: Mapping[Wording, Conditioning]
     """Conditioning of the negative prompts by text."""
     kept: Mapping[tuple[str, int], Tensor]

@@ -53,8 +53,11 @@ class Death:
 
 @contextmanager
 def halted(size: int, halt: Callable[[], NoReturn]) -> Iterator[None]:
-    """Calls `halt`, which ends the process or raises, when `size` further bytes have been digested, not one more."""
-    left, feed = size, RunningDigests.feed
+    """Calls `halt`, which ends the process or raises, when `size` further bytes have been digested, not one more.
+
+    Padding that is passed over counts, too.
+    """
+    left, feed, skip_to = size, RunningDigests.feed, RunningDigests.skip_to
 
     def counted(self: RunningDigests, data: ByteArray) -> None:
         nonlocal left
@@ -64,7 +67,15 @@ def halted(size: int, halt: Callable[[], NoReturn]) -> Iterator[None]:
         left -= len(data)
         feed(self, data)
 
-    with mock.patch.object(RunningDigests, "feed", counted):
+    def skipped(self: RunningDigests, end: int) -> None:
+        nonlocal left
+        if end - self.end >= left:
+            skip_to(self, self.end + left)
+            halt()
+        left -= max(0, end - self.end)
+        skip_to(self, end)
+
+    with mock.patch.object(RunningDigests, "feed", counted), mock.patch.object(RunningDigests, "skip_to", skipped):
         yield
 
 

@@ -20,7 +20,7 @@ from tests.support.toy_pool import ListObserver
 pytestmark = pytest.mark.serial("ranks")
 
 RANKS, BUCKET = 2, 256
-"""Each rank's share of a version is six or seven buckets."""
+"""Bytes. The first rank's share of a version is thirteen buckets, the second's five."""
 SECONDS = 120.0
 DeathsAt = Mapping[str, Death]
 
