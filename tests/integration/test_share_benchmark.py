@@ -17,8 +17,8 @@ def test_it_writes_its_table_into_a_page(tmp_path: Path, capsys: pytest.CaptureF
     """On the cluster of this process."""
     page, out = tmp_path / "page.md", tmp_path / "out.json"
     page.write_text("before\n<!-- shares: begin -->\nold\n<!-- shares: end -->\nafter\n")
-    sizes = ["--megabytes", "1", "--receivers", "1", "--repeats", "1"]
-    main([*sizes, "--bucket", "300000", "--page", str(page), "--out", str(out)])
+    sizes = ["--megabytes", "0.5", "--receivers", "1", "--repeats", "1"]
+    main([*sizes, "--bucket", "150000", "--page", str(page), "--out", str(out)])
     printed = capsys.readouterr().out
     result = json.loads(out.read_text(encoding="utf-8"))
     (cell,) = result["cells"]
@@ -26,20 +26,23 @@ def test_it_writes_its_table_into_a_page(tmp_path: Path, capsys: pytest.CaptureF
     assert cell["fraction_of_gloo"] == cell["gloo_seconds"] / cell["delivery_seconds"] > 0.0
     assert cell["stall_copies"] > 0.0 and cell["publish_copies"] > 0.0 and cell["activate_seconds"] > 0.0
     assert page.read_text() == f"before\n<!-- shares: begin -->\n\n{printed.rstrip()}\n<!-- shares: end -->\nafter\n"
-    assert "| 1 | 1 |" in printed and "no prediction" in printed and result["skipped"] == []
+    assert "| 0.5 | 1 |" in printed and "no prediction" in printed and result["skipped"] == []
     page.write_text("no markers")
     with pytest.raises(ValueError, match="has no place for shares"):
         main(["--read", str(out), "--page", str(page)])
 
 
 def test_the_primitive_writes_every_share_to_a_place_of_its_own() -> None:
-    ranks = [SendingRank(index, f"trainer-{index}", 2, 1.0) for index in range(2)]
-    worker, bucket = TakingWorker(0, "rollout-0", 1.0), 100_000
-    sizes = [shard_layout(whole_layout(1.0), 2, index).nbytes for index in range(2)]
+    """Also of shares that are not of one size."""
+    whole, bucket = whole_layout(0.5), 100_000
+    ranks = [SendingRank(index, f"trainer-{index}", 2, 0.5) for index in range(2)]
+    worker = TakingWorker(0, "rollout-0", 0.5)
+    sizes = [shard_layout(whole, 2, index).nbytes for index in range(2)]
+    assert sizes[0] > sizes[1] and sum(sizes) == whole.nbytes
     for shard, rank in enumerate(ranks):
         rank.train(shard + 1)
         for start in range(0, sizes[shard], bucket):
-            worker.take_raw(sizes, shard, start, rank.raw(0, start, min(bucket, sizes[shard] - start))[1])
+            worker.take_raw(sizes, shard, start, rank.raw(0, start, bucket)[1])
     shares = worker.buffer.split(sizes)
     assert [share.unique().tolist() for share in shares] == [[1], [2]]
 

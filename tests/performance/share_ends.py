@@ -70,7 +70,8 @@ class SendingRank(End):
         whole = whole_layout(megabytes)
         largest = shard_layout(whole, ranks, 0)
         super().__init__(largest.empty().zero_(), of_all=False)
-        self._live = shard_layout(whole, ranks, index).views(self.buffer)
+        own = shard_layout(whole, ranks, index)
+        self._live, self._nbytes = own.views(self.buffer), own.nbytes
         publisher = Publisher(self._live, POLICY, retain=1)
         self.sender = SimpleNamespace(policy=publisher, stage=self.stage)
         self._staging = 0.0
@@ -91,7 +92,7 @@ class SendingRank(End):
         return self._staging, time.perf_counter() - began
 
     def raw(self, version: int, start: int, size: int) -> tuple[None, ByteArray]:
-        return None, self.buffer[start : start + size].numpy()
+        return None, self.buffer[start : min(start + size, self._nbytes)].numpy()
 
 
 class TakingWorker(End):
