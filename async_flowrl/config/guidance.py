@@ -11,3 +11,10 @@ def guidance_refusal(key: str, scale: float) -> str | None:
     if scale == 0 or 1 <= scale < math.inf:
         return None
     return f"{key} must be above 1, or 0 or 1 for no guidance, got {scale:g}"
+
+
+def embedded_guidance_refusal(key: str, scale: float) -> str | None:
+    """Returns one sentence if `key` cannot have this value for a model that takes guidance as an input; else None."""
+    if 0 < scale < math.inf:
+        return None
+    return f"{key} must be above 0 for a model that takes guidance as an input, got {scale:g}"

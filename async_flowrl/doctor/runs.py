@@ -124,7 +124,8 @@ def collective(ran: Ran, setting: Setting) -> Finding:
     if ran.member_busy:
         by_nccl, why = ran.publishes - ran.member_busy, "while a worker was busy with an earlier delivery"
         sentence = f"{by_nccl} of {ran.publishes} versions by NCCL, the others by the object store {why}"
-        return Finding(name, OK if by_nccl else FAILED, sentence, figures=figures)
+        advice = "" if by_nccl else "the run's logs/controller.log names the workers; check again on an idle machine"
+        return Finding(name, OK if by_nccl else FAILED, sentence, advice, figures)
     return Finding(name, OK, f"all {ran.publishes} versions by NCCL", figures=figures)
 
 

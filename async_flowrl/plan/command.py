@@ -27,7 +27,7 @@ def work_of(given: argparse.Namespace) -> tuple[Work, Limits]:
     """Returns the work and the limits that the parsed arguments describe.
 
     With `--from-run` the durations come from that run's records, otherwise from the numbers on the command line.
-    Raises ValueError if both are missing, if the run cannot be read, or for `--backend local` with several ranks.
+    Raises ValueError if both are missing, if the run cannot be read, or for `runtime.backend=local` with several ranks.
     """
     devices, split = given.devices or given.cores, given.split
     limits = Limits(
@@ -41,13 +41,13 @@ def work_of(given: argparse.Namespace) -> tuple[Work, Limits]:
         backend=given.backend or "ray",
         cores=given.cores,
     )
-    if given.backend == "local":
-        limits = in_one_process(limits)
     if given.from_run is not None:
-        return from_run(given, limits)
-    if given.generate is None or given.update is None:
+        work, limits = from_run(given, limits)
+    elif given.generate is None or given.update is None:
         raise ValueError("either --from-run RUN_DIR, or both --generate and --update, are needed")
-    return from_numbers(given), limits
+    else:
+        work = from_numbers(given)
+    return work, in_one_process(limits) if limits.backend == "local" else limits
 
 
 def in_one_process(limits: Limits) -> Limits:
@@ -57,7 +57,7 @@ def in_one_process(limits: Limits) -> Limits:
     """
     rollout, trainer = limits.split or (max(1, limits.devices - 1), 1)
     if trainer > 1:
-        raise ValueError(f"--backend local has one trainer rank, got --split {rollout}:{trainer}")
+        raise ValueError(f"runtime.backend=local has one trainer rank, got --split {rollout}:{trainer}")
     split = (rollout, trainer) if limits.devices > 1 else None
     return replace(limits, split=split, share=limits.share and limits.devices == 1)
 

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from async_flowrl.config.guidance import guidance_refusal
+from async_flowrl.config.guidance import embedded_guidance_refusal, guidance_refusal
 from async_flowrl.config.schema import Config
 from async_flowrl.policies.registry import load_family
 from async_flowrl.tickets.request import evaluation_sampling
@@ -43,8 +43,6 @@ def _guided(sampling: Sampling, scale: float, embedded: bool) -> Sampling:
         if refusal := guidance_refusal("evaluate.baseline_guidance", scale):
             raise ValueError(refusal)
         return replace(sampling, true_cfg_scale=scale)
-    if scale <= 0:
-        raise ValueError(
-            f"evaluate.baseline_guidance must be above 0 for a model that takes it as an input, got {scale:g}"
-        )
+    if refusal := embedded_guidance_refusal("evaluate.baseline_guidance", scale):
+        raise ValueError(refusal)
     return replace(sampling, guidance_scale=scale)

@@ -150,7 +150,7 @@ def test_anothers_lora_with_other_prompts_and_rewards(tmp_path: Path, run: Path)
         (["nowhere"], "LoRA nowhere does not exist"),
         (["RUN/lora", "--images", "0"], "--images must be at least 1, got 0"),
         (["RUN/lora", "--seed", "-1"], "--seed must be from 0 to"),
-        (["RUN/lora", "--guidance", "-1"], "--guidance must be at least 0, got -1"),
+        (["RUN/lora", "--guidance", "-1"], "--guidance must be above 1, or 0 or 1 for no guidance, got -1"),
         (["RUN/lora", "--guidance", "0.5"], "--guidance must be above 1, or 0 or 1 for no guidance, got 0.5"),
         (["RUN/lora", "--reward", "colour"], "did you mean 'color'"),
         (["RUN/lora", "--reward", "color", "--reward", "color"], "another score of the name 'color'"),

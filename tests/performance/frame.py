@@ -132,6 +132,8 @@ def main() -> int:
             compose_config(overrides=[*COMMON, *load.overrides])
     except ConfigError as error:
         parser.error(str(error))
+    if given.json is not None:
+        given.json.parent.mkdir(parents=True, exist_ok=True)
     record = Record(shlex.join([*PROGRAM.split(), *sys.argv[1:]]), machine_description(), [], [])
     measure(record, chosen, given.rounds, given.json)
     sys.stdout.write(f"{markdown(record)}\n{threads_markdown(record)}")

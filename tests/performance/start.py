@@ -120,6 +120,8 @@ def main() -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="where all that was measured is written")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     given = parser.parse_intermixed_args()
+    if given.json is not None:
+        given.json.parent.mkdir(parents=True, exist_ok=True)
     compile_packages()
     record = {
         "command": shlex.join([*PROGRAM.split(), *sys.argv[1:]]),

@@ -41,10 +41,10 @@ class Rehearsal(Run):
         assert {name for report in self.reports for name in report["nondeterministic"]} == set()
 
     def delivered(self, transport: str) -> None:
-        """Every version went by this transport."""
+        """Every version went by this transport, but for those published while a worker was busy with an earlier one."""
         sync = self.summary["sync"]
         assert (sync["transport"], sync["fallbacks"]) == (transport, 0)
-        assert sync["publishes"] > 0
+        assert sync["member_busy"] < sync["publishes"]
 
 
 def rehearse(

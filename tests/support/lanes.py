@@ -43,6 +43,8 @@ def commands_of(file: str, source: str) -> dict[str, set[str]]:
 def _command(marks: Marks) -> str:
     if marks & {"skip", "skipif", "xfail"}:
         return NOWHERE
+    if {"slow", "pretend_gpu"} <= marks:
+        return COMMANDS["slow"]  # which makes test-pretend-gpu-slow, too
     return next((command for mark, command in COMMANDS.items() if mark in marks), DEFAULT)
 
 

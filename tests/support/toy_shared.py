@@ -20,7 +20,7 @@ from async_flowrl.run.pools import SUB_POOLS
 from async_flowrl.shared.turns import patience
 from async_flowrl.shared.worker import SharedRollout
 from async_flowrl.training.messages import UpdateStats
-from async_flowrl.training.trust_region import MEASURED_EVERY
+from async_flowrl.training.trust_region import MEASURED_EVERY_STEPS
 from separation.shared import SubGroup, Successors
 from tests.support.toy import TEXTS, Disturbance, ToyRun, toy_config, trained_on
 from tests.support.toy_models import ToyReward, ToyRollout, ToyTrainer
@@ -53,7 +53,7 @@ class ToySharedRollout(ToyRollout):
 class ToySharedTrainer(ToyTrainer):
     def take_step(self) -> UpdateStats:
         algorithm, stats = self.config.algorithm, super().take_step()
-        due = algorithm.max_kl_per_update is not None or (stats.step + 1) % MEASURED_EVERY == 0
+        due = algorithm.max_kl_per_update is not None or (stats.step + 1) % MEASURED_EVERY_STEPS == 0
         return replace(stats, measures_next=due and algorithm.kl_probe_images > 0)
 
     @property

@@ -109,6 +109,8 @@ def test_the_command_is_read_from_the_marks(above: str, commands: set[str]) -> N
 
 def test_a_mark_may_come_from_the_folder_and_an_imported_one_is_refused() -> None:
     assert commands_of("tests/pretend_gpu/test_x.py", "def test_a(): ...") == {"test_a": {"make test-pretend-gpu"}}
+    slow = commands_of("tests/pretend_gpu/test_x.py", "@pytest.mark.slow\ndef test_a(): ...")
+    assert slow == {"test_a": {"make test-slow"}}
     with pytest.raises(ValueError, match="needs_root is imported"):
         commands_of("tests/x.py", "from a import needs_root\n@needs_root\ndef test_a(): ...")
 

@@ -60,7 +60,7 @@ def test_guidance_of_the_baseline_is_checked_under_its_own_name(tmp_path: Path) 
         prepared(tmp_path, *asked)
     baseline = prepared(tmp_path, *flux, *asked).requests.baseline
     assert baseline is not None and baseline.guidance_scale == 0.5, "FLUX takes any scale above 0, as an input"
-    with pytest.raises(ConfigError, match=r"^evaluate\.baseline_guidance must be above 0 for a model that takes it"):
+    with pytest.raises(ConfigError, match=r"^evaluate\.baseline_guidance must be above 0 for a model that takes"):
         prepared(tmp_path, *flux, "evaluate.baseline=true", "evaluate.baseline_guidance=0")
 
 

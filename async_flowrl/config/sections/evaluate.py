@@ -40,7 +40,8 @@ class EvaluateConfig:
     """Denoising steps of the baseline; null = the model family's usual number (model.path=tiny: as in evaluations)."""
     baseline_guidance: float | None = setting(None, at_least=0)
     """Guidance scale of the baseline: guidance_scale for families that take it as a network input, else true_cfg_scale.
-    null = the family's usual value."""
+    It must be above 0 for the former, and above 1, or 0 or 1 for none, for the others. null = the family's usual
+    value."""
     on_hacking: str = setting("warn", choices=("warn", "stop", "ignore"))
     """Reaction if the trained reward rises while a held-out term gets worse by more than its noise: warn; stop (the run
     ends, can be resumed, and has the best version's weights if save.best is set); or ignore. See

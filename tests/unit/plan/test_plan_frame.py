@@ -14,6 +14,8 @@ from async_flowrl.plan.laws import Law
 from async_flowrl.plan.limits import Limits, simulated
 from async_flowrl.plan.simulate import Prediction
 from async_flowrl.plan.work import Layout, Work
+from tests.support.recorded import recorded
+from tests.support.toy import toy_config, virtual
 
 DOCS = Path(__file__).resolve().parents[3] / "docs"
 ROW = re.compile(
@@ -111,7 +113,20 @@ def test_the_command_takes_cores_and_a_backend(capsys: pytest.CaptureFixture[str
     assert steps["local"]["best"]["step_seconds"] < steps["ray"]["best"]["step_seconds"]
     assert steps["local"]["shared"] == [] and len(steps["local"]["splits"]) == 1, "its process has one trainer rank"
     assert plan.main([*given, "--backend", "local", "--split", "1:2"]) == 2
-    assert "--backend local has one trainer rank, got --split 1:2" in capsys.readouterr().err
+    assert "runtime.backend=local has one trainer rank, got --split 1:2" in capsys.readouterr().err
+
+
+def test_a_run_in_one_process_is_planned_with_one_trainer_rank(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whether the run says that it was made in one process or the command line, and whatever devices the run had."""
+    for name, backend, option in (("local", "local", []), ("ray", "ray", ["--backend", "local"])):
+        config = toy_config(1, steps=8)
+        config.runtime.backend, config.rollout.num_workers = backend, 3
+        folder = recorded(tmp_path / name, virtual(config), config)
+        assert plan.main(["--from-run", str(folder), "--devices", "4", "--steps", "12", "--json", *option]) == 0
+        said = json.loads(capsys.readouterr().out)
+        assert [(each["rollout"], each["trainer"]) for each in said["splits"]] == [(3, 1)] and said["shared"] == []
 
 
 @pytest.mark.parametrize("load", [pytest.param(load, marks=() if load == SMALL else pytest.mark.slow) for load in ROWS])
