@@ -86,9 +86,13 @@ class RolloutWorker:
             keep_freed_memory()
         embeddings = open_embeddings(self.config, self.model, device(), self._upcoming, self.index, self._base)
         if embeddings is not None:
-            embeddings.begin()
+            self._encode_ahead(embeddings)
         with ONE_AT_A_TIME:
             return self._load(embeddings)
+
+    def _encode_ahead(self, embeddings: StoredEmbeddings) -> None:
+        """Encodes the prompts that will come first, before the network is there; a shared base is aside meanwhile."""
+        embeddings.begin()
 
     def _load(self, embeddings: StoredEmbeddings | None) -> dict[str, str]:
         starts_cuda_elsewhere = self.config.rollout.engine == "vllm_omni"

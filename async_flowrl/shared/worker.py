@@ -19,6 +19,7 @@ from async_flowrl.policies.base import Policy
 from async_flowrl.policies.one_base import OneBase
 from async_flowrl.policies.registry import ResolvedModel
 from async_flowrl.rollout.registry import PARTS
+from async_flowrl.rollout.stored_embeddings import StoredEmbeddings
 from async_flowrl.rollout.worker import RolloutWorker, device
 from async_flowrl.shared.lane import TrainingLane
 from async_flowrl.shared.turns import Turns
@@ -110,14 +111,20 @@ class SharedTrainer(TrainerWorker):
     def _counted(self) -> Iterator[None]:
         """Adds what the body waits for its turns to `waited`."""
         before = self.lane.waited
-        yield
-        self.waited += self.lane.waited - before
+        try:
+            yield
+        finally:
+            self.waited += self.lane.waited - before
+
+    def restore(self, path: str) -> int:
+        self.waited = 0.0  # An optimizer step that was given up may have waited.
+        with self.lane.beside():
+            return super().restore(path)
 
     load = beside(TrainerWorker.load)
     snapshot = beside(TrainerWorker.snapshot)
     state = beside(TrainerWorker.state)
     take_over = beside(TrainerWorker.take_over)
-    restore = beside(TrainerWorker.restore)
 
 
 class SharedStreams(PublishedStreams):
@@ -153,6 +160,11 @@ class SharedRollout(RolloutWorker):
             return super().load()
         self.receiver.clear()
         return {"base_digest": self.base_digest}
+
+    def _encode_ahead(self, embeddings: StoredEmbeddings) -> None:
+        # The trainer rank of a newcomer may be there first, and must not train while the base is aside.
+        with self.turns.sampling():
+            super()._encode_ahead(embeddings)
 
     def generate(self, request: RolloutRequest) -> tuple[RolloutReport, ByteArray, Trajectory | None]:
         with self.turns.sampling():

@@ -24,6 +24,7 @@ from checkpoint_engine import weights_digest
 from checkpoint_engine.errors import WeightsMismatch
 from tests.support import trainer_rig as rig
 from tests.support.tiny import request
+from tests.support.until import until
 
 LIMIT = 60.0
 """Seconds after which a thread that has not ended hangs."""
@@ -278,7 +279,7 @@ def test_the_end_of_a_step_waits_for_no_ticket_but_a_unit_of_training_does(measu
     unit.join(LIMIT)
     with one.rollout.turns.sampling():
         ends = in_a_thread(end)
-        ends.join(0.3 if measured else LIMIT)
+        until(lambda: one.rollout.turns._waiting or not ends.is_alive())
         assert ends.is_alive() == measured, "only to measure its KL, the optimizer step waits for a ticket"
         now[0] += 7.0
     ends.join(LIMIT)

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 import pytest
 
 from async_flowrl.shared.turns import Turns, patience
+from tests.support.until import until
 
 LIMIT = 60.0
 
@@ -31,14 +32,6 @@ class Unit(threading.Thread):
         self.may_end.set()
         self.join(LIMIT)
         assert not self.is_alive()
-
-
-def until(condition: Callable[[], object]) -> None:
-    for _ in range(int(LIMIT / 0.01)):
-        if condition():
-            return
-        threading.Event().wait(0.01)
-    raise AssertionError("it never came to that")
 
 
 def test_training_comes_before_a_ticket_that_was_given_ahead() -> None:
