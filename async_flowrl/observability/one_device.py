@@ -11,8 +11,9 @@ from async_flowrl.types import TRAIN
 
 SHARING_POOLS = ("rollout", "trainer")
 """Pools whose workers of the same number are one process."""
-SCORING = "SCORING"
-"""State of a ticket that has images and no reward yet (tickets/ticket.py)."""
+PENDING, SCORING, READY = "PENDING", "SCORING", "READY"
+"""States of a ticket that waits to be made (again), that has images and no reward yet, and whose group has its rewards
+(tickets/ticket.py)."""
 
 
 def by_device(workers: Sequence[Track]) -> list[Track]:
@@ -38,30 +39,28 @@ def _index(place: str) -> int:
 class DeviceTime:
     """Mean shares of the time of all devices, from 0 to 1.
 
-    What is left of the whole is time in which no device computed and no reward was made, e.g. between two steps.
+    A process may sample beside its optimizer step, so `sampled`, `trained` and `idle` may add up to more than 1. What
+    `rewards` and `barrier` leave of `idle` is time in which no device computed and no reward was made, e.g. between two
+    steps.
     """
 
     sampled: float
     trained: float
+    idle: float
+    """Nothing to do: a device neither sampled nor trained."""
     rewards: float
     """Nothing to do while the reward of a training group was made."""
     barrier: float
     """Nothing to do while another device computed, and no reward was made."""
 
-    @property
-    def idle(self) -> float:
-        return max(0.0, 1.0 - self.sampled - self.trained)
-
 
 def device_shares(workers: Sequence[Track], history: Sequence[Event], *, shared: bool) -> dict[str, float | None]:
-    """Returns the numbers of `device_time` from the first to the last step, and the idle share, by name.
+    """Returns the numbers of `device_time` from the first to the last step, by name.
 
     They are None if nothing of it was recorded, or if the run's processes do not sample and train (`shared`).
     """
     found = device_time(workers, history, step_window(history)) if shared else None
-    if found is None:
-        return dict.fromkeys([*(field.name for field in fields(DeviceTime)), "idle"])
-    return {**asdict(found), "idle": found.idle}
+    return dict.fromkeys(field.name for field in fields(DeviceTime)) if found is None else asdict(found)
 
 
 def device_time(workers: Sequence[Track], history: Sequence[Event], window: Interval) -> DeviceTime | None:
@@ -80,19 +79,27 @@ def device_time(workers: Sequence[Track], history: Sequence[Event], window: Inte
         idle.append(subtract([window], union(interval for track in own for interval in track.busy)))
     scoring = _scoring(history)
     anyone = union(interval for track in both for interval in track.busy)
-    rewards = sum(length(intersect(each, scoring)) for each in idle)
-    barrier = sum(length(subtract(intersect(each, anyone), scoring)) for each in idle)
-    return DeviceTime(work["rollout"] / whole, work["trainer"] / whole, rewards / whole, barrier / whole)
+    return DeviceTime(
+        sampled=work["rollout"] / whole,
+        trained=work["trainer"] / whole,
+        idle=sum(length(each) for each in idle) / whole,
+        rewards=sum(length(intersect(each, scoring)) for each in idle) / whole,
+        barrier=sum(length(subtract(intersect(each, anyone), scoring)) for each in idle) / whole,
+    )
 
 
 def _scoring(history: Sequence[Event]) -> list[Interval]:
-    """Returns the times at which a training ticket's images were there, and its reward was not."""
-    began: dict[int, float] = {}
+    """Returns the times at which all images of a training group were there, and its rewards were not."""
+    began: dict[tuple[int, int], float] = {}
     found = []
     for event in history:
-        if event["event"] == "ticket" and event["kind"] == TRAIN:
-            if event["state"] == SCORING:
-                began[event["ordinal"]] = event["time"]
-            elif event["ordinal"] in began:
-                found.append((began.pop(event["ordinal"]), event["time"]))
+        if event["event"] != "ticket" or event["kind"] != TRAIN:
+            continue
+        group = event["step"], event["group"]
+        if event["state"] == SCORING:
+            began[group] = event["time"]  # of its last ticket in the end: before that nobody makes rewards
+        elif event["state"] == READY and group in began:
+            found.append((began.pop(group), event["time"]))
+        elif event["state"] == PENDING:
+            began.pop(group, None)
     return union(found)

@@ -20,7 +20,10 @@ from async_flowrl.observability.timeline import Track, tracks
 
 TICKET, VERSION = '"event": "ticket"', '"event": "version"'
 """What lines of events of these kinds contain. They are the largest part of the file, and reports skip them; only with
-`placement=shared` they need the tickets, which say for how long a reward was made."""
+`placement=shared` they need tickets, which say for how long a reward was made."""
+NO_REWARD = tuple(f'"state": "{state}"' for state in ("RUNNING", "HANDED", "TRAINED", "SKIPPED"))
+"""What lines of a ticket's other changes contain, which do not say it; states of workers and versions are lower case.
+"""
 LOG_TAIL_BYTES = 200_000
 """Bytes at the end of the controller's log that are searched for the cause of a failure."""
 MAX_CAUSE_CHARACTERS = 400
@@ -105,7 +108,7 @@ def read_run(root: Path) -> Records:
     evaluations = sorted(read_evaluations(root / "evaluations.jsonl"), key=lambda e: (not e.baseline, e.version))
     config = _config(root / "config.yaml")
     summary = _summary(root / "summary.json", len(metrics), config.get("total_steps"))
-    skipped = (VERSION,) if config.get("placement") == SHARED else (TICKET, VERSION)
+    skipped = (VERSION, *NO_REWARD) if config.get("placement") == SHARED else (TICKET, VERSION)
     return Records(
         root=root,
         metrics=metrics,

@@ -13,7 +13,7 @@ from async_flowrl.observability.summary import Outcome, summarise
 from async_flowrl.observability.timeline import tracks
 from async_flowrl.report.schedule import _places
 from tests.support.toy import Timing
-from tests.support.toy_shared import shared_config, shared_virtual
+from tests.support.toy_shared import ENDING, shared_config, shared_virtual
 
 STEP = {"time": 10.0, "event": "step", "step": 0, "started": 0.0, "ended": 10.0}
 
@@ -22,8 +22,9 @@ def span(worker: str, start: float, end: float) -> dict[str, Any]:
     return {"time": end, "event": "span", "worker": worker, "name": "work", "start": start, "end": end}
 
 
-def ticket(time: float, state: str, ordinal: int = 0, kind: str = "train") -> dict[str, Any]:
-    return {"time": time, "event": "ticket", "kind": kind, "ordinal": ordinal, "state": state}
+def ticket(time: float, state: str, ordinal: int = 0, kind: str = "train", group: int = 0) -> dict[str, Any]:
+    names = {"kind": kind, "ordinal": ordinal, "step": 0, "group": group, "state": state}
+    return {"time": time, "event": "ticket", **names}
 
 
 def said(*events: dict[str, Any]) -> str:
@@ -42,6 +43,31 @@ def test_rewards_are_the_limit_where_devices_wait_while_one_is_made() -> None:
     sentence = said(span("rollout-0", 0, 5), span("trainer-0", 8, 10), *scored, STEP)
     assert "sampled 50% and trained 20%" in sentence
     assert "Rewards are the limit: devices had nothing to do 30% of the time, 30% while a reward was made" in sentence
+
+
+def test_time_in_which_both_parts_work_counts_once() -> None:
+    """The optimizer runs beside tickets: sampled and trained add up to the whole, and the device idled all the same."""
+    events = span("rollout-0", 0, 6), span("trainer-0", 5, 9), ticket(8, "SCORING"), ticket(10, "READY"), STEP
+    found = device_time(tracks(events), events, (0.0, 10.0))
+    assert found is not None
+    assert asdict(found) == pytest.approx({"sampled": 0.6, "trained": 0.4, "idle": 0.1, "rewards": 0.1, "barrier": 0.0})
+    assert "Rewards are the limit" in said(*events)
+
+
+def test_a_group_waits_for_its_reward_only_once_all_its_tickets_have_images() -> None:
+    """Scoring takes no time; what the first device waits for is the group's last ticket, which the second one makes.
+
+    The lost images of another group's ticket are made again, and until then no reward of that group is made either.
+    """
+    work = [span("rollout-0", 0, 4), span("rollout-1", 0, 7), span("trainer-0", 7, 10), span("trainer-1", 7, 10)]
+    mates = [ticket(4, "SCORING"), ticket(7, "SCORING", 1), ticket(7, "READY"), ticket(7, "READY", 1)]
+    again = [(4, "SCORING"), (5, "PENDING"), (5.5, "RUNNING"), (7, "SCORING"), (7, "READY")]
+    lost = [ticket(time, state, 2, group=1) for time, state in again]
+    events = [*work, *sorted([*mates, *lost], key=lambda event: float(event["time"])), STEP]
+    found = device_time(tracks(events), events, (0.0, 10.0))
+    assert found is not None
+    assert (found.idle, found.rewards, found.barrier) == pytest.approx((0.15, 0.0, 0.15))
+    assert "The end of a step is the limit" in said(*events)
 
 
 def test_the_end_of_a_step_is_the_limit_where_devices_wait_for_each_other() -> None:
@@ -96,7 +122,7 @@ def test_the_efficiency_of_the_summary_is_the_share_of_time_in_which_the_devices
 def recorded(config: Config, timing: Timing) -> list[Event]:
     """Events of a toy run in virtual time, with spans of what its processes computed."""
     history = shared_virtual(config, timing).observer.events
-    parts = {"generate": "rollout", "train": "trainer", "train_last": "trainer"}
+    parts = {"generate": "rollout"} | dict.fromkeys(("train", "train_last", *ENDING), "trainer")
     spans = [
         span(f"{parts[e['kind']]}-{e['worker'].rpartition('-')[2]}", e["start"], e["time"])
         for e in history
@@ -119,8 +145,10 @@ def test_three_devices_with_ten_uneven_tickets_wait_for_each_other_only_on_polic
     assert least <= found.barrier <= most
     summary = summarise(config, [], events, Outcome(60.0, "", {}, {}, {}))["devices"]
     whole = device_time(tracks(events), events, (steps[0]["started"], steps[-1]["ended"]))
-    assert whole is not None and summary["idle"] == pytest.approx(1 - summary["sampled"] - summary["trained"])
-    assert {name: summary[name] for name in ("sampled", "trained", "rewards", "barrier")} == asdict(whole)
+    assert whole is not None and summary == asdict(whole)
+    assert summary["idle"] == pytest.approx(1 - summary["sampled"] - summary["trained"]), (
+        "the toy does one or the other"
+    )
     separate = summarise(Config(), [], events, Outcome(60.0, "", {}, {}, {}))["devices"]
     assert separate == dict.fromkeys(summary), "the keys are there"
 
