@@ -114,12 +114,13 @@ class Owners:
         return tuple(owners)
 
     def took(self, replica: int, samples: int, seconds: float, *, idle_at: float | None = None) -> None:
-        """Records that a replica has computed `samples` images in `seconds`.
+        """Records that a replica has computed `samples` images in `seconds`, 0.0 if nobody knows in how many.
 
         `idle_at` is the present time if the replica has no work left, else None.
         """
         if samples:
             self._given.add(replica)
+        if samples and seconds > 0:
             pace, before = seconds / samples, self._pace.get(replica)
             self._pace[replica] = pace if before is None else PACE_MEMORY * before + (1 - PACE_MEMORY) * pace
         if idle_at is not None:

@@ -29,9 +29,10 @@ def work_of(given: argparse.Namespace) -> tuple[Work, Limits]:
     With `--from-run` the durations come from that run's records, otherwise from the numbers on the command line.
     Raises ValueError if both are missing, if the run cannot be read, or for `runtime.backend=local` with several ranks.
     """
-    devices, split = given.devices or given.cores, given.split
+    split = given.split
+    devices = given.devices or (sum(split) if split else given.cores)
     limits = Limits(
-        devices=devices or (sum(split) if split else 2),
+        devices=devices or 2,
         memory=given.store * GIB,
         reward=given.reward_workers or 1,
         split=split,
@@ -51,15 +52,15 @@ def work_of(given: argparse.Namespace) -> tuple[Work, Limits]:
 
 
 def in_one_process(limits: Limits) -> Limits:
-    """Returns the limits of `runtime.backend=local`, whose process holds a single trainer rank.
+    """Returns the limits of `runtime.backend=local`, whose process holds a single trainer rank; a given split stays.
 
     Raises ValueError for a split with more of them.
     """
     rollout, trainer = limits.split or (max(1, limits.devices - 1), 1)
     if trainer > 1:
         raise ValueError(f"runtime.backend=local has one trainer rank, got --split {rollout}:{trainer}")
-    split = (rollout, trainer) if limits.devices > 1 else None
-    return replace(limits, split=split, share=limits.share and limits.devices == 1)
+    split = limits.split or ((rollout, 1) if limits.devices > 1 else None)
+    return replace(limits, split=split, share=limits.share and split is None)
 
 
 def from_run(given: argparse.Namespace, limits: Limits) -> tuple[Work, Limits]:
@@ -71,7 +72,7 @@ def from_run(given: argparse.Namespace, limits: Limits) -> tuple[Work, Limits]:
             f"plan: the run's rollout pool may have {least} to {most} workers; it is counted as "
             f"rollout.num_workers={run.config.rollout.num_workers}\n"
         )
-    devices = given.devices or given.cores or (sum(given.split) if given.split else run.layout.devices)
+    devices = given.devices or (sum(given.split) if given.split else given.cores or run.layout.devices)
     pools = reward_pools(run.config.reward)
     limits = replace(
         limits,

@@ -68,6 +68,33 @@ def test_on_policy_the_calls_between_two_steps_are_waited_for() -> None:
         assert with_it.busy("rollout") == pytest.approx(0.2 / with_it.step_seconds, rel=0.01)
 
 
+@pytest.mark.parametrize(
+    ("layout", "cores"),
+    [
+        (Layout(1, 1, max_staleness=1), 1),
+        (Layout(1, 1, max_staleness=0), 1),
+        (Layout(3, 1, max_staleness=1), 2),
+        (Layout(1, 1, max_staleness=1, reward=1), 1),
+    ],
+)
+def test_of_the_bound_is_what_the_pools_need_on_these_cores(layout: Layout, cores: int) -> None:
+    """A bound of as many cores as workers is not the one of a step that is longer because it has fewer."""
+    work = Work(6, Law(layout.rollout / 6), Law(1 / 6), score=Law(0.01))
+    with_it = planned(work, layout, cores=cores)
+    assert with_it.efficiency == pytest.approx(with_it.bounds.overlapped / with_it.step_seconds, rel=0.01)
+    if layout.max_staleness:
+        work_seconds = layout.rollout + 1.0 + with_it.frame_seconds
+        assert with_it.bounds.overlapped == pytest.approx(work_seconds / cores, rel=0.01)
+
+
+def test_a_reward_takes_no_longer_on_full_cores() -> None:
+    work = Work(2, Law(0.1), Law(0.1), score=Law(0.05))
+    without, with_it = (planned(work, Layout(1, 1, max_staleness=1), cores=cores) for cores in (None, 1))
+    scored = [plan.pools["reward"]["busy"] * plan.step_seconds for plan in (without, with_it)]
+    assert scored[0] == pytest.approx(0.1) and scored[1] == pytest.approx(0.1)
+    assert with_it.bounds.rewards == without.bounds.rewards
+
+
 def test_more_calls_cost_more() -> None:
     small_tickets = small(tickets_per_group=4)
     in_batches = small(tickets_per_group=4, tickets_per_batch=4)
@@ -114,6 +141,31 @@ def test_the_command_takes_cores_and_a_backend(capsys: pytest.CaptureFixture[str
     assert steps["local"]["shared"] == [] and len(steps["local"]["splits"]) == 1, "its process has one trainer rank"
     assert plan.main([*given, "--backend", "local", "--split", "1:2"]) == 2
     assert "runtime.backend=local has one trainer rank, got --split 1:2" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("from_run", [False, True])
+def test_cores_are_not_devices_where_a_split_is_given(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], *, from_run: bool
+) -> None:
+    """Every placement that is compared with 3:1 has as many devices, on the same two cores."""
+    config = toy_config(1, steps=8)
+    of_run = ["--from-run", str(recorded(tmp_path / "run", virtual(config), config))] if from_run else []
+    numbers = ["--generate", "3", "--update", "1", "--prompts", "6"]
+    given = ["--cores", "2", "--split", "3:1", "--steps", "12", "--json", *(of_run or numbers)]
+    assert plan.main(given) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert [(each["rollout"], each["trainer"]) for each in said["splits"]] == [(3, 1)]
+    assert {each["rollout"] for each in said["shared"]} == {4}
+
+
+def test_a_split_of_one_process_is_kept_on_one_device(capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["--generate", "0.2", "--update", "0.2", "--prompts", "2", "--steps", "12", "--backend", "local", "--json"]
+    assert plan.main([*given, "--devices", "1", "--split", "1:1"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert [(each["rollout"], each["trainer"]) for each in said["splits"]] == [(1, 1)] and said["shared"] == []
+    assert plan.main([*given, "--devices", "1"]) == 0
+    alone = json.loads(capsys.readouterr().out)
+    assert alone["splits"] == [] and alone["shared"]
 
 
 def test_a_run_in_one_process_is_planned_with_one_trainer_rank(
