@@ -87,8 +87,11 @@ def test_worth_it_where_rewards_and_publishing_would_be_waited_for() -> None:
 
 
 def test_one_pool_is_recommended_where_no_split_fits_and_rewards_take_their_time() -> None:
-    """3 : 1 on two devices with a reward of 6 s: (30 + 10)/2 with one pool, 30 with two, 26 with phases in turn."""
-    advice = advise(work(30, 10, groups=16, cv=0.0, group_size=4, score=Law(6.0)), few(2, reward=16))
+    """3 : 1 on two devices with a reward of 6 s: (30 + 10)/2 with one pool, 30 with two, 26 with phases in turn.
+
+    A unit of work more or less in the last step is a tenth of a second per step here, so there are some more steps.
+    """
+    advice = advise(work(30, 10, groups=16, cv=0.0, group_size=4, score=Law(6.0)), Limits(2, steps=18, reward=16))
     best = advice.placements.best
     assert best is not None
     assert (best.layout.placement, best.layout.max_staleness) == ("shared", 1)
