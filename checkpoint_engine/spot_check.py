@@ -8,7 +8,9 @@ import math
 from collections.abc import Sequence
 from functools import lru_cache
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from checkpoint_engine.errors import WeightsMismatch
@@ -27,7 +29,8 @@ def sample(layout: Layout, sources: Sequence[Tensor], together: Together | None 
     `together` are the same tensors as one, if they lie so; then they are read by one operation instead of one for each.
     """
     if together is not None and (sent := _only_dtype(layout)) is not None:
-        return together.elements.index_select(0, _places(layout, together.offsets)).to(sent)
+        places = torch.from_numpy(_places(layout, together.offsets))
+        return together.elements.index_select(0, places).to(sent)
     picked = []
     for (count, step, dtype), source in zip(_samplings(layout), sources, strict=True):
         flat = source if source.is_contiguous() else source.contiguous()
@@ -56,10 +59,13 @@ def check_sample(layout: Layout, title: str, expected: Tensor, views: Sequence[T
 
 
 @lru_cache(MAX_CACHED_LAYOUTS)
-def _places(layout: Layout, offsets: tuple[int, ...]) -> Tensor:
-    """Returns the elements int64 [n] that are compared, of tensors that begin at these elements of one storage."""
+def _places(layout: Layout, offsets: tuple[int, ...]) -> NDArray[np.int64]:
+    """Returns the elements [n] that are compared, of tensors that begin at these elements of one storage.
+
+    It is no tensor, because one that is made while a plan is rehearsed on shapes alone would have no content.
+    """
     parts = zip(_samplings(layout), offsets, strict=True)
-    return torch.cat([offset + step * torch.arange(count) for (count, step, _), offset in parts])
+    return np.concatenate([offset + step * np.arange(count, dtype=np.int64) for (count, step, _), offset in parts])
 
 
 @lru_cache(MAX_CACHED_LAYOUTS)

@@ -10,6 +10,8 @@ from torch import Tensor
 from checkpoint_engine.digest import ByteArray
 from checkpoint_engine.layout import Layout, dtype_of
 
+PLAIN = (Tensor, torch.nn.Parameter)
+"""Classes of tensors that have memory; a rehearsed plan computes with subclasses that have none."""
 MAX_CACHED_RUNS = 16
 """Largest number of layouts for which it is remembered which bytes are copied together."""
 
@@ -28,7 +30,7 @@ class Together:
         """Returns the tensors as one, or None where they do not lie so. Where they lie is looked up every time, because
         a parameter may have been given other memory."""
         first = tensors[0]
-        if first.device.type != "cpu":
+        if first.device.type != "cpu" or type(first) not in PLAIN:
             return None
         dtype, storage = first.dtype, first.untyped_storage()
         memory, size = storage.data_ptr(), storage.nbytes()  # Two storages may begin at one address.

@@ -1,10 +1,12 @@
 """Tests of the comparison of a few elements of every live tensor with the bytes that were staged of them."""
 
+import contextlib
 from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from checkpoint_engine import Layout, Publisher, WeightsMismatch
 from checkpoint_engine.spot_check import sample
@@ -136,3 +138,15 @@ def test_a_parameter_that_was_re_pointed_is_staged_from_its_new_memory() -> None
     live["a"].data = torch.ones(SHAPES["a"])
     publisher.stage(2)
     assert publisher.seal(2).digests == header.digests != publisher.seal(0).digests
+
+
+def test_nothing_of_tensors_without_content_is_remembered() -> None:
+    """A plan is rehearsed with fake tensors, perhaps in the process that then trains with the same layout."""
+    layout, samples = Layout.of(tensors()), []
+    for mode in (FakeTensorMode(), contextlib.nullcontext(), contextlib.nullcontext()):
+        with mode:
+            given = list(together(tensors()).values())
+            assert (Together.of(given) is None) == isinstance(given[0], FakeTensor)
+            samples.append(sample(layout, list(together(tensors()).values())[::-1], Together.of(given[::-1])))
+    assert isinstance(samples[0], FakeTensor) and not isinstance(samples[1], FakeTensor)
+    assert torch.equal(samples[1], samples[2]) and samples[0].shape == samples[1].shape
