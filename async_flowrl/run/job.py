@@ -159,9 +159,8 @@ async def train(
 def last_resort(error: BaseException, stop: StopRequest, directory: RunDirectory) -> int | None:
     """Returns the step of the newest undamaged checkpoint if the run can end as stopped in spite of `error`, else None.
 
-    Shares of several ranks are not read for it.
     It can if it was asked to stop and `error` is the death of a worker or server: a scheduler that asks a run to stop
-    often ends the workers as well.
+    often ends the workers as well. Shares of several ranks are not read for it.
     """
     if not stop() or not isinstance(innermost(error), WorkerDied | ServerLost):
         return None

@@ -155,7 +155,7 @@ def test_a_run_that_was_asked_to_stop_and_lost_its_servers_can_be_resumed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A scheduler's SIGTERM may go to every process of the job, servers included."""
-    monkeypatch.setattr("async_flowrl.run.job.find_checkpoint", lambda folder: folder / "step_3")
+    monkeypatch.setattr("async_flowrl.run.job.find_checkpoint", lambda folder, *, shares: folder / "step_3")
     directory, stop = RunDirectory(tmp_path), StopRequest()
     assert last_resort(ServerLost("died 4 times"), stop, directory) is None
     stop.ask("SIGTERM", 75)
