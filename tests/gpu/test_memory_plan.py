@@ -1,7 +1,9 @@
 """Tests of rehearsal and memory plan against the peak of torch's allocator, on one GPU with a model of some 100 MB."""
 
 import gc
+import multiprocessing
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 
 import pytest
@@ -72,7 +74,7 @@ def test_a_trainer_rank_takes_what_is_planned_and_rehearsed(config: Config) -> N
         worker.train(request, trajectory)
 
     taken = peak_of(work)
-    rehearsed = peak(rehearse_trainer(config, FakeModel.of(config), card_of("H100")).phases.values()).peak
+    rehearsed = alone(rehearsed_trainer, config)
     agrees(taken, rehearsed, plan_memory(config).trainer)
 
 
@@ -88,8 +90,22 @@ def test_a_rollout_worker_takes_what_is_planned_and_rehearsed(config: Config) ->
         del arriving
 
     taken = peak_of(work)
-    rehearsed = peak(rehearse_rollout(config, FakeModel.of(config), card_of("H100")).phases.values()).peak
+    rehearsed = alone(rehearsed_rollout, config)
     agrees(taken, rehearsed, plan_memory(config).rollout)
+
+
+def alone(rehearse: Callable[[Config], int], config: Config) -> int:
+    """Rehearses in a process of its own, as the command does: nothing that other tests have left behind counts."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+        return process.submit(rehearse, config).result()
+
+
+def rehearsed_trainer(config: Config) -> int:
+    return peak(rehearse_trainer(config, FakeModel.of(config), card_of("H100")).phases.values()).peak
+
+
+def rehearsed_rollout(config: Config) -> int:
+    return peak(rehearse_rollout(config, FakeModel.of(config), card_of("H100")).phases.values()).peak
 
 
 def peak_of(work: Callable[[], None]) -> int:
