@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from async_flowrl.config.compose import read_config
-from async_flowrl.config.guidance import embedded_guidance_refusal, guidance_refusal
+from async_flowrl.config.guidance import guidance_refusal
 from async_flowrl.config.resolution import asked_resolution
 from async_flowrl.config.schema import Config
 from async_flowrl.config.sections.data import DataConfig
@@ -176,7 +176,7 @@ def _sampling(config: Config, given: Namespace) -> None:
         rollout.resolution, rollout.resolutions = asked_resolution(given.resolution), []
     if given.guidance is not None:
         embedded = load_family(resolve_model(config.model).family).usual_guidance[1] > 0
-        if refusal := (embedded_guidance_refusal if embedded else guidance_refusal)("--guidance", given.guidance):
+        if refusal := guidance_refusal("--guidance", given.guidance, embedded=embedded):
             raise ValueError(refusal)
         if embedded:
             rollout.guidance_scale = given.guidance

@@ -132,21 +132,18 @@ class Parked:
                     tensor.data = moved(tensor.data, self._device)
 
 
-def base_aside(base: OneBase, device: torch.device) -> AbstractContextManager[None]:
-    """Context manager like `Parked.aside` for a base that has no adapter yet and that perhaps nobody has read yet.
+@contextmanager
+def base_aside(base: OneBase, device: torch.device) -> Iterator[None]:
+    """Context like `Parked.aside` for a base that has no adapter yet and that perhaps nobody has read yet.
 
     No other thread reads it inside. On a CPU it does nothing.
     """
-    return _base_aside(base, device) if device.type != "cpu" else nullcontext()
-
-
-@contextmanager
-def _base_aside(base: OneBase, device: torch.device) -> Iterator[None]:
+    if device.type == "cpu":
+        yield
+        return
     with ONE_AT_A_TIME:
-        if not base.is_read:
-            yield
-            return
-        with Parked(base.policy.transformer, device, staying=()).aside():
+        read = base.is_read
+        with Parked(base.policy.transformer, device, staying=()).aside() if read else nullcontext():
             yield
 
 

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from async_flowrl.config.guidance import embedded_guidance_refusal, guidance_refusal
+from async_flowrl.config.guidance import guidance_refusal
 from async_flowrl.config.schema import Config
 from async_flowrl.policies.registry import load_family
 from async_flowrl.tickets.request import evaluation_sampling
@@ -39,10 +39,6 @@ def baseline_sampling(config: Config, family: str) -> Sampling | None:
 
 def _guided(sampling: Sampling, scale: float, embedded: bool) -> Sampling:
     """Returns `sampling` with `evaluate.baseline_guidance=scale`; `embedded`: it is an input of the network."""
-    if not embedded:
-        if refusal := guidance_refusal("evaluate.baseline_guidance", scale):
-            raise ValueError(refusal)
-        return replace(sampling, true_cfg_scale=scale)
-    if refusal := embedded_guidance_refusal("evaluate.baseline_guidance", scale):
+    if refusal := guidance_refusal("evaluate.baseline_guidance", scale, embedded=embedded):
         raise ValueError(refusal)
-    return replace(sampling, guidance_scale=scale)
+    return replace(sampling, guidance_scale=scale) if embedded else replace(sampling, true_cfg_scale=scale)

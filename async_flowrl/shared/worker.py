@@ -98,14 +98,14 @@ class SharedTrainer(TrainerWorker):
         return sender
 
     def add_up(self, request: TrainRequest, *trajectories: Trajectory) -> Summed:
+        self.waited = 0.0  # The step before may have been given up after it had waited.
         with self._counted(), self.lane.beside():
             return super().add_up(request, *trajectories)
 
     def take_step(self) -> UpdateStats:
         with self._counted(), self.lane.beside():
             stats = super().take_step()
-        stats, self.waited = replace(stats, waited=self.waited), 0.0
-        return stats
+        return replace(stats, waited=self.waited)
 
     @contextmanager
     def _counted(self) -> Iterator[None]:
@@ -116,15 +116,11 @@ class SharedTrainer(TrainerWorker):
         finally:
             self.waited += self.lane.waited - before
 
-    def restore(self, path: str) -> int:
-        self.waited = 0.0  # An optimizer step that was given up may have waited.
-        with self.lane.beside():
-            return super().restore(path)
-
     load = beside(TrainerWorker.load)
     snapshot = beside(TrainerWorker.snapshot)
     state = beside(TrainerWorker.state)
     take_over = beside(TrainerWorker.take_over)
+    restore = beside(TrainerWorker.restore)
 
 
 class SharedStreams(PublishedStreams):
