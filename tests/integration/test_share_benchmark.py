@@ -1,6 +1,7 @@
 """Tests of the benchmark of weights in shares, on shares small enough for a test."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -25,7 +26,10 @@ def test_it_writes_its_table_into_a_page(tmp_path: Path, capsys: pytest.CaptureF
     assert cell["fraction"] == cell["primitive_seconds"] / cell["delivery_seconds"] > 0.0
     assert cell["fraction_of_gloo"] == cell["gloo_seconds"] / cell["delivery_seconds"] > 0.0
     assert cell["stall_copies"] > 0.0 and cell["publish_copies"] > 0.0 and cell["activate_seconds"] > 0.0
-    assert page.read_text() == f"before\n<!-- shares: begin -->\n\n{printed.rstrip()}\n<!-- shares: end -->\nafter\n"
+    before, written, after = re.split(r"<!-- shares: (?:begin|end) -->", page.read_text())
+    assert (before, after) == ("before\n", "\nafter\n")
+    # Ray prints there, too, e.g. that a worker of another test has died.
+    assert written.startswith("\n\n| MB |") and written.strip() in printed
     assert "| 0.5 | 1 |" in printed and "no prediction" in printed and result["skipped"] == []
     page.write_text("no markers")
     with pytest.raises(ValueError, match="has no place for shares"):
