@@ -1,6 +1,7 @@
-"""Host is the inside of a worker (a Ray actor or a thread): it builds one object and runs the object's methods.
+"""The inside of a worker: a Host builds one object and runs the object's methods, in a thread of the caller's process;
+a ProcessHost does so in a process of its own (a Ray actor).
 
-This module must not import torch or numpy: the numbers of threads must be set before they start their thread pools.
+This module must not import torch or numpy, because their numbers of threads must be set before they are imported.
 """
 
 import faulthandler
@@ -26,7 +27,7 @@ ALLOCATOR_NAMES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP
 
 
 class RemoteError(Exception):
-    """An exception of a method as text, so that exceptions that cannot be pickled can be sent to the caller, too."""
+    """The text of an exception in a worker, so that it reaches the caller even if the exception cannot be pickled."""
 
     def __init__(self, kind: str, message: str, remote_traceback: str) -> None:
         super().__init__(kind, message, remote_traceback)
@@ -52,7 +53,7 @@ class Host:
     """Holds the object of one worker and forwards calls to it."""
 
     alone = False
-    """True where nothing else lives in this process, so that what it imports can be left out of garbage collections."""
+    """True if nothing else lives in this process; what it imports is then left out of garbage collections for good."""
 
     def __init__(self, name: str, *, threads: int) -> None:
         self.name = name
@@ -60,7 +61,10 @@ class Host:
         self._target: Any = None
 
     def build(self, factory: str, arguments: Mapping[str, Any]) -> None:
-        """Imports the factory (`pkg.module:attr`) and calls it with `arguments`. Raises RemoteError."""
+        """Imports the factory (`pkg.module:attr`) and calls it with `arguments`. Raises RemoteError.
+
+        torch's threads are limited as soon as torch is there: before, by the import of the factory, or by its call.
+        """
         try:
             limit_threads(self.threads)
             with without_collections(freeze=self.alone):
@@ -73,14 +77,20 @@ class Host:
             raise RemoteError.of(error) from None
 
     def run(self, method: str, *args: Any) -> Any:
-        """Returns the result of a method (also `part.method`) or of `pkg.module:function`. Raises RemoteError."""
+        """Returns the result of the object's method (`method` or `attribute.method`) or of `pkg.module:function`.
+
+        Raises RemoteError.
+        """
         try:
             return self._find(method)(*args)
         except Exception as error:
             raise RemoteError.of(error) from None
 
     def run_split(self, method: str, returns: int, *args: Any) -> tuple[Any, ...]:
-        """Runs a method that must return a tuple of `returns` items. Raises RemoteError, also for other results."""
+        """Runs a method whose result is a tuple of `returns` items, which Ray keeps as one object each.
+
+        Raises RemoteError if the method fails or returns anything else.
+        """
         result = self.run(method, *args)
         if not isinstance(result, tuple) or len(result) != returns:
             got = f"{len(result)} items" if isinstance(result, tuple) else type(result).__name__
@@ -100,13 +110,13 @@ class Surroundings:
     environment: Mapping[str, str]
     owns_gpu: bool
     allocator: str = ""
-    """Settings of torch's memory allocator, used if the environment has none; empty changes nothing."""
+    """Settings of torch's memory allocator, used if no variable of ALLOCATOR_NAMES is set; empty sets nothing."""
 
     def variables(self) -> dict[str, str]:
-        """Returns the variables that are set in any case, over existing values.
+        """Returns the variables that replace existing values.
 
-        Ray has already set the visible GPUs of a worker that owns one. A worker without a GPU must see none, but newer
-        versions of Ray show it all of them, so they are hidden here.
+        Ray has already set the visible GPUs of a worker that owns one. A worker that owns none must not see any, but
+        newer versions of Ray let it see all GPUs, so they are hidden here.
         """
         hidden = {} if self.owns_gpu else {VISIBLE_DEVICES: ""}
         return {**self.environment, **hidden}
@@ -126,18 +136,19 @@ class ProcessHost(Host):
             redirect_output(Path(log_file))
 
     def watch(self) -> None:
-        """Never returns; the caller's pending call fails as soon as the process ends for any reason."""
+        """Never returns, so that the caller learns of this process's end: its pending call of `watch` then fails."""
         threading.Event().wait()
 
     def identity(self) -> tuple[int, float, str]:
-        """Returns `processes.identity()` of this process."""
+        """Returns this process's id, start time and host, which no other process has (`processes.identity`)."""
         return identity()
 
 
 def limit_threads(count: int) -> bool:
-    """Sets the number of torch's threads, and returns True, if torch is imported already; else returns False.
+    """Sets the number of torch's threads if torch has been imported, and returns whether it has been.
 
-    Until then the environment variables count, of which torch takes no more threads than the machine has cores.
+    When torch is imported it takes its number of threads from `thread_environment`, but no more than the machine has
+    cores. This call is needed for more.
     """
     torch = sys.modules.get("torch")
     if torch is not None:
@@ -146,7 +157,7 @@ def limit_threads(count: int) -> bool:
 
 
 def thread_environment(count: int) -> dict[str, str]:
-    """Returns environment variables for `count` threads in numeric libraries, regardless of Ray's number of CPUs."""
+    """Returns environment variables for `count` threads in numeric libraries; Ray has set its own."""
     names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
     return dict.fromkeys(names, str(count))
 

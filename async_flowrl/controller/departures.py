@@ -1,4 +1,5 @@
-"""Records of the rollout workers that have joined during a run (Arrivals) and that must leave (Departures).
+"""Two records of rollout workers: those that must leave (Departures), and those that have come during a run and do
+not serve, or not yet (Arrivals).
 
 They are parts of the Context (context.py); pool_size.py and dispatch.py use them.
 """
@@ -11,60 +12,61 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Departures:
-    """The rollout workers of one attempt that must leave because their nodes end, by name."""
+    """The rollout workers of one attempt that must leave because their nodes are taken away: a set of names."""
 
-    _by: dict[str, float] = field(default_factory=dict)
-    """Worker → time on the loop's clock at which it must have left; infinity if that time is not known."""
-    _working: dict[str, asyncio.Timeout] = field(default_factory=dict)
-    """Worker → time-out of the body of `in_time`."""
+    _deadlines: dict[str, float] = field(default_factory=dict)
+    """Worker → time on the loop's clock at which it must have left; infinity if nobody said when its node ends."""
+    _time_outs: dict[str, asyncio.Timeout] = field(default_factory=dict)
+    """Worker that serves now → time-out of its service (the body of `in_time`)."""
 
     def __contains__(self, worker: str) -> bool:
-        return worker in self._by
+        return worker in self._deadlines
 
     @property
     def names(self) -> frozenset[str]:
-        """The names of all workers that were ever announced."""
-        return frozenset(self._by)
+        """The names of all workers that were announced during this attempt, also of those that have left."""
+        return frozenset(self._deadlines)
 
     def announce(self, worker: str, seconds: float) -> None:
-        """Records that the worker gets no more tickets and must end its own within `seconds` (infinity: no limit)."""
-        self._by[worker] = asyncio.get_running_loop().time() + seconds
-        self._limit(worker)
+        """Records that the worker gets no more tickets, and has `seconds` (infinity: no limit) for its own."""
+        self._deadlines[worker] = asyncio.get_running_loop().time() + seconds
+        self._apply_deadline(worker)
 
     @asynccontextmanager
     async def in_time(self, worker: str) -> AsyncIterator[None]:
-        """Context manager for a worker's service; ends the body, without an error, when the time of a leaver is over.
+        """Context manager for the time in which a worker serves tickets, one at a time for each worker.
 
-        A leaver is a worker that was announced. Errors of the body are raised unchanged.
+        If the worker has been announced, or is announced meanwhile, the body is cancelled at its deadline, and the
+        context manager ends without an error. Errors of the body are raised unchanged.
         """
         scope = asyncio.timeout(None)
-        self._working[worker] = scope
+        self._time_outs[worker] = scope
         try:
             async with scope:
-                self._limit(worker)
+                self._apply_deadline(worker)
                 yield
         except TimeoutError:
             if not scope.expired():
                 raise
         finally:
-            del self._working[worker]
+            del self._time_outs[worker]
 
-    def _limit(self, worker: str) -> None:
-        by, scope = self._by.get(worker), self._working.get(worker)
-        if by is not None and by < float("inf") and scope is not None:
-            scope.reschedule(by)
+    def _apply_deadline(self, worker: str) -> None:
+        deadline, scope = self._deadlines.get(worker), self._time_outs.get(worker)
+        if deadline is not None and deadline < float("inf") and scope is not None:
+            scope.reschedule(deadline)
 
 
 @dataclass
 class Arrivals:
-    """The workers that have joined the rollout pool during the run and do not serve, by name."""
+    """The workers that have come during the run and do not serve, or not yet. Those that serve are not in it."""
 
     starting: int = 0
-    """Number of processes that are being started and are not in the pool yet."""
+    """Number of processes that are being started; they have no names yet."""
     under_way: set[str] = field(default_factory=set)
-    """Workers that are loading the model and getting the weights."""
+    """Names of the workers that are loading the model and then receive the published weights."""
     refused: set[str] = field(default_factory=set)
-    """Workers that cannot serve and still have their seats."""
+    """Names of the workers that cannot serve, as loading failed for example, and still occupy a place in the pool."""
 
     def __contains__(self, worker: str) -> bool:
         return worker in self.under_way or worker in self.refused

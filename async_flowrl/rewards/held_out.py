@@ -1,4 +1,4 @@
-"""Held-out terms: the rewards of `evaluate.reward.terms`, which score evaluations and are never trained on.
+"""Held-out terms: the rewards of `evaluate.reward.terms`, which score images of evaluations and are never trained on.
 
 A held-out term that fails does not fail the evaluation: the scores of the other terms are kept, and the failure is
 reported.
@@ -23,20 +23,22 @@ from async_flowrl.rewards.registry import build_reward, check_prompts, check_rew
 from async_flowrl.types import ByteArray, Prompt, Scores, Span
 
 RESERVED = ("reward", "diversity", "held_out")
-"""Names of other curves and parts of metric names; a held-out term must not be called so."""
+"""Names that a held-out term must not have, as metrics.jsonl uses them; also those that begin with `diversity_`."""
 
 
 @dataclass(frozen=True)
 class HeldOutScores:
-    """The scores of one group by held-out terms: term → scores in image order, and failed term → reason. Picklable."""
+    """The scores of one group (the images of one prompt) by held-out terms. Picklable."""
 
     by_term: Mapping[str, tuple[float, ...]]
+    """Term → scores in image order."""
     failed: Mapping[str, str]
+    """Term that has no scores → reason, one sentence."""
     spans: tuple[Span, ...] = ()
     distances: Mapping[str, float] = field(default_factory=dict)
     """Term with a `features` method → mean cosine distance between two images of the group."""
     served: Mapping[str, Mapping[str, bool]] = field(default_factory=dict)
-    """Term → URL of its server → whether the server answered; as in `Scores`."""
+    """Term → URL of its server → whether the server answered; filled in by whoever calls the servers."""
     extras: Mapping[str, Mapping[str, tuple[float | str, ...]]] = field(default_factory=dict)
     """Term → name → a further text or number about each image; as in `Scores`."""
 
@@ -44,18 +46,20 @@ class HeldOutScores:
 def check_held_out(config: Config) -> bool:
     """Checks names, options and signatures of all held-out terms without building anything.
 
-    Returns True if a term needs a target in every prompt. Raises ValueError, one sentence, if a term cannot score
-    evaluations.
+    Returns True if a term needs a target (for example the text to be written) in every prompt. Raises ValueError, one
+    sentence, if a term cannot score evaluations.
     """
     terms = config.evaluate.reward.terms
     for name in terms:
         where = f"evaluate.reward.terms.{name}"
         if name in RESERVED or name.startswith("diversity_"):
-            raise ValueError(f"{where}: {name!r} is the name of something else in metrics.jsonl; choose another key")
+            raise ValueError(
+                f"{where}: {name!r} is a name that metrics.jsonl uses for something else; choose another key"
+            )
         if name in config.reward.terms:
             raise ValueError(
-                f"{where}: reward.terms has {name!r} too, and a curve is either trained or held out; choose another "
-                f"key and say name: {terms[name].name or name}"
+                f"{where}: reward.terms has {name!r} too, and a term is either trained on or held out; choose another "
+                f"key, with name: {terms[name].name or name}"
             )
     try:
         return bool(terms) and check_rewards(RewardConfig(terms=terms))
@@ -92,7 +96,8 @@ async def score_held_out(
 ) -> HeldOutScores:
     """Scores images uint8 [n, H, W, 3] by the terms in `names`, concurrently and independently of each other.
 
-    A RewardError of a term, or a failure of its `features`, is reported in `failed`; other exceptions are raised.
+    A term whose scoring raises RewardError, or whose `features` fail, is in `failed`, without scores. Other exceptions
+    are raised when all terms have ended.
     """
     tries = attempts or Attempts()
     asked = [term for term in terms if term.name in names]
@@ -121,7 +126,9 @@ async def score_held_out(
         except Exception as error:  # a failure of one term must not lose the other terms' scores
             del by_term[term.name]
             extras.pop(term.name, None)
-            failed[term.name] = f"reward {term.name!r} has no features of prompt {prompt.text!r}: {in_one_line(error)}"
+            failed[term.name] = (
+                f"reward {term.name!r} has no features of the images of {prompt.text!r}: {in_one_line(error)}"
+            )
             continue
         if distance is not None:
             distances[term.name] = distance
@@ -129,7 +136,7 @@ async def score_held_out(
 
 
 def joined(answers: Iterable[HeldOutScores]) -> HeldOutScores:
-    """Returns the scores of one group by several sets of terms as one, without `spans` and `served`."""
+    """Returns the scores of one group by several sets of terms as one; the callers have taken `spans` and `served`."""
     by_term: dict[str, tuple[float, ...]] = {}
     failed: dict[str, str] = {}
     distances: dict[str, float] = {}
@@ -151,13 +158,15 @@ def cosine_distance(reward: Any, images: ByteArray) -> float | None:
     if len(images) < 2:
         return None
     features = np.asarray(reward.features(images), dtype=np.float64)
-    if features.ndim != 2 or len(features) != len(images) or not np.isfinite(features).all():
+    if features.ndim != 2 or len(features) != len(images):
         raise ValueError(f"expected {len(images)} vectors of finite numbers, got shape {features.shape}")
+    if not np.isfinite(features).all():
+        raise ValueError(f"expected {len(images)} vectors of finite numbers, got one that is not finite")
     lengths = np.linalg.norm(features, axis=1, keepdims=True)
     unit = features / np.where(lengths > 0.0, lengths, 1.0)
     return float(np.mean(1.0 - (unit @ unit.T)[np.triu_indices(len(images), k=1)]))
 
 
 def _renamed(error: ValueError) -> ValueError:
-    """Returns the error with the held-out section's name, since the registry writes `reward.terms`."""
+    """Returns an error whose text names `evaluate.reward.terms`, since the registry writes `reward.terms`."""
     return ValueError(re.sub(r"(?<!evaluate\.)\breward\.terms\b", "evaluate.reward.terms", str(error)))

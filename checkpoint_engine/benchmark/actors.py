@@ -1,7 +1,7 @@
-"""Ray actors of the benchmark (Half) and the endpoints by which a delivery calls them (End).
+"""The benchmark's Ray actors (Sending, Receiving) and, in the caller's process, the endpoints that call them.
 
-A payload moves as in a run: the sending actor returns it as an object of Ray's store, and every receiving actor is
-given the reference.
+By the object store a payload moves as in a training run: the sending actor returns it as an object of Ray's store, and
+every receiving actor is given the reference.
 """
 
 import asyncio
@@ -28,24 +28,27 @@ from checkpoint_engine.receiver import Receiver
 from checkpoint_engine.transports import GLOO, NCCL, OBJECT_STORE, PYNCCL, make_member
 
 TENSORS = 32
+"""Number of tensors of a payload, each of the same size."""
 GROUP_SECONDS = 120.0
+"""Time limit of the bare broadcast's store and process group."""
 ON_GPUS = (NCCL, PYNCCL)
 """Transports whose members each need a GPU."""
 MAIN, DELIVERY, CONTROL = "main", "delivery", "control"
-"""Lanes (threads) of an actor, for its own work, deliveries, and aborts."""
+"""Concurrency groups of an actor, one thread each: its own work, deliveries, and aborts (while a delivery blocks)."""
 
 
-class Half:
-    """One side of a delivery in an actor, with the payload's tensors and the bare transfers, which verify nothing.
+class Side:
+    """What both actors have: the payload's tensors, and the bare transfers, with which a delivery is compared.
 
-    The payload is `megabytes` (10^6 bytes) of float32 in 32 tensors, on a GPU if the transport is in ON_GPUS.
+    The payload is `megabytes` (10^6 bytes) of float32 in 32 tensors, on a GPU if the transport is in ON_GPUS. A bare
+    transfer moves a second buffer of that size (`_scratch`) and verifies nothing.
     """
 
     def __init__(self, transport: str, megabytes: float) -> None:
         torch.set_num_threads(1)
         self._device = "cuda" if transport in ON_GPUS else "cpu"
-        shape = torch.empty(int(megabytes * 1e6) // (4 * TENSORS), device="meta")
-        layout = Layout.of({f"t{i:02d}": shape for i in range(TENSORS)})
+        one = torch.empty(int(megabytes * 1e6) // (4 * TENSORS), device="meta")
+        layout = Layout.of({f"t{i:02d}": one for i in range(TENSORS)})
         self._payload, self._scratch = (layout.empty(self._device).zero_() for _ in range(2))
         self.tensors = layout.views(self._payload)
 
@@ -62,13 +65,13 @@ class Half:
         return sum(each.bytes_sent for name, each in counted.items() if name != "lo")
 
     def copy(self) -> float:
-        """Copies the payload once within this process and returns the seconds that it took."""
+        """Copies the payload to the second buffer and returns the seconds."""
         began = time.perf_counter()
         self._scratch.copy_(self._payload)
         return self._seconds_since(began)
 
     def open(self, host: str, port: int, world: int, rank: int) -> None:
-        """Opens a torch process group for `broadcast`, beside the transport's: NCCL for GPUs, else gloo."""
+        """Opens a torch process group for `broadcast`, in addition to the transport's own: NCCL on GPUs, else gloo."""
         store = TCPStore(host, port, None, False, timedelta(seconds=GROUP_SECONDS), wait_for_workers=False)
         self._link = TorchLink(NCCL if self._device == "cuda" else GLOO)
         self._link.open(PrefixStore("raw", store), Epoch(0, "raw", host, port, world, GROUP_SECONDS), rank)
@@ -86,7 +89,7 @@ class Half:
         return time.perf_counter() - began
 
 
-class Sending(Half):
+class Sending(Side):
     """The trainer's side: a publisher."""
 
     def __init__(self, transport: str, megabytes: float) -> None:
@@ -96,44 +99,44 @@ class Sending(Half):
             self.group = CollectiveSender(self.publisher, make_member(transport, self._device))
 
     def train(self, version: int) -> None:
-        """Fills the tensors with the version's number, and copies the payload once."""
+        """Stands for a training step: fills the tensors, and the second buffer, with the version's number."""
         for tensor in self.tensors.values():
             tensor.fill_(float(version))
         self.copy()
 
     def put(self) -> ByteArray:
-        """First half of the bare transfer by the object store, where Ray puts the returned array."""
+        """First part of the bare transfer by the object store: Ray puts the returned array there."""
         return self._scratch.numpy()
 
 
-class Receiving(Half):
+class Receiving(Side):
     """A rollout worker's side: a receiver."""
 
     def __init__(self, transport: str, megabytes: float) -> None:
         super().__init__(transport, megabytes)
         self.receiver = Receiver(self.tensors, capacity=1)
-        self._payload = self.receiver._live
+        self._payload = self.receiver._live  # instead of a third buffer
         if transport != OBJECT_STORE:
             self.group = CollectiveReceiver(self.receiver, make_member(transport, self._device))
 
     def get(self, data: ByteArray) -> None:
-        """Second half of the bare transfer by the object store: copies the array that Ray has mapped."""
+        """Second part of the bare transfer by the object store: copies the array, which Ray maps from there."""
         self._scratch.numpy()[:] = data
 
     def activate(self, version: int) -> float:
-        """Returns the seconds of the activation of a version."""
+        """Activates a version and returns the seconds."""
         began = time.perf_counter()
         self.receiver.activate("policy", version)
         return self._seconds_since(began)
 
 
 class End:
-    """An actor as the benchmark and a delivery see it."""
+    """Endpoint of an actor: creates it and calls its methods."""
 
-    def __init__(self, half: type[Half], name: str, transport: str, megabytes: float, node: str = "") -> None:
+    def __init__(self, side: type[Side], name: str, transport: str, megabytes: float, node: str = "") -> None:
         """`node`: the address of the node that the actor is to be on; empty leaves that to Ray."""
         self.name, self.node = name, node or "local"
-        create = ray.remote(concurrency_groups=dict.fromkeys((MAIN, DELIVERY, CONTROL), 1))(half)
+        create = ray.remote(concurrency_groups=dict.fromkeys((MAIN, DELIVERY, CONTROL), 1))(side)
         gpus = 1 if transport in ON_GPUS else 0
         seat = {f"node:{node}": 0.001} if node else {}
         self._actor = create.options(num_cpus=0, num_gpus=gpus, resources=seat).remote(transport, megabytes)
@@ -144,7 +147,7 @@ class End:
         return call.remote(method, *arguments)
 
     async def call(self, method: str, *arguments: Any, lane: str = MAIN) -> Any:
-        """Returns the result of a call. Raises its error, and ConnectionResetError if the process has died."""
+        """Returns the result of a call. Raises the method's error, or ConnectionResetError if the process has died."""
         try:
             return await self.start(method, *arguments, lane=lane)
         except RayActorError as error:
@@ -165,7 +168,7 @@ class End:
         await asyncio.gather(self.call("pid"), return_exceptions=True)
 
     async def _payload(self, method: str, *arguments: Any) -> Any:
-        """Returns a reference to the bytes that a method returns after their header."""
+        """Returns a reference to the second of two results, header and bytes, of a method that has ended."""
         header, payload = self.start(method, *arguments, lane=DELIVERY, returns=2)
         await header
         return payload
