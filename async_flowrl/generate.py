@@ -91,6 +91,19 @@ def usual(model: str) -> Settings:
     return Settings(config, Sampling(512, 28, true_cfg_scale, guidance_scale, " ", "ode", 0.0))
 
 
+def check_guidance(model: ModelConfig, true_cfg_scale: float | None, guidance_scale: float | None) -> None:
+    """Raises ValueError, one sentence, for a scale that is given (not None) and that the model cannot have."""
+    if true_cfg_scale is not None and (no := guidance_refusal("--true-cfg-scale", true_cfg_scale)):
+        raise ValueError(no)
+    if guidance_scale is None:
+        return
+    family = resolve_model(model).family
+    if load_family(family).usual_guidance[1] == 0:
+        raise ValueError(f"--guidance-scale is no input of {family}, whose guidance is --true-cfg-scale")
+    if no := guidance_refusal("--guidance-scale", guidance_scale, embedded=True):
+        raise ValueError(no)
+
+
 def from_config(config: Config) -> Settings:
     """Settings of the run's evaluations, at the first of the configured sizes."""
     steps = config.evaluate.num_inference_steps or config.rollout.num_inference_steps
@@ -200,8 +213,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--images", type=int, default=4, help="images per prompt (default 4)")
     parser.add_argument("--resolution", metavar="SIZE", help="512, or HEIGHTxWIDTH in pixels")
     parser.add_argument("--num-inference-steps", type=int)
-    parser.add_argument("--true-cfg-scale", type=float)
-    parser.add_argument("--guidance-scale", type=float)
+    parser.add_argument("--true-cfg-scale", type=float, help="scale of classifier-free guidance; 0 or 1 for none")
+    parser.add_argument("--guidance-scale", type=float, help="for models that take it as an input, such as FLUX.1-dev")
     parser.add_argument("--negative-prompt")
     parser.add_argument("--dtype", choices=sorted(DTYPES))
     return parser
@@ -220,8 +233,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not 0 <= given.seed <= MAX_SEED - given.images:
             raise ValueError(f"--seed must be at least 0 and at most {MAX_SEED - given.images}, got {given.seed}")
         settings = settings_of(trained, given.model)
-        if given.true_cfg_scale is not None and (no := guidance_refusal("--true-cfg-scale", given.true_cfg_scale)):
-            raise ValueError(no)
+        check_guidance(settings.model, given.true_cfg_scale, given.guidance_scale)
         names = ("resolution", "num_inference_steps", "true_cfg_scale", "guidance_scale", "negative_prompt")
         asked = {name: getattr(given, name) for name in names if getattr(given, name) is not None}
         if given.resolution is not None:

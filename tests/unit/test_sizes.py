@@ -1,6 +1,7 @@
 """Tests of image sizes: accepted notations, the size of each group, and early refusals."""
 
 import json
+import re
 from collections import Counter
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -20,7 +21,7 @@ from async_flowrl.evaluate.job import Job
 from async_flowrl.evaluate.measure import Comparison, Row, check_sizes
 from async_flowrl.evaluate.show import as_json
 from async_flowrl.export.card import _sizes as sizes_on_card
-from async_flowrl.generate import from_config
+from async_flowrl.generate import check_guidance, from_config
 from async_flowrl.generate import main as generate
 from async_flowrl.observability.images import write_grid
 from async_flowrl.observability.statistics import estimate
@@ -32,6 +33,7 @@ from async_flowrl.tickets.table import EVALUATION, TRAIN, Ticket
 from async_flowrl.training import rank_model
 from async_flowrl.training.worker import TrainerWorker
 from async_flowrl.types import Prompt, Resolution
+from tests.support.families import model_config
 
 ROWS: list[dict[str, Any]] = [
     {"prompt": "red square", "height": 32, "width": 48},
@@ -200,6 +202,29 @@ def test_guidance_that_would_be_off_is_refused_for_images(
     out = ["--out", str(tmp_path / "grid.png")]
     assert generate(["--model", "tiny", "--prompt", "red", "--true-cfg-scale", scale, *out]) == 2
     assert caplog.messages == [f"--true-cfg-scale must be above 1, or 0 or 1 for no guidance, got {scale}"]
+
+
+@pytest.mark.parametrize(
+    ("family", "message"),
+    [
+        ("qwen_image", "--guidance-scale is no input of qwen_image, whose guidance is --true-cfg-scale"),
+        ("flux", "--guidance-scale must be above 0 for a model that takes guidance as an input, got -1"),
+    ],
+)
+def test_a_guidance_scale_that_the_model_does_not_take_is_refused(family: str, message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        check_guidance(model_config(family), None, -1.0)
+
+
+def test_the_command_refuses_a_guidance_scale_too(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    out = ["--out", str(tmp_path / "grid.png")]
+    assert generate(["--model", "tiny", "--prompt", "red", "--guidance-scale", "3.5", *out]) == 2
+    assert caplog.messages == ["--guidance-scale is no input of qwen_image, whose guidance is --true-cfg-scale"]
+
+
+def test_guidance_that_the_model_takes_is_accepted() -> None:
+    check_guidance(model_config("flux"), 1.0, 3.5)
+    check_guidance(model_config("qwen_image"), 4.0, None)
 
 
 def test_a_card_does_not_say_sizes_that_prompts_may_replace(tmp_path: Path) -> None:
