@@ -1,9 +1,9 @@
 """python -m tests.performance.frame [--rounds 2] [--steps 30] [--long-steps 10] [--json FILE] [key=value ...].
 
-It measures the frame's cost: whole runs as a user starts them, on Ray and in one process, beside the bare loops with
-the same tickets and micro-batches (and with one backward pass for all rows), in turns: at steps of a third of a second
-of CPU, and at steps of two seconds, which have eight times as many denoising steps. CPU seconds per step can be read on
-a busy machine, seconds by the clock on a quiet one only. `--json` keeps everything, after each round, for
+It measures the frame's cost: whole runs as a user starts them, on Ray and in one process, and before and after each the
+bare loops with the same tickets and micro-batches (and with one backward pass for all rows): at steps of a third of a
+second of CPU, and at steps of two seconds, which have eight times as many denoising steps. CPU seconds per step can be
+read on a busy machine, seconds by the clock on a quiet one only. `--json` keeps everything, after each round, for
 `docs/write_benchmarks.py`. `profile.py` has the parts of both pools.
 """
 
@@ -21,7 +21,7 @@ from async_flowrl.benchmark.describe import machine_description
 from async_flowrl.config.check import ConfigError
 from async_flowrl.config.compose import compose_config
 from async_flowrl.plan.arguments import count
-from tests.performance.bare_process import BareProcess
+from tests.performance.bare_process import BareProcess, Steps
 from tests.performance.frame_runs import run
 from tests.performance.frame_tables import (
     ASYNC,
@@ -35,6 +35,7 @@ from tests.performance.frame_tables import (
     SYNC_THREADS,
     Record,
     Taken,
+    as_one,
     markdown,
     threads_markdown,
 )
@@ -68,13 +69,15 @@ class Load:
     runs: Sequence[str]
     warm_up: int
     steps: int
+    bare_steps: int
+    """Steps of each bare loop before and after a run."""
 
 
 def loads(given: argparse.Namespace) -> tuple[Load, Load]:
     long = ("rollout.num_inference_steps=48", *given.overrides)
     return (
-        Load("steps of .3 s", given.overrides, tuple(RUNS), warm_up=8, steps=given.steps),
-        Load("steps of 2 s", long, (ASYNC, ASYNC_LOCAL, SYNC_LOCAL), warm_up=3, steps=given.long_steps),
+        Load("steps of .3 s", given.overrides, tuple(RUNS), warm_up=8, steps=given.steps, bare_steps=4),
+        Load("steps of 2 s", long, (ASYNC, ASYNC_LOCAL, SYNC_LOCAL), warm_up=3, steps=given.long_steps, bare_steps=1),
     )
 
 
@@ -98,16 +101,21 @@ def measure(record: Record, chosen: tuple[Load, Load], rounds: int, out: Path | 
 
 
 def one_round(load: Load, loops: Loops, folder: Path) -> Taken:
-    taken = Taken()
-    for bare in BARE:
-        process = loops[bare.malloc, bare.whole]
-        taken.bare[bare.name] = process.measure(bare.threads, max(LEAST_STEPS, load.steps // 2))
+    """Makes every run, with steps of all bare loops before the first and after each."""
+    taken, before = Taken(), bare_steps(load, loops)
     for number, name in enumerate(load.runs):
         directory = folder / str(number)
         directory.mkdir(parents=True)
         overrides = [*RUNS[name], *COMMON, *load.overrides]
         taken.runs[name] = run(overrides, warm_up=load.warm_up, steps=load.steps, directory=directory)
+        after = bare_steps(load, loops)
+        taken.around[name] = {kind: as_one([before[kind], after[kind]]) for kind in before}
+        before = after
     return taken
+
+
+def bare_steps(load: Load, loops: Loops) -> dict[str, Steps]:
+    return {bare.name: loops[bare.malloc, bare.whole].measure(bare.threads, load.bare_steps) for bare in BARE}
 
 
 def several(value: str) -> int:
