@@ -154,7 +154,8 @@ def cpu_table(rounds: Sequence[Taken]) -> str:
         parts = medians([taken.runs[name].parts for taken in rounds])
         if len(parts) > 1:
             longest = sorted(parts, key=lambda part: -parts[part])
-            rows += [(name, part, f"{1e3 * parts[part]:.1f}", "", "") for part in longest]
+            shown = [(part, cell) for part in longest if (cell := f"{1e3 * parts[part]:.1f}") != "0.0"]
+            rows += [(name, part, cell, "", "") for part, cell in shown]
         bases = (cpu_around(name, Bare(THREADS.get(name, 1), malloc)) for malloc in MALLOCS)
         rows.append((name, "all", milliseconds(rounds, cpu(name)), *(over(rounds, cpu(name), base) for base in bases)))
     return markdown_table(("run", "process", "CPU ms per step", *OVER), rows)

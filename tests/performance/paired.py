@@ -43,7 +43,9 @@ def in_pairs(pairs: Sequence[tuple[Times, Times]]) -> tuple[str, str]:
 
 
 def spread(values: Sequence[float]) -> str:
-    return f"{median(values):.3f} ({min(values):.3f}-{max(values):.3f})"
+    """Median, and least and most if there is more than one value."""
+    range_ = f" ({min(values):.3f}-{max(values):.3f})" if len(values) > 1 else ""
+    return f"{median(values):.3f}{range_}"
 
 
 def show(head: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
