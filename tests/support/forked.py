@@ -11,10 +11,13 @@ METHOD = "forkserver"
 CONTEXT = multiprocessing.get_context(METHOD)
 PRELOADED = [
     "torch",
+    "torch._dynamo",
+    "torch.distributed.fsdp",
     "torch.distributed.tensor",
     "diffusers.pipelines.qwenimage.pipeline_qwenimage",
     "peft",
     "async_flowrl.training.worker",
+    "async_flowrl.training.shard_checkpoint",
     "async_flowrl.policies.qwen_image",
     "tests.support.trainer_rig",
 ]
