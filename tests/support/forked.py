@@ -10,14 +10,12 @@ from multiprocessing.connection import Connection
 METHOD = "forkserver"
 CONTEXT = multiprocessing.get_context(METHOD)
 PRELOADED = [
+    "pytest",
     "torch",
-    "torch._dynamo",
-    "torch.distributed.fsdp",
     "torch.distributed.tensor",
     "diffusers.pipelines.qwenimage.pipeline_qwenimage",
     "peft",
     "async_flowrl.training.worker",
-    "async_flowrl.training.shard_checkpoint",
     "async_flowrl.policies.qwen_image",
     "tests.support.trainer_rig",
 ]
