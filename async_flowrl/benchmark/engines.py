@@ -110,7 +110,7 @@ def measure(engine: str, overrides: Sequence[str], tickets: int, rounds: int, ou
         ways[f"batches of {size}"] = lambda: [
             made for k in starts for made in engine_of_batches.generate_together(asked[k : k + size])
         ]
-    found = []
+    measured = []
     for way, make in ways.items():
         save(out / f"{engine}-{way}.npz".replace(" ", "-"), make())  # warms up, too
         wall, cpu = time.monotonic(), cpu_seconds()
@@ -118,19 +118,19 @@ def measure(engine: str, overrides: Sequence[str], tickets: int, rounds: int, ou
             make()
         took = time.monotonic() - wall, cpu_seconds() - cpu
         images = rounds * sum(len(request.images) for request in asked)
-        found.append(Found(prepared.model.family, engine, way, images, *took, started, *memory()))
+        measured.append(Found(prepared.model.family, engine, way, images, *took, started, *memory()))
     if close := getattr(worker.engine, "close", None):
         close()
-    return found
+    return measured
 
 
 def cpu_seconds() -> float:
     """Returns the CPU seconds that this process and those that it started have taken so far, ended ones included."""
-    found = 0.0
+    seconds = 0.0
     for process in processes():
         with suppress(psutil.NoSuchProcess):  # It has just ended, and counts as its parent's then.
-            found += sum(process.cpu_times()[:4])  # user and system, its own and those of its ended children
-    return found
+            seconds += sum(process.cpu_times()[:4])  # user and system, its own and those of its ended children
+    return seconds
 
 
 def memory() -> tuple[int, int]:
@@ -164,12 +164,12 @@ def configuration(engine: str, overrides: Sequence[str]) -> Config:
     return compose_config(overrides=[*overrides, f"rollout.engine={engine}", *PLACE])
 
 
-def table(found: Sequence[Found], out: Path) -> str:
+def table(measured: Sequence[Found], out: Path) -> str:
     """One row per engine and way; differences are to the first row."""
-    files = [out / f"{each.engine}-{each.way}.npz".replace(" ", "-") for each in found]
+    files = [out / f"{each.engine}-{each.way}.npz".replace(" ", "-") for each in measured]
     header = ["family", "engine", "tickets", "images/s", "CPU s/image", "start s", "host GiB", "device GiB"]
     rows = []
-    for each, file in zip(found, files, strict=True):
+    for each, file in zip(measured, files, strict=True):
         row = [each.family, each.engine, each.way]
         row += [f"{each.images / each.wall_seconds:.3g}", f"{each.cpu_seconds / each.images:.4f}"]
         sizes = (f"{size / 2**30:.2f}" for size in (each.host_bytes, each.device_bytes))
@@ -209,24 +209,24 @@ def compare(given: argparse.Namespace, out: Path) -> str:
             from async_flowrl.rollout.vllm_omni.settings import check_installed
 
             check_installed()
-    found = []
+    measured = []
     for engine in engines:
         counts = [f"--tickets={given.tickets}", f"--rounds={given.rounds}"]
         command = [*PROGRAM.split()[1:], *given.overrides, *counts, f"--measure={engine}", f"--out={out}"]
         done = subprocess.run([sys.executable, *command], stdout=sys.stderr)
         if done.returncode:
             raise ValueError(f"{engine} failed, see above")
-        found += [Found(**one) for one in json.loads((out / f"{engine}.json").read_text())]
-    (out / "engines.json").write_text(json.dumps([asdict(one) for one in found], indent=2) + "\n")
-    return table(found, out)
+        measured += [Found(**one) for one in json.loads((out / f"{engine}.json").read_text())]
+    (out / "engines.json").write_text(json.dumps([asdict(one) for one in measured], indent=2) + "\n")
+    return table(measured, out)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     given: Any = parser().parse_intermixed_args(arguments)
     try:
         if given.measure:
-            found = measure(given.measure, given.overrides, given.tickets, given.rounds, given.out)
-            (given.out / f"{given.measure}.json").write_text(json.dumps([asdict(one) for one in found]))
+            measured = measure(given.measure, given.overrides, given.tickets, given.rounds, given.out)
+            (given.out / f"{given.measure}.json").write_text(json.dumps([asdict(one) for one in measured]))
             return 0
         with tempfile.TemporaryDirectory() as directory:
             out = given.out or Path(directory)

@@ -124,8 +124,8 @@ def evaluation_work(config: Config, history: Sequence[Event], slow: Mapping[str,
     The evaluations of version 0 are left out; one of them may be of the baseline, with other sampling. `slow` is as for
     `layout_of`.
     """
-    found = (ticket_times if config.placement == ONE_POOL else generation_times)(history, kind=EVALUATION)
-    times = [time for time in found if time.step > 0]
+    of_evaluations = (ticket_times if config.placement == ONE_POOL else generation_times)(history, kind=EVALUATION)
+    times = [time for time in of_evaluations if time.step > 0]
     if config.evaluate.every == 0 or not times:
         return None
     # A ticket that was lost is made again, with the same ordinal.

@@ -218,40 +218,40 @@ def refusal(title: str, config: Config, model: MetaModel, device: Device) -> str
 def changes(title: str, config: Config, family: str = "") -> Sequence[Change]:
     """Returns settings that reduce the lasting memory of a process, those that cost least speed or accuracy first."""
     trainer, rollout = config.trainer, config.rollout
-    found = []
+    savings = []
     full = config.tune == FULL
     if title != ROLLOUT:
-        found += _shared(config)
+        savings += _shared(config)
     if title != TRAINER:
         left = {"resident": ("offload", "cached"), "offload": ("cached",), "cached": ()}[rollout.text_encoder]
-        found += [Change("rollout.text_encoder", where) for where in left]
+        savings += [Change("rollout.text_encoder", where) for where in left]
     if title != ROLLOUT and not trainer.cpu_offload and not full:
-        found.append(Change("trainer.cpu_offload", True))
+        savings.append(Change("trainer.cpu_offload", True))
     if title != ROLLOUT and full and trainer.num_workers > 1 and trainer.shard != "full":
-        found.append(Change("trainer.num_workers", 1))  # A single rank needs no buffer for the sum of other ranks.
+        savings.append(Change("trainer.num_workers", 1))  # A single rank needs no buffer for the sum of other ranks.
     if config.model.dtype == "float32":
-        found.append(Change("model.dtype", "bfloat16"))
+        savings.append(Change("model.dtype", "bfloat16"))
     if config.lora.rank > 1 and not full:
-        found.append(Change("lora.rank", config.lora.rank // 2))
+        savings.append(Change("lora.rank", config.lora.rank // 2))
     if config.max_staleness > 0:
-        found.append(Change("max_staleness", 0))
+        savings.append(Change("max_staleness", 0))
     if title == ROLLOUT and family in VLLM_FAMILIES and not full:
-        found += [
+        savings += [
             Change("rollout.engine", "vllm_omni", (Change("rollout.gpus_per_worker", gpus),))
             for gpus in (2, 4, 8)
             if gpus > rollout_ranks(config)
         ]
-    return found
+    return savings
 
 
 def _shared(config: Config) -> list[Change]:
     """Returns changes that let more trainer ranks share the base."""
-    trainer, found = config.trainer, []
+    trainer, savings = config.trainer, []
     if trainer.num_workers > 1 and trainer.shard != "full" and not trainer.cpu_offload:
-        found.append(Change("trainer.shard", "full"))
+        savings.append(Change("trainer.shard", "full"))
     if trainer.shard != "none":
-        found.append(Change("trainer.num_workers", 2 * trainer.num_workers))
-    return found
+        savings.append(Change("trainer.num_workers", 2 * trainer.num_workers))
+    return savings
 
 
 def scaled(change: Change, config: Config, model: MetaModel) -> MetaModel:

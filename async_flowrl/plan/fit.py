@@ -122,7 +122,7 @@ def answer(recipe: Recipe, hardware: Hardware) -> Answer:
 
     The answer has no words if every candidate is refused by the checks or takes more devices than the hardware has.
     """
-    found: list[Answer] = []
+    answers: list[Answer] = []
     for words in candidates(recipe.words, recipe.plain, hardware.devices):
         try:
             config = compose_config(words[0].removeprefix("--config-name "), words[1:])
@@ -133,12 +133,12 @@ def answer(recipe: Recipe, hardware: Hardware) -> Answer:
             continue
         if gpus_taken(config) > hardware.devices:
             continue
-        found.append(judged(recipe, hardware, words, config))
-        if found[-1].fits:
-            return found[-1]
-    if not found:
+        answers.append(judged(recipe, hardware, words, config))
+        if answers[-1].fits:
+            return answers[-1]
+    if not answers:
         return Answer(recipe.experiment, hardware.name, False, (), 0.0, 0.0, hardware.gib)
-    return min(found, key=lambda one: one.missing)
+    return min(answers, key=lambda one: one.missing)
 
 
 def judged(recipe: Recipe, hardware: Hardware, words: Sequence[str], config: Config) -> Answer:

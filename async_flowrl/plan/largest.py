@@ -18,8 +18,8 @@ def at_largest(config: Config) -> Config:
 
 
 def _of_prompts(data: DataConfig) -> list[Resolution]:
-    found = prompts_with_sizes(data)
-    return [] if found is None else [*found.train.sizes, *found.evaluation.sizes]
+    sized = prompts_with_sizes(data)
+    return [] if sized is None else [*sized.train.sizes, *sized.evaluation.sizes]
 
 
 def prompts_with_sizes(data: DataConfig) -> Data | None:

@@ -75,8 +75,8 @@ def _asked(config: Config) -> list[str]:
     """Returns the settings that are `auto` and make a difference."""
     trainer = config.trainer
     free = trainer.num_workers > 1 and not trainer.cpu_offload and config.placement != SHARED
-    found = [SHARD] if trainer.shard == AUTO and free else []
-    return found + ([CHECKPOINTING] if trainer.gradient_checkpointing == AUTO else [])
+    settings = [SHARD] if trainer.shard == AUTO and free else []
+    return settings + ([CHECKPOINTING] if trainer.gradient_checkpointing == AUTO else [])
 
 
 def candidates(config: Config) -> Iterator[Layout]:

@@ -79,8 +79,8 @@ def in_one(trainer: Footprint, rollout: Footprint, *, full: bool) -> Footprint:
     once = [name for name in trainer.parts if name == "activations" or (name == "base weights" and not full)]
     parts = {name: max(trainer.parts[name], rollout.parts[name]) for name in once}
     alone = {
-        side: {n: size for n, size in found.parts.items() if n not in once}
-        for side, found in (("trainer", trainer), ("rollout", rollout))
+        side: {n: size for n, size in footprint.parts.items() if n not in once}
+        for side, footprint in (("trainer", trainer), ("rollout", rollout))
     }
     parts |= {f"{name} ({side})": size for side, own in alone.items() for name, size in own.items()}
     return Footprint(parts)

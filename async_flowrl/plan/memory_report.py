@@ -207,9 +207,9 @@ def main(arguments: Sequence[str]) -> int:
         sys.stderr.write(f"plan: {error}\n")
         return 2
     if given.json:
-        found = as_json(plan, config, given.device)
-        found |= {"layout": asdict(chosen.layout), "cheapest_layout": asdict(cheapest.layout)}
-        sys.stdout.write(json.dumps(found, indent=2) + "\n")
+        printed = as_json(plan, config, given.device)
+        printed |= {"layout": asdict(chosen.layout), "cheapest_layout": asdict(cheapest.layout)}
+        sys.stdout.write(json.dumps(printed, indent=2) + "\n")
     else:
         said = "".join(f"{sentence}\n" for sentence in chosen.reasons or recommended(config, cheapest, chosen))
         sys.stdout.write(describe(plan, config, given.device) + said)

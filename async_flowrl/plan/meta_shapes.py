@@ -79,8 +79,8 @@ def _makes_new_tensors(func: Any) -> bool:
 def _shares_storage(out: Any, tensors: list[Tensor]) -> bool:
     """Whether a result lies in the memory of an argument, as that of `_unsafe_view`, whose schema does not say so."""
     given = {each.untyped_storage()._cdata for each in tensors}
-    found = [each for each in (out if isinstance(out, tuple) else (out,)) if isinstance(each, Tensor)]
-    return any(each.untyped_storage()._cdata in given for each in found)
+    results = [each for each in (out if isinstance(out, tuple) else (out,)) if isinstance(each, Tensor)]
+    return any(each.untyped_storage()._cdata in given for each in results)
 
 
 def _worded(values: Any, tensors: list[Tensor]) -> tuple[Any, ...]:

@@ -34,8 +34,8 @@ def by_placement(plan: MemoryPlan, config: Config, device_gib: float) -> list[Pl
     """
     device = round(device_gib * GIB)
     return [
-        Placed(name, {title: one.total for title, (one, _) in found.items()}, _fit(found, device))
-        for name, found in _processes(plan, config)
+        Placed(name, {title: one.total for title, (one, _) in processes.items()}, _fit(processes, device))
+        for name, processes in _processes(plan, config)
     ]
 
 

@@ -85,11 +85,11 @@ def size_shares(config: Config) -> dict[Resolution, float]:
     """
     drawn = configured(config.rollout)
     by_prompt = _own_sizes(config)
-    found: dict[Resolution, float] = defaultdict(float)
+    shares: dict[Resolution, float] = defaultdict(float)
     for size, share in by_prompt.items():
         for each in drawn if size is None else (size,):
-            found[each] += share / (len(drawn) if size is None else 1)
-    return dict(found)
+            shares[each] += share / (len(drawn) if size is None else 1)
+    return dict(shares)
 
 
 def _own_sizes(config: Config) -> dict[Resolution | None, float]:
@@ -97,8 +97,8 @@ def _own_sizes(config: Config) -> dict[Resolution | None, float]:
     data = prompts_with_sizes(config.data)
     if data is None or not data.train.sizes:
         return {None: 1.0}
-    found: dict[Resolution | None, float] = defaultdict(float)
+    weights: dict[Resolution | None, float] = defaultdict(float)
     for index, prompt in enumerate(data.train):
-        found[prompt.resolution] += 1.0 if data.train.weights is None else float(data.train.weights[index])
-    total = sum(found.values())
-    return {size: weight / total for size, weight in found.items() if weight}
+        weights[prompt.resolution] += 1.0 if data.train.weights is None else float(data.train.weights[index])
+    total = sum(weights.values())
+    return {size: weight / total for size, weight in weights.items() if weight}

@@ -56,8 +56,8 @@ def tokens_of(prompt: Prompt) -> int:
     Token ids count as many as they are, with those of the template, which some families drop after the encoding.
     """
     wording = prompt.wording
-    found = math.ceil(len(wording.encode()) / BYTES_PER_TOKEN) if isinstance(wording, str) else len(wording)
-    return max(found, USUAL_TOKENS)
+    tokens = math.ceil(len(wording.encode()) / BYTES_PER_TOKEN) if isinstance(wording, str) else len(wording)
+    return max(tokens, USUAL_TOKENS)
 
 
 @dataclass(frozen=True)

@@ -128,9 +128,9 @@ def group_flops(history: Iterable[Event], batches: Batches) -> dict[int, float]:
         if event["event"] == "span" and event["name"] == "generate" and event.get("flops"):
             flops[event["worker"], event["ordinal"]] = event["flops"]
         elif event["event"] == "ticket" and event["state"] == State.SCORING:
-            found = flops.pop((event["worker"], event["ordinal"]), None)
-            if found is not None and event["kind"] == TRAIN:
-                counted[batches.group(event["ordinal"])] = found
+            counted_flops = flops.pop((event["worker"], event["ordinal"]), None)
+            if counted_flops is not None and event["kind"] == TRAIN:
+                counted[batches.group(event["ordinal"])] = counted_flops
     return counted
 
 

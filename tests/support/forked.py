@@ -10,6 +10,7 @@ from multiprocessing.connection import Connection
 METHOD = "forkserver"
 CONTEXT = multiprocessing.get_context(METHOD)
 PRELOADED = [
+    "pytest",
     "torch",
     "torch.distributed.tensor",
     "diffusers.pipelines.qwenimage.pipeline_qwenimage",

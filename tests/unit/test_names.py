@@ -10,7 +10,7 @@ VAGUE = {"found"}
 """Names that say how a value was got and not what it is."""
 NOT_YET = {
     "checkpoint_engine",
-    *(f"async_flowrl/{folder}" for folder in ("benchmark", "controller", "observability", "plan", "report")),
+    *(f"async_flowrl/{folder}" for folder in ("controller", "observability", "report")),
     *(f"async_flowrl/{folder}" for folder in ("shared", "training")),
 }
 """Folders in which such names still stand."""

@@ -54,24 +54,24 @@ def by_card(done: Rehearsal, cards: Sequence[Card]) -> str:
 
 def as_json(done: Rehearsal, cards: Sequence[Card]) -> list[dict[str, Any]]:
     """Returns, for each card, whether the processes fit, and the estimate in seconds."""
-    found = [on(card, done) for card in cards]
+    on_cards = [on(card, done) for card in cards]
     return [
         {"card": asdict(each.roofline.card), "fits": not lacking(each), "estimate": asdict(each.estimate)}
-        for each in found
+        for each in on_cards
     ]
 
 
 def _row(done: Rehearsal) -> tuple[str, ...]:
-    found, config, missing = done.estimate, done.config, lacking(done)
+    estimated, config, missing = done.estimate, done.config, lacking(done)
     one_after_the_other = config.max_staleness == 0 or done.shared
-    step = (sum if one_after_the_other else max)((found.generation, found.update))
+    step = (sum if one_after_the_other else max)((estimated.generation, estimated.update))
     return (
         done.roofline.card.name,
         f"no, {missing / GIB:.1f} GiB are missing" if missing else "yes",
-        f"{found.ticket:.3g}",
-        f"{found.micro_batch:.3g}",
-        f"{found.generation:.3g}",
-        f"{found.update:.3g}",
+        f"{estimated.ticket:.3g}",
+        f"{estimated.micro_batch:.3g}",
+        f"{estimated.generation:.3g}",
+        f"{estimated.update:.3g}",
         f"{config.prompts_per_step * config.group_size / step:.3g}",
-        "training" if found.update > found.generation else "generation",
+        "training" if estimated.update > estimated.generation else "generation",
     )

@@ -121,7 +121,7 @@ class Roofline:
 
 def card_of(name: str) -> Card:
     """Returns the card of that name in any case. Raises ValueError, with the nearest name, for an unknown one."""
-    found = {known.upper(): card for known, card in CARDS.items()}.get(name.upper())
-    if found is None:
+    card = {known.upper(): each for known, each in CARDS.items()}.get(name.upper())
+    if card is None:
         raise ValueError(unknown_name("--card", name, CARDS))
-    return found
+    return card

@@ -58,11 +58,11 @@ class Rehearsal:
         """
         training, sampling = self.rank.phases, dict(self.rollout.phases)
         alone = sampling.pop("load")
-        found = [alone]
+        highest = [alone]
         for phases, lasting in ((training, sampling[SAMPLING]), (sampling, training[TRAINING])):
             own = peak(phases.values())
-            found.append(replace(own, peak=own.peak + lasting.resident - self.rank.frozen_bytes))
-        return peak(found)
+            highest.append(replace(own, peak=own.peak + lasting.resident - self.rank.frozen_bytes))
+        return peak(highest)
 
 
 def describe(done: Rehearsal) -> str:
@@ -131,17 +131,17 @@ def fits(done: Rehearsal) -> list[str]:
 
 def sentences(done: Rehearsal) -> list[str]:
     """Returns the estimate in sentences."""
-    config, found = done.config, done.estimate
+    config, times = done.config, done.estimate
     return [
-        f"estimated: a ticket of {config.images_per_ticket} images {found.ticket:.3g} s "
-        f"({found.ticket_flops / 1e12:.4g} TFLOP), a micro-batch {found.micro_batch:.3g} s, a delivery of "
-        f"{done.rank.version_bytes / 1e6:.0f} MB {found.delivery:.3g} s, its activation {found.activation:.3g} s",
-        f"estimated per training step: {found.generation:.4g} s of generation on {config.rollout.num_workers} rollout "
-        f"workers, {found.update:.4g} s of training on {config.trainer.num_workers} ranks ({done.rank.micro_batches} "
-        f"micro-batches, {done.rank.frozen_passes} passes without gradient, {found.update_sent / 1e9:.3g} GB sent per "
+        f"estimated: a ticket of {config.images_per_ticket} images {times.ticket:.3g} s "
+        f"({times.ticket_flops / 1e12:.4g} TFLOP), a micro-batch {times.micro_batch:.3g} s, a delivery of "
+        f"{done.rank.version_bytes / 1e6:.0f} MB {times.delivery:.3g} s, its activation {times.activation:.3g} s",
+        f"estimated per training step: {times.generation:.4g} s of generation on {config.rollout.num_workers} rollout "
+        f"workers, {times.update:.4g} s of training on {config.trainer.num_workers} ranks ({done.rank.micro_batches} "
+        f"micro-batches, {done.rank.frozen_passes} passes without gradient, {times.update_sent / 1e9:.3g} GB sent per "
         f"rank); {together(done)}",
-        f"for a schedule: python -m async_flowrl.plan --generate {found.generation * config.rollout.num_workers:.4g} "
-        f"--update {found.update * config.trainer.num_workers:.4g} --sync {found.delivery:.3g} "
+        f"for a schedule: python -m async_flowrl.plan --generate {times.generation * config.rollout.num_workers:.4g} "
+        f"--update {times.update * config.trainer.num_workers:.4g} --sync {times.delivery:.3g} "
         f"--prompts {config.prompts_per_step} --group-size {config.group_size} "
         f"--ticket-size {config.images_per_ticket} "
         + (f"--tickets-per-batch {done.rollout.tickets} " if done.rollout.tickets > 1 else "")

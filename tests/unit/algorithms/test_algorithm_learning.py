@@ -80,7 +80,9 @@ def test_reward_rises(name: str) -> None:
     assert train(name) > 0.2
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name.startswith("flow_grpo-") else ()) for name in ALGORITHMS]
+)
 def test_reward_falls_when_negated(name: str) -> None:
     assert train(name, negate_reward=True) < -0.2
 

@@ -2,13 +2,11 @@
 
 import asyncio
 import contextlib
-import multiprocessing
 import os
 import signal
 import time
 from collections.abc import AsyncIterator, Callable
 from multiprocessing.connection import Connection
-from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from typing import Any
 
@@ -22,17 +20,8 @@ from checkpoint_engine.collective import Member
 from checkpoint_engine.collective_delivery import CollectiveBroadcast
 from checkpoint_engine.process_group import Epoch, Limit, TorchLink
 from examples.checkpoint_engine.processes import Channel, ProcessReceiver, ProcessSender, channel, member_for, serve
+from tests.support.forked import CONTEXT
 from tests.unit.checkpoint_engine.engine_parts import ALPHA, PATIENCE, RANK, lora
-
-CONTEXT = multiprocessing.get_context("forkserver")
-PRELOADED = ["torch", "numpy", "torch.distributed.fsdp", "torch._dynamo"]
-
-
-def starting() -> ForkServerContext:
-    """Returns CONTEXT to start a process; the first one says what the process imports from which all are forked."""
-    CONTEXT.set_forkserver_preload(PRELOADED)
-    return CONTEXT
-
 
 BUCKET_BYTES = 4096
 SECONDS = 240.0
@@ -135,7 +124,7 @@ class Child:
     def __init__(self, name: str, transport: str, shape: dict[str, Any], *, fault: str = "", capacity: int = 2) -> None:
         ours, theirs = channel(CONTEXT)
         self._results, results = CONTEXT.Pipe()
-        self.process: BaseProcess = starting().Process(
+        self.process: BaseProcess = CONTEXT.Process(
             target=receiving,
             args=(theirs, results, transport, shape),
             kwargs={"fault": fault, "capacity": capacity},

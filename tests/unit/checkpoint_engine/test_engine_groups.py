@@ -18,9 +18,10 @@ from checkpoint_engine.collective_delivery import CollectiveBroadcast
 from checkpoint_engine.process_group import Epoch, TorchLink, gloo_group
 from checkpoint_engine.transports import make_member, resolve_transport
 from examples.checkpoint_engine.processes import ProcessSender
+from tests.support.forked import CONTEXT
 from tests.unit.checkpoint_engine.engine_local import Local
 from tests.unit.checkpoint_engine.engine_parts import ALPHA, PATIENCE, RANK, blank, ends, lora, sealed
-from tests.unit.checkpoint_engine.engine_processes import CONTEXT, SECONDS, starting
+from tests.unit.checkpoint_engine.engine_processes import SECONDS
 from tests.unit.checkpoint_engine.engine_ranks import rank_main
 
 ROOT = Path(__file__).parents[3]
@@ -29,8 +30,7 @@ ROOT = Path(__file__).parents[3]
 def train_ranks(folder: Path, *, beside: bool) -> list[tuple[list[list[float]], list[str], int]]:
     pipes = [CONTEXT.Pipe() for _ in range(2)]
     arguments = [(rank, folder / f"store-{beside}", theirs, beside) for rank, (_, theirs) in enumerate(pipes)]
-    context = starting()
-    ranks = [context.Process(target=rank_main, args=each, daemon=True) for each in arguments]
+    ranks = [CONTEXT.Process(target=rank_main, args=each, daemon=True) for each in arguments]
     for process in ranks:
         process.start()
     try:
@@ -42,6 +42,7 @@ def train_ranks(folder: Path, *, beside: bool) -> list[tuple[list[list[float]], 
             process.join()
 
 
+@pytest.mark.serial("ranks")
 def test_fsdp_on_the_default_group_trains_the_same_weights_beside_deliveries(tmp_path: Path) -> None:
     alone, beside = (train_ranks(tmp_path, beside=beside) for beside in (False, True))
     for (weights, _, _), (same, _, world) in zip(alone, beside, strict=True):

@@ -10,7 +10,10 @@ import torch
 from checkpoint_engine import process_group as links_module
 from tests.unit.checkpoint_engine.engine_processes import BUCKET_BYTES, Rig, rig, usage
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int8)
+pytestmark = pytest.mark.serial("ranks")
+
+DTYPES = (torch.bfloat16, torch.int8)
+OTHER_DTYPES = (torch.float32, torch.float16, torch.float64)
 
 
 @pytest.fixture(autouse=True)
@@ -18,7 +21,9 @@ def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(links_module, "BUCKET_BYTES", BUCKET_BYTES)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "dtype", [*DTYPES, *(pytest.param(each, marks=pytest.mark.slow) for each in OTHER_DTYPES)], ids=str
+)
 def test_the_bytes_are_the_same_by_every_transport(dtype: torch.dtype) -> None:
     async def deliver(transport: str) -> list[dict[str, torch.Tensor]]:
         async with rig(transport, names=("a", "b"), dtype=dtype) as made:

@@ -20,6 +20,8 @@ from async_flowrl.plan.work import Layout, Work
 from tests.support.recorded import recorded
 from tests.support.toy import Timing, ToyRun, toy_config, virtual
 
+SLOW = pytest.mark.slow
+
 
 def work(g: float, t: float, *, groups: int = 8, cv: float = 0.05, **more: Any) -> Work:
     return Work(groups, Law(g / groups, cv), Law(t / groups, 0.05), **more)
@@ -30,7 +32,15 @@ def few(devices: int, **more: Any) -> Limits:
     return Limits(devices, steps=12, **more)
 
 
-@pytest.mark.parametrize(("g", "t", "split"), [(8, 8, (4, 4)), (12, 4, (6, 2)), (7, 1, (7, 1)), (2, 6, (2, 6))])
+@pytest.mark.parametrize(
+    ("g", "t", "split"),
+    [
+        (12, 4, (6, 2)),
+        (2, 6, (2, 6)),
+        pytest.param(8, 8, (4, 4), marks=SLOW),
+        pytest.param(7, 1, (7, 1), marks=SLOW),
+    ],
+)
 def test_the_split_follows_the_work(g: float, t: float, split: tuple[int, int]) -> None:
     advice = advise(work(g, t, groups=16, cv=0.0), few(8, share=False))
     assert advice.chosen is not None
@@ -160,8 +170,10 @@ def seconds_per_step(run: ToyRun, k: int) -> float:
 @pytest.mark.parametrize(
     ("slow", "others"),
     [
-        ({}, [(0, "stream", 2), (2, "batch", 2), (1, "stream", 3)]),
-        ({"rollout-0": 2.0}, [(0, "batch", 2), (1, "stream", 2), (1, "stream", 3)]),
+        ({}, [(2, "batch", 2)]),
+        ({"rollout-0": 2.0}, [(1, "stream", 3)]),
+        pytest.param({}, [(0, "stream", 2), (1, "stream", 3)], marks=SLOW),
+        pytest.param({"rollout-0": 2.0}, [(0, "batch", 2), (1, "stream", 2)], marks=SLOW),
     ],
 )
 def test_calibrated_on_policy_it_predicts_other_depths_and_splits(
@@ -183,7 +195,7 @@ def test_calibrated_on_policy_it_predicts_other_depths_and_splits(
 
 def test_predicted_against_actual(tmp_path: Path) -> None:
     timing = Timing(generate=1.0, score=0.1, update=0.5, spread=0.2)
-    config = toy_config(1, hand_over="stream", steps=80)
+    config = toy_config(1, hand_over="stream", steps=40)
     compared = predicted_against_actual(recorded(tmp_path / "run", virtual(config, timing), config))
     assert compared is not None
     assert abs(compared["deviation"]) < 0.05
@@ -236,11 +248,11 @@ def test_a_run_that_no_plan_can_read(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
-    given = ["--generate", "8", "--update", "8", "--devices", "8", "--sync", "0.1", "--prompts", "8", "--steps", "12"]
+    given = ["--generate", "8", "--update", "8", "--devices", "4", "--sync", "0.1", "--prompts", "8", "--steps", "12"]
     assert plan.main([*given, "--json"]) == 0
     printed = json.loads(capsys.readouterr().out)
-    assert printed["chosen"]["rollout"] == printed["chosen"]["trainer"] == 4
-    separate = ["--split", "1:1", "--no-shared", "--steps", "20"]
+    assert printed["chosen"]["rollout"] == printed["chosen"]["trainer"] == 2
+    separate = ["--split", "1:1", "--no-shared", "--prompts", "4", "--steps", "12"]
     assert plan.main(["--generate", "8", "--update", "8", *separate]) == 0
     shown = capsys.readouterr().out
     assert "Use --config-name one_step_off rollout.num_workers=1 trainer.num_workers=1" in shown

@@ -1,5 +1,6 @@
 """Tests of evaluations in the planner's simulation: their share of the tickets and their cost; nothing starves."""
 
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from async_flowrl.plan.advise import advise
 from async_flowrl.plan.calibrate import calibrate, evaluation_work
 from async_flowrl.plan.laws import Law
 from async_flowrl.plan.limits import Limits
-from async_flowrl.plan.simulate import simulate, traced
+from async_flowrl.plan.simulate import Prediction, simulate, traced
 from async_flowrl.plan.turns_taken import ticket_times
 from async_flowrl.plan.units import Unit
 from async_flowrl.plan.work import EvaluationWork, Layout, Work, bounds
@@ -36,6 +37,12 @@ def shared(devices: int, k: int, hand_over: str) -> Layout:
     return Layout(devices, devices, 4, k, hand_over, placement="shared")
 
 
+@cache
+def planned(devices: int, k: int, hand_over: str) -> tuple[Prediction, list[Unit]]:
+    """Twelve steps with a reward of half a second, simulated once for all tests."""
+    return traced(work(devices, score=0.5), shared(devices, k, hand_over), steps=12)
+
+
 def evaluation_tickets(units: list[Unit], version: int) -> list[Unit]:
     found = [unit for unit in units if unit.evaluation and unit.place.startswith("rollout") and unit.step == version]
     return sorted(found, key=lambda unit: unit.start)
@@ -47,7 +54,7 @@ def test_evaluations_that_are_due_while_a_worker_trains_are_all_made_and_no_step
     devices: int, k: int, hand_over: str
 ) -> None:
     """One device is the hard case: nobody else could make the evaluation, or train meanwhile."""
-    found, units = traced(work(devices, score=0.5), shared(devices, k, hand_over), steps=12)
+    found, units = planned(devices, k, hand_over)
     assert len(found.ends) == 12 and found.staleness_max == k
     for version in range(2, 12, 2):
         assert len(evaluation_tickets(units, version)) == 6
@@ -86,7 +93,7 @@ def test_while_training_tickets_wait_every_fourth_ticket_is_of_the_evaluation(
 @pytest.mark.parametrize("devices", [1, 2])
 def test_a_device_makes_evaluations_one_unit_at_a_time(devices: int, k: int, hand_over: str) -> None:
     """Neither training nor another ticket runs beside an evaluation ticket."""
-    _, units = traced(work(devices), shared(devices, k, hand_over), steps=8)
+    _, units = planned(devices, k, hand_over)
     for index in range(devices):
         places = (f"rollout-{index}", f"trainer-{index}")
         own = sorted((u for u in units if u.place in places and u.end > u.start), key=lambda unit: unit.start)
@@ -94,7 +101,7 @@ def test_a_device_makes_evaluations_one_unit_at_a_time(devices: int, k: int, han
         assert all(before.end <= after.start + 1e-9 for before, after in pairwise(own)), "one thing at a time"
 
 
-@pytest.mark.parametrize("devices", [1, 2, 4])
+@pytest.mark.parametrize("devices", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_evaluations_cost_their_own_work_and_no_more(devices: int) -> None:
     """At K = 1 no device is idle for an evaluation."""
     found = simulate(work(devices, tickets=6 * devices), shared(devices, 1, "stream"), steps=18)

@@ -9,6 +9,26 @@ from async_flowrl.plan.simulate import Prediction, simulate
 from async_flowrl.plan.work import Layout, Work, balance, bounds
 from tests.support.toy import Timing, toy_config, virtual
 
+SLOW = pytest.mark.slow
+EVEN_TIMES = [
+    (0.05, "batch", 0, 2.03),
+    (0.05, "batch", 1, 1.03),
+    (0.05, "stream", 0, 1.12),
+    (0.05, "stream", 1, 1.00),
+    (0.3, "batch", 0, 2.08),
+    (0.3, "batch", 2, 1.00),
+    (0.3, "stream", 0, 1.12),
+    (0.3, "stream", 1, 1.00),
+]
+UNEVEN_TIMES = [
+    (0.3, "batch", 1, 1.06),
+    (1.0, "batch", 0, 2.24),
+    (1.0, "batch", 1, 1.18),
+    (1.0, "stream", 0, 1.29),
+    (1.0, "stream", 1, 1.04),
+]
+"""Variation of durations (standard deviation ÷ mean), hand_over, max_staleness, and the other simulator's seconds."""
+
 
 def predict(
     *, g: float, t: float, k: int, hand_over: str = "stream", n: int = 8, groups: int = 64, steps: int = 12, **more: Law
@@ -18,14 +38,16 @@ def predict(
     return simulate(work, Layout(n, 1, 1, k, hand_over), steps=steps)
 
 
-@pytest.mark.parametrize(("g", "t"), [(1.0, 1.0), (1.0, 0.5), (0.5, 1.0), (1.2, 1.0)])
+@pytest.mark.parametrize(
+    ("g", "t"), [pytest.param(1.0, 1.0, marks=SLOW), (1.0, 0.5), (0.5, 1.0), pytest.param(1.2, 1.0, marks=SLOW)]
+)
 def test_sync_is_the_sum_and_one_step_off_the_maximum(g: float, t: float) -> None:
     assert predict(g=g, t=t, k=0, hand_over="batch", groups=16).step_seconds == pytest.approx(g + t)
     assert predict(g=g, t=t, k=1, hand_over="batch", groups=16).step_seconds == pytest.approx(max(g, t))
     assert predict(g=g, t=t, k=2, groups=16).step_seconds == pytest.approx(max(g, t))
 
 
-@pytest.mark.parametrize("per_worker", [1, 2, 4, 8])
+@pytest.mark.parametrize("per_worker", [1, 4, *(pytest.param(each, marks=SLOW) for each in (2, 8))])
 def test_streaming_on_policy_waits_only_for_the_last_tickets(per_worker: int) -> None:
     """With constant times the last of w bursts of n groups is all that is trained after generation has ended."""
     prediction = predict(g=1.0, t=1.0, k=0, n=8, groups=8 * per_worker)
@@ -61,21 +83,7 @@ def test_rewards_are_hidden_unless_they_are_the_limit() -> None:
 
 @pytest.mark.parametrize(
     ("cv", "hand_over", "k", "published"),
-    [
-        (0.05, "batch", 0, 2.03),
-        (0.05, "batch", 1, 1.03),
-        (0.05, "stream", 0, 1.12),
-        (0.05, "stream", 1, 1.00),
-        (0.3, "batch", 0, 2.08),
-        (0.3, "batch", 1, 1.06),
-        (0.3, "batch", 2, 1.00),
-        (0.3, "stream", 0, 1.12),
-        (0.3, "stream", 1, 1.00),
-        (1.0, "batch", 0, 2.24),
-        (1.0, "batch", 1, 1.18),
-        (1.0, "stream", 0, 1.29),
-        (1.0, "stream", 1, 1.04),
-    ],
+    [*(pytest.param(*each, marks=SLOW) for each in EVEN_TIMES), *UNEVEN_TIMES],
 )
 def test_an_independent_simulation_gives_the_same_step_times(
     cv: float, hand_over: str, k: int, published: float

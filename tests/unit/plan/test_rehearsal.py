@@ -121,6 +121,7 @@ def test_all_families_and_kinds_of_algorithms_are_rehearsed(model: str, algorith
     assert done.rollout.phases["denoise"].flops > 0
 
 
+@pytest.mark.slow
 def test_a_sharded_base_is_gathered_and_let_go() -> None:
     """FSDP2 frees what it gathers by resizing its storage to nothing."""
     whole, sharded = (rank_alone(*FOUR_RANKS, NO_CORRECTION, f"trainer.shard={shard}") for shard in ("none", "full"))

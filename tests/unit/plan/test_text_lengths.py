@@ -60,7 +60,9 @@ def test_a_relative_path_is_that_of_the_working_directory(tmp_path: Path, monkey
         assert text_lengths(config).longest == (USUAL_TOKENS if name == "short" else 300)
 
 
-@pytest.mark.parametrize(("family", "grows"), [("qwen_image", True), ("z_image", True), ("flux", False)])
+@pytest.mark.parametrize(
+    ("family", "grows"), [("qwen_image", True), ("flux", False), pytest.param("z_image", True, marks=pytest.mark.slow)]
+)
 def test_memory_is_planned_for_the_longest_prompt(tmp_path: Path, family: str, grows: bool) -> None:
     """FLUX.1 pads every prompt to one length."""
     few, many = (tmp_path / name for name in ("few", "many"))

@@ -105,7 +105,7 @@ def made(pipeline: Any, policy: Policy, sampling: Sampling, output: str = "laten
     ).images
 
 
-@pytest.mark.parametrize("cfg", [1.0, 4.0])
+@pytest.mark.parametrize("cfg", [4.0, pytest.param(1.0, marks=pytest.mark.slow)])
 def test_the_exported_adapter_in_the_stock_pipeline_denoises_alike(
     policy: Policy, pipeline: Any, family: str, cfg: float, tmp_path: Path
 ) -> None:
