@@ -10,6 +10,9 @@ import pytest
 
 from separation.imports import without_collections
 
+FORKED_BY = "forked_by"
+"""Key of what a test process is told by the one that hands out the tests."""
+
 # No test reaches for the model hub; what counts is the setting at the time when huggingface_hub is imported.
 os.environ["HF_HUB_OFFLINE"] = "1"
 
@@ -17,6 +20,21 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 # runs that tests interrupt have to hear it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Tells each of several test processes (`-n`) which process forks for it: one that has imported torch for all."""
+    from tests.support import forked
+
+    node.workerinput[FORKED_BY] = forked.share()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if (address := getattr(config, "workerinput", {}).get(FORKED_BY)) is not None:
+        from tests.support import forked
+
+        forked.use(address)
 
 
 @pytest.hookimpl(wrapper=True)

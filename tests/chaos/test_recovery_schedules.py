@@ -9,8 +9,8 @@ from tests.chaos.recovery_schedules import PAIRS, fatal, outcome, report
 
 pytestmark = pytest.mark.chaos
 
-SEEDS, FIRST = 32 * len(PAIRS), 4 * len(PAIRS)
-"""Of `make test-slow`, and those of them that `make test` runs: 32 and 4 for each cell."""
+SEEDS, FIRST = 32 * len(PAIRS), 3 * len(PAIRS)
+"""Of `make test-slow`, and those of them that `make test` runs: 32 and 3 for each cell."""
 CHUNK = len(PAIRS)
 EXTRA: tuple[int, ...] = ()
 """Seeds beyond these that failed once: they stay."""

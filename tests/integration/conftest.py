@@ -132,5 +132,5 @@ def ray_here() -> None:
         _here.clear()
     if not _here:
         room = {"trainer": 2, "rollout": 2, JUDGE: 2, LATER: 1}
-        started(lambda: start_ray(num_gpus=0, preloaded=True, resources=room))
+        started(lambda: start_ray(num_gpus=0, resources=room))
         _here.append(True)

@@ -7,6 +7,7 @@ from types import MappingProxyType
 
 from tests.integration.runs import LIMIT, ROOT, TINY
 from tests.support.forked import CONTEXT
+from tests.support.forked_workers import NAME, in_their_place, server
 
 
 def command(arguments: list[str], said: tuple[str, str], environment: dict[str, str]) -> None:
@@ -28,14 +29,16 @@ def command(arguments: list[str], said: tuple[str, str], environment: dict[str, 
             os.dup2(file.fileno(), stream)
     torch.set_num_threads(1)
     sys.argv = ["main", *arguments]
-    sys.exit(main())
+    with in_their_place():
+        code = main()
+    sys.exit(code)
 
 
 class ForkedRun:
     """The process; its methods are those of `subprocess.Popen` that `wait_until` (runs.py) and tests of signals ask.
 
-    With `backend="ray"` it starts a cluster of its own; what that starts inherits `environment`, which is added to the
-    environment of the test, too.
+    With `backend="ray"` it starts a cluster of its own, whose workers are forked, too (forked_workers.py); what that
+    starts inherits `environment`, which is added to the environment of the test.
     """
 
     def __init__(
@@ -49,7 +52,7 @@ class ForkedRun:
         self._said = [folder.with_name(f"{folder.name}.{stream}.txt") for stream in ("out", "err")]
         arguments = ["--config-name", mode, *TINY, f"runtime.backend={backend}", f"output_dir={folder}", *overrides]
         said = tuple(map(str, self._said))
-        whole = {**os.environ, **environment}
+        whole = {**os.environ, **environment} | ({NAME: server()} if backend == "ray" else {})
         self._process = CONTEXT.Process(target=command, args=(arguments, said, whole), daemon=True)
         self._process.start()
 

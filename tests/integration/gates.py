@@ -1,6 +1,7 @@
 """Gates in a run's own process: what it does is held up until something else has happened, so that no clock decides.
 
-Run as `python -m tests.integration.gates`, this module is `async_flowrl.main` with the gate `first_ticket_last`.
+Run as `python -m tests.integration.gates`, this module is `async_flowrl.main` with the gate `first_ticket_last`; its
+workers on Ray are forked if the environment names who does it (forked_workers.py).
 """
 
 import asyncio
@@ -12,6 +13,7 @@ from typing import Any
 from unittest import mock
 
 from async_flowrl import main as entry
+from tests.support.forked_workers import in_their_place
 
 LIMIT = 300.0
 """Seconds after which a gate gives up, so that the run fails instead of hanging."""
@@ -134,7 +136,7 @@ def main() -> int:
         import_ahead()
         gate.__enter__()
 
-    with mock.patch.object(entry, "import_ahead", imported):
+    with mock.patch.object(entry, "import_ahead", imported), in_their_place():
         return entry.main()
 
 

@@ -36,19 +36,24 @@ class StoppedRun:
 def stopped_on_ray(folder: Path) -> StoppedRun:
     """A run on a Ray cluster of its own, whose two processes sample and train, ended by SIGTERM in its third step.
 
-    Its driver is forked: as people start it, a run on Ray is `full_run` (conftest.py).
+    Its driver and its workers are forked: as people start it, a run on Ray is `full_run` (conftest.py).
     """
     pools = ("placement=shared", "trainer.num_workers=2", "rollout.num_workers=2", HALVES)
     process = ForkedRun(folder, "one_step_off", LONG, *SLOWLY, "save.every=0", *pools, backend="ray")
     try:
         wait_until(process, lambda: len(lines(folder / "metrics.jsonl")) >= 2, "its second step")
-        everything = descendants(process.pid)
+        everything = [*descendants(process.pid), *workers(Run(folder))]
         assert len(everything) >= 4, "two workers and the daemons of their cluster"
         process.send_signal(signal.SIGTERM)
         out, err = process.communicate()
     finally:
         process.kill()
     return StoppedRun(Run(folder), process.poll(), out, err, ended(everything))
+
+
+def workers(run: Run) -> list[psutil.Process]:
+    """The processes of its workers, which are no descendants of the run where they are forked (forked_workers.py)."""
+    return [psutil.Process(event["pid"]) for event in run.events if event["event"] == "worker"]
 
 
 def ended(processes: list[psutil.Process]) -> bool:

@@ -23,12 +23,11 @@ MOVED = 0.01
 """Change of held-out brightness (0..1) in so many steps."""
 
 
-FOLLOW = ("flow_grpo", "diffusion_nft", "dpo", "mix_grpo", "flow_cps")
-"""One of each kind: every step trained by its log-probs, no log-probs at all, pairs of images, a window of steps that
-moves, and the steps that the others do not have.
+FOLLOW = ("flow_grpo", "diffusion_nft", "dpo")
+"""One of each kind: every step trained by its log-probs, no log-probs at all, and pairs of images.
 
-The others differ from the first in their loss, and the unit tests test_algorithm_learning.py train them; further files
-are other settings of the same.
+The others differ from the first in their loss, in the steps that they train, or in their transitions, and the unit
+tests test_algorithm_learning.py train them; further files are other settings of the same.
 """
 FLEE = ("flow_grpo",)
 """One of them: the unit tests test_algorithm_learning.py and test_algorithm_final_losses.py turn each one around, by a

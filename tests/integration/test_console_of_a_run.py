@@ -16,6 +16,7 @@ from async_flowrl.config.compose import composed, typed
 from async_flowrl.main import record
 from async_flowrl.run.job import run as run_config
 from tests.integration.runs import LOCAL, ROOT
+from tests.support.forked import python
 from tests.support.terminal import Terminal
 
 COMMAND = ["-m", "async_flowrl.main", "--config-name", "one_step_off", *LOCAL]
@@ -29,10 +30,12 @@ def short_folder() -> Iterator[Path]:
 
 
 def test_the_screens_of_a_run(short_folder: Path) -> None:
-    """First lines, panel and last screen, as they stand on a terminal of 80 columns at the end."""
+    """First lines, panel and last screen, as they stand on a terminal of 80 columns at the end.
+
+    The process is forked; as people start it, it is seen in tests/unit/observability/test_panel_in_terminal.py."""
     folder = short_folder / "run"
     overrides = ["console=auto", f"output_dir={folder}", "evaluate.before_training=true", "evaluate.every=5"]
-    terminal = Terminal([*COMMAND, *overrides], 80, 50)
+    terminal = Terminal([*python()[1:], *COMMAND, *overrides], 80, 50)
     assert terminal.end() == exit_codes.OK and terminal.was_sane, terminal.text
     lines = [*terminal.above, *terminal.lines]
     assert max(map(len, lines)) <= 80

@@ -13,7 +13,7 @@ from async_flowrl.doctor import start
 from async_flowrl.doctor.needs import needs_of
 from async_flowrl.plan.memory import plan_memory
 
-LOCAL = ("runtime.backend=local", "total_steps=1", "evaluate.before_training=false")
+LOCAL = ("runtime.backend=local", "total_steps=1", "evaluate.before_training=false", "model.tiny.layers=1")
 
 
 def test_a_configuration_that_can_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -78,8 +78,8 @@ def test_preflight_lets_a_run_start(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         return original(*arguments)
 
     monkeypatch.setattr("async_flowrl.doctor.preflight.start_findings", watched)
-    short = ("group_size=4", "trainer.micro_batch_size=4", "evaluate.images_per_prompt=1", "preflight=true")
-    config = compose_config("sync", [*LOCAL, *short, f"output_dir={tmp_path / 'run'}"])
+    short = ("group_size=4", "trainer.micro_batch_size=4", "rollout.num_inference_steps=3", "preflight=true")
+    config = compose_config("sync", [*LOCAL, *short, "evaluate.images_per_prompt=1", f"output_dir={tmp_path / 'run'}"])
     assert program.train(config, {}) == 0
     assert looked and (tmp_path / "run" / "summary.json").exists()
 

@@ -1,6 +1,7 @@
 """Tests of `evaluate`: scores from a fresh pipeline equal those of the rollout engine's evaluation images."""
 
 import json
+import shutil
 from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
@@ -51,18 +52,26 @@ def prompts_file() -> str:
     return "".join(json.dumps(prompt) + "\n" for prompt in prompts)
 
 
-@pytest.fixture
-def run(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run directory with guidance, and prompts that bring their own system and negative prompts."""
+    folder = tmp_path_factory.mktemp("trained")
     config = Config(lora=LORA)
     config.rollout.true_cfg_scale = 4.0
     config.reward.terms = {"color": RewardTerm(weight=2.0)}
     config.evaluate.images_per_prompt = IMAGES
-    prompts = tmp_path / "prompts.jsonl"
+    prompts = folder / "prompts.jsonl"
     prompts.write_text(prompts_file())
     config.data.train = str(prompts)
-    (tmp_path / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(asdict(config))))
-    save_lora(tmp_path / "lora", adapted_policy(config=LORA).transformer, alpha=LORA.alpha)
+    (folder / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(asdict(config))))
+    save_lora(folder / "lora", adapted_policy(config=LORA).transformer, alpha=LORA.alpha)
+    return folder
+
+
+@pytest.fixture
+def run(trained: Path, tmp_path: Path) -> Path:
+    """A copy of it, which the test may change."""
+    shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
     return tmp_path
 
 

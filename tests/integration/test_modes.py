@@ -65,7 +65,11 @@ def test_the_same_weights_twice(plain: dict[str, Run], tmp_path: Path) -> None:
     assert again.digest == plain["one_step_off"].digest
 
 
-@pytest.mark.parametrize("mode", [pytest.param("sync", marks=pytest.mark.slow), "one_step_off", "fully_async"])
+SLOW_MODES = [pytest.param(mode, marks=pytest.mark.slow) for mode in ("sync", "one_step_off")]
+"""Of `one_step_off`, `full_run` says the same on Ray (test_modes_on_ray.py)."""
+
+
+@pytest.mark.parametrize("mode", [*SLOW_MODES, "fully_async"])
 def test_the_same_weights_with_two_workers_and_delays_everywhere(
     plain: dict[str, Run], tmp_path: Path, mode: str
 ) -> None:
@@ -93,12 +97,12 @@ def test_stream_hands_every_group_over_while_the_last_of_its_step_is_made(tmp_pa
     """The last ticket is not made before the others are with the trainer: with another hand-over, the run would end
     with an error."""
     groups = 3
-    settings = ["total_steps=3", f"prompts_per_step={groups}"]
+    settings = ["total_steps=2", f"prompts_per_step={groups}"]
     with last_ticket_after_hand_over(groups):
         stream = train(tmp_path / "stream", "stream", *settings)
-    assert len(stream.tickets("HANDED")) == 3 * groups
+    assert len(stream.tickets("HANDED")) == 2 * groups
     at = {(e["state"], e["step"], e["group"]): n for n, e in enumerate(stream.events) if e["event"] == "ticket"}
-    for step in range(3):
+    for step in range(2):
         assert all(at["HANDED", step, group] < at["SCORING", step, groups - 1] for group in range(groups - 1))
     assert stream.digests == train(tmp_path / "sync", "sync", *settings).digests
 

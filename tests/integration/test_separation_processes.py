@@ -11,18 +11,23 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from unittest import mock
 
 import psutil
 import pytest
 import ray
+from ray._private.node import Node
+from ray._private.parameter import RayParams
 
 from separation.cluster import cluster
 from separation.group import PoolSpec, RefLost, Worker, WorkerDied
 from separation.placement import ResourcesMissing
 from separation.processes import alive, descendants, kill
+from separation.ray_head import start_with_what_runs
 from separation.rendezvous import join_process_group
 from separation.supervise import DeadlineExceeded, deadline, together
 from tests.integration.separation_bench import ROOT, TOY, Bench, fresh, on_ray, raises
+from tests.support.forked_workers import forked_workers
 from tests.support.marked import left_after, marked_processes
 
 pytestmark = pytest.mark.serial
@@ -79,19 +84,33 @@ def test_threads_environment_and_logs_are_set_in_the_worker(rays: Bench) -> None
 
 @contextmanager
 def second_node(gpus: str) -> Iterator[list[psutil.Process]]:
-    """Another Ray node on this machine, which takes devices of these numbers for its GPUs; yields its processes."""
-    command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--num-cpus=4", "--disable-usage-stats"]
-    command += [f"--address={ray.get_runtime_context().gcs_address}", f"--num-gpus={len(gpus.split(','))}"]
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": gpus}
-    start = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=ROOT, env=environment)
+    """Another Ray node on this machine, which takes devices of these numbers for its GPUs; yields its processes.
+
+    Started as `ray start` does, but in this process, and with what a node needs to run alone.
+    """
+    given = RayParams(
+        gcs_address=ray.get_runtime_context().gcs_address,
+        num_cpus=4,
+        num_gpus=len(gpus.split(",")),
+        object_store_memory=100_000_000,
+        node_manager_port=0,
+        min_worker_port=0,
+        max_worker_port=0,
+    )
+    given.dashboard_agent_listen_port = None
+    before, nodes = descendants(os.getpid()), list[Node]()
+    with mock.patch.dict(os.environ, CUDA_VISIBLE_DEVICES=gpus), forked_workers():
+        how = {"head": False, "shutdown_at_exit": False, "spawn_reaper": False}
+        start_with_what_runs(lambda: nodes.append(Node(given, **how)))
+    started = [process for process in descendants(os.getpid()) if process not in before]
     try:
         wait_for_nodes(2)
-        yield descendants(start.pid)
+        yield started
     finally:
-        for process in descendants(start.pid):
-            kill(process)
-        start.kill()
-        start.wait()
+        for process in started:
+            for each in (*descendants(process.pid), process):
+                kill(each)
+        nodes[0].kill_all_processes(check_alive=False, wait=True)
     wait_for_nodes(1)
 
 

@@ -22,19 +22,32 @@ ASKED = 4 + 2 + 2
 """Different embeddings of a run: its prompts, those it evaluates, both negative prompts."""
 
 
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
+    """Prompts of mixed lengths, guidance, and evaluations."""
+    folder = tmp_path_factory.mktemp("data")
+    files = {"data.train": ROWS, "data.evaluation": EVALUATED}
+    for key, rows in files.items():
+        (folder / f"{key}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    given = [f"{key}={folder / key}.jsonl" for key in files]
+    return (*LOCAL, *given, "rollout.true_cfg_scale=3", "rollout.num_inference_steps=2", "save.every=1")
+
+
+@pytest.fixture(scope="module")
+def whole(data: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Four steps with resident text encoders, evaluated after the third and the last."""
+    return train(tmp_path_factory.mktemp("resident"), "one_step_off", *data, "total_steps=4", "evaluate.every=3")
+
+
 @pytest.fixture
-def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
-    """Prompts of mixed lengths, guidance, evaluations, and a folder of embeddings of its own."""
+def settings(data: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
+    """The same with a folder of embeddings of its own."""
     tiny = build_tiny(TinyConfig(layers=1))
     (tmp_path / "cache").mkdir()
     (tmp_path / "cache" / tiny.name).symlink_to(tiny)
     monkeypatch.setenv("ASYNC_FLOWRL_CACHE", str(tmp_path / "cache"))
     assert cache_dir() == tmp_path / "cache"
-    files = {"data.train": ROWS, "data.evaluation": EVALUATED}
-    for key, rows in files.items():
-        (tmp_path / f"{key}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    data = [f"{key}={tmp_path / key}.jsonl" for key in files]
-    return (*LOCAL, *data, "rollout.true_cfg_scale=3", "rollout.num_inference_steps=2", "save.every=1")
+    return data
 
 
 CACHED = ("rollout.text_encoder=cached", "rollout.encode_ahead=3")
@@ -50,9 +63,10 @@ def embeddings(folder: Path) -> list[Path]:
     return sorted((folder / "cache" / "embeddings").rglob("*.safetensors"))
 
 
-def test_resident_offload_and_cached_make_the_same_weights(tmp_path: Path, settings: tuple[str, ...]) -> None:
+def test_resident_offload_and_cached_make_the_same_weights(
+    tmp_path: Path, settings: tuple[str, ...], whole: Run
+) -> None:
     """One run changes from the one to the other at each resume, over embeddings of which two were damaged."""
-    whole = train(tmp_path / "resident", "one_step_off", *settings, "total_steps=4")
     mixed = (tmp_path / "mixed", "one_step_off", *settings)
     run = train(*mixed, *CACHED, "total_steps=2")
     assert len(embeddings(tmp_path)) == ASKED
@@ -70,19 +84,18 @@ def test_resident_offload_and_cached_make_the_same_weights(tmp_path: Path, setti
 
 
 def test_a_process_that_also_trains_makes_the_same_weights_with_prompts_that_are_encoded_in_mid_run(
-    tmp_path: Path, settings: tuple[str, ...]
+    tmp_path: Path, settings: tuple[str, ...], whole: Run
 ) -> None:
     """At its start it encodes one prompt ahead; the others come while it samples and trains."""
-    whole = train(tmp_path / "separate", "one_step_off", *settings, "total_steps=3")
     one = (*CACHED, "rollout.encode_ahead=1", "placement=shared")
     run = train(tmp_path / "shared", "one_step_off", *settings, *one, "total_steps=3")
     began = min(event["started"] for event in run.events if event["event"] == "step")
     written = [file.stat().st_mtime for file in embeddings(tmp_path)]
     assert len(written) == ASKED and max(written) > began, "a prompt needed the text encoders in mid-run"
     assert sum("were loaded" in line for line in visits(run)) >= 3
-    assert run.digest == whole.digest and run.digests == whole.digests
-    assert run.column("reward/mean") == whole.column("reward/mean")
-    assert run.metrics[-1]["evaluation/reward/mean"] == whole.metrics[-1]["evaluation/reward/mean"]
+    assert run.digests == whole.digests[:4]
+    assert run.column("reward/mean") == whole.column("reward/mean")[:3]
+    assert run.metrics[-1]["evaluation/reward/mean"] == whole.metrics[2]["evaluation/reward/mean"]
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""A run as people start it, with what was seen of its processes while it trained and after its end."""
+"""A run that is a process, with what was seen of its processes while it trained and after its end."""
 
 import os
 import re
@@ -13,7 +13,10 @@ from unittest import mock
 import psutil
 
 from async_flowrl.observability.run_directory import ATTEMPT
+from separation.processes import alive
 from tests.integration.runs import Run, finish, start, wait_until
+from tests.support import forked_workers
+from tests.support.forked_workers import NAME, server
 from tests.support.marked import left_after, marked_processes
 
 SECONDS = 20.0
@@ -24,12 +27,12 @@ SECONDS = 20.0
 class WatchedRun(Run):
     """A run directory, and the processes that it had."""
 
-    idle: list[str] = field(default_factory=list)
-    """Command lines of Ray's workers that nobody used while it trained."""
+    started: int = 0
+    """Processes that Ray had started for workers when it trained; each stands for a forked one (forked_workers.py)."""
     created: dict[str, float] = field(default_factory=dict)
     """Worker → the `time.time()` at which its process was created."""
     left: list[str] = field(default_factory=list)
-    """Command lines of the processes that outlived the run by SECONDS."""
+    """Command lines, or names of workers, of the processes that outlived the run by SECONDS."""
 
     @property
     def prepared(self) -> float:
@@ -40,17 +43,27 @@ class WatchedRun(Run):
 
 
 def watched_on_ray(folder: Path, mode: str, *overrides: str, program: str = "async_flowrl.main") -> WatchedRun:
-    """A run of at least four steps with its own Ray cluster, looked at after the third; `program` makes it."""
-    with mock.patch.dict(os.environ, {"TEST_MARK": (mark := f"mark-{uuid.uuid4()}")}):
+    """A run of at least four steps with its own Ray cluster, looked at after the third; `program` makes it.
+
+    Its workers are forked if the program lets them (gates.py).
+    """
+    mark = f"mark-{uuid.uuid4()}"
+    with mock.patch.dict(os.environ, {"TEST_MARK": mark, NAME: server()}):
         process = start(folder, mode, *overrides, program=program)
     try:
         wait_until(process, lambda: len(Run(folder).metrics) >= 3, "its third step")
-        idle = [line for line in marked_processes(mark) if "ray::IDLE" in line]
+        run = Run(folder)
+        started = sum(line.split(" ")[1:2] == [forked_workers.__file__] for line in marked_processes(mark))
+        workers = {event["worker"]: psutil.Process(event["pid"]) for event in run.events if event["event"] == "worker"}
         times = {path.stem: created(path) for path in (folder / "logs").glob("*-*.log")}
         finish(process, 0)
     finally:
         process.kill()
-    return WatchedRun(folder, idle, times, left_after(SECONDS, lambda: marked_processes(mark)))
+
+    def left() -> list[str]:
+        return [*marked_processes(mark), *(name for name, process in workers.items() if alive(process))]
+
+    return WatchedRun(folder, started, times, left_after(SECONDS, left))
 
 
 def created(log: Path) -> float:

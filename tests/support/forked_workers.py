@@ -1,4 +1,4 @@
-"""Workers of a test's Ray cluster, forked from a process that has imported ray, and torch and the trainer if wanted.
+"""Workers of a test's Ray cluster, forked from a process that has imported ray, torch and the trainer.
 
 A raylet starts a Python for each worker, which imports ray for half a second, and what the worker computes with for up
 to four. Here it starts this file instead, by its path. That asks the server (`serve`) for a fork, which executes Ray's
@@ -29,34 +29,44 @@ LENGTH = 8
 
 
 @contextmanager
-def forked_workers(*, preloaded: bool) -> Iterator[None]:
-    """Inside, whoever starts a Ray node in this process gets one with such workers, until this process ends.
+def forked_workers() -> Iterator[None]:
+    """Inside, whoever starts a Ray node in this process gets one with such workers, until this process ends."""
+    os.environ[NAME] = server()
+    try:
+        with in_their_place():
+            yield
+    finally:
+        del os.environ[NAME]  # And nothing else: Ray has written there, too.
 
-    `preloaded`: they have imported what `tests/support/forked.py` lists; else only ray.
-    """
-    import multiprocessing
 
+@contextmanager
+def in_their_place() -> Iterator[None]:
+    """The same in a process whose environment names the server; changes nothing in any other."""
+    if NAME not in os.environ:
+        yield
+        return
     from ray._private.node import Node
 
-    from tests.support.forked import CONTEXT
-
-    name, start_raylet = str(uuid.uuid4()), Node.start_raylet
-    with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(f"\0{name}")
-        listener.listen(64)
-        context = CONTEXT if preloaded else multiprocessing.get_context("spawn")
-        context.Process(target=serve, args=(listener,), daemon=True).start()
+    start_raylet = Node.start_raylet
 
     def start(node: Node, *arguments: object, **options: object) -> None:
         node._ray_params.setup_worker_path = __file__
         start_raylet(node, *arguments, **options)
 
-    os.environ[NAME] = name
-    try:
-        with mock.patch.object(Node, "start_raylet", start):
-            yield
-    finally:
-        del os.environ[NAME]
+    with mock.patch.object(Node, "start_raylet", start):
+        yield
+
+
+def server() -> str:
+    """Starts a server and returns its name. Each node needs one of its own: Ray remembers the raylet of its import."""
+    from tests.support.forked import CONTEXT
+
+    name = str(uuid.uuid4())
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(f"\0{name}")
+        listener.listen(64)
+        CONTEXT.Process(target=serve, args=(listener,), daemon=True).start()
+    return name
 
 
 def serve(listener: socket.socket) -> None:

@@ -13,11 +13,11 @@ from separation.ray_head import start_with_what_runs
 from tests.support.forked_workers import forked_workers
 
 
-def start_ray(*, num_cpus: int = 8, preloaded: bool = False, **machine: Any) -> None:
+def start_ray(*, num_cpus: int = 8, **machine: Any) -> None:
     """Starts a cluster on this machine and connects this process; its workers find what this process imports.
 
-    They are forked (forked_workers.py), with `preloaded` from a process that has imported torch and the trainer.
-    `machine` is what `ray.init` takes, such as `resources`. Raises what `ray.init` raises.
+    They are forked (forked_workers.py). `machine` is what `ray.init` takes, such as `resources`. Raises what `ray.init`
+    raises.
     """
     options: dict[str, Any] = {
         "num_cpus": num_cpus,
@@ -27,7 +27,7 @@ def start_ray(*, num_cpus: int = 8, preloaded: bool = False, **machine: Any) -> 
         "job_config": JobConfig(_py_driver_sys_path=import_path()[::-1]),
         **machine,
     }
-    with forked_workers(preloaded=preloaded):
+    with forked_workers():
         start_with_what_runs(lambda: ray.init("local", _system_config=dict(LEAN), **options))
 
 
