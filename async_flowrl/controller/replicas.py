@@ -12,7 +12,7 @@ from typing import Any
 
 from async_flowrl.controller.context import Context
 from async_flowrl.controller.handed import HandedGroup, make_group_again, until_whole
-from async_flowrl.controller.shared import update_seconds
+from async_flowrl.controller.shared import measures_later, update_seconds
 from async_flowrl.tickets.table import describe
 from async_flowrl.training.messages import TrainRequest
 from async_flowrl.training.parts import RankPosition, cut, tickets_for, tickets_of
@@ -115,13 +115,17 @@ async def with_probe(
 ) -> list[Any]:
     """Calls `add_up` on the ranks, one request per worker, with the trajectories of the probe's first part.
 
-    The probe is the group on which the ranks measure how far the step moves the policy; None: nothing is measured. Its
-    trajectories are made again if they are lost. Raises DeadlineExceeded, WorkerDied or WorkerFailed.
+    The probe is the group on which the ranks measure how far the step moves the policy, now or later (owed_kl.py);
+    None: nothing is measured. Its trajectories are made again if they are lost. Raises DeadlineExceeded, WorkerDied or
+    WorkerFailed.
     """
     which: tuple[int, ...] = ()
     if probe is not None and probe.meta is not None:
         which = tickets_of(probe.meta, [0], ctx.config.trainer.micro_batch_size)
-        requests = [replace(request, probe=probe.meta, probe_tickets=which) for request in requests]
+        later = measures_later(ctx.config)
+        requests = [
+            replace(request, probe=probe.meta, probe_tickets=which, measures_later=later) for request in requests
+        ]
     while True:
         tried = [] if probe is None else probe.refs
         refs = [tried[index] for index in which]

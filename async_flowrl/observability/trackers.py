@@ -74,6 +74,9 @@ class Tensorboard:
             self._writer.add_scalar(name, value, step)
         self._writer.flush()
 
+    def amend(self, step: int, metrics: Mapping[str, float]) -> None:
+        self.log(step, metrics)
+
     def evaluation(self, version: int, metrics: Mapping[str, float]) -> None:
         for name, value in metrics.items():
             self._writer.add_scalar(f"evaluation/{name}", value, version)
@@ -120,6 +123,9 @@ class Wandb:
         if (ages := age_histogram(metrics)) is not None:
             values["staleness/histogram"] = self._wandb.Histogram(np_histogram=ages)
         self._run.log(values)
+
+    def amend(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._run.log({**scalars(metrics, self._aliases), "step": step})
 
     def evaluation(self, version: int, metrics: Mapping[str, float]) -> None:
         self._run.log({f"evaluation/{name}": value for name, value in metrics.items()} | {VERSION_KEY: version})

@@ -63,8 +63,12 @@ class ToySteps:
         if every and (step + 1) % every == 0:
             await self.evaluations.start(ctx, step + 1)
 
+    async def amend(self, ctx: Context, step: int, metrics: Mapping[str, float]) -> None:
+        self.lines[step].update(metrics)
+
     async def drain(self, ctx: Context) -> None:
         await self.evaluations.drain()
+        await cast("TrainerGroup", ctx.trainer).settle(ctx)
 
     def abandon(self) -> None:
         self.evaluations.cancel()

@@ -19,14 +19,16 @@ from async_flowrl.plan.virtual_time import run_virtual
 from async_flowrl.run.pools import SUB_POOLS
 from async_flowrl.shared.turns import patience
 from async_flowrl.shared.worker import SharedRollout
-from async_flowrl.training.messages import UpdateStats
+from async_flowrl.training.messages import Measured, Summed, TrainRequest, UpdateStats
 from async_flowrl.training.trust_region import MEASURED_EVERY_STEPS
+from async_flowrl.types import Trajectory
 from separation.shared import SubGroup, Successors
 from tests.support.toy import TEXTS, Disturbance, ToyRun, toy_config, trained_on
 from tests.support.toy_models import ToyReward, ToyRollout, ToyTrainer
 from tests.support.toy_pool import Fault, ListObserver, Timing, ToyPool, ToyWorker, World, name_of, no_fault
 
-SAMPLING, TRAINING = ("generate", "generate/evaluation", "generate_together"), ("train", "train_last", "proximal")
+SAMPLING = ("generate", "generate/evaluation", "generate_together")
+TRAINING = ("train", "train_last", "proximal", "measure_kl")
 ENDING = ("add_up", "take_step")
 """The phases of the end of an optimizer step over several processes."""
 
@@ -51,10 +53,37 @@ class ToySharedRollout(ToyRollout):
 
 
 class ToySharedTrainer(ToyTrainer):
+    """A ToyTrainer that measures how far a step moves the weights, in place of the KL, as the real one does."""
+
+    measures = measures_later = False
+    """Whether the optimizer step under way is measured, and whether that is done after it."""
+    owed: Any = None
+    """The weights before the last step if it is still to be measured."""
+
+    def add_up(self, request: TrainRequest, *trajectories: Trajectory) -> Summed:
+        self.measures, self.measures_later = request.probe is not None, request.measures_later
+        self.owed = None
+        return super().add_up(request, *trajectories)
+
     def take_step(self) -> UpdateStats:
-        algorithm, stats = self.config.algorithm, super().take_step()
+        algorithm, before = self.config.algorithm, self._copy()
+        stats = super().take_step()
         due = algorithm.max_kl_per_update is not None or (stats.step + 1) % MEASURED_EVERY_STEPS == 0
-        return replace(stats, measures_next=due and algorithm.kl_probe_images > 0)
+        stats = replace(stats, measures_next=due and algorithm.kl_probe_images > 0)
+        if not self.measures:
+            return stats
+        if self.measures_later:
+            self.owed = before
+            return replace(stats, measures_later=True)
+        return replace(stats, metrics={**stats.metrics, **self._moved(before)})
+
+    def measure_kl(self, more: bool) -> Measured:
+        assert self.owed is not None, "no step is to be measured"
+        before, self.owed = self.owed, None
+        return Measured(self._moved(before))
+
+    def _moved(self, before: Any) -> dict[str, float]:
+        return {"kl_per_update": float(sum((self.tensors[name] - old).norm() for name, old in before.items()))}
 
     @property
     def parameters(self) -> Any:
@@ -76,7 +105,7 @@ class ToyBoth:
         self.sampling_since: float | None = None
         self.changed, self.taken, self.training = asyncio.Condition(), False, 0
         self.measures = False
-        """Whether the KL of the optimizer step under way is measured, for which its two phases take turns."""
+        """Whether the two phases of the end of the optimizer step take turns: to measure its KL before its end."""
         self.waited = 0.0
         """Seconds for which these phases have waited for their turns."""
         self._pause: asyncio.Task[None] | None = None
@@ -121,7 +150,7 @@ class ToySharedWorker(ToyWorker):
     async def compute(self, method: str, args: tuple[Any, ...]) -> Any:
         name, both = name_of(method, args), self.target
         if name == "add_up":
-            both.measures = args[0].probe is not None
+            both.measures = args[0].probe is not None and not args[0].measures_later
         measures = both.measures and name in ENDING
         if name in (*SAMPLING, *TRAINING) or measures:
             result = await self.in_turn(name, method, args, trains=measures or name in TRAINING)
@@ -148,7 +177,8 @@ class ToySharedWorker(ToyWorker):
             self.world.observer.event("computed", worker=self.name, kind=name, start=began)
             both.taken, both.sampling_since = False, None
             if name in TRAINING:
-                both.pause(patience(self.world.observer.now() - began) if args[0].more else 0.0)
+                more = args[0] if name == "measure_kl" else args[0].more
+                both.pause(patience(self.world.observer.now() - began) if more else 0.0)
             async with both.changed:
                 both.changed.notify_all()
 
