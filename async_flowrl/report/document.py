@@ -82,7 +82,7 @@ def run_document(run: Records, name: str) -> Document:
         "result": result_of(run),
         "change": _change(run),
         "training": _training(run),
-        "bottleneck": verdict(run.workers, run.history, placement=str(run.setting("placement"))),
+        "bottleneck": _bottleneck(run),
         "facts": facts_of(run),
         "pools": pools_of(run),
         "shared": is_shared(run),
@@ -156,6 +156,10 @@ def notes_on(run: Records, whole: Document) -> list[str]:
     if evaluations and evaluations["count"] > len(evaluations["rows"]):
         found.append(f"{name}: the table has {len(evaluations['rows'])} of {evaluations['count']} evaluations.")
     return found
+
+
+def _bottleneck(run: Records) -> str:
+    return verdict(run.workers, run.history, placement=str(run.setting("placement")), config=run.configuration)
 
 
 def _training(run: Records) -> Document | None:
