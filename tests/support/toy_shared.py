@@ -19,9 +19,6 @@ from async_flowrl.plan.virtual_time import run_virtual
 from async_flowrl.run.pools import SUB_POOLS
 from async_flowrl.shared.turns import patience
 from async_flowrl.shared.worker import SharedRollout
-from async_flowrl.training.messages import Measured, Summed, TrainRequest, UpdateStats
-from async_flowrl.training.trust_region import MEASURED_EVERY_STEPS
-from async_flowrl.types import Trajectory
 from separation.shared import SubGroup, Successors
 from tests.support.toy import TEXTS, Disturbance, ToyRun, toy_config, trained_on
 from tests.support.toy_models import ToyReward, ToyRollout, ToyTrainer
@@ -53,38 +50,6 @@ class ToySharedRollout(ToyRollout):
 
 
 class ToySharedTrainer(ToyTrainer):
-    """A ToyTrainer that measures how far a step moves the weights, in place of the KL, as the real one does."""
-
-    measures = measures_later = False
-    """Whether the optimizer step under way is measured, and whether that is done after it."""
-    owed: Any = None
-    """The weights before the last step if it is still to be measured."""
-
-    def add_up(self, request: TrainRequest, *trajectories: Trajectory) -> Summed:
-        self.measures, self.measures_later = request.probe is not None, request.measures_later
-        self.owed = None
-        return super().add_up(request, *trajectories)
-
-    def take_step(self) -> UpdateStats:
-        algorithm, before = self.config.algorithm, self._copy()
-        stats = super().take_step()
-        due = algorithm.max_kl_per_update is not None or (stats.step + 1) % MEASURED_EVERY_STEPS == 0
-        stats = replace(stats, measures_next=due and algorithm.kl_probe_images > 0)
-        if not self.measures:
-            return stats
-        if self.measures_later:
-            self.owed = before
-            return replace(stats, measures_later=True)
-        return replace(stats, metrics={**stats.metrics, **self._moved(before)})
-
-    def measure_kl(self, more: bool) -> Measured:
-        assert self.owed is not None, "no step is to be measured"
-        before, self.owed = self.owed, None
-        return Measured(self._moved(before))
-
-    def _moved(self, before: Any) -> dict[str, float]:
-        return {"kl_per_update": float(sum((self.tensors[name] - old).norm() for name, old in before.items()))}
-
     @property
     def parameters(self) -> Any:
         return SimpleNamespace(named=lambda tensors: tensors)
