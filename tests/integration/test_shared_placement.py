@@ -102,7 +102,8 @@ def check_two_processes(shared: Run, threads: Run) -> None:
     """The weights of threads, version by version, the KL of their first step, and both processes did both."""
     assert shared.digests == threads.digests and len(set(shared.digests)) == len(threads.metrics) + 1
     assert shared.digest == threads.digest
-    moved = [{key: x for key, x in run.metrics[0].items() if key.startswith("kl_per_update")} for run in (shared, threads)]
+    first = [run.metrics[0] for run in (shared, threads)]
+    moved = [{key: x for key, x in line.items() if key.startswith("kl_per_update")} for line in first]
     assert moved[0] == moved[1] and moved[0]["kl_per_update"] > 0.0, "it is measured after the step"
     pids = {event["worker"]: event["pid"] for event in shared.events if event["event"] == "worker"}
     assert [pids[f"rollout-{index}"] == pids[f"trainer-{index}"] for index in (0, 1)] == [True, True]
