@@ -35,7 +35,7 @@ class ReplicaCalls:
         """True if each rank has a share of the trained weights (tune=full, shard=full). Known when they have loaded.
         The ranks then add up gradients part by part (`RankPosition.by_group`)."""
         self._idle_since = 0.0
-        """Time, on the loop's clock, at which the last call of a replica ended."""
+        """Time, on the loop's clock, at which the last call of a replica that trains ended."""
         self._sums = Sums(-1, StepPlan(rows=0))
         """The sums of the present attempt at an optimizer step, or of the last one."""
         self._arrange(1)
@@ -56,6 +56,11 @@ class ReplicaCalls:
         is True."""
         self._owed_kl: OwedKL | None = None
         """The optimizer step whose KL is to be measured as a part of the next one."""
+        self._measured_beside = asyncio.Event()
+        """Not set while a measurement is made beside the next optimizer step (`settling`)."""
+        self._measured_beside.set()
+        self._measurement_seconds = 0.0
+        """Duration of the last measurement, without its wait for a ticket; 0.0 before the first."""
 
     def _owned(self, ctx: Context, groups: Sequence[HandedGroup]) -> list[HandedGroup]:
         """Returns the groups with the rank that trains each of their parts."""
@@ -100,28 +105,46 @@ class ReplicaCalls:
         index: int,
         groups: Sequence[HandedGroup],
         call: Callable[[], Awaitable[None]],
+        *,
+        measures: bool = False,
     ) -> None:
-        """Starts a task that makes `call`, one call of a replica, in which it computes its parts of `groups`."""
+        """Starts a task that makes `call`, one call of a replica, in which it computes its parts of `groups`.
+
+        `measures` is True for a call that measures the last optimizer step and computes nothing for the present one.
+        """
         replica = self._replicas[index]
         occupy(ctx, replica.ranks, trains=True)
         replica.waiting += 1
-        tasks.create_task(self._on_replica(ctx, index, groups, call))
+        replica.measuring += measures
+        tasks.create_task(self._on_replica(ctx, index, groups, call, measures=measures))
 
     async def _on_replica(
-        self, ctx: Context, index: int, groups: Sequence[HandedGroup], call: Callable[[], Awaitable[None]]
+        self,
+        ctx: Context,
+        index: int,
+        groups: Sequence[HandedGroup],
+        call: Callable[[], Awaitable[None]],
+        *,
+        measures: bool,
     ) -> None:
         """Makes one call of a replica after its earlier calls, and tells the Owners how many seconds it took."""
         replica, samples = self._replicas[index], ctx.config.trainer.micro_batch_size
         async with replica.lock:
             began = now()
             self._book_state(ctx, replica, "busy")
-            await call()
-            ended, replica.waiting = now(), replica.waiting - 1
+            try:
+                await call()
+            finally:
+                ended, replica.waiting = now(), replica.waiting - 1
+                replica.measuring -= measures
             if not replica.dead:
                 idle_at, seconds = None if replica.waiting else ended, trained_for(ctx, index, began, ended)
+                if measures:
+                    self._measurement_seconds = seconds
                 self._owners.took(index, replica.samples(groups, samples), seconds, idle_at=idle_at)
-        if not replica.waiting:
+        if not measures and not replica.trains:
             self._idle_since = ended
+        if not replica.waiting:
             self._freed.set()
             self._book_state(ctx, replica, "idle")
             occupy(ctx, replica.ranks, trains=False)
@@ -152,10 +175,24 @@ class ReplicaCalls:
         if trains:
             sums.manifests |= dict(zip(replica.ranks, answers, strict=True))
 
-    async def settle(self, ctx: Context) -> None:
-        """Makes the measurement that is owed, if one is; the lines of metrics of all steps must be written."""
-        async with failing_as_one() as tasks:
-            self._measure_owed(ctx, tasks, None)
+    def settling(self, ctx: Context) -> Callable[[], Awaitable[None]]:
+        """Returns a function that makes the measurement that is owed, if one is, beside the next optimizer step.
+
+        It must be called; the end of that step waits for it. The lines of metrics of all steps must be written.
+        """
+        owed, self._owed_kl = self._owed_kl, None
+        if owed is None:
+            return nothing_owed
+        ended = self._measured_beside = asyncio.Event()
+
+        async def measure() -> None:
+            try:
+                async with failing_as_one() as tasks:
+                    self._start_measurement(ctx, tasks, owed, None)
+            finally:
+                ended.set()
+
+        return measure
 
     def _owe(self, statistics: StepStatistics, stats: UpdateStats) -> None:
         """Records that the KL of the optimizer step is owed, unless its ranks have measured it or need not."""
@@ -166,14 +203,21 @@ class ReplicaCalls:
     def _measure_owed(self, ctx: Context, tasks: asyncio.TaskGroup, step: int | None) -> None:
         """Starts the measurement that is owed, if one is: before the groups of the next optimizer step are given.
 
-        `step` is as in `OwedKL.measured`.
+        `tasks` also wait for a measurement that is made beside the step. `step` is as in `OwedKL.measured`.
         """
         owed, self._owed_kl = self._owed_kl, None
-        if owed is None:
-            return
-        workers = self.workers.workers
-        if (rank := owed.chosen(ctx, self.living.ranks, workers, now())) is not None:
-            self._start(ctx, tasks, rank, (), partial(self._measure, ctx, tasks, owed, workers[rank], step))
+        if owed is not None:
+            self._start_measurement(ctx, tasks, owed, step)
+        if not self._measured_beside.is_set():
+            tasks.create_task(self._measured_beside.wait())
+
+    def _start_measurement(self, ctx: Context, tasks: asyncio.TaskGroup, owed: OwedKL, step: int | None) -> None:
+        """Starts the measurement on the rank that will be free first, unless all that can make it have died."""
+        workers, time = self.workers.workers, now()
+        if (rank := owed.chosen(ctx, self.living.ranks, workers, time)) is not None:
+            self._owners.occupied(rank, time + busy_ranks(ctx, time).get(rank, 0.0) + self._measurement_seconds)
+            call = partial(self._measure, ctx, tasks, owed, workers[rank], step)
+            self._start(ctx, tasks, rank, (), call, measures=True)
 
     async def _measure(
         self, ctx: Context, tasks: asyncio.TaskGroup, owed: OwedKL, worker: Worker, step: int | None
@@ -188,8 +232,7 @@ class ReplicaCalls:
             await self.living.bury(ctx, error)
             if not replica.dead:
                 raise
-            self._owed_kl = owed
-            self._measure_owed(ctx, tasks, step)
+            self._start_measurement(ctx, tasks, owed, step)
         else:
             tasks.create_task(owed.measured(ctx, worker.name, measured, step=step))
 
@@ -211,6 +254,10 @@ class ReplicaCalls:
     @property
     def _alive(self) -> list[Replica]:
         return [replica for replica in self._replicas if not replica.dead]
+
+
+async def nothing_owed() -> None:
+    """Does nothing: no measurement is owed."""
 
 
 def now() -> float:

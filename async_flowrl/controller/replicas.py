@@ -39,12 +39,19 @@ class Replica:
     """True once its ranks know the plan of the present optimizer step."""
     waiting: int = 0
     """Number of calls that are not answered yet, those that wait for `lock` included."""
+    measuring: int = 0
+    """Number of these calls that measure the KL of the last optimizer step (owed_kl.py)."""
     dead: bool = False
     """True: its ranks have died, and no successor has joined yet."""
     state: str = ""
     """The state of its ranks that was recorded last in this step."""
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held during a call: a replica gets its calls one after another."""
+
+    @property
+    def trains(self) -> bool:
+        """True if a call is not answered that computes for the present optimizer step."""
+        return self.waiting > self.measuring
 
     def positions(self) -> list[RankPosition]:
         return [RankPosition(rank, self.size, len(self.ranks), self.by_group) for rank in self.ranks]

@@ -143,14 +143,14 @@ class TrainerGroup(ReplicaCalls):
                 yield self._owned(ctx, hand_over(ctx, self.algorithm, step, chosen))
 
     async def _until(self, ctx: Context, condition: Callable[[], bool]) -> None:
-        """Waits until `condition()` holds; only time in which no rank computes counts as waiting for the rollout."""
+        """Waits until `condition()` holds; only time in which no rank trains counts as waiting for the rollout."""
         if not condition():
             began = now()
             for replica in self._alive:
                 if not replica.waiting:
                     self._book_state(ctx, replica, "wait_data")
             await ctx.ready.until(condition)
-            if not any(replica.waiting for replica in self._alive):
+            if not any(replica.trains for replica in self._alive):
                 self._waited += now() - max(began, self._idle_since)
         if len(self.workers.workers) == 1:
             self._book_state(ctx, self._replicas[0], "busy")

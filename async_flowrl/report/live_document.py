@@ -86,14 +86,14 @@ def begun(folders: Sequence[Path]) -> list[Path]:
 
     A folder of a sweep may hold more of them at every call.
     """
-    begun: list[Path] = []
+    runs: list[Path] = []
     for folder in folders:
         if is_run(folder) or not (folder / "config.yaml").is_file():
             try:
-                begun += [run for run in runs_in([folder]) if run not in begun]
+                runs += [run for run in runs_in([folder]) if run not in runs]
             except NoRun:
                 continue
-    return begun[:MAX_RUNS]
+    return runs[:MAX_RUNS]
 
 
 def may_begin(folder: Path) -> bool:

@@ -2,8 +2,10 @@
 
 Without `algorithm.max_kl_per_update` nothing depends on the KL. So a process that samples and trains
 (`placement=shared`) need not wait for the ticket under way at the end of the step: it measures the step later, as a
-unit of work of its own. Nothing is copied for that: the weights before the step stay in the memory of the sum until the
-next sum is added up, and the weights after it are the trained weights until the next step.
+unit of work of its own. No memory is kept for the weights: those before the step stay in the memory of the sum until
+the next sum is added up, and those after it are the trained weights until the next step. Only while float32 parameters
+are measured there is one more copy of them. The rows that are measured stay on every rank until the next sum, also on
+those that measure nothing: the latents and the conditioning of a part of one group.
 """
 
 from torch import Tensor

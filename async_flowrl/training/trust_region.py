@@ -47,14 +47,15 @@ class Probe:
 
 
 class TrustRegion:
-    """Measures and limits optimizer steps. Every rank measures the same rows, so all find the same numbers.
+    """Measures and limits optimizer steps. A measurement gives the same numbers on every rank, from the same rows.
 
     It uses the first `algorithm.kl_probe_images` images (at most a micro-batch) of the trained group with the lowest
     number, at every denoising step whose noise has a standard deviation of SHARPEST or more, so not at the last one.
     Trained steps are measured at the recorded latents. Steps that were sampled without noise are measured as if they
     had noise, at latents made by noising the clean image that the last trained step predicts: all steps share the
     weights, so an update can change those steps more than the trained ones.
-    Order of calls per optimizer step: `begin`, `remember`, `prepare`, then after the optimizer `bound`.
+    Order of calls per optimizer step: `begin`, `remember`, `prepare`, then after the optimizer `bound`, on every rank. If
+    the measurement is put off (later_kl.py): `begin`, `remember`, and after the step, on one rank, `measure_after`.
     """
 
     def __init__(self, inputs: UpdateInputs, passes: ForwardPasses) -> None:

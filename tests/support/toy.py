@@ -67,8 +67,8 @@ class ToySteps:
         self.lines[step].update(metrics)
 
     async def drain(self, ctx: Context) -> None:
+        await cast("TrainerGroup", ctx.trainer).settling(ctx)()
         await self.evaluations.drain()
-        await cast("TrainerGroup", ctx.trainer).settle(ctx)
 
     def abandon(self) -> None:
         self.evaluations.cancel()

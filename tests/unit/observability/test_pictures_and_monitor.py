@@ -201,7 +201,8 @@ def test_wandb_gets_evaluations_that_end_after_later_steps(tmp_path: Path, monke
     """Every scalar and picture is in the offline file, under axes of their own: none is refused as too late."""
     records = logged_offline(tmp_path, monkeypatch)
     assert [(r["step"], r["reward/mean"]) for r in records if "reward/mean" in r] == [(0, 0.5), (1, 0.6), (2, 0.7)]
-    assert [(r["step"], r["kl_per_update"]) for r in records if "kl_per_update" in r] == [(0, 0.125)]
+    later = [r for r in records if "kl_per_update" in r]
+    assert [(r["step"], r["training/global_step"], r["kl_per_update"]) for r in later] == [(0, 0, 0.125)]
     means = [(r["evaluation/version"], r["evaluation/reward/mean"]) for r in records if "evaluation/reward/mean" in r]
     assert means == [(1, 0.25)]
     assert sum("evaluation/images/path" in r for r in records) == 1

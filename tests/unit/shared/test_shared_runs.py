@@ -76,18 +76,26 @@ def test_a_group_goes_to_a_process_that_is_idle_and_not_to_one_in_a_long_ticket(
 @pytest.mark.parametrize("limit", [None, 0.1])
 @pytest.mark.parametrize("mode", ["one step off", "fully async"])
 def test_the_end_of_a_step_waits_for_a_ticket_only_to_limit_its_kl(mode: str, limit: float | None) -> None:
-    """With a limit the KL of every step is measured before its end. What that waits is in the metrics of the step."""
+    """With a limit the KL of every step is measured before its end. What that waits is in the metrics of the step.
+
+    Without one, only the step after a measured one may wait for its measurement, as for any unit of training.
+    """
     timing = Timing(seed=7, generate=1.0, spread=0.9, update=0.2, score=0.01)
     run = shared(mode, 2, timing=timing, algorithm__max_kl_per_update=limit)
     check(run, mode)
-    training = [event["time"] for event in run.observer.of("computed") if event["kind"] in TRAINING]
+    training = [event["time"] for event in run.observer.of("computed") if event["kind"] in TRAINING[:-1]]
+    measured = [event["time"] for event in run.observer.of("computed") if event["kind"] == "measure_kl"]
+    assert TRAINING[-1] == "measure_kl" and bool(measured) == (limit is None)
     waits = [line["timing/wait_ticket"] for line in run.lines]
     if limit is not None:
         assert sum(wait > 0.0 for wait in waits) >= 3 and waits[0] > 0.0
     for wait, end in zip(waits, run.observer.of("step"), strict=True):
         after_training = end["ended"] - max(time for time in training if time <= end["ended"])
         if limit is None:
-            assert wait == 0.0 and after_training == pytest.approx(0.0, abs=1e-9)
+            until = [time for time in (*training, *measured) if time <= end["ended"]]
+            waits_for_it = any(end["started"] < time <= end["ended"] for time in measured)
+            assert wait == 0.0 and end["ended"] - max(until) == pytest.approx(0.0, abs=1e-9)
+            assert waits_for_it or after_training == pytest.approx(0.0, abs=1e-9)
         elif mode == "one step off":  # The other has two optimizer steps, and training comes after the first.
             # The longest wait of a process; it waits twice, and each time all wait for the last of them.
             assert after_training / 2 <= wait + 1e-9 and wait <= after_training + 1e-9
@@ -110,6 +118,18 @@ def test_a_kl_that_is_measured_after_its_step_is_that_of_the_step(mode: str, dea
     (unit,) = [event for event in after.observer.of("computed") if event["kind"] == "measure_kl"][deaths:]
     first, second = after.observer.of("step")[:2]
     assert first["ended"] < unit["time"] < second["ended"]
+
+
+@pytest.mark.parametrize("generate", [1.0, 8.0])
+def test_a_measurement_does_not_hide_the_wait_for_images(generate: float) -> None:
+    """The first group of the next step comes while the first rank measures, which takes 5 seconds, or after that."""
+    slow: Fault = lambda worker, method, number: "delay" if method == "measure_kl" else None  # noqa: E731
+    run = shared("stream", 2, slow, Timing(generate=generate))
+    began = run.observer.of("step")[0]["ended"]
+    handed = min(event["time"] for event in run.tickets("HANDED") if event["step"] == 1)
+    (unit,) = [event for event in run.observer.of("computed") if event["kind"] == "measure_kl"]
+    assert began <= unit["start"] < min(handed, unit["time"] - 4.9) and (handed < unit["time"]) == (generate == 1.0)
+    assert run.lines[1]["timing/wait_rollout"] >= handed - began - 1e-9
 
 
 def test_the_kl_of_the_first_of_two_optimizer_steps_is_in_the_line_of_their_step() -> None:
