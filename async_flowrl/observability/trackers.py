@@ -128,9 +128,9 @@ class Wandb:
         self._run.log(values)
 
     def amend(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Logs the metrics at `step`, and sets the summary, which has the newest values, back to the newest step."""
+        """Logs the metrics at `step`, then the newest step again: W&B takes the last one logged for the present one."""
         self._run.log(scalars(metrics, self._aliases) | self._named(step))
-        self._run.summary.update(self._newest)
+        self._run.log(self._newest)
 
     def _named(self, step: int) -> dict[str, Any]:
         return scalars({"step": step}, self._aliases) | {"step": step}

@@ -203,6 +203,7 @@ def test_wandb_gets_evaluations_that_end_after_later_steps(tmp_path: Path, monke
     assert [(r["step"], r["reward/mean"]) for r in records if "reward/mean" in r] == [(0, 0.5), (1, 0.6), (2, 0.7)]
     later = [r for r in records if "kl_per_update" in r]
     assert [(r["step"], r["training/global_step"], r["kl_per_update"]) for r in later] == [(0, 0, 0.125)]
+    assert (records[-1]["step"], records[-1]["evaluation/version"]) == (2, 1), "the present step is the newest one"
     means = [(r["evaluation/version"], r["evaluation/reward/mean"]) for r in records if "evaluation/reward/mean" in r]
     assert means == [(1, 0.25)]
     assert sum("evaluation/images/path" in r for r in records) == 1
