@@ -157,7 +157,8 @@ class ReplicaCalls:
         It does nothing if the replica is dead. Raises the error if the replica lives, even if another rank died
         meanwhile, because its sums are then unknown.
         """
-        if replica.dead:
+        dead = replica.dead
+        if dead:
             return
         metas = tuple(group.meta for group in groups if group.meta is not None)
         trains = method == "train"

@@ -92,9 +92,7 @@ class StepStatistics:
     def _means(self, names: Iterable[str]) -> dict[str, float]:
         """Returns the mean of each metric over the optimizer steps that have it."""
         ran = self._ran()
-        return {
-            name: float(np.mean([metrics[name] for metrics in ran if name in metrics])) for name in sorted(names)
-        }
+        return {name: float(np.mean([metrics[name] for metrics in ran if name in metrics])) for name in sorted(names)}
 
     def _by_window(self) -> dict[str, float]:
         """Returns the metrics of losses by the start of the group's window; empty for an algorithm without windows."""

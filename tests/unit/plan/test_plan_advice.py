@@ -244,7 +244,9 @@ def test_one_pool_is_left_out_where_the_run_would_be_refused_with_it(
     folder = recorded(tmp_path / "run", run, config)
     assert plan.main(["--from-run", str(folder), "--devices", "2", "--steps", "12"]) == 0
     printed = capsys.readouterr()
-    assert "one pool that does both is left out: placement=shared samples with the base that it trains on" in printed.err
+    assert (
+        "one pool that does both is left out: placement=shared samples with the base that it trains on" in printed.err
+    )
     assert "placement=shared" not in printed.out
 
 
