@@ -109,7 +109,7 @@ class AfterStep:
         await self.evaluations.drain()
 
     async def _settle(self, ctx: Context) -> None:
-        """Makes the measurement that is owed, if one is, and records a failure. Raises WorkerDied if no rank is left."""
+        """Makes the measurement that is owed, if one is; records a failure. Raises WorkerDied if no rank is left."""
         try:
             await self.checkpoints.trainers.settling(ctx)()
         except WorkerDied:

@@ -54,8 +54,8 @@ class TrustRegion:
     Trained steps are measured at the recorded latents. Steps that were sampled without noise are measured as if they
     had noise, at latents made by noising the clean image that the last trained step predicts: all steps share the
     weights, so an update can change those steps more than the trained ones.
-    Order of calls per optimizer step, on every rank: `begin`, `remember`, `prepare`, then after the optimizer `bound`. If
-    the measurement is put off (later_kl.py): `begin`, `remember`, and after the step, on one rank, `measure_after`.
+    Order of calls per optimizer step, on every rank: `begin`, `remember`, `prepare`, then after the optimizer `bound`.
+    If the measurement is put off (later_kl.py): `begin`, `remember`, and after the step, on one rank, `measure_after`.
     """
 
     def __init__(self, inputs: UpdateInputs, passes: ForwardPasses) -> None:
