@@ -52,6 +52,13 @@ def saved(root: Path) -> list[int]:
     return sorted(map(checkpoint_step, written(root / "checkpoints")))
 
 
+@pytest.fixture(scope="module")
+def calm(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An undisturbed run of one process."""
+    with shared_toys():
+        return ran(tmp_path_factory.mktemp("calm") / "run", 1)
+
+
 async def stop(outside: Outside, groups: Groups) -> None:
     """Ends a run after its first step."""
     outside.stop.ask("a test")
@@ -72,9 +79,8 @@ async def stop(outside: Outside, groups: Groups) -> None:
     ids=["sampling", "training", "saving", "hung", "twice", "two", "both", "newcomer"],
 )
 def test_the_weights_are_the_same_whoever_dies(
-    tmp_path: Path, workers: int, faults: list[Fault], goes_back: bool
+    tmp_path: Path, calm: Path, workers: int, faults: list[Fault], goes_back: bool
 ) -> None:
-    calm = ran(tmp_path / "calm", 1)
     found = ran(tmp_path / "found", workers, *faults)
     assert summary(found)["weights_digest"] == summary(calm)["weights_digest"]
     assert logged(found) == logged(calm)
@@ -97,7 +103,7 @@ def test_a_checkpoint_is_written_after_the_measurement_and_keeps_no_training_wai
     assert kl > 0.0 and handed == {0, 1}
 
 
-def test_a_run_that_is_stopped_after_a_measured_step_has_the_whole_line_and_goes_on(tmp_path: Path) -> None:
+def test_a_run_that_is_stopped_after_a_measured_step_has_the_whole_line_and_goes_on(tmp_path: Path, calm: Path) -> None:
     """The checkpoint comes first: the process may be killed at any moment then."""
     root, checkpoints = tmp_path / "run", list[list[int]]()
 
@@ -110,7 +116,7 @@ def test_a_run_that_is_stopped_after_a_measured_step_has_the_whole_line_and_goes
     assert checkpoints == [[0, 1]] and summary(root)["steps"] == 1
     assert line(root, 0)["kl_per_update"] > 0.0
     ran(root, 2, save__every=1)
-    assert logged(root) == logged(ran(tmp_path / "calm", 1))
+    assert logged(root) == logged(calm)
 
 
 @pytest.mark.parametrize("stops", [True, False])
