@@ -119,15 +119,15 @@ def test_a_kl_that_is_measured_after_its_step_is_that_of_the_step(mode: str, dea
     assert first["ended"] <= unit["start"] and unit["time"] < second["ended"]
 
 
-@pytest.mark.parametrize("generate", [1.0, 8.0])
-def test_a_measurement_does_not_hide_the_wait_for_images(generate: float) -> None:
-    """The first group of the next step comes while the first rank measures, which takes 5 seconds, or after that."""
+@pytest.mark.parametrize("score", [3.0, 8.0])
+def test_a_measurement_does_not_hide_the_wait_for_images(score: float) -> None:
+    """The groups of the next step come while the first rank measures, which takes 5 seconds, or after that."""
     slow: Fault = lambda worker, method, number: "delay" if method == "measure_kl" else None  # noqa: E731
-    run = shared("stream", 2, slow, Timing(generate=generate))
+    run = shared("stream", 2, slow, Timing(generate=0.1, score=score), reward__num_workers=8)
     began = run.observer.of("step")[0]["ended"]
     handed = min(event["time"] for event in run.tickets("HANDED") if event["step"] == 1)
     (unit,) = [event for event in run.observer.of("computed") if event["kind"] == "measure_kl"]
-    assert began <= unit["start"] < min(handed, unit["time"] - 4.9) and (handed < unit["time"]) == (generate == 1.0)
+    assert began <= unit["start"] < min(handed, unit["time"] - 4.9) and (handed < unit["time"]) == (score == 3.0)
     assert run.lines[1]["timing/wait_rollout"] >= handed - began - 1e-9
 
 
