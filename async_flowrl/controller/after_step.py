@@ -3,8 +3,10 @@
 The loop (async_flowrl/loop.py) calls it. Checkpoints are written, and evaluations made, while training goes on.
 """
 
+import asyncio
 import logging
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from async_flowrl.algorithms.diagnostics import clip_of_means, warnings
@@ -18,6 +20,7 @@ from async_flowrl.controller.evaluation_records import EvaluationRecords
 from async_flowrl.observability.ledger import PoolLedger
 from async_flowrl.observability.metrics import MetricsLog
 from async_flowrl.observability.monitor import Monitor
+from separation.group import WorkerDied
 
 logger = logging.getLogger(__name__)
 
@@ -79,22 +82,40 @@ class AfterStep:
         self.evaluations.check()
         await self.checkpoints.check()
         version = step + 1
-        if self.checkpoints.due(version):
-            await self._save(ctx, version)
         if version < ctx.config.total_steps and evaluation_due(ctx.config, version):
             await self.evaluations.start(ctx, version)
+        # Comes last: a measurement that is made before the writing could keep further calls of this step waiting.
+        if self.checkpoints.due(version):
+            await self._save(ctx, version)
+
+    async def amend(self, ctx: Context, step: int, metrics: Mapping[str, float]) -> None:
+        """Adds metrics to the line of `step`, which is written already, and warns of them as of the others."""
+        await asyncio.to_thread(self.metrics.amend, step, metrics)
+        self.monitor.amend(step, metrics)
+        self._warn(ctx, {"step": step, **metrics})
 
     async def drain(self, ctx: Context) -> None:
         """Writes the last checkpoint, then waits for all evaluations; called when the loop is done with its steps.
 
-        Raises SaveFailed if the checkpoint cannot be written. An evaluation that fails is only recorded as a failure.
+        If the KL of the last step is still owed (owed_kl.py), it is measured in between. Raises SaveFailed if the
+        checkpoint cannot be written. A measurement or an evaluation that fails is only recorded as a failure.
         """
         await ctx.work.until(lambda: ctx.table.step in ctx.table.published)
         await self.checkpoints.insist(ctx, ctx.table.step)
         self.trained = True
+        await self._settle(ctx)
         if ctx.table.step == ctx.config.total_steps and self._lacking(ctx.config, ctx.config.total_steps):
             await self.evaluations.start(ctx, ctx.config.total_steps)
         await self.evaluations.drain()
+
+    async def _settle(self, ctx: Context) -> None:
+        """Makes the measurement that is owed, if one is; records a failure. Raises WorkerDied if no rank is left."""
+        try:
+            await self.checkpoints.trainers.settling(ctx)()
+        except WorkerDied:
+            raise
+        except Exception as error:  # no error here may cost the trained weights
+            self.records.failed(f"KL of step {ctx.table.step - 1}", f"{type(error).__name__}: {error}")
 
     def _baseline_due(self, ctx: Context) -> bool:
         """Returns True if the base model must be evaluated: it is wanted, not recorded, and this is version 0."""

@@ -63,7 +63,7 @@ def lacking(
     `owned(group)` returns the group with a living owner for each part.
     """
     left = missing(planned_parts(groups), sums.manifests.values())
-    found = []
+    remade = []
     for group in groups:
         if group.meta is None or group.meta.group not in left:
             continue
@@ -71,16 +71,16 @@ def lacking(
         assert again is not None
         parts = left[group.meta.group]
         owners = tuple(owner if part in parts else NOBODY for part, owner in enumerate(again.owners))
-        found.append(replace(group, meta=replace(again, owners=owners), remaking=group.remaking))
-    return found
+        remade.append(replace(group, meta=replace(again, owners=owners), remaking=group.remaking))
+    return remade
 
 
 async def add_up(ctx: Context, living: Living, sums: Sums, groups: Sequence[HandedGroup], *, measures: bool) -> Whole:
     """Has the living ranks add up their sums and returns each rank's answer.
 
-    The ranks must have formed a process group before. `measures` is True if the ranks also measure, on the first part
-    of a group, how far the step moves the policy. Raises NotThePlan if a part is missing or is in two sums, and the
-    errors of the ranks.
+    The ranks must have formed a process group before. `measures` is True if it is measured, on the first part of a
+    group, how far the step moves the policy. Raises NotThePlan if a part is missing or is in two sums, and the errors
+    of the ranks.
     """
     trained = [group for group in groups if group.meta is not None]
     planned, step, plan = planned_parts(trained), sums.step, sums.plan
@@ -99,8 +99,8 @@ async def add_up(ctx: Context, living: Living, sums: Sums, groups: Sequence[Hand
         for rank in ranks
     ]
     probe = next((group for group in trained if group.meta and group.meta.selected), None) if measures else None
-    found: list[Summed] = await with_probe(ctx, workers, probe, requests)
-    return list(zip(workers, found, strict=True))
+    answers: list[Summed] = await with_probe(ctx, workers, probe, requests)
+    return list(zip(workers, answers, strict=True))
 
 
 async def take_step(ctx: Context, living: Living, step: int, whole: Whole) -> Stepped:

@@ -168,6 +168,10 @@ class Steps(Protocol):
         """
         ...
 
+    async def amend(self, ctx: "Context", step: int, metrics: Mapping[str, float]) -> None:
+        """Adds metrics to the line of `step`, which is written already."""
+        ...
+
     async def drain(self, ctx: "Context") -> None:
         """Writes the last checkpoint and waits for all evaluations."""
         ...

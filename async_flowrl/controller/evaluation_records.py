@@ -73,9 +73,9 @@ class EvaluationRecords:
             return []
         history = self.log.records
         newest = max((e.version for e in history if not e.baseline), default=-1)
-        found = best(history, curve)
+        chosen = best(history, curve)
         waiting = [v for v in range(newest + 1, self.config.total_steps + 1) if evaluation_due(self.config, v)]
-        return ([found.version] if found else []) + waiting
+        return ([chosen.version] if chosen else []) + waiting
 
     def metric_keys(self, step: int) -> dict[str, float]:
         """Returns the metrics of evaluations for a step's line: those of version `step` + 1, under `evaluation/`.

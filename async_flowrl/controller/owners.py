@@ -80,6 +80,8 @@ class Owners:
         """Replicas that have got work in this optimizer step."""
         self._whole = True
         """True: groups are not split over replicas."""
+        self._occupied: dict[int, float] = {}
+        """Replica → time at which it will probably be done with other work than groups."""
         self.absent: set[int] = set()
         """Replicas that have died and get no work."""
 
@@ -92,7 +94,7 @@ class Owners:
         for replica in self._pace.keys() - self._given:
             self._pace[replica] = fastest + PACE_TRUST * (self._pace[replica] - fastest)
         self._load, self._given = [0] * len(self._load), set()
-        self._done_at = [now] * self._replicas
+        self._done_at = [max(now, self._occupied.get(replica, now)) for replica in range(self._replicas)]
         self._whole = groups >= 2 * (self._replicas - len(self.absent))
 
     def of(self, samples: Sequence[int], now: float = 0.0, *, busy: Mapping[int, float] = UNKNOWN) -> tuple[int, ...]:
@@ -125,6 +127,12 @@ class Owners:
             self._pace[replica] = pace if before is None else PACE_MEMORY * before + (1 - PACE_MEMORY) * pace
         if idle_at is not None:
             self._done_at[replica] = idle_at
+            self._occupied.pop(replica, None)
+
+    def occupied(self, replica: int, until: float) -> None:
+        """Records that a replica has other work than groups, probably until the time `until`."""
+        self._occupied[replica] = until
+        self._done_at[replica] = max(self._done_at[replica], until)
 
     def _next(self, samples: int, now: float, free_at: Mapping[int, float]) -> int:
         """Returns the replica that will probably be done with the images first, and adds them to its work.

@@ -34,6 +34,15 @@ def delivery_options(config: Config, stream: str, *, sharded: bool = False) -> D
     return replace(options, max_fan_out=UNLIMITED_FAN_OUT, node_fan_out=UNLIMITED_FAN_OUT) if direct else options
 
 
+def measures_later(config: Config) -> bool:
+    """Returns True if the KL of an optimizer step over several ranks is measured after the step (owed_kl.py).
+
+    With `placement=shared` its measurement waits for a ticket. With a limit on the KL the step waits, too, because the
+    measurement decides it.
+    """
+    return config.placement == SHARED and config.algorithm.max_kl_per_update is None
+
+
 def occupy(ctx: Context, ranks: Iterable[int], *, trains: bool) -> None:
     """Records that these trainer ranks have work (`trains`) or have none; does nothing unless `placement=shared`.
 

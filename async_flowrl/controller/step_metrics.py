@@ -1,6 +1,7 @@
 """StepStatistics makes the line of metrics.jsonl of one step, from its groups' rewards and its optimizer steps."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -45,6 +46,15 @@ class StepStatistics:
         """Adds the statistics of one optimizer step."""
         self.updates.append(stats)
 
+    def add_measurement(self, update: int, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Adds metrics of the optimizer step number `update` that were measured after it.
+
+        Returns these metrics as the line of the step has them.
+        """
+        stats = self.updates[update]
+        self.updates[update] = replace(stats, metrics={**stats.metrics, **metrics})
+        return self._means(metrics)
+
     def metrics(self) -> dict[str, float]:
         """Returns metric name → value; docs/metrics.md describes the names.
 
@@ -64,9 +74,7 @@ class StepStatistics:
             line["zero_std_ratio"] = self.constant / len(self.rewards)
             line["staleness/mean"], line["staleness/max"] = float(np.mean(self.ages)), max(self.ages)
         line |= term_metrics(self.scores)
-        ran = [stats.metrics for stats in self.updates if not stats.skipped]
-        for name in sorted({name for metrics in ran for name in metrics}):
-            line[name] = float(np.mean([metrics[name] for metrics in ran if name in metrics]))
+        line |= self._means({name for metrics in self._ran() for name in metrics})
         for stats in self.updates:
             for age, (kept, total) in stats.kept.items():
                 line[f"kept/{age}"] = line.get(f"kept/{age}", 0) + kept
@@ -76,6 +84,15 @@ class StepStatistics:
         if self.skipped:
             line["tickets_skipped"] = self.skipped
         return line | self._by_window() | self._sample_size(line)
+
+    def _ran(self) -> list[Mapping[str, float]]:
+        """Returns the metrics of each optimizer step that was not skipped."""
+        return [stats.metrics for stats in self.updates if not stats.skipped]
+
+    def _means(self, names: Iterable[str]) -> dict[str, float]:
+        """Returns the mean of each metric over the optimizer steps that have it."""
+        ran = self._ran()
+        return {name: float(np.mean([metrics[name] for metrics in ran if name in metrics])) for name in sorted(names)}
 
     def _by_window(self) -> dict[str, float]:
         """Returns the metrics of losses by the start of the group's window; empty for an algorithm without windows."""

@@ -91,6 +91,7 @@ class TrainerGroup(ReplicaCalls):
                 statistics.add_group(group.tickets, group.scores, group.advantages)
                 spread.append(None if group.scores is None else any(group.advantages))
             statistics.add_update(merged(results))
+            self._owe(statistics, results[0])
         timing = {"timing/wait_rollout": self._waited, "timing/update": now() - began - self._waited}
         return statistics.metrics() | ctx.requests.trained(step, spread) | ctx.reward_calls.pop(step) | timing
 
@@ -134,22 +135,22 @@ class TrainerGroup(ReplicaCalls):
             while not (free := sum(not replica.waiting for replica in self._alive)):
                 self._freed.clear()
                 await self._freed.wait()
-            found, shares = ready(), 1 if len(self._alive) == 1 else 2 * len(self._alive)
+            groups, shares = ready(), 1 if len(self._alive) == 1 else 2 * len(self._alive)
             # A call gets only a share of the ready groups: shares shrink, so all replicas end at about the same time.
-            chosen = found[: min(max(1, len(found) // shares), MAX_GROUPS_PER_CALL) * free]
+            chosen = groups[: min(max(1, len(groups) // shares), MAX_GROUPS_PER_CALL) * free]
             left -= set(chosen)
             if chosen:
                 yield self._owned(ctx, hand_over(ctx, self.algorithm, step, chosen))
 
     async def _until(self, ctx: Context, condition: Callable[[], bool]) -> None:
-        """Waits until `condition()` holds; only time in which no rank computes counts as waiting for the rollout."""
+        """Waits until `condition()` holds; only time in which no rank trains counts as waiting for the rollout."""
         if not condition():
             began = now()
             for replica in self._alive:
                 if not replica.waiting:
                     self._book_state(ctx, replica, "wait_data")
             await ctx.ready.until(condition)
-            if not any(replica.waiting for replica in self._alive):
+            if not any(replica.trains for replica in self._alive):
                 self._waited += now() - max(began, self._idle_since)
         if len(self.workers.workers) == 1:
             self._book_state(ctx, self._replicas[0], "busy")
@@ -165,16 +166,15 @@ class TrainerGroup(ReplicaCalls):
         with a larger exponent (training/exact.py).
         """
         while True:
-            groups, found = await self._attempt(ctx, step, update, size, coming)
-            if not isinstance(found, int):
-                self._book(ctx, found)
-                return groups, [stats for _, stats in found]
-            exponent = found
+            groups, outcome = await self._attempt(ctx, step, update, size, coming)
+            if not isinstance(outcome, int):
+                self._book(ctx, outcome)
+                return groups, [stats for _, stats in outcome]
             logger.warning(
                 "step %d: the sum of its gradients could exceed the range of multiples of 2^%s; the optimizer step is "
                 "computed again with larger ones, which later steps keep",
                 step,
-                exponent,
+                outcome,
             )
             coming = self._taken(groups)
 
@@ -186,12 +186,13 @@ class TrainerGroup(ReplicaCalls):
         The exponent means that the sum overflowed, and that the step must be tried again with it.
         """
         groups: list[HandedGroup] = []
-        found: Stepped | int | None = None
+        outcome: Stepped | int | None = None
         sums = self._sums = Sums(step, StepPlan(rows=0))
         self._attempts += 1
         for replica in self._replicas:
             replica.begun = False
         async with failing_as_one() as tasks:
+            self._measure_owed(ctx, tasks, step)
             async for some in coming:
                 if not groups:
                     sums.plan = self._plan(ctx, some[0], update, size)
@@ -199,9 +200,9 @@ class TrainerGroup(ReplicaCalls):
                 if len(self.workers.workers) > 1:
                     self._give(ctx, tasks, sums, some, "train")
                 else:
-                    found = await self._train_alone(ctx, sums, groups, some, finishes=len(groups) == size)
+                    outcome = await self._train_alone(ctx, sums, groups, some, finishes=len(groups) == size)
         groups.sort(key=lambda group: group.number)
-        return groups, await self._finish(ctx, sums, groups) if found is None else found
+        return groups, await self._finish(ctx, sums, groups) if outcome is None else outcome
 
     async def _train_alone(
         self,

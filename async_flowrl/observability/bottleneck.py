@@ -1,8 +1,10 @@
 """Diagnosis of a run from its events: one sentence that names the bottleneck and what would make the run shorter."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
+from async_flowrl.config.schema import Config
 from async_flowrl.config.shared import SHARED
+from async_flowrl.config.sharing import sharing_refusal
 from async_flowrl.observability.events import Event, step_window
 from async_flowrl.observability.intervals import Interval, intersect, length
 from async_flowrl.observability.ledger import STATES, pool_of
@@ -18,10 +20,21 @@ MAX_SPLIT_SHARE = 0.97
 `placement=shared` only if it would take less than this share of the time with the best split."""
 
 
-def verdict(workers: Sequence[Track], history: Sequence[Event], *, placement: str) -> str:
+def unknown() -> None:
+    """Stands for the configuration of a run that nobody knows."""
+
+
+def verdict(
+    workers: Sequence[Track],
+    history: Sequence[Event],
+    *,
+    placement: str,
+    config: Callable[[], Config | None] = unknown,
+) -> str:
     """The sentence about a run. `workers` are its tracks (timeline.py), `history` its events.
 
-    `placement` is the setting of that name; a split of devices is proposed only for "separate".
+    `placement` is the setting of that name; a split of devices is proposed only for "separate". `config` returns
+    the run's configuration, or None if nobody knows it.
     """
     if placement == SHARED:
         # Since it was last resumed: before that, nobody had anything to do for as long as it was not running.
@@ -31,33 +44,33 @@ def verdict(workers: Sequence[Track], history: Sequence[Event], *, placement: st
         return sentence
     if placement == SHARED:
         return of_shared(workers, history, window)
-    advice = better_placement(workers, window) if placement == "separate" else None
+    advice = better_placement(workers, window, config) if placement == "separate" else None
     return bottleneck(step_pools(workers, window), advice)
 
 
 def of_shared(workers: Sequence[Track], history: Sequence[Event], window: Interval) -> str:
     """The sentence about processes that sample and train: what limits them, devices, rewards or the end of a step."""
-    found = device_time(workers, history, window)
-    if found is None:
+    shares = device_time(workers, history, window)
+    if shares is None:
         return "Too little was recorded to name a bottleneck."
-    said = f"Shared processes sampled {found.sampled:.0%} and trained {found.trained:.0%} of the time"
-    if found.idle < MIN_LOST_SHARE:
+    said = f"Shared processes sampled {shares.sampled:.0%} and trained {shares.trained:.0%} of the time"
+    if shares.idle < MIN_LOST_SHARE:
         return f"{said}: the devices are the limit, and neither phase waits for the other."
-    between = found.idle - found.rewards - found.barrier
-    if found.rewards >= max(found.barrier, between):
+    between = shares.idle - shares.rewards - shares.barrier
+    if shares.rewards >= max(shares.barrier, between):
         return (
-            f"{said}. Rewards are the limit: devices had nothing to do {found.idle:.0%} of the time, "
-            f"{found.rewards:.0%} while a reward was made; more reward workers or a larger max_staleness shorten "
+            f"{said}. Rewards are the limit: devices had nothing to do {shares.idle:.0%} of the time, "
+            f"{shares.rewards:.0%} while a reward was made; more reward workers or a larger max_staleness shorten "
             "the run."
         )
-    if found.barrier >= between:
+    if shares.barrier >= between:
         return (
-            f"{said}. The end of a step is the limit: devices had nothing to do {found.idle:.0%} of the time, "
-            f"{found.barrier:.0%} while another one computed; more and smaller tickets (ticket_size) or a larger "
+            f"{said}. The end of a step is the limit: devices had nothing to do {shares.idle:.0%} of the time, "
+            f"{shares.barrier:.0%} while another one computed; more and smaller tickets (ticket_size) or a larger "
             "max_staleness shorten the run."
         )
     return (
-        f"{said}, and had nothing to do {found.idle:.0%} of it, mostly between steps: versions, checkpoints and the "
+        f"{said}, and had nothing to do {shares.idle:.0%} of it, mostly between steps: versions, checkpoints and the "
         "controller's own work."
     )
 
@@ -98,12 +111,14 @@ def bottleneck(pools: Mapping[str, Mapping[str, float]], better: str | None = No
     return f"Training-bound: rollout workers had nothing to do {starved:.0%} of the time; {instead or advice}."
 
 
-def better_placement(workers: Sequence[Track], window: Interval) -> str | None:
+def better_placement(
+    workers: Sequence[Track], window: Interval, config: Callable[[], Config | None] = unknown
+) -> str | None:
     """The best placement of the work on the present devices, e.g. "5:3 devices" for 5 rollout and 3 trainer devices.
 
-    It is "placement=shared …" where no split comes near to it, and None if nothing is better than the present split.
-    It assumes that the busy seconds of each pool in `window` can be divided evenly over its devices, or with
-    `placement=shared` over all devices.
+    It is "placement=shared …" where no split comes near to it, if the run's `config` is known and would not be refused
+    with it. It is None if nothing is better than the present split. It assumes that the busy seconds of each pool in
+    `window` can be divided evenly over its devices, or with `placement=shared` over all devices.
     """
     work, devices = {"rollout": 0.0, "trainer": 0.0}, {"rollout": 0, "trainer": 0}
     for track in workers:
@@ -119,7 +134,8 @@ def better_placement(workers: Sequence[Track], window: Interval) -> str | None:
         return None
     best = min(range(1, total), key=seconds)
     shared = sum(work.values()) / total
-    if shared < MAX_SPLIT_SHARE * seconds(best):
+    gains = shared < MAX_SPLIT_SHARE * seconds(best)
+    if gains and (known := config()) is not None and sharing_refusal(known, total) is None:
         saved = 1 - shared / seconds(devices["rollout"])
         return (
             f"placement=shared, where each of the {total} devices samples and trains: a step takes up to {saved:.0%} "

@@ -33,10 +33,10 @@ def summarise_evaluations(config: Config, history: Sequence[Evaluation]) -> dict
 def best_row(config: Config, history: Sequence[Evaluation]) -> dict[str, Any] | None:
     """`curve`, `version` and `mean` of the best version; None if no best version is kept or none was evaluated."""
     curve = best_curve(config)
-    found = None if curve is None else best(history, curve)
-    if curve is None or found is None:
+    chosen = None if curve is None else best(history, curve)
+    if curve is None or chosen is None:
         return None
-    return {"curve": curve, "version": found.version, "mean": found.curves[curve].estimate().mean}
+    return {"curve": curve, "version": chosen.version, "mean": chosen.curves[curve].estimate().mean}
 
 
 def _row(evaluation: Evaluation, history: Sequence[Evaluation]) -> dict[str, Any]:

@@ -120,8 +120,8 @@ def metric_keys(now: Evaluation, history: Sequence[Evaluation]) -> dict[str, flo
     keys: dict[str, float | None] = {}
     for name, curve in now.curves.items():
         prefix = f"held_out/{name}" if curve.kind == HELD_OUT else name
-        found = curve.estimate()
-        keys |= {f"{prefix}/{kind}": getattr(found, kind) for kind in ("mean", "std", "stderr", "low", "high")}
+        estimate = curve.estimate()
+        keys |= {f"{prefix}/{kind}": getattr(estimate, kind) for kind in ("mean", "std", "stderr", "low", "high")}
         first = None if now.baseline else first_of(name, history, now)
         if first is not None and (moved := between(name, now, first)) is not None:
             keys |= {f"{prefix}/{kind}": value for kind, value in moved.fields().items()}

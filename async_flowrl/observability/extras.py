@@ -20,9 +20,9 @@ def extra_means(groups: Iterable[Mapping[str, Mapping[str, Sequence[float | str]
             for name, each in by_name.items():
                 values[term, name] += [value for value in each if not isinstance(value, str)]
     means: dict[str, dict[str, float]] = {}
-    for (term, name), found in sorted(values.items()):
-        if found:
-            means.setdefault(term, {})[name] = float(np.mean(found))
+    for (term, name), numbers in sorted(values.items()):
+        if numbers:
+            means.setdefault(term, {})[name] = float(np.mean(numbers))
     return means
 
 

@@ -30,18 +30,31 @@ class MetricsLog:
 
     def truncate(self, step: int) -> None:
         """Removes the lines of `step` and later, for a run that goes on from the checkpoint of `step`."""
-        self._rewrite([line for line in self.read() if line["step"] < step])
+        with self._lock:
+            kept = [json.dumps(line) + "\n" for line in self.read() if line["step"] < step]
+            self._rewrite("".join(kept).encode())
 
     def amend(self, step: int, more: Mapping[str, Any]) -> None:
-        """Adds keys to the existing line of `step`, e.g. the means of an evaluation that finished after its step."""
-        with self._lock:
-            added = {name: _finite(value) for name, value in more.items()}
-            self._rewrite([line | added if line["step"] == step else line for line in self.read()])
+        """Adds keys to the existing line of `step`, e.g. the means of an evaluation that finished after its step.
 
-    def _rewrite(self, lines: list[Metrics]) -> None:
+        Does nothing if there is no such line. The line is looked for from the end; lines before it are not parsed.
+        """
+        added = {name: _finite(value) for name, value in more.items()}
+        with self._lock:
+            content = self.path.read_bytes()
+            start = end = content.rfind(b"\n") + 1
+            line: Metrics = {"step": step + 1}
+            while line["step"] > step and start > 0:
+                start, end = content.rfind(b"\n", 0, start - 1) + 1, start
+                line = json.loads(content[start:end])
+            if line["step"] == step:
+                amended = json.dumps(line | added).encode() + b"\n"
+                self._rewrite(content[:start] + amended + content[end:])
+
+    def _rewrite(self, content: bytes) -> None:
         temporary = self.path.with_suffix(".tmp")
-        with temporary.open("w", encoding="utf-8") as file:
-            file.writelines(json.dumps(line) + "\n" for line in lines)
+        with temporary.open("wb") as file:
+            file.write(content)
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(self.path)

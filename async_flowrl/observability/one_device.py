@@ -19,12 +19,12 @@ PENDING, SCORING, READY = "PENDING", "SCORING", "READY"
 def by_device(workers: Sequence[Track]) -> list[Track]:
     """Returns the tracks sorted by process, without waits during which the other worker of the process computes."""
     sharing = {track.place: track for track in workers if pool_of(track.place) in SHARING_POOLS}
-    found = []
+    sorted_tracks = []
     for index in sorted({_index(place) for place in sharing}):
         own = [sharing[place] for place in (f"{pool}-{index}" for pool in SHARING_POOLS) if place in sharing]
         busy = union(interval for track in own for interval in track.busy)
-        found += [Track(track.place, track.spans, _left(track, busy)) for track in own]
-    return found + [track for track in workers if track.place not in sharing]
+        sorted_tracks += [Track(track.place, track.spans, _left(track, busy)) for track in own]
+    return sorted_tracks + [track for track in workers if track.place not in sharing]
 
 
 def _left(track: Track, busy: Sequence[Interval]) -> list[tuple[str, Interval]]:
@@ -59,8 +59,8 @@ def device_shares(workers: Sequence[Track], history: Sequence[Event], *, shared:
 
     They are None if nothing of it was recorded, or if the run's processes do not sample and train (`shared`).
     """
-    found = device_time(workers, history, step_window(history)) if shared else None
-    return dict.fromkeys(field.name for field in fields(DeviceTime)) if found is None else asdict(found)
+    time = device_time(workers, history, step_window(history)) if shared else None
+    return dict.fromkeys(field.name for field in fields(DeviceTime)) if time is None else asdict(time)
 
 
 def device_time(workers: Sequence[Track], history: Sequence[Event], window: Interval) -> DeviceTime | None:
@@ -91,7 +91,7 @@ def device_time(workers: Sequence[Track], history: Sequence[Event], window: Inte
 def _scoring(history: Sequence[Event]) -> list[Interval]:
     """Returns the times at which all images of a training group were there, and its rewards were not."""
     began: dict[tuple[int, int], float] = {}
-    found = []
+    waits = []
     for event in history:
         if event["event"] != "ticket" or event["kind"] != TRAIN:
             continue
@@ -99,7 +99,7 @@ def _scoring(history: Sequence[Event]) -> list[Interval]:
         if event["state"] == SCORING:
             began[group] = event["time"]  # of its last ticket in the end: before that nobody makes rewards
         elif event["state"] == READY and group in began:
-            found.append((began.pop(group), event["time"]))
+            waits.append((began.pop(group), event["time"]))
         elif event["state"] == PENDING:
             began.pop(group, None)
-    return union(found)
+    return union(waits)

@@ -100,6 +100,9 @@ class Panel:
         with self._turn:
             self._progress.step(step, metrics)
 
+    def amend(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Does nothing: the panel shows the newest step."""
+
     def evaluation(self, version: int, metrics: Mapping[str, float]) -> None:
         whose, metrics = evaluated(metrics)
         if whose is None:

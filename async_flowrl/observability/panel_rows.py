@@ -73,7 +73,7 @@ class Now:
 
 def rows(progress: Progress, now: Now, width: int, height: int, glyphs: Glyphs) -> list[Text]:
     """The panel's rows, at most `width` columns wide; they are ordered by importance and cut to `height` rows."""
-    found = [
+    lines = [
         _rule(progress, now, width, glyphs),
         _steps(progress, now, width, glyphs),
         *(_reward(progress, width, glyphs) if progress.line else []),
@@ -84,11 +84,11 @@ def rows(progress: Progress, now: Now, width: int, height: int, glyphs: Glyphs) 
         *([_row("lost", [Text(lost, "yellow") for lost in progress.losses], width)] if progress.losses else []),
         *(_row("warning", [Text(warning, "yellow")], width) for warning in now.warnings),
     ]
-    for row in found:
+    for row in lines:
         row.truncate(width, overflow="crop")
         if "…" in row.plain and glyphs is ASCII:
             row.plain = row.plain.replace("…", glyphs.cut)
-    return found[: max(1, height)]
+    return lines[: max(1, height)]
 
 
 def _row(label: str, parts: Sequence[Text], width: int) -> Text:
@@ -164,7 +164,7 @@ def _evaluation(progress: Progress, now: Now, width: int, glyphs: Glyphs) -> lis
         return []
     title, metrics = progress.evaluation
     names = ["reward", *(n.removesuffix("/mean") for n in metrics if re.fullmatch("held_out/[^/]+/mean", n))]
-    found = []
+    lines = []
     label = "held-out" if now.held_out else "evaluated"
     for index, name in enumerate(names):
         text, high = with_change(metrics, name), metrics.get(f"{name}/high")
@@ -172,8 +172,8 @@ def _evaluation(progress: Progress, now: Now, width: int, glyphs: Glyphs) -> lis
             text += f" ± {high - metrics[f'{name}/mean']:.2g}"
         text = text.replace("±", glyphs.plus_minus).replace(")", " since the first)")
         said = Text(name.replace("held_out/", "held-out ") + " ").append(text, "bold")
-        found.append(_row("" if index else label, [said, Text(title, "dim")], width))
-    return found
+        lines.append(_row("" if index else label, [said, Text(title, "dim")], width))
+    return lines
 
 
 def _age(progress: Progress, now: Now, width: int) -> list[Text]:

@@ -52,9 +52,9 @@ def enough(rewards: Mapping[str, Sequence[float]], others: float) -> dict[str, i
 
     `rewards` is pool → occupied seconds per worker. Pools that have enough workers are left out.
     """
-    found = {}
+    workers = {}
     for pool, each in rewards.items():
         needed = math.ceil(sum(each) / others) if others > 0 else len(each) + 1
         if needed > len(each):
-            found[pool] = needed
-    return found
+            workers[pool] = needed
+    return workers

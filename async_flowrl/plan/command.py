@@ -10,6 +10,8 @@ from dataclasses import replace
 
 from async_flowrl.config.elastic import bounds, elastic
 from async_flowrl.config.reward_pools import reward_pools
+from async_flowrl.config.schema import Config
+from async_flowrl.config.sharing import sharing_refusal
 from async_flowrl.plan.advise import advise
 from async_flowrl.plan.calibrate import calibrate
 from async_flowrl.plan.laws import Law
@@ -73,6 +75,8 @@ def from_run(given: argparse.Namespace, limits: Limits) -> tuple[Work, Limits]:
             f"rollout.num_workers={run.config.rollout.num_workers}\n"
         )
     devices = given.devices or (sum(given.split) if given.split else given.cores or run.layout.devices)
+    backend = given.backend or run.config.runtime.backend
+    limits = replace(limits, share=limits.share and _may_share(run.config, backend, devices))
     pools = reward_pools(run.config.reward)
     limits = replace(
         limits,
@@ -80,9 +84,18 @@ def from_run(given: argparse.Namespace, limits: Limits) -> tuple[Work, Limits]:
         reward=(given.reward_workers or run.layout.reward) if run.layout.reward else 0,
         own_rewards=run.layout.own_rewards,
         reward_gpus={pool.name: pool.gpus_per_worker for pool in pools},
-        backend=given.backend or run.config.runtime.backend,
+        backend=backend,
     )
     return replace(run.work, serial=given.serial), limits
+
+
+def _may_share(config: Config, backend: str, devices: int) -> bool:
+    """Returns True if the run could have one pool on so many devices; otherwise it says why not, on stderr."""
+    config = replace(config, runtime=replace(config.runtime, backend=backend))
+    refusal = None if backend == "local" else sharing_refusal(config, devices)  # Threads: see `in_one_process`.
+    if refusal:
+        sys.stderr.write(f"plan: one pool that does both is left out: {refusal}\n")
+    return refusal is None
 
 
 def evaluation_of(given: argparse.Namespace) -> EvaluationWork | None:

@@ -196,6 +196,9 @@ class Recorder:
     async def before_training(self, ctx: Context) -> None:
         """Does nothing: a simulated run saves nothing, and its evaluations begin after its first steps."""
 
+    async def amend(self, ctx: Context, step: int, metrics: Mapping[str, float]) -> None:
+        """Does nothing: nothing is measured."""
+
     async def drain(self, ctx: Context) -> None:
         await self._evaluations.drain()
 

@@ -12,7 +12,7 @@ from async_flowrl.plan.ticket_times import TicketTime, batch_in
 from async_flowrl.tickets.table import TRAIN, State
 
 BESIDE_GROUPS = ("optimizer", "probe")
-"""Spans of a trainer rank that belong to the end of an optimizer step, not to a group."""
+"""Spans of a trainer rank that belong to the end of an optimizer step, or to its later measurement, not to a group."""
 
 
 def ticket_times(history: Iterable[Event], *, kind: str = TRAIN) -> list[TicketTime]:

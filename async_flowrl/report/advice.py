@@ -74,19 +74,19 @@ def advice_for(run: Records, evaluations: Mapping[str, Any] | None) -> list[dict
     Each has `text`, `todo` (advice, may be ""), `panel` (id of the chart that shows it, or None) and `level`, "alarm"
     or "warning". `evaluations` is the result of `evaluations_of`.
     """
-    found: list[dict[str, Any]] = []
+    advice: list[dict[str, Any]] = []
     if (sentence := reward_bound(run.workers, run.window)) is not None:
-        found.append({"text": sentence, "todo": "", "panel": "busy", "level": "warning"})
+        advice.append({"text": sentence, "todo": "", "panel": "busy", "level": "warning"})
     for sentence in (evaluations or {}).get("alarms", []):
         todo = "save.best keeps the best version; evaluate.on_hacking=stop ends such a run."
-        found.append({"text": sentence, "todo": todo, "panel": "held_out", "level": "alarm"})
+        advice.append({"text": sentence, "todo": todo, "panel": "held_out", "level": "alarm"})
     for sentence in (evaluations or {}).get("notices", []):
         todo = "Look at the images; where variety matters, a smaller learning rate or an earlier version keeps more."
-        found.append({"text": sentence, "todo": todo, "panel": "diversity", "level": "warning"})
-    told = {each["text"] for each in found}
+        advice.append({"text": sentence, "todo": todo, "panel": "diversity", "level": "warning"})
+    told = {each["text"] for each in advice}
     recorded = [*run.summary.get("failed", []), *run.summary.get("warnings", warnings_of(run.metrics))]
     plain = [{"text": s, "todo": "", "panel": None, "level": "warning"} for s in recorded if s not in told]
-    return [*found, *plain, *filter(None, (_applied(rule, run.metrics) for rule in RULES))]
+    return [*advice, *plain, *filter(None, (_applied(rule, run.metrics) for rule in RULES))]
 
 
 def _applied(rule: Rule, metrics: Sequence[Metrics]) -> dict[str, Any] | None:

@@ -58,15 +58,15 @@ def document(runs: Sequence[Path]) -> Document:
     """
     records = [read_run(Path(run)) for run in runs]
     names = names_of([run.root for run in records])
-    found = [run_document(run, name) for run, name in zip(records, names, strict=True)]
+    documents = [run_document(run, name) for run, name in zip(records, names, strict=True)]
     return {
         "title": names[0] if len(names) == 1 else f"{len(names)} runs",
-        "headline": found[0]["result"]["headline"] if len(found) == 1 else compared(found),
-        "runs": found,
-        "panels": panels_for(key for run in found for key in run["lines"]),
+        "headline": documents[0]["result"]["headline"] if len(documents) == 1 else compared(documents),
+        "runs": documents,
+        "panels": panels_for(key for run in documents for key in run["lines"]),
         "differences": differences(records),
         "max_mib": max(float(run.setting("monitor.report_mib", MAX_MIB)) for run in records),
-        "notes": [note for run, each in zip(records, found, strict=True) for note in notes_on(run, each)],
+        "notes": [note for run, each in zip(records, documents, strict=True) for note in notes_on(run, each)],
     }
 
 
@@ -82,7 +82,7 @@ def run_document(run: Records, name: str) -> Document:
         "result": result_of(run),
         "change": _change(run),
         "training": _training(run),
-        "bottleneck": verdict(run.workers, run.history, placement=str(run.setting("placement"))),
+        "bottleneck": _bottleneck(run),
         "facts": facts_of(run),
         "pools": pools_of(run),
         "shared": is_shared(run),
@@ -140,38 +140,42 @@ def _trained(runs: Sequence[Document]) -> str:
 
 def notes_on(run: Records, whole: Document) -> list[str]:
     """Sentences about what was left out of a run's entry `whole`."""
-    found, name = [], whole["name"]
+    notes, name = [], whole["name"]
     if (width := Buckets(run.steps).width) > 1:
-        found.append(
+        notes.append(
             f"{name}: each point of a curve is the mean of {width} steps, its band their range; {run.steps:,} steps "
             f"are drawn as at most {MAX_POINTS} points."
         )
     timeline, pictures, evaluations = whole["timeline"], whole["pictures"], whole["evaluations"]
     if timeline and timeline["shown"] < timeline["workers"]:
-        found.append(f"{name}: the timeline shows {timeline['shown']} of {timeline['workers']} workers.")
+        notes.append(f"{name}: the timeline shows {timeline['shown']} of {timeline['workers']} workers.")
     if timeline and timeline["mark_count"] > len(timeline["marks"]):
-        found.append(f"{name}: {len(timeline['marks'])} of {timeline['mark_count']} faults and recoveries are shown.")
+        notes.append(f"{name}: {len(timeline['marks'])} of {timeline['mark_count']} faults and recoveries are shown.")
     if pictures and pictures["count"] > len(pictures["evaluations"]):
-        found.append(f"{name}: {len(pictures['evaluations'])} of {pictures['count']} evaluations show their images.")
+        notes.append(f"{name}: {len(pictures['evaluations'])} of {pictures['count']} evaluations show their images.")
     if evaluations and evaluations["count"] > len(evaluations["rows"]):
-        found.append(f"{name}: the table has {len(evaluations['rows'])} of {evaluations['count']} evaluations.")
-    return found
+        notes.append(f"{name}: the table has {len(evaluations['rows'])} of {evaluations['count']} evaluations.")
+    return notes
+
+
+def _bottleneck(run: Records) -> str:
+    return verdict(run.workers, run.history, placement=str(run.setting("placement")), config=run.configuration)
 
 
 def _training(run: Records) -> Document | None:
     """The training reward at the start and the end, and (`of`) the setting reward.terms as text; None without any."""
-    found = tenths(run.metrics)
-    if found is None:
+    rewards = tenths(run.metrics)
+    if rewards is None:
         return None
-    return {"first": rounded(found[0]), "last": rounded(found[1]), "of": shown(run.setting("reward.terms"))}
+    return {"first": rounded(rewards[0]), "last": rounded(rewards[1]), "of": shown(run.setting("reward.terms"))}
 
 
 def _change(run: Records) -> Document | None:
     """The evaluated reward before and after, its paired change, and (`of`) what makes runs comparable; else None."""
-    found = change_of(run)
-    if found is None:
+    change = change_of(run)
+    if change is None:
         return None
-    before, after, moved = found
+    before, after, moved = change
     return {
         "before": rounded(before),
         "after": rounded(after),

@@ -64,11 +64,11 @@ def _row(evaluation: Evaluation, history: Sequence[Evaluation], names: Sequence[
 
 
 def _cell(name: str, evaluation: Evaluation, first: Evaluation | None) -> dict[str, Any]:
-    found = evaluation.curves[name].estimate()
+    estimate = evaluation.curves[name].estimate()
     moved = None if first is None else between(name, evaluation, first)
     return {
-        "mean": rounded(found.mean),
-        "half": None if found.high is None else rounded(found.high - found.mean),
+        "mean": rounded(estimate.mean),
+        "half": None if estimate.high is None else rounded(estimate.high - estimate.mean),
         "change": moved and rounded(moved.mean),
         "change_half": moved and rounded(moved.half),
     }

@@ -23,7 +23,7 @@ def facts_of(run: Records) -> list[Row]:
     summary, shared = run.summary, is_shared(run)
     efficiency = "sampling and training" if shared else "busier pool"
     images = sum(int(line.get("images") or 0) for line in run.metrics)
-    found: list[tuple[str, str | None]] = [
+    rows: list[tuple[str, str | None]] = [
         ("Mode", str(summary.get("mode") or run.setting("mode") or "–")),
         ("Placement", "shared: each process samples and trains" if shared else None),
         ("Staleness allowed, versions", _text(summary.get("max_staleness", run.setting("max_staleness")))),
@@ -42,7 +42,7 @@ def facts_of(run: Records) -> list[Row]:
         ("Versions" if shared else "Weights sent", _sync(summary.get("sync") or {}, shared=shared)),
         ("Finished", summary.get("finished")),
     ]
-    return [(label, value) for label, value in found if value]
+    return [(label, value) for label, value in rows if value]
 
 
 def is_shared(run: Records) -> bool:
@@ -79,13 +79,13 @@ def pools_of(run: Records) -> list[dict[str, Any]]:
     for track in tracks:
         pool = track.place.rsplit("-", 1)[0]
         counts[pool] = counts.get(pool, 0) + 1
-    found = []
+    pools = []
     for pool, seconds in step_pools(tracks, run.window).items():
         total = whole * counts[pool] if shared and pool in SHARING_POOLS else sum(seconds.values())
         if total > 0:
             shares = {state: rounded(seconds[state] / total) for state in STATES}
-            found.append({"pool": pool, "workers": counts[pool], "shares": shares})
-    return found
+            pools.append({"pool": pool, "workers": counts[pool], "shares": shares})
+    return pools
 
 
 def environment_of(run: Records) -> list[Row]:

@@ -18,7 +18,7 @@ def runs_in(folders: Sequence[Path]) -> list[Path]:
     Those of one folder are sorted by name, with numbers by value. Raises NoRun for a folder without any, and for more
     than MAX_RUNS in all.
     """
-    found: list[Path] = []
+    runs: list[Path] = []
     for folder in folders:
         if not folder.is_dir():
             raise NoRun(f"{folder} is no folder; a run directory is what output_dir names")
@@ -26,10 +26,10 @@ def runs_in(folders: Sequence[Path]) -> list[Path]:
         here = here or sorted((p.parent for p in folder.glob("*/*/config.yaml") if is_run(p.parent)), key=_natural)
         if not here:
             raise NoRun(f"{folder} is no run directory and holds none: there is no metrics.jsonl in it or below it")
-        found += [run for run in here if run not in found]
-    if len(found) > MAX_RUNS:
-        raise NoRun(f"{len(found)} runs are too many for one page, which shows at most {MAX_RUNS}: name those you mean")
-    return found
+        runs += [run for run in here if run not in runs]
+    if len(runs) > MAX_RUNS:
+        raise NoRun(f"{len(runs)} runs are too many for one page, which shows at most {MAX_RUNS}: name those you mean")
+    return runs
 
 
 def is_run(folder: Path) -> bool:

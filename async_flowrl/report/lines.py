@@ -44,12 +44,12 @@ def columns(metrics: Sequence[Metrics]) -> dict[str, list[float | None]]:
     `kept:<age>` is added: the share of the gradient that clipping and masking left, by age of the images in versions.
     """
     keys = dict.fromkeys(key for line in metrics for key in line)
-    found = {key: [_number(line.get(key)) for line in metrics] for key in keys}
+    numbers = {key: [_number(line.get(key)) for line in metrics] for key in keys}
     for key in [key for key in keys if key.startswith("kept_of/")]:
         age = key.removeprefix("kept_of/")
-        pairs = zip(found.get(f"kept/{age}", [None] * len(metrics)), found[key], strict=True)
-        found[f"kept:{age}"] = [(kept or 0.0) / of if of else None for kept, of in pairs]
-    return {key: values for key, values in found.items() if any(value is not None for value in values)}
+        pairs = zip(numbers.get(f"kept/{age}", [None] * len(metrics)), numbers[key], strict=True)
+        numbers[f"kept:{age}"] = [(kept or 0.0) / of if of else None for kept, of in pairs]
+    return {key: values for key, values in numbers.items() if any(value is not None for value in values)}
 
 
 def evaluation_lines(evaluated: Sequence[Evaluation]) -> dict[str, Any]:
@@ -57,11 +57,11 @@ def evaluation_lines(evaluated: Sequence[Evaluation]) -> dict[str, Any]:
     kinds = {name: curve.kind for e in evaluated for name, curve in e.curves.items()}
     lines: dict[str, Any] = {}
     for name, kind in kinds.items():
-        found = [e.curves[name].estimate() if name in e.curves else None for e in evaluated]
-        line: dict[str, Any] = {"x": "evaluation", "y": [rounded(e.mean) if e else None for e in found]}
-        if any(e is not None and e.low is not None for e in found):
-            line |= {"low": [rounded(e.low) if e else None for e in found]}
-            line |= {"high": [rounded(e.high) if e else None for e in found]}
+        estimates = [e.curves[name].estimate() if name in e.curves else None for e in evaluated]
+        line: dict[str, Any] = {"x": "evaluation", "y": [rounded(e.mean) if e else None for e in estimates]}
+        if any(e is not None and e.low is not None for e in estimates):
+            line |= {"low": [rounded(e.low) if e else None for e in estimates]}
+            line |= {"high": [rounded(e.high) if e else None for e in estimates]}
         lines[f"evaluation:{kind}:{name}"] = line
     total = lines.get(f"evaluation:{TRAINED}:reward")
     same = [key for key, line in lines.items() if key.startswith(f"evaluation:{TRAINED}:") and line is not total]

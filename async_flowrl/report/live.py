@@ -241,5 +241,5 @@ def listening(address: tuple[str, int], live: LiveDocument, access: Access) -> S
 
 
 def free_port(host: str) -> int:
-    with socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET) as found:
-        return int(found.getsockname()[1])
+    with socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET) as server:
+        return int(server.getsockname()[1])

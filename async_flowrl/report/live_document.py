@@ -70,13 +70,13 @@ class LiveDocument:
             return
         self.readings += 1
         try:
-            found = document(runs)
-            content = json.dumps(found, allow_nan=False, separators=(",", ":")).encode()
+            newest = document(runs)
+            content = json.dumps(newest, allow_nan=False, separators=(",", ":")).encode()
         except (ValueError, OSError) as error:  # e.g. a file is being written now; the next call reads it again
             self.trouble = str(error)
         else:
             self.trouble, self._seen = None, seen
-            self._runs, self._document, self._content, self._page = runs, found, content, None
+            self._runs, self._document, self._content, self._page = runs, newest, content, None
         ended = self._clock()
         self._next = max(began + MIN_SECONDS, ended + (ended - began) / MAX_SHARE)
 
@@ -86,14 +86,14 @@ def begun(folders: Sequence[Path]) -> list[Path]:
 
     A folder of a sweep may hold more of them at every call.
     """
-    found: list[Path] = []
+    runs: list[Path] = []
     for folder in folders:
         if is_run(folder) or not (folder / "config.yaml").is_file():
             try:
-                found += [run for run in runs_in([folder]) if run not in found]
+                runs += [run for run in runs_in([folder]) if run not in runs]
             except NoRun:
                 continue
-    return found[:MAX_RUNS]
+    return runs[:MAX_RUNS]
 
 
 def may_begin(folder: Path) -> bool:
@@ -110,7 +110,7 @@ def fingerprint(run: Path) -> Fingerprint:
 
 def _state(path: Path) -> tuple[str, int, int] | None:
     try:
-        found = path.stat()
+        status = path.stat()
     except OSError:
         return None
-    return path.name, found.st_mtime_ns, found.st_size
+    return path.name, status.st_mtime_ns, status.st_size

@@ -49,7 +49,7 @@ def _read(folder: Path, parts: list[str]) -> bytes | None:
     finally:
         os.close(at)
     with open(file, "rb") as opened:
-        found = os.fstat(opened.fileno())
-        if not stat.S_ISREG(found.st_mode) or found.st_size > MAX_BYTES:
+        status = os.fstat(opened.fileno())
+        if not stat.S_ISREG(status.st_mode) or status.st_size > MAX_BYTES:
             return None
         return opened.read(MAX_BYTES)

@@ -72,7 +72,7 @@ def embedded(document: Document, limit: int) -> tuple[dict[str, str], str | None
     """(name → data URI, sentence about missing ones or None). Pictures are added in the order of `in_order` until the
     URIs would have more than `limit` characters in all. A name is `<number of the run>/<path below its images folder>`.
     """
-    found: dict[str, str] = {}
+    uris: dict[str, str] = {}
     size = count = missing = 0
     full = False
     for name, folder, below in in_order(document):
@@ -84,14 +84,14 @@ def embedded(document: Document, limit: int) -> tuple[dict[str, str], str | None
         data = f"data:{picture.kind};base64,{base64.b64encode(picture.content).decode()}"
         full = size + len(data) > limit
         if not full:
-            found[name], size = data, size + len(data)
-    if len(found) == count:
-        return found, None
+            uris[name], size = data, size + len(data)
+    if len(uris) == count:
+        return uris, None
     absent = f"{missing} of {count} images are not in the run directory, or are no pictures. " if missing else ""
     if not full:
-        return found, absent.strip()
-    return found, (
-        f"{absent}{len(found)} of {count} images are in this file, which holds {limit / 2**20:g} MiB of them at most "
+        return uris, absent.strip()
+    return uris, (
+        f"{absent}{len(uris)} of {count} images are in this file, which holds {limit / 2**20:g} MiB of them at most "
         "(monitor.report_mib, or --max-mib of the command)."
     )
 

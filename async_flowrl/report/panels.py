@@ -160,7 +160,7 @@ PANELS = (
         "time",
         "Seconds of a step",
         "wait_rollout near 0: trainer-bound. Near step less update: rollout-bound. wait_ticket: with placement=shared, "
-        "what a step whose KL is measured waited for tickets.",
+        "what steps with a limit on their KL waited for tickets.",
         (r"timing/(step|wait_rollout|wait_ticket|update|publish|activate)", r"timing/(score/.+)"),
     ),
     Panel("rate", "time", "Images per second", "Training images over the seconds of the step.", (r"(images_per_s)",)),

@@ -24,15 +24,15 @@ def result_of(run: Records) -> dict[str, Any]:
     `state` and `headline` are sentences; `about` says what was trained; `error` explains the ± ("" if there is none);
     `more` lists sentences about held-out terms; `tone` is "good", "bad" or "neutral".
     """
-    ends, found = ends_of(run.policy), change_of(run)
+    ends, change = ends_of(run.policy), change_of(run)
     headline = reward_sentence(ends, _prompts(run)) if ends else None
     return {
         "state": state_sentence(run),
         "about": about(run),
-        "error": ERROR if found is not None and found[2].half is not None else "",
+        "error": ERROR if change is not None and change[2].half is not None else "",
         "headline": headline or _training(run),
         "more": held_out_sentences(ends) if ends else [],
-        "tone": "bad" if run.state in ("failed", "unfinished") else "neutral" if found is None else _tone(found[2]),
+        "tone": "bad" if run.state in ("failed", "unfinished") else "neutral" if change is None else _tone(change[2]),
     }
 
 

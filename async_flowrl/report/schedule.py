@@ -82,8 +82,8 @@ def _named_steps(run: Records) -> list[Event]:
     """The events of the steps to label: those in the exact windows, and evenly spaced others."""
     windows = [window for _, window in _windows(run)]
     inside = [e for e in run.step_events if any(a <= e["started"] < b for a, b in windows)]
-    found = {int(e["step"]): e for e in [*chosen(run.step_events, MAX_STEP_NAMES), *inside]}
-    return [found[step] for step in sorted(found)]
+    by_step = {int(e["step"]): e for e in [*chosen(run.step_events, MAX_STEP_NAMES), *inside]}
+    return [by_step[step] for step in sorted(by_step)]
 
 
 def _title(name: str, steps: Sequence[Event]) -> str:
@@ -108,8 +108,8 @@ def _places(workers: Sequence[Track]) -> list[Track]:
 
 
 def _states(track: Track, window: Interval) -> dict[str, list[Interval]]:
-    found = {state: track.busy if state == "busy" else track.waiting(state) for state in STATES}
-    return {state: part for state, all_ in found.items() if (part := intersect(all_, [window]))}
+    intervals = {state: track.busy if state == "busy" else track.waiting(state) for state in STATES}
+    return {state: part for state, all_ in intervals.items() if (part := intersect(all_, [window]))}
 
 
 def _bar_count(track: Track, window: Interval) -> int:

@@ -32,13 +32,13 @@ def defaults_of_terms(given: Mapping[str, Any]) -> dict[str, Any]:
 
     The weight is left out, so the report always shows it.
     """
-    found = {}
+    defaults = {}
     for key in given:
         head, terms, rest = key.rpartition("reward.terms.")
         name, _, setting = rest.partition(".")
         if terms and setting in TERM and setting != "weight":
-            found[f"{head}{terms}{name}.{setting}"] = TERM[setting]
-    return found
+            defaults[f"{head}{terms}{name}.{setting}"] = TERM[setting]
+    return defaults
 
 
 def differences(runs: Sequence[Records]) -> dict[str, Any] | None:
@@ -62,10 +62,10 @@ def flat(values: Any, prefix: str = "") -> dict[str, Any]:
     """Nested dictionaries as dotted key → value; lists and empty dictionaries count as values."""
     if not isinstance(values, dict) or not values:
         return {prefix: values} if prefix else {}
-    found: dict[str, Any] = {}
+    flattened: dict[str, Any] = {}
     for key, value in values.items():
-        found |= flat(value, f"{prefix}.{key}" if prefix else str(key))
-    return found
+        flattened |= flat(value, f"{prefix}.{key}" if prefix else str(key))
+    return flattened
 
 
 def shown(value: Any) -> str:

@@ -151,7 +151,10 @@ class ExactSum:
             out[start : start + len(whole)].copy_(whole.to(torch.float64).mul_(2.0**self.exponent).div_(rows))
 
     def scratch(self) -> Tensor:
-        """Returns [numel] float32 that shares the memory of the total; use it after `mean` and until `begin`."""
+        """Returns [numel] float32 that shares the memory of the total; use it after `mean`.
+
+        It lasts until `begin`, of a rank of several until `reduce`, because the total of all ranks has its own memory.
+        """
         return self._whole.view(torch.float32)[: self._numel]
 
 

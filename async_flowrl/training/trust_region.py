@@ -22,6 +22,8 @@ from async_flowrl.training.micro_batches import Group
 
 ByStep = dict[int, float]
 """Index of a denoising step → KL in nats per image."""
+ProbeRows = tuple[Group, list[MicroBatch]]
+"""The group whose rows are measured, and its rows, one micro-batch for each trained denoising step."""
 MEASURED_EVERY_STEPS = 10
 """Optimizer steps from one measurement of the KL to the next; with a limit on the KL, every step is measured."""
 SHARPEST = MIN_GAUSSIAN_STD
@@ -45,21 +47,22 @@ class Probe:
 
 
 class TrustRegion:
-    """Measures and limits optimizer steps. Every rank measures the same rows, so all find the same numbers.
+    """Measures and limits optimizer steps. A measurement gives the same numbers on every rank, from the same rows.
 
     It uses the first `algorithm.kl_probe_images` images (at most a micro-batch) of the trained group with the lowest
     number, at every denoising step whose noise has a standard deviation of SHARPEST or more, so not at the last one.
     Trained steps are measured at the recorded latents. Steps that were sampled without noise are measured as if they
     had noise, at latents made by noising the clean image that the last trained step predicts: all steps share the
     weights, so an update can change those steps more than the trained ones.
-    Order of calls per optimizer step: `begin`, `remember`, `prepare`, then after the optimizer `bound`.
+    Order of calls per optimizer step, on every rank: `begin`, `remember`, `prepare`, then after the optimizer `bound`.
+    If the measurement is put off (later_kl.py): `begin`, `remember`, and after the step, on one rank, `measure_after`.
     """
 
     def __init__(self, inputs: UpdateInputs, passes: ForwardPasses) -> None:
         self._inputs, self._passes = inputs, passes
         self._images = inputs.config.algorithm.kl_probe_images if isinstance(inputs.algorithm, Diverges) else 0
         self._limit = inputs.config.algorithm.max_kl_per_update
-        self._kept: tuple[Group, list[MicroBatch]] | None = None
+        self._kept: ProbeRows | None = None
         self._probes: list[Probe] = []
 
     def begin(self) -> None:
@@ -84,14 +87,22 @@ class TrustRegion:
         """True if the present optimizer step is measured."""
         return self._kept is not None
 
+    @property
+    def rows(self) -> ProbeRows:
+        """The rows on which the present optimizer step is measured."""
+        assert self._kept is not None
+        return self._kept
+
     def prepare(self) -> None:
         """Computes the predictions before the optimizer step."""
-        assert self._kept is not None
-        group, trained = self._kept
+        self._probes = self._predicted(*self.rows)
+
+    def _predicted(self, group: Group, trained: list[MicroBatch]) -> list[Probe]:
+        """Returns the rows of all measured denoising steps, with their predictions by the present weights."""
         rows = trained + self._untrained(group, trained)
         predictions = self._passes.predict(group, rows)
         stds = torch.stack([prediction["std"][0] for prediction in predictions]).tolist()
-        self._probes = [
+        return [
             Probe(group, int(batch.steps[0]), batch, before)
             for batch, before, std in zip(rows, predictions, stds, strict=True)
             if std >= SHARPEST
@@ -114,14 +125,23 @@ class TrustRegion:
         """
         if not self._probes:
             return {}  # the noise of every denoising step is too small
-        found = self._measure()
+        whole = self._measure()
         if self._limit is None:
-            return _named(found)
-        raw = sum(found.values())
+            return _named(whole)
         parameters = self._inputs.parameters
         room = parameters.gradients  # no longer needed
-        found, scale = shorten(parameters.values.data, before, found, self._measure, self._limit, room=room)
-        return {**_named(found), "trust_region/raw_kl": raw, "trust_region/scale": scale}
+        kept, scale = shorten(parameters.values.data, before, whole, self._measure, self._limit, room=room)
+        return {**_named(kept), "trust_region/raw_kl": sum(whole.values()), "trust_region/scale": scale}
+
+    def measure_after(self, rows: ProbeRows, before: Tensor) -> dict[str, float]:
+        """Measures an optimizer step, after it, from the flat weights `before` to the present ones.
+
+        `rows` are those of that step. Returns the metrics of `bound` without a limit, bit for bit.
+        """
+        with self._inputs.parameters.swapped(before):
+            self._probes = self._predicted(*rows)
+        measured, self._probes = (_named(self._measure()) if self._probes else {}), []
+        return measured
 
     def _measure(self) -> ByStep:
         """Returns the KL of each denoising step, mean over the measured images."""

@@ -17,6 +17,7 @@ from async_flowrl.training.exact import Account, ExactSum, fitting_exponent, mar
 from async_flowrl.training.forward_passes import ForwardPasses, UpdateInputs
 from async_flowrl.training.fsdp import let_go
 from async_flowrl.training.groups import groups_of
+from async_flowrl.training.later_kl import LaterKL
 from async_flowrl.training.messages import (
     Fetched,
     GroupMeta,
@@ -43,6 +44,7 @@ class Update:
         self._inputs = inputs
         self._passes = ForwardPasses(inputs)
         self._region = TrustRegion(inputs, self._passes)
+        self.later_kl = LaterKL(self._region)
         kind = ShardSum if inputs.parameters.sharded else ExactSum
         self._sum = kind(len(inputs.parameters.gradients), inputs.device)
         self._gradients = PartGradients(inputs, self._passes, self._sum)
@@ -136,6 +138,8 @@ class Update:
         self._sum.begin()
         self._planned, self._lowest = Account(), None
         self._region.begin()
+        if self._inputs.world.size == 1:
+            self.later_kl.begin(wanted=False)  # The sum has cleared the weights before the last step.
 
     def accumulate(
         self, metas: Sequence[GroupMeta], *trajectories: Trajectory, tickets: Sequence[Sequence[int]] = ()
@@ -209,6 +213,7 @@ class Update:
         step, plan, measured = self._begun("add_up"), self._plan, self._measured
         if request.attempt != plan.attempt:
             raise RuntimeError(f"step {step}: attempt {request.attempt} is added up, this rank began {plan.attempt}")
+        self.later_kl.begin(wanted=request.measures_later)
         if request.planned is not None:
             self._planned = self._account_of(step, request.planned)
         if request.probe is not None:
@@ -216,7 +221,7 @@ class Update:
             self._remember(Group(request.probe, trajectories, device=self._inputs.device, held=request.probe_tickets))
         overflow = None
         if self._planned.count:
-            if self._region.measures:
+            if self._region.measures and not self.later_kl.wanted:
                 with self._inputs.turn(), measured.span("probe"):
                     self._region.prepare()
             with measured.span("optimizer"):
@@ -254,11 +259,14 @@ class Update:
             self._sum.mean(inputs.parameters.gradients, plan.rows)
             before = self._sum.scratch()
             taken = self._step_from(before, rate, step)
-        if self._region.measures:
+        if self._region.measures and self.later_kl.wanted:
+            self.later_kl.owe(before)
+        elif self._region.measures:
             with self._inputs.turn(), measured.span("probe"):
                 taken |= self._region.bound(before)
                 let_go(inputs.policy.transformer)
-        return replace(stats, metrics=taken, spans=tuple(measured.spans), parts=tuple(measured.parts))
+        spans, parts = tuple(measured.spans), tuple(measured.parts)
+        return replace(stats, metrics=taken, spans=spans, parts=parts, measures_later=self.later_kl.owed)
 
     def _add(self, step: int) -> int | None:
         """Adds up the sums of all ranks; returns the exponent if the sum may have overflowed with it, else None."""

@@ -28,7 +28,7 @@ STEPS = 6
 METHODS: dict[str, frozenset[str]] = {
     "samples": frozenset({"generate"}),
     "samples an evaluation": frozenset({"generate/evaluation"}),
-    "trains": frozenset({"train", "train_last"}),
+    "trains": frozenset({"train", "train_last", "measure_kl"}),
     "ends a step": frozenset({"add_up", "take_step", "train_last"}),
     "announces a version": frozenset({"stage", "seal"}),
     "keeps a version": frozenset({"keep_own"}),

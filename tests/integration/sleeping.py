@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -72,6 +73,9 @@ class MetricsOnly:
         began, self.began = self.began, ctx.observer.now()
         ctx.observer.event("step", step=step, started=began, ended=self.began)
         self.log.append(step, stats | {"timing/step": self.began - began})
+
+    async def amend(self, ctx: Context, step: int, metrics: Mapping[str, float]) -> None:
+        self.log.amend(step, metrics)
 
     async def drain(self, ctx: Context) -> None:
         pass

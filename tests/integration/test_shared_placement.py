@@ -99,9 +99,12 @@ def test_two_processes_to_the_end(tmp_path: Path, mode: str) -> None:
 
 
 def check_two_processes(shared: Run, threads: Run) -> None:
-    """The weights of threads, version by version, and both processes did both."""
+    """The weights of threads, version by version, the KL of their first step, and both processes did both."""
     assert shared.digests == threads.digests and len(set(shared.digests)) == len(threads.metrics) + 1
     assert shared.digest == threads.digest
+    first = [run.metrics[0] for run in (shared, threads)]
+    moved = [{key: x for key, x in line.items() if key.startswith("kl_per_update")} for line in first]
+    assert moved[0] == moved[1] and moved[0]["kl_per_update"] > 0.0, "it is measured after the step"
     pids = {event["worker"]: event["pid"] for event in shared.events if event["event"] == "worker"}
     assert [pids[f"rollout-{index}"] == pids[f"trainer-{index}"] for index in (0, 1)] == [True, True]
     assert pids["rollout-0"] != pids["rollout-1"]

@@ -24,7 +24,6 @@ STEPS = 3
 def loaded(ranks: int = 1) -> SharedWorker:
     config = rig.tiny_config()
     config.placement, config.model.tiny.layers = "shared", 1
-    config.algorithm.kl_probe_images = 0  # A step whose KL is measured takes a turn for that, and waits.
     worker = SharedWorker(config, resolve_model(config.model), 0, "shared-0")
     in_a_thread(worker.rollout.load)
     worker.trainer.load(ranks)
@@ -90,8 +89,11 @@ def waited_for(written: Tensor) -> bool:
 
 
 def steps(worker: SharedWorker) -> list[str]:
-    """Some steps of a rank of several, each of whose ends comes while a ticket is under way; returns the weights."""
-    found, sampler = [], rig.Sampler(worker.trainer.config)
+    """Some steps of a rank of several, each of whose ends comes while a ticket is under way; returns the weights.
+
+    The KL of the first step is measured after it.
+    """
+    digests, sampler = [], rig.Sampler(worker.trainer.config)
     for step in range(STEPS):
         handed = [sampler.group(0, index) for index in (0, 1)]
         metas = tuple(meta for meta, _ in handed)
@@ -99,16 +101,19 @@ def steps(worker: SharedWorker) -> list[str]:
         plan = StepPlan(rows=rig.rows(handed))
         worker.trainer.train(TrainRequest(step, metas, plan), *trajectories)
         with ticket_under_way(worker) as written:
-            worker.trainer.add_up(TrainRequest(step, (), finishes=True))
-            worker.trainer.take_step()
+            worker.trainer.add_up(TrainRequest(step, (), finishes=True, measures_later=True))
+            stats = worker.trainer.take_step()
             worker.trainer.sender.stage(step + 1)
             assert not waited_for(written), f"step {step} waited for the ticket"
+        assert stats.measures_later == (step == 0)
+        if stats.measures_later:
+            assert worker.trainer.measure_kl(False).metrics["kl_per_update"] > 0.0
         header = worker.trainer.sender.policy.seal(step + 1)
         in_a_thread(lambda header=header: worker.rollout.keep_own(header))  # type: ignore[misc]
         asked = replace(request(2), version=step + 1)
         in_a_thread(lambda asked=asked: worker.rollout.generate(asked))  # type: ignore[misc]
-        found.append(worker.trainer.weights_digest())
-    return found
+        digests.append(worker.trainer.weights_digest())
+    return digests
 
 
 def test_the_end_of_a_step_waits_for_no_ticket_and_races_with_none() -> None:

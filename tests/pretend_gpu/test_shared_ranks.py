@@ -36,7 +36,7 @@ STORES: list[Any] = []
 def tiny() -> Config:
     config = rig.tiny_config(num_workers=RANKS, micro_batch_size=2)
     config.placement, config.model.tiny.layers, config.rollout.num_workers = "shared", 1, RANKS
-    config.algorithm.kl_probe_images = 0  # A step whose KL is measured takes a turn for that, and waits.
+    config.algorithm.kl_probe_images = 0  # Nothing is measured here.
     return config
 
 

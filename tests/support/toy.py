@@ -63,7 +63,11 @@ class ToySteps:
         if every and (step + 1) % every == 0:
             await self.evaluations.start(ctx, step + 1)
 
+    async def amend(self, ctx: Context, step: int, metrics: Mapping[str, float]) -> None:
+        self.lines[step].update(metrics)
+
     async def drain(self, ctx: Context) -> None:
+        await cast("TrainerGroup", ctx.trainer).settling(ctx)()
         await self.evaluations.drain()
 
     def abandon(self) -> None:

@@ -22,8 +22,18 @@ from async_flowrl.seeds import generator
 from async_flowrl.training.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
 from async_flowrl.training.exact import _TAIL, Account, ExactSum, _written, mark_of
 from async_flowrl.training.fsdp import World as TrainerWorld
-from async_flowrl.training.messages import Fetched, GroupMeta, Manifest, StepPlan, Summed, TrainRequest, UpdateStats
+from async_flowrl.training.messages import (
+    Fetched,
+    GroupMeta,
+    Manifest,
+    Measured,
+    StepPlan,
+    Summed,
+    TrainRequest,
+    UpdateStats,
+)
 from async_flowrl.training.parts import RankPosition, cut, parts_of
+from async_flowrl.training.trust_region import MEASURED_EVERY_STEPS
 from async_flowrl.types import EMA, EVALUATION, POLICY, Prompt, RolloutReport, RolloutRequest, Scores, Trajectory
 from checkpoint_engine import (
     CANARY_VERSION,
@@ -300,6 +310,10 @@ class ToyTrainer:
         self.step, self.plan = -1, StepPlan(rows=0)
         self.given = 0
         self._contribution: torch.Tensor | None = None
+        self._asked = self._later = False
+        """Whether the optimizer step under way is to be measured if it is due, and whether after it."""
+        self._owed: dict[str, torch.Tensor] | None = None
+        """The weights before the last optimizer step if it is still to be measured."""
 
     def load(self, ranks: int = 1, layout: Any = None) -> dict[str, Any]:
         return {"base_digest": "toy", "device": "cpu", "ranks_per_replica": 1}
@@ -314,6 +328,7 @@ class ToyTrainer:
         self.accumulate(request.metas, *trajectories[:groups], tickets=request.tickets)
         if request.finishes:
             summed = self.add_up(replace(request, begins=None), *trajectories[groups:])
+            self._asked = True
             return self.take_step() if summed.overflow is None else summed
         return Manifest(self.step, self.plan.update, self.plan.attempt, tuple(self.parts))
 
@@ -356,6 +371,7 @@ class ToyTrainer:
         if request.begins is not None:
             self.begin(request.step, request.begins)
         assert request.attempt == self.plan.attempt
+        self._asked, self._later, self._owed = request.probe is not None, request.measures_later, None
         self.given += len(request.probe_tickets)
         self.account = account = self.sum.reduce(cast("Any", OverPeers(self)))
         if request.planned is not None:
@@ -366,7 +382,8 @@ class ToyTrainer:
         return Summed(None, ())
 
     def take_step(self) -> UpdateStats:
-        account = self.account
+        account, before = self.account, self._copy()
+        taken = self.step * self.config.trainer.updates_per_batch + self.plan.update
         fetched = Fetched(self.given, 0)
         self.given = 0
         if account.count:
@@ -376,8 +393,7 @@ class ToyTrainer:
             self.momentum = 0.5 * self.momentum + gradient / (1e-6 + gradient.norm())
             self.tensors["layer.lora_B.weight"] += 0.1 * self.momentum
             if self.config.trainer.ema_decay is not None:
-                steps = self.step * self.config.trainer.updates_per_batch + self.plan.update + 1
-                self._average(EMA, ema_decay(steps, self.config.trainer.ema_decay))
+                self._average(EMA, ema_decay(taken + 1, self.config.trainer.ema_decay))
         if self.plan.update == self.config.trainer.updates_per_batch - 1:
             if SAMPLING in self.averages:
                 self._average(SAMPLING, old_policy_decay(self.config.algorithm.old_policy_decay, self.step))
@@ -385,9 +401,37 @@ class ToyTrainer:
             for old in [v for v in self.retained if v < self.step + 1 - self.config.max_staleness]:
                 del self.retained[old]
         skipped, digest = account.count == 0, self.weights_digest()
+        metrics, measured = {"loss": 0.0}, self._asked and self._due(taken) and not skipped
+        if measured and self._later:
+            self._owed = before
+        elif measured:
+            metrics |= self._moved(before)
         return UpdateStats(
-            self.step, self.plan.update, skipped, {"loss": 0.0}, measures_next=False, fetched=fetched, digest=digest
+            self.step,
+            self.plan.update,
+            skipped,
+            metrics,
+            measures_next=self._due(taken + 1),
+            measures_later=self._owed is not None,
+            fetched=fetched,
+            digest=digest,
         )
+
+    def measure_kl(self, more: bool) -> Measured:
+        """What a process of `placement=shared` does after a step that is measured then."""
+        assert self._owed is not None, "no optimizer step is left to be measured"
+        before, self._owed = self._owed, None
+        return Measured(self._moved(before))
+
+    def _due(self, steps: int) -> bool:
+        """Whether the optimizer step after so many is measured, as TrustRegion.due says it."""
+        algorithm = self.config.algorithm
+        every = algorithm.max_kl_per_update is not None or steps % MEASURED_EVERY_STEPS == 0
+        return every and algorithm.kl_probe_images > 0
+
+    def _moved(self, before: Mapping[str, torch.Tensor]) -> dict[str, float]:
+        """How far the weights have moved, in place of a KL."""
+        return {"kl_per_update": float(sum((self.tensors[name] - old).norm() for name, old in before.items()))}
 
     def state(self) -> tuple[str, tuple[Checkpoint, dict[int, Any]]]:
         before, _ = self._snapshot, self.snapshot()

@@ -19,14 +19,13 @@ from async_flowrl.plan.virtual_time import run_virtual
 from async_flowrl.run.pools import SUB_POOLS
 from async_flowrl.shared.turns import patience
 from async_flowrl.shared.worker import SharedRollout
-from async_flowrl.training.messages import UpdateStats
-from async_flowrl.training.trust_region import MEASURED_EVERY_STEPS
 from separation.shared import SubGroup, Successors
 from tests.support.toy import TEXTS, Disturbance, ToyRun, toy_config, trained_on
 from tests.support.toy_models import ToyReward, ToyRollout, ToyTrainer
 from tests.support.toy_pool import Fault, ListObserver, Timing, ToyPool, ToyWorker, World, name_of, no_fault
 
-SAMPLING, TRAINING = ("generate", "generate/evaluation", "generate_together"), ("train", "train_last", "proximal")
+SAMPLING = ("generate", "generate/evaluation", "generate_together")
+TRAINING = ("train", "train_last", "proximal", "measure_kl")
 ENDING = ("add_up", "take_step")
 """The phases of the end of an optimizer step over several processes."""
 
@@ -51,11 +50,6 @@ class ToySharedRollout(ToyRollout):
 
 
 class ToySharedTrainer(ToyTrainer):
-    def take_step(self) -> UpdateStats:
-        algorithm, stats = self.config.algorithm, super().take_step()
-        due = algorithm.max_kl_per_update is not None or (stats.step + 1) % MEASURED_EVERY_STEPS == 0
-        return replace(stats, measures_next=due and algorithm.kl_probe_images > 0)
-
     @property
     def parameters(self) -> Any:
         return SimpleNamespace(named=lambda tensors: tensors)
@@ -76,7 +70,7 @@ class ToyBoth:
         self.sampling_since: float | None = None
         self.changed, self.taken, self.training = asyncio.Condition(), False, 0
         self.measures = False
-        """Whether the KL of the optimizer step under way is measured, for which its two phases take turns."""
+        """Whether the two phases of the end of the optimizer step take turns: to measure its KL before its end."""
         self.waited = 0.0
         """Seconds for which these phases have waited for their turns."""
         self._pause: asyncio.Task[None] | None = None
@@ -121,7 +115,7 @@ class ToySharedWorker(ToyWorker):
     async def compute(self, method: str, args: tuple[Any, ...]) -> Any:
         name, both = name_of(method, args), self.target
         if name == "add_up":
-            both.measures = args[0].probe is not None
+            both.measures = args[0].probe is not None and not args[0].measures_later
         measures = both.measures and name in ENDING
         if name in (*SAMPLING, *TRAINING) or measures:
             result = await self.in_turn(name, method, args, trains=measures or name in TRAINING)
@@ -148,7 +142,8 @@ class ToySharedWorker(ToyWorker):
             self.world.observer.event("computed", worker=self.name, kind=name, start=began)
             both.taken, both.sampling_since = False, None
             if name in TRAINING:
-                both.pause(patience(self.world.observer.now() - began) if args[0].more else 0.0)
+                more = args[0] if name == "measure_kl" else args[0].more
+                both.pause(patience(self.world.observer.now() - began) if more else 0.0)
             async with both.changed:
                 both.changed.notify_all()
 

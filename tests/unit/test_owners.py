@@ -88,6 +88,19 @@ def test_a_replica_that_makes_a_ticket_is_free_when_the_ticket_is_made() -> None
     assert owners.of([4], now=100.0) == (0,)
 
 
+def test_a_replica_that_measures_gets_groups_when_it_will_have_measured() -> None:
+    """Also if it was asked to before the optimizer step began."""
+    owners = Owners(2)
+    owners.took(0, 4, 2.0)
+    owners.took(1, 4, 2.0)
+    owners.occupied(0, 103.0)
+    owners.begin(9, now=100.0)
+    assert [owners.of([4], now=100.0) for _ in range(4)] == [(1,), (1,), (0,), (1,)]
+    owners.took(0, 0, 0.0, idle_at=103.0)
+    owners.begin(9, now=101.0)
+    assert owners.of([4], now=101.0) == (0,), "it has measured"
+
+
 def test_ranks_that_repeat_work_are_told_of() -> None:
     assert repeating_ranks(2, 1, 2) is None and repeating_ranks(1, 1, 1) is None
     said = repeating_ranks(4, 1, 2)

@@ -11,15 +11,15 @@ const plots = [];
 // The lines of a panel over the shown runs: coloured by line for one run, by run (and dashed by line) for several.
 function linesOf(panel, runs) {
   const single = runs.length === 1;
-  const found = [];
+  const drawn = [];
   runs.forEach((run, r) => panel.lines.forEach((line, l) => {
     const data = Object.hasOwn(run.lines, line.key) ? run.lines[line.key] : null;
     if (!data || hiddenRuns.has(run.name)) return;
     const label = single ? line.label : panel.lines.length > 1 ? `${brief(run.name)}: ${line.label}` : brief(run.name);
-    found.push({ ...data, label, id: `${run.name}/${line.key}`, tint: `c${(single ? l : r) % 8}`,
+    drawn.push({ ...data, label, id: `${run.name}/${line.key}`, tint: `c${(single ? l : r) % 8}`,
       dash: single ? [] : DASHES[l % DASHES.length], at: run.x[data.x][ui.axis], points: data.x === "evaluation" });
   }));
-  return found;
+  return drawn;
 }
 
 function smoothed(values) {

@@ -66,10 +66,10 @@ function shares(view) {
 }
 
 function sums(lane, view) {
-  const found = {};
-  if (lane.bins) for (const [state, each] of Object.entries(lane.bins)) found[state] = each.reduce((a, b) => a + b, 0) / each.length;
-  else for (const [a, b, state] of lane.bars) found[state] = (found[state] || 0) + (b - a) / (view.end - view.start);
-  return found;
+  const byState = {};
+  if (lane.bins) for (const [state, each] of Object.entries(lane.bins)) byState[state] = each.reduce((a, b) => a + b, 0) / each.length;
+  else for (const [a, b, state] of lane.bars) byState[state] = (byState[state] || 0) + (b - a) / (view.end - view.start);
+  return byState;
 }
 
 function picture(run, view, id, width) {

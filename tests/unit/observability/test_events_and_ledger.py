@@ -1,6 +1,7 @@
 """Tests of the files that grow during a run: events, metrics, and the ledger of every worker's time."""
 
 import json
+import threading
 from contextlib import closing
 from pathlib import Path
 
@@ -181,3 +182,33 @@ def test_metrics_of_a_written_step_can_be_amended(tmp_path: Path) -> None:
     log.append(1, {"loss": 2.0})
     log.amend(0, {"evaluation/reward/mean": 0.5})
     assert log.read() == [{"step": 0, "loss": 1.0, "evaluation/reward/mean": 0.5}, {"step": 1, "loss": 2.0}]
+    log.amend(1, {"kl_per_update": float("inf")})
+    before = log.path.read_bytes()
+    log.amend(2, {"loss": 0.0})
+    assert log.path.read_bytes() == before, "that step has no line"
+    assert log.read()[1] == {"step": 1, "loss": 2.0, "kl_per_update": None}
+
+
+def test_an_amended_line_is_the_only_one_that_is_read(tmp_path: Path) -> None:
+    """Lines are amended while training goes on, and a long run has many: the other ones are copied as they are."""
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('not read\n{"step": 7}\n{"step":8}\n')
+    log = MetricsLog(path)
+    log.amend(7, {"loss": 1.0})
+    assert path.read_text() == 'not read\n{"step": 7, "loss": 1.0}\n{"step":8}\n'
+    path.write_text('{"step": 7}\n')
+    log.amend(6, {"loss": 1.0})
+    assert path.read_text() == '{"step": 7}\n'
+
+
+def test_lines_are_cut_back_only_when_nobody_amends_one(tmp_path: Path) -> None:
+    """An attempt that fails does not wait for the thread that amends a line."""
+    log = MetricsLog(tmp_path / "metrics.jsonl")
+    log.append(0, {})
+    cut = threading.Thread(target=log.truncate, args=(0,))
+    with log._lock:
+        cut.start()
+        cut.join(0.05)
+        assert cut.is_alive() and len(log.read()) == 1
+    cut.join(10)
+    assert not cut.is_alive() and log.read() == []

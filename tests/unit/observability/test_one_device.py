@@ -13,7 +13,7 @@ from async_flowrl.observability.summary import Outcome, summarise
 from async_flowrl.observability.timeline import tracks
 from async_flowrl.report.schedule import _places
 from tests.support.toy import Timing
-from tests.support.toy_shared import ENDING, shared_config, shared_virtual
+from tests.support.toy_shared import ENDING, TRAINING, shared_config, shared_virtual
 
 STEP = {"time": 10.0, "event": "step", "step": 0, "started": 0.0, "ended": 10.0}
 
@@ -122,7 +122,7 @@ def test_the_efficiency_of_the_summary_is_the_share_of_time_in_which_the_devices
 def recorded(config: Config, timing: Timing) -> list[Event]:
     """Events of a toy run in virtual time, with spans of what its processes computed."""
     history = shared_virtual(config, timing).observer.events
-    parts = {"generate": "rollout"} | dict.fromkeys(("train", "train_last", *ENDING), "trainer")
+    parts = {"generate": "rollout"} | dict.fromkeys((*TRAINING, *ENDING), "trainer")
     spans = [
         span(f"{parts[e['kind']]}-{e['worker'].rpartition('-')[2]}", e["start"], e["time"])
         for e in history

@@ -11,8 +11,12 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from async_flowrl.config.check import check
+from async_flowrl.config.schema import Config
 from async_flowrl.config.sections.monitor import MonitorConfig
-from async_flowrl.observability.bottleneck import better_placement, bottleneck, verdict
+from async_flowrl.config.sections.reward import RewardConfig, RewardTerm
+from async_flowrl.config.sharing import sharing_refusal
+from async_flowrl.observability.bottleneck import better_placement, bottleneck, unknown, verdict
 from async_flowrl.observability.extras import captions, picture_data
 from async_flowrl.observability.images import GAP, LINE_HEIGHT, MIN_SIDE, write_grid
 from async_flowrl.observability.monitor import Monitor
@@ -84,6 +88,11 @@ def test_the_bottleneck_is_named(trainer: dict[str, float], rollout: dict[str, f
     assert bottleneck({"trainer": trainer, "rollout": rollout}).startswith(sentence)
 
 
+def usual() -> Config:
+    """A configuration of two pools that could be one."""
+    return Config(reward=RewardConfig(terms={"color": RewardTerm()}))
+
+
 def worked(rollout: float, trainer: float, each: int) -> list[dict[str, object]]:
     """Spans of so many workers of each pool, in which a worker computes so many of 10 seconds."""
     return [
@@ -122,7 +131,7 @@ def test_shared_processes_are_tried_where_no_split_matches(
 ) -> None:
     """(G + T)/N must be at least 3 % below the best split: with two devices at 3 : 1, or with 5.3 : 2.7 of eight."""
     events = worked(*busy, each=each)
-    better = better_placement(tracks(events), (0.0, 10.0))
+    better = better_placement(tracks(events), (0.0, 10.0), usual)
     if saved is None:
         assert better is None
         return
@@ -136,9 +145,35 @@ def test_the_verdict_on_two_devices_at_three_to_one_is_to_share() -> None:
         *worked(9.0, 3.0, each=1),
         {"time": 10.0, "event": "step", "step": 0, "started": 0.0, "ended": 10.0},
     ]
-    told = verdict(tracks(events), events, placement="separate")
+    told = verdict(tracks(events), events, placement="separate", config=usual)
     assert told.startswith("Rollout-bound: the trainer waited for images 70% of the time; try placement=shared, where ")
     assert "up to 33% less time" in told
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"rollout.engine": "vllm_omni"},
+        {"trainer.shard": "full"},
+        {"trainer.cpu_offload": True},
+        {"rollout.min_workers": 1, "runtime.address": "auto"},
+        {"checkpoint_engine.transport": "gloo"},
+        {"runtime.backend": "local"},
+    ],
+    ids=str,
+)
+def test_sharing_is_not_advised_where_it_would_be_refused(settings: dict[str, Any]) -> None:
+    """The configuration runs with two pools, and `placement=shared` would be refused for it."""
+    config = usual()
+    for key, value in settings.items():
+        section, _, name = key.partition(".")
+        setattr(getattr(config, section), name, value)
+    check(config)
+    assert sharing_refusal(config, 2) is not None
+    events = worked(9.0, 3.0, each=1)
+    assert better_placement(tracks(events), (0.0, 10.0), lambda: config) is None, "nor is another split of two"
+    assert better_placement(tracks(events), (0.0, 10.0), unknown) is None, "and not where nobody knows"
+    assert better_placement(tracks(events), (0.0, 10.0), usual) is not None
 
 
 def test_tensorboard_files_hold_the_metrics(tmp_path: Path) -> None:
@@ -149,6 +184,7 @@ def test_tensorboard_files_hold_the_metrics(tmp_path: Path) -> None:
     write_grid(tmp_path / "grid.png", ["p"], [group(1, 16, 0)], [[0.0]])
     monitor.log(0, {"step": 0, "reward/mean": 0.5, "note": None})
     monitor.log(1, {"step": 1, "reward/mean": 0.75})
+    monitor.amend(0, {"kl_per_update": 0.25})
     monitor.evaluation(1, {"reward/mean": 0.6})
     monitor.image(tmp_path / "grid.png", 1)
     monitor.close()
@@ -157,13 +193,17 @@ def test_tensorboard_files_hold_the_metrics(tmp_path: Path) -> None:
     assert [(e.step, e.value) for e in events.Scalars("evaluation/reward/mean")] == [(1, pytest.approx(0.6))]
     assert [(e.step, e.value) for e in events.Scalars("reward/mean")] == [(0, 0.5), (1, 0.75)]
     assert events.Tags()["images"] == ["images"]
-    assert events.Tags()["scalars"] == ["reward/mean", "evaluation/reward/mean"]
+    assert [(e.step, e.value) for e in events.Scalars("kl_per_update")] == [(0, 0.25)], "measured after its step"
+    assert sorted(events.Tags()["scalars"]) == ["evaluation/reward/mean", "kl_per_update", "reward/mean"]
 
 
 def test_wandb_gets_evaluations_that_end_after_later_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every scalar and picture is in the offline file, under axes of their own: none is refused as too late."""
     records = logged_offline(tmp_path, monkeypatch)
     assert [(r["step"], r["reward/mean"]) for r in records if "reward/mean" in r] == [(0, 0.5), (1, 0.6), (2, 0.7)]
+    later = [r for r in records if "kl_per_update" in r]
+    assert [(r["step"], r["training/global_step"], r["kl_per_update"]) for r in later] == [(0, 0, 0.125)]
+    assert (records[-1]["step"], records[-1]["evaluation/version"]) == (2, 1), "the present step is the newest one"
     means = [(r["evaluation/version"], r["evaluation/reward/mean"]) for r in records if "evaluation/reward/mean" in r]
     assert means == [(1, 0.25)]
     assert sum("evaluation/images/path" in r for r in records) == 1
@@ -205,6 +245,7 @@ def logged_offline(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[dict[s
     write_grid(folder / "grid.png", ["p"], [group(1, 16, 0)], [[0.0]])
     for step in range(3):
         monitor.log(step, {"step": step, "reward/mean": 0.5 + step / 10, "kept_of/0": 3, "kept_of/1": 5})
+    monitor.amend(0, {"kl_per_update": 0.125})
     monitor.evaluation(1, {"reward/mean": 0.25})
     monitor.image(folder / "grid.png", 1)
     pictures = group(2, 16, 0)

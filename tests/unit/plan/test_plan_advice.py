@@ -247,6 +247,21 @@ def test_a_run_that_no_plan_can_read(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "is not the directory of a run" in capsys.readouterr().err
 
 
+def test_one_pool_is_left_out_where_the_run_would_be_refused_with_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = toy_config(1, steps=16)
+    run = virtual(config)
+    config.trainer.shard = "full"
+    folder = recorded(tmp_path / "run", run, config)
+    assert plan.main(["--from-run", str(folder), "--devices", "2", "--steps", "12"]) == 0
+    printed = capsys.readouterr()
+    assert (
+        "one pool that does both is left out: placement=shared samples with the base that it trains on" in printed.err
+    )
+    assert "placement=shared" not in printed.out
+
+
 def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     given = ["--generate", "8", "--update", "8", "--devices", "4", "--sync", "0.1", "--prompts", "8", "--steps", "12"]
     assert plan.main([*given, "--json"]) == 0

@@ -64,3 +64,12 @@ def test_its_devices_are_counted_once_and_do_both_one_after_the_other() -> None:
     images = shared.config.prompts_per_step * shared.config.group_size / step
     assert f"{images:.3g}" in by_card.by_card(shared, cards)
     assert set(as_json(shared)["peak"]) == {BOTH.replace(" ", "_")}
+
+
+@pytest.mark.slow
+def test_the_kl_of_several_processes_is_rehearsed_after_the_step() -> None:
+    """Its forward passes run while no activations of the training are held."""
+    given = ("trainer.num_workers=2", "rollout.num_workers=2", "trainer.shard=none")
+    phases = rehearsed("placement=shared", *given).rank.phases
+    assert phases["probe"].entered == 1 and phases["probe"].flops > 0
+    assert "probe" not in rehearsed(*given).rank.phases

@@ -1,12 +1,17 @@
 """Tests of whole runs of `placement=shared`: if the last process dies, the run goes back to its checkpoint."""
 
+import json
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from async_flowrl.training.checkpoint_folder import checkpoint_step, written
+from separation.group import WorkerFailed
 from tests.support.toy_pool import Fault, ListObserver, Timing, World, once
-from tests.support.toy_recovery import events, logged, rollbacks, run_controller, summary
+from tests.support.toy_recovery import Disturb, Groups, Outside, events, logged, rollbacks, run_controller, summary
 from tests.support.toy_shared import shared_config, shared_toys
 
 SHAKEN = Timing(seed=3, spread=0.8, update=0.3)
@@ -18,15 +23,45 @@ def _toys() -> Iterator[None]:
         yield
 
 
-def ran(root: Path, workers: int, *faults: Fault, k: int = 1) -> Path:
-    config = shared_config(k, workers, hand_over="stream", save__every=2)
+def ran(
+    root: Path,
+    workers: int,
+    *faults: Fault,
+    k: int = 1,
+    observer: ListObserver | None = None,
+    disturb: Disturb | None = None,
+    **changes: Any,
+) -> Path:
+    """Returns `root`, in which a run or a part of it was made; `disturb` runs beside the controller."""
+    config = shared_config(k, workers, hand_over="stream", **{"save__every": 2, "resume": "auto", **changes})
     config.output_dir = str(root)
 
     def fault(worker: str, method: str, number: int) -> str | None:
         return next((what for one in faults if (what := one(worker, method, number))), None)
 
-    assert run_controller(config, root, World(SHAKEN, fault, ListObserver())) is None
+    world = World(SHAKEN, fault, observer or ListObserver())
+    assert run_controller(config, root, world, disturb=disturb) is None
     return root
+
+
+def line(root: Path, step: int) -> dict[str, Any]:
+    return dict(json.loads((root / "metrics.jsonl").read_text().splitlines()[step]))
+
+
+def saved(root: Path) -> list[int]:
+    return sorted(map(checkpoint_step, written(root / "checkpoints")))
+
+
+@pytest.fixture(scope="module")
+def calm(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An undisturbed run of one process."""
+    with shared_toys():
+        return ran(tmp_path_factory.mktemp("calm") / "run", 1)
+
+
+async def stop(outside: Outside, groups: Groups) -> None:
+    """Ends a run after its first step."""
+    outside.stop.ask("a test")
 
 
 @pytest.mark.parametrize(
@@ -44,11 +79,57 @@ def ran(root: Path, workers: int, *faults: Fault, k: int = 1) -> Path:
     ids=["sampling", "training", "saving", "hung", "twice", "two", "both", "newcomer"],
 )
 def test_the_weights_are_the_same_whoever_dies(
-    tmp_path: Path, workers: int, faults: list[Fault], goes_back: bool
+    tmp_path: Path, calm: Path, workers: int, faults: list[Fault], goes_back: bool
 ) -> None:
-    calm = ran(tmp_path / "calm", 1)
     found = ran(tmp_path / "found", workers, *faults)
     assert summary(found)["weights_digest"] == summary(calm)["weights_digest"]
     assert logged(found) == logged(calm)
     assert bool(rollbacks(found)) == goes_back
     assert len(events(found, "fault")) >= len(faults)
+
+
+def test_a_checkpoint_is_written_after_the_measurement_and_keeps_no_training_waiting(tmp_path: Path) -> None:
+    """The measurement of the first step takes 5 seconds; meanwhile groups of the next step are handed over."""
+    root, at_save = tmp_path / "run", list[tuple[float, set[int]]]()
+
+    def fault(worker: str, method: str, number: int) -> str | None:
+        if method == "save" and (root / "metrics.jsonl").read_text():
+            handed = {event["step"] for event in events(root, "ticket") if event["state"] == "HANDED"}
+            at_save.append((line(root, 0)["kl_per_update"], handed))
+        return "delay" if method == "measure_kl" else None
+
+    ran(root, 2, fault, save__every=1, total_steps=2)
+    kl, handed = at_save[0]
+    assert kl > 0.0 and handed == {0, 1}
+
+
+def test_a_run_that_is_stopped_after_a_measured_step_has_the_whole_line_and_goes_on(tmp_path: Path, calm: Path) -> None:
+    """The checkpoint comes first: the process may be killed at any moment then."""
+    root, checkpoints = tmp_path / "run", list[list[int]]()
+
+    def fault(worker: str, method: str, number: int) -> str | None:
+        if method == "measure_kl":
+            checkpoints.append(saved(root))
+        return None
+
+    ran(root, 2, fault, disturb=stop, save__every=1)
+    assert checkpoints == [[0, 1]] and summary(root)["steps"] == 1
+    assert line(root, 0)["kl_per_update"] > 0.0
+    ran(root, 2, save__every=1)
+    assert logged(root) == logged(calm)
+
+
+@pytest.mark.parametrize("stops", [True, False])
+def test_a_checkpoint_is_written_also_if_the_measurement_fails(
+    tmp_path: Path, stops: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The failure of one that is made when the run stops is recorded under its own name, any other ends the run."""
+    root = tmp_path / "run"
+
+    def fails(worker: str, method: str, number: int) -> str | None:
+        return "raise" if method == "measure_kl" else None
+
+    with nullcontext() if stops else pytest.raises(WorkerFailed, match="measure_kl"):
+        ran(root, 2, fails, disturb=stop if stops else None, save__every=1)
+    assert saved(root) == [0, 1] and "kl_per_update" not in line(root, 0)
+    assert ("KL of step 0: WorkerFailed" in caplog.text) == stops

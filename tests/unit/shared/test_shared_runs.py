@@ -8,7 +8,7 @@ import torch
 
 from separation.group import WorkerDied, WorkerFailed
 from separation.supervise import DeadlineExceeded
-from tests.support.toy_pool import Timing, no_fault, once
+from tests.support.toy_pool import Fault, Timing, no_fault, once
 from tests.support.toy_shared import SAMPLING, TRAINING, ToySharedTrainer, shared_config
 from tests.unit.shared.runs import MODES, check, first, shared
 
@@ -75,21 +75,87 @@ def test_a_group_goes_to_a_process_that_is_idle_and_not_to_one_in_a_long_ticket(
 
 @pytest.mark.parametrize("limit", [None, 0.1])
 @pytest.mark.parametrize("mode", ["one step off", "fully async"])
-def test_the_end_of_a_step_waits_for_a_ticket_only_to_measure_its_kl(mode: str, limit: float | None) -> None:
-    """The first step is measured, and with a limit every one. What that waits is in the metrics of the step."""
+def test_the_end_of_a_step_waits_for_a_ticket_only_to_limit_its_kl(mode: str, limit: float | None) -> None:
+    """With a limit the KL of every step is measured before its end. What that waits is in the metrics of the step.
+
+    Without one, only the step after a measured one may wait for its measurement, as for any unit of training.
+    """
     timing = Timing(seed=7, generate=1.0, spread=0.9, update=0.2, score=0.01)
-    found = shared(mode, 2, timing=timing, algorithm__max_kl_per_update=limit)
-    check(found, mode)
-    training = [event["time"] for event in found.observer.of("computed") if event["kind"] in TRAINING]
-    waits = [line["timing/wait_ticket"] for line in found.lines]
-    assert sum(wait > 0.0 for wait in waits) >= (1 if limit is None else 3) and waits[0] > 0.0
-    for wait, end in zip(waits, found.observer.of("step"), strict=True):
+    run = shared(mode, 2, timing=timing, algorithm__max_kl_per_update=limit)
+    check(run, mode)
+    training = [event["time"] for event in run.observer.of("computed") if event["kind"] in TRAINING[:-1]]
+    measured = [event["time"] for event in run.observer.of("computed") if event["kind"] == "measure_kl"]
+    assert TRAINING[-1] == "measure_kl" and bool(measured) == (limit is None)
+    waits = [line["timing/wait_ticket"] for line in run.lines]
+    if limit is not None:
+        assert sum(wait > 0.0 for wait in waits) >= 3 and waits[0] > 0.0
+    for wait, end in zip(waits, run.observer.of("step"), strict=True):
         after_training = end["ended"] - max(time for time in training if time <= end["ended"])
-        if limit is None and end["step"] > 0:
-            assert wait == 0.0 and after_training == pytest.approx(0.0, abs=1e-9)
-        elif mode == "one step off":  # The others have two optimizer steps, and training comes after the first.
+        if limit is None:
+            until = [time for time in (*training, *measured) if time <= end["ended"]]
+            waits_for_it = any(end["started"] < time <= end["ended"] for time in measured)
+            assert wait == 0.0 and end["ended"] - max(until) == pytest.approx(0.0, abs=1e-9)
+            assert waits_for_it or after_training == pytest.approx(0.0, abs=1e-9)
+        elif mode == "one step off":  # The other has two optimizer steps, and training comes after the first.
             # The longest wait of a process; it waits twice, and each time all wait for the last of them.
             assert after_training / 2 <= wait + 1e-9 and wait <= after_training + 1e-9
+
+
+def killed_measuring(times: int) -> Fault:
+    """The first so many processes that measure a KL die of it."""
+    left = ["kill"] * times
+    return lambda worker, method, number: left.pop() if method == "measure_kl" and left else None
+
+
+@pytest.mark.parametrize(("mode", "deaths"), [("stream", 0), ("one step off", 2)])
+def test_a_kl_that_is_measured_after_its_step_is_that_of_the_step(mode: str, deaths: int) -> None:
+    """It is in the line of its step. One process measures it, as a part of the next step; if it dies, another one."""
+    after, before = shared(mode, 3, killed_measuring(deaths)), shared(mode, 3, algorithm__max_kl_per_update=0.1)
+    check(after, mode)
+    assert after.lines[0]["kl_per_update"] == before.lines[0]["kl_per_update"] > 0.0
+    assert not any("kl_per_update" in line for line in after.lines[1:]), "each tenth step is measured"
+    (unit,) = [event for event in after.observer.of("computed") if event["kind"] == "measure_kl"][deaths:]
+    first, second = after.observer.of("step")[:2]
+    assert first["ended"] <= unit["start"] and unit["time"] < second["ended"]
+
+
+@pytest.mark.parametrize("score", [3.0, 8.0])
+def test_a_measurement_does_not_hide_the_wait_for_images(score: float) -> None:
+    """The groups of the next step come while the first rank measures, which takes 5 seconds, or after that."""
+    slow: Fault = lambda worker, method, number: "delay" if method == "measure_kl" else None  # noqa: E731
+    run = shared("stream", 2, slow, Timing(generate=0.1, score=score), reward__num_workers=8)
+    began = run.observer.of("step")[0]["ended"]
+    handed = min(event["time"] for event in run.tickets("HANDED") if event["step"] == 1)
+    (unit,) = [event for event in run.observer.of("computed") if event["kind"] == "measure_kl"]
+    assert began <= unit["start"] < min(handed, unit["time"] - 4.9) and (handed < unit["time"]) == (score == 3.0)
+    assert run.lines[1]["timing/wait_rollout"] >= handed - began - 1e-9
+
+
+def test_the_kl_of_the_first_of_two_optimizer_steps_is_in_the_line_of_their_step() -> None:
+    """Of twelve optimizer steps in six training steps the first and the eleventh are measured."""
+    run = shared("fully async", 2)
+    units = [event["time"] for event in run.observer.of("computed") if event["kind"] == "measure_kl"]
+    ends = [event["ended"] for event in run.observer.of("step")]
+    assert units[0] < ends[0] and ends[4] < units[1] < ends[5] and len(units) == 2
+    assert [step for step, line in enumerate(run.lines) if "kl_per_update" in line] == [0, 5]
+
+
+def test_a_kl_is_measured_by_the_process_whose_ticket_ends_first() -> None:
+    """One ticket, begun before the end of the step, takes longer than the next step does."""
+    run = shared("one step off", 2, once("shared-0", "generate", 5, "slow"), Timing(generate=0.2, update=0.3))
+    (unit,) = [event for event in run.observer.of("computed") if event["kind"] == "measure_kl"]
+    assert unit["worker"] == "shared-1" and run.lines[0]["kl_per_update"] > 0.0
+
+
+def test_the_kl_of_the_last_step_is_measured_when_the_run_ends() -> None:
+    run = shared("one step off", 2, steps=1)
+    check(run, "one step off", steps=1)
+    assert run.lines[0]["kl_per_update"] > 0.0
+
+
+def test_a_measurement_that_hangs_ends_the_run_by_name() -> None:
+    with pytest.raises(DeadlineExceeded, match="update: KL of step 0"):
+        shared("one step off", 2, lambda worker, method, number: "hang" if method == "measure_kl" else None)
 
 
 def test_one_worker_hides_the_time_of_rewards() -> None:

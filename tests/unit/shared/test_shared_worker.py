@@ -17,7 +17,7 @@ from async_flowrl.rollout.worker import RolloutWorker
 from async_flowrl.shared.worker import SharedWorker
 from async_flowrl.training import worker as trainer_worker
 from async_flowrl.training.base_weights import base_tensors
-from async_flowrl.training.messages import StepPlan, TrainRequest, UpdateStats
+from async_flowrl.training.messages import Measured, StepPlan, TrainRequest, UpdateStats
 from async_flowrl.training.worker import TrainerWorker
 from async_flowrl.types import RolloutReport
 from checkpoint_engine import weights_digest
@@ -247,15 +247,16 @@ def test_versions_are_exchanged_only_in_the_turn_of_a_ticket() -> None:
     assert [(report.version, report.swaps) for report in reports] == [(0, 0), (1, 0), (0, 1)]
 
 
-@pytest.mark.parametrize("measured", [False, True])
-def test_the_end_of_a_step_waits_for_no_ticket_but_a_unit_of_training_does(measured: bool) -> None:
+@pytest.mark.parametrize("measured", ["", "before", "after"])
+def test_the_end_of_a_step_waits_for_no_ticket_but_a_unit_of_training_does(measured: str) -> None:
     """A rank of several adds up and steps in two calls of their own, and stages the version.
 
-    A step whose KL is measured takes a turn for that. It says how long it waited for it.
+    A step whose KL is measured before its end takes a turn for that, and says how long it waited for it. A measurement
+    after the end is a unit of training.
     """
     config, now = shared_config(), [100.0]
-    config.algorithm.kl_probe_images = 2 * measured
-    one, ended = worker(config), list[UpdateStats]()
+    config.algorithm.kl_probe_images = 2 if measured else 0
+    one, ended, later = worker(config), list[UpdateStats](), list[Measured]()
     one.rollout.turns._clock = lambda: now[0]
     sampler = rig.Sampler(config)
     sampler.load(one.trainer.tensors())
@@ -266,7 +267,7 @@ def test_the_end_of_a_step_waits_for_no_ticket_but_a_unit_of_training_does(measu
     ]
 
     def end() -> None:
-        one.trainer.add_up(TrainRequest(0, (), finishes=True))
+        one.trainer.add_up(TrainRequest(0, (), finishes=True, measures_later=measured == "after"))
         ended.append(one.trainer.take_step())
         one.trainer.sender.stage(1)
 
@@ -280,9 +281,15 @@ def test_the_end_of_a_step_waits_for_no_ticket_but_a_unit_of_training_does(measu
     with one.rollout.turns.sampling():
         ends = in_a_thread(end)
         until(lambda: one.rollout.turns._waiting or not ends.is_alive())
-        assert ends.is_alive() == measured, "only to measure its KL, the optimizer step waits for a ticket"
+        assert ends.is_alive() == (measured == "before"), "the optimizer step waits for a ticket only to measure its KL"
         now[0] += 7.0
-    ends.join(LIMIT)
-    assert not ends.is_alive() and ended[0].waited == 7.0 * measured
-    assert ("kl_per_update" in ended[0].metrics) == measured
+        if measured == "after":
+            unit = in_a_thread(lambda: later.append(one.trainer.measure_kl(False)))
+            until(lambda: one.rollout.turns._waiting)
+    for thread in (ends, unit):
+        thread.join(LIMIT)
+        assert not thread.is_alive()
+    assert ended[0].waited == 7.0 * (measured == "before") and ended[0].measures_later == (measured == "after")
+    assert ("kl_per_update" in ended[0].metrics) == (measured == "before")
+    assert [bool(each.metrics) for each in later] == [True] * (measured == "after")
     assert one.trainer.versions.newest == 1 and one.trainer.weights_digest() != before
