@@ -1,7 +1,9 @@
 """A model's files without the model: the configurations of its parts, and single tensors of the transformer."""
 
 import json
+import math
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -43,11 +45,50 @@ class StoredWeights(Mapping[str, Tensor]):
             tensor: Tensor = file.get_tensor(name)
         return tensor.to(self._dtype) if tensor.is_floating_point() else tensor
 
+    @property
+    def files(self) -> Mapping[str, Path]:
+        """Name of a tensor → its file."""
+        return self._files
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._files)
 
     def __len__(self) -> int:
         return len(self._files)
+
+
+@dataclass(frozen=True)
+class StoredElements:
+    """Numbers of elements in the safetensors files of a model."""
+
+    transformer: Mapping[str, int]
+    """By name of the tensor in the network."""
+    text_encoders: int
+    vae: int
+
+
+def stored_elements(path: str, revision: str | None = None) -> StoredElements:
+    """Counts the elements in a model's files by their headers; no tensor is read.
+
+    `path` and `revision` are as for StoredWeights, whose errors are raised for a transformer without safetensors files;
+    another part without them counts as 0.
+    """
+    stored = StoredWeights(path, dtype=torch.float32, revision=revision)
+    in_files = {name: count for file in set(stored.files.values()) for name, count in elements_in(file).items()}
+    root = next(iter(stored.files.values())).parent.parent
+    text, vae = (sum(map(_elements_of_part, root.glob(f"{part}/*.safetensors"))) for part in ("text_encoder*", "vae"))
+    return StoredElements({name: in_files[name] for name in stored}, text, vae)
+
+
+def _elements_of_part(file: Path) -> int:
+    """Returns the elements of a file; 0 for a second copy in another precision, e.g. model.fp16.safetensors."""
+    return sum(elements_in(file).values()) if file.name.count(".") == 1 else 0
+
+
+def elements_in(file: Path) -> dict[str, int]:
+    """Returns tensor name → number of its elements, by the header of a safetensors file."""
+    with safe_open(file, framework="pt") as opened:
+        return {name: math.prod(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
 
 
 def configuration(path: str, part: str, revision: str | None = None) -> dict[str, Any]:

@@ -69,9 +69,16 @@ DRIVER = """
 import sys
 import async_flowrl.run.job, separation.ray_session
 from async_flowrl.config.compose import compose_config
-from async_flowrl.main import choose_layout
+from async_flowrl.main import check_hosts, choose_layout
+from async_flowrl.policies.stored import StoredElements
+from async_flowrl.run.hosts import Hosts, NodeProcesses
 from async_flowrl.run.prepare import prepare
-choose_layout(prepare(compose_config(overrides=sys.argv[1:])).at_largest, {})
+from separation.node_memory import node_memory
+prepared = prepare(compose_config(overrides=sys.argv[1:]))
+choose_layout(prepared.at_largest, {})
+workers = {"trainer": (0,), "rollout": (0,)}
+node = NodeProcesses("here", node_memory(), workers, controller=True)
+check_hosts(prepared.config, Hosts((node,), StoredElements({"blocks.0.a": 9}, 0, 0), on_gpus=False))
 print(*sys.modules)
 """
 
