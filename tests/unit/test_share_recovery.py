@@ -78,7 +78,7 @@ def names(root: Path) -> set[str]:
 
 def test_toy_ranks_with_shares_train_what_one_rank_trains(tmp_path: Path) -> None:
     """What the tests here compare with is no invention of the toys: the exact sum makes it independent of the ranks."""
-    one = {"trainer__num_workers": 1, "trainer__shard": "none", "evaluate__every": 1}
+    one = {"tune": "lora", "trainer__num_workers": 1, "trainer__shard": "none", "evaluate__every": 1}
     assert go(tmp_path / "one", **one) is None
     assert go(tmp_path / "two", evaluate__every=1) is None
     ours, theirs = (read_checkpoint(tmp_path / run / "checkpoints" / "step_6").tensors for run in ("two", "one"))
