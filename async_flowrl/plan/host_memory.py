@@ -1,13 +1,13 @@
 """Host memory of the processes beside what lies on devices: versions to send, versions received, and a snapshot.
 
-The snapshot is the copy of a trainer rank's state that is written as a checkpoint beside the next step. Versions count
-as pinned, also on a CPU, where a small one takes less.
+The snapshot is the copy of a trainer rank's state that is written as a checkpoint beside the next step. Versions to
+send count as pinned, also on a CPU, where a small one takes less.
 """
 
 from async_flowrl.algorithms.ema import samples_from_average
 from async_flowrl.config.schema import Config
+from async_flowrl.config.sharding import is_sharded, ranks_per_replica
 from async_flowrl.plan.sizes import Sizes
-from async_flowrl.training.fsdp import is_sharded, ranks_per_replica
 from checkpoint_engine.pinned_memory import pinned_bytes
 
 FLOAT32_BYTES = 4
@@ -56,9 +56,14 @@ def received_versions(config: Config) -> int:
     return streams(config) * config.live_versions + 1 + 1
 
 
-def ring_bytes(config: Config, model: Sizes) -> int:
-    """Returns the bytes of the versions that a rollout worker keeps in host memory, pinned where it has a GPU."""
-    return received_versions(config) * pinned_bytes(model.version_bytes) if config.versions_on_host else 0
+def ring_bytes(config: Config, model: Sizes, *, pinned: bool = True) -> int:
+    """Returns the bytes of the versions that a rollout worker keeps in host memory.
+
+    `pinned` is for a worker with a GPU, where a small version takes more than its own size.
+    """
+    if not config.versions_on_host:
+        return 0
+    return received_versions(config) * (pinned_bytes(model.version_bytes) if pinned else model.version_bytes)
 
 
 def snapshot_bytes(config: Config, model: Sizes) -> int:

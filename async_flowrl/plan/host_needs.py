@@ -4,13 +4,15 @@ from dataclasses import dataclass
 
 from async_flowrl.config.elastic import bounds
 from async_flowrl.config.schema import Config
+from async_flowrl.config.sharding import is_sharded, ranks_per_replica
 from async_flowrl.config.shared import SHARED
 from async_flowrl.plan.host_memory import in_shares
 from async_flowrl.plan.memory import RUNTIME_BYTES, Footprint, ProcessPlan, in_one
-from async_flowrl.training.fsdp import is_sharded, ranks_per_replica
 
 PROCESS_BYTES = 700_000_000
 """Host memory of a process without its model: Python, torch and diffusers; `ps` shows 530 to 710 MB on a CPU."""
+SENT = "versions to send"
+"""Name of the buffers from which a trainer rank on a GPU sends whole weights."""
 
 
 @dataclass(frozen=True)
@@ -57,13 +59,28 @@ def training_processes(config: Config, plan: ProcessPlan, *, on_gpus: bool) -> l
 
 
 def trainer_bytes(config: Config, plan: ProcessPlan, *, on_gpus: bool) -> int:
-    """Returns the host memory of a trainer worker in bytes, without the copy that becomes a checkpoint.
+    """Returns the host memory of a trainer worker in bytes, without the copy that becomes a checkpoint."""
+    return PROCESS_BYTES + sum(trainer_parts(config, plan, on_gpus=on_gpus).values())
+
+
+def rollout_bytes(config: Config, plan: ProcessPlan, *, on_gpus: bool) -> int:
+    """Returns the host memory of a rollout worker in bytes."""
+    return PROCESS_BYTES + sum(rollout_parts(config, plan, on_gpus=on_gpus).values())
+
+
+def shared_bytes(config: Config, plan: ProcessPlan, *, on_gpus: bool) -> int:
+    """Returns the host memory, in bytes, of a process that samples and trains, without the copy for a checkpoint."""
+    return PROCESS_BYTES + sum(shared_parts(config, plan, on_gpus=on_gpus).values())
+
+
+def trainer_parts(config: Config, plan: ProcessPlan, *, on_gpus: bool) -> dict[str, int]:
+    """Returns name of a part → bytes of the host memory of a trainer worker, without the process itself.
 
     A trainer worker on a GPU has only pinned buffers in host memory, one on a CPU everything.
     """
     if on_gpus and config.trainer.gpus_per_worker > 0:
-        return PROCESS_BYTES + plan.host
-    return PROCESS_BYTES + on_host(plan.trainer)
+        return {SENT if plan.model.full else "offloaded base": plan.host}
+    return {"weights, optimizer and versions": on_host(plan.trainer)}
 
 
 def copying_ranks(config: Config) -> int:
@@ -81,33 +98,33 @@ def copying_ranks(config: Config) -> int:
     return min(2, ranks // ranks_per_replica(config, ranks, sharded=sharded))
 
 
-def rollout_bytes(config: Config, plan: ProcessPlan, *, on_gpus: bool) -> int:
-    """Returns the host memory of a rollout worker in bytes.
+def rollout_parts(config: Config, plan: ProcessPlan, *, on_gpus: bool) -> dict[str, int]:
+    """Returns name of a part → bytes of the host memory of a rollout worker, without the process itself.
 
     On a CPU, everything is in host memory. On a GPU worker, host memory holds the versions with
     `rollout.versions_on=host`, the text encoder with `rollout.text_encoder=offload`, and with `cached` the network
     while an encoder is on the GPU.
     """
-    if on_gpus and config.rollout.gpus_per_worker > 0:
-        text = plan.model.text_parameters * plan.model.itemsize
-        return (
-            PROCESS_BYTES
-            + plan.ring
-            + {"resident": 0, "offload": text, "cached": plan.model.base_bytes}[config.rollout.text_encoder]
-        )
-    return PROCESS_BYTES + plan.ring + on_host(plan.rollout)
+    parts = {"versions that arrive": plan.ring}
+    if not (on_gpus and config.rollout.gpus_per_worker > 0):
+        return {**parts, "weights": on_host(plan.rollout)}
+    aside = {
+        "resident": {},
+        "offload": {"text encoders": plan.model.text_parameters * plan.model.itemsize},
+        "cached": {"network, put aside": plan.model.base_bytes},
+    }
+    return parts | aside[config.rollout.text_encoder]
 
 
-def shared_bytes(config: Config, plan: ProcessPlan, *, on_gpus: bool) -> int:
-    """Returns the host memory, in bytes, of a process that samples and trains, without the copy for a checkpoint.
+def shared_parts(config: Config, plan: ProcessPlan, *, on_gpus: bool) -> dict[str, int]:
+    """Returns name of a part → bytes of the host memory of a process that samples and trains, without the process.
 
-    On a GPU it is what both parts need on the host; on a CPU it is everything, with one base for both parts.
+    On a GPU it is what both kinds need on the host; on a CPU it is everything, with one base for both kinds.
     """
     if on_gpus and config.trainer.gpus_per_worker > 0:
-        sampling = rollout_bytes(config, plan, on_gpus=True)
-        return trainer_bytes(config, plan, on_gpus=True) + sampling - PROCESS_BYTES
+        return trainer_parts(config, plan, on_gpus=True) | rollout_parts(config, plan, on_gpus=True)
     both = in_one(plan.trainer, plan.rollout, full=plan.model.full)
-    return PROCESS_BYTES + plan.ring + on_host(both)
+    return {"versions that arrive": plan.ring, "weights, optimizer and versions": on_host(both)}
 
 
 def on_host(footprint: Footprint) -> int:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from async_flowrl.algorithms.registry import build_algorithm
 from async_flowrl.config.schema import Config
+from async_flowrl.config.sharding import is_sharded
 from async_flowrl.controller.stored_weights import weights_in_store
 from async_flowrl.plan.full_shares import of_one_rank
 from async_flowrl.plan.host_memory import (
@@ -26,7 +27,6 @@ from async_flowrl.plan.host_memory import (
 )
 from async_flowrl.plan.sizes import Sizes
 from async_flowrl.tickets.arithmetic import stored_bytes, ticket_bytes
-from async_flowrl.training.fsdp import is_sharded
 
 if TYPE_CHECKING:
     from async_flowrl.plan.meta_model import MetaModel
@@ -158,14 +158,19 @@ def plan_memory(config: Config) -> MemoryPlan:
     )
 
 
-def plan_processes(config: Config, model: Sizes, training: int = 0, sampling: int = 0) -> ProcessPlan:
-    """Returns the memory of each process; `training` and `sampling` are the peak bytes of activations."""
+def plan_processes(
+    config: Config, model: Sizes, training: int = 0, sampling: int = 0, *, pinned: bool = True
+) -> ProcessPlan:
+    """Returns the memory of each process; `training` and `sampling` are the peak bytes of activations.
+
+    `pinned` is as for `ring_bytes`.
+    """
     return ProcessPlan(
         model=model,
         trainer=trainer_footprint(config, model, training),
         rollout=rollout_footprint(config, model, sampling),
         host=host_bytes(config, model),
-        ring=ring_bytes(config, model),
+        ring=ring_bytes(config, model, pinned=pinned),
         snapshot=snapshot_bytes(config, model),
     )
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,12 +13,14 @@ from safetensors import safe_open
 from torch import Tensor
 
 from async_flowrl.config.messages import first_line
-from async_flowrl.policies.download import download, hub_file
+from async_flowrl.policies.download import download, folder_here, hub_file
 
 FOLDER = "transformer"
 """Folder of the transformer in a diffusers model."""
 FILE = "diffusion_pytorch_model.safetensors"
 """Name of the transformer's weights file; the names of several files, and of their index, are derived from it."""
+_ONE_OF_SEVERAL = re.compile(r"-\d+-of-\d+\.")
+"""In the names of files that only together have all tensors of a part, e.g. model-00001-of-00002.safetensors."""
 
 
 class StoredWeights(Mapping[str, Tensor]):
@@ -50,6 +53,9 @@ class StoredWeights(Mapping[str, Tensor]):
         """Name of a tensor → its file."""
         return self._files
 
+    def __contains__(self, name: object) -> bool:
+        return name in self._files
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._files)
 
@@ -68,21 +74,27 @@ class StoredElements:
 
 
 def stored_elements(path: str, revision: str | None = None) -> StoredElements:
-    """Counts the elements in a model's files by their headers; no tensor is read.
+    """Counts the elements in a model's files by their headers; no tensor is read, and nothing is downloaded.
 
-    `path` and `revision` are as for StoredWeights, whose errors are raised for a transformer without safetensors files;
-    another part without them counts as 0.
+    `path` is a local diffusers folder, or a hub name of which the files of `revision` are on this machine. Raises the
+    errors of StoredWeights, and of huggingface_hub for files that are not there. A part other than the transformer
+    counts as 0 if it has no safetensors files.
     """
-    stored = StoredWeights(path, dtype=torch.float32, revision=revision)
+    root = Path(path) if revision is None else folder_here(path, revision)
+    stored = StoredWeights(str(root), dtype=torch.float32)
     in_files = {name: count for file in set(stored.files.values()) for name, count in elements_in(file).items()}
-    root = next(iter(stored.files.values())).parent.parent
-    text, vae = (sum(map(_elements_of_part, root.glob(f"{part}/*.safetensors"))) for part in ("text_encoder*", "vae"))
+    text, vae = (sum(map(_elements_of_part, root.glob(part))) for part in ("text_encoder*", "vae"))
     return StoredElements({name: in_files[name] for name in stored}, text, vae)
 
 
-def _elements_of_part(file: Path) -> int:
-    """Returns the elements of a file; 0 for a second copy in another precision, e.g. model.fp16.safetensors."""
-    return sum(elements_in(file).values()) if file.name.count(".") == 1 else 0
+def _elements_of_part(folder: Path) -> int:
+    """Returns the elements of the safetensors files in a folder.
+
+    Second copies are left out: in another precision (model.fp16.safetensors), or in several files beside a whole one.
+    """
+    files = [file for file in folder.glob("*.safetensors") if file.name.count(".") == 1]
+    whole = [file for file in files if not _ONE_OF_SEVERAL.search(file.name)]
+    return sum(count for file in whole or files for count in elements_in(file).values())
 
 
 def elements_in(file: Path) -> dict[str, int]:

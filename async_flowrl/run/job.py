@@ -188,7 +188,7 @@ async def train_until(
             told = asyncio.create_task(say_memory(tools.foretell_memory, prepared.at_largest, memory))
             display.phase("loading the models")
             transport = await choose_transport(config, groups[TRAINER].workers[0])
-            await ready_nodes(prepared, groups, tools.check_hosts, on_gpus=bool(memory))
+            await ready_nodes(prepared, groups, tools.check_hosts, memory)
             info = await load_pools(config, groups, trainers)
             check_stored(prepared, info["trainable_parameters"], shares=trainers.sharded)
             transport = OBJECT_STORE if trainers.sharded else transport  # shares of several ranks go by it alone
