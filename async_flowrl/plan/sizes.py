@@ -12,6 +12,8 @@ from async_flowrl.policies.stored import StoredElements
 
 _BLOCK = re.compile(r"[^.]+\.\d+\.")
 """Beginning of the names of a block's tensors, e.g. `transformer_blocks.7.`."""
+_BUFFER = ".pos_embed"
+"""End of the name of the one kind of tensor in the files that is no parameter: diffusers' tables of positions."""
 
 
 class Sizes(Protocol):
@@ -66,19 +68,22 @@ class StoredSizes:
     def of(cls, config: Config, stored: StoredElements, itemsize: int) -> "StoredSizes":
         """`itemsize` is that of the dtype that the run computes in. Raises ValueError as `trained_names`."""
         blocks, full = Counter[str](), config.tune == FULL
-        for name, elements in stored.transformer.items():
+        buffers = {name for name in stored.transformer if name.endswith(_BUFFER)}
+        parameters = {name: elements for name, elements in stored.transformer.items() if name not in buffers}
+        for name, elements in parameters.items():
             block = _BLOCK.match(name)
             blocks["" if block is None else block[0]] += elements
         root = blocks.pop("", 0)
-        trained = trained_names(stored.transformer, config.full.freeze) if full else []
+        trained = trained_names(parameters, config.full.freeze) if full else []
         return cls(
             block_elements=tuple(blocks.values()) or (0,),
             root_elements=root,
-            adapter_parameters=sum(stored.transformer[name] for name in trained),
+            adapter_parameters=sum(parameters[name] for name in trained),
             text_parameters=stored.text_encoders,
             vae_parameters=stored.vae,
             itemsize=itemsize,
             full=full,
+            buffer_bytes=itemsize * sum(stored.transformer[name] for name in buffers),
         )
 
     @property

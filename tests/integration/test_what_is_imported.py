@@ -67,6 +67,7 @@ def test_an_answer_that_needs_no_tensor_loads_no_torch(
 
 DRIVER = """
 import sys
+from dataclasses import replace
 import async_flowrl.run.job, separation.ray_session
 from async_flowrl.config.compose import compose_config
 from async_flowrl.main import check_hosts, choose_layout
@@ -78,7 +79,12 @@ prepared = prepare(compose_config(overrides=sys.argv[1:]))
 choose_layout(prepared.at_largest, {})
 workers = {"trainer": (0,), "rollout": (0,)}
 node = NodeProcesses("here", node_memory(), workers, controller=True)
-check_hosts(prepared.config, Hosts((node,), StoredElements({"blocks.0.a": 9}, 0, 0), on_gpus=False))
+hosts = Hosts((node,), StoredElements({"blocks.0.a": 9}, 0, 0), {})
+before = set(sys.modules)
+for tune in ("lora", "full"):
+    assert check_hosts(replace(prepared.config, tune=tune), hosts) == [], tune
+beside = {name for name in set(sys.modules) - before if not name.startswith("async_flowrl.")}
+assert not beside, beside
 print(*sys.modules)
 """
 
