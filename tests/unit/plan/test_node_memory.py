@@ -59,20 +59,27 @@ def parts(given: Config, of: NodeProcesses, *, on_gpus: bool = True) -> list[dic
     return [dict(need.parts) for need in needs_on(given, on(of, gpus=on_gpus), of)]
 
 
+def about(size: int) -> Any:
+    """Pinned memory is rounded up to whole pages."""
+    return pytest.approx(size, rel=1e-5)
+
+
 def test_on_gpus_the_host_holds_versions_and_the_copy_for_a_checkpoint() -> None:
     """The first rank alone sends and copies whole weights; the controller writes them when that copy is gone."""
     first, second, *rollouts, reward, controller = parts(gpus(config()), node(1e12))
-    assert first["weights, optimizer and versions"] == 4 * VERSION, "two that tickets may name, and two under way"
+    assert first["weights, optimizer and versions"] == about(4 * VERSION), (
+        "two that tickets may name, and two under way"
+    )
     assert first["copy for a checkpoint"] == 12 * ELEMENTS + 2 * VERSION
     assert second == reward == controller == {"process": PROCESS_BYTES}
-    assert [rollout["versions that arrive"] for rollout in rollouts] == [4 * VERSION] * 2
+    assert [rollout["versions that arrive"] for rollout in rollouts] == [about(4 * VERSION)] * 2
     assert parts(gpus(config()), node(1e12, rollout=(0,))) == rollouts[:1]
 
 
 def test_in_shares_every_rank_sends_and_copies_its_own() -> None:
     both = parts(gpus(config("trainer.shard=full")), node(1e12, trainer=(0, 1)))[:2]
     assert both[0] == both[1]
-    assert both[0]["weights, optimizer and versions"] == 5 * VERSION // 2, "and its share of the canary"
+    assert both[0]["weights, optimizer and versions"] == about(5 * VERSION // 2), "and its share of the canary"
     assert both[0]["copy for a checkpoint"] == 6 * ELEMENTS + VERSION
 
 
