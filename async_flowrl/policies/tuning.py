@@ -4,7 +4,7 @@
 the trained tensors and for the binding probe.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch

@@ -23,7 +23,8 @@ from async_flowrl.config.schema import Config
 from async_flowrl.training.checkpoint import RANKS, Checkpoint
 from async_flowrl.training.checkpoint_manifest import FOLDER, TRAINER
 from async_flowrl.training.fsdp import World
-from async_flowrl.training.shard_checkpoint import Parts, whole_parts
+from async_flowrl.training.shard_checkpoint import Parts, _load, whole_parts
+from async_flowrl.training.shard_reader import SafeReader
 from async_flowrl.training.shard_saving import ShardSaving, Written
 from checkpoint_engine import CANARY_VERSION, Layout, binding_probe, canary_tensors, weights_digest
 from checkpoint_engine.digest import tensor_bytes
@@ -90,10 +91,17 @@ class ToySaving(ShardSaving):
             yield WriteItem(MetadataIndex(name, offsets), WriteItemType.SHARD, tensor_data=data)
 
     def _read(self, folder: Path) -> Parts:
-        return {
-            part: {name: self.trainer.own(tensor).clone() for name, tensor in tensors.items()}
-            for part, tensors in whole_parts(folder).items()
+        reader = SafeReader(str(folder))
+        stored: Mapping[str, Any] = reader.read_metadata().state_dict_metadata
+        state: dict[str, Tensor] = {
+            key: torch.empty(each.size, dtype=each.properties.dtype) for key, each in stored.items()
         }
+        _load(state, reader)
+        parts: dict[str, dict[str, Tensor]] = {}
+        for key, whole in state.items():
+            part, name = key.split("/", 1)
+            parts.setdefault(part, {})[name] = self.trainer.own(whole).clone()
+        return parts
 
 
 class ToyShareSender(ToySender):
