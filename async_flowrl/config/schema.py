@@ -64,7 +64,7 @@ class Config:
     """Seconds after which the run writes a checkpoint and exits with the code for a resumable run; null = no limit."""
     allow_oom: bool = setting(False, changes=NOTHING)
     """Start even if weights, optimizer and versions alone are larger than the device's memory, or what a node's
-    processes need than the node's memory."""
+    processes certainly need than the node's memory."""
     dry_run: bool = setting(False, changes=NOTHING)
     """Compose and check the configuration, print the plan, and stop."""
     preflight: bool = setting(False, changes=NOTHING)

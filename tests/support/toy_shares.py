@@ -36,6 +36,8 @@ SHAPES: Mapping[str, tuple[int, ...]] = {
     "momentum": (SIZE, 2),
 }
 """Last part of a tensor's name in a checkpoint → shape of the whole tensor."""
+SPOILT = "layer.lora_B.weight"
+"""Name of the tensor that `spoil_share` damages."""
 CALLS_OF_A_CHECKPOINT, CALLS_OF_AN_END = 11, 16
 """Syncs and renames of `saving.end` until the checkpoint counts, and until older ones are gone."""
 
@@ -186,7 +188,12 @@ def spoil_share(checkpoint: Path, rank: int, how: str = "flip") -> None:
     if how == "truncate":
         file.write_bytes(data[:-4])
         return
-    weights = whole_parts(checkpoint / FOLDER)["weights"]["layer.lora_B.weight"]
+    reader = SafeReader(str(checkpoint / FOLDER))
+    stored = reader.read_metadata().storage_data.items()
+    (place,) = (at for key, at in stored if (key.fqn, at.relative_path) == ("weights/" + SPOILT, file.name))
+    weights = whole_parts(checkpoint / FOLDER)["weights"][SPOILT]
     rows = shard_rows(len(weights), json.loads((checkpoint / TRAINER).read_text())[RANKS], rank)
-    data[data.index(tensor_bytes(weights[rows.start : rows.stop]).tobytes())] ^= 1
+    # A retained version can have the same bytes in another place of the file.
+    end = place.offset + place.length
+    data[data.index(tensor_bytes(weights[rows.start : rows.stop]).tobytes(), place.offset, end)] ^= 1
     file.write_bytes(data)
