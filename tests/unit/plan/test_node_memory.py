@@ -67,9 +67,7 @@ def about(size: int) -> Any:
 def test_on_gpus_the_host_holds_versions_and_the_copy_for_a_checkpoint() -> None:
     """The first rank alone sends and copies whole weights; the controller writes them when that copy is gone."""
     first, second, *rollouts, reward, controller = parts(gpus(config()), node(1e12))
-    assert first["weights, optimizer and versions"] == about(4 * VERSION), (
-        "two that tickets may name, and two under way"
-    )
+    assert first["weights, optimizer and versions"] == about(4 * VERSION), "two that may be named, and two under way"
     assert first["copy for a checkpoint"] == 12 * ELEMENTS + 2 * VERSION
     assert second == reward == controller == {"process": PROCESS_BYTES}
     assert [rollout["versions that arrive"] for rollout in rollouts] == [about(4 * VERSION)] * 2
