@@ -41,6 +41,7 @@ from async_flowrl.observability.terminal import say
 from separation.imports import without_collections
 
 if TYPE_CHECKING:
+    from async_flowrl.run.hosts import Hosts
     from async_flowrl.run.prepare import Prepared
     from async_flowrl.training.messages import Layout
 
@@ -83,7 +84,9 @@ def train(config: Config, hydra_record: Mapping[str, str]) -> int:
         with without_collections():
             from async_flowrl.run.job import run
             from async_flowrl.run.tools import Tools
-        tools = Tools(predict, check_devices, foretell_steps, foretell_memory, choose_layout, report, preflight)
+        tools = Tools(
+            predict, check_devices, foretell_steps, foretell_memory, choose_layout, report, preflight, check_hosts
+        )
         return run(config, hydra_record, tools, early)
 
 
@@ -123,6 +126,16 @@ def check_devices(config: Config, memory: Mapping[str, int]) -> list[str]:
     from async_flowrl.plan import devices
 
     return devices.check_devices(config, memory)
+
+
+def check_hosts(config: Config, hosts: "Hosts") -> list[str]:
+    """Warnings, one sentence each, about nodes whose free memory is less than what the run will take.
+
+    Raises ConfigError if a node has too little memory in any case.
+    """
+    from async_flowrl.plan import node_memory
+
+    return node_memory.check_hosts(config, hosts)
 
 
 def preflight(prepared: "Prepared") -> list[str]:

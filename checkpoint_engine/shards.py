@@ -90,12 +90,13 @@ class ShardedHeader(Header):
 
 def share_digests(layout: Layout, shards: int, buffer: Tensor) -> tuple[tuple[bytes, ...], ...]:
     """Returns `ShardedHeader.shares` of a buffer uint8 [nbytes] with the whole layout, on any device."""
-    found = []
+    by_shard = []
     for index in range(shards):
         own = shard_layout(layout, shards, index)
         pairs = zip(own.entries, _places(layout, shards, index), strict=True)
-        found.append(tuple(digest_span(buffer[start : start + e.nbytes].cpu().numpy(), e.offset) for e, start in pairs))
-    return tuple(found)
+        spans = ((buffer[start : start + entry.nbytes], entry.offset) for entry, start in pairs)
+        by_shard.append(tuple(digest_span(span.cpu().numpy(), offset) for span, offset in spans))
+    return tuple(by_shard)
 
 
 @dataclass(frozen=True)

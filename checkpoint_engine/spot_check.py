@@ -78,9 +78,9 @@ def _only_dtype(layout: Layout) -> torch.dtype | None:
 @lru_cache(MAX_CACHED_LAYOUTS)
 def _samplings(layout: Layout) -> tuple[tuple[int, int, torch.dtype], ...]:
     """Returns by tensor the number of elements that are compared, their distance in elements, and the dtype sent."""
-    found = []
+    samplings = []
     for entry in layout.entries:
         numel = math.prod(entry.shape)
         count = min(MAX_SAMPLES_PER_TENSOR, numel)
-        found.append((count, max(1, numel // max(1, count)), dtype_of(entry)))
-    return tuple(found)
+        samplings.append((count, max(1, numel // max(1, count)), dtype_of(entry)))
+    return tuple(samplings)

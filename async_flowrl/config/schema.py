@@ -63,7 +63,8 @@ class Config:
     time_limit: float | None = setting(None, above=0, infinite=True, changes=NOTHING)
     """Seconds after which the run writes a checkpoint and exits with the code for a resumable run; null = no limit."""
     allow_oom: bool = setting(False, changes=NOTHING)
-    """Start even if weights, optimizer and versions alone are larger than the device's memory."""
+    """Start even if weights, optimizer and versions alone are larger than the device's memory, or what a node's
+    processes certainly need than the node's memory."""
     dry_run: bool = setting(False, changes=NOTHING)
     """Compose and check the configuration, print the plan, and stop."""
     preflight: bool = setting(False, changes=NOTHING)

@@ -11,7 +11,6 @@ import shutil
 import socket
 import subprocess
 import tempfile
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,16 +18,12 @@ from typing import Any
 import psutil
 
 from separation.node_checks import code_of, sees
+from separation.node_memory import free_memory
 
 PACKAGES = ("torch", "ray", "diffusers", "transformers", "peft", "numpy")
 """Packages whose versions affect results bit for bit, or the communication between nodes."""
 SHM, BOOT = Path("/dev/shm"), Path("/proc/sys/kernel/random/boot_id")
 """/dev/shm, and Linux's random number of the last start: containers and imitated nodes on one machine share it."""
-CGROUPS, OWN_CGROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
-"""Linux's control groups, which limit containers and Slurm jobs, and the file that names this process's groups."""
-CGROUP_2 = ("memory.max", "memory.current", "inactive_file")
-CGROUP_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-"""Files with a group's memory limit and use, and the entry of memory.stat for file caches that Linux can free."""
 NVIDIA_SMI_SECONDS = 20.0
 
 
@@ -86,37 +81,6 @@ def interfaces() -> dict[str, list[str]]:
         name: [each.address for each in addresses if each.family == socket.AF_INET]
         for name, addresses in psutil.net_if_addrs().items()
     }
-
-
-def free_memory() -> int:
-    """Returns the bytes that processes can still take: Linux's figure, or less if a control group allows less."""
-    left = [left_in(folder, names) for folder, names in control_groups()]
-    return min([int(psutil.virtual_memory().available), *(bytes_ for bytes_ in left if bytes_ is not None)])
-
-
-def control_groups() -> Iterator[tuple[Path, tuple[str, str, str]]]:
-    """Yields the folders of this process's control groups and their parents, with the names of the files to read.
-
-    The roots are always included, because a container sees its own group as the root.
-    """
-    for line in ["0::/", "0:memory:/", *(OWN_CGROUPS.read_text().splitlines() if OWN_CGROUPS.is_file() else [])]:
-        _, controllers, path = line.split(":", 2)
-        if controllers and "memory" not in controllers.split(","):
-            continue
-        root, names = (CGROUPS / "memory", CGROUP_1) if controllers else (CGROUPS, CGROUP_2)
-        parts = Path(path).parts[1:]
-        yield from ((root.joinpath(*parts[:depth]), names) for depth in range(len(parts) + 1))
-
-
-def left_in(group: Path, names: tuple[str, str, str]) -> int | None:
-    """Returns the bytes that processes of a group can still take; None if it has no limit or cannot be read."""
-    limit, used, files = names
-    try:
-        most, taken = (group / limit).read_text().strip(), int((group / used).read_text())
-        stat = dict(line.split(maxsplit=1) for line in (group / "memory.stat").read_text().splitlines())
-    except OSError:
-        return None
-    return max(0, int(most) - taken + int(stat.get(files, 0))) if most.isdigit() else None
 
 
 def free_disk(folder: Path) -> dict[str, Any]:

@@ -7,7 +7,8 @@ from typing import Any
 
 from async_flowrl.config.schema import Config
 from async_flowrl.doctor.findings import FAILED, OK, WARNING, Finding
-from async_flowrl.doctor.needs import Needs, Process
+from async_flowrl.doctor.needs import Needs
+from async_flowrl.plan.host_needs import Process
 from separation.by_node import holds, share_of_node
 from separation.group import PoolSpec
 from separation.placement import needs_of, totals

@@ -2,45 +2,14 @@
 
 from dataclasses import dataclass
 
-from async_flowrl.config.elastic import bounds
 from async_flowrl.config.reward_pools import scoring_pools
 from async_flowrl.config.schema import Config
-from async_flowrl.config.shared import SHARED
 from async_flowrl.plan.host_memory import in_shares
-from async_flowrl.plan.memory import RUNTIME_BYTES, Footprint, MemoryPlan, in_one, plan_memory
-from async_flowrl.training.fsdp import is_sharded, ranks_per_replica
+from async_flowrl.plan.host_needs import PROCESS_BYTES, Process, training_processes
+from async_flowrl.plan.memory import MemoryPlan, plan_memory
 
-PROCESS_BYTES = 700_000_000
-"""Host memory of a process without its model: Python, torch and diffusers; `ps` shows 530 to 710 MB on a CPU."""
 FOLDER_BYTES = 200_000_000
 """Size of a run directory without checkpoints: logs, metrics, images, report."""
-
-
-@dataclass(frozen=True)
-class Process:
-    """`count` processes of a pool with which a run can start, each of which needs `bytes` of host memory."""
-
-    pool: str
-    count: int
-    bytes: int
-    per_node: int = 1
-    """Number of the processes that one node must hold (`workers_per_node`)."""
-    later: int = 0
-    """Number of further processes that may join while the run goes on, in a pool with `max_workers`."""
-    copies: int = 0
-    """Number of the processes that copy their state to host memory for a checkpoint, which is not in `bytes`."""
-    copy: int = 0
-    """Bytes of such a copy."""
-
-    @property
-    def total(self) -> int:
-        """Bytes of all processes of the pool at the start of the run."""
-        return self.count * self.bytes + self.copies * self.copy
-
-    @property
-    def on_a_node(self) -> int:
-        """Bytes that one node must have for its processes of the pool, if those that copy are on it."""
-        return self.per_node * self.bytes + min(self.per_node, self.copies) * self.copy
 
 
 @dataclass(frozen=True)
@@ -80,81 +49,6 @@ def needs_of(config: Config, *, on_gpus: bool) -> Needs:
         model_files=model_bytes(config, plan),
         version=plan.adapter_bytes,
     )
-
-
-def training_processes(config: Config, plan: MemoryPlan, *, on_gpus: bool) -> list[Process]:
-    """Returns the trainer ranks and rollout workers; with `placement=shared`, the processes that are both."""
-    trainer, rollout = config.trainer, config.rollout
-    copies = {"copies": copying_ranks(config), "copy": plan.snapshot}
-    if config.placement == SHARED:
-        of_both = shared_bytes(config, plan, on_gpus=on_gpus)
-        return [Process(SHARED, trainer.num_workers, of_both, trainer.workers_per_node or 1, **copies)]
-    of_a_trainer = trainer_bytes(config, plan, on_gpus=on_gpus)
-    of_a_rollout = rollout_bytes(config, plan, on_gpus=on_gpus)
-    least, most = bounds(rollout)
-    return [
-        Process("trainer", trainer.num_workers, of_a_trainer, trainer.workers_per_node or 1, **copies),
-        Process("rollout", least, of_a_rollout, rollout.workers_per_node or 1, later=most - least),
-    ]
-
-
-def trainer_bytes(config: Config, plan: MemoryPlan, *, on_gpus: bool) -> int:
-    """Returns the host memory of a trainer worker in bytes, without the copy that becomes a checkpoint.
-
-    A trainer worker on a GPU has only pinned buffers in host memory, one on a CPU everything.
-    """
-    if on_gpus and config.trainer.gpus_per_worker > 0:
-        return PROCESS_BYTES + plan.host
-    return PROCESS_BYTES + on_host(plan.trainer)
-
-
-def copying_ranks(config: Config) -> int:
-    """Returns the number of trainer ranks that copy their state to host memory for a checkpoint.
-
-    These are all ranks if each has a share of what it trains. Otherwise it is the first one and, with a LoRA, one of
-    another replica, which writes its copy if the first one dies (controller/checkpoints.py).
-    """
-    ranks = config.trainer.num_workers
-    if in_shares(config):
-        return ranks
-    if config.tune == "full":
-        return 1
-    sharded = is_sharded(config)
-    return min(2, ranks // ranks_per_replica(config, ranks, sharded=sharded))
-
-
-def rollout_bytes(config: Config, plan: MemoryPlan, *, on_gpus: bool) -> int:
-    """Returns the host memory of a rollout worker in bytes.
-
-    On a CPU, everything is in host memory. On a GPU worker, host memory holds the versions with
-    `rollout.versions_on=host`, the text encoder with `rollout.text_encoder=offload`, and with `cached` the network
-    while an encoder is on the GPU.
-    """
-    if on_gpus and config.rollout.gpus_per_worker > 0:
-        text = plan.model.text_parameters * plan.model.itemsize
-        return (
-            PROCESS_BYTES
-            + plan.ring
-            + {"resident": 0, "offload": text, "cached": plan.model.base_bytes}[config.rollout.text_encoder]
-        )
-    return PROCESS_BYTES + plan.ring + on_host(plan.rollout)
-
-
-def shared_bytes(config: Config, plan: MemoryPlan, *, on_gpus: bool) -> int:
-    """Returns the host memory, in bytes, of a process that samples and trains, without the copy for a checkpoint.
-
-    On a GPU it is what both parts need on the host; on a CPU it is everything, with one base for both parts.
-    """
-    if on_gpus and config.trainer.gpus_per_worker > 0:
-        sampling = rollout_bytes(config, plan, on_gpus=True)
-        return trainer_bytes(config, plan, on_gpus=True) + sampling - PROCESS_BYTES
-    both = in_one(plan.trainer, plan.rollout, full=plan.model.full)
-    return PROCESS_BYTES + plan.ring + on_host(both)
-
-
-def on_host(footprint: Footprint) -> int:
-    """Returns the bytes of a footprint on the host, without the CUDA runtime."""
-    return footprint.total - RUNTIME_BYTES
 
 
 def run_directory_bytes(config: Config, plan: MemoryPlan) -> int:

@@ -16,7 +16,7 @@ from async_flowrl.policies.lora import lora_parameters
 from async_flowrl.policies.lora_apply import weights_file
 from async_flowrl.policies.lora_file import LoraFile
 from async_flowrl.policies.registry import resolve_model
-from async_flowrl.training.checkpoint import read_checkpoint
+from async_flowrl.training.checkpoint import Checkpoint, read_checkpoint
 from async_flowrl.training.checkpoint_folder import checkpoint_step, find_checkpoint
 from async_flowrl.training.checkpoint_manifest import MANIFEST
 from async_flowrl.types import FloatArray
@@ -66,15 +66,22 @@ def read_source(path: Path, *, average: bool = True, base: str | None = None) ->
     config = read_config(run / "config.yaml") if (run / "config.yaml").is_file() else None
     held = read_checkpoint(checkpoint)
     part = "ema" if average and "ema" in held.tensors else "weights"
-    tensors, adapter = dict(held.tensors[part]), held.trainer["lora"]
     return Source(
-        LoraFile(tensors, lora_file.rank_of(tensors, str(checkpoint)), float(adapter["alpha"])) if adapter else tensors,
+        _trained(held, part, str(checkpoint)),
         _model(base, config),
         config,
         run if config is not None else None,
         checkpoint_step(checkpoint),
         part,
     )
+
+
+def _trained(held: Checkpoint, part: str, where: str) -> LoraFile | Mapping[str, Tensor]:
+    """Returns the LoRA of a checkpoint, or whole tensors, which are read one at a time if they lie in shares."""
+    tensors, adapter = held.tensors[part], held.trainer["lora"]
+    if not adapter:
+        return tensors
+    return LoraFile(dict(tensors), lora_file.rank_of(tensors, where), float(adapter["alpha"]))
 
 
 def family_of(source: Source) -> str:

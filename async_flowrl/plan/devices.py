@@ -7,15 +7,14 @@ of process or several that share a device.
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from copy import deepcopy
 from dataclasses import dataclass, replace
-from typing import Any
 
-from async_flowrl.config.check import ConfigError, check
+from async_flowrl.config.check import ConfigError
 from async_flowrl.config.reward_pools import is_scoring_pool
 from async_flowrl.config.schema import Config
 from async_flowrl.config.sections.tune import FULL
 from async_flowrl.config.shared import SHARED
+from async_flowrl.plan.changes import Change
 from async_flowrl.plan.memory import (
     MARGIN_SHARE,
     RUNTIME_BYTES,
@@ -30,7 +29,6 @@ from async_flowrl.plan.meta_model import MetaModel, build_meta_model
 from async_flowrl.plan.peaks import remembered_training_peak, sampling_peak
 from async_flowrl.plan.seats import reward_seats
 from async_flowrl.rollout.vllm_omni.settings import FAMILIES as VLLM_FAMILIES
-from async_flowrl.tickets.arithmetic import check_batching
 
 logger = logging.getLogger(__name__)
 
@@ -46,42 +44,6 @@ ALL = "a trainer rank with all rollout workers of its process"
 """Title of the process of the local backend, which holds the workers of both pools."""
 ONE = "a process that samples and trains"
 """Title of a process of `placement=shared`."""
-
-
-@dataclass(frozen=True)
-class Change:
-    """Setting that reduces memory: a configuration key and its new value."""
-
-    key: str
-    value: Any
-    also: tuple["Change", ...] = ()
-    """Further settings that must change with it."""
-
-    def __str__(self) -> str:
-        own = f"{self.key}={str(self.value).lower() if isinstance(self.value, bool) else self.value}"
-        return " ".join([own, *map(str, self.also)])
-
-    def applied(self, config: Config) -> Config:
-        """Returns a copy of the configuration with this setting."""
-        changed = deepcopy(config)
-        for other in self.also:
-            changed = other.applied(changed)
-        *path, name = self.key.split(".")
-        owner: Any = changed
-        for part in path:
-            owner = getattr(owner, part)
-        setattr(owner, name, self.value)
-        return changed
-
-    def accepted(self, config: Config) -> bool:
-        """Returns whether the configuration with this setting passes the checks of a run's start."""
-        changed = self.applied(config)
-        try:
-            check(changed)
-            check_batching(changed)
-        except ValueError:
-            return False
-        return True
 
 
 @dataclass(frozen=True)

@@ -6,12 +6,12 @@
 from collections.abc import Iterator, Sequence
 
 from async_flowrl.config.schema import Config
+from async_flowrl.plan.changes import Change
 from async_flowrl.plan.devices import (
     GIB,
     MAX_SETTINGS_SHOWN,
     ROLLOUT,
     TRAINER,
-    Change,
     Device,
     changes,
     footprint,

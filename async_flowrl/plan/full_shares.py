@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 
 from async_flowrl.plan.host_memory import FLOAT32_BYTES
-from async_flowrl.plan.meta_model import MetaModel
+from async_flowrl.plan.sizes import Sizes
 
 GATHERED_BLOCKS = 3
 """Blocks that FSDP2 holds whole at once: the one that computes, the next one, and the buffer it is gathered in."""
@@ -12,7 +12,7 @@ REDUCED_BLOCKS = 2
 """Blocks whose gradient is whole at once, in the dtype that is computed in and as the input of a reduce-scatter."""
 
 
-def of_one_rank(parts: Mapping[str, int], model: MetaModel, ranks: int) -> dict[str, int]:
+def of_one_rank(parts: Mapping[str, int], model: Sizes, ranks: int) -> dict[str, int]:
     """Returns the parts of the footprint of one of `ranks` ranks, name → bytes.
 
     `parts` are those of a rank that has all of the weights. FSDP2 keeps the trained weights in float32 beside the

@@ -1,19 +1,19 @@
 """Host memory of the processes beside what lies on devices: versions to send, versions received, and a snapshot.
 
-The snapshot is the copy of a trainer rank's state that is written as a checkpoint beside the next step. Versions count
-as pinned, also on a CPU, where a small one takes less.
+The snapshot is the copy of a trainer rank's state that is written as a checkpoint beside the next step. Versions to
+send count as pinned, also on a CPU, where a small one takes less.
 """
 
 from async_flowrl.algorithms.ema import samples_from_average
 from async_flowrl.config.schema import Config
-from async_flowrl.plan.meta_model import MetaModel
-from async_flowrl.training.fsdp import is_sharded, ranks_per_replica
+from async_flowrl.config.sharding import is_sharded, ranks_per_replica
+from async_flowrl.plan.sizes import Sizes
 from checkpoint_engine.pinned_memory import pinned_bytes
 
 FLOAT32_BYTES = 4
 
 
-def base_share(config: Config, model: MetaModel) -> int:
+def base_share(config: Config, model: Sizes) -> int:
     """Returns the bytes of one rank's share of a frozen base that is shared."""
     return -(-model.base_bytes // ranks_per_replica(config, config.trainer.num_workers, sharded=True))
 
@@ -23,7 +23,7 @@ def in_shares(config: Config) -> bool:
     return config.tune == "full" and config.trainer.num_workers > 1 and is_sharded(config)
 
 
-def host_bytes(config: Config, model: MetaModel) -> int:
+def host_bytes(config: Config, model: Sizes) -> int:
     """Returns the bytes that a trainer rank pins: an offloaded base, or with tune=full versions that are sent.
 
     A LoRA's versions are small and left out.
@@ -56,12 +56,17 @@ def received_versions(config: Config) -> int:
     return streams(config) * config.live_versions + 1 + 1
 
 
-def ring_bytes(config: Config, model: MetaModel) -> int:
-    """Returns the bytes of the versions that a rollout worker keeps in host memory, pinned where it has a GPU."""
-    return received_versions(config) * pinned_bytes(model.version_bytes) if config.versions_on_host else 0
+def ring_bytes(config: Config, model: Sizes, *, pinned: bool = True) -> int:
+    """Returns the bytes of the versions that a rollout worker keeps in host memory.
+
+    `pinned` is for a worker with a GPU, where a small version takes more than its own size.
+    """
+    if not config.versions_on_host:
+        return 0
+    return received_versions(config) * (pinned_bytes(model.version_bytes) if pinned else model.version_bytes)
 
 
-def snapshot_bytes(config: Config, model: MetaModel) -> int:
+def snapshot_bytes(config: Config, model: Sizes) -> int:
     """Returns the bytes of the copy that a trainer rank makes of the state for a checkpoint.
 
     The state is the masters and both Adam moments in float32, the moving averages if there are any, and all kept

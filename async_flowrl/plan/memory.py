@@ -7,9 +7,11 @@ checkpointing.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from async_flowrl.algorithms.registry import build_algorithm
 from async_flowrl.config.schema import Config
+from async_flowrl.config.sharding import is_sharded
 from async_flowrl.controller.stored_weights import weights_in_store
 from async_flowrl.plan.full_shares import of_one_rank
 from async_flowrl.plan.host_memory import (
@@ -23,10 +25,11 @@ from async_flowrl.plan.host_memory import (
     snapshot_bytes,
     streams,
 )
-from async_flowrl.plan.meta_model import MetaModel, build_meta_model
-from async_flowrl.plan.peaks import remembered_training_peak, sampling_peak
+from async_flowrl.plan.sizes import Sizes
 from async_flowrl.tickets.arithmetic import stored_bytes, ticket_bytes
-from async_flowrl.training.fsdp import is_sharded
+
+if TYPE_CHECKING:
+    from async_flowrl.plan.meta_model import MetaModel
 
 INT64_BYTES = 8
 MARGIN_SHARE = 0.10
@@ -95,10 +98,10 @@ class Peaks:
 
 
 @dataclass(frozen=True)
-class MemoryPlan:
-    """Memory that a configuration needs. All sizes are in bytes."""
+class ProcessPlan:
+    """Memory that the processes of a configuration need. All sizes are in bytes."""
 
-    model: MetaModel
+    model: Sizes
     trainer: Footprint
     rollout: Footprint
     host: int
@@ -107,6 +110,13 @@ class MemoryPlan:
     """Versions that a rollout worker keeps in host memory; 0 if it keeps them on its device."""
     snapshot: int
     """Copy in host memory of what a checkpoint holds, on each trainer rank that writes one."""
+
+
+@dataclass(frozen=True)
+class MemoryPlan(ProcessPlan):
+    """Memory that a configuration needs, with what lies in the object store."""
+
+    model: "MetaModel"
     ticket_bytes: int
     """Images and trajectory of one ticket in the object store."""
     payload: int
@@ -123,18 +133,23 @@ def plan_memory(config: Config) -> MemoryPlan:
 
     Raises ValueError if the model cannot be built without weights.
     """
+    # These import model code, which a driver that plans by the headers of files (node_memory.py) does not need.
+    from async_flowrl.plan.meta_model import build_meta_model
+    from async_flowrl.plan.peaks import remembered_training_peak, sampling_peak
+
     model = build_meta_model(config)
     sampling_bytes = sampling_peak(config, model)
     activations = remembered_training_peak(config)
     shapes = model.policy.shapes(config.rollout.resolution)
     sent = weights_in_store(config, model.version_bytes, shares=in_shares(config))
+    processes = plan_processes(config, model, activations, sampling_bytes)
     return MemoryPlan(
         model=model,
-        trainer=trainer_footprint(config, model, activations),
-        rollout=rollout_footprint(config, model, sampling_bytes),
-        host=host_bytes(config, model),
-        ring=ring_bytes(config, model),
-        snapshot=snapshot_bytes(config, model),
+        trainer=processes.trainer,
+        rollout=processes.rollout,
+        host=processes.host,
+        ring=processes.ring,
+        snapshot=processes.snapshot,
         ticket_bytes=ticket_bytes(config, shapes),
         payload=stored_bytes(config, shapes, model.adapter_parameters) + sent,
         sent_weights=sent,
@@ -143,7 +158,24 @@ def plan_memory(config: Config) -> MemoryPlan:
     )
 
 
-def trainer_footprint(config: Config, model: MetaModel, activations: int = 0) -> Footprint:
+def plan_processes(
+    config: Config, model: Sizes, training: int = 0, sampling: int = 0, *, pinned: bool = True
+) -> ProcessPlan:
+    """Returns the memory of each process; `training` and `sampling` are the peak bytes of activations.
+
+    `pinned` is as for `ring_bytes`.
+    """
+    return ProcessPlan(
+        model=model,
+        trainer=trainer_footprint(config, model, training),
+        rollout=rollout_footprint(config, model, sampling),
+        host=host_bytes(config, model),
+        ring=ring_bytes(config, model, pinned=pinned),
+        snapshot=snapshot_bytes(config, model),
+    )
+
+
+def trainer_footprint(config: Config, model: Sizes, activations: int = 0) -> Footprint:
     """Returns the memory of a trainer rank; `activations` is the peak of its activations in bytes.
 
     `trainer.shard=auto` counts as none: give a configuration with the layout that was chosen for it.
@@ -174,7 +206,7 @@ def trainer_footprint(config: Config, model: MetaModel, activations: int = 0) ->
     return Footprint(parts)
 
 
-def _sum_bytes(config: Config, model: MetaModel) -> int:
+def _sum_bytes(config: Config, model: Sizes) -> int:
     """Returns the bytes of the int64 sum of the gradients on one rank.
 
     With several ranks there are two buffers: the rank's own sum and the sum over all ranks. The own sum is kept, so
@@ -184,7 +216,7 @@ def _sum_bytes(config: Config, model: MetaModel) -> int:
     return (2 if config.trainer.num_workers > 1 else 1) * model.adapter_parameters * INT64_BYTES
 
 
-def _full_parts(config: Config, model: MetaModel, activations: int, versions: int, masters: int) -> dict[str, int]:
+def _full_parts(config: Config, model: Sizes, activations: int, versions: int, masters: int) -> dict[str, int]:
     """Returns the parts of the footprint of a rank that trains all weights and holds all of them, name → bytes.
 
     In float32 the network computes with the masters; otherwise it has weights of its own beside them.
@@ -203,7 +235,7 @@ def _full_parts(config: Config, model: MetaModel, activations: int, versions: in
     }
 
 
-def rollout_footprint(config: Config, model: MetaModel, activations: int = 0) -> Footprint:
+def rollout_footprint(config: Config, model: Sizes, activations: int = 0) -> Footprint:
     """Returns the memory of a rollout worker; `activations` is the peak of its activations in bytes.
 
     With the engine vllm_omni it is the memory on one of the worker's GPUs: the network is divided among them, and all

@@ -1,12 +1,10 @@
 """Model of a configuration on PyTorch's meta device (shapes and dtypes, no weights), for the memory plan."""
 
-import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 
 from async_flowrl.config.schema import Config
@@ -16,7 +14,7 @@ from async_flowrl.policies.lora import attach_lora
 from async_flowrl.policies.pipeline import PipelinePolicy
 from async_flowrl.policies.pipeline_family import PipelineFamily
 from async_flowrl.policies.registry import DTYPES, load_family, resolve_model
-from async_flowrl.policies.stored import configuration
+from async_flowrl.policies.stored import configuration, elements_in
 from async_flowrl.policies.tuning import FullTuning, tuning_of
 
 
@@ -114,14 +112,8 @@ def architecture(config: Config) -> tuple[Architecture, str]:
             f"the architecture of {path} is not among those known ({', '.join(KNOWN)}); give a local folder to plan it"
         )
     transformer, vae = (configuration(resolved.path, part) for part in ("transformer", "vae"))
-    text = sum(_stored_parameters(file) for file in sorted(folder.glob("text_encoder*/*.safetensors")))
+    text = sum(sum(elements_in(file).values()) for file in sorted(folder.glob("text_encoder*/*.safetensors")))
     return Architecture(resolved.family, transformer, vae, text, resolved.dtype), resolved.dtype
-
-
-def _stored_parameters(file: Path) -> int:
-    """Returns the number of parameters in a safetensors file, from its header."""
-    with safe_open(file, "pt") as opened:
-        return sum(math.prod(opened.get_slice(name).get_shape()) for name in opened.keys())  # noqa: SIM118
 
 
 def conditioning(policy: PipelinePolicy, device: str = "meta") -> dict[str, Tensor]:

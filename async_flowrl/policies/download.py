@@ -28,6 +28,16 @@ def download(path: str, revision: str, parts: str) -> Path:
     return Path(snapshot_download(path, revision=revision, allow_patterns=allowed, ignore_patterns=ignored))
 
 
+def folder_here(path: str, revision: str) -> Path:
+    """Returns the folder of a hub model that `download` has brought to this machine; the hub is not asked.
+
+    Raises huggingface_hub's LocalEntryNotFoundError if it is not there.
+    """
+    from huggingface_hub import hf_hub_download
+
+    return Path(hf_hub_download(path, "model_index.json", revision=revision, local_files_only=True)).parent
+
+
 def hub_file(path: str, name: str, revision: str | None) -> Path:
     """Returns the local path of one file of a hub model, downloading it if necessary.
 

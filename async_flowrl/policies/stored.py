@@ -1,7 +1,10 @@
 """A model's files without the model: the configurations of its parts, and single tensors of the transformer."""
 
 import json
+import math
+import re
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -10,12 +13,14 @@ from safetensors import safe_open
 from torch import Tensor
 
 from async_flowrl.config.messages import first_line
-from async_flowrl.policies.download import download, hub_file
+from async_flowrl.policies.download import download, folder_here, hub_file
 
 FOLDER = "transformer"
 """Folder of the transformer in a diffusers model."""
 FILE = "diffusion_pytorch_model.safetensors"
 """Name of the transformer's weights file; the names of several files, and of their index, are derived from it."""
+_ONE_OF_SEVERAL = re.compile(r"-\d+-of-\d+\.")
+"""In the names of files that only together have all tensors of a part, e.g. model-00001-of-00002.safetensors."""
 
 
 class StoredWeights(Mapping[str, Tensor]):
@@ -43,11 +48,59 @@ class StoredWeights(Mapping[str, Tensor]):
             tensor: Tensor = file.get_tensor(name)
         return tensor.to(self._dtype) if tensor.is_floating_point() else tensor
 
+    @property
+    def files(self) -> Mapping[str, Path]:
+        """Name of a tensor → its file."""
+        return self._files
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._files
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._files)
 
     def __len__(self) -> int:
         return len(self._files)
+
+
+@dataclass(frozen=True)
+class StoredElements:
+    """Numbers of elements in the safetensors files of a model."""
+
+    transformer: Mapping[str, int]
+    """By name of the tensor in the network."""
+    text_encoders: int
+    vae: int
+
+
+def stored_elements(path: str, revision: str | None = None) -> StoredElements:
+    """Counts the elements in a model's files by their headers; no tensor is read, and nothing is downloaded.
+
+    `path` is a local diffusers folder, or a hub name of which the files of `revision` are on this machine. Raises the
+    errors of StoredWeights, and of huggingface_hub for files that are not there. A part other than the transformer
+    counts as 0 if it has no safetensors files.
+    """
+    root = Path(path) if revision is None else folder_here(path, revision)
+    stored = StoredWeights(str(root), dtype=torch.float32)
+    in_files = {name: count for file in set(stored.files.values()) for name, count in elements_in(file).items()}
+    text, vae = (sum(map(_elements_of_part, root.glob(part))) for part in ("text_encoder*", "vae"))
+    return StoredElements({name: in_files[name] for name in stored}, text, vae)
+
+
+def _elements_of_part(folder: Path) -> int:
+    """Returns the elements of the safetensors files in a folder.
+
+    Second copies are left out: in another precision (model.fp16.safetensors), or in several files beside a whole one.
+    """
+    files = [file for file in folder.glob("*.safetensors") if file.name.count(".") == 1]
+    whole = [file for file in files if not _ONE_OF_SEVERAL.search(file.name)]
+    return sum(count for file in whole or files for count in elements_in(file).values())
+
+
+def elements_in(file: Path) -> dict[str, int]:
+    """Returns tensor name → number of its elements, by the header of a safetensors file."""
+    with safe_open(file, framework="pt") as opened:
+        return {name: math.prod(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
 
 
 def configuration(path: str, part: str, revision: str | None = None) -> dict[str, Any]:

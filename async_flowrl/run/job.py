@@ -36,6 +36,7 @@ from async_flowrl.run.conclude import Ending, after_failure, conclude
 from async_flowrl.run.describe import describe_inputs, first_lines, say_memory, say_step_time
 from async_flowrl.run.devices import compare_devices, lay_out
 from async_flowrl.run.finish import finish, foresee, peak_of
+from async_flowrl.run.hosts import ready_nodes
 from async_flowrl.run.launch import (
     check_machine,
     check_stored,
@@ -187,10 +188,10 @@ async def train_until(
             told = asyncio.create_task(say_memory(tools.foretell_memory, prepared.at_largest, memory))
             display.phase("loading the models")
             transport = await choose_transport(config, groups[TRAINER].workers[0])
+            await ready_nodes(prepared, groups, tools.check_hosts, memory)
             info = await load_pools(config, groups, trainers)
             check_stored(prepared, info["trainable_parameters"], shares=trainers.sharded)
-            if trainers.sharded:
-                transport = OBJECT_STORE  # which alone takes shares of several ranks
+            transport = OBJECT_STORE if trainers.sharded else transport  # shares of several ranks go by it alone
             resume = compared(prepared, resume, info)
             async with deadline(config.deadlines.load, "load: negative prompts, and the checkpoint to go on from"):
                 negatives = await encode_negatives(prepared, groups[ROLLOUT].workers[0])

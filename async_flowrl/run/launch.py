@@ -12,7 +12,6 @@ from async_flowrl.config.reward_pools import scoring_pools
 from async_flowrl.config.schema import Config
 from async_flowrl.config.shared import SHARED
 from async_flowrl.controller.admission import check_base, load_rollout
-from async_flowrl.controller.download import download_model, loaders, model_of
 from async_flowrl.controller.living import group_timeout
 from async_flowrl.controller.stored_weights import weights_in_store
 from async_flowrl.controller.trainer import TrainerGroup
@@ -141,14 +140,12 @@ async def refusals() -> AsyncIterator[None]:
 
 
 async def load_pools(config: Config, groups: Mapping[str, WorkerGroup], trainers: TrainerGroup) -> dict[str, Any]:
-    """Downloads the model's files, then loads the model in all trainer ranks and rollout workers at the same time.
+    """Loads the model in all trainer ranks and rollout workers at the same time; its files must be on their nodes.
 
     Returns what trainer rank 0 reports, e.g. `base_digest` and `device`. Raises StartError unless the trainer and all
     rollout workers hold the same base weights, and the errors of loading.
     """
     rollouts = groups[ROLLOUT].workers
-    everyone = loaders(rollouts, groups[TRAINER].workers)
-    await download_model(model_of(groups[ROLLOUT]), everyone, seconds=config.deadlines.download)
     async with asyncio.TaskGroup() as tasks:
         digests = [tasks.create_task(load_rollout(worker, seconds=config.deadlines.load)) for worker in rollouts]
         if config.placement == SHARED:

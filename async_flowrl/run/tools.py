@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from async_flowrl.config.schema import Config
+from async_flowrl.run.hosts import CheckHosts
 from async_flowrl.run.prepare import Prepared
 from async_flowrl.training.messages import Layout
 
@@ -35,3 +36,4 @@ class Tools:
     choose_layout: ChooseLayout = lambda config, memory: (Layout.named(config.trainer), ())
     report: Report | None = None
     preflight: Preflight = lambda prepared: ()
+    check_hosts: CheckHosts | None = None

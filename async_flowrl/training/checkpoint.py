@@ -15,7 +15,7 @@ checkpoints/latest           name of the last one, for people; no code reads it
 """
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,6 @@ from typing import Any
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 from async_flowrl.training.checkpoint_folder import begin_checkpoint, end_checkpoint
 from async_flowrl.training.checkpoint_manifest import (
@@ -92,16 +91,15 @@ def read_checkpoint(path: Path) -> Checkpoint:
     return Checkpoint(tensors, trainer, controller)
 
 
-def read_share(path: Path, mesh: DeviceMesh) -> Checkpoint:
-    """Returns what a rank of `mesh` has of a sharded checkpoint, of which every rank must have checked its share.
+def read_share(path: Path, ranks: int, read: Callable[[Path], Mapping[str, Mapping[str, Tensor]]]) -> Checkpoint:
+    """Returns what one of `ranks` ranks has of a sharded checkpoint, of which every rank must have checked its share.
 
-    Raises ValueError, which names them, for another number of ranks.
+    `read` returns this rank's tensors, by part and name, from the folder with the files of all ranks. Raises
+    ValueError, which names them, for another number of ranks.
     """
-    from async_flowrl.training.shard_checkpoint import read_shards
-
     trainer, controller = json.loads((path / TRAINER).read_text()), json.loads((path / CONTROLLER).read_text())
-    check_ranks(path, trainer, mesh.size())
-    return Checkpoint(read_shards(path / FOLDER, mesh), trainer, controller)
+    check_ranks(path, trainer, ranks)
+    return Checkpoint(read(path / FOLDER), trainer, controller)
 
 
 def check_ranks(path: Path, trainer: Mapping[str, Any], ranks: int | None) -> None:

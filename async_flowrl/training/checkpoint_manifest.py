@@ -41,10 +41,7 @@ def complete(
     """
     (folder / TRAINER).write_text(_json(trainer))
     (folder / CONTROLLER).write_text(_json(controller))
-    for name, expected in described.items():
-        size, wrote = (folder / name).stat().st_size, expected["bytes"]
-        if size != wrote:
-            raise OSError(errno.EIO, f"it has {size:,} bytes, its writer wrote {wrote:,}", str(folder / name))
+    _check_sizes(folder, described)
     files = dict(described)
     for file in sorted(folder.rglob("*")):
         sync(file)
@@ -54,6 +51,14 @@ def complete(
     (folder / MANIFEST).write_text(_json({"format": FORMAT, "digest": manifest_digest(files), "files": files}))
     sync(folder / MANIFEST)
     sync(folder)
+
+
+def _check_sizes(folder: Path, described: Mapping[str, Description]) -> None:
+    """Raises OSError for a file that is missing, or that has another size than its writer says."""
+    for name, expected in described.items():
+        size, wrote = (folder / name).stat().st_size, expected["bytes"]
+        if size != wrote:
+            raise OSError(errno.EIO, f"it has {size:,} bytes, its writer wrote {wrote:,}", str(folder / name))
 
 
 def described_share(folder: Path, rank: int) -> dict[str, Description]:

@@ -77,7 +77,7 @@ def _kept(parts: Sequence[PartStats]) -> Mapping[int, tuple[int, int]]:
 
 
 def _groups(parts: Sequence[PartStats]) -> tuple[GroupStats, ...]:
-    found = []
+    groups = []
     for group, of_group in groupby(parts, key=lambda part: part.group):
         its = list(of_group)
         names = sorted({name for part in its for name in part.sums})
@@ -87,5 +87,5 @@ def _groups(parts: Sequence[PartStats]) -> tuple[GroupStats, ...]:
             for name in names
         }
         rows = sum(part.rows for part in its)
-        found.append(GroupStats(group, its[0].version, its[0].age, its[0].window_start, rows, means))
-    return tuple(found)
+        groups.append(GroupStats(group, its[0].version, its[0].age, its[0].window_start, rows, means))
+    return tuple(groups)

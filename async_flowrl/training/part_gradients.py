@@ -56,8 +56,8 @@ class PartGradients:
             for index, part in enumerate(parts)
         ]
         added = [(part, of_part) for part, of_part in zip(parts, sums, strict=True) if of_part is not None]
-        found = on_host([of_part for _, of_part in added])
-        for (part, of_part), values in zip(added, found, strict=True):
+        by_part = on_host([of_part for _, of_part in added])
+        for (part, of_part), values in zip(added, by_part, strict=True):
             # This is checked for each part, and not only for the whole sum, so that the message can name the group.
             for what in ("loss", GRADIENT):
                 if not math.isfinite(values[what]):

@@ -10,6 +10,7 @@ from async_flowrl.algorithms.registry import check_schedule
 from async_flowrl.config.resolution import in_pixels
 from async_flowrl.config.schema import Config
 from async_flowrl.config.sections.tune import FULL
+from async_flowrl.config.sharding import is_sharded, ranks_per_replica
 from async_flowrl.policies.base import Policy
 from async_flowrl.policies.kernels import compile_blocks
 from async_flowrl.policies.one_base import OneBase
@@ -17,7 +18,7 @@ from async_flowrl.policies.registry import ResolvedModel, load_policy
 from async_flowrl.policies.tuning import tuning_of
 from async_flowrl.tickets.request import sampling
 from async_flowrl.training.base_weights import digest_of_stored, stream_base
-from async_flowrl.training.fsdp import World, checkpoint_blocks, is_sharded, ranks_per_replica, shard, unplanned
+from async_flowrl.training.fsdp import World, checkpoint_blocks, shard, unplanned
 from async_flowrl.training.full_shards import shard_trained
 from async_flowrl.types import Resolution
 from checkpoint_engine import base_digest

@@ -118,6 +118,9 @@ class ShardedTensors(Mapping[str, Tensor]):
         _load({f"{self._part}/{name}": whole}, self._reader)
         return whole
 
+    def __contains__(self, name: object) -> bool:
+        return name in self._stored
+
     def __iter__(self) -> Iterator[str]:
         return iter(sorted(self._stored))
 

@@ -34,17 +34,17 @@ class SafeReader(FileSystemReader):
         file = Path(self._get_metadata_path(kwargs.get("rank")))
         if file not in self._metadata:
             self._metadata[file] = self._read(file)
-        found = self._metadata[file]
-        found.storage_meta = found.storage_meta or StorageMeta()
-        found.storage_meta.load_id = self.load_id
-        return found
+        described = self._metadata[file]
+        described.storage_meta = described.storage_meta or StorageMeta()
+        described.storage_meta.load_id = self.load_id
+        return described
 
     def _read(self, file: Path) -> Metadata:
         with self.fs.create_stream(file, "rb") as stream:
-            found = _Unpickler(stream).load()
-        if not isinstance(found, Metadata):
-            raise ValueError(f"{self.path}: the metadata is a {type(found).__name__}")
-        return found
+            described = _Unpickler(stream).load()
+        if not isinstance(described, Metadata):
+            raise ValueError(f"{self.path}: the metadata is a {type(described).__name__}")
+        return described
 
 
 class _Unpickler(pickle.Unpickler):

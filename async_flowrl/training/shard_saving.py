@@ -13,7 +13,7 @@ from async_flowrl.training.checkpoint_folder import begin_checkpoint, end_checkp
 from async_flowrl.training.checkpoint_manifest import FOLDER, Description, complete, described_share, verify_share
 from async_flowrl.training.fsdp import World
 from async_flowrl.training.full_shards import host_mesh
-from async_flowrl.training.shard_checkpoint import Shapes, write_shards
+from async_flowrl.training.shard_checkpoint import Parts, Shapes, read_shards, write_shards
 from checkpoint_engine import weights_digest
 from checkpoint_engine.digest import joined_digest
 
@@ -62,7 +62,7 @@ class ShardSaving:
         if self.snapshot is None:
             raise RuntimeError("write was called without a snapshot")
         _, checkpoint = self.snapshot
-        write_shards(Path(work) / FOLDER, checkpoint.tensors, self.shapes, self.mesh, self.group)
+        self._write(Path(work) / FOLDER, checkpoint.tensors)
         written = Written(weights_digest(checkpoint.tensors["weights"]), described_share(Path(work), self.world.rank))
         if self.world.rank != 0:
             self.snapshot = None
@@ -97,4 +97,12 @@ class ShardSaving:
         if self.verified != path:
             raise RuntimeError(f"checkpoint {path} is read before its shares are verified")
         self.verified = None
-        return read_share(Path(path), self.mesh)
+        return read_share(Path(path), self.world.size, self._read)
+
+    def _write(self, folder: Path, parts: Parts) -> None:
+        """Writes this rank's tensors into the folder of all ranks' files; raises as `write_shards`."""
+        write_shards(folder, parts, self.shapes, self.mesh, self.group)
+
+    def _read(self, folder: Path) -> Parts:
+        """Returns this rank's tensors by part and name."""
+        return read_shards(folder, self.mesh)

@@ -125,13 +125,14 @@ class TrustRegion:
         """
         if not self._probes:
             return {}  # the noise of every denoising step is too small
-        whole = self._measure()
+        kl_by_step = self._measure()
         if self._limit is None:
-            return _named(whole)
+            return _named(kl_by_step)
+        raw = sum(kl_by_step.values())
         parameters = self._inputs.parameters
         room = parameters.gradients  # no longer needed
-        kept, scale = shorten(parameters.values.data, before, whole, self._measure, self._limit, room=room)
-        return {**_named(kept), "trust_region/raw_kl": sum(whole.values()), "trust_region/scale": scale}
+        kl_by_step, scale = shorten(parameters.values.data, before, kl_by_step, self._measure, self._limit, room=room)
+        return {**_named(kl_by_step), "trust_region/raw_kl": raw, "trust_region/scale": scale}
 
     def measure_after(self, rows: ProbeRows, before: Tensor) -> dict[str, float]:
         """Measures an optimizer step, after it, from the flat weights `before` to the present ones.
@@ -174,7 +175,7 @@ def _noised(like: MicroBatch, clean: Tensor, step: int, seed: int) -> MicroBatch
 def shorten(
     values: Tensor,
     before: Tensor,
-    found: ByStep,
+    kl_by_step: ByStep,
     measure: Callable[[], ByStep],
     limit: float,
     *,
@@ -182,20 +183,20 @@ def shorten(
 ) -> tuple[ByStep, float]:
     """Scales the step from `before` to `values`, in place, until the sum of its KL is at most `limit` (nats per image).
 
-    `found` is the result of `measure` for the whole step. Returns its result for the scaled step, and the share of the
-    step that is kept. If MAX_SCALINGS are not enough, or the KL stays infinite or NaN, the step is undone. `room`
+    `kl_by_step` is the result of `measure` for the whole step. Returns its result for the scaled step, and the share of
+    the step that is kept. If MAX_SCALINGS are not enough, or the KL stays infinite or NaN, the step is undone. `room`
     is memory for the step, of the size of `values`; None allocates it.
     """
     full, scale = torch.sub(values, before, out=room), 1.0
     for _ in range(MAX_SCALINGS):
-        kl = sum(found.values())
+        kl = sum(kl_by_step.values())
         if kl <= limit:
-            return found, scale
+            return kl_by_step, scale
         scale *= math.sqrt(AIM_SHARE * limit / kl) if math.isfinite(kl) else NOT_FINITE_FACTOR
         torch.add(before, full, alpha=scale, out=values)
-        found = measure()
-    if sum(found.values()) <= limit:
-        return found, scale
+        kl_by_step = measure()
+    if sum(kl_by_step.values()) <= limit:
+        return kl_by_step, scale
     values.copy_(before)
     return measure(), 0.0
 

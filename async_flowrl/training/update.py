@@ -271,14 +271,14 @@ class Update:
     def _add(self, step: int) -> int | None:
         """Adds up the sums of all ranks; returns the exponent if the sum may have overflowed with it, else None."""
         inputs, total = self._inputs, self._sum
-        found = total.reduce(inputs.world)
-        if not found.holds(self._planned):
+        account = total.reduce(inputs.world)
+        if not account.holds(self._planned):
             raise RuntimeError(
-                f"step {step}: the ranks added {found.count} parts of groups, and of {self._planned.count} that were "
+                f"step {step}: the ranks added {account.count} parts of groups, and of {self._planned.count} that were "
                 "planned not each was added once"
             )
-        if not found.fits(total.exponent):
-            self._next_exponent = fitting_exponent(found, total.exponent)
+        if not account.fits(total.exponent):
+            self._next_exponent = fitting_exponent(account, total.exponent)
             return total.exponent
         return None
 

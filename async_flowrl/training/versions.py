@@ -104,9 +104,9 @@ class Versions:
 
     def sendable(self, stream: str, version: int) -> Tensor | None:
         """What `version` of a stream was, on the device of the weights; None where it is neither retained nor kept."""
-        found = self._retained.get(version) if stream == POLICY else None
-        found = self._kept.get((stream, version)) if found is None else found
-        return None if found is None else found.to(self._parameters.values.device)
+        flat = self._retained.get(version) if stream == POLICY else None
+        flat = self._kept.get((stream, version)) if flat is None else flat
+        return None if flat is None else flat.to(self._parameters.values.device)
 
     def changed_share(self) -> float | None:
         """Returns the share of elements that differ between the newest version and the one before it.

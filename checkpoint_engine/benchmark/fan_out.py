@@ -65,8 +65,8 @@ def main() -> int:
         return 2
     for transport in given.transports.split(","):
         for count in counts:
-            found = asyncio.run(sent(transport, given.megabytes, others[: count + 1], publishes=given.publishes))
-            sys.stdout.write(json.dumps(found) + "\n")
+            row = asyncio.run(sent(transport, given.megabytes, others[: count + 1], publishes=given.publishes))
+            sys.stdout.write(json.dumps(row) + "\n")
             sys.stdout.flush()
     return 0
 

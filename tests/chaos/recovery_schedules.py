@@ -83,6 +83,8 @@ class RecoverySchedule:
     seen: Counter[str] = field(default_factory=Counter)
     hits: list[tuple[str, str]] = field(default_factory=list)
     outside: Outside | None = None
+    root: Path | None = None
+    """Folder of the controller that runs."""
 
     def fault(self, worker: str, method: str, number: int) -> str | None:
         key = f"{worker.split('-')[0]}:{method}"
@@ -226,7 +228,7 @@ def undisturbed(k: int, averaged: bool = False) -> Left:
 def run_schedule(schedule: RecoverySchedule, root: Path) -> Path:
     """Controllers one after the other until one ends by itself; returns the folder of the last."""
     for turn in range(6):
-        schedule.config.rollout.num_workers = schedule.workers[turn % 3]
+        schedule.config.rollout.num_workers, schedule.root = schedule.workers[turn % 3], root
         world = World(schedule.timing, schedule.fault, ListObserver())
         killed = run_controller(schedule.config, root, world, disturb=schedule.disturb, horizon=HORIZON_SECONDS)
         if killed is None and summary(root)["steps"] == STEPS:

@@ -9,9 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from async_flowrl.config.compose import read_config
 from async_flowrl.evaluate import evaluate, job_of_run
+from async_flowrl.export.__main__ import main as export
 from async_flowrl.generate import from_config, open_pipeline, sample
 from async_flowrl.policies import trained_file
 from async_flowrl.training.checkpoint import read_checkpoint
@@ -117,6 +119,30 @@ def test_diffusers_own_pipeline_makes_the_runs_images(plain: Run) -> None:
 
     pipeline.transformer = AutoModel.from_pretrained(str(plain.root / "transformer"))
     assert np.array_equal(sample(pipeline, settings, PROMPT, [0, 1]), after) and not np.array_equal(before, after)
+
+
+def test_the_export_of_the_shares_makes_the_runs_images(plain: Run, tmp_path: Path) -> None:
+    """It reads the files of both ranks; `from_pretrained` of the folder makes the images of the written transformer."""
+    from diffusers import DiffusionPipeline
+
+    settings = from_config(read_config(plain.root / "config.yaml"))
+    assert export([str(plain.root), str(tmp_path / "published")]) == 0
+    loaded: Any = DiffusionPipeline.from_pretrained(str(tmp_path / "published"))
+    loaded.set_progress_bar_config(disable=True)
+    pipeline: Any = open_pipeline(settings, "cpu")
+    before = sample(pipeline, settings, PROMPT, [0, 1])
+    trained_file.apply(pipeline, plain.root / "transformer")
+    made = sample(loaded, settings, PROMPT, [0, 1])
+    assert np.array_equal(made, sample(pipeline, settings, PROMPT, [0, 1])) and not np.array_equal(made, before)
+    exported = load_file(tmp_path / "published" / "transformer" / "diffusion_pytorch_model.safetensors")
+    written = whole(plain)
+    assert exported.keys() == written.keys()
+    assert all(torch.equal(exported[name], tensor) for name, tensor in written.items())
+    assert export([str(plain.root), str(tmp_path / "raw"), "--raw", "--merged", "transformer"]) == 0
+    raw = load_file(tmp_path / "raw" / "transformer" / "diffusion_pytorch_model.safetensors")
+    masters = read_checkpoint(plain.root / "checkpoints" / "step_3").tensors["weights"]
+    assert raw.keys() == masters.keys() and all(torch.equal(raw[name], masters[name]) for name in raw)
+    assert not all(torch.equal(raw[name], exported[name]) for name in raw), "the average is another one"
 
 
 def test_workers_delays_buckets_and_a_resume_on_ray_change_no_bit(plain: Run, resumed: Run) -> None:

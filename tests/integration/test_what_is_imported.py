@@ -67,11 +67,24 @@ def test_an_answer_that_needs_no_tensor_loads_no_torch(
 
 DRIVER = """
 import sys
+from dataclasses import replace
 import async_flowrl.run.job, separation.ray_session
 from async_flowrl.config.compose import compose_config
-from async_flowrl.main import choose_layout
+from async_flowrl.main import check_hosts, choose_layout
+from async_flowrl.policies.stored import StoredElements
+from async_flowrl.run.hosts import Hosts, NodeProcesses
 from async_flowrl.run.prepare import prepare
-choose_layout(prepare(compose_config(overrides=sys.argv[1:])).at_largest, {})
+from separation.node_memory import node_memory
+prepared = prepare(compose_config(overrides=sys.argv[1:]))
+choose_layout(prepared.at_largest, {})
+workers = {"trainer": (0,), "rollout": (0,)}
+node = NodeProcesses("here", node_memory(), workers, controller=True)
+hosts = Hosts((node,), StoredElements({"blocks.0.a": 9}, 0, 0), {})
+before = set(sys.modules)
+for tune in ("lora", "full"):
+    assert check_hosts(replace(prepared.config, tune=tune), hosts) == [], tune
+beside = {name for name in set(sys.modules) - before if not name.startswith("async_flowrl.")}
+assert not beside, beside
 print(*sys.modules)
 """
 

@@ -18,6 +18,7 @@ from async_flowrl.config.schema import Config
 from async_flowrl.config.sections.evaluate import EvaluateConfig
 from async_flowrl.config.sections.reward import RewardConfig, RewardTerm
 from async_flowrl.config.sections.runtime import DeadlinesConfig
+from async_flowrl.config.sections.tune import FULL
 from async_flowrl.controller.build import build_context
 from async_flowrl.controller.context import Context
 from async_flowrl.controller.evaluation import EvaluationResult, Evaluations
@@ -188,7 +189,7 @@ async def trained_on(
 
 def toy_groups(config: Config, world: World) -> dict[str, ToyPool]:
     pools: tuple[tuple[str, int, Any], ...] = (
-        ("trainer", config.trainer.num_workers, ToyTrainer),
+        ("trainer", config.trainer.num_workers, _trainer_of(config)),
         ("rollout", config.rollout.num_workers, ToyRollout),
         *((pool.name, pool.workers, ToyReward) for pool in scoring_pools(config)),
     )
@@ -198,6 +199,16 @@ def toy_groups(config: Config, world: World) -> dict[str, ToyPool]:
     if elastic(config.rollout):
         made["rollout"].growth = ToyGrowth(made["rollout"], config.rollout)
     return made
+
+
+def _trainer_of(config: Config) -> type[ToyTrainer]:
+    """Returns the class of the trainer ranks. The one of ranks in shares loads torch.distributed.checkpoint."""
+    trainer = config.trainer
+    if config.tune != FULL or trainer.shard != "full" or trainer.num_workers == 1:
+        return ToyTrainer
+    from tests.support.toy_shares import ToyShareTrainer
+
+    return ToyShareTrainer
 
 
 def toy_context(

@@ -16,6 +16,7 @@ import torch
 from async_flowrl.algorithms.ema import ema_decay, old_policy_decay, update_average
 from async_flowrl.config.reward_pools import scoring_pools
 from async_flowrl.config.schema import Config
+from async_flowrl.config.sections.tune import FULL
 from async_flowrl.rewards.held_out import HeldOutScores
 from async_flowrl.rewards.results import group_result
 from async_flowrl.seeds import generator
@@ -42,6 +43,7 @@ from checkpoint_engine import (
     LoraModule,
     Publisher,
     Receiver,
+    ShardReceiver,
     binding_probe,
     canary_tensors,
     weights_digest,
@@ -50,6 +52,8 @@ from checkpoint_engine import EVALUATION as EVALUATION_SLOT
 
 SIZE = 8
 LORA_ALPHA, LORA_RANK = 4.0, 2
+LORA: Mapping[str, Any] = {"alpha": LORA_ALPHA, "rank": LORA_RANK}
+"""What a LoRA's versions say of it; those of whole weights (tune=full) say nothing."""
 SAMPLING = "sampling"
 """Name of the old policy in checkpoints, an average of the trained weights that images are made with."""
 
@@ -107,6 +111,8 @@ class ToyRollout:
     """Makes images [1, 1, SIZE] whose bytes are computed from the live weights and the image's noise."""
 
     receiver: Receiver
+    shards: ShardReceiver
+    """Takes versions that lie in shares on several trainer ranks."""
 
     def __init__(self, config: Config, index: int, name: str) -> None:
         self.config, self.name = config, name
@@ -119,9 +125,9 @@ class ToyRollout:
     def load(self) -> dict[str, str]:
         """Makes the receiver, without which no other method works."""
         streams = (POLICY,) if self.config.trainer.ema_decay is None else (POLICY, EMA)
-        self.receiver = Receiver(
-            self.tensors, streams=streams, capacity=self.config.max_staleness + 1, alpha=LORA_ALPHA, rank=LORA_RANK
-        )
+        lora: Mapping[str, Any] = {} if self.config.tune == FULL else LORA
+        self.receiver = Receiver(self.tensors, streams=streams, capacity=self.config.max_staleness + 1, **lora)
+        self.shards = ShardReceiver(self.receiver)
         return {"base_digest": "toy"}
 
     def prove(self, version: int) -> Any:
@@ -192,6 +198,8 @@ class ToyReward:
 class ToySender:
     """Publishes a toy trainer's weights, in place of `training.publishing.PublishedStreams`."""
 
+    lora: Mapping[str, Any] = LORA
+
     def __init__(
         self,
         tensors: Mapping[str, torch.Tensor],
@@ -199,7 +207,7 @@ class ToySender:
         averages: Mapping[str, Any],
         live_versions: int,
     ) -> None:
-        publisher = partial(Publisher, tensors, alpha=LORA_ALPHA, rank=LORA_RANK, retain=live_versions)
+        publisher = partial(Publisher, tensors, retain=live_versions, **self.lora)
         self.policy, self.ema = publisher(POLICY), publisher(EMA)
         self.retained, self.averages = retained, averages
         self.kept: dict[tuple[str, int], Any] = {}
@@ -219,7 +227,7 @@ class ToySender:
         return binding_probe(toy_lora(tensors))
 
     def canary_again(self) -> Any:
-        again = Publisher(canary_tensors(self.policy.layout, 1), alpha=LORA_ALPHA, rank=LORA_RANK)
+        again = Publisher(canary_tensors(self.policy.layout, 1), **self.lora)
         again.stage(CANARY_VERSION)
         again.seal(CANARY_VERSION)
         return again.payload(CANARY_VERSION)
@@ -287,11 +295,13 @@ class ToyTrainer:
     """A trainer with momentum on a made-up loss that depends on every trajectory and advantage; real checkpoints."""
 
     sum_of_gradients: type[ExactSum] = ExactSum
+    lora: Mapping[str, Any] | None = LORA
+    """As a checkpoint names it."""
 
     def __init__(self, config: Config, index: int, name: str) -> None:
         self.config, self.index = config, index
-        self.tensors = toy_tensors(config.seed)
-        self.momentum = torch.zeros(SIZE, 2)
+        self.tensors = {name: self.own(tensor).clone() for name, tensor in toy_tensors(config.seed).items()}
+        self.momentum = self.own(torch.zeros(SIZE, 2))
         self.spoil: str | None = None
         """Fault of the next checkpoint's writing: "torn" or "full" (see `failing_disk`), or None."""
         self._snapshot: Checkpoint | None = None
@@ -315,8 +325,20 @@ class ToyTrainer:
         self._owed: dict[str, torch.Tensor] | None = None
         """The weights before the last optimizer step if it is still to be measured."""
 
+    @property
+    def position(self) -> RankPosition:
+        return RankPosition(self.index, self.config.trainer.num_workers)
+
+    def own(self, whole: torch.Tensor) -> torch.Tensor:
+        """Returns the rows of a whole tensor that this rank has: all of them."""
+        return whole
+
+    def whole(self, name: str) -> torch.Tensor:
+        """Returns all rows of a tensor."""
+        return self.tensors[name]
+
     def load(self, ranks: int = 1, layout: Any = None) -> dict[str, Any]:
-        return {"base_digest": "toy", "device": "cpu", "ranks_per_replica": 1}
+        return {"base_digest": "toy", "device": "cpu", "ranks_per_replica": self.position.per_replica}
 
     def proximal(self, request: TrainRequest, *trajectories: Trajectory) -> None:
         """The loss has no ratio, so there is nothing to predict."""
@@ -344,13 +366,15 @@ class ToyTrainer:
         left, samples = iter(trajectories), self.config.trainer.micro_batch_size
         self.given += len(trajectories)
         held = [dict(zip(own, left, strict=False)) for own in tickets or [range(meta.tickets) for meta in metas]]
-        for part in parts_of(metas, RankPosition(self.index, self.config.trainer.num_workers), samples):
+        for part in parts_of(metas, self.position, samples):
+            if not part.counts:
+                continue
             meta = metas[part.group]
             images, chosen = len(meta.advantages) // meta.tickets, cut(meta.selected, samples)[part.part]
             rows = [held[part.group][image // images].latents[image % images] for image in chosen]
             latents = torch.from_numpy(np.stack(rows))
             weights = torch.tensor([meta.advantages[image] for image in chosen], dtype=torch.float32)[:, None]
-            gradient = (weights * latents).T @ (latents @ self.tensors["layer.lora_A.weight"].T)
+            gradient = (weights * latents).T @ (latents @ self.whole("layer.lora_A.weight").T)
             largest = float(self.sum.add(gradient.flatten()))
             self.sum.book(mark_of(self.step, self.plan.update, meta.group, part.part), largest)
             self.parts.append((meta.group, part.part))
@@ -390,7 +414,7 @@ class ToyTrainer:
             gradient = torch.empty(2 * SIZE)
             self.sum.mean(gradient, self.plan.rows)
             gradient = gradient.reshape(SIZE, 2)
-            self.momentum = 0.5 * self.momentum + gradient / (1e-6 + gradient.norm())
+            self.momentum = 0.5 * self.momentum + self.own(gradient / (1e-6 + gradient.norm()))
             self.tensors["layer.lora_B.weight"] += 0.1 * self.momentum
             if self.config.trainer.ema_decay is not None:
                 self._average(EMA, ema_decay(taken + 1, self.config.trainer.ema_decay))
@@ -400,7 +424,7 @@ class ToyTrainer:
             self.retained[self.step + 1] = copied(self.averages.get(SAMPLING, self.tensors))
             for old in [v for v in self.retained if v < self.step + 1 - self.config.max_staleness]:
                 del self.retained[old]
-        skipped, digest = account.count == 0, self.weights_digest()
+        skipped, digest = account.count == 0, self.agreed()
         metrics, measured = {"loss": 0.0}, self._asked and self._due(taken) and not skipped
         if measured and self._later:
             self._owed = before
@@ -457,7 +481,7 @@ class ToyTrainer:
         trainer = {
             "version": version,
             "weights_digest": self.weights_digest(),
-            "lora": {"alpha": LORA_ALPHA, "rank": LORA_RANK},
+            "lora": self.lora,
         }
         self._snapshot = Checkpoint(parts, trainer, {})
         return version
@@ -492,6 +516,10 @@ class ToyTrainer:
 
     def _copy(self) -> dict[str, torch.Tensor]:
         return copied(self.tensors)
+
+    def agreed(self) -> str:
+        """Returns a digest that must be equal on all ranks after an optimizer step."""
+        return self.weights_digest()
 
     def weights_digest(self) -> str:
         return weights_digest(self.tensors)

@@ -50,6 +50,7 @@ class Timing:
             "train": self.update * len(args[0].metas) if method == "train" else 0.0,
             "receive": self.transfer,
             "save": self.save,
+            "write": self.save,
         }
         draw = random.Random(f"{self.seed}/{worker}/{method}/{call}").uniform(1 - self.spread, 1 + self.spread)
         prompt = self.slow_prompts.get(args[0].prompt.text, 1.0) if method == "generate" else 1.0

@@ -30,6 +30,7 @@ from async_flowrl.run.recovery import Run, restore, train_with_recovery
 from async_flowrl.run.stopping import StopRequest
 from async_flowrl.tickets.request import RequestBuilder
 from async_flowrl.types import Prompt
+from checkpoint_engine.digest import joined_digest
 from checkpoint_engine.transports import OBJECT_STORE
 from separation.group import WorkerDied
 from tests.support.toy import toy_groups
@@ -134,9 +135,29 @@ async def controller(config: Config, root: Path, outside: Outside) -> None:
         finally:
             if beside is not None:
                 beside.cancel()
-        digest = await trainers.living.on_first(ctx, "weights_digest")
+        if trainers.sharded:
+            digest = joined_digest(await trainers.all("weights_digest"))
+        else:
+            digest = await trainers.living.on_first(ctx, "weights_digest")
         summary = {"steps": ctx.table.step, "max_staleness": config.max_staleness, "weights_digest": digest}
         directory.write_summary(summary)
+
+
+@contextmanager
+def toy_ranks_meet(trainer_of: Callable[[Any], Any] = lambda worker: worker.target) -> Iterator[None]:
+    """Context in which toy ranks need no process group: those that meet are those whose sums are added.
+
+    `trainer_of` returns the toy trainer of a worker.
+    """
+
+    async def meet(pool: Any, timeout: float, members: Any = None, apart: bool = False) -> None:
+        targets = [trainer_of(worker) for worker in (members or pool.workers)]
+        for target in targets:
+            target.ranks = lambda: targets
+
+    at_start = mock.patch("async_flowrl.run.launch.join_process_group", meet)
+    with mock.patch("async_flowrl.controller.living.join_process_group", meet), at_start:
+        yield
 
 
 @contextmanager

@@ -23,6 +23,7 @@ from separation.shared import SubGroup, Successors
 from tests.support.toy import TEXTS, Disturbance, ToyRun, toy_config, trained_on
 from tests.support.toy_models import ToyReward, ToyRollout, ToyTrainer
 from tests.support.toy_pool import Fault, ListObserver, Timing, ToyPool, ToyWorker, World, name_of, no_fault
+from tests.support.toy_recovery import toy_ranks_meet
 
 SAMPLING = ("generate", "generate/evaluation", "generate_together")
 TRAINING = ("train", "train_last", "proximal", "measure_kl")
@@ -157,19 +158,9 @@ class ToySharedPool(ToyPool):
 
 @contextmanager
 def shared_toys() -> Iterator[None]:
-    """In the block, controllers of toy runs have shared pools, whose ranks add up without a process group: those that
-    meet are those whose sums are added."""
-
-    async def meet(pool: Any, timeout: float, members: Any = None, apart: bool = False) -> None:
-        targets = [worker.process.target.trainer for worker in (members or pool.workers)]
-        for target in targets:
-            target.ranks = lambda: targets
-
-    with (
-        mock.patch("async_flowrl.controller.living.join_process_group", meet),
-        mock.patch("async_flowrl.run.launch.join_process_group", meet),
-        mock.patch("tests.support.toy_recovery.toy_groups", shared_groups),
-    ):
+    """In the block, controllers of toy runs have shared pools, whose ranks add up without a process group."""
+    groups = mock.patch("tests.support.toy_recovery.toy_groups", shared_groups)
+    with groups, toy_ranks_meet(lambda worker: worker.process.target.trainer):
         yield
 
 

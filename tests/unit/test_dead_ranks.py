@@ -19,9 +19,8 @@ from async_flowrl.training.manifests import NotThePlan, check_plan, missing
 from async_flowrl.training.messages import Manifest
 from separation.group import WorkerDied, WorkerFailed
 from tests.support.toy import ToyRun, calm_run, toy_config, virtual
-from tests.support.toy_models import ToyTrainer
-from tests.support.toy_pool import Fault, ListObserver, Timing, ToyPool, World, once
-from tests.support.toy_recovery import events, rollbacks, run_controller, summary
+from tests.support.toy_pool import Fault, ListObserver, Timing, World, once
+from tests.support.toy_recovery import events, rollbacks, run_controller, summary, toy_ranks_meet
 
 SHAKEN = Timing(seed=7, spread=0.9, update=0.3)
 MODES: dict[str, dict[str, Any]] = {
@@ -33,15 +32,7 @@ MODES: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(autouse=True)
 def _toy_ranks_meet() -> Iterator[None]:
-    """Toy ranks add up without a process group: those that meet are those whose sums are added."""
-
-    async def meet(pool: ToyPool, timeout: float, members: Any = None, apart: bool = False) -> None:
-        targets: list[ToyTrainer] = [worker.target for worker in (members or pool.workers)]
-        for target in targets:
-            target.ranks = lambda: targets
-
-    at_start = mock.patch("async_flowrl.run.launch.join_process_group", meet)
-    with mock.patch("async_flowrl.controller.living.join_process_group", meet), at_start:
+    with toy_ranks_meet():
         yield
 
 

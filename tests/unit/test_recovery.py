@@ -27,7 +27,7 @@ from separation.group import WorkerDied
 from tests.chaos.recovery_schedules import STEPS, undisturbed
 from tests.support.toy import toy_config
 from tests.support.toy_models import ToyReward, ToyRollout, ToyTrainer
-from tests.support.toy_pool import Fault, ListObserver, Timing, ToyPool, World, no_fault
+from tests.support.toy_pool import Fault, ListObserver, Timing, World, no_fault
 from tests.support.toy_recovery import (
     Disturb,
     Groups,
@@ -40,6 +40,7 @@ from tests.support.toy_recovery import (
     rollbacks,
     run_controller,
     summary,
+    toy_ranks_meet,
 )
 
 JUDGED = {"reward__terms": {"color": RewardTerm(name="tests.unit.rewards.own_rewards:Judge")}}
@@ -144,20 +145,12 @@ def test_the_step_after_a_recovery_is_measured_if_it_would_have_been(
     def asking(self: ToyTrainer) -> UpdateStats:
         return replace(take_step(self), measures_next=(self.step + 1) % 2 == 0)
 
-    ranks: dict[int, ToyTrainer] = {}
-
-    async def together(pool: ToyPool, timeout: float) -> None:
-        """Toy ranks add up without a process group."""
-        ranks.update(enumerate(worker.target for worker in pool.workers))
-        for rank in ranks.values():
-            rank.ranks = lambda: list(ranks.values())
-
-    monkeypatch.setattr("async_flowrl.run.launch.join_process_group", together)
     monkeypatch.setattr(ToyTrainer, "add_up", seen)
     monkeypatch.setattr(ToyTrainer, "take_step", asking)
     root = tmp_path / "run"
     everybody = {(f"trainer-{rank}", "add_up", 4) for rank in range(2)}
-    assert go(root, lambda *call: "kill" if call in everybody else None, trainer__num_workers=2) is None
+    with toy_ranks_meet():
+        assert go(root, lambda *call: "kill" if call in everybody else None, trainer__num_workers=2) is None
     assert rollbacks(root) == [2]
     steps = [0, 1, 2, *range(2, STEPS)]
     assert measured == [(step, step % 2 == 0) for step in steps]

@@ -22,9 +22,10 @@ from async_flowrl.doctor.machines import (
     same_findings,
     together,
 )
-from async_flowrl.doctor.needs import Needs, Process
+from async_flowrl.doctor.needs import Needs
 from async_flowrl.doctor.network import broadcast_finding, clock_finding
 from async_flowrl.doctor.start import Wanted, marked, modules_of, reached, told_here
+from async_flowrl.plan.host_needs import Process
 from separation.survey import Node, Offset
 
 GB = 10**9
@@ -200,40 +201,6 @@ def test_a_cluster_that_is_smaller_than_it_should_be() -> None:
     assert reached(nodes, "x:6379", Wanted()).status == OK
     assert "has 1 nodes" in reached(nodes, "x:6379", Wanted(2, 5.0)).sentence
     assert reached(nodes, "x:6379", Wanted(2, 5.0)).status == FAILED
-
-
-def test_memory_is_what_a_control_group_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of files that were read, which count as used, Linux gives up what is asked for."""
-    monkeypatch.setattr(told, "CGROUPS", tmp_path)
-    monkeypatch.setattr(told, "OWN_CGROUPS", tmp_path / "own")
-    group(tmp_path, told.CGROUP_2, 1_000_000, 400_000, 300_000)
-    assert told.free_memory() == 900_000
-    (tmp_path / "memory.max").write_text("max\n")
-    assert told.free_memory() > 1_000_000
-
-
-@pytest.mark.parametrize(
-    ("own", "folder", "names"),
-    [
-        ("0::/slurm/job_7/step_0\n", "slurm/job_7", told.CGROUP_2),
-        ("5:cpu:/other\n4:cpuacct,memory:/slurm/job_7\n", "memory/slurm/job_7", told.CGROUP_1),
-    ],
-)
-def test_memory_is_what_the_group_of_a_job_leaves(
-    own: str, folder: str, names: tuple[str, str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(told, "CGROUPS", tmp_path)
-    monkeypatch.setattr(told, "OWN_CGROUPS", tmp_path / "own")
-    (tmp_path / "own").write_text(own)
-    group(tmp_path / folder, names, 1_000_000, 400_000, 0)
-    assert told.free_memory() == 600_000
-
-
-def group(folder: Path, names: tuple[str, str, str], limit: int, used: int, files: int) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / names[0]).write_text(f"{limit}\n")
-    (folder / names[1]).write_text(f"{used}\n")
-    (folder / "memory.stat").write_text(f"anon 1\n{names[2]} {files}\n")
 
 
 def test_modules_that_workers_import_are_those_that_the_configuration_names() -> None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from async_flowrl.config.schema import Config
 from async_flowrl.export.card import Extras, write_card
 from async_flowrl.export.source import Source
-from async_flowrl.policies.tuning import trained_names
+from async_flowrl.policies.freeze import trained_names
 from async_flowrl.training.checkpoint import read_checkpoint
 from async_flowrl.training.flat import FlatParameters
 from async_flowrl.training.worker import TrainerWorker

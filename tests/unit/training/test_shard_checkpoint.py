@@ -184,7 +184,11 @@ def test_a_disk_that_is_full_in_the_middle_of_a_write_is_named_as_that(
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     write_shards(tmp_path / FOLDER, parts, shapes, *one_rank)
-    assert torch.equal(whole_parts(tmp_path / FOLDER)["weights"]["b"], torch.ones(1000, 1000))
+    whole = whole_parts(tmp_path / FOLDER)["weights"]
+    assert torch.equal(whole["b"], torch.ones(1000, 1000))
+    for file in (tmp_path / FOLDER).glob("*.distcp"):
+        file.unlink()
+    assert "b" in whole and "c" not in whole, "which reads no tensor"
 
 
 def test_a_rank_that_does_not_see_the_checkpoints_folder_writes_none_of_its_own(

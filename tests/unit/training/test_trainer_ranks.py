@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from async_flowrl.training.fsdp import is_sharded, ranks_per_replica
+from async_flowrl.config.sharding import is_sharded, ranks_per_replica
 from async_flowrl.training.messages import nbytes
 from tests.support import trainer_rig as rig
 from tests.support.forked import CONTEXT, PRELOADED, imported

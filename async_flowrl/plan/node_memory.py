@@ -1,0 +1,55 @@
+"""Comparison of the planned host memory with the nodes of a run, made before its models are loaded.
+
+`async_flowrl.main` hands `check_hosts` to the run. Everything is counted from the headers of the model's files, without
+activations, object store and models of rewards; importing this module loads no model code.
+"""
+
+import logging
+from collections import Counter
+
+from async_flowrl.config.check import ConfigError
+from async_flowrl.config.schema import Config
+from async_flowrl.plan.host_needs import PROCESS_BYTES
+from async_flowrl.plan.node_advice import advice
+from async_flowrl.plan.node_needs import gib, needs_on, processes_on
+from async_flowrl.run.hosts import Hosts, NodeProcesses
+
+logger = logging.getLogger(__name__)
+
+
+def check_hosts(config: Config, hosts: Hosts) -> list[str]:
+    """Returns a warning for each node whose free memory is less than what its processes will take.
+
+    Raises ConfigError if what they need in any case (least_memory.py) exceeds all memory and swap space of a node,
+    unless `allow_oom` is set. Any other failure, such as a model whose tensors have other names than `full.freeze`,
+    becomes a warning, because the run may still succeed.
+    """
+    try:
+        return [sentence for node in hosts.nodes if (sentence := compared(config, hosts, node)) is not None]
+    except ConfigError:
+        raise
+    except Exception as error:
+        logger.info("no plan of the nodes' memory", exc_info=True)
+        why = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+        return [f"the nodes' memory was not compared with a plan: {why}"]
+
+
+def compared(config: Config, hosts: Hosts, node: NodeProcesses) -> str | None:
+    """Returns a sentence on a node without enough free memory, else None. Raises ConfigError as `check_hosts` does."""
+    needs, memory = needs_on(config, hosts, node), node.memory
+    needed, least = sum(need.total for need in needs), sum(need.least for need in needs)
+    coming = needed - processes_on(config, node) * PROCESS_BYTES  # which the processes have taken already
+    refused = least > memory.total + memory.swap
+    if not refused and coming <= memory.free:
+        return None
+    rows = Counter(map(str, needs))
+    listed = "; ".join(row if count == 1 else f"{count} × {row}" for row, count in rows.items())
+    if not refused:
+        there = f"{gib(memory.free)} GiB of memory free, and the processes of this run on it may take"
+        return f"node {node.address} has {there} {gib(coming)} GiB more: {listed}; {advice(config, hosts, node)}"
+    swap = f" and {gib(memory.swap)} of swap space" if memory.swap else ""
+    there = f"{gib(memory.total)} GiB of memory{swap}, and the processes of this run on it need at least {gib(least)}"
+    sentence = f"node {node.address} has {there}, by plan {gib(needed)} GiB: {listed}; {advice(config, hosts, node)}"
+    if not config.allow_oom:
+        raise ConfigError(f"{sentence}; allow_oom=true tries anyway")
+    return sentence

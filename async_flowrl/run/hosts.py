@@ -1,0 +1,129 @@
+"""Check of the nodes' host memory before models are loaded; run/job.py calls `ready_nodes`.
+
+The plan (Tools.check_hosts) says what the processes need, each node says what it has, and one worker counts the
+elements of the model's files by their headers. Where any of that fails, the run goes on without the check.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from async_flowrl.config.pool_names import ROLLOUT, TRAINER
+from async_flowrl.config.schema import Config
+from async_flowrl.controller.download import download_model, loaders, model_of
+from async_flowrl.policies.stored import StoredElements
+from async_flowrl.run.prepare import Prepared
+from separation.group import PoolSpec, WorkerFailed, WorkerGroup
+from separation.node_memory import NodeMemory, node_memory
+from separation.supervise import deadline, together
+
+logger = logging.getLogger(__name__)
+
+ELEMENTS, MEMORY = "async_flowrl.policies.stored:stored_elements", "separation.node_memory:node_memory"
+"""Functions that workers run: the elements of the model's files, and the memory of their node."""
+LOOK_SECONDS = 20.0
+"""Time after which a run goes on without the check; the answers take milliseconds."""
+QUICK_LANES = ("control", "stop")
+"""Lanes on which no call takes long; `main` of a reward server is taken while the server starts."""
+
+
+@dataclass(frozen=True)
+class NodeProcesses:
+    """A node and the processes of the run on it."""
+
+    address: str
+    memory: NodeMemory
+    workers: Mapping[str, tuple[int, ...]]
+    """Pool → indices of its workers there."""
+    controller: bool
+    """True if the process that started the run is there."""
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """All nodes of a run on which it has workers, and the model that the workers load."""
+
+    nodes: tuple[NodeProcesses, ...]
+    stored: StoredElements
+    devices: Mapping[str, int]
+    """Pool → bytes of memory of its smallest device. Pools without GPUs are missing, and rollout workers of vllm_omni,
+    which plan their devices themselves."""
+
+
+CheckHosts = Callable[[Config, Hosts], Sequence[str]]
+"""Compares the planned host memory with the nodes. Returns warnings or raises ConfigError."""
+
+
+async def ready_nodes(
+    prepared: Prepared, groups: Mapping[str, WorkerGroup], check: CheckHosts | None, devices: Mapping[str, int]
+) -> None:
+    """Downloads the model's files to every node whose workers load them, and compares the nodes' memory by `check`.
+
+    The sentences of `check` are logged as warnings. `devices` is that of Hosts. Nothing is compared if `check` is None,
+    if the model has no safetensors files, or if a worker does not answer. Raises ConfigError if a node is too small,
+    and the errors of the download.
+    """
+    everyone = loaders(groups[ROLLOUT].workers, groups[TRAINER].workers)
+    await download_model(model_of(groups[ROLLOUT]), everyone, seconds=prepared.config.deadlines.download)
+    if check is None or (hosts := await look(prepared, groups, devices)) is None:
+        return
+    for sentence in await asyncio.to_thread(check, prepared.config, hosts):
+        logger.warning("%s", sentence)
+
+
+async def look(prepared: Prepared, groups: Mapping[str, WorkerGroup], devices: Mapping[str, int]) -> Hosts | None:
+    """Returns the nodes and the elements of the model's files, or None, with a line in the log, if that fails.
+
+    A worker that is dead or hangs is not dealt with here: the next call to it does that.
+    """
+    model, reader = prepared.model, groups[ROLLOUT].workers[0]
+    try:
+        async with deadline(LOOK_SECONDS, "looking at the memory of the nodes"):
+            answers: list[Any] = await together(reader.call(ELEMENTS, model.path, model.revision), look_at(groups))
+    except Exception as error:
+        why = error.message if isinstance(error, WorkerFailed) else f"{type(error).__name__}: {error}"
+        logger.info("the nodes' memory is not compared with a plan: %s", why, exc_info=True)
+        return None
+    stored, nodes = answers
+    return Hosts(nodes, stored, devices)
+
+
+async def look_at(groups: Mapping[str, WorkerGroup]) -> tuple[NodeProcesses, ...]:
+    """Returns the nodes of all workers, each with its memory as the first of its workers sees it.
+
+    Workers are on one node if they have one address, one host name and the same control groups.
+    """
+    asked = [
+        (name, worker, quick_lane(group.spec))
+        for name, group in sorted(groups.items(), key=lambda item: item[0] != TRAINER)
+        for worker in group.workers
+    ]
+    answers: list[NodeMemory] = await together(*(worker.call(MEMORY, lane=lane) for _, worker, lane in asked))
+    memory: dict[tuple[str, str, str], NodeMemory] = {}
+    there: dict[tuple[str, str, str], dict[str, list[int]]] = {}
+    for (name, worker, _), seen in zip(asked, answers, strict=True):
+        node = worker.node, seen.host, seen.place
+        memory.setdefault(node, seen)
+        there.setdefault(node, {}).setdefault(name, []).append(worker.index)
+    here = own_node(memory)
+    return tuple(
+        NodeProcesses(node[0], memory[node], {name: tuple(of) for name, of in pools.items()}, controller=node == here)
+        for node, pools in there.items()
+    )
+
+
+def quick_lane(spec: PoolSpec) -> str:
+    """Returns a lane of the pool's workers on which an answer comes soon."""
+    return next((lane for lane in QUICK_LANES if lane in spec.lanes), "main")
+
+
+def own_node(memory: Mapping[tuple[str, str, str], NodeMemory]) -> tuple[str, str, str] | None:
+    """Returns the node of this process, or None if it has no workers.
+
+    A shell and a job step of one machine have different control groups; without a limit of their own they count as one.
+    """
+    own = node_memory()
+    same = [node for node, seen in memory.items() if (seen.host, seen.total) == (own.host, own.total)]
+    return max(same, key=lambda node: node[2] == own.place, default=None)

@@ -1,0 +1,145 @@
+"""Tests of what a run asks its workers about the memory of their nodes, on pools of threads."""
+
+import asyncio
+import logging
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from async_flowrl.config.compose import compose_config
+from async_flowrl.policies.stored import FILE
+from async_flowrl.run import hosts
+from async_flowrl.run.hosts import Hosts, NodeProcesses, look_at, own_node, ready_nodes
+from async_flowrl.run.prepare import Prepared, prepare
+from separation import node_memory as memory
+from separation.cluster import cluster
+from separation.group import PoolSpec, WorkerGroup
+from separation.node_memory import NodeMemory
+
+TOY = "tests.unit.separation.toy:Toy"
+POOLS = (
+    PoolSpec("server/judge", TOY, 1, lanes=("wait", "stop")),
+    PoolSpec("rollout", TOY, 2, lanes=("sync", "control")),
+    PoolSpec("trainer", TOY, 2, lanes=("publish", "save", "control")),
+    PoolSpec("reward", TOY, 1),
+)
+
+
+def asked(
+    check: hosts.CheckHosts | None, prepared: Prepared, *, busy: Mapping[str, Sequence[str]] | None = None
+) -> None:
+    """Has `ready_nodes` ask the pools while lanes are taken."""
+
+    async def main() -> None:
+        async with cluster(POOLS, backend="local", start_deadline=10) as groups:
+            waits = [
+                asyncio.create_task(worker.call("wait", lane=lane))
+                for pool, lanes in (busy or {}).items()
+                for worker in groups[pool].workers
+                for lane in lanes
+            ]
+            await asyncio.sleep(0)
+            async with asyncio.timeout(10):
+                await ready_nodes(prepared, groups, check, {"trainer": 7})
+            for worker in (worker for pool in busy or {} for worker in groups[pool].workers):
+                await worker.call("release", lane=hosts.quick_lane(groups[worker.pool].spec))
+            await asyncio.gather(*waits)
+
+    asyncio.run(main())
+
+
+@pytest.fixture
+def prepared(tmp_path: Path) -> Prepared:
+    """A run whose model has one tensor."""
+    (tmp_path / "transformer").mkdir()
+    save_file({"a": torch.zeros(3)}, tmp_path / "transformer" / FILE)
+    ready = prepare(compose_config("one_step_off", [f"output_dir={tmp_path / 'run'}"]))
+    return replace(ready, model=replace(ready.model, path=str(tmp_path), revision=None))
+
+
+def test_nodes_are_compared_while_reward_servers_start_and_tickets_are_made(prepared: Prepared) -> None:
+    seen: list[Hosts] = []
+    busy = {"server/judge": ("main", "wait"), "trainer": ("main", "publish", "save"), "rollout": ("sync",)}
+    asked(lambda config, of: seen.append(of) or (), prepared, busy=busy)  # type: ignore[func-returns-value]
+    ((node,),) = (of.nodes for of in seen)
+    assert node.workers == {"trainer": (0, 1), "server/judge": (0,), "rollout": (0, 1), "reward": (0,)}
+    assert node.controller and node.memory.total == memory.total_memory()
+    assert seen[0].devices == {"trainer": 7} and seen[0].stored.transformer == {"a": 3}
+
+
+def test_without_a_check_nobody_is_asked(prepared: Prepared, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hosts, "look_at", None)
+    asked(None, prepared)
+
+
+def fails() -> NodeMemory:
+    raise OSError("no such figures")
+
+
+def hangs() -> NodeMemory:
+    threading.Event().wait(1.0)
+    raise AssertionError("nobody waits any more")
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [(fails, "no such figures"), (hangs, "DeadlineExceeded: looking at the memory of the nodes was not done within")],
+)
+def test_a_worker_that_cannot_say_what_its_node_has_ends_no_run(
+    fault: object, said: str, prepared: Prepared, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(hosts, "LOOK_SECONDS", 0.3)
+    monkeypatch.setattr(memory, "node_memory", fault)
+    with caplog.at_level(logging.INFO):
+        asked(lambda config, of: pytest.fail("compared"), prepared)
+    assert f"the nodes' memory is not compared with a plan: {said}" in caplog.text
+
+
+def test_a_model_without_safetensors_files_is_not_compared(
+    prepared: Prepared, caplog: pytest.LogCaptureFixture
+) -> None:
+    (Path(prepared.model.path) / "transformer" / FILE).unlink()
+    with caplog.at_level(logging.INFO):
+        asked(lambda config, of: pytest.fail("compared"), prepared)
+    assert "only safetensors weights are loaded" in caplog.text
+
+
+def places(monkeypatch: pytest.MonkeyPatch, by_worker: Mapping[str, NodeMemory], own: NodeMemory) -> None:
+    """Has each worker, by the name of its thread, see this memory, and the process itself see `own`."""
+    monkeypatch.setattr(memory, "node_memory", lambda: by_worker[threading.current_thread().name.partition("/")[0]])
+    monkeypatch.setattr(hosts, "node_memory", lambda: own)
+
+
+def test_workers_of_one_address_in_two_containers_are_on_two_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two containers of one machine with its network; a third node has another address."""
+    first, second = NodeMemory("m", 100, 50, place="cgroup:[1] a"), NodeMemory("m", 100, 40, place="cgroup:[2] a")
+    third = NodeMemory("n", 100, 30, place="cgroup:[1] a")
+    pools = (PoolSpec("rollout", TOY, 3, lanes=("control",)), PoolSpec("trainer", TOY, 2, lanes=("control",)))
+    there = {"trainer-0": second, "trainer-1": first, "rollout-0": first, "rollout-1": second, "rollout-2": third}
+    places(monkeypatch, there, replace(first, free=1))
+
+    async def main() -> tuple[NodeProcesses, ...]:
+        async with cluster(pools, backend="local", start_deadline=10) as groups:
+            named: Mapping[str, WorkerGroup] = groups
+            named["rollout"].workers[2].node = "10.0.0.2"
+            return await look_at(named)
+
+    assert asyncio.run(main()) == (
+        NodeProcesses("127.0.0.1", second, {"trainer": (0,), "rollout": (1,)}, controller=False),
+        NodeProcesses("127.0.0.1", first, {"trainer": (1,), "rollout": (0,)}, controller=True),
+        NodeProcesses("10.0.0.2", third, {"rollout": (2,)}, controller=False),
+    )
+
+
+def test_the_node_of_the_controller_is_the_one_that_sees_the_same_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    shell, job, other = (NodeMemory(host, 100, 50, place=place) for host, place in (("m", "s"), ("m", "j"), ("n", "s")))
+    monkeypatch.setattr(hosts, "node_memory", lambda: shell)
+    nodes = {("1", each.host, each.place): each for each in (other, job)}
+    assert own_node(nodes) == ("1", "m", "j"), "without a limit of its own, a shell counts to the job of its machine"
+    assert own_node({**nodes, ("1", "m", "s"): shell}) == ("1", "m", "s")
+    assert own_node({("1", "m", "j"): replace(job, total=60)}) is None

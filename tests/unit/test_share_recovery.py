@@ -1,0 +1,272 @@
+"""Tests of runs whose trainer ranks have a share of the weights each: a death takes all ranks back to a checkpoint.
+
+In virtual time, with toy ranks and real checkpoints; tests/integration/test_full_shard_runs.py kills real processes.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from async_flowrl.algorithms.registry import build_algorithm
+from async_flowrl.config.check import ConfigError
+from async_flowrl.config.schema import Config
+from async_flowrl.controller.resume import START, Resume
+from async_flowrl.controller.shard_checkpoints import write_shares
+from async_flowrl.controller.trainer import TrainerGroup
+from async_flowrl.plan.virtual_time import run_virtual
+from async_flowrl.run.launch import load_trainer
+from async_flowrl.run.recovery import with_sound_shares
+from async_flowrl.training.checkpoint import read_checkpoint
+from async_flowrl.training.checkpoint_folder import written
+from async_flowrl.training.checkpoint_manifest import DamagedCheckpoint
+from async_flowrl.verify import verify
+from separation.group import WorkerFailed
+from tests.chaos.share_recovery_schedules import IN_SHARES, STEPS, undisturbed
+from tests.support.toy import toy_config, toy_groups
+from tests.support.toy_models import copied
+from tests.support.toy_pool import Fault, ListObserver, Timing, World, no_fault
+from tests.support.toy_recovery import (
+    Disturb,
+    Groups,
+    Outside,
+    evaluations,
+    events,
+    kill_after,
+    logged,
+    rollbacks,
+    run_controller,
+    summary,
+    toy_ranks_meet,
+)
+from tests.support.toy_shares import spoil_share
+
+Call = tuple[str, str, int]
+"""A worker's name, a method, and the number of the call."""
+LATE: Call = ("trainer-0", "take_step", 6)
+"""A call in the last step, when checkpoints 2 and 4 are there."""
+
+
+def config(**changes: Any) -> Config:
+    settings = {"resume": "auto", "monitor__progress": False, "save__every": 2, "save__keep": 3} | IN_SHARES | changes
+    return toy_config(1, steps=STEPS, **settings)
+
+
+def go(root: Path, fault: Fault = no_fault, *, disturb: Disturb | None = None, **changes: Any) -> Path | None:
+    with toy_ranks_meet():
+        return run_controller(config(**changes), root, World(Timing(), fault, ListObserver()), disturb=disturb)
+
+
+def killing(*calls: Call) -> Fault:
+    return lambda *call: "kill" if call in calls else None
+
+
+def check_equal(root: Path) -> None:
+    """Weights, logged rewards and trained tickets are those of the undisturbed run."""
+    assert summary(root)["weights_digest"] == undisturbed(1).digest
+    assert logged(root) == undisturbed(1).lines
+    assert [row for row in verify(root) if not row[1]] == []
+
+
+def names(root: Path) -> set[str]:
+    """Names of all trainer ranks with which an attempt has begun."""
+    return {event["worker"] for event in events(root, "worker") if event["worker"].startswith("trainer")}
+
+
+def test_toy_ranks_with_shares_train_what_one_rank_trains(tmp_path: Path) -> None:
+    """What the tests here compare with is no invention of the toys: the exact sum makes it independent of the ranks."""
+    one = {"tune": "lora", "trainer__num_workers": 1, "trainer__shard": "none", "evaluate__every": 1}
+    assert go(tmp_path / "one", **one) is None
+    assert go(tmp_path / "two", evaluate__every=1) is None
+    ours, theirs = (read_checkpoint(tmp_path / run / "checkpoints" / "step_6").tensors for run in ("two", "one"))
+    assert {part: set(tensors) for part, tensors in ours.items()} == {part: set(t) for part, t in theirs.items()}
+    assert all(torch.equal(ours[part][name], theirs[part][name]) for part in ours for name in ours[part])
+    assert logged(tmp_path / "two") == logged(tmp_path / "one") == undisturbed(1).lines
+    assert evaluations(tmp_path / "two") == evaluations(tmp_path / "one")
+    files = {file.name for file in (tmp_path / "two" / "checkpoints" / "step_6" / "shards").iterdir()}
+    assert files == {".metadata", "__0_0.distcp", "__1_0.distcp"}
+
+
+@pytest.mark.parametrize(
+    ("rank", "method", "number"),
+    [(1, "train", 5), (1, "piece", 4), (1, "write", 2), (0, "end", 2)],
+)
+def test_the_death_of_one_rank_takes_all_of_them_back_to_the_last_checkpoint(
+    rank: int, method: str, number: int, tmp_path: Path
+) -> None:
+    root = tmp_path / "run"
+    assert go(root, killing((f"trainer-{rank}", method, number))) is None
+    assert [(event["worker"], event["kind"]) for event in events(root, "fault")] == [(f"trainer-{rank}", "WorkerDied")]
+    (back,) = rollbacks(root)
+    assert back in (0, 2, 4) and names(root) == {"trainer-0", "trainer-1", "trainer-0.1", "trainer-1.1"}
+    check_equal(root)
+
+
+def test_all_ranks_may_die_at_once(tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    assert go(root, killing(("trainer-0", "add_up", 5), ("trainer-1", "add_up", 5))) is None
+    assert len(events(root, "fault")) == 1 and rollbacks(root) == [4]
+    check_equal(root)
+
+
+@pytest.mark.parametrize(("rank", "method"), [(0, "load"), (1, "verify"), (1, "restore")])
+def test_a_rank_that_dies_while_all_come_back_begins_the_recovery_anew(rank: int, method: str, tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    assert go(root, killing(LATE, (f"trainer-{rank}.1", method, 1))) is None
+    assert [event["worker"] for event in events(root, "fault")] == ["trainer-0", f"trainer-{rank}.1"]
+    assert rollbacks(root) == [4], "the recovery that failed has not gone back"
+    assert names(root) == {"trainer-0", "trainer-1", "trainer-0.2", "trainer-1.2"}
+    check_equal(root)
+
+
+def test_a_successor_that_dies_before_the_next_one_is_there_is_replaced_too(tmp_path: Path) -> None:
+    async def kill_the_first(outside: Outside, groups: Groups) -> None:
+        ranks = groups["trainer"].workers
+        while ranks[0].name != "trainer-0.1":  # noqa: ASYNC110
+            await asyncio.sleep(0.1)
+        assert ranks[1].name == "trainer-1"
+        ranks[0].kill()
+
+    root = tmp_path / "run"
+    assert go(root, killing(LATE), disturb=kill_the_first) is None
+    assert [event["worker"] for event in events(root, "fault")] == ["trainer-0", "trainer-0.1"]
+    assert rollbacks(root) == [4]
+    check_equal(root)
+
+
+def damaging(root: Path, rank: int, how: str, *steps: int) -> Disturb:
+    """Damages a rank's share of each of these checkpoints as soon as the last one is there."""
+
+    async def disturb(outside: Outside, groups: Groups) -> None:
+        while not (root / "checkpoints" / f"step_{steps[-1]}").exists():  # noqa: ASYNC110
+            await asyncio.sleep(0.1)
+        for step in steps:
+            spoil_share(root / "checkpoints" / f"step_{step}", rank, how)
+
+    return disturb
+
+
+@pytest.mark.parametrize(("rank", "how"), [(0, "flip"), (1, "flip"), (1, "remove")])
+def test_a_damaged_share_is_passed_over(rank: int, how: str, tmp_path: Path) -> None:
+    """A flipped bit is seen by its rank alone, a short or missing file by the controller."""
+    root = tmp_path / "run"
+    assert go(root, killing(LATE), disturb=damaging(root, rank, how, 4)) is None
+    assert rollbacks(root) == [2]
+    check_equal(root)
+
+
+def test_a_rank_may_die_while_all_go_back_past_a_damaged_share(tmp_path: Path) -> None:
+    """It dies while it verifies its share of the older checkpoint."""
+    root, call = tmp_path / "run", ("trainer-0.1", "verify", 2)
+    assert go(root, killing(LATE, call), disturb=damaging(root, 1, "flip", 4)) is None
+    assert [event["worker"] for event in events(root, "fault")] == ["trainer-0", call[0]]
+    assert rollbacks(root) == [2]
+    check_equal(root)
+
+
+def test_a_share_that_is_damaged_before_a_resume_is_passed_over(tmp_path: Path) -> None:
+    left = go(tmp_path / "run", disturb=kill_after(20.0))
+    assert left is not None
+    newest, older, *_ = written(left / "checkpoints")
+    spoil_share(newest, 1)
+    assert go(left) is None
+    assert rollbacks(left) == [int(older.name.removeprefix("step_"))]
+    check_equal(left)
+
+
+def test_nothing_but_damaged_shares_ends_the_run_by_name(tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    with pytest.raises(DamagedCheckpoint, match="holds no sound checkpoint to go on from"):
+        go(root, killing(LATE), disturb=damaging(root, 1, "flip", 0, 2, 4))
+    left = go(tmp_path / "another", disturb=kill_after(20.0))
+    assert left is not None
+    for checkpoint in written(left / "checkpoints"):
+        spoil_share(checkpoint, 0)
+    with pytest.raises(ConfigError, match="holds no sound checkpoint to go on from"):
+        go(left)
+
+
+def test_a_share_for_which_the_disk_is_full_costs_one_checkpoint(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    root, faults = tmp_path / "run", {("trainer-1", "write", 3): "full", LATE: "kill"}
+    assert go(root, lambda *each: faults.get(each)) is None
+    assert "checkpoint 4 could not be written (1 in a row)" in caplog.text and "No space left" in caplog.text
+    assert rollbacks(root) == [2]
+    check_equal(root)
+
+
+async def two_checkpoints(folder: Path, fault: Fault) -> TrainerGroup:
+    """Two loaded ranks that have written checkpoints 1 and 2 of their shares."""
+    given = config()
+    groups = toy_groups(given, World(Timing(), fault, ListObserver()))
+    trainers = TrainerGroup(groups["trainer"], build_algorithm(given))
+    await load_trainer(given, groups["trainer"], trainers)
+    for version in (1, 2):
+        for worker in groups["trainer"].workers:
+            worker.target.retained[version] = copied(worker.target.tensors)
+        await trainers.all("snapshot")
+        await write_shares(trainers.living.workers, str(folder), {"version": version}, 9, ())
+    return trainers
+
+
+Outcome = tuple[Resume, list[str | None], int]
+"""What `with_sound_shares` returned, the checkpoint that each rank has verified then, and how often another was asked
+for."""
+
+
+def chosen(
+    folder: Path, another: Resume, *, fault: Fault = no_fault, damaged: Sequence[tuple[int, int]] = ()
+) -> Outcome:
+    """Has two ranks verify checkpoint 2; `damaged` has checkpoint and rank of each share that is spoilt before."""
+    asked: list[Resume] = []
+
+    def other() -> Resume:
+        asked.append(another)
+        return another
+
+    async def job() -> Outcome:
+        trainers = await two_checkpoints(folder, fault)
+        for step, rank in damaged:
+            spoil_share(folder / f"step_{step}", rank)
+        resume = await with_sound_shares(trainers, Resume(folder / "step_2", 2, {}), other)
+        return resume, [worker.target.saving.verified for worker in trainers.living.workers], len(asked)
+
+    with toy_ranks_meet():
+        return run_virtual(job())
+
+
+def test_a_checkpoint_is_taken_if_every_rank_has_verified_its_share(tmp_path: Path) -> None:
+    resume, verified, asked = chosen(tmp_path, START)
+    assert (resume.version, verified, asked) == (2, [str(tmp_path / "step_2")] * 2, 0)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_another_checkpoint_is_asked_for_once_and_verified_by_all(
+    rank: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    older = Resume(tmp_path / "step_1", 1, {})
+    resume, verified, asked = chosen(tmp_path, older, damaged=[(2, rank)])
+    assert (resume, verified, asked) == (older, [str(older.path)] * 2, 1)
+    said = f"step_2: shards/__{rank}_0.distcp does not have the size and digest it was written with"
+    assert f"{said}; looking for another one" in caplog.text
+
+
+@pytest.mark.parametrize("other", ["none", "damaged too"])
+def test_a_damaged_share_without_a_sound_checkpoint_before_it_is_named(other: str, tmp_path: Path) -> None:
+    another = START if other == "none" else Resume(tmp_path / "step_1", 1, {})
+    step = 2 if other == "none" else 1
+    with pytest.raises(WorkerFailed, match=rf"step_{step}: shards/__1_0.distcp does not have") as raised:
+        chosen(tmp_path, another, damaged=[(2, 1), (1, 1)])
+    assert (raised.value.worker, raised.value.kind) == ("trainer-1", DamagedCheckpoint.__name__)
+
+
+def test_a_rank_that_fails_for_another_reason_is_no_reason_for_another_checkpoint(tmp_path: Path) -> None:
+    def fault(*call: Any) -> str | None:
+        return "raise" if call == ("trainer-1", "verify", 1) else None
+
+    with pytest.raises(WorkerFailed, match="injected"):
+        chosen(tmp_path, Resume(tmp_path / "step_1", 1, {}), fault=fault)
