@@ -7,7 +7,7 @@ from async_flowrl.config.schema import Config
 from async_flowrl.config.shared import SHARED
 from async_flowrl.plan.host_memory import in_shares
 from async_flowrl.plan.memory import RUNTIME_BYTES, Footprint, ProcessPlan, in_one
-from async_flowrl.training.fsdp import is_sharded, ranks_per_replica
+from async_flowrl.training.sharing import is_sharded, ranks_per_replica
 
 PROCESS_BYTES = 700_000_000
 """Host memory of a process without its model: Python, torch and diffusers; `ps` shows 530 to 710 MB on a CPU."""

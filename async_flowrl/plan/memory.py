@@ -26,7 +26,7 @@ from async_flowrl.plan.host_memory import (
 )
 from async_flowrl.plan.sizes import Sizes
 from async_flowrl.tickets.arithmetic import stored_bytes, ticket_bytes
-from async_flowrl.training.fsdp import is_sharded
+from async_flowrl.training.sharing import is_sharded
 
 if TYPE_CHECKING:
     from async_flowrl.plan.meta_model import MetaModel

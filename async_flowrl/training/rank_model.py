@@ -17,8 +17,9 @@ from async_flowrl.policies.registry import ResolvedModel, load_policy
 from async_flowrl.policies.tuning import tuning_of
 from async_flowrl.tickets.request import sampling
 from async_flowrl.training.base_weights import digest_of_stored, stream_base
-from async_flowrl.training.fsdp import World, checkpoint_blocks, is_sharded, ranks_per_replica, shard, unplanned
+from async_flowrl.training.fsdp import World, checkpoint_blocks, shard, unplanned
 from async_flowrl.training.full_shards import shard_trained
+from async_flowrl.training.sharing import is_sharded, ranks_per_replica
 from async_flowrl.types import Resolution
 from checkpoint_engine import base_digest
 

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from async_flowrl.training.fsdp import is_sharded, ranks_per_replica
 from async_flowrl.training.messages import nbytes
+from async_flowrl.training.sharing import is_sharded, ranks_per_replica
 from tests.support import trainer_rig as rig
 from tests.support.forked import CONTEXT, PRELOADED, imported
 from tests.unit.training.trainer_ranks import NARROW, Job, Outcome, run_alone, run_ranks
