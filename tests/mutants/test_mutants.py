@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.mutants.batches import BATCH_FAULTS, EVALUATION_FAULTS
 from tests.mutants.mutation import Mutant, find_test, planted
 from tests.mutants.recovery import ATTEMPT_FAULTS, WORKER_FAULTS
 from tests.mutants.shared import SHARED_FAULTS
@@ -17,7 +18,7 @@ from tests.mutants.tickets import TICKET_FAULTS
 from tests.mutants.weights import TENSOR_FAULTS, WEIGHT_FAULTS
 
 MUTANTS = (
-    *(*TICKET_FAULTS, *WEIGHT_FAULTS, *TENSOR_FAULTS, *WORKER_FAULTS),
+    *(*TICKET_FAULTS, *EVALUATION_FAULTS, *BATCH_FAULTS, *WEIGHT_FAULTS, *TENSOR_FAULTS, *WORKER_FAULTS),
     *(*ATTEMPT_FAULTS, *SHARED_FAULTS, *SHARE_FAULTS),
 )
 

@@ -1,0 +1,79 @@
+"""Mutants: planted faults in evaluations beside training, and in the company in which a batch of tickets is made."""
+
+from typing import Any
+
+from async_flowrl.tickets.table import EVALUATION, TRAIN, State
+from tests.mutants.mutation import Mutant, after
+from tests.mutants.tickets import DISPATCH, HANGS, LOOP, PENDING, TICKETS, whatever_is_held
+
+EVALUATIONS = "async_flowrl.controller.evaluation:Evaluations"
+BATCHES = "tests.unit.test_batches"
+
+
+def labelled_newest(issue: Any) -> Any:
+    return lambda table, *, version, **options: issue(table, version=max(table.published), **options)
+
+
+def weights_kept(activate: Any) -> Any:
+    def fault(worker: Any, request: Any) -> tuple[str, int]:
+        if request.kind == EVALUATION or worker.receiver.active is None:
+            digest, swaps = activate(worker, request)
+            return str(digest), int(swaps)
+        return str(worker.receiver.active.digest), 0
+
+    return fault
+
+
+EVALUATION_FAULTS = (
+    Mutant(
+        "an evaluation's weights stay for training",
+        {"async_flowrl.rollout.worker:RolloutWorker._activate": weights_kept},
+        "tests.unit.rollout.test_worker:test_evaluation_has_its_own_slot_and_leaves_nothing_behind",
+    ),
+    Mutant(
+        "an evaluation starts before its weights are there",
+        {PENDING: whatever_is_held(EVALUATION)},
+        f"{LOOP}:test_evaluation_changes_nothing_and_sees_its_own_version_only",
+        arguments={"mode": "fully_async"},
+        raises=("Refused",),
+    ),
+    Mutant(
+        "an evaluation is labelled with the newest version",
+        {f"{TICKETS}:TicketTable.issue_evaluation": labelled_newest},
+        f"{LOOP}:test_a_second_evaluation_waits_for_the_first_and_loses_nothing",
+        raises=(*HANGS, "AssertionError"),
+    ),
+    Mutant(
+        "an evaluation is a barrier",
+        {f"{EVALUATIONS}.start": after(lambda evaluations, *args: evaluations.drain())},
+        f"{LOOP}:test_evaluation_is_no_barrier",
+    ),
+)
+
+
+def only_wanted(batch_of: Any) -> Any:
+    return lambda *batch: [ticket for ticket in batch_of(*batch) if ticket.state is State.PENDING]
+
+
+def whatever_waits(batch_of: Any) -> Any:
+    def fault(table: Any, ticket: Any, size: int, order: Any) -> list[Any]:
+        waiting = [t for t in table.live() if t.state is State.PENDING and (t.kind, t.step) == (TRAIN, ticket.step)]
+        return waiting[:size]
+
+    return fault
+
+
+BATCH_FAULTS = (
+    Mutant(
+        "a ticket that is made again has not the company that it had",
+        {f"{DISPATCH}:batch_of": only_wanted},
+        f"{BATCHES}:test_what_is_lost_is_made_again_in_the_same_company",
+        arguments={"what": "lose-images", "number": 1},
+    ),
+    Mutant(
+        "a batch is of whatever tickets wait",
+        {f"{DISPATCH}:batch_of": whatever_waits},
+        f"{BATCHES}:test_batches_are_of_prompts_of_about_one_length",
+        arguments={"size": 3},
+    ),
+)
