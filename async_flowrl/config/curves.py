@@ -54,3 +54,14 @@ def check_curves(config: Config) -> None:
             f"evaluate.baseline=true evaluates the base model, but the run starts from lora.path={config.lora.path}: "
             "leave one of them out"
         )
+
+
+def checkpoint_due(config: Config, version: int) -> bool:
+    """Returns True if `version` must have a checkpoint.
+
+    This holds for every `save.every`-th version and for the last one. If the best version is kept (`best_curve`), it
+    also holds for every version that is evaluated.
+    """
+    every = config.save.every
+    evaluated = best_curve(config) is not None and evaluation_due(config, version)
+    return evaluated or version == config.total_steps or (every > 0 and version % every == 0)

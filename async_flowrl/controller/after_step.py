@@ -82,11 +82,10 @@ class AfterStep:
         self.evaluations.check()
         await self.checkpoints.check()
         version = step + 1
-        if version < ctx.config.total_steps and evaluation_due(ctx.config, version):
-            await self.evaluations.start(ctx, version)
-        # Comes last: a measurement that is made before the writing could keep further calls of this step waiting.
         if self.checkpoints.due(version):
             await self._save(ctx, version)
+        if version < ctx.config.total_steps and evaluation_due(ctx.config, version):
+            await self.evaluations.start(ctx, version)
 
     async def amend(self, ctx: Context, step: int, metrics: Mapping[str, float]) -> None:
         """Adds metrics to the line of `step`, which is written already, and warns of them as of the others."""
@@ -111,7 +110,7 @@ class AfterStep:
     async def _settle(self, ctx: Context) -> None:
         """Makes the measurement that is owed, if one is; records a failure. Raises WorkerDied if no rank is left."""
         try:
-            await self.checkpoints.trainers.settling(ctx)()
+            await self.checkpoints.trainers.settle(ctx)
         except WorkerDied:
             raise
         except Exception as error:  # no error here may cost the trained weights

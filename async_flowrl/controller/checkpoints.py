@@ -6,18 +6,17 @@ use `find_resume` and the functions below it.
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from async_flowrl.config.curves import best_curve, evaluation_due
+from async_flowrl.config.curves import checkpoint_due
 from async_flowrl.config.schema import Config
 from async_flowrl.config.sections.tune import FULL
 from async_flowrl.controller.context import Context
 from async_flowrl.controller.fingerprint import config_hash, device_type, numerics
 from async_flowrl.controller.inputs import inputs_of
-from async_flowrl.controller.replica_calls import nothing_owed
 from async_flowrl.controller.shard_checkpoints import DISK_ERRORS, write_shares
 from async_flowrl.controller.trainer import TrainerGroup
 from async_flowrl.observability.run_directory import RunDirectory
@@ -59,14 +58,8 @@ class Checkpoints:
         self._inputs = inputs_of(self.requests)
 
     def due(self, version: int) -> bool:
-        """Returns True if `version` must have a checkpoint.
-
-        This holds for every `save.every`-th version and for the last one. If the best version is kept (`best_curve`),
-        it also holds for every version that is evaluated.
-        """
-        every = self.config.save.every
-        evaluated = best_curve(self.config) is not None and evaluation_due(self.config, version)
-        return evaluated or version == self.config.total_steps or (every > 0 and version % every == 0)
+        """Returns True if `version` must have a checkpoint."""
+        return checkpoint_due(self.config, version)
 
     async def insist(self, ctx: Context, version: int) -> None:
         """Writes the last checkpoint of the run, and tries again if that fails, because no later one can replace it.
@@ -84,10 +77,8 @@ class Checkpoints:
         """Starts the checkpoint of `version`, unless it is saved already; returns when the trainer's state is copied.
 
         The copy is written during the next updates. Only one checkpoint is written at a time, so this call first waits
-        for the one before. If the KL of the last step is owed (owed_kl.py), it is measured before the copy is written,
-        so that a run that goes on from the checkpoint has the whole line of metrics. At the end of a run the checkpoint
-        comes first, because the process may soon be killed. Raises the errors of `written`, and DeadlineExceeded if the
-        copy takes longer than `deadlines.update`.
+        for the one before. Raises the errors of `written`, and DeadlineExceeded if the copy takes longer than
+        `deadlines.update`.
         """
         await self.written()
         if version in self.saved:
@@ -103,10 +94,8 @@ class Checkpoints:
             "base_digest": self.base_digest,
             "curriculum": self.requests.curriculum.saved() if self.requests.curriculum else None,
         }
-        ends = version == self.config.total_steps or ctx.stop_requested()
-        settle = nothing_owed if ends else self.trainers.settling(ctx)
         self._writing = asyncio.create_task(
-            self._write_settled(settle, ctx, version, controller, writers), name=f"checkpoint {version}"
+            self._write(ctx, version, controller, writers), name=f"checkpoint {version}"
         )
 
     async def written(self) -> None:
@@ -114,7 +103,7 @@ class Checkpoints:
 
         A write that fails with one of DISK_ERRORS is logged as a warning. Raises SaveFailed for
         `limits.missed_checkpoints` of them in a row, WorkerFailed for other errors, WorkerDied, or DeadlineExceeded
-        after `deadlines.update`. Also raises the error of a measurement that was to be made before.
+        after `deadlines.update`.
         """
         if self._writing is not None:
             await self._writing
@@ -150,24 +139,6 @@ class Checkpoints:
                 await living.bury(ctx, error)
             else:
                 return writers
-
-    async def _write_settled(
-        self,
-        settle: Callable[[], Awaitable[None]],
-        ctx: Context,
-        version: int,
-        controller: dict[str, Any],
-        writers: Sequence[Worker],
-    ) -> None:
-        """Calls `settle`, then writes the copy as `_write` does. If `settle` fails, raises its error after that."""
-        failure: Exception | None = None
-        try:
-            await settle()
-        except Exception as error:  # the version is complete without what was to be measured
-            failure = error
-        await self._write(ctx, version, controller, writers)
-        if failure is not None:
-            raise failure
 
     async def _write(self, ctx: Context, version: int, controller: dict[str, Any], writers: Sequence[Worker]) -> None:
         """Has the first living one of the `writers` write its copy, and the others drop theirs.

@@ -46,10 +46,14 @@ class OwedKL:
     async def measured(self, ctx: Context, worker: str, measured: Measured, *, step: int | None) -> None:
         """Adds what `worker` has measured to the metrics of the step.
 
-        `step` is the training step under way, whose line of metrics is not written yet; None if all are written.
+        `step` is the training step under way, whose line of metrics is not written yet; None if all are written. A line
+        that cannot be written anew, because the disk is full for example, is logged and stays as it is.
         """
         for span in measured.spans:
             book_span(ctx.observer, worker, span)
         metrics = self.statistics.add_measurement(self.update, measured.metrics)
         if metrics and self.statistics.step != step:
-            await ctx.steps.amend(ctx, self.statistics.step, metrics)
+            try:
+                await ctx.steps.amend(ctx, self.statistics.step, metrics)
+            except OSError as error:
+                logger.warning("step %d: its KL could not be added to its metrics: %s", self.statistics.step, error)

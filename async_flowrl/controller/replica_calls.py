@@ -56,9 +56,6 @@ class ReplicaCalls:
         is True."""
         self._owed_kl: OwedKL | None = None
         """The optimizer step whose KL is to be measured as a part of the next one."""
-        self._measured_beside = asyncio.Event()
-        """Not set while a measurement is made beside the next optimizer step (`settling`)."""
-        self._measured_beside.set()
         self._measurement_seconds = 0.0
         """Duration of the last measurement, without its wait for a ticket; 0.0 before the first."""
 
@@ -176,24 +173,10 @@ class ReplicaCalls:
         if trains:
             sums.manifests |= dict(zip(replica.ranks, answers, strict=True))
 
-    def settling(self, ctx: Context) -> Callable[[], Awaitable[None]]:
-        """Returns a function that makes the measurement that is owed, if one is, beside the next optimizer step.
-
-        It must be called; the end of that step waits for it. The lines of metrics of all steps must be written.
-        """
-        owed, self._owed_kl = self._owed_kl, None
-        if owed is None:
-            return nothing_owed
-        ended = self._measured_beside = asyncio.Event()
-
-        async def measure() -> None:
-            try:
-                async with failing_as_one() as tasks:
-                    self._start_measurement(ctx, tasks, owed, None)
-            finally:
-                ended.set()
-
-        return measure
+    async def settle(self, ctx: Context) -> None:
+        """Makes the measurement that is owed, if one is, after the last step; all lines of metrics must be written."""
+        async with failing_as_one() as tasks:
+            self._measure_owed(ctx, tasks, None)
 
     def _owe(self, statistics: StepStatistics, stats: UpdateStats) -> None:
         """Records that the KL of the optimizer step is owed, unless its ranks have measured it or need not."""
@@ -204,13 +187,11 @@ class ReplicaCalls:
     def _measure_owed(self, ctx: Context, tasks: asyncio.TaskGroup, step: int | None) -> None:
         """Starts the measurement that is owed, if one is: before the groups of the next optimizer step are given.
 
-        `tasks` also wait for a measurement that is made beside the step. `step` is as in `OwedKL.measured`.
+        `step` is as in `OwedKL.measured`.
         """
         owed, self._owed_kl = self._owed_kl, None
         if owed is not None:
             self._start_measurement(ctx, tasks, owed, step)
-        if not self._measured_beside.is_set():
-            tasks.create_task(self._measured_beside.wait())
 
     def _start_measurement(self, ctx: Context, tasks: asyncio.TaskGroup, owed: OwedKL, step: int | None) -> None:
         """Starts the measurement on the rank that will be free first, unless all that can make it have died."""
@@ -255,10 +236,6 @@ class ReplicaCalls:
     @property
     def _alive(self) -> list[Replica]:
         return [replica for replica in self._replicas if not replica.dead]
-
-
-async def nothing_owed() -> None:
-    """Does nothing: no measurement is owed."""
 
 
 def now() -> float:

@@ -129,7 +129,7 @@ async def with_probe(
     which: tuple[int, ...] = ()
     if probe is not None and probe.meta is not None:
         which = tickets_of(probe.meta, [0], ctx.config.trainer.micro_batch_size)
-        later = measures_later(ctx.config)
+        later = measures_later(ctx.config, requests[0].step)
         requests = [
             replace(request, probe=probe.meta, probe_tickets=which, measures_later=later) for request in requests
         ]

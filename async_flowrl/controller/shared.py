@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
+from async_flowrl.config.curves import checkpoint_due
 from async_flowrl.config.schema import Config
 from async_flowrl.config.shared import SHARED
 from async_flowrl.controller.context import TICKETS_PER_WORKER, Context
@@ -34,13 +35,15 @@ def delivery_options(config: Config, stream: str, *, sharded: bool = False) -> D
     return replace(options, max_fan_out=UNLIMITED_FAN_OUT, node_fan_out=UNLIMITED_FAN_OUT) if direct else options
 
 
-def measures_later(config: Config) -> bool:
-    """Returns True if the KL of an optimizer step over several ranks is measured after the step (owed_kl.py).
+def measures_later(config: Config, step: int) -> bool:
+    """Returns True if the KL of an optimizer step over several ranks is measured after the training step (owed_kl.py).
 
     With `placement=shared` its measurement waits for a ticket. With a limit on the KL the step waits, too, because the
-    measurement decides it.
+    measurement decides it; and so it does if a checkpoint follows, since a run that goes on from there needs the step's
+    whole line of metrics.
     """
-    return config.placement == SHARED and config.algorithm.max_kl_per_update is None
+    limited = config.algorithm.max_kl_per_update is not None
+    return config.placement == SHARED and not limited and not checkpoint_due(config, step + 1)
 
 
 def occupy(ctx: Context, ranks: Iterable[int], *, trains: bool) -> None:

@@ -68,7 +68,7 @@ class ToySteps:
         self.lines[step].update(metrics)
 
     async def drain(self, ctx: Context) -> None:
-        await cast("TrainerGroup", ctx.trainer).settling(ctx)()
+        await cast("TrainerGroup", ctx.trainer).settle(ctx)
         await self.evaluations.drain()
 
     def abandon(self) -> None:

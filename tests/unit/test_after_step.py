@@ -52,7 +52,7 @@ def test_the_last_checkpoint_comes_first_then_the_measurement_then_evaluations(f
     config = Config(total_steps=1)
     config.evaluate.every = 1
     table = SimpleNamespace(step=1, published={1: "digest"})
-    trainers = SimpleNamespace(settling=lambda ctx: noted("KL", fault))
+    trainers = SimpleNamespace(settle=noted("KL", fault))
     failed = lambda what, error: did.append(f"{what}: {error}")  # noqa: E731
     records = cast("Any", SimpleNamespace(show=None, failed=failed, known=lambda version: False))
     checkpoints = cast("Any", SimpleNamespace(insist=noted("checkpoint"), trainers=trainers))

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Iterator
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -88,19 +87,20 @@ def test_the_weights_are_the_same_whoever_dies(
     assert len(events(found, "fault")) >= len(faults)
 
 
-def test_a_checkpoint_is_written_after_the_measurement_and_keeps_no_training_waiting(tmp_path: Path) -> None:
-    """The measurement of the first step takes 5 seconds; meanwhile groups of the next step are handed over."""
-    root, at_save = tmp_path / "run", list[tuple[float, set[int]]]()
+def test_a_step_before_a_checkpoint_has_its_whole_line_at_once(tmp_path: Path, calm: Path) -> None:
+    """So a run that goes on from the checkpoint lacks no number; the KL of any other step is measured after it."""
+    root, calls = tmp_path / "run", list[str]()
 
     def fault(worker: str, method: str, number: int) -> str | None:
+        calls.extend([method] if method in ("save", "measure_kl") else [])
         if method == "save" and (root / "metrics.jsonl").read_text():
-            handed = {event["step"] for event in events(root, "ticket") if event["state"] == "HANDED"}
-            at_save.append((line(root, 0)["kl_per_update"], handed))
-        return "delay" if method == "measure_kl" else None
+            assert line(root, 0)["kl_per_update"] > 0.0
+        return None
 
-    ran(root, 2, fault, save__every=1, total_steps=2)
-    kl, handed = at_save[0]
-    assert kl > 0.0 and handed == {0, 1}
+    ran(root, 2, fault, save__every=1)
+    assert logged(root) == logged(calm) and "measure_kl" not in calls and len(calls) >= 6
+    ran(tmp_path / "other", 2, fault)
+    assert logged(tmp_path / "other") == logged(calm) and "measure_kl" in calls
 
 
 def test_a_run_that_is_stopped_after_a_measured_step_has_the_whole_line_and_goes_on(tmp_path: Path, calm: Path) -> None:
@@ -112,24 +112,22 @@ def test_a_run_that_is_stopped_after_a_measured_step_has_the_whole_line_and_goes
             checkpoints.append(saved(root))
         return None
 
-    ran(root, 2, fault, disturb=stop, save__every=1)
+    ran(root, 2, fault, disturb=stop)
     assert checkpoints == [[0, 1]] and summary(root)["steps"] == 1
     assert line(root, 0)["kl_per_update"] > 0.0
-    ran(root, 2, save__every=1)
+    ran(root, 2)
     assert logged(root) == logged(calm)
 
 
-@pytest.mark.parametrize("stops", [True, False])
-def test_a_checkpoint_is_written_also_if_the_measurement_fails(
-    tmp_path: Path, stops: bool, caplog: pytest.LogCaptureFixture
+def test_a_measurement_that_fails_when_a_run_stops_is_recorded_under_its_own_name(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The failure of one that is made when the run stops is recorded under its own name, any other ends the run."""
     root = tmp_path / "run"
-
-    def fails(worker: str, method: str, number: int) -> str | None:
-        return "raise" if method == "measure_kl" else None
-
-    with nullcontext() if stops else pytest.raises(WorkerFailed, match="measure_kl"):
-        ran(root, 2, fails, disturb=stop if stops else None, save__every=1)
+    ran(root, 2, lambda worker, method, number: "raise" if method == "measure_kl" else None, disturb=stop)
     assert saved(root) == [0, 1] and "kl_per_update" not in line(root, 0)
-    assert ("KL of step 0: WorkerFailed" in caplog.text) == stops
+    assert "KL of step 0: WorkerFailed" in caplog.text
+
+
+def test_a_measurement_that_fails_while_a_run_goes_on_ends_it_by_name(tmp_path: Path) -> None:
+    with pytest.raises(WorkerFailed, match="measure_kl"):
+        ran(tmp_path / "run", 2, lambda worker, method, number: "raise" if method == "measure_kl" else None)
