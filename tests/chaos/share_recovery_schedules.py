@@ -36,6 +36,7 @@ IN_SHARES: dict[str, Any] = {
     "trainer__shard": "full",
     "trainer__num_workers": 2,
     "trainer__micro_batch_size": 2,
+    "algorithm__kl_probe_images": 0,  # a toy in shares would measure its own rows only
 }
 """Settings with which each of two trainer ranks has a share of the weights, and parts of each group to train."""
 DAMAGES = ("flip", "truncate", "remove")

@@ -155,8 +155,9 @@ def test_the_plan_of_a_toy_run_with_evaluations_is_the_toy_run(k: int, hand_over
     planned = [after - before for before, after in pairwise(plan.ends[2:])]
     if workers == 1 or k == 0:
         assert planned == pytest.approx(steps, abs=1e-6)
-    else:  # An evaluation ticket may come one step earlier or later, and the toy makes no pause after training.
-        assert sum(planned) == pytest.approx(sum(steps), abs=2 * patience(0.7))
+    else:  # The toy makes no pause after training, and one ticket of an evaluation, which takes a second and is shared
+        # by two devices in effect, may come before the last step in place of after it, since equal devices are chosen.
+        assert sum(planned) == pytest.approx(sum(steps), abs=1.0 / 2 + 2 * patience(0.7))
 
 
 def test_a_plan_from_a_run_has_its_evaluations(tmp_path: Path) -> None:
