@@ -35,15 +35,21 @@ def delivery_options(config: Config, stream: str, *, sharded: bool = False) -> D
     return replace(options, max_fan_out=UNLIMITED_FAN_OUT, node_fan_out=UNLIMITED_FAN_OUT) if direct else options
 
 
-def measures_later(config: Config, step: int) -> bool:
-    """Returns True if the KL of an optimizer step over several ranks is measured after the training step (owed_kl.py).
+def may_measure_later(config: Config) -> bool:
+    """Returns True if the KL of optimizer steps over several ranks may be measured after the steps (owed_kl.py).
 
     With `placement=shared` its measurement waits for a ticket. With a limit on the KL the step waits, too, because the
-    measurement decides it; and so it does if a checkpoint follows, since a run that goes on from there needs the step's
-    whole line of metrics.
+    measurement decides it.
     """
-    limited = config.algorithm.max_kl_per_update is not None
-    return config.placement == SHARED and not limited and not checkpoint_due(config, step + 1)
+    return config.placement == SHARED and config.algorithm.max_kl_per_update is None
+
+
+def measures_later(config: Config, step: int) -> bool:
+    """Returns True if the KL of an optimizer step of the training step is measured after it.
+
+    It is measured at once if a checkpoint follows, since a run that goes on from there needs the whole line of metrics.
+    """
+    return may_measure_later(config) and not checkpoint_due(config, step + 1)
 
 
 def occupy(ctx: Context, ranks: Iterable[int], *, trains: bool) -> None:
