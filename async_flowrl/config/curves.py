@@ -1,4 +1,4 @@
-"""The evaluation curves of a run: their names by the configuration, and the curve that selects the best version."""
+"""Evaluation curves of a run, the curve that selects the best version, and the versions to be evaluated and saved."""
 
 from async_flowrl.config.messages import unknown_name
 from async_flowrl.config.schema import Config

@@ -1,4 +1,4 @@
-"""How many trainer ranks share the base or, with tune=full, all weights, by the configuration alone."""
+"""Number of trainer ranks that share the base or, with tune=full, all weights, from the configuration alone."""
 
 from async_flowrl.config.schema import Config
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from async_flowrl.config.schema import Config
 from async_flowrl.config.shared import SHARED
-from async_flowrl.config.sharing import sharing_refusal
+from async_flowrl.config.shared_advice import sharing_refusal
 from async_flowrl.observability.events import Event, step_window
 from async_flowrl.observability.intervals import Interval, intersect, length
 from async_flowrl.observability.ledger import STATES, pool_of

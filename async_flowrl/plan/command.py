@@ -11,7 +11,7 @@ from dataclasses import replace
 from async_flowrl.config.elastic import bounds, elastic
 from async_flowrl.config.reward_pools import reward_pools
 from async_flowrl.config.schema import Config
-from async_flowrl.config.sharing import sharing_refusal
+from async_flowrl.config.shared_advice import sharing_refusal
 from async_flowrl.plan.advise import advise
 from async_flowrl.plan.calibrate import calibrate
 from async_flowrl.plan.laws import Law

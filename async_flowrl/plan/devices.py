@@ -4,7 +4,6 @@
 of process or several that share a device.
 """
 
-import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -28,9 +27,8 @@ from async_flowrl.plan.memory import (
 from async_flowrl.plan.meta_model import MetaModel, build_meta_model
 from async_flowrl.plan.peaks import remembered_training_peak, sampling_peak
 from async_flowrl.plan.seats import reward_seats
+from async_flowrl.plan.unplanned import or_warning
 from async_flowrl.rollout.vllm_omni.settings import FAMILIES as VLLM_FAMILIES
-
-logger = logging.getLogger(__name__)
 
 GIB = 2**30
 MEMORY_WARNING_SHARE = 0.9
@@ -62,14 +60,7 @@ def check_devices(config: Config, memory: Mapping[str, int]) -> list[str]:
     weights, optimizer and versions alone exceed the device, unless `allow_oom` is set. Any other failure, such as a
     model that cannot be planned, becomes a warning, because the run may still succeed.
     """
-    try:
-        return compared(config, memory)
-    except ConfigError:
-        raise
-    except Exception as error:
-        logger.info("no plan of the devices' memory", exc_info=True)
-        why = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
-        return [f"the devices' memory was not compared with a plan: {why}"]
+    return or_warning("the devices' memory", lambda: compared(config, memory))
 
 
 def compared(config: Config, memory: Mapping[str, int]) -> list[str]:

@@ -4,7 +4,6 @@
 activations, object store and models of rewards; importing this module loads no model code.
 """
 
-import logging
 from collections import Counter
 
 from async_flowrl.config.check import ConfigError
@@ -12,9 +11,8 @@ from async_flowrl.config.schema import Config
 from async_flowrl.plan.host_needs import PROCESS_BYTES
 from async_flowrl.plan.node_advice import advice
 from async_flowrl.plan.node_needs import gib, needs_on, processes_on
+from async_flowrl.plan.unplanned import or_warning
 from async_flowrl.run.hosts import Hosts, NodeProcesses
-
-logger = logging.getLogger(__name__)
 
 
 def check_hosts(config: Config, hosts: Hosts) -> list[str]:
@@ -24,14 +22,11 @@ def check_hosts(config: Config, hosts: Hosts) -> list[str]:
     unless `allow_oom` is set. Any other failure, such as a model whose tensors have other names than `full.freeze`,
     becomes a warning, because the run may still succeed.
     """
-    try:
+
+    def compare() -> list[str]:
         return [sentence for node in hosts.nodes if (sentence := compared(config, hosts, node)) is not None]
-    except ConfigError:
-        raise
-    except Exception as error:
-        logger.info("no plan of the nodes' memory", exc_info=True)
-        why = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
-        return [f"the nodes' memory was not compared with a plan: {why}"]
+
+    return or_warning("the nodes' memory", compare)
 
 
 def compared(config: Config, hosts: Hosts, node: NodeProcesses) -> str | None:

@@ -15,7 +15,7 @@ from async_flowrl.config.check import check
 from async_flowrl.config.schema import Config
 from async_flowrl.config.sections.monitor import MonitorConfig
 from async_flowrl.config.sections.reward import RewardConfig, RewardTerm
-from async_flowrl.config.sharing import sharing_refusal
+from async_flowrl.config.shared_advice import sharing_refusal
 from async_flowrl.observability.bottleneck import better_placement, bottleneck, unknown, verdict
 from async_flowrl.observability.extras import captions, picture_data
 from async_flowrl.observability.images import GAP, LINE_HEIGHT, MIN_SIDE, write_grid

@@ -1,4 +1,4 @@
-"""Whether a run could have `placement=shared`: advice to use it is decided by the checks that refuse it."""
+"""Refusal of `placement=shared` for a run that has another one, so that nobody is advised what would be refused."""
 
 from dataclasses import replace
 
