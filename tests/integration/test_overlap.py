@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.gates import updates_beside_generation
+from tests.integration.gates import generation_while_the_trainer_waits, updates_beside_generation
 from tests.integration.leaps import PATIENT, leaping_clock
 from tests.integration.runs import WHOLE, Run, train, train_here_on_ray
 
@@ -78,7 +78,7 @@ def test_a_delay_moves_the_seconds_of_its_stage_and_of_no_other(tmp_path: Path, 
 
 def test_the_pools_account_for_injected_time(tmp_path: Path) -> None:
     """All of it in the pool that spent it, and as waiting in the one that waited."""
-    with leaping_clock():
+    with leaping_clock(), generation_while_the_trainer_waits():
         run = train(tmp_path, "sync", "total_steps=2", *PATIENT, *delays(generate=DELAY))
     calls = len(run.tickets("RUNNING")) + len(run.tickets("RUNNING", kind="evaluation"))
     pools = run.summary["pools"]
