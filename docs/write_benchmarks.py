@@ -31,30 +31,30 @@ DOCS = Path(__file__).resolve().parent
 PAGE, MEASURED, PICTURE = DOCS / "benchmarks.md", DOCS / "measured", DOCS / "images" / "benchmark.png"
 
 
-def of_modes(found: Mapping[str, Any]) -> str:
+def of_modes(measured: Mapping[str, Any]) -> str:
     return (
-        f"{table.markdown(table.from_json(found))}\n![Images per second by mode, and the bound](images/benchmark.png)\n"
+        f"{table.markdown(table.from_json(measured))}\n![Images per second by mode, and the bound](images/benchmark.png)\n"
     )
 
 
-def of_targets(found: Mapping[str, Any]) -> str:
-    return suite.markdown(suite.from_dictionary(found))
+def of_targets(measured: Mapping[str, Any]) -> str:
+    return suite.markdown(suite.from_dictionary(measured))
 
 
-def of_controller(found: Sequence[Mapping[str, Any]]) -> str:
-    return controller.markdown([controller.Cost(**cost) for cost in found])
+def of_controller(measured: Sequence[Mapping[str, Any]]) -> str:
+    return controller.markdown([controller.Cost(**cost) for cost in measured])
 
 
-def of_frame(found: Mapping[str, Any]) -> str:
-    return frame_tables.markdown(frame_tables.from_json(found))
+def of_frame(measured: Mapping[str, Any]) -> str:
+    return frame_tables.markdown(frame_tables.from_json(measured))
 
 
-def of_threads(found: Mapping[str, Any]) -> str:
-    return frame_tables.threads_markdown(frame_tables.from_json(found))
+def of_threads(measured: Mapping[str, Any]) -> str:
+    return frame_tables.threads_markdown(frame_tables.from_json(measured))
 
 
-def of_placements(found: Mapping[str, Any]) -> str:
-    return placements.markdown(placements.from_json(found))
+def of_placements(measured: Mapping[str, Any]) -> str:
+    return placements.markdown(placements.from_json(measured))
 
 
 SECTIONS: Mapping[str, Callable[[Any], str]] = {

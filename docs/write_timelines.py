@@ -75,10 +75,10 @@ def schedules(work: Work = WORK) -> list[Schedule]:
     return [Schedule(title, *traced(work, layout, STEPS)) for title, layout in LAYOUTS.items()]
 
 
-def draw(found: Sequence[Schedule]) -> Figure:
+def draw(schedules: Sequence[Schedule]) -> Figure:
     """Returns the picture: a row per device, a bar per ticket or group, and a line at the end of each step."""
-    figure, axes = plt.subplots(len(found), 1, figsize=(10, 5.4), sharex=True, layout="constrained")
-    for axis, schedule in zip(axes, found, strict=True):
+    figure, axes = plt.subplots(len(schedules), 1, figsize=(10, 5.4), sharex=True, layout="constrained")
+    for axis, schedule in zip(axes, schedules, strict=True):
         _row(axis, schedule)
     axes[-1].set_xlabel("seconds")
     colours = [(SAMPLING[0], "samples, even step"), (SAMPLING[1], "odd step")]
