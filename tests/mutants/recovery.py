@@ -112,7 +112,7 @@ WORKER_FAULTS = (
     ),
     Mutant(
         "NaN is a reward",
-        {"tests.support.toy_models:toy_scores": lambda checked: lambda name, prompt, result, count: tuple(result)},
+        {"tests.support.toy_reward:toy_scores": lambda checked: lambda name, prompt, result, count: tuple(result)},
         f"{FAULTS}:test_a_reward_that_fails_once_is_asked_again",
         arguments={"what": "nan"},
         raises=("ValueError",),

@@ -5,7 +5,7 @@ from typing import Any
 
 from async_flowrl.tickets.table import FINAL, TRAIN, State
 from tests.mutants.mutation import Fault, Mutant, after, before
-from tests.support.toy_models import FloatSum
+from tests.support.float_sum import FloatSum
 
 TICKETS = "async_flowrl.tickets.table"
 PENDING = "async_flowrl.tickets.pending:PendingTickets.first"
@@ -154,7 +154,7 @@ ORDER = (
     ),
     Mutant(
         "gradients are added as floats",
-        {"tests.support.toy_models:ToyTrainer.sum_of_gradients": lambda exact: FloatSum},
+        {"tests.support.toy_trainer:ToyTrainer.sum_of_gradients": lambda exact: FloatSum},
         f"{LOOP}:test_groups_are_trained_in_whatever_order_they_get_ready",
         arguments={"k": 1},
     ),

@@ -17,8 +17,9 @@ from separation.group import WorkerDied, WorkerFailed
 from separation.supervise import DeadlineExceeded
 from tests.support.run_checks import check_bound, check_evaluation, check_once, check_watermarks
 from tests.support.toy import ToyRun, calm_run, toy_config, virtual
-from tests.support.toy_models import ToyReward, ToyRollout, toy_scores
 from tests.support.toy_pool import Fault, ListObserver, Timing, ToyPool, once
+from tests.support.toy_reward import ToyReward, toy_scores
+from tests.support.toy_rollout import ToyRollout
 
 Kill = Callable[[Context, Mapping[str, ToyPool]], Any]
 STEPS = 6

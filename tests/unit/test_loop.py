@@ -11,10 +11,11 @@ import pytest
 from async_flowrl.controller.context import Context
 from async_flowrl.tickets.table import EVALUATION
 from async_flowrl.training.messages import StepPlan, Summed, TrainRequest
+from tests.support.float_sum import FloatSum
 from tests.support.run_checks import STEPS, check_bound, check_evaluation, check_once, check_watermarks
 from tests.support.toy import ToyRun, calm_run, toy_config, virtual
-from tests.support.toy_models import FloatSum, ToyTrainer
 from tests.support.toy_pool import Timing, ToyPool
+from tests.support.toy_trainer import ToyTrainer
 
 MODES = {"sync": (0, "batch"), "stream": (0, "stream"), "one_step_off": (1, "batch"), "fully_async": (3, "stream")}
 MODE = pytest.mark.parametrize("mode", MODES)

@@ -26,7 +26,6 @@ from checkpoint_engine import RING, Ack, Header, Receiver, WeightsMismatch
 from separation.group import WorkerDied
 from tests.chaos.recovery_schedules import STEPS, undisturbed
 from tests.support.toy import toy_config
-from tests.support.toy_models import ToyReward, ToyRollout, ToyTrainer
 from tests.support.toy_pool import Fault, ListObserver, Timing, World, no_fault
 from tests.support.toy_recovery import (
     Disturb,
@@ -42,6 +41,9 @@ from tests.support.toy_recovery import (
     summary,
     toy_ranks_meet,
 )
+from tests.support.toy_reward import ToyReward
+from tests.support.toy_rollout import ToyRollout
+from tests.support.toy_trainer import ToyTrainer
 
 JUDGED = {"reward__terms": {"color": RewardTerm(name="tests.unit.rewards.own_rewards:Judge")}}
 """A reward that says that it is not deterministic (the toy pool scores in its place)."""
