@@ -13,7 +13,8 @@ DISPATCH, TRAINER = "async_flowrl.controller.dispatch", "async_flowrl.controller
 HANDED = "async_flowrl.controller.handed"
 SCORING = "async_flowrl.controller.scoring"
 RECEIVER = "checkpoint_engine.receiver:Receiver"
-LOOP, FAULTS, TABLE = "tests.unit.test_loop", "tests.unit.test_faults", "tests.unit.test_tickets"
+LOOP, HAND_OVER = "tests.unit.test_loop", "tests.unit.test_hand_over"
+FAULTS, TABLE = "tests.unit.test_faults", "tests.unit.test_tickets"
 STALE = {"mode": "one_step_off"}
 HANGS = ("Deadlock", "HorizonReached", "Stalled")
 
@@ -131,7 +132,7 @@ def call_scored(table: Any, step: int) -> None:
         ticket.scores = ticket.scores or ()
 
 
-STREAM = f"{LOOP}:test_streaming_trains_a_group_while_others_of_its_step_are_made"
+STREAM = f"{HAND_OVER}:test_streaming_trains_a_group_while_others_of_its_step_are_made"
 ORDER = (
     Mutant(
         "groups of a stream wait for the last of their step",
@@ -155,7 +156,7 @@ ORDER = (
     Mutant(
         "gradients are added as floats",
         {"tests.support.toy_trainer:ToyTrainer.sum_of_gradients": lambda exact: FloatSum},
-        f"{LOOP}:test_groups_are_trained_in_whatever_order_they_get_ready",
+        f"{HAND_OVER}:test_groups_are_trained_in_whatever_order_they_get_ready",
         arguments={"k": 1},
     ),
     Mutant(
@@ -178,7 +179,7 @@ ORDER = (
     Mutant(
         "rewards go to the wrong groups",
         {f"{HANDED}:group_advantages": lambda advantages: lambda *call: advantages(*call)[::-1]},
-        f"{LOOP}:test_batch_and_stream_make_the_same_weights",
+        f"{HAND_OVER}:test_batch_and_stream_make_the_same_weights",
         arguments={"k": 1},
     ),
     Mutant(
