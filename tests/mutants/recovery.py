@@ -19,6 +19,7 @@ RUN_RECOVERY, CHECKPOINTS, RESUME, AFTER_STEP = (
 LIMITS = "async_flowrl.config.sections.runtime:LimitsConfig"
 TRUNCATE = "async_flowrl.observability.metrics:MetricsLog.truncate"
 RECOVERY, RESUMED, SAVED = "tests.unit.test_recovery", "tests.unit.test_resume", "tests.unit.test_checkpoints"
+REWARDS = "tests.unit.test_reward_faults"
 
 
 def forgotten(lost_worker: Any) -> Any:
@@ -85,7 +86,7 @@ WORKER_FAULTS = (
     Mutant(
         "a lost payload is not made again",
         {f"{HANDED}:make_again": nothing},
-        f"{FAULTS}:test_a_lost_payload_is_made_again",
+        "tests.unit.test_lost_payloads:test_a_lost_payload_is_made_again",
         arguments={"what": "lose-trajectory", "state": "HANDED", "k": 1, "hand_over": "batch"},
         raises=HANGS,
     ),
@@ -106,14 +107,14 @@ WORKER_FAULTS = (
     Mutant(
         "a failing reward is skipped whatever the policy",
         {f"{DISPATCH}:score": before(skip_failures)},
-        f"{FAULTS}:test_a_reward_that_always_fails_ends_the_run_by_name",
+        f"{REWARDS}:test_a_reward_that_always_fails_ends_the_run_by_name",
         arguments={"what": "nan", "error": Exception, "text": "RewardError"},
         raises=("Failed",),
     ),
     Mutant(
         "NaN is a reward",
         {"tests.support.toy_reward:toy_scores": lambda checked: lambda name, prompt, result, count: tuple(result)},
-        f"{FAULTS}:test_a_reward_that_fails_once_is_asked_again",
+        f"{REWARDS}:test_a_reward_that_fails_once_is_asked_again",
         arguments={"what": "nan"},
         raises=("ValueError",),
     ),
