@@ -68,6 +68,15 @@ def started(cluster: Callable[[], Any]) -> Any:
     return cluster()
 
 
+@pytest.fixture(scope="module")
+def trained() -> Any:
+    """A tiny Qwen-Image whose adapter changes its output, as after training."""
+    from tests.integration.exported import LORA
+    from tests.support.tiny import adapted_policy
+
+    return adapted_policy(config=LORA)
+
+
 @pytest.fixture(scope="session")
 def full_run(tmp_path_factory: pytest.TempPathFactory) -> WatchedRun:
     """As people start it, a process on a Ray cluster of its own: two trainer ranks that send by gloo, two rollout

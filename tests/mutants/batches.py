@@ -4,10 +4,10 @@ from typing import Any
 
 from async_flowrl.tickets.table import EVALUATION, TRAIN, State
 from tests.mutants.mutation import Mutant, after
-from tests.mutants.tickets import DISPATCH, HANGS, LOOP, PENDING, TICKETS, whatever_is_held
+from tests.mutants.tickets import DISPATCH, HANGS, PENDING, TICKETS, whatever_is_held
 
 EVALUATIONS = "async_flowrl.controller.evaluation:Evaluations"
-BATCHES = "tests.unit.test_batches"
+BATCHES, BESIDE_TRAINING = "tests.unit.test_batches", "tests.unit.test_evaluations_beside_training"
 
 
 def labelled_newest(issue: Any) -> Any:
@@ -33,20 +33,20 @@ EVALUATION_FAULTS = (
     Mutant(
         "an evaluation starts before its weights are there",
         {PENDING: whatever_is_held(EVALUATION)},
-        f"{LOOP}:test_evaluation_changes_nothing_and_sees_its_own_version_only",
+        f"{BESIDE_TRAINING}:test_evaluation_changes_nothing_and_sees_its_own_version_only",
         arguments={"mode": "fully_async"},
         raises=("Refused",),
     ),
     Mutant(
         "an evaluation is labelled with the newest version",
         {f"{TICKETS}:TicketTable.issue_evaluation": labelled_newest},
-        f"{LOOP}:test_a_second_evaluation_waits_for_the_first_and_loses_nothing",
+        f"{BESIDE_TRAINING}:test_a_second_evaluation_waits_for_the_first_and_loses_nothing",
         raises=(*HANGS, "AssertionError"),
     ),
     Mutant(
         "an evaluation is a barrier",
         {f"{EVALUATIONS}.start": after(lambda evaluations, *args: evaluations.drain())},
-        f"{LOOP}:test_evaluation_is_no_barrier",
+        f"{BESIDE_TRAINING}:test_evaluation_is_no_barrier",
     ),
 )
 

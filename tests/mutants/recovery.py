@@ -18,7 +18,8 @@ RUN_RECOVERY, CHECKPOINTS, RESUME, AFTER_STEP = (
 )
 LIMITS = "async_flowrl.config.sections.runtime:LimitsConfig"
 TRUNCATE = "async_flowrl.observability.metrics:MetricsLog.truncate"
-RECOVERY = "tests.unit.test_recovery"
+RECOVERY, RESUMED, SAVED = "tests.unit.test_recovery", "tests.unit.test_resume", "tests.unit.test_checkpoints"
+REWARDS = "tests.unit.test_reward_faults"
 
 
 def forgotten(lost_worker: Any) -> Any:
@@ -85,7 +86,7 @@ WORKER_FAULTS = (
     Mutant(
         "a lost payload is not made again",
         {f"{HANDED}:make_again": nothing},
-        f"{FAULTS}:test_a_lost_payload_is_made_again",
+        "tests.unit.test_lost_payloads:test_a_lost_payload_is_made_again",
         arguments={"what": "lose-trajectory", "state": "HANDED", "k": 1, "hand_over": "batch"},
         raises=HANGS,
     ),
@@ -106,14 +107,14 @@ WORKER_FAULTS = (
     Mutant(
         "a failing reward is skipped whatever the policy",
         {f"{DISPATCH}:score": before(skip_failures)},
-        f"{FAULTS}:test_a_reward_that_always_fails_ends_the_run_by_name",
+        f"{REWARDS}:test_a_reward_that_always_fails_ends_the_run_by_name",
         arguments={"what": "nan", "error": Exception, "text": "RewardError"},
         raises=("Failed",),
     ),
     Mutant(
         "NaN is a reward",
-        {"tests.support.toy_models:toy_scores": lambda checked: lambda name, prompt, result, count: tuple(result)},
-        f"{FAULTS}:test_a_reward_that_fails_once_is_asked_again",
+        {"tests.support.toy_reward:toy_scores": lambda checked: lambda name, prompt, result, count: tuple(result)},
+        f"{REWARDS}:test_a_reward_that_fails_once_is_asked_again",
         arguments={"what": "nan"},
         raises=("ValueError",),
     ),
@@ -143,13 +144,13 @@ ATTEMPT_FAULTS = (
     Mutant(
         "metrics are not cut back when a run is resumed",
         {TRUNCATE: nothing},
-        f"{RECOVERY}:test_a_killed_controller_and_resume",
+        f"{RESUMED}:test_a_killed_controller_and_resume",
         arguments={"seconds": 17.0, "workers": 1},
     ),
     Mutant(
         "a return to a checkpoint is not recorded",
         {"async_flowrl.observability.events:EventLog.event": but_rollbacks},
-        f"{RECOVERY}:test_a_checkpoint_damaged_while_the_run_goes_on_is_passed_over",
+        f"{SAVED}:test_a_checkpoint_damaged_while_the_run_goes_on_is_passed_over",
     ),
     Mutant(
         "a worker without a model goes on into the next attempt",
@@ -168,31 +169,31 @@ ATTEMPT_FAULTS = (
     Mutant(
         "a damaged checkpoint is taken",
         {f"{RESUME}:find_checkpoint": lambda find: lambda directory, **_: next(iter(written(directory)), None)},
-        f"{RECOVERY}:test_a_checkpoint_damaged_while_the_run_goes_on_is_passed_over",
+        f"{SAVED}:test_a_checkpoint_damaged_while_the_run_goes_on_is_passed_over",
         raises=("DamagedCheckpoint", "WorkerFailed"),
     ),
     Mutant(
         "checkpoints of a history that has ended stay",
         {f"{RUN_RECOVERY}:drop_newer": nothing},
-        f"{RECOVERY}:test_an_older_checkpoint_on_purpose",
+        f"{RESUMED}:test_an_older_checkpoint_on_purpose",
     ),
     Mutant(
         "a checkpoint that could not be written counts as saved",
         {f"{CHECKPOINTS}:Checkpoints._write": after(count_as_saved)},
-        f"{RECOVERY}:test_the_last_checkpoint_is_insisted_on",
+        f"{SAVED}:test_the_last_checkpoint_is_insisted_on",
         arguments={"misses": 1},
     ),
     Mutant(
         "missed checkpoints are never an error",
         {f"{LIMITS}.missed_checkpoints": no_limit},
-        f"{RECOVERY}:test_a_disk_that_stays_full_ends_the_run_by_name",
+        f"{SAVED}:test_a_disk_that_stays_full_ends_the_run_by_name",
         arguments={"missed": 3},
         raises=("Failed",),
     ),
     Mutant(
         "the last checkpoint may be missing",
         {f"{CHECKPOINTS}:Checkpoints.insist": lambda insist: lambda checkpoints, *args: checkpoints.save(*args)},
-        f"{RECOVERY}:test_the_last_checkpoint_is_insisted_on",
+        f"{SAVED}:test_the_last_checkpoint_is_insisted_on",
         arguments={"misses": 2},
     ),
     Mutant(
@@ -214,13 +215,13 @@ ATTEMPT_FAULTS = (
     Mutant(
         "a reward that is not deterministic is asked again after a resume",
         {"async_flowrl.controller.score_log:ScoreLog.__contains__": lambda contains: lambda log, group: False},
-        f"{RECOVERY}:test_groups_are_not_scored_a_second_time_if_that_would_change_their_scores",
+        "tests.unit.test_scores_kept:test_groups_are_not_scored_a_second_time_if_that_would_change_their_scores",
         arguments={"killed": "controller"},
     ),
     Mutant(
         "an evaluation ends with its attempt",
         {f"{AFTER_STEP}._unevaluated": only_before_training},
-        f"{RECOVERY}:test_an_evaluation_that_its_attempt_did_not_finish_is_made_by_the_next",
+        "tests.unit.test_unfinished_evaluations:test_an_evaluation_that_its_attempt_did_not_finish_is_made_by_the_next",
         arguments={"k": 0, "number": 3},
     ),
 )

@@ -5,7 +5,7 @@ from typing import Any
 
 from async_flowrl.tickets.table import FINAL, TRAIN, State
 from tests.mutants.mutation import Fault, Mutant, after, before
-from tests.support.toy_models import FloatSum
+from tests.support.float_sum import FloatSum
 
 TICKETS = "async_flowrl.tickets.table"
 PENDING = "async_flowrl.tickets.pending:PendingTickets.first"
@@ -13,7 +13,8 @@ DISPATCH, TRAINER = "async_flowrl.controller.dispatch", "async_flowrl.controller
 HANDED = "async_flowrl.controller.handed"
 SCORING = "async_flowrl.controller.scoring"
 RECEIVER = "checkpoint_engine.receiver:Receiver"
-LOOP, FAULTS, TABLE = "tests.unit.test_loop", "tests.unit.test_faults", "tests.unit.test_tickets"
+LOOP, HAND_OVER = "tests.unit.test_loop", "tests.unit.test_hand_over"
+FAULTS, TABLE, REFUSALS = "tests.unit.test_faults", "tests.unit.test_tickets", "tests.unit.test_ticket_doors"
 STALE = {"mode": "one_step_off"}
 HANGS = ("Deadlock", "HorizonReached", "Stalled")
 
@@ -131,7 +132,7 @@ def call_scored(table: Any, step: int) -> None:
         ticket.scores = ticket.scores or ()
 
 
-STREAM = f"{LOOP}:test_streaming_trains_a_group_while_others_of_its_step_are_made"
+STREAM = f"{HAND_OVER}:test_streaming_trains_a_group_while_others_of_its_step_are_made"
 ORDER = (
     Mutant(
         "groups of a stream wait for the last of their step",
@@ -154,8 +155,8 @@ ORDER = (
     ),
     Mutant(
         "gradients are added as floats",
-        {"tests.support.toy_models:ToyTrainer.sum_of_gradients": lambda exact: FloatSum},
-        f"{LOOP}:test_groups_are_trained_in_whatever_order_they_get_ready",
+        {"tests.support.toy_trainer:ToyTrainer.sum_of_gradients": lambda exact: FloatSum},
+        f"{HAND_OVER}:test_groups_are_trained_in_whatever_order_they_get_ready",
         arguments={"k": 1},
     ),
     Mutant(
@@ -178,7 +179,7 @@ ORDER = (
     Mutant(
         "rewards go to the wrong groups",
         {f"{HANDED}:group_advantages": lambda advantages: lambda *call: advantages(*call)[::-1]},
-        f"{LOOP}:test_batch_and_stream_make_the_same_weights",
+        f"{HAND_OVER}:test_batch_and_stream_make_the_same_weights",
         arguments={"k": 1},
     ),
     Mutant(
@@ -216,26 +217,26 @@ DOORS = (
     Mutant(
         "a result of an earlier attempt is accepted",
         {f"{TICKETS}:TicketTable.generated": digest_taken_from("published")},
-        f"{TABLE}:test_a_result_made_with_other_weights_is_refused",
+        f"{REFUSALS}:test_a_result_made_with_other_weights_is_refused",
         raises=("Failed",),
     ),
     Mutant(
         "nobody compares what an evaluation was made with",
         {f"{TICKETS}:TicketTable.generated": digest_taken_from("evaluated")},
-        f"{TABLE}:test_an_evaluation_made_with_other_weights_is_refused",
+        f"{REFUSALS}:test_an_evaluation_made_with_other_weights_is_refused",
         raises=("Failed",),
     ),
     Mutant(
         "nobody asks at the trainer's door what a ticket was made with",
         {f"{TICKETS}:TicketTable.hand_over": before(take_for_known)},
-        f"{TABLE}:test_a_ready_ticket_made_with_other_weights_does_not_pass_the_trainers_door",
+        f"{REFUSALS}:test_a_ready_ticket_made_with_other_weights_does_not_pass_the_trainers_door",
         arguments={"published": "of another life"},
         raises=("Failed",),
     ),
     Mutant(
         "nobody asks at the trainer's door how old a ticket is",
         {f"{TICKETS}:TicketTable.hand_over": before(take_for_fresh)},
-        f"{TABLE}:test_a_ready_ticket_of_another_version_does_not_pass_the_trainers_door",
+        f"{REFUSALS}:test_a_ready_ticket_of_another_version_does_not_pass_the_trainers_door",
         raises=("Failed",),
     ),
 )

@@ -41,7 +41,7 @@ from async_flowrl.training.messages import Manifest, StepPlan, Summed, TrainRequ
 from async_flowrl.training.parts import RankPosition, parts_of
 from async_flowrl.types import Prompt, RolloutReport, RolloutRequest, Scores, Trajectory
 from checkpoint_engine import RING, Ack, Header, Layout, binding_probe, canary_tensors
-from tests.support.toy_models import ToySender, toy_lora, toy_tensors
+from tests.support.toy_weights import ToySender, toy_lora, toy_tensors
 
 WORKERS = (10, 30, 100, 300, 1000)
 STEPS, WARM_UP_STEPS = 6, 2

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from async_flowrl.config.sections.model import ModelConfig, TinyConfig
@@ -16,6 +17,8 @@ from tests.support.tiny import randomise, sampling, tensors
 
 NAMES = sorted(FAMILIES)
 TEXT, NEGATIVE = "red red red red", "a grey one"
+N = 3
+"""Images of a batch."""
 
 
 def model_config(family: str) -> ModelConfig:
@@ -55,3 +58,7 @@ def how(family: str, *, cfg: float = 1.0, **options: Any) -> Sampling:
 def conditioning(policy: Policy) -> tuple[Mapping[str, Tensor], Mapping[str, Tensor]]:
     (positive,), (negative,) = policy.encode([TEXT]), policy.encode([NEGATIVE], negative=True)
     return tensors(positive), tensors(negative)
+
+
+def latents(policy: Policy, n: int = N, seed: int = 0) -> Tensor:
+    return torch.randn(n, *policy.latent_shape(32), generator=torch.Generator().manual_seed(seed))

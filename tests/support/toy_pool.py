@@ -15,7 +15,7 @@ import numpy as np
 from async_flowrl.plan.virtual_pool import VirtualPool, VirtualWorker
 from async_flowrl.types import EVALUATION
 from separation.group import RefLost, WorkerDied, WorkerFailed, seated
-from tests.support.toy_models import Torn
+from tests.support.failing_disk import Torn
 
 SLOW_FACTOR = 100.0
 """Factor on the duration of a call with the fault "slow"."""

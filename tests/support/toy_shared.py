@@ -21,9 +21,11 @@ from async_flowrl.shared.turns import patience
 from async_flowrl.shared.worker import SharedRollout
 from separation.shared import SubGroup, Successors
 from tests.support.toy import TEXTS, Disturbance, ToyRun, toy_config, trained_on
-from tests.support.toy_models import ToyReward, ToyRollout, ToyTrainer
 from tests.support.toy_pool import Fault, ListObserver, Timing, ToyPool, ToyWorker, World, name_of, no_fault
 from tests.support.toy_recovery import toy_ranks_meet
+from tests.support.toy_reward import ToyReward
+from tests.support.toy_rollout import ToyRollout
+from tests.support.toy_trainer import ToyTrainer
 
 SAMPLING = ("generate", "generate/evaluation", "generate_together")
 TRAINING = ("train", "train_last", "proximal", "measure_kl")

@@ -29,7 +29,9 @@ from async_flowrl.training.shard_saving import ShardSaving, Written
 from checkpoint_engine import CANARY_VERSION, Layout, binding_probe, canary_tensors, weights_digest
 from checkpoint_engine.digest import tensor_bytes
 from checkpoint_engine.shards import shard_rows
-from tests.support.toy_models import SIZE, ToySender, ToyTrainer, failing_disk, toy_lora, toy_tensors
+from tests.support.failing_disk import failing_disk
+from tests.support.toy_trainer import ToyTrainer
+from tests.support.toy_weights import SIZE, ToySender, toy_lora, toy_tensors
 
 SHAPES: Mapping[str, tuple[int, ...]] = {
     **{name: tuple(tensor.shape) for name, tensor in toy_tensors().items()},

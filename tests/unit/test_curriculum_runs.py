@@ -9,9 +9,9 @@ import pytest
 from async_flowrl.config.sections.data import CurriculumConfig
 from async_flowrl.types import Prompt, Scores
 from tests.support.toy import ToyRun, toy_config, virtual
-from tests.support.toy_models import ToyReward
 from tests.support.toy_pool import ListObserver, Timing, World, no_fault
 from tests.support.toy_recovery import at, kill_after, logged, rollbacks, run_controller, summary
+from tests.support.toy_reward import ToyReward
 
 STEPS = 12
 DULL = ("prompt 1", "prompt 4")

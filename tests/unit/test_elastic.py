@@ -20,8 +20,8 @@ from separation.group import WorkerDied, WorkerFailed
 from tests.support.run_checks import check_bound, check_once, check_watermarks
 from tests.support.toy import Disturbance, ToyRun, calm_run, toy_config, virtual
 from tests.support.toy_growth import ToyGrowth
-from tests.support.toy_models import ToyRollout
 from tests.support.toy_pool import REBUILD_SECONDS, ListObserver, Timing, ToyPool, no_fault, once
+from tests.support.toy_rollout import ToyRollout
 
 STEPS = 6
 Pools = Mapping[str, ToyPool]

@@ -1,7 +1,7 @@
-"""Tests of workers that die, hang, lose values or return nonsense: the same weights, or a named error."""
+"""Tests of rollout workers and trainers that die, hang or hold wrong weights: the same weights, or a named error."""
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -10,39 +10,14 @@ from async_flowrl.controller.admission import StartError
 from async_flowrl.controller.context import Context
 from async_flowrl.controller.dispatch import TicketLost
 from async_flowrl.controller.sender_errors import SenderLate
-from async_flowrl.tickets.table import State
-from async_flowrl.types import Prompt, Scores
 from checkpoint_engine import WeightsMismatch
 from separation.group import WorkerDied, WorkerFailed
 from separation.supervise import DeadlineExceeded
-from tests.support.run_checks import check_bound, check_evaluation, check_once, check_watermarks
-from tests.support.toy import ToyRun, calm_run, toy_config, virtual
-from tests.support.toy_models import ToyReward, ToyRollout, toy_scores
-from tests.support.toy_pool import Fault, ListObserver, Timing, ToyPool, once
-
-Kill = Callable[[Context, Mapping[str, ToyPool]], Any]
-STEPS = 6
-
-
-def calm(k: int = 1, **changes: Any) -> ToyRun:
-    return calm_run(toy_config(k, steps=STEPS, **changes))
-
-
-def disturbed(fault: Fault, k: int = 1, *, timing: Timing | None = None, **changes: Any) -> ToyRun:
-    return virtual(toy_config(k, steps=STEPS, **changes), timing, fault)
-
-
-def always(worker: str, method: str, what: str) -> Fault:
-    return lambda name, called, number: what if name.startswith(worker) and called == method else None
-
-
-def check_recovered(found: ToyRun, k: int = 1) -> None:
-    """Something was injected, and nothing came of it but time."""
-    assert found.observer.of("injected"), "the disturbance did not happen"
-    check_bound(found, k)
-    check_once(found)
-    check_watermarks(found)
-    assert found.digest == calm(k).digest
+from tests.support.run_checks import STEPS, check_bound, check_once
+from tests.support.toy import toy_config, virtual
+from tests.support.toy_pool import ListObserver, Timing, ToyPool, once
+from tests.support.toy_rollout import ToyRollout
+from tests.unit.faulty_runs import always, calm, check_recovered, disturbed
 
 
 @pytest.mark.parametrize("k", [0, 1, 3])
@@ -196,153 +171,6 @@ def test_a_worker_that_computes_with_other_modules_never_serves(name: str, monke
     with pytest.raises(WeightsMismatch, match=f"layer at {name} "):
         virtual(toy_config(1), fault=once("rollout-0", "generate", 2, "kill"), observer=observer)
     assert not observer.of("ticket", state="RUNNING", worker=name)
-
-
-@pytest.mark.parametrize("what", ["kill", "hang", "raise", "nan", "count"])
-def test_a_reward_that_fails_once_is_asked_again(what: str) -> None:
-    found = disturbed(once("reward-0", "score", 3, what))
-    check_recovered(found)
-    (fault,) = found.observer.of("fault")
-    kinds = {"kill": "WorkerDied", "hang": "DeadlineExceeded"}
-    assert fault["kind"] == kinds.get(what, "WorkerFailed")
-    assert found.groups["reward"].replaced == (what in kinds)
-    if what in ("nan", "count"):
-        assert "RewardError" in fault["message"] and "must return 4 finite numbers" in fault["message"]
-
-
-@pytest.mark.parametrize(
-    ("what", "error", "text"),
-    [
-        ("raise", WorkerFailed, "raised RuntimeError: injected"),
-        ("nan", WorkerFailed, "raised RewardError: reward 'color' on prompt 'prompt 0' must return 4 finite numbers"),
-        ("count", WorkerFailed, r"raised RewardError: .*got shape \[3\]"),
-        ("hang", DeadlineExceeded, "score: train ticket 0 .* was not done within its deadline of 30 s"),
-        ("kill", WorkerDied, r"reward-0\.\d+ died: killed during score"),
-    ],
-)
-def test_a_reward_that_always_fails_ends_the_run_by_name(what: str, error: type[Exception], text: str) -> None:
-    with pytest.raises(error, match=text):
-        disturbed(always("reward-0", "score", what), data__shuffle=False)
-
-
-def test_retries_of_a_reward_back_off() -> None:
-    observer = ListObserver()
-    config = toy_config(1, steps=STEPS, reward__backoff=0.5, reward__retries=3)
-    with pytest.raises(WorkerFailed):
-        virtual(config, fault=always("reward-0", "score", "raise"), observer=observer)
-    first: dict[str, list[float]] = {}
-    for event in observer.of("injected"):
-        first.setdefault(event["worker"], []).append(event["time"])
-    times = [e["time"] for e in observer.of("fault")]
-    assert len(times) >= 4
-    own = [times[0], times[0] + 0.6, times[0] + 0.6 + 1.1, times[0] + 0.6 + 1.1 + 2.1]
-    assert all(any(abs(t - o) < 0.11 for t in times) for o in own)
-
-
-@pytest.mark.parametrize("hand_over", ["batch", "stream"])
-@pytest.mark.parametrize("result", [[1.0, 2.0, 3.0, float("nan")], [1.0], None])
-def test_groups_whose_reward_cannot_be_had_are_skipped_if_asked(
-    result: object, hand_over: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One prompt of five never gets a score: its groups leave a gap and the run goes on."""
-    score = ToyReward.score
-
-    def unlucky(self: ToyReward, prompt: Prompt, *images: Any) -> Scores:
-        return score(self, prompt, *images) if prompt.index != 2 else toy_scores("color", prompt, result, 4)
-
-    monkeypatch.setattr(ToyReward, "score", unlucky)
-    found = virtual(toy_config(1, hand_over=hand_over, steps=STEPS, reward__on_error="skip", reward__retries=1))
-    counts = found.table.counts()
-    skipped = found.observer.of("skipped")
-    assert len(skipped) > 0
-    assert (counts[State.SKIPPED], counts[State.TRAINED]) == (len(skipped), found.table.issued - len(skipped))
-    assert len(found.trained) == counts[State.TRAINED]
-    assert sum(line.get("tickets_skipped", 0) for line in found.lines) == len(skipped)
-    assert found.staleness() == [min(step, 1) for step in range(STEPS)]
-
-
-@pytest.mark.parametrize("hand_over", ["batch", "stream"])
-@pytest.mark.parametrize("k", [0, 1, 3])
-@pytest.mark.parametrize(("what", "state"), [("lose-images", "SCORING"), ("lose-trajectory", "HANDED")])
-def test_a_lost_payload_is_made_again(what: str, state: str, k: int, hand_over: str) -> None:
-    found = disturbed(once("rollout-0", "generate", 3, what), k, hand_over=hand_over)
-    check_recovered(found, k)
-    ordinal = next(e["ordinal"] for e in found.tickets("PENDING") if e["attempt"] == 1)
-    history = [e["state"] for e in found.observer.of("ticket", kind="train", ordinal=ordinal)]
-    assert history[history.index(state, 1) + 1] == "PENDING"
-    assert history.count("RUNNING") == 2
-    assert found.observer.of("fault")[0]["kind"] == "RefLost"
-
-
-def test_a_payload_lost_while_it_waits_for_the_trainer_is_made_again() -> None:
-    """One ticket of two in its group; the other comes again with it."""
-    hit: list[int] = []
-
-    async def lose(ctx: Context, groups: Mapping[str, ToyPool]) -> None:
-        while not hit:
-            await asyncio.sleep(0.05)
-            for ticket in ctx.table.live():
-                if ticket.state is State.READY and ticket.step == 3:
-                    ticket.payload[1].lost = True
-                    hit.append(ticket.ordinal)
-                    return
-
-    found = virtual(toy_config(1, steps=STEPS, ticket_size=2), disturb=lose)
-    assert hit and found.digest == calm().digest
-    assert found.table.retried == 2
-    check_once(found)
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("k", [0, 1, 3])
-def test_a_trajectory_lost_before_the_proximal_predictions_is_made_again(k: int, ranks: int) -> None:
-    """With several updates per batch the trainer looks at the later groups first, before its first update."""
-    changes = {"trainer__updates_per_batch": 2, "trainer__num_workers": ranks, "rollout__num_workers": 1}
-    found = disturbed(once("rollout-0", "generate", 7, "lose-trajectory"), k, **changes)
-    (fault,) = found.observer.of("fault", kind="RefLost")
-    history = [e["state"] for e in found.observer.of("ticket", kind="train", ordinal=6)]
-    assert history.count("RUNNING") == 2 and history[history.index("HANDED") + 1] == "PENDING"
-    others = [e["state"] for e in found.observer.of("ticket", kind="train", step=1) if e["time"] <= fault["time"]]
-    assert others.count("HANDED") == 4 and "TRAINED" not in others
-    trainers = found.groups["trainer"].workers
-    trained = sorted(each for worker in trainers for each in worker.target.trained)
-    assert [group for step, group, _ in trained if step == 1] == [0, 1, 2, 3] and len(trained) == 4 * STEPS
-    assert sum(worker.calls["proximal"] for worker in trainers) == 2 * STEPS + 1
-    check_bound(found, k)
-    assert found.digest == calm(k, trainer__updates_per_batch=2).digest != calm(k).digest
-
-
-@pytest.mark.parametrize("hand_over", ["batch", "stream"])
-def test_a_trajectory_that_one_of_several_trainer_ranks_lacks_is_made_again(hand_over: str) -> None:
-    found = disturbed(once("rollout-0", "generate", 3, "lose-trajectory"), trainer__num_workers=2, hand_over=hand_over)
-    assert len(found.observer.of("fault", kind="RefLost")) == 1
-    assert found.digest == calm().digest
-    trained = sorted(each for worker in found.groups["trainer"].workers for each in worker.target.trained)
-    assert [each[:2] for each in trained] == [(step, group) for step in range(STEPS) for group in range(4)]
-
-
-@pytest.mark.parametrize(("seed", "number"), [(2, 6), (3, 4), (5, 3), (8, 3)])
-def test_a_trajectory_is_made_again_while_another_trainer_rank_comes_to_its_group(seed: int, number: int) -> None:
-    """So few groups that ranks share them, and delays that let a rank come to a group while it has no payloads."""
-    changes = {"ticket_size": 1, "trainer__micro_batch_size": 2, "trainer__num_workers": 2, "prompts_per_step": 2}
-    config = toy_config(1, hand_over="stream", steps=3, **changes)
-    timing = Timing(seed=seed, spread=0.9, update=2.0, slow={"trainer-1": 2.0})
-    found = virtual(config, timing, once("rollout-0", "generate", number, "lose-trajectory"))
-    assert found.observer.of("fault", kind="RefLost")
-    assert found.digest == calm_run(config).digest
-
-
-def test_lost_images_of_an_evaluation_are_made_again() -> None:
-    def lose(worker: str, method: str, number: int) -> str | None:
-        return "lose-images" if method.startswith("generate") and number % 4 == 0 else None
-
-    found = disturbed(lose, evaluate__every=2, evaluate__before_training=True)
-    assert any(e["method"] == "generate/evaluation" for e in found.observer.of("injected"))
-    check_evaluation(found, [0, 2, 4, 6])
-    check_recovered(found)
-    pictures = [[image.tolist() for image in result.images] for result in found.evaluated]
-    plain = calm(evaluate__every=2, evaluate__before_training=True)
-    assert pictures == [[image.tolist() for image in result.images] for result in plain.evaluated]
 
 
 @pytest.mark.parametrize("what", ["kill", "hang", "raise"])

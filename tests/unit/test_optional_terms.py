@@ -17,9 +17,9 @@ from async_flowrl.rewards.base import RewardError
 from async_flowrl.types import Failure, Prompt, Scores
 from async_flowrl.verify import verify
 from tests.support.toy import ToyRun, toy_config, virtual
-from tests.support.toy_models import ToyReward
 from tests.support.toy_pool import ListObserver, Timing, World
 from tests.support.toy_recovery import logged, rollbacks, run_controller, summary
+from tests.support.toy_reward import ToyReward
 
 STEPS, UNLUCKY = 6, 2
 """The prompt that the optional term cannot score."""

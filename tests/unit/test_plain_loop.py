@@ -12,8 +12,10 @@ from async_flowrl.training.messages import GroupMeta, StepPlan, TrainRequest
 from async_flowrl.types import Prompt
 from checkpoint_engine import Draft, Layout
 from tests.support.toy import toy_config, virtual
-from tests.support.toy_models import ToyReward, ToyRollout, ToyTrainer
 from tests.support.toy_pool import Timing
+from tests.support.toy_reward import ToyReward
+from tests.support.toy_rollout import ToyRollout
+from tests.support.toy_trainer import ToyTrainer
 
 
 def plain_loop(config: Config) -> str:

@@ -27,7 +27,6 @@ from async_flowrl.verify import verify
 from separation.group import WorkerFailed
 from tests.chaos.share_recovery_schedules import IN_SHARES, STEPS, undisturbed
 from tests.support.toy import toy_config, toy_groups
-from tests.support.toy_models import copied
 from tests.support.toy_pool import Fault, ListObserver, Timing, World, no_fault
 from tests.support.toy_recovery import (
     Disturb,
@@ -43,6 +42,7 @@ from tests.support.toy_recovery import (
     toy_ranks_meet,
 )
 from tests.support.toy_shares import spoil_share
+from tests.support.toy_weights import copied
 
 Call = tuple[str, str, int]
 """A worker's name, a method, and the number of the call."""

@@ -100,7 +100,7 @@ def test_whether_ranks_shard_is_asked_of_the_whole_device_as_the_trainer_does() 
 
 
 def test_a_model_that_cannot_be_planned_is_said_and_runs() -> None:
-    config = small("model.family=tests.support.toy_models:Nothing")
+    config = small("model.family=tests.support.toy_rollout:Nothing")
     (warning,) = check_devices(config, {"trainer": GIB})
     assert "was not compared with a plan" in warning
 

@@ -23,11 +23,6 @@ def small(value: float = 1.0) -> Checkpoint:
     return Checkpoint(tensors, {"version": 1}, {"digests": {"0": "abc"}})
 
 
-@pytest.fixture(scope="module")
-def sampler() -> rig.Sampler:
-    return rig.Sampler(rig.tiny_config())
-
-
 def test_what_is_written_is_read(tmp_path: Path) -> None:
     path = write_checkpoint(tmp_path, 1, small(), keep=2)
     found = read_checkpoint(path)

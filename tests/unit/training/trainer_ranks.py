@@ -23,9 +23,9 @@ from async_flowrl.training.parts import cut, tickets_for, tickets_of
 from async_flowrl.training.worker import TrainerWorker
 from separation.rendezvous import join, leave, rank_environment
 from tests.support import trainer_rig as rig
+from tests.support.float_sum import FloatSum
 from tests.support.forked import METHOD
 from tests.support.ports import free_port
-from tests.support.toy_models import FloatSum
 
 Job = tuple[Config, list[list[rig.Handed]]]
 Outcome = dict[str, Any]

@@ -1,28 +1,18 @@
-"""Models of toy runs (toy.py): rollout, reward and trainer of a few numbers each, with real Publisher and Receiver."""
+"""ToyTrainer, the trainer rank's model of toy runs (toy.py), with real checkpoints."""
 
-import errno
-import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial, reduce
+from functools import reduce
 from pathlib import Path
 from typing import Any, cast
-from unittest import mock
 
 import numpy as np
 import torch
 
 from async_flowrl.algorithms.ema import ema_decay, old_policy_decay, update_average
-from async_flowrl.config.reward_pools import scoring_pools
 from async_flowrl.config.schema import Config
-from async_flowrl.config.sections.tune import FULL
-from async_flowrl.rewards.held_out import HeldOutScores
-from async_flowrl.rewards.results import group_result
-from async_flowrl.seeds import generator
 from async_flowrl.training.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
 from async_flowrl.training.exact import _TAIL, Account, ExactSum, _written, mark_of
-from async_flowrl.training.fsdp import World as TrainerWorld
 from async_flowrl.training.messages import (
     Fetched,
     GroupMeta,
@@ -35,248 +25,13 @@ from async_flowrl.training.messages import (
 )
 from async_flowrl.training.parts import RankPosition, cut, parts_of
 from async_flowrl.training.trust_region import MEASURED_EVERY_STEPS
-from async_flowrl.types import EMA, EVALUATION, POLICY, Prompt, RolloutReport, RolloutRequest, Scores, Trajectory
-from checkpoint_engine import (
-    CANARY_VERSION,
-    RING,
-    Header,
-    LoraModule,
-    Publisher,
-    Receiver,
-    ShardReceiver,
-    binding_probe,
-    canary_tensors,
-    weights_digest,
-)
-from checkpoint_engine import EVALUATION as EVALUATION_SLOT
+from async_flowrl.types import EMA, Trajectory
+from checkpoint_engine import weights_digest
+from tests.support.failing_disk import failing_disk
+from tests.support.toy_weights import LORA, SIZE, ToySender, copied, toy_tensors
 
-SIZE = 8
-LORA_ALPHA, LORA_RANK = 4.0, 2
-LORA: Mapping[str, Any] = {"alpha": LORA_ALPHA, "rank": LORA_RANK}
-"""What a LoRA's versions say of it; those of whole weights (tune=full) say nothing."""
 SAMPLING = "sampling"
 """Name of the old policy in checkpoints, an average of the trained weights that images are made with."""
-
-
-class Torn(BaseException):
-    """Stands for the end of the process that was writing."""
-
-
-@contextmanager
-def failing_disk(spoil: str | None, *, at: int) -> Iterator[None]:
-    """Makes the `at`-th fsync or rename in the block raise Torn (`spoil` is "torn") or report a full disk ("full").
-
-    None changes nothing. With "torn", the end of the block raises Torn if no call has.
-    """
-    if spoil is None:
-        yield
-        return
-    left = at
-
-    def spoilt(function: Any) -> Any:
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
-            nonlocal left
-            left -= 1
-            if left == 0:
-                raise Torn if spoil == "torn" else OSError(errno.ENOSPC, "No space left on device")
-            return function(*args, **kwargs)
-
-        return wrapper
-
-    with ExitStack() as patches:
-        for owner, name in ((os, "fsync"), (Path, "rename"), (Path, "replace")):
-            patches.enter_context(mock.patch.object(owner, name, spoilt(getattr(owner, name))))
-        yield
-    if spoil == "torn":
-        raise Torn
-
-
-def toy_tensors(seed: int = 0) -> dict[str, torch.Tensor]:
-    """Returns the tensors of one LoRA layer named "layer": A is random and B is zero, as at the start of a real run."""
-    return {
-        "layer.lora_A.weight": torch.randn(2, SIZE, generator=generator(seed)),
-        "layer.lora_B.weight": torch.zeros(SIZE, 2),
-    }
-
-
-def copied(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in tensors.items()}
-
-
-def toy_lora(tensors: Mapping[str, torch.Tensor]) -> dict[str, LoraModule]:
-    return {"layer": LoraModule(tensors["layer.lora_A.weight"], tensors["layer.lora_B.weight"], 2.0)}
-
-
-class ToyRollout:
-    """Makes images [1, 1, SIZE] whose bytes are computed from the live weights and the image's noise."""
-
-    receiver: Receiver
-    shards: ShardReceiver
-    """Takes versions that lie in shares on several trainer ranks."""
-
-    def __init__(self, config: Config, index: int, name: str) -> None:
-        self.config, self.name = config, name
-        self.tensors = toy_tensors(config.seed)
-        self.watermarks: list[tuple[int, str, str]] = []
-        """Per ticket: (version of the request, digest reported, digest of the live bytes at the end)."""
-        self.batches: list[tuple[int, ...]] = []
-        """Per batch of several tickets: their numbers, in order."""
-
-    def load(self) -> dict[str, str]:
-        """Makes the receiver, without which no other method works."""
-        streams = (POLICY,) if self.config.trainer.ema_decay is None else (POLICY, EMA)
-        lora: Mapping[str, Any] = {} if self.config.tune == FULL else LORA
-        self.receiver = Receiver(self.tensors, streams=streams, capacity=self.config.max_staleness + 1, **lora)
-        self.shards = ShardReceiver(self.receiver)
-        return {"base_digest": "toy"}
-
-    def prove(self, version: int) -> Any:
-        self.receiver.activate("policy", version)
-        return binding_probe(toy_lora(self.tensors))
-
-    def generate(self, request: RolloutRequest) -> tuple[RolloutReport, Any, Trajectory | None]:
-        averaged = request.kind == EVALUATION and self.config.trainer.ema_decay is not None
-        slot = EVALUATION_SLOT if request.kind == EVALUATION and not averaged else RING
-        digest = self.receiver.activate(EMA if averaged else POLICY, request.version, slot=slot)
-        a, b = (self.tensors[f"layer.lora_{x}.weight"] for x in "AB")
-        noise = torch.stack([torch.randn(SIZE, generator=generator(s)) for s in request.initial_seeds])
-        values = noise + 2.0 * noise @ a.T @ b.T
-        images = (torch.sigmoid(values) * 255).to(torch.uint8).numpy().reshape(len(values), 1, 1, SIZE)
-        trajectory = Trajectory(values.numpy(), (0, 1), (0,), values[:, :1].numpy(), np.zeros(2, np.float32), {})
-        self.watermarks.append((request.version, digest, self.receiver.live_digest()))
-        report = RolloutReport(request.ordinal, request.version, digest, len(images), ())
-        return report, images, None if request.kind == EVALUATION else trajectory
-
-    def generate_together(self, requests: Sequence[RolloutRequest]) -> tuple[Any, ...]:
-        """Makes a batch in which each ticket's latents depend on the other tickets, much more than in a real batch."""
-        self.batches.append(tuple(request.ordinal for request in requests))
-        company = np.float32(sum((place + 1) * request.ordinal for place, request in enumerate(requests)) % 97)
-        made = [self.generate(request) for request in requests]
-        payloads = [
-            part
-            for _, images, trajectory in made
-            for part in (images, trajectory and replace(trajectory, latents=trajectory.latents + company / 97))
-        ]
-        return [report for report, _, _ in made], *payloads
-
-
-def toy_scores(name: str, prompt: Prompt, result: list[float], count: int) -> tuple[float, ...]:
-    """Returns the result as scores, or raises RewardError as a real reward worker does."""
-    return group_result(f"reward {name!r} on prompt {prompt.text!r}", result, count).scores
-
-
-class ToyReward:
-    def __init__(self, config: Any, index: int, name: str) -> None:
-        self.name, pool = name, name.rpartition("-")[0] or name
-        (own,) = (own for own in scoring_pools(config) if own.name == pool)
-        self.terms = own.config(config.reward).terms
-        self.spoil: str | None = None
-        """Fault of the next result: "nan" (a NaN in it), "count" (a score too few), or None."""
-        self.later = {("later", index) for index in range(10)}
-
-    def score(self, prompt: Prompt, *images: Any) -> Scores:
-        return self.score_terms(None, prompt, *images)
-
-    def score_terms(self, only: Sequence[str] | None, prompt: Prompt, *images: Any) -> Scores:
-        values = [float(x.mean()) for image in images for x in image]
-        result = {"nan": [*values[:-1], float("nan")], "count": values[:-1]}.get(self.spoil or "", values)
-        self.spoil = None
-        by_term = {name: toy_scores(name, prompt, result, len(values)) for name in only or self.terms}
-        total = tuple(sum(self.terms[name].weight * by_term[name][i] for name in by_term) for i in range(len(values)))
-        return Scores(total, by_term)
-
-    def score_held_out(self, names: Sequence[str], prompt: Prompt, *images: Any) -> HeldOutScores:
-        """Scores held-out terms; those named `never` always fail, those named `later` fail once per prompt."""
-        values = tuple(float(x.mean()) for image in images for x in image)
-        failed = {name: f"{name} failed" for name in names if name == "never" or (name, prompt.index) in self.later}
-        self.later -= {(name, prompt.index) for name in names}
-        answered = [name for name in names if name not in failed]
-        said = {"mean_grey": values, "said": tuple(f"image {index}" for index in range(len(values)))}
-        return HeldOutScores(dict.fromkeys(answered, values), failed, extras=dict.fromkeys(answered, said))
-
-
-class ToySender:
-    """Publishes a toy trainer's weights, in place of `training.publishing.PublishedStreams`."""
-
-    lora: Mapping[str, Any] = LORA
-
-    def __init__(
-        self,
-        tensors: Mapping[str, torch.Tensor],
-        retained: Mapping[int, Any],
-        averages: Mapping[str, Any],
-        live_versions: int,
-    ) -> None:
-        publisher = partial(Publisher, tensors, retain=live_versions, **self.lora)
-        self.policy, self.ema = publisher(POLICY), publisher(EMA)
-        self.retained, self.averages = retained, averages
-        self.kept: dict[tuple[str, int], Any] = {}
-        """Stream and version → the weights, for versions that an evaluation may still ask for."""
-
-    def weights(self, stream: str, version: int) -> Any:
-        """Returns the weights of a version that is there now, of the EMA those of the newest; None if it is gone."""
-        return self.averages[EMA] if stream == EMA else self.retained.get(version)
-
-    def clear(self) -> None:
-        self.policy.clear()
-        self.ema.clear()
-
-    def canary(self) -> dict[str, torch.Tensor]:
-        tensors = canary_tensors(self.policy.layout, 1)
-        self.policy.stage(CANARY_VERSION, tensors)
-        return binding_probe(toy_lora(tensors))
-
-    def canary_again(self) -> Any:
-        again = Publisher(canary_tensors(self.policy.layout, 1), **self.lora)
-        again.stage(CANARY_VERSION)
-        again.seal(CANARY_VERSION)
-        return again.payload(CANARY_VERSION)
-
-    def stage(self, version: int, stream: str) -> None:
-        getattr(self, stream).stage(version, self.weights(stream, version))
-
-    def take_over(self, stream: str, versions: Sequence[int], held: Sequence[int]) -> dict[int, Header]:
-        headers, publisher = {}, getattr(self, stream)
-        for version in versions:
-            if version not in publisher.retained():
-                own = self.retained.get(version) if stream == POLICY else None
-                if (tensors := own or self.kept.get((stream, version))) is None:
-                    continue
-                publisher.stage(version, tensors)
-            headers[version] = publisher.seal(version)
-            if version in held:
-                publisher.hold(version)
-        return headers
-
-    def keep(self, stream: str, version: int) -> None:
-        if (tensors := self.weights(stream, version)) is not None and (stream, version) not in self.kept:
-            self.kept[stream, version] = {name: tensor.clone() for name, tensor in tensors.items()}
-
-    def let_go(self, stream: str, version: int) -> None:
-        self.kept.pop((stream, version), None)
-
-
-class FloatSum(ExactSum):
-    """A mutant (a deliberately wrong variant) of ExactSum: it adds gradients as floats, so the order changes bits."""
-
-    def __init__(self, numel: int, device: torch.device) -> None:
-        super().__init__(numel, device)
-        self.floats = torch.zeros(numel, device=device)
-
-    def begin(self) -> None:
-        super().begin()
-        self.floats.zero_()
-
-    def add(self, gradient: torch.Tensor) -> torch.Tensor:
-        self.floats.add_(gradient)
-        return super().add(gradient)
-
-    def reduce(self, world: TrainerWorld) -> Account:
-        world.sum(self.floats)
-        return super().reduce(world)
-
-    def mean(self, out: torch.Tensor, rows: int) -> None:
-        torch.div(self.floats, rows, out=out)
 
 
 class OverPeers:

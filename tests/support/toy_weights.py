@@ -1,0 +1,92 @@
+"""Weights of toy runs (toy.py): those of one LoRA layer, and ToySender, which publishes them by real Publishers."""
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from async_flowrl.seeds import generator
+from async_flowrl.types import EMA, POLICY
+from checkpoint_engine import CANARY_VERSION, Header, LoraModule, Publisher, binding_probe, canary_tensors
+
+SIZE = 8
+LORA: Mapping[str, Any] = {"alpha": 4.0, "rank": 2}
+"""What a LoRA's versions say of it; those of whole weights (tune=full) say nothing."""
+
+
+def toy_tensors(seed: int = 0) -> dict[str, torch.Tensor]:
+    """Returns the tensors of one LoRA layer named "layer": A is random and B is zero, as at the start of a real run."""
+    return {
+        "layer.lora_A.weight": torch.randn(2, SIZE, generator=generator(seed)),
+        "layer.lora_B.weight": torch.zeros(SIZE, 2),
+    }
+
+
+def copied(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in tensors.items()}
+
+
+def toy_lora(tensors: Mapping[str, torch.Tensor]) -> dict[str, LoraModule]:
+    return {"layer": LoraModule(tensors["layer.lora_A.weight"], tensors["layer.lora_B.weight"], 2.0)}
+
+
+class ToySender:
+    """Publishes a toy trainer's weights, in place of `training.publishing.PublishedStreams`."""
+
+    lora: Mapping[str, Any] = LORA
+
+    def __init__(
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        retained: Mapping[int, Any],
+        averages: Mapping[str, Any],
+        live_versions: int,
+    ) -> None:
+        publisher = partial(Publisher, tensors, retain=live_versions, **self.lora)
+        self.policy, self.ema = publisher(POLICY), publisher(EMA)
+        self.retained, self.averages = retained, averages
+        self.kept: dict[tuple[str, int], Any] = {}
+        """Stream and version → the weights, for versions that an evaluation may still ask for."""
+
+    def weights(self, stream: str, version: int) -> Any:
+        """Returns the weights of a version that is there now, of the EMA those of the newest; None if it is gone."""
+        return self.averages[EMA] if stream == EMA else self.retained.get(version)
+
+    def clear(self) -> None:
+        self.policy.clear()
+        self.ema.clear()
+
+    def canary(self) -> dict[str, torch.Tensor]:
+        tensors = canary_tensors(self.policy.layout, 1)
+        self.policy.stage(CANARY_VERSION, tensors)
+        return binding_probe(toy_lora(tensors))
+
+    def canary_again(self) -> Any:
+        again = Publisher(canary_tensors(self.policy.layout, 1), **self.lora)
+        again.stage(CANARY_VERSION)
+        again.seal(CANARY_VERSION)
+        return again.payload(CANARY_VERSION)
+
+    def stage(self, version: int, stream: str) -> None:
+        getattr(self, stream).stage(version, self.weights(stream, version))
+
+    def take_over(self, stream: str, versions: Sequence[int], held: Sequence[int]) -> dict[int, Header]:
+        headers, publisher = {}, getattr(self, stream)
+        for version in versions:
+            if version not in publisher.retained():
+                own = self.retained.get(version) if stream == POLICY else None
+                if (tensors := own or self.kept.get((stream, version))) is None:
+                    continue
+                publisher.stage(version, tensors)
+            headers[version] = publisher.seal(version)
+            if version in held:
+                publisher.hold(version)
+        return headers
+
+    def keep(self, stream: str, version: int) -> None:
+        if (tensors := self.weights(stream, version)) is not None and (stream, version) not in self.kept:
+            self.kept[stream, version] = {name: tensor.clone() for name, tensor in tensors.items()}
+
+    def let_go(self, stream: str, version: int) -> None:
+        self.kept.pop((stream, version), None)

@@ -1,0 +1,31 @@
+"""Fixtures of every model family: a new family is one more parameter."""
+
+from typing import Any
+
+import pytest
+
+from async_flowrl.policies.base import Policy
+from tests.support.families import NAMES, adapted
+from tests.support.shared_models import SharedModels
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def family(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def policy(family: str) -> Policy:
+    return adapted(family)
+
+
+@pytest.fixture(scope="module")
+def plain(family: str, shared_models: SharedModels) -> Policy:
+    """The policy without an adapter."""
+    return shared_models.policy(family)
+
+
+@pytest.fixture(scope="module")
+def pipeline(family: str, shared_models: SharedModels) -> Any:
+    """diffusers' pipeline, without an adapter."""
+    return shared_models.pipeline(family)
