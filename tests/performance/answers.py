@@ -9,7 +9,7 @@ from statistics import median
 CLI = (sys.executable, "-m", "async_flowrl.cli.verbs")
 ANSWERS: Mapping[str, tuple[Sequence[str], int]] = {
     "`async-flowrl --version`": ((*CLI, "--version"), 0),
-    "`async-flowrl train total_stepz=3`": ((*CLI, "train", "total_stepz=3"), 2),
+    "a misspelled key after `async-flowrl train`": ((*CLI, "train", "total_stepz=3"), 2),
 }
 """What is asked → the command, and its exit code."""
 MOST_SECONDS = 1.0
