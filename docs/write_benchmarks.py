@@ -32,9 +32,8 @@ PAGE, MEASURED, PICTURE = DOCS / "benchmarks.md", DOCS / "measured", DOCS / "ima
 
 
 def of_modes(measured: Mapping[str, Any]) -> str:
-    return (
-        f"{table.markdown(table.from_json(measured))}\n![Images per second by mode, and the bound](images/benchmark.png)\n"
-    )
+    picture = "![Images per second by mode, and the bound](images/benchmark.png)"
+    return f"{table.markdown(table.from_json(measured))}\n{picture}\n"
 
 
 def of_targets(measured: Mapping[str, Any]) -> str:
