@@ -179,7 +179,7 @@ def test_dpo_value_and_gradient(levels: int, beta: float) -> None:
         total = total + 2 * torch.log1p(torch.exp(beta / 2 * (gains[0] - gains[1])))
     assert output.loss.shape == (2 * levels,)
     assert torch.equal(output.loss[:levels], output.loss[levels:]), "both rows carry the pair's loss"
-    assert output.loss.sum().item() == pytest.approx(float(total), rel=1e-4)
+    assert output.loss.sum().item() == pytest.approx(total.item(), rel=1e-4)
     parameters = list(networks["current"].parameters())
     got = torch.autograd.grad(output.loss.sum(), parameters)
     for value, wanted in zip(got, torch.autograd.grad(total, parameters), strict=True):

@@ -143,7 +143,7 @@ def test_value_and_gradient(name: str, settings: dict[str, Any]) -> None:
     assert output.loss.shape == (8,) and output.loss.dtype == torch.float32
     parameters = list(nets["current"].parameters())
     expected = reference_loss(name, batch, nets, settings)
-    assert output.loss.double().sum().item() == pytest.approx(float(expected), rel=2e-5, abs=2e-5)
+    assert output.loss.double().sum().item() == pytest.approx(expected.item(), rel=2e-5, abs=2e-5)
     got = torch.autograd.grad(output.loss.sum(), parameters)
     for value, wanted in zip(got, torch.autograd.grad(expected, parameters), strict=True):
         assert torch.allclose(value.double(), wanted.double(), rtol=2e-3, atol=2e-4 * float(wanted.abs().max()))
