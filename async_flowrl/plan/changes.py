@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from async_flowrl.config.check import check
-from async_flowrl.config.schema import Config
+from async_flowrl.config.schema import Config, mode_name
 from async_flowrl.tickets.arithmetic import check_batching
 
 
@@ -43,3 +43,9 @@ class Change:
         except ValueError:
             return False
         return True
+
+
+def fresh_images(config: Config) -> Change:
+    """Returns `max_staleness=0`, which makes fewer versions live, with the `mode` that it then is, if one is given."""
+    named = () if config.mode is None else (Change("mode", mode_name(0, config.hand_over)),)
+    return Change("max_staleness", 0, named)

@@ -13,7 +13,7 @@ from async_flowrl.config.reward_pools import is_scoring_pool
 from async_flowrl.config.schema import Config
 from async_flowrl.config.sections.tune import FULL
 from async_flowrl.config.shared import SHARED
-from async_flowrl.plan.changes import Change
+from async_flowrl.plan.changes import Change, fresh_images
 from async_flowrl.plan.memory import (
     MARGIN_SHARE,
     RUNTIME_BYTES,
@@ -187,7 +187,7 @@ def changes(title: str, config: Config, family: str = "") -> Sequence[Change]:
     if config.lora.rank > 1 and not full:
         savings.append(Change("lora.rank", config.lora.rank // 2))
     if config.max_staleness > 0:
-        savings.append(Change("max_staleness", 0))
+        savings.append(fresh_images(config))
     if title == ROLLOUT and family in VLLM_FAMILIES and not full:
         savings += [
             Change("rollout.engine", "vllm_omni", (Change("rollout.gpus_per_worker", gpus),))

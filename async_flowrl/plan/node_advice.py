@@ -5,10 +5,10 @@ from dataclasses import replace
 
 from async_flowrl.config.elastic import elastic
 from async_flowrl.config.pool_names import ROLLOUT, TRAINER
-from async_flowrl.config.schema import Config, mode_name
+from async_flowrl.config.schema import Config
 from async_flowrl.config.sections.tune import FULL
 from async_flowrl.config.shared import SHARED
-from async_flowrl.plan.changes import Change
+from async_flowrl.plan.changes import Change, fresh_images
 from async_flowrl.plan.host_memory import in_shares
 from async_flowrl.plan.host_needs import PROCESS_BYTES
 from async_flowrl.plan.memory import Footprint, in_one, rollout_footprint, trainer_footprint
@@ -49,8 +49,7 @@ def smaller(config: Config, hosts: Hosts, node: NodeProcesses) -> Iterator[Chang
     if config.model.dtype == "float32":
         yield Change("model.dtype", "bfloat16")
     if config.max_staleness > 0:
-        named = () if config.mode is None else (Change("mode", mode_name(0, config.hand_over)),)
-        yield Change("max_staleness", 0, named)
+        yield fresh_images(config)
     if trainer.ema_decay is not None:
         yield Change("trainer.ema_decay", None)
     yield from fewer_workers(config, hosts, node)

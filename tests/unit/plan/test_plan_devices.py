@@ -49,7 +49,8 @@ def test_what_a_refusal_names_does_fit() -> None:
 
 
 def test_a_refusal_names_no_setting_that_would_be_refused_itself() -> None:
-    """One-step-off has no max_staleness=0, 16 images cannot be shared by 32 ranks, shard=none stays on the device."""
+    """One-step-off has no max_staleness=0, but stream has; 16 images cannot be shared by 32 ranks, shard=none stays on
+    the device."""
     refused_themselves = ("max_staleness=0", "trainer.num_workers=32", "trainer.cpu_offload=true")
     ranks = ("trainer.num_workers=16", "trainer.micro_batch_size=1")
     for given in (ranks, (*ranks, "trainer.shard=none", "lora.rank=1")):
@@ -58,8 +59,11 @@ def test_a_refusal_names_no_setting_that_would_be_refused_itself() -> None:
         named = [each for each in refused_themselves if f" {each} (" in str(refused.value)]
         assert named == (["trainer.cpu_offload=true"] if "trainer.shard=none" not in given else [])
     smallest = ("model=tiny_sana", "lora.rank=1", "model.dtype=bfloat16", "rollout.text_encoder=offload")
-    with pytest.raises(ConfigError, match=r"no single setting would make it need less"):
+    with pytest.raises(ConfigError, match=r"not little enough, with max_staleness=0 mode=stream \("):
         check_devices(small(*smallest), {"rollout": 1000})
+    fresh = ("mode=stream", "max_staleness=0")
+    with pytest.raises(ConfigError, match=r"no single setting would make it need less"):
+        check_devices(small(*smallest, *fresh), {"rollout": 1000})
 
 
 def test_allow_oom_warns_and_goes_on() -> None:
