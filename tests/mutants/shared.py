@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from tests.mutants.mutation import Mutant, nothing
+from tests.mutants.mutation import Mutant, nothing, nothing_awaited
 from tests.mutants.tickets import RECEIVER
 
 RUNS, TURNS = "tests.unit.shared.test_shared_runs", "tests.unit.shared.test_turns"
@@ -60,6 +60,14 @@ def as_if_nobody_was_busy(of: Any) -> Any:
     return lambda owners, samples, now=0.0, *, busy=None: of(owners, samples, now)
 
 
+def whatever_may_limit_it(may_measure_later: Any) -> Any:
+    return lambda config: True
+
+
+def nobody(busy_ranks: Any) -> Any:
+    return lambda ctx, now: {}
+
+
 SHARED_FAULTS = (
     Mutant(
         "other weights than the first rank's are kept as that version",
@@ -99,5 +107,23 @@ SHARED_FAULTS = (
         f"{RUNS}:test_training_that_hangs_ends_the_run_by_name_as_in_a_separate_pool",
         arguments={"mode": "fully async", "workers": 1, "method": "train_last"},
         raises=("AssertionError", "Failed", "WorkerDied"),
+    ),
+    Mutant(
+        "the KL that may limit an optimizer step is measured after it",
+        {"async_flowrl.controller.shared:may_measure_later": whatever_may_limit_it},
+        f"{RUNS}:test_the_end_of_a_step_waits_for_a_ticket_only_to_limit_its_kl",
+        arguments={"mode": "one step off", "limit": 0.1},
+    ),
+    Mutant(
+        "a KL that is measured after its step is in no line of metrics",
+        {"async_flowrl.controller.owed_kl:OwedKL.measured": nothing_awaited},
+        f"{RUNS}:test_a_kl_that_is_measured_after_its_step_is_that_of_the_step",
+        arguments={"mode": "stream", "deaths": 0},
+        raises=("KeyError",),
+    ),
+    Mutant(
+        "a KL is measured by the first process, though another one's ticket ends earlier",
+        {"async_flowrl.controller.owed_kl:busy_ranks": nobody},
+        f"{RUNS}:test_a_kl_is_measured_by_the_process_whose_ticket_ends_first",
     ),
 )
