@@ -21,7 +21,7 @@ from async_flowrl.controller.step_metrics import StepStatistics
 from async_flowrl.training.messages import Layout, Measured, StepPlan, TrainRequest, UpdateStats
 from async_flowrl.training.parts import cut
 from separation.group import Worker, WorkerDied, WorkerFailed, WorkerGroup
-from separation.supervise import deadline
+from separation.supervise import DeadlineExceeded, deadline
 
 
 class ReplicaCalls:
@@ -204,7 +204,10 @@ class ReplicaCalls:
     async def _measure(
         self, ctx: Context, tasks: asyncio.TaskGroup, owed: OwedKL, worker: Worker, step: int | None
     ) -> None:
-        """Has a rank make the owed measurement; if it dies, another one does. Raises errors of a rank that lives."""
+        """Has a rank make the owed measurement; if it dies, another one does. Raises errors of a rank that lives.
+
+        A rank that hangs after the last step (`step` is None) is killed, so that another one gives the final weights.
+        """
         replica = self._replicas[worker.index]
         more = replica.waiting > 1 or (step is not None and bool(ctx.table.ready_groups(step)))
         try:
@@ -215,6 +218,11 @@ class ReplicaCalls:
             if not replica.dead:
                 raise
             self._start_measurement(ctx, tasks, owed, step)
+        except DeadlineExceeded as error:
+            if step is None:
+                worker.kill()
+                await self.living.bury(ctx, WorkerDied(worker.name, str(error)))
+            raise
         else:
             tasks.create_task(owed.measured(ctx, worker.name, measured, step=step))
 

@@ -8,7 +8,7 @@ from tests.mutants.mutation import Mutant, nothing, nothing_awaited
 from tests.mutants.tickets import RECEIVER
 
 RUNS, TURNS = "tests.unit.shared.test_shared_runs", "tests.unit.shared.test_turns"
-WORKER = "tests.unit.shared.test_shared_worker"
+WORKER, RECOVERY = "tests.unit.shared.test_shared_worker", "tests.unit.shared.test_shared_recovery"
 
 
 def no_patience(kept: Any) -> Any:
@@ -68,6 +68,10 @@ def nobody(busy_ranks: Any) -> Any:
     return lambda ctx, now: {}
 
 
+def from_the_weights_after_it(measure_after: Any) -> Any:
+    return lambda region, rows, before: measure_after(region, rows, region._inputs.parameters.values.data.clone())
+
+
 SHARED_FAULTS = (
     Mutant(
         "other weights than the first rank's are kept as that version",
@@ -125,5 +129,17 @@ SHARED_FAULTS = (
         "a KL is measured by the first process, though another one's ticket ends earlier",
         {"async_flowrl.controller.owed_kl:busy_ranks": nobody},
         f"{RUNS}:test_a_kl_is_measured_by_the_process_whose_ticket_ends_first",
+    ),
+    Mutant(
+        "a KL that is measured after its step is that between equal weights",
+        {"async_flowrl.training.trust_region:TrustRegion.measure_after": from_the_weights_after_it},
+        f"{WORKER}:test_the_end_of_a_step_waits_for_no_ticket_but_a_unit_of_training_does",
+        arguments={"measured": "after"},
+    ),
+    Mutant(
+        "a run that is stopped drops the KL of its last step",
+        {"async_flowrl.controller.after_step:AfterStep._settle": nothing_awaited},
+        f"{RECOVERY}:test_a_run_that_is_stopped_after_a_measured_step_has_the_whole_line_and_goes_on",
+        raises=("AssertionError", "KeyError"),
     ),
 )

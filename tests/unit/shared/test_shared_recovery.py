@@ -2,15 +2,27 @@
 
 import json
 from collections.abc import Iterator
+from errno import ENOSPC
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from async_flowrl.training.checkpoint_folder import checkpoint_step, written
 from separation.group import WorkerFailed
 from tests.support.toy_pool import Fault, ListObserver, Timing, World, once
-from tests.support.toy_recovery import Disturb, Groups, Outside, events, logged, rollbacks, run_controller, summary
+from tests.support.toy_recovery import (
+    Disturb,
+    Groups,
+    Outside,
+    evaluations,
+    events,
+    logged,
+    rollbacks,
+    run_controller,
+    summary,
+)
 from tests.support.toy_shared import shared_config, shared_toys
 
 SHAKEN = Timing(seed=3, spread=0.8, update=0.3)
@@ -29,6 +41,7 @@ def ran(
     k: int = 1,
     observer: ListObserver | None = None,
     disturb: Disturb | None = None,
+    timing: Timing = SHAKEN,
     **changes: Any,
 ) -> Path:
     """Returns `root`, in which a run or a part of it was made; `disturb` runs beside the controller."""
@@ -38,7 +51,7 @@ def ran(
     def fault(worker: str, method: str, number: int) -> str | None:
         return next((what for one in faults if (what := one(worker, method, number))), None)
 
-    world = World(SHAKEN, fault, observer or ListObserver())
+    world = World(timing, fault, observer or ListObserver())
     assert run_controller(config, root, world, disturb=disturb) is None
     return root
 
@@ -103,7 +116,7 @@ def test_a_step_before_a_checkpoint_has_its_whole_line_at_once(tmp_path: Path, c
     assert logged(tmp_path / "other") == logged(calm) and "measure_kl" in calls
 
 
-def test_a_run_that_is_stopped_after_a_measured_step_has_the_whole_line_and_goes_on(tmp_path: Path, calm: Path) -> None:
+def test_a_run_that_is_stopped_after_a_measured_step_has_the_whole_line_and_goes_on(tmp_path: Path) -> None:
     """The checkpoint comes first: the process may be killed at any moment then."""
     root, checkpoints = tmp_path / "run", list[list[int]]()
 
@@ -112,11 +125,12 @@ def test_a_run_that_is_stopped_after_a_measured_step_has_the_whole_line_and_goes
             checkpoints.append(saved(root))
         return None
 
-    ran(root, 2, fault, disturb=stop)
-    assert checkpoints == [[0, 1]] and summary(root)["steps"] == 1
-    assert line(root, 0)["kl_per_update"] > 0.0
-    ran(root, 2)
-    assert logged(root) == logged(calm)
+    with shared_toys():  # A mutant calls this test without its fixtures.
+        ran(root, 2, fault, disturb=stop)
+        assert checkpoints == [[0, 1]] and summary(root)["steps"] == 1
+        assert line(root, 0)["kl_per_update"] > 0.0
+        ran(root, 2)
+        assert logged(root) == logged(ran(tmp_path / "calm", 1))
 
 
 def test_a_measurement_that_fails_when_a_run_stops_is_recorded_under_its_own_name(
@@ -126,6 +140,30 @@ def test_a_measurement_that_fails_when_a_run_stops_is_recorded_under_its_own_nam
     ran(root, 2, lambda worker, method, number: "raise" if method == "measure_kl" else None, disturb=stop)
     assert saved(root) == [0, 1] and "kl_per_update" not in line(root, 0)
     assert "KL of step 0: WorkerFailed" in caplog.text
+
+
+@pytest.mark.parametrize("evaluates", [False, True])
+def test_a_measurement_that_hangs_when_a_run_stops_costs_neither_its_weights_nor_an_evaluation(
+    tmp_path: Path, evaluates: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The process that hangs is the first, which gives the final weights; it is killed, and another one gives them."""
+    settings: dict[str, Any] = {"evaluate__every": int(evaluates), "timing": Timing(generate=0.1, update=0.3)}
+    ran(calm := tmp_path / "calm", 2, disturb=stop, **settings)
+    ran(root := tmp_path / "run", 2, once("shared-0", "measure_kl", 1, "hang"), disturb=stop, **settings)
+    assert summary(root) == summary(calm) and summary(root)["steps"] == 1
+    assert bool(evaluations(root)) == evaluates and evaluations(root) == evaluations(calm)
+    assert "KL of step 0: DeadlineExceeded" in caplog.text
+    assert {event["worker"] for event in events(root, "fault")} >= {"trainer-0"} and not rollbacks(root)
+
+
+def test_a_kl_that_cannot_be_written_to_its_line_costs_nothing_else(
+    tmp_path: Path, calm: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    full = OSError(ENOSPC, "No space left on device")
+    with mock.patch("async_flowrl.observability.metrics.MetricsLog.amend", side_effect=full):
+        ran(root := tmp_path / "run", 2)
+    assert summary(root) == summary(calm) and "step 0: its KL could not be added to its metrics" in caplog.text
+    assert logged(root)[1:] == logged(calm)[1:] and "kl_per_update" not in line(root, 0)
 
 
 def test_a_measurement_that_fails_while_a_run_goes_on_ends_it_by_name(tmp_path: Path) -> None:

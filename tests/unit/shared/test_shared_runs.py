@@ -147,10 +147,21 @@ def test_a_kl_is_measured_by_the_process_whose_ticket_ends_first() -> None:
     assert unit["worker"] == "shared-1" and run.lines[0]["kl_per_update"] > 0.0
 
 
-def test_the_kl_of_the_last_step_is_measured_when_the_run_ends() -> None:
+def test_the_kl_of_the_last_step_is_measured_before_its_end() -> None:
+    """A checkpoint follows it. test_shared_recovery.py has the runs that are stopped after another step."""
     run = shared("one step off", 2, steps=1)
     check(run, "one step off", steps=1)
     assert run.lines[0]["kl_per_update"] > 0.0
+    assert not any(event["kind"] == "measure_kl" for event in run.observer.of("computed"))
+
+
+def test_a_kl_is_not_measured_if_all_that_took_its_step_have_died(caplog: pytest.LogCaptureFixture) -> None:
+    """The second process dies in step 0. Its successor takes part from step 1 on, and alone survives the first one."""
+    early, late = once("shared-1", "train", 1, "kill"), once("shared-0", "measure_kl", 1, "kill")
+    run = shared("one step off", 2, lambda *call: early(*call) or late(*call))
+    check(run, "one step off")
+    assert "step 0: its KL is not measured, as all that have taken it died" in caplog.text
+    assert not any("kl_per_update" in line for line in run.lines[:-1])
 
 
 def test_a_measurement_that_hangs_ends_the_run_by_name() -> None:
