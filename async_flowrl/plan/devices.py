@@ -7,6 +7,7 @@ of process or several that share a device.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from async_flowrl.config.check import ConfigError
 from async_flowrl.config.reward_pools import is_scoring_pool
@@ -29,6 +30,7 @@ from async_flowrl.plan.peaks import remembered_training_peak, sampling_peak
 from async_flowrl.plan.seats import reward_seats
 from async_flowrl.plan.unplanned import or_warning
 from async_flowrl.rollout.vllm_omni.settings import FAMILIES as VLLM_FAMILIES
+from async_flowrl.rollout.vllm_omni.settings import MAX_RANK, spread_sizes
 
 GIB = 2**30
 MEMORY_WARNING_SHARE = 0.9
@@ -94,7 +96,7 @@ def compared_rewards(config: Config, memory: Mapping[str, int]) -> list[str]:
         if held.resident > available:
             sentence = (
                 f"a {seat.title} holds {held.resident / GIB:.3g} GiB of reward models, its share of a device is "
-                f"{available / GIB:.3g} GiB: it would fit with {seat.key}={enough_gpus(held.total, size):g}"
+                f"{available / GIB:.3g} GiB: {seat_for(held, size, seat.key)}"
             )
             if not config.allow_oom:
                 raise ConfigError(f"{sentence}; allow_oom=true tries anyway")
@@ -102,6 +104,16 @@ def compared_rewards(config: Config, memory: Mapping[str, int]) -> list[str]:
         elif seat.known and held.total > MEMORY_WARNING_SHARE * available:
             warnings.append(tight(f"a {seat.title}", held, available))
     return warnings
+
+
+def seat_for(held: Footprint, device: int, key: str) -> str:
+    """Returns a clause with the share of a device that holds a reward worker, or with the device that it needs.
+
+    `device` is the memory of the device in bytes, `key` the name of the setting.
+    """
+    if held.resident > device:
+        return f"it needs a device of {math.ceil(held.total / GIB)} GiB"
+    return f"it would fit with {key}={enough_gpus(held.total, device):g}"
 
 
 def enough_gpus(needed: int, device: int) -> float:
@@ -153,7 +165,7 @@ def refusal(title: str, config: Config, model: MetaModel, device: Device) -> str
     parts = ", ".join(f"{name} {size / GIB:.3g}" for name, size in resident.items())
     left = {
         change: footprint(title, change.applied(config), scaled(change, config, model), device).resident
-        for change in changes(title, config, model.family)
+        for change in changes(title, config, model)
         if change.accepted(config)
     }
     smaller = sorted((change for change in left if left[change] < held.resident), key=lambda c: left[c])
@@ -168,7 +180,7 @@ def refusal(title: str, config: Config, model: MetaModel, device: Device) -> str
     )
 
 
-def changes(title: str, config: Config, family: str = "") -> Sequence[Change]:
+def changes(title: str, config: Config, model: MetaModel) -> Sequence[Change]:
     """Returns settings that reduce the lasting memory of a process, those that cost least speed or accuracy first."""
     trainer, rollout = config.trainer, config.rollout
     savings = []
@@ -188,13 +200,22 @@ def changes(title: str, config: Config, family: str = "") -> Sequence[Change]:
         savings.append(Change("lora.rank", config.lora.rank // 2))
     if config.max_staleness > 0:
         savings.append(fresh_images(config))
-    if title == ROLLOUT and family in VLLM_FAMILIES and not full:
-        savings += [
-            Change("rollout.engine", "vllm_omni", (Change("rollout.gpus_per_worker", gpus),))
-            for gpus in (2, 4, 8)
-            if gpus > rollout_ranks(config)
-        ]
+    if title == ROLLOUT and not full:
+        savings += _spread(config, model)
     return savings
+
+
+def _spread(config: Config, model: MetaModel) -> list[Change]:
+    """Returns changes that spread the network of a rollout worker over more GPUs, as far as vllm-omni can do that."""
+    if model.family not in VLLM_FAMILIES or config.lora.rank > MAX_RANK:
+        return []
+    network: Any = model.policy.transformer
+    sizes = spread_sizes(model.family, network.config).values()
+    return [
+        Change("rollout.engine", "vllm_omni", (Change("rollout.gpus_per_worker", gpus),))
+        for gpus in (2, 4, 8)
+        if gpus > rollout_ranks(config) and not any(size % gpus for size in sizes)
+    ]
 
 
 def _shared(config: Config) -> list[Change]:

@@ -34,7 +34,7 @@ def advice(title: str, config: Config, model: MetaModel, peaks: Peaks, device: D
     If no single setting is enough, the clause names those that need least. `title` is a name from `plan/devices.py`.
     """
     tried: list[tuple[Change, int]] = []
-    for change in smaller(title, config, model.family):
+    for change in smaller(title, config, model):
         if not change.accepted(config):
             continue
         now = counted(change, config, model, peaks)
@@ -52,7 +52,7 @@ def advice(title: str, config: Config, model: MetaModel, peaks: Peaks, device: D
     return in_words(tried, device)
 
 
-def smaller(title: str, config: Config, family: str) -> Iterator[Change]:
+def smaller(title: str, config: Config, model: MetaModel) -> Iterator[Change]:
     """Yields settings that may lower the peak of memory, those that cost the least speed or accuracy first."""
     trainer, rollout = config.trainer, config.rollout
     if title != ROLLOUT:
@@ -71,7 +71,7 @@ def smaller(title: str, config: Config, family: str) -> Iterator[Change]:
         yield Change(CHUNK, 1)
     if title != TRAINER and not rollout.vae_tiling:
         yield Change(BY_TILES, True)
-    yield from changes(title, config, family)
+    yield from changes(title, config, model)
 
 
 def counted(change: Change, config: Config, model: MetaModel, peaks: Peaks) -> Peaks:

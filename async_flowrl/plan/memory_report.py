@@ -139,6 +139,8 @@ def judged(process: Process, plan: MemoryPlan, config: Config, device_gib: float
 def cure(process: Process, plan: MemoryPlan, config: Config, device: Device) -> str:
     """Returns a clause with settings that make the process fit, or come nearest to it, or a larger device."""
     footprint, larger = process.footprint, f"a device of {math.ceil(process.footprint.total / GIB)} GiB"
+    if not process.kind and footprint.total > device.memory:
+        return f"it needs {larger}{process.caveat}"
     if not process.kind:
         return f"give it {enough_gpus(footprint.total, device.memory):g} of one{process.caveat}"
     if footprint.resident <= device.available:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from async_flowrl.config.schema import Config
+from async_flowrl.plan.sizes import Totals
 from async_flowrl.plan.text_lengths import text_lengths
 from async_flowrl.policies.architectures import KNOWN, Architecture
 from async_flowrl.policies.lora import attach_lora
@@ -19,7 +20,7 @@ from async_flowrl.policies.tuning import FullTuning, tuning_of
 
 
 @dataclass(frozen=True)
-class MetaModel:
+class MetaModel(Totals):
     """Policy without weights and its sizes; bytes are in the dtype that the run computes in.
 
     The adapter is what is trained: a LoRA, or with tune=full the trained weights of the transformer.
@@ -45,15 +46,6 @@ class MetaModel:
     family: str = ""
     full: bool = False
     """True: the trained parameters are the transformer's own (tune=full)."""
-
-    @property
-    def base_bytes(self) -> int:
-        return sum(self.block_bytes) + self.root_bytes
-
-    @property
-    def version_bytes(self) -> int:
-        """Bytes of one version as it is kept and sent; the trainer's own copy is float32."""
-        return self.adapter_parameters * self.itemsize
 
 
 def build_meta_model(config: Config) -> MetaModel:

@@ -50,8 +50,38 @@ class Sizes(Protocol):
     def full(self) -> bool: ...
 
 
+class _Counted(Protocol):
+    """The sizes from which `Totals` follow."""
+
+    @property
+    def block_bytes(self) -> tuple[int, ...]: ...
+
+    @property
+    def root_bytes(self) -> int: ...
+
+    @property
+    def adapter_parameters(self) -> int: ...
+
+    @property
+    def itemsize(self) -> int: ...
+
+
+class Totals:
+    """The sizes of a model that are sums and products of its other sizes."""
+
+    @property
+    def base_bytes(self: _Counted) -> int:
+        """Bytes of the base; its buffers are not among them."""
+        return sum(self.block_bytes) + self.root_bytes
+
+    @property
+    def version_bytes(self: _Counted) -> int:
+        """Bytes of one version as it is kept and sent; the trainer's own copy is float32."""
+        return self.adapter_parameters * self.itemsize
+
+
 @dataclass(frozen=True)
-class StoredSizes:
+class StoredSizes(Totals):
     """Sizes of a model by the headers of its files. Buffers that are not saved are left out, and so is a LoRA."""
 
     block_elements: tuple[int, ...]
@@ -93,12 +123,3 @@ class StoredSizes:
     @property
     def root_bytes(self) -> int:
         return self.root_elements * self.itemsize
-
-    @property
-    def base_bytes(self) -> int:
-        return sum(self.block_bytes) + self.root_bytes
-
-    @property
-    def version_bytes(self) -> int:
-        """Bytes of one version as it is kept and sent."""
-        return self.adapter_parameters * self.itemsize

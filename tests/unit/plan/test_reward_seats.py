@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -101,6 +102,8 @@ def test_a_seat_that_is_too_small_is_refused_before_models_are_loaded() -> None:
         refused.value
     )
     assert "it would fit with reward.terms.judge.gpus_per_worker=0.3; allow_oom=true" in str(refused.value)
+    with pytest.raises(ConfigError, match=r"device is 5 GiB: it needs a device of 24 GiB; allow_oom=true"):
+        check_devices(config, {"reward/judge": 20 * GIB - 1})
     config.allow_oom = True
     assert any("20 GiB of reward models" in warning for warning in check_devices(config, {"reward/judge": 79 * GIB}))
     config.reward.terms["judge"].options = {"gib": 16.0}
@@ -122,12 +125,16 @@ def test_the_memory_plan_shows_known_and_unknown_rewards(capsys: pytest.CaptureF
     assert memory_report.main([*words[:-2], "--device", "24"]) == 0
     said = capsys.readouterr().out
     assert "a worker of the pool reward does not fit 0.1 of 24 GiB" in said and "give it 0.2 of one" in said
+    assert memory_report.main([*words[:-2], "--device", "2"]) == 0
+    said = capsys.readouterr().out
+    assert "a worker of the pool reward does not fit 0.1 of 2 GiB" in said and "it needs a device of 5 GiB" in said
 
 
 def large_model() -> MetaModel:
     """Qwen-Image's bytes without its network."""
     blocks = (int(0.63 * GIB),) * 60
-    return MetaModel(None, 20, blocks, 0, 421_900_000, 8_292_166_656, 126_900_000, itemsize=2, family="qwen_image")  # type: ignore[arg-type]
+    policy: Any = SimpleNamespace(transformer=SimpleNamespace(config={"num_attention_heads": 24}))
+    return MetaModel(policy, 20, blocks, 0, 421_900_000, 8_292_166_656, 126_900_000, itemsize=2, family="qwen_image")
 
 
 def test_a_card_that_base_and_encoders_overflow_is_told_what_would_do_and_not_a_smaller_batch() -> None:
