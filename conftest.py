@@ -95,7 +95,7 @@ SHARED_CLUSTER = "ray_here"
 CLUSTERS = {SHARED_CLUSTER: "runs", "full_run": "runs", "stopped_run": "runs", "existing_cluster": "clusters"}
 """Fixture that starts a cluster → the lane of the tests that use it, which need no mark."""
 LONG = (
-    "tests/unit/plan/test_rehearsal.py",
+    "tests/unit/plan/test_rehearsal",
     "tests/unit/checkpoint_engine/test_engine_processes.py",
     "tests/integration/",
     "tests/chaos/",

@@ -1,7 +1,5 @@
 """Tests of refused input: one clear line, no traceback, exit code 2, and nothing is written or started."""
 
-import os
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from async_flowrl.main import home_expanded, main
-from tests.integration.runs import LIMIT, ROOT
 
 
 def refuse(arguments: Sequence[str], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> str:
@@ -26,6 +23,7 @@ def refuse(arguments: Sequence[str], capfd: pytest.CaptureFixture[str], monkeypa
 
 HERE = "runtime.backend=local"
 """For what is refused when the run is prepared, without the cluster that begins to start before (test_start.py)."""
+
 ONE_LINE = {
     "unknown key": (["total_stepz=3"], ["total_stepz", "did you mean 'total_steps'"]),
     "unknown key, appended": (["+algorithm.clip_rato=1"], ["algorithm.clip_rato", "did you mean 'clip_range'"]),
@@ -285,41 +283,8 @@ def test_what_only_the_model_knows_is_one_line_too_and_the_directory_stays_usabl
     assert "is not empty" not in refuse(["lora.targets=[to_qq]", *common], capfd, monkeypatch)
 
 
-def command(*arguments: str) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run(
-        [sys.executable, "-m", "async_flowrl.main", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=LIMIT
-    )
-
-
-def test_as_a_process(tmp_path: Path) -> None:
-    out = tmp_path / "run"
-    done = command("mode=one_stp_off", f"output_dir={out}")
-    assert done.returncode == 2
-    assert done.stderr.startswith("async_flowrl: mode must be one of")
-    assert len(done.stderr.splitlines()) == 1
-    assert done.stdout == ""
-    assert not out.exists()
-
-
 def test_home_is_expanded_where_the_shell_leaves_it_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     assert home_expanded("output_dir=~/runs/a") == f"output_dir={tmp_path}/runs/a"
     assert home_expanded("~reward.terms.color") == "~reward.terms.color"
     assert home_expanded("--config-name") == "--config-name"
-
-
-def test_another_package_of_the_same_name_is_refused(tmp_path: Path) -> None:
-    """PyPI's checkpoint-engine installs the same import name."""
-    (tmp_path / "checkpoint_engine").mkdir()
-    (tmp_path / "checkpoint_engine" / "__init__.py").touch()
-    ended = subprocess.run(
-        [sys.executable, "-m", "async_flowrl.main"],
-        env={**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert ended.returncode == 2, ended.stderr
-    assert f"checkpoint_engine is imported from {tmp_path}" in ended.stderr
-    assert "Traceback" not in ended.stderr

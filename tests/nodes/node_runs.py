@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.nodes.pretended_nodes import Node, end_tree
+from tests.nodes.node_processes import end_tree
+from tests.nodes.pretended_nodes import Node
 
 TINY = (
     "group_size=4",

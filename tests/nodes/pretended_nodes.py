@@ -21,6 +21,8 @@ from typing import Any
 
 import psutil
 
+from tests.nodes.node_processes import COMMAND_SECONDS, end_tree, run, title
+
 ROOT = Path(__file__).parents[2]
 NETWORK, INTERFACE = "10.77.0", "eth1"
 """Prefix of the addresses by which nodes reach each other, and the name of their interface."""
@@ -29,7 +31,6 @@ OUTWARD = "10.0.2.15"
 node."""
 PORT = 6379
 SIDE_BY_SIDE = 2
-COMMAND_SECONDS = 60.0
 START_SECONDS, START_ATTEMPTS = 180.0, 3
 RAY_COMMAND = str(Path(sys.executable).with_name("ray"))
 RAY = {
@@ -281,26 +282,3 @@ class Nodes:
     def close(self) -> None:
         for spaces in [node.spaces for node in self.nodes] + ([self._switch] if self._switch else []):
             spaces.close()
-
-
-def run(command: Sequence[str]) -> None:
-    """Runs a command. Raises RuntimeError, with its error output, if it fails."""
-    done = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_SECONDS, check=False)
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip()}")
-
-
-def title(process: psutil.Process) -> str:
-    """Returns the last path component of the program, or the whole title if the process sets one, as Ray workers do."""
-    try:
-        words = process.cmdline()
-    except psutil.NoSuchProcess:
-        return ""
-    return Path(words[0]).name if words and words[0].startswith("/") else " ".join(words)
-
-
-def end_tree(process: "subprocess.Popen[str]") -> None:
-    """Kills a program and all processes that it has started."""
-    for one in [*psutil.Process(process.pid).children(recursive=True), process]:
-        one.kill()
-    process.wait(COMMAND_SECONDS)

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.nodes.node_processes import end_tree
 from tests.nodes.node_runs import HEADLESS, RunOnNodes, start
-from tests.nodes.pretended_nodes import Nodes, end_tree
+from tests.nodes.pretended_nodes import Nodes
 
 pytestmark = [pytest.mark.nodes, pytest.mark.slow, pytest.mark.serial, pytest.mark.timeout(900)]
 

@@ -100,14 +100,14 @@ def test_a_run_directory_that_a_trainer_node_does_not_see_is_refused(nodes: Node
 def test_nodes_end_with_the_process_that_made_them(allowed: None, tmp_path: Path) -> None:
     """This holds even if that process gets SIGKILL: no process, cable or mount is left."""
     program = (
-        "import sys, time; from pathlib import Path; from pretended_nodes import Nodes\n"
+        "import sys, time; from pathlib import Path; from tests.nodes.pretended_nodes import Nodes\n"
         "nodes = Nodes(Path(sys.argv[1]), [{}, {}]).__enter__()\n"
         "print(*(n.spaces.pid for n in nodes.nodes), flush=True); time.sleep(60)"
     )
     before = links()
     maker = subprocess.Popen(
         [sys.executable, "-c", program, str(tmp_path)],
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parent)},
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE,
         text=True,
     )

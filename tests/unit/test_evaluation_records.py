@@ -10,26 +10,25 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from async_flowrl.config.curves import best_curve, check_curves
 from async_flowrl.config.schema import Config
-from async_flowrl.config.sections.evaluate import EvaluateConfig, HeldOutConfig
-from async_flowrl.config.sections.reward import RewardConfig, RewardTerm, ServeConfig
-from async_flowrl.config.sections.save import SaveConfig
+from async_flowrl.config.sections.evaluate import HeldOutConfig
+from async_flowrl.config.sections.reward import RewardTerm
 from async_flowrl.controller.evaluation import EvaluationResult
 from async_flowrl.controller.evaluation_records import EvaluationRecords
 from async_flowrl.observability.evaluations import EvaluationLog
 from async_flowrl.observability.images import LINE_HEIGHT
 from async_flowrl.observability.metrics import MetricsLog
 from async_flowrl.observability.run_directory import RunDirectory
-from async_flowrl.rewards.held_out import HeldOutScores, check_held_out
-from async_flowrl.rewards.served import check_served
+from async_flowrl.rewards.held_out import HeldOutScores
 from async_flowrl.training.checkpoint import Checkpoint, write_checkpoint
 from async_flowrl.training.checkpoint_folder import checkpoint_step, written
 from async_flowrl.types import Prompt, Sampling, Scores
 from tests.support.toy import ToyRun, toy_config, virtual
 from tests.support.toy_pool import no_fault
+from tests.unit.recorded_evaluations import config_of
 
 PROMPTS, IMAGES = 12, 2
+
 TERMS = {"good": RewardTerm(), "later": RewardTerm(), "never": RewardTerm()}
 
 
@@ -101,19 +100,6 @@ class Told:
 
     def event(self, event: str, **fields: Any) -> None:
         self.events.append({"event": event, **fields})
-
-
-def config_of(on_hacking: str = "warn", best: str | None = None) -> Config:
-    return Config(
-        total_steps=40,
-        reward=RewardConfig(terms={"size": RewardTerm(name="jpeg_compressibility")}),
-        evaluate=EvaluateConfig(
-            every=10,
-            on_hacking=on_hacking,
-            reward=HeldOutConfig(terms={"ocr": RewardTerm(), "blue": RewardTerm(weight=0)}),
-        ),
-        save=SaveConfig(best=best),
-    )
 
 
 def records(root: Path, config: Config, told: Told) -> EvaluationRecords:
@@ -267,54 +253,3 @@ def test_the_baseline_is_no_version_that_could_be_the_best(tmp_path: Path) -> No
     assert line["evaluation_baseline/held_out/ocr/mean"] == pytest.approx(5.0, abs=0.1)
     shown(found, *CURVE[:2])
     assert found.spare()[0] == 10
-
-
-@pytest.mark.parametrize(
-    ("change", "sentence"),
-    [
-        (lambda c: setattr(c.save, "best", "orc"), "did you mean 'ocr'"),
-        (
-            lambda c: setattr(c.evaluate, "reward", HeldOutConfig()) or setattr(c.evaluate, "on_hacking", "stop"),
-            "held-out",
-        ),
-        (lambda c: setattr(c.evaluate, "baseline", True) or setattr(c.lora, "path", "x"), "lora.path=x"),
-    ],
-)
-def test_what_contradicts_itself_is_refused(change: Callable[[Config], None], sentence: str) -> None:
-    config = config_of()
-    change(config)
-    with pytest.raises(ValueError, match=sentence):
-        check_curves(config)
-
-
-@pytest.mark.parametrize(
-    ("terms", "sentence"),
-    [
-        ({"size": RewardTerm(name="ocr")}, "either trained on or held out"),
-        ({"reward": RewardTerm(name="ocr")}, "choose another key"),
-        ({"orc": RewardTerm()}, "evaluate.reward.terms.orc.*did you mean 'ocr'"),
-        (
-            {"away": RewardTerm(name="http")},
-            r"^evaluate\.reward\.terms\.away: .* or evaluate\.reward\.terms\.away\.serve ",
-        ),
-    ],
-)
-def test_held_out_terms_that_cannot_be_are_refused(terms: dict[str, RewardTerm], sentence: str) -> None:
-    config = config_of()
-    config.evaluate.reward.terms = terms
-    with pytest.raises(ValueError, match=sentence):
-        check_held_out(config)
-
-
-@pytest.mark.parametrize("section", ["reward.terms", "evaluate.reward.terms"])
-def test_a_servers_missing_requirements_are_named_by_the_key_of_their_section(section: str) -> None:
-    config = config_of()
-    term = RewardTerm(name="http", serve=ServeConfig(command="x {port}", requirements="nowhere.txt"))
-    (config.evaluate.reward if section.startswith("evaluate") else config.reward).terms["away"] = term
-    with pytest.raises(ValueError, match=rf"(?<!\.){section}\.away\.serve\.requirements"):
-        check_served(config)
-
-
-def test_a_run_that_the_alarm_may_end_keeps_its_best_by_the_first_term_that_judges() -> None:
-    assert best_curve(config_of("stop")) == "ocr" and best_curve(config_of()) is None
-    assert best_curve(config_of("stop", best="reward")) == "reward"

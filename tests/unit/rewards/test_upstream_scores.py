@@ -6,7 +6,7 @@ import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -22,13 +22,13 @@ from async_flowrl.rewards.clip_score import ClipScore
 from async_flowrl.rewards.hps import HPSv2, HPSv21, clean, prepared
 from async_flowrl.rewards.open_clip_weights import to_transformers
 from async_flowrl.rewards.pickscore import PickScore
-from async_flowrl.rewards.weights import check_package
 from async_flowrl.types import ByteArray, Prompt
 from tests.support.hub import COMMIT, serving
 from tests.support.upstream_rewards import inputs
 from tests.support.upstream_rewards.make import SEEDS, SIZES
 
 EXPECTED = json.loads((Path(inputs.__file__).with_name("expected.json")).read_text())
+
 ANY = Prompt(0, "whatever")
 
 
@@ -259,11 +259,6 @@ def test_weights_that_could_not_be_had_are_not_looked_for_with_every_retry(
     assert len(reward(inputs.images(48, 48), ANY)) == len(inputs.images(48, 48))
 
 
-def test_a_missing_package_is_named_with_its_extra() -> None:
-    with pytest.raises(ValueError, match=r"HPSv2 reward needs the package no_such_one.*async-flowrl\[hps\]'"):
-        check_package("HPSv2", "no_such_one", "hps")
-
-
 PINNED = """
 from async_flowrl.rewards import aesthetic, clip_score, hps, pickscore
 import numpy as np, sys
@@ -294,24 +289,3 @@ def test_a_pinned_reward_loads_nothing_of_another_commit(folders: dict[str, Path
     assert ran.returncode == 0, ran.stderr
     assert {line.split("/")[2] for line in hub.asked} >= {"pickscore", "clip_score", "hpsv2", "hpsv2b", "aesthetic"}
     assert not [line for line in hub.asked if "/main" in line]
-
-
-@pytest.mark.parametrize(
-    ("build", "message"),
-    [
-        (lambda: PickScore(revision=COMMIT), r"revision pins only a part .* give processor_revision \(of laion/CLIP"),
-        (lambda: HPSv2(model_revision=COMMIT), r"model_revision pins only a part .* give revision \(of xswu/HPSv2\)"),
-        (
-            lambda: Aesthetic(revision=COMMIT),
-            r"give head_revision \(of trl-lib/ddpo-aesthetic-predictor\)",
-        ),
-    ],
-)
-def test_a_part_of_a_reward_cannot_be_pinned_alone(build: Callable[[], object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        build()
-
-
-def test_files_of_this_machine_need_no_pin(tmp_path: Path) -> None:
-    PickScore("yuvalkirstain/PickScore_v1", str(tmp_path), revision=COMMIT)
-    PickScore("a/model", "a/model", revision=COMMIT)

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from async_flowrl.rollout import together
-from async_flowrl.rollout.base import Rollout
 from async_flowrl.rollout.diffusers_engine import DiffusersEngine
 from async_flowrl.rollout.together import TogetherEngine, check_shareable, merged_spans
 from async_flowrl.seeds import derive
-from async_flowrl.types import Prompt, RolloutRequest, Span, Trajectory
-from tests.support.tiny import adapted_policy, request, sampling
+from async_flowrl.types import Prompt, RolloutRequest, Span
+from tests.support.tiny import request, sampling
+from tests.unit.rollout.trajectories import trajectory_of
 
 TEXTS = ("red red red red", "a very long prompt about a blue square, a red circle and more", "a hill")
 
@@ -32,28 +32,18 @@ def tickets(cfg: float = 1.0) -> list[RolloutRequest]:
     ]
 
 
-def trajectory(rollout: Rollout) -> Trajectory:
-    assert rollout.trajectory is not None
-    return rollout.trajectory
-
-
-@pytest.fixture(scope="module")
-def policy() -> Any:
-    return adapted_policy()
-
-
 @pytest.mark.parametrize(("cfg", "chunk"), [(1.0, None), (4.0, None), (4.0, 1)])
 def test_tickets_of_a_batch_are_what_they_are_alone(policy: Any, cfg: float, chunk: int | None) -> None:
     engine, alone = (kind(policy, batch_size=chunk) for kind in (TogetherEngine, DiffusersEngine))
     made = engine.generate_together(tickets(cfg))
     for one, ticket in zip(made, tickets(cfg), strict=True):
-        expected = trajectory(alone.generate(ticket))
-        assert np.abs(trajectory(one).latents - expected.latents).max() < 1e-5
-        assert np.abs(trajectory(one).log_probs - expected.log_probs).max() < 1e-5
-        assert np.array_equal(trajectory(one).conditioning["prompt_embeds"], expected.conditioning["prompt_embeds"])
+        expected = trajectory_of(alone.generate(ticket))
+        assert np.abs(trajectory_of(one).latents - expected.latents).max() < 1e-5
+        assert np.abs(trajectory_of(one).log_probs - expected.log_probs).max() < 1e-5
+        assert np.array_equal(trajectory_of(one).conditioning["prompt_embeds"], expected.conditioning["prompt_embeds"])
     for one, again in zip(made, engine.generate_together(tickets(cfg)), strict=True):
         assert np.array_equal(one.images, again.images)
-        assert np.array_equal(trajectory(one).latents, trajectory(again).latents)
+        assert np.array_equal(trajectory_of(one).latents, trajectory_of(again).latents)
 
 
 def test_the_network_runs_once_per_step_for_all(policy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,7 +76,7 @@ def test_negative_prompts_may_have_a_pass_of_their_own(policy: Any) -> None:
     assert len(lengths) == 2 * 6 and all(len(texts) == 3 for texts in lengths[::2])
     assert all(len(texts) == 1 for texts in lengths[1::2])
     for one, other in zip(made, expected, strict=True):
-        assert np.abs(trajectory(one).latents - trajectory(other).latents).max() < 1e-5
+        assert np.abs(trajectory_of(one).latents - trajectory_of(other).latents).max() < 1e-5
 
 
 def test_a_ticket_that_fails_is_named_and_leaves_the_engine_whole(policy: Any) -> None:

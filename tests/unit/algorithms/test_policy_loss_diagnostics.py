@@ -1,0 +1,130 @@
+"""Tests of the metrics and limits of policy-gradient losses: KL, clipping, gaps, masks."""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from async_flowrl.algorithms.correction import effective_sample_size, gradient_kept
+from tests.unit.algorithms.algorithm_cases import Network, frozen, policy_gradient, rows
+from tests.unit.algorithms.policy_networks import ADVANTAGES, STEPS, D, networks, ours, statistics
+
+
+def test_kl_forms() -> None:
+    """code = exact · h for diffusion steps; for cps they agree. Zero where the weights are the reference's."""
+    batch, nets = rows(STEPS, ADVANTAGES), networks()
+    h = (batch.sigma - batch.sigma_next).double()
+    for sde_type, factor in (("sde", h), ("dance_sde", h), ("cps", torch.ones_like(h))):
+        values = {}
+        for form in ("code", "exact"):
+            algorithm = policy_gradient(sde_type=sde_type, noise_level=0.8, kl_coef=1.0, kl_form=form)
+            values[form] = ours(algorithm, batch, nets).metrics["kl"]
+            same = ours(algorithm, batch, nets | {"reference": nets["current"]}).metrics["kl"]
+            assert (same == 0.0).all() and (values[form] > 0.0).all()
+        assert torch.allclose(values["code"], values["exact"] * factor)
+
+
+def test_the_proximal_penalty_needs_no_reference_and_is_nothing_at_the_first_step() -> None:
+    batch, nets = rows(STEPS, ADVANTAGES), networks()
+    algorithm = policy_gradient(noise_level=0.8, kl_coef=1.0, kl_form="proximal", updates_per_batch=2)
+    plain = policy_gradient(noise_level=0.8)
+    assert not algorithm.needs_reference and not algorithm.vanishes_at_zero
+    parameters = list(nets["current"].parameters())
+    first, without = (
+        torch.autograd.grad(ours(a, batch, nets, proximal=None).loss.sum(), parameters) for a in (algorithm, plain)
+    )
+    assert all(torch.equal(one, other) for one, other in zip(first, without, strict=True))
+    later = ours(algorithm, batch, nets)
+    assert (later.metrics["kl"] > 0.0).all()
+    # The field's cps log-prob is enough for it: no density, so no step is too sharp.
+    field = {"sde_type": "cps", "noise_level": 0.8, "kl_coef": 1.0, "kl_form": "proximal", "updates_per_batch": 2}
+    assert not policy_gradient(**field).gaussian
+
+
+def test_exact_kl_is_the_gaussian_one() -> None:
+    batch, nets = rows(STEPS, ADVANTAGES), networks()
+    algorithm = policy_gradient(noise_level=0.8, kl_coef=1.0, kl_form="exact")
+    got = ours(algorithm, batch, nets).metrics["kl"]
+    for row in range(len(STEPS)):
+        _, mean, std = statistics(nets["current"], batch, row, 0.8)
+        _, other, _ = statistics(nets["reference"], batch, row, 0.8)
+        exact = torch.distributions.kl_divergence(
+            torch.distributions.Normal(mean, std), torch.distributions.Normal(other, std)
+        ).mean()
+        assert float(got[row]) == pytest.approx(float(exact), rel=1e-3)
+
+
+@pytest.mark.parametrize("fields", [{}, {"sde_type": "cps"}], ids=["sde", "cps"])
+def test_the_distance_to_the_sampler_is_logged_without_any_correction(fields: dict[str, Any]) -> None:
+    """Mean-scale gap, k2 and k3 of l_prox - l_rollout, and sum-scale weights of the true densities."""
+    algorithm = policy_gradient(noise_level=0.8, **fields)
+    batch, nets = rows(STEPS, ADVANTAGES), networks()
+    batch = replace(batch, rollout_log_prob=algorithm.predict(batch, nets["behaviour"])["log_prob"].detach().float())
+    metrics = ours(algorithm, batch, nets).metrics
+    for row in range(len(STEPS)):
+        if fields:
+            x = float((algorithm.predict(batch, nets["proximal"])["log_prob"] - batch.rollout_log_prob)[row])
+            std = float(algorithm.predict(batch, nets["current"])["std"][row])
+            nats = D * x / (2 * std**2)
+        else:
+            old, sampled = (float(statistics(nets[name], batch, row, 0.8)[0]) for name in ("proximal", "behaviour"))
+            x, nats = old - sampled, D * (old - sampled)
+        assert float(metrics["rollout_log_ratio"][row]) == pytest.approx(x, abs=2e-6)
+        assert float(metrics["log_prob_gap"][row]) == pytest.approx(abs(x), abs=2e-6)
+        assert float(metrics["rollout_k2"][row]) == pytest.approx(x * x / 2, abs=1e-6)
+        assert float(metrics["rollout_k3"][row]) == pytest.approx(math.exp(x) - 1 - x, abs=1e-6)
+        assert float(metrics["importance_weight"][row]) == pytest.approx(math.exp(nats), rel=1e-4)
+        assert float(metrics["importance_weight_squared"][row]) == pytest.approx(math.exp(2 * nats), rel=2e-4)
+    assert "behaviour_log_ratio" not in metrics
+
+
+def test_clip_in_nats_does_not_depend_on_resolution() -> None:
+    """The same true log-ratio clips at every D, while a bound on the mean scale would not."""
+    for tokens in (4, 64):
+        batch = rows([1, 1], [1.0, 1.0], tokens=tokens)
+        algorithm = policy_gradient(noise_level=0.8, clip_unit="nats", clip_range=0.66)
+        current = algorithm.predict(batch, frozen(Network(3, 1)))
+        nats = torch.tensor([0.65, 0.67], dtype=torch.float64)
+        proximal = dict(current, log_prob=current["log_prob"] - nats / (tokens * 3))
+        assert algorithm.loss(batch, current, proximal, None, None).metrics["clip_fraction"].tolist() == [0.0, 1.0]
+
+
+@pytest.mark.parametrize("fields", [{}, {"correction": "mask"}])
+def test_log_prob_gap_compares_equal_forms(fields: dict[str, Any]) -> None:
+    """The sampler records the field's cps form; the gap to the density is taken after converting it."""
+    batch, nets = rows(STEPS, ADVANTAGES), networks()
+    recorder = policy_gradient(sde_type="cps", noise_level=0.8)
+    recorded = recorder.predict(batch, frozen(nets["current"]))["log_prob"]
+    batch = replace(batch, rollout_log_prob=recorded.float())
+    output = ours(policy_gradient(sde_type="cps", noise_level=0.8, **fields), batch, nets, proximal=None)
+    assert float(output.metrics["log_prob_gap"].max()) < 1e-6
+    moved = replace(batch, rollout_log_prob=recorded.float() + 0.01)
+    output = ours(policy_gradient(sde_type="cps", noise_level=0.8), moved, nets, proximal=None)
+    assert output.metrics["log_prob_gap"].tolist() == pytest.approx([0.01] * 8, rel=1e-3)
+
+
+def test_cps_weights_are_those_of_the_density_in_either_form() -> None:
+    """Metrics of the true log-ratio must not depend on which log-prob the loss uses."""
+    batch, nets = rows(STEPS, ADVANTAGES), networks()
+    field, density = (
+        policy_gradient(sde_type="cps", noise_level=0.8, **fields) for fields in ({}, {"clip_unit": "nats"})
+    )
+    for algorithm in (field, density):
+        algorithm.needs_behaviour = True
+    assert not field.gaussian and density.gaussian
+    one, two = (ours(algorithm, batch, nets).metrics["behaviour_log_ratio"] for algorithm in (field, density))
+    assert torch.allclose(one, two, atol=1e-9)
+
+
+def test_effective_sample_size_and_gradient_kept() -> None:
+    assert effective_sample_size(1.0, 1.0) == 1.0
+    assert effective_sample_size(0.25, 0.25) == 0.25
+    assert gradient_kept(3.0, 4.0) == 0.75 and gradient_kept(0.0, 0.0) == 1.0
+    torch.manual_seed(0)
+    for divergence in (0.07, 0.66):
+        log_weight = -divergence + (2 * divergence) ** 0.5 * torch.randn(400_000, dtype=torch.float64)
+        weight = log_weight.exp()
+        measured = effective_sample_size(float(weight.mean()), float(weight.square().mean()))
+        assert measured == pytest.approx(math.exp(-2 * divergence), rel=0.05)

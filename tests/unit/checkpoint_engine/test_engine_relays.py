@@ -1,0 +1,178 @@
+"""Tests of receivers that pass versions on to others: the width of the tree, lags, losses and deaths."""
+
+import asyncio
+import logging
+from typing import Any
+
+import pytest
+
+from async_flowrl.plan.virtual_time import run_virtual
+from checkpoint_engine import TransferFailed
+from checkpoint_engine.fanout import depth, parents
+from separation.group import RefLost
+from tests.unit.checkpoint_engine.engine_parts import Gone
+from tests.unit.checkpoint_engine.engine_virtual import Rig, failing
+
+
+@pytest.mark.parametrize(("receivers", "nodes"), [(32, 4), (33, 4), (100, 3), (100, 100), (2000, 40), (1200, 1200)])
+def test_the_tree_reaches_everyone_with_bounded_width(receivers: int, nodes: int) -> None:
+    plan = parents({f"w{i}": f"n{i % nodes}" for i in range(receivers)})
+    assert len(plan) == receivers
+    children: dict[str | None, int] = {}
+    for parent in plan.values():
+        children[parent] = children.get(parent, 0) + 1
+        above, hops = parent, 0
+        while above is not None:
+            above, hops = plan[above], hops + 1
+            assert hops < 10
+    assert children[None] <= 32 and max(children.values()) <= 34
+
+
+@pytest.mark.parametrize("nodes", [1, 2, 4, 8, 100])
+@pytest.mark.parametrize("each", [1, 4])
+def test_no_node_sends_a_payload_to_more_than_two_others(nodes: int, each: int) -> None:
+    """Whatever their number: each node that is sent to costs a copy on the sending node's link."""
+    where: dict[str | None, str] = {f"w{i}": f"n{i // each}" for i in range(nodes * each)}
+    plan = parents({name: node for name, node in where.items() if name is not None})
+    sent_to: dict[str, set[str]] = {}
+    for name, parent in plan.items():
+        source = where.get(parent, "sender")
+        if source != where[name]:
+            sent_to.setdefault(source, set()).add(where[name])
+    assert len(sent_to["sender"]) == min(2, nodes) and max(map(len, sent_to.values())) <= 2
+    assert set().union(*sent_to.values()) == set(where.values()), "everybody is reached"
+    assert max(depth(plan, name) for name in plan) <= nodes.bit_length()
+
+
+def test_who_is_below_a_slow_receiver_turns_to_the_sender_and_nobody_waits_for_it() -> None:
+    async def main() -> None:
+        async def late(attempt: int, header: Any, payload: Any) -> Any:
+            await asyncio.sleep(20.0)
+            return payload
+
+        rig = Rig()
+        for i in range(8):
+            await rig.join(f"w{i}", late if i == 0 else None, f"n{i}")
+        await rig.delivery.publish(0)
+        await asyncio.sleep(9.0)
+        assert [i for i in range(8) if rig.held(f"w{i}") != [0]] == [0]
+        await rig.delivery.drain()
+        assert rig.held("w0") == [0] and rig.delivery.stats.fallbacks == 0 and rig.replaced == []
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("capacity", [1, 2])
+def test_a_receiver_that_lags_behind_the_one_above_it_gets_old_versions_from_the_sender(capacity: int) -> None:
+    """The one above it has gone on to newer versions by then and retains the old ones no more."""
+
+    async def main() -> None:
+        async def stuck(attempt: int, header: Any, payload: Any) -> Any:
+            await asyncio.sleep(20.0 * (header.version == 0))
+            return payload
+
+        rig = Rig(capacity=capacity)
+        for i in range(3):
+            await rig.join(f"w{i}", stuck if i == 2 else None, f"n{i}")
+        for version in range(6):
+            await rig.delivery.publish(version)
+            await asyncio.sleep(2.0)
+        await rig.delivery.drain()
+        newest = list(range(6))[-capacity:]
+        assert rig.held("w2") == rig.held("w0") == newest and rig.replaced == []
+        assert rig.delivery.stats.fallbacks == 5 - capacity
+
+    run_virtual(main())
+
+
+def test_a_payload_that_is_lost_with_the_node_that_passed_it_on_comes_from_the_sender() -> None:
+    async def main() -> None:
+        rig = Rig()
+        for i in range(3):
+            await rig.join(f"w{i}", failing(1, lambda: RefLost("a value is gone")) if i == 2 else None, f"n{i}")
+        await rig.delivery.publish(0)
+        await rig.delivery.drain()
+        assert rig.held("w2") == [0] and rig.ends["w0"].relayed == [0]
+        assert rig.replaced == [] and rig.delivery.stats.retries == 1
+
+    run_virtual(main())
+
+
+def test_fan_out_serves_neighbours_from_leaders_and_survives_a_dead_one() -> None:
+    async def main() -> None:
+        rig = Rig(max_fan_out=4, replacing=False)
+        for i in range(12):
+            await rig.join(f"w{i}", failing(1, Gone) if i == 1 else None, f"n{i % 3}")
+        await rig.delivery.publish(0)
+        await rig.delivery.drain()
+        assert rig.replaced == [("w1", "Gone")]
+        assert all(rig.held(f"w{i}") == [0] for i in range(12) if i != 1)
+        relays = {name: len(end.relayed) for name, end in rig.ends.items() if end.relayed}
+        assert relays == {"w0": 1, "w2": 1}
+        assert len(rig.sender.served) == 1
+
+    run_virtual(main())
+
+
+def test_the_sender_serves_two_nodes_and_a_receiver_the_third_and_everybody_has_every_version() -> None:
+    async def main() -> None:
+        rig = Rig()
+        for i in range(40):
+            await rig.join(f"w{i}", None, f"n{i % 3}")
+        for version in range(2):
+            await rig.delivery.publish(version)
+            await rig.delivery.drain()
+        assert all(rig.held(name) == [0, 1] for name in rig.ends)
+        relays = {name: end.relayed for name, end in rig.ends.items() if end.relayed}
+        assert relays == {"w0": [0, 1], "w2": [0, 1]}, "one copy for all that it serves"
+        assert rig.delivery.stats.fallbacks == 0
+
+    run_virtual(main())
+
+
+def test_who_gets_it_from_the_sender_because_a_neighbour_did_not_pass_it_on_is_named(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def main() -> None:
+        rig = Rig(max_fan_out=1)
+        for name in ("leader", "a", "b"):
+            await rig.join(name)
+
+        async def cannot(header: Any, slot: str = "ring") -> Any:
+            raise TransferFailed("no room for a copy")
+
+        rig.ends["leader"].relay = cannot  # type: ignore[method-assign]
+        await rig.delivery.publish(0)
+        await rig.delivery.drain()
+        assert all(rig.held(name) == [0] for name in rig.ends) and rig.delivery.stats.fallbacks == 1
+
+    with caplog.at_level(logging.WARNING, "checkpoint_engine.receiver_queue"):
+        run_virtual(main())
+    assert caplog.messages == [
+        "a gets version 0 of stream policy from the sender, not passed on by leader: "
+        "TransferFailed('no room for a copy')"
+    ]
+
+
+def test_a_payload_that_is_being_passed_on_ends_when_the_delivery_is_closed() -> None:
+    async def main() -> tuple[list[str], set[str]]:
+        rig, heard = Rig(max_fan_out=1), list[str]()
+        for name in ("leader", "a", "b"):
+            await rig.join(name)
+
+        async def hangs(header: Any, slot: str = "ring") -> Any:
+            heard.append("asked")
+            try:
+                await asyncio.Event().wait()
+            finally:
+                heard.append("ended")
+
+        rig.ends["leader"].relay = hangs  # type: ignore[method-assign]
+        await rig.delivery.publish(0)
+        while not heard:  # noqa: ASYNC110
+            await asyncio.sleep(0.1)
+        await rig.delivery.close()
+        return heard, {task.get_name() for task in asyncio.all_tasks() - {asyncio.current_task()}}
+
+    heard, left = run_virtual(main())
+    assert heard == ["asked", "ended"] and left == set()

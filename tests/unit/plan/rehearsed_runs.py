@@ -1,0 +1,26 @@
+"""Rehearsals of small recipes, for tests."""
+
+from functools import cache
+
+from async_flowrl.config.compose import compose_config
+from async_flowrl.config.schema import Config
+from async_flowrl.plan.rehearsal.cards import card_of
+from async_flowrl.plan.rehearsal.command import rehearse
+from async_flowrl.plan.rehearsal.model import FakeModel
+from async_flowrl.plan.rehearsal.report import Rehearsal
+from async_flowrl.plan.rehearsal.rollout import RolloutRehearsal, rehearse_rollout
+
+
+def shallow(*overrides: str) -> Config:
+    """One layer unless more are given: on fake tensors every operation costs the same, however small its tensors."""
+    return compose_config("one_step_off", ["model.tiny.layers=1", *overrides])
+
+
+@cache
+def rehearsed(*overrides: str, card: str = "H100") -> Rehearsal:
+    return rehearse(shallow(*overrides), card_of(card))
+
+
+def worker_alone(*overrides: str) -> RolloutRehearsal:
+    config = shallow(*overrides)
+    return rehearse_rollout(config, FakeModel.of(config), card_of("H100"))

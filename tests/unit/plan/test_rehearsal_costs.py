@@ -1,0 +1,183 @@
+"""Tests of the estimates of rehearsals: cards, batches of tickets, several sizes, and what is counted."""
+
+import json
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import nn
+
+from async_flowrl.config.compose import compose_config
+from async_flowrl.plan import __main__ as planner
+from async_flowrl.plan.arguments import costs
+from async_flowrl.plan.footprint import Allocations
+from async_flowrl.plan.laws import Law
+from async_flowrl.plan.memory import plan_memory
+from async_flowrl.plan.rehearsal import by_card
+from async_flowrl.plan.rehearsal.cards import Assumptions, Card, Roofline, card_of
+from async_flowrl.plan.rehearsal.estimate import estimate, peak
+from async_flowrl.plan.rehearsal.ledger import Ledger, Phase
+from async_flowrl.plan.rehearsal.report import describe
+from async_flowrl.plan.rehearsal.trainer import _counts
+from async_flowrl.plan.size_costs import SizeCosts, size_costs, size_shares
+from async_flowrl.plan.work import Work
+from async_flowrl.tickets.arithmetic import trained_steps
+from async_flowrl.training.parts import RankPosition
+from tests.unit.plan.rehearsed_runs import rehearsed, shallow, worker_alone
+
+
+def test_the_estimate_says_what_it_takes_for_granted_and_claims_no_observation() -> None:
+    said = describe(rehearsed(card="L4"))
+    assert "estimated: a ticket of 16 images" in said and "takes for granted" in said and "L4" in said
+    assert "measured" not in said
+    assert " --prompts 2 --group-size 16 --ticket-size 16 --devices 2\n" in said
+
+
+def test_a_resized_storage_counts_at_its_new_size() -> None:
+    before = torch.empty(1000, dtype=torch.uint8)
+    with Allocations() as counted:
+        made = torch.empty(4000, dtype=torch.uint8)
+        made.untyped_storage().resize_(0)
+        assert (counted.live, counted.peak) == (0, 4000)
+        made.untyped_storage().resize_(6000)
+        before.untyped_storage().resize_(0)
+        assert (counted.live, counted.peak) == (5000, 6000)
+        del made
+        assert counted.live == -1000
+    own = torch.UntypedStorage.resize_
+    assert "Allocations" not in own.__qualname__
+
+
+def test_a_kernel_takes_the_larger_of_arithmetic_traffic_and_its_launch() -> None:
+    card = Card("slow", 1e9, bfloat16=1e12, float32=1e11, bandwidth=1e9, links=1e9)
+    roofline = Roofline(card, Assumptions(1.0, 1.0, 1.0, 1e-6, 1.0, 1e9, 1e9))
+    assert roofline.kernel(2e12, 0, torch.bfloat16) == 2.0
+    assert roofline.kernel(2e11, 0, torch.float32) == 2.0
+    assert roofline.kernel(1.0, 3_000_000_000, torch.bfloat16) == 3.0
+    assert roofline.kernel(0.0, 8, None) == 1e-6
+    assert roofline.delivery(10**9) == 2 + 2 + 1
+    assert roofline.delivery(10**9, 10**9) == 2 + 2 + 1 and roofline.delivery(10**9, 10**9 // 4) == 0.5 + 1
+    phase = Phase("phase", kernels=Counter({(2e12, 0, torch.bfloat16): 3, (1.0, 2_000_000_000, None): 2}))
+    assert phase.seconds(roofline) == 3 * 2.0 + 2 * 2.0 and phase.arithmetic(roofline) == 3 * 2.0
+    assert phase.flops == 6e12 + 2
+
+
+def test_phases_count_what_happens_in_them() -> None:
+    layer = nn.Linear(256, 128, bias=False)
+    with Ledger(card_of("H100")) as ledger:
+        with ledger.phase("outer"):
+            rows = torch.zeros(64, 256)
+            with ledger.phase("inner"):
+                out = layer(rows)
+            kept = torch.zeros(10)
+        ledger.moved(-kept.nbytes)
+    outer, inner = ledger.phases["outer"], ledger.phases["inner"]
+    assert inner.flops == 2 * 64 * 256 * 128 and outer.flops == 0
+    assert (inner.resident, inner.peak) == (rows.nbytes, rows.nbytes + out.nbytes)
+    assert outer.peak == rows.nbytes + out.nbytes + kept.nbytes
+    assert (inner.kernels.total(), outer.kernels.total()) == (1, 2)
+
+
+def test_the_rank_with_most_parts_decides_how_long_a_step_takes() -> None:
+    """Two groups of two parts, each trained at several steps one by one: eight ranks take as long as four.
+
+    Ranks that share the trained weights train one group after the other, so four take as long as two.
+    """
+    config = compose_config("one_step_off", ["algorithm=diffusion_nft", "prompts_per_step=2", "group_size=4"])
+    config.trainer.micro_batch_size, config.trainer.timesteps_per_forward = 2, 1
+    steps = trained_steps(config)
+    chosen = SimpleNamespace(select=lambda advantages: range(len(advantages)), needs_behaviour=False)
+    chosen.needs_reference = True
+    found = []
+    for by_group in (False, True):
+        parts = {"versions": SimpleNamespace(sampling=None), "world": RankPosition(by_group=by_group)}
+        worker = cast("Any", SimpleNamespace(algorithm=chosen, **parts))
+        for config.trainer.num_workers in (1, 3, 4, 8):
+            counts = _counts(worker, config)
+            found.append((counts["micro_batches"] / steps, counts["frozen_passes"] / steps))
+    assert steps > 1 and found == [(4, 4), (2, 2), (1, 1), (1, 1), (4, 4), (2, 2), (2, 2), (2, 2)]
+
+
+def test_one_rehearsal_is_priced_on_several_cards(capsys: pytest.CaptureFixture[str]) -> None:
+    """What another card's own rehearsal gives, where the base is held in the same way."""
+    done, alone = rehearsed(), rehearsed(card="L4")
+    assert by_card.on(card_of("L4"), done).estimate == alone.estimate != done.estimate
+    small = replace(card_of("L4"), memory=2**20)
+    text = by_card.by_card(done, [card_of("H100"), small])
+    assert "H100  yes" in text and "GiB are missing" in text.splitlines()[-1]
+    assert [card.name for card in by_card.cards_of("h200, L4")] == ["H200", "L4"]
+    assert planner.main(["--rehearse", "--card", "H100,H20"]) == 2
+    assert "'H20'; did you mean 'H200'?" in capsys.readouterr().err
+    with pytest.raises(ValueError, match=r"one of A100, B200, H100, H200, L4, L40S, got 'all'$"):
+        by_card.cards_of("all,H100")
+
+
+def test_a_batch_of_tickets_is_rehearsed_as_one_pass() -> None:
+    """Two tickets of 4 images have the phases of a ticket of 8 images, but each decodes its own."""
+    four, steps = ("ticket_size=4", "rollout.tickets_per_batch=1"), "rollout.num_inference_steps=4"
+    both = rehearsed("ticket_size=4", "rollout.tickets_per_batch=2", steps)
+    wide, single = worker_alone("ticket_size=8", steps), worker_alone(*four, steps)
+    apart = estimate(shallow(*four, steps), both.rank, single, both.roofline)
+    assert (both.rollout.rows, both.rollout.tickets, both.rollout.chunks) == (8, 2, 1)
+    assert both.rollout.phases["denoise"].peak == pytest.approx(wide.phases["denoise"].peak, rel=1e-4)
+    assert both.rollout.phases["denoise"].flops == 2 * single.phases["denoise"].flops
+    assert both.rollout.phases["decode"].peak < wide.phases["decode"].peak
+    assert both.estimate.ticket_flops == pytest.approx(apart.ticket_flops)
+    assert both.estimate.ticket < apart.ticket, "fewer launches of kernels"
+    assert "2 of 4 forward passes of a batch of 2 tickets" in describe(both)
+    assert "--ticket-size 4 --tickets-per-batch 2 --devices 2" in describe(both)
+    plan = plan_memory(both.config)
+    assert sum(plan.rollout.parts.values()) == pytest.approx(peak(both.rollout.phases.values()).peak, rel=0.1)
+
+
+def test_several_sizes_are_estimated_by_their_flops(tmp_path: Path) -> None:
+    """Half of the groups have a quarter of the pixels; two thirds of the prompts with a size of their own have that."""
+    sizes = rehearsed("rollout.resolutions=[32,64]")
+    large, small = rehearsed("rollout.resolution=64"), rehearsed()
+    assert small.config.rollout.resolution == 32
+    assert dict(sizes.sizes.shares) == {32: 0.5, 64: 0.5}
+    ratio = small.rollout.phases["denoise"].flops / large.rollout.phases["denoise"].flops
+    assert sizes.sizes.costs[32] == pytest.approx(ratio, rel=0.02) and sizes.sizes.costs[64] == 1
+    assert sizes.peaks() == large.peaks(), "memory is the largest size's"
+    mean = (1 + sizes.sizes.costs[32]) / 2
+    for name in ("ticket", "generation", "micro_batch", "ticket_flops", "update_flops"):
+        assert getattr(sizes.estimate, name) == pytest.approx(mean * getattr(large.estimate, name)), name
+    said = describe(sizes)
+    assert f" --costs {sizes.sizes.costs[32]:.3g}:0.5,1:0.5\n" in said
+    assert "seconds are means over all sizes in px" in said and f"32 (50%, {sizes.sizes.costs[32]:.2f})" in said
+    file = tmp_path / "prompts.jsonl"
+    rows = [{"prompt": "red", "resolution": 32}] * 2 + [{"prompt": "blue", "resolution": [32, 48]}, {"prompt": "green"}]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    shares = size_shares(compose_config("one_step_off", [f"data.train={file}", "rollout.resolutions=[32,64]"]))
+    assert shares == pytest.approx({32: 0.625, (32, 48): 0.25, 64: 0.125})
+    assert SizeCosts(shares, dict.fromkeys(shares, 1.0)).option() == " --costs 1:0.625,1:0.25,1:0.125"
+
+
+def test_the_option_of_sizes_keeps_their_shares_and_their_mean() -> None:
+    """Also shares that are no multiples of each other, and one far below the others."""
+    sizes = SizeCosts({32: 0.69, 48: 0.303, 64: 0.007}, {32: 0.25, 48: 0.5, 64: 1.0})
+    given, shares = costs(sizes.option().removeprefix(" --costs "))
+    assert shares == pytest.approx((0.69, 0.303, 0.007))
+    assert given == pytest.approx([each / sizes.mean for each in (0.25, 0.5, 1.0)])
+    work = Work(8, Law(1.0), Law(1.0), costs=given, cost_shares=shares)
+    drawn = Counter(work.cost(0, step, group) for step in range(1000) for group in range(8))
+    assert [drawn[each] / 8000 for each in given] == pytest.approx(shares, abs=0.015)
+    assert 0 < drawn[given[2]] < 120
+
+
+def test_costs_are_those_in_relation_to_the_images_that_are_rehearsed(tmp_path: Path) -> None:
+    """These are the largest, also if only evaluations have them. A prompt file that is missing here is left out."""
+    (tmp_path / "train.jsonl").write_text('{"prompt": "red", "resolution": 32}\n')
+    (tmp_path / "large.jsonl").write_text('{"prompt": "blue", "resolution": 64}\n')
+
+    def costs(evaluation: str) -> SizeCosts:
+        given = [f"data.train={tmp_path / 'train.jsonl'}", f"data.evaluation={tmp_path / evaluation}"]
+        return size_costs(compose_config("one_step_off", [*given, "rollout.resolution=32"]))
+
+    assert dict(costs("large.jsonl").shares) == {32: 1.0} and costs("large.jsonl").mean < 0.95
+    assert "32 (100%, 0." in costs("large.jsonl").sentence()
+    assert costs("missing.jsonl").mean == 1

@@ -1,0 +1,64 @@
+"""Tests of settings of evaluations that are refused, or that follow from others."""
+
+from collections.abc import Callable
+
+import pytest
+
+from async_flowrl.config.curves import best_curve, check_curves
+from async_flowrl.config.schema import Config
+from async_flowrl.config.sections.evaluate import HeldOutConfig
+from async_flowrl.config.sections.reward import RewardTerm, ServeConfig
+from async_flowrl.rewards.held_out import check_held_out
+from async_flowrl.rewards.served import check_served
+from tests.unit.recorded_evaluations import config_of
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (lambda c: setattr(c.save, "best", "orc"), "did you mean 'ocr'"),
+        (
+            lambda c: setattr(c.evaluate, "reward", HeldOutConfig()) or setattr(c.evaluate, "on_hacking", "stop"),
+            "held-out",
+        ),
+        (lambda c: setattr(c.evaluate, "baseline", True) or setattr(c.lora, "path", "x"), "lora.path=x"),
+    ],
+)
+def test_what_contradicts_itself_is_refused(change: Callable[[Config], None], sentence: str) -> None:
+    config = config_of()
+    change(config)
+    with pytest.raises(ValueError, match=sentence):
+        check_curves(config)
+
+
+@pytest.mark.parametrize(
+    ("terms", "sentence"),
+    [
+        ({"size": RewardTerm(name="ocr")}, "either trained on or held out"),
+        ({"reward": RewardTerm(name="ocr")}, "choose another key"),
+        ({"orc": RewardTerm()}, "evaluate.reward.terms.orc.*did you mean 'ocr'"),
+        (
+            {"away": RewardTerm(name="http")},
+            r"^evaluate\.reward\.terms\.away: .* or evaluate\.reward\.terms\.away\.serve ",
+        ),
+    ],
+)
+def test_held_out_terms_that_cannot_be_are_refused(terms: dict[str, RewardTerm], sentence: str) -> None:
+    config = config_of()
+    config.evaluate.reward.terms = terms
+    with pytest.raises(ValueError, match=sentence):
+        check_held_out(config)
+
+
+@pytest.mark.parametrize("section", ["reward.terms", "evaluate.reward.terms"])
+def test_a_servers_missing_requirements_are_named_by_the_key_of_their_section(section: str) -> None:
+    config = config_of()
+    term = RewardTerm(name="http", serve=ServeConfig(command="x {port}", requirements="nowhere.txt"))
+    (config.evaluate.reward if section.startswith("evaluate") else config.reward).terms["away"] = term
+    with pytest.raises(ValueError, match=rf"(?<!\.){section}\.away\.serve\.requirements"):
+        check_served(config)
+
+
+def test_a_run_that_the_alarm_may_end_keeps_its_best_by_the_first_term_that_judges() -> None:
+    assert best_curve(config_of("stop")) == "ocr" and best_curve(config_of()) is None
+    assert best_curve(config_of("stop", best="reward")) == "reward"

@@ -1,0 +1,142 @@
+"""Tests of files of adapters: warm starts from those of diffusers and PEFT, refusals, and files that are written."""
+
+import copy
+import json
+from pathlib import Path
+
+import peft
+import pytest
+import torch
+from peft import get_peft_model
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from async_flowrl.config.sections.tune import LoraConfig
+from async_flowrl.policies import lora_file
+from async_flowrl.policies.lora import (
+    add_lora,
+    load_tensors,
+    load_warm_start,
+    lora_parameters,
+)
+from async_flowrl.policies.qwen_image import QwenImagePolicy
+from tests.support.tiny import adapted_policy, randomise, tiny_policy
+from tests.unit.training.lora_values import snapshot
+
+
+def peft_folder(folder: Path, config: peft.LoraConfig) -> dict[str, Tensor]:
+    """A PEFT adapter as `get_peft_model(...).save_pretrained` leaves it; returns its tensors by layout name."""
+    model = get_peft_model(copy.deepcopy(tiny_policy(parts="transformer").transformer), config)
+    randomise({name: p for name, p in model.named_parameters() if "lora_" in name})
+    model.save_pretrained(folder)
+    found = load_file(folder / "adapter_model.safetensors")
+    return {name.removeprefix("base_model.model."): tensor for name, tensor in found.items()}
+
+
+def warm(path: Path, **changes: object) -> dict[str, Tensor]:
+    config = LoraConfig(**{"rank": 4, "alpha": 6.0, "path": str(path), **changes})  # type: ignore[arg-type]
+    policy = tiny_policy(parts="transformer")
+    add_lora(policy.transformer, config, policy, seed=0)
+    load_warm_start(policy.transformer, config, policy)
+    return snapshot(policy)
+
+
+@pytest.fixture
+def diffusers_file(tmp_path: Path) -> Path:
+    policy = adapted_policy(config=LoraConfig(rank=4, alpha=6.0))
+    return lora_file.write(tmp_path / "lora", lora_parameters(policy.transformer), alpha=6.0)
+
+
+def test_warm_start_from_a_diffusers_file_and_folder(diffusers_file: Path) -> None:
+    source = lora_file.read(diffusers_file)
+    assert (source.rank, source.alpha) == (4, 6.0)
+    for path in (diffusers_file, diffusers_file.parent):
+        loaded = warm(path)
+        assert loaded.keys() == source.tensors.keys()
+        assert all(torch.equal(loaded[name], source.tensors[name]) for name in loaded)
+
+
+def test_warm_start_from_a_peft_folder_even_with_dead_branches(tmp_path: Path) -> None:
+    targets = list(QwenImagePolicy.lora_targets)
+    written = peft_folder(tmp_path, peft.LoraConfig(r=4, lora_alpha=6.0, target_modules=targets))
+    for path in (tmp_path, tmp_path / "adapter_model.safetensors"):
+        loaded = warm(path)
+        assert len(written) == len(loaded) + 8
+        assert all(torch.equal(loaded[name], written[name]) for name in loaded)
+
+
+def test_a_warm_start_that_does_not_fit_is_refused(diffusers_file: Path) -> None:
+    with pytest.raises(ValueError, match=r"has rank 4, this run lora\.rank=8"):
+        warm(diffusers_file, rank=8)
+    with pytest.raises(ValueError, match=r"has alpha 6, this run lora\.alpha=4"):
+        warm(diffusers_file, alpha=4.0)
+    with pytest.raises(ValueError, match=r"it has .* not adapt \(0 tensors missing, 32 too many\)"):
+        warm(diffusers_file, targets=["attn.to_q", "attn.to_k"])
+    smaller = lora_file.read(diffusers_file).tensors
+    kept = {name: tensor for name, tensor in smaller.items() if ".to_q." in name}
+    with pytest.raises(ValueError, match=r"it lacks transformer_blocks\.0.* \(36 tensors missing, 0 too many\)"):
+        warm(lora_file.write(diffusers_file.parent / "q", kept, alpha=6.0))
+
+
+def test_tensors_of_another_shape_are_refused_before_anything_is_copied() -> None:
+    policy = adapted_policy(parts="transformer")
+    before = snapshot(policy)
+    wrong = {name: torch.ones_like(tensor) for name, tensor in before.items()}
+    last = max(wrong)
+    wrong[last] = torch.ones(3, 3)
+    with pytest.raises(ValueError, match=rf"{last} is \[3, 3\], expected"):
+        load_tensors(policy.transformer, wrong, where="this")
+    assert all(torch.equal(tensor, before[name]) for name, tensor in snapshot(policy).items())
+
+
+def without_metadata(source: Path, target: Path) -> Path:
+    target.mkdir()
+    save_file(load_file(source), target / lora_file.FILE_NAME)
+    return target
+
+
+def test_without_metadata_alpha_is_the_rank_as_diffusers_reads_it(diffusers_file: Path, tmp_path: Path) -> None:
+    bare = without_metadata(diffusers_file, tmp_path / "bare")
+    assert lora_file.read(bare).alpha == 4.0
+    with pytest.raises(ValueError, match="has alpha 4, this run"):
+        warm(bare)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("use_dora", True), ("use_rslora", True), ("rank_pattern", {"to_q": 2}), ("alpha_pattern", {"a": 1})],
+)
+def test_adapters_that_are_not_plain_lora_are_refused(tmp_path: Path, key: str, value: object) -> None:
+    peft_folder(tmp_path, peft.LoraConfig(r=4, target_modules=["attn.to_q"]))
+    settings = tmp_path / "adapter_config.json"
+    settings.write_text(json.dumps({**json.loads(settings.read_text()), key: value}))
+    with pytest.raises(ValueError, match=f"{key}=.* not supported"):
+        lora_file.read(tmp_path)
+
+
+def test_files_that_are_no_lora_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="does not exist"):
+        lora_file.read(tmp_path / "nothing")
+    with pytest.raises(ValueError, match=r"holds neither pytorch_lora_weights\.safetensors"):
+        lora_file.read(tmp_path)
+    (tmp_path / "lora.bin").write_bytes(b"")
+    with pytest.raises(ValueError, match=r"is not a \.safetensors file"):
+        lora_file.read(tmp_path / "lora.bin")
+    save_file({"vae.weight": torch.ones(1)}, tmp_path / "other.safetensors")
+    with pytest.raises(ValueError, match=r"holds 'vae\.weight', not a diffusers or PEFT LoRA tensor"):
+        lora_file.read(tmp_path / "other.safetensors")
+    layer = "transformer.transformer_blocks.0.attn.to_q.lora_A.weight"
+    save_file({layer: torch.ones(4, 128)}, tmp_path / "half.safetensors")
+    with pytest.raises(ValueError, match=r"to_q has no lora_B"):
+        lora_file.read(tmp_path / "half.safetensors")
+
+
+def test_a_written_file_is_the_same_bytes_every_time(tmp_path: Path) -> None:
+    parameters: dict[str, nn.Parameter] = lora_parameters(adapted_policy(parts="transformer").transformer)
+    shuffled = dict(reversed(parameters.items()))
+    one = lora_file.write(tmp_path / "one", parameters, alpha=16.0)
+    two = lora_file.write(tmp_path / "two", shuffled, alpha=16.0)
+    assert one.read_bytes() == two.read_bytes()
+    assert [entry.name for entry in one.parent.iterdir()] == [lora_file.FILE_NAME]
+    with pytest.raises(ValueError, match="no LoRA tensors"):
+        lora_file.write(tmp_path / "three", {}, alpha=1.0)
