@@ -5,7 +5,8 @@ process. Both are taken before and after each shared run, and their mean counts.
 steps and trained noise levels, so that G : T is about 3 : 1 and 1 : 1; for 1 : 3 that is not enough, and that load has
 groups and micro-batches of 10 images in place of 14 too, and `trainer.gradient_checkpointing=full`. A step has 12
 tickets and 12 groups to train, which are 12 units of work for each of two workers. `--load` measures only this load and
-may be given several times.
+may be given several times. `--longer 2` doubles denoising steps and trained noise levels, so that a unit takes twice as
+long: what a unit costs the controller and Ray does not grow with it.
 
     ideal       `placement=shared`, two processes: step ÷ ((G + T) / 2)
     separate    step of one rollout worker and one trainer rank ÷ that of `placement=shared`
@@ -54,12 +55,18 @@ def load(denoising: int, levels: int) -> tuple[str, ...]:
     )
 
 
-LOADS = {
-    "3:1": load(12, 1),
-    "1:1": load(8, 3),
-    # With so much decoding beside them, trained levels alone do not come to three times the sampling.
-    "1:3": (*load(8, 8), "group_size=10", "trainer.micro_batch_size=10", "trainer.gradient_checkpointing=full"),
-}
+def loads(longer: int = 1) -> dict[str, tuple[str, ...]]:
+    """Returns G : T, about, → settings; denoising steps and trained noise levels are multiplied by `longer`."""
+    small = ("group_size=10", "trainer.micro_batch_size=10", "trainer.gradient_checkpointing=full")
+    return {
+        "3:1": load(12 * longer, longer),
+        "1:1": load(8 * longer, 3 * longer),
+        # With so much decoding beside them, trained levels alone do not come to three times the sampling.
+        "1:3": (*load(8 * longer, 8 * longer), *small),
+    }
+
+
+LOADS = tuple(loads())
 """G : T, about; the table has the measured ones."""
 UNEVEN = ("3:1", "1:3")
 """Where two pools of one device each leave one idle."""
@@ -120,7 +127,9 @@ class Row:
 class Pairs:
     """Makes the runs and keeps what they took."""
 
-    def __init__(self, before: Path, out: Path, measured: Measured, steps: int, loads: Sequence[str]) -> None:
+    def __init__(
+        self, before: Path, out: Path, measured: Measured, steps: int, loads: Mapping[str, Sequence[str]]
+    ) -> None:
         self.before, self.out, self.measured = before, out, measured
         self._steps, self.loads = steps, loads
         self._colocated = list(COLOCATED)
@@ -159,7 +168,7 @@ class Pairs:
 
     def _run(self, what: str, name: str, tree: Path, mode: str, overrides: Sequence[str]) -> None:
         with tempfile.TemporaryDirectory() as directory:
-            made = run(Command(tree, mode, (*LOADS[name], *overrides), self._steps), Path(directory))
+            made = run(Command(tree, mode, (*self.loads[name], *overrides), self._steps), Path(directory))
         self._note(self.measured.runs.setdefault(name, {}), what, made)
 
     def _note(self, lists: dict[str, Any], key: str, value: Any) -> None:
@@ -264,13 +273,14 @@ def main() -> int:
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--steps", type=int, default=4, help="measured steps of each run")
     parser.add_argument("--minutes", type=float, default=26.0, help="no pair begins that would end later")
-    parser.add_argument("--load", choices=tuple(LOADS), action="append", help="only this one")
+    parser.add_argument("--load", choices=LOADS, action="append", help="only this one")
+    parser.add_argument("--longer", type=int, default=1, help="factor on denoising steps and trained noise levels")
     given = parser.parse_args()
     given.out.parent.mkdir(parents=True, exist_ok=True)
     measured = Measured(shlex.join([*PROGRAM.split(), *sys.argv[1:]]), machine_description())
-    names, began = given.load or list(LOADS), time.monotonic()
-    pairs = Pairs(given.before.resolve(), given.out, measured, given.steps, names)
-    with lone(2, {name: LOADS[name] for name in names}) as workers:
+    wanted, began = {name: loads(given.longer)[name] for name in given.load or LOADS}, time.monotonic()
+    pairs = Pairs(given.before.resolve(), given.out, measured, given.steps, wanted)
+    with lone(2, wanted) as workers:
         for done in range(given.pairs):
             if (time.monotonic() - began) / max(1, done) * (done + 1) > 60 * given.minutes and done:
                 sys.stdout.write(f"{done} pairs: the next one would end after {given.minutes:g} minutes\n")
