@@ -112,7 +112,7 @@ def seat_for(held: Footprint, device: int, key: str) -> str:
     `device` is the memory of the device in bytes, `key` the name of the setting.
     """
     if held.resident > device:
-        return f"it needs a device of {math.ceil(held.total / GIB)} GiB"
+        return f"no {key} is enough, it needs a device of {math.ceil(held.total / GIB)} GiB"
     return f"it would fit with {key}={enough_gpus(held.total, device):g}"
 
 

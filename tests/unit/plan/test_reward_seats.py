@@ -102,7 +102,9 @@ def test_a_seat_that_is_too_small_is_refused_before_models_are_loaded() -> None:
         refused.value
     )
     assert "it would fit with reward.terms.judge.gpus_per_worker=0.3; allow_oom=true" in str(refused.value)
-    with pytest.raises(ConfigError, match=r"device is 5 GiB: it needs a device of 24 GiB; allow_oom=true"):
+    with pytest.raises(
+        ConfigError, match=r"judge.gpus_per_worker is enough, it needs a device of 24 GiB; allow_oom=true"
+    ):
         check_devices(config, {"reward/judge": 20 * GIB - 1})
     config.allow_oom = True
     assert any("20 GiB of reward models" in warning for warning in check_devices(config, {"reward/judge": 79 * GIB}))
