@@ -206,7 +206,8 @@ class ReplicaCalls:
     ) -> None:
         """Has a rank make the owed measurement; if it dies, another one does. Raises errors of a rank that lives.
 
-        A rank that hangs after the last step (`step` is None) is killed, so that another one gives the final weights.
+        A rank that hangs after the last step (`step` is None) is killed if others live: one of them then gives the
+        final weights.
         """
         replica = self._replicas[worker.index]
         more = replica.waiting > 1 or (step is not None and bool(ctx.table.ready_groups(step)))
@@ -219,7 +220,7 @@ class ReplicaCalls:
                 raise
             self._start_measurement(ctx, tasks, owed, step)
         except DeadlineExceeded as error:
-            if step is None:
+            if step is None and len(self.living.ranks) > 1:
                 worker.kill()
                 await self.living.bury(ctx, WorkerDied(worker.name, str(error)))
             raise

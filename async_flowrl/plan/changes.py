@@ -46,6 +46,6 @@ class Change:
 
 
 def fresh_images(config: Config) -> Change:
-    """Returns `max_staleness=0`, which makes fewer versions live, with the `mode` that it then is, if one is given."""
+    """Returns `max_staleness=0`, by which fewer versions are live; if `mode` is set, with the name that it has then."""
     named = () if config.mode is None else (Change("mode", mode_name(0, config.hand_over)),)
     return Change("max_staleness", 0, named)

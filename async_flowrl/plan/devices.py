@@ -109,10 +109,10 @@ def compared_rewards(config: Config, memory: Mapping[str, int]) -> list[str]:
 def seat_for(held: Footprint, device: int, key: str) -> str:
     """Returns a clause with the share of a device that holds a reward worker, or with the device that it needs.
 
-    `device` is the memory of the device in bytes, `key` the name of the setting.
+    `device` is the memory of the present device in bytes, `key` the setting of the share.
     """
-    if held.resident > device:
-        return f"no {key} is enough, it needs a device of {math.ceil(held.total / GIB)} GiB"
+    if held.total > device:
+        return f"it needs a whole device of {math.ceil(held.total / GIB)} GiB, with {key}=1"
     return f"it would fit with {key}={enough_gpus(held.total, device):g}"
 
 

@@ -34,6 +34,7 @@ def advice(title: str, config: Config, model: MetaModel, peaks: Peaks, device: D
     If no single setting is enough, the clause names those that need least. `title` is a name from `plan/devices.py`.
     """
     tried: list[tuple[Change, int]] = []
+    present = footprint(title, config, model, device, training=peaks.training, sampling=peaks.sampling).total
     for change in smaller(title, config, model):
         if not change.accepted(config):
             continue
@@ -46,6 +47,8 @@ def advice(title: str, config: Config, model: MetaModel, peaks: Peaks, device: D
             training=now.training,
             sampling=now.sampling,
         )
+        if changed.total >= present:
+            continue
         tried.append((change, changed.total))
         if sum(size <= device.available for _, size in tried) == MAX_SETTINGS_SHOWN:
             break

@@ -179,8 +179,8 @@ def trainer_footprint(config: Config, model: Sizes, activations: int = 0) -> Foo
     """Returns the memory of a trainer rank; `activations` is the peak of its activations in bytes.
 
     `trainer.shard=auto` counts as none: give a configuration with the layout that was chosen for it. The rows on which
-    the KL of an optimizer step is measured (training/later_kl.py) are left out: latents and conditioning of at most
-    `algorithm.kl_probe_images` images.
+    the KL of an optimizer step is measured (training/later_kl.py) are left out: latents of at most
+    `algorithm.kl_probe_images` images at all trained noise levels, and the conditioning of their prompt.
     """
     trainer, vector = config.trainer, model.adapter_parameters * FLOAT32_BYTES
     joined = trainer.num_workers > 1 or trainer.cpu_offload

@@ -13,7 +13,7 @@ from async_flowrl.config.compose import DEFAULT, compose_config
 from async_flowrl.config.resolution import in_pixels, parse_resolution
 from async_flowrl.config.schema import Config
 from async_flowrl.config.shared import SHARED
-from async_flowrl.plan.devices import ONE, ROLLOUT, TRAINER, Device, enough_gpus, refusal
+from async_flowrl.plan.devices import ONE, ROLLOUT, TRAINER, Device, enough_gpus, refusal, seat_for
 from async_flowrl.plan.fitting import advice
 from async_flowrl.plan.host_memory import in_shares
 from async_flowrl.plan.largest import at_largest
@@ -44,6 +44,8 @@ class Process:
     """GPUs per worker: a share of one device, or whole devices from 1 on."""
     kind: str = ""
     """Title of this kind in `plan/devices.py`; empty for reward workers, whose settings that module does not change."""
+    key: str = ""
+    """Setting of the share of a reward worker."""
     caveat: str = ""
     """Clause for the end of a sentence on memory that is not known."""
 
@@ -100,7 +102,10 @@ def processes(plan: MemoryPlan, config: Config) -> list[Process]:
     Reward pools without GPUs are left out.
     """
     trainer, rollout = config.trainer.gpus_per_worker, config.rollout.gpus_per_worker
-    seats = [Process(seat.title, seat.footprint, seat.gpus, caveat=seat.caveat) for seat in reward_seats(config)]
+    seats = [
+        Process(seat.title, seat.footprint, seat.gpus, key=seat.key, caveat=seat.caveat)
+        for seat in reward_seats(config)
+    ]
     if config.placement == SHARED:
         whole = in_one(plan.trainer, plan.rollout, full=plan.model.full)
         return [Process("process that samples and trains", whole, trainer, ONE), *seats]
@@ -137,12 +142,14 @@ def judged(process: Process, plan: MemoryPlan, config: Config, device_gib: float
 
 
 def cure(process: Process, plan: MemoryPlan, config: Config, device: Device) -> str:
-    """Returns a clause with settings that make the process fit, or come nearest to it, or a larger device."""
-    footprint, larger = process.footprint, f"a device of {math.ceil(process.footprint.total / GIB)} GiB"
-    if not process.kind and footprint.total > device.memory:
-        return f"it needs {larger}{process.caveat}"
+    """Returns a clause with settings that make the process fit, or come nearest to it, or more of a device."""
+    footprint = process.footprint
     if not process.kind:
-        return f"give it {enough_gpus(footprint.total, device.memory):g} of one{process.caveat}"
+        return seat_for(footprint, device.memory, process.key) + process.caveat
+    share = device.available / device.memory
+    larger = f"a device of {math.ceil(footprint.total / GIB / share)} GiB"
+    if footprint.total <= device.memory:
+        larger = f"{enough_gpus(footprint.total, device.memory):g} of the device"
     if footprint.resident <= device.available:
         return f"{advice(process.kind, config, plan.model, plan.peaks, device)}, or with {larger}"
     return f"{refusal(process.kind, config, plan.model, device)}; as it is, it takes {larger}"

@@ -11,6 +11,7 @@ All run with the same shapes, grad mode and code, so equal weights give equal bi
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -199,8 +200,19 @@ def first_rows(batch: MicroBatch, count: int, *, start: int = 0) -> MicroBatch:
     if count >= len(batch.sigma):
         return batch
     rows = slice(start, start + count)
-    per_row = {f.name: getattr(batch, f.name)[rows] for f in fields(batch) if f.name not in ("sigmas", "age")}
-    return replace(batch, **per_row)
+    return replace(batch, **{name: getattr(batch, name)[rows] for name in _per_row(batch)})
+
+
+def copied(batch: MicroBatch) -> MicroBatch:
+    """Returns the micro-batch with tensors of its own, because slices keep the memory of what they are cut from."""
+    rows: dict[str, Any] = {name: getattr(batch, name) for name in _per_row(batch)}
+    own: dict[str, Any] = {name: of.clone() if isinstance(of, Tensor) else of for name, of in rows.items()}
+    return replace(batch, **own)
+
+
+def _per_row(batch: MicroBatch) -> list[str]:
+    """Returns the names of the fields that have a row for each row of the micro-batch."""
+    return [field.name for field in fields(batch) if field.name not in ("sigmas", "age")]
 
 
 def _at(predictions: list[Prediction] | None, index: int) -> Prediction | None:

@@ -17,7 +17,7 @@ from async_flowrl.algorithms.base import Diverges, MicroBatch, Prediction
 from async_flowrl.algorithms.policy_gradient import MIN_GAUSSIAN_STD
 from async_flowrl.algorithms.sde import expand
 from async_flowrl.seeds import derive
-from async_flowrl.training.forward_passes import ForwardPasses, UpdateInputs, first_rows
+from async_flowrl.training.forward_passes import ForwardPasses, UpdateInputs, copied, first_rows
 from async_flowrl.training.micro_batches import Group
 
 ByStep = dict[int, float]
@@ -156,10 +156,10 @@ class TrustRegion:
 
 
 def _by_step(batch: MicroBatch, images: int) -> list[MicroBatch]:
-    """Returns the first `images` images of a micro-batch, one micro-batch per denoising step."""
+    """Returns copies of the first `images` images of a micro-batch, one micro-batch per denoising step."""
     steps = len(set(batch.steps.tolist()))
     size = len(batch.sigma) // steps
-    return [first_rows(batch, min(size, images), start=step * size) for step in range(steps)]
+    return [copied(first_rows(batch, min(size, images), start=step * size)) for step in range(steps)]
 
 
 def _noised(like: MicroBatch, clean: Tensor, step: int, seed: int) -> MicroBatch:

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from tests.mutants.mutation import Mutant, nothing, nothing_awaited
-from tests.mutants.tickets import RECEIVER
+from tests.mutants.tickets import HANGS, RECEIVER
 
 RUNS, TURNS = "tests.unit.shared.test_shared_runs", "tests.unit.shared.test_turns"
 WORKER, RECOVERY = "tests.unit.shared.test_shared_worker", "tests.unit.shared.test_shared_recovery"
@@ -141,5 +141,12 @@ SHARED_FAULTS = (
         {"async_flowrl.controller.after_step:AfterStep._settle": nothing_awaited},
         f"{RECOVERY}:test_a_run_that_is_stopped_after_a_measured_step_has_the_whole_line_and_goes_on",
         raises=("AssertionError", "KeyError"),
+    ),
+    Mutant(
+        "a process that hangs over the KL of a stopped run is still asked for the weights",
+        {"async_flowrl.controller.replica_calls:DeadlineExceeded": lambda error: KeyError},
+        f"{RECOVERY}:test_a_measurement_that_hangs_when_a_run_stops_costs_neither_its_weights_nor_an_evaluation",
+        arguments={"evaluates": False},
+        raises=HANGS,
     ),
 )

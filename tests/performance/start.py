@@ -108,7 +108,7 @@ def markdown(record: Mapping[str, Any]) -> str:
         for part, seconds in sorted(parts.items(), key=lambda item: -item[1])
     ]
     tables = (
-        markdown_table(("backend", "process", "CPU s to the end of step 1"), rows),
+        markdown_table(("backend", "what", "s to the end of step 1, of CPU if nothing else is said"), rows),
         markdown_table(("what", "goal", "measured", "met"), goals(record["measured"], record["answers"])),
     )
     return "\n\n".join([f"    {record['command']}", as_sentence(record["description"]), *tables]) + "\n"

@@ -49,8 +49,8 @@ def test_what_a_refusal_names_does_fit() -> None:
 
 
 def test_a_refusal_names_no_setting_that_would_be_refused_itself() -> None:
-    """One-step-off has no max_staleness=0, but stream has; 16 images cannot be shared by 32 ranks, shard=none stays on
-    the device."""
+    """`max_staleness=0` alone is refused with mode=one_step_off, 32 ranks cannot share 16 images, and a base with
+    shard=none is never offloaded."""
     refused_themselves = ("max_staleness=0", "trainer.num_workers=32", "trainer.cpu_offload=true")
     ranks = ("trainer.num_workers=16", "trainer.micro_batch_size=1")
     for given in (ranks, (*ranks, "trainer.shard=none", "lora.rank=1")):

@@ -102,10 +102,12 @@ def test_a_seat_that_is_too_small_is_refused_before_models_are_loaded() -> None:
         refused.value
     )
     assert "it would fit with reward.terms.judge.gpus_per_worker=0.3; allow_oom=true" in str(refused.value)
-    with pytest.raises(
-        ConfigError, match=r"judge.gpus_per_worker is enough, it needs a device of 24 GiB; allow_oom=true"
-    ):
-        check_devices(config, {"reward/judge": 20 * GIB - 1})
+    for gib in (19, 22):  # Without margin and runtime it would fit the second.
+        with pytest.raises(ConfigError, match=r"whole device of 24 GiB, with reward\.terms\.judge\.gpus_per_worker=1;"):
+            check_devices(config, {"reward/judge": gib * GIB})
+    whole = seated(judge=judge(20.0, gpus_per_worker=1.0))
+    (tight,) = check_devices(whole, {"reward/judge": 24 * GIB})
+    assert "is planned to need 23.4 of its device's 24 GiB" in tight
     config.allow_oom = True
     assert any("20 GiB of reward models" in warning for warning in check_devices(config, {"reward/judge": 79 * GIB}))
     config.reward.terms["judge"].options = {"gib": 16.0}
@@ -126,10 +128,11 @@ def test_the_memory_plan_shows_known_and_unknown_rewards(capsys: pytest.CaptureF
     assert "the run takes 3 devices: trainer 1, rollout 1, reward 1 x 0.1" in said
     assert memory_report.main([*words[:-2], "--device", "24"]) == 0
     said = capsys.readouterr().out
-    assert "a worker of the pool reward does not fit 0.1 of 24 GiB" in said and "give it 0.2 of one" in said
+    assert "reward does not fit 0.1 of 24 GiB, " in said and "it would fit with reward.gpus_per_worker=0.2" in said
     assert memory_report.main([*words[:-2], "--device", "2"]) == 0
     said = capsys.readouterr().out
-    assert "a worker of the pool reward does not fit 0.1 of 2 GiB" in said and "it needs a device of 5 GiB" in said
+    assert "reward does not fit 0.1 of 2 GiB, " in said
+    assert "it needs a whole device of 5 GiB, with reward.gpus_per_worker=1" in said
 
 
 def large_model() -> MetaModel:

@@ -26,6 +26,8 @@ from tests.support.toy_recovery import (
 from tests.support.toy_shared import shared_config, shared_toys
 
 SHAKEN = Timing(seed=3, spread=0.8, update=0.3)
+IN_STEP = Timing(generate=0.1, update=0.3)
+"""Both processes are idle when a step ends, so the first one measures its KL."""
 
 
 @pytest.fixture(autouse=True)
@@ -133,26 +135,38 @@ def test_a_run_that_is_stopped_after_a_measured_step_has_the_whole_line_and_goes
         assert logged(root) == logged(ran(tmp_path / "calm", 1))
 
 
+@pytest.mark.parametrize(("fault", "error"), [("raise", "WorkerFailed"), ("hang", "DeadlineExceeded")])
 def test_a_measurement_that_fails_when_a_run_stops_is_recorded_under_its_own_name(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, fault: str, error: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     root = tmp_path / "run"
-    ran(root, 2, lambda worker, method, number: "raise" if method == "measure_kl" else None, disturb=stop)
+    ran(root, 2, lambda worker, method, number: fault if method == "measure_kl" else None, disturb=stop)
     assert saved(root) == [0, 1] and "kl_per_update" not in line(root, 0)
-    assert "KL of step 0: WorkerFailed" in caplog.text
+    assert f"KL of step 0: {error}" in caplog.text
+
+
+def test_the_last_process_is_not_killed_because_a_measurement_is_late(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One of two dies in the measurement, and the other one takes too long for it: nobody else has the weights."""
+    dies, late = once("shared-0", "measure_kl", 1, "kill"), once("shared-1", "measure_kl", 1, "delay")
+    short = {"deadlines__generate": 0.5, "deadlines__update": 1.0}
+    root = ran(tmp_path / "run", 2, dies, late, disturb=stop, timing=IN_STEP, **short)
+    assert "KL of step 0: DeadlineExceeded" in caplog.text and summary(root)["steps"] == 1
+    assert "trainer-1" not in {event["worker"] for event in events(root, "fault")}
 
 
 @pytest.mark.parametrize("evaluates", [False, True])
 def test_a_measurement_that_hangs_when_a_run_stops_costs_neither_its_weights_nor_an_evaluation(
-    tmp_path: Path, evaluates: bool, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, evaluates: bool
 ) -> None:
     """The process that hangs is the first, which gives the final weights; it is killed, and another one gives them."""
-    settings: dict[str, Any] = {"evaluate__every": int(evaluates), "timing": Timing(generate=0.1, update=0.3)}
-    ran(calm := tmp_path / "calm", 2, disturb=stop, **settings)
-    ran(root := tmp_path / "run", 2, once("shared-0", "measure_kl", 1, "hang"), disturb=stop, **settings)
+    settings: dict[str, Any] = {"evaluate__every": int(evaluates), "timing": IN_STEP}
+    with shared_toys():  # A mutant calls this test without its fixtures.
+        ran(calm := tmp_path / "calm", 2, disturb=stop, **settings)
+        ran(root := tmp_path / "run", 2, once("shared-0", "measure_kl", 1, "hang"), disturb=stop, **settings)
     assert summary(root) == summary(calm) and summary(root)["steps"] == 1
     assert bool(evaluations(root)) == evaluates and evaluations(root) == evaluations(calm)
-    assert "KL of step 0: DeadlineExceeded" in caplog.text
     assert {event["worker"] for event in events(root, "fault")} >= {"trainer-0"} and not rollbacks(root)
 
 

@@ -148,6 +148,8 @@ def test_a_step_that_is_measured_after_it_gives_the_same_numbers_and_weights(
     later.update.add_up(rig.TrainRequest(0, (), finishes=True, measures_later=True))
     stats = merged([later.take_step()])
     assert stats.measures_later and not any("kl" in name for name in stats.metrics)
+    kept = [each for batch in later.update._region.rows[1] for each in vars(batch).values() if isinstance(each, Tensor)]
+    assert all(each.untyped_storage().nbytes() == each.nbytes for each in kept), "slices keep what they are cut from"
     measured = later.update.later_kl.measure()
     assert {**stats.metrics, **measured.metrics} == metrics and metrics["kl_per_update"] > 0.0
     assert [span.name for span in measured.spans] == ["probe"]
