@@ -86,15 +86,16 @@ def last_ticket_after_hand_over(groups: int) -> Iterator[None]:
 def updates_beside_generation(steps: int, groups: int) -> Iterator[None]:
     """Each update falls into the generation of the next step's last ticket, in a run of `steps` steps.
 
-    It begins when that ticket is being made, and the ticket is not ready before it has ended. A step has `groups`
-    groups, and workers are threads of this process.
+    It begins when that ticket is being made, and the ticket is not denoised before the end of the update's step is in
+    the records, so that it takes no time of that step. A step has `groups` groups. Workers are threads of this process.
     """
+    from async_flowrl.controller.after_step import AfterStep
     from async_flowrl.rollout.diffusers_engine import DiffusersEngine
     from async_flowrl.tickets.table import TRAIN
     from async_flowrl.training.worker import TrainerWorker
 
-    denoise, train = DiffusersEngine._denoise, TrainerWorker.train
-    happened = {("updated", -1), ("generating", steps)}
+    denoise, train, after_step = DiffusersEngine._denoise, TrainerWorker.train, AfterStep.after_step
+    happened = {("recorded", -1), ("generating", steps)}
     changed = threading.Condition()
 
     def happens(what: str, step: int) -> None:
@@ -110,20 +111,24 @@ def updates_beside_generation(steps: int, groups: int) -> Iterator[None]:
         request = plan.request
         if request.kind == TRAIN and request.group == groups - 1:
             happens("generating", request.step)
-            wait_for("updated", request.step - 1)
+            wait_for("recorded", request.step - 1)
         return denoise(engine, plan, images)
 
     def training(worker: TrainerWorker, request: Any, *trajectories: Any) -> Any:
         if request.begins is not None:
             wait_for("generating", request.step + 1)
-        result = train(worker, request, *trajectories)
-        if request.finishes:
-            happens("updated", request.step)
-        return result
+        return train(worker, request, *trajectories)
+
+    async def recording(steps: AfterStep, ctx: Any, step: int, stats: dict[str, float]) -> None:
+        try:
+            await after_step(steps, ctx, step, stats)
+        finally:
+            happens("recorded", step)
 
     with (
         mock.patch.object(DiffusersEngine, "_denoise", generating),
         mock.patch.object(TrainerWorker, "train", training),
+        mock.patch.object(AfterStep, "after_step", recording),
     ):
         yield
 
