@@ -82,55 +82,76 @@ def last_ticket_after_hand_over(groups: int) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def updates_beside_generation(steps: int, groups: int) -> Iterator[None]:
-    """Each update falls into the generation of the next step's last ticket, in a run of `steps` steps.
+class Happened:
+    """What has happened in which step, for threads that wait for it."""
 
-    It begins when that ticket is being made, and the ticket is not denoised before the end of the update's step is in
-    the records, so that it takes no time of that step. A step has `groups` groups. Workers are threads of this process.
+    def __init__(self) -> None:
+        self._known: set[tuple[str, int]] = set()
+        self._changed = threading.Condition()
+
+    def note(self, what: str, step: int) -> None:
+        with self._changed:
+            self._known.add((what, step))
+            self._changed.notify_all()
+
+    def wait_for(self, what: str, step: int) -> None:
+        with self._changed:
+            assert self._changed.wait_for(lambda: (what, step) in self._known, LIMIT), f"step {step} is not {what}"
+
+
+@contextmanager
+def steps_recorded(first_group: int = 0) -> Iterator[Happened]:
+    """A ticket is denoised when the end of the step before its own is in the records, so it takes no time of that step.
+
+    Groups before `first_group` do not wait. "recorded" happens in every step. Workers are threads of this process.
     """
     from async_flowrl.controller.after_step import AfterStep
     from async_flowrl.rollout.diffusers_engine import DiffusersEngine
     from async_flowrl.tickets.table import TRAIN
-    from async_flowrl.training.worker import TrainerWorker
 
-    denoise, train, after_step = DiffusersEngine._denoise, TrainerWorker.train, AfterStep.after_step
-    happened = {("recorded", -1), ("generating", steps)}
-    changed = threading.Condition()
+    denoise, after_step, happened = DiffusersEngine._denoise, AfterStep.after_step, Happened()
+    happened.note("recorded", -1)
 
-    def happens(what: str, step: int) -> None:
-        with changed:
-            happened.add((what, step))
-            changed.notify_all()
-
-    def wait_for(what: str, step: int) -> None:
-        with changed:
-            assert changed.wait_for(lambda: (what, step) in happened, LIMIT), f"step {step} is not {what}"
-
-    def generating(engine: DiffusersEngine, plan: Any, images: Any) -> Any:
+    def denoising(engine: DiffusersEngine, plan: Any, images: Any) -> Any:
         request = plan.request
-        if request.kind == TRAIN and request.group == groups - 1:
-            happens("generating", request.step)
-            wait_for("recorded", request.step - 1)
+        if request.kind == TRAIN and request.group >= first_group:
+            happened.note("generating", request.step)
+            happened.wait_for("recorded", request.step - 1)
         return denoise(engine, plan, images)
-
-    def training(worker: TrainerWorker, request: Any, *trajectories: Any) -> Any:
-        if request.begins is not None:
-            wait_for("generating", request.step + 1)
-        return train(worker, request, *trajectories)
 
     async def recording(steps: AfterStep, ctx: Any, step: int, stats: dict[str, float]) -> None:
         try:
             await after_step(steps, ctx, step, stats)
         finally:
-            happens("recorded", step)
+            happened.note("recorded", step)
 
     with (
-        mock.patch.object(DiffusersEngine, "_denoise", generating),
-        mock.patch.object(TrainerWorker, "train", training),
+        mock.patch.object(DiffusersEngine, "_denoise", denoising),
         mock.patch.object(AfterStep, "after_step", recording),
     ):
-        yield
+        yield happened
+
+
+@contextmanager
+def updates_beside_generation(steps: int, groups: int) -> Iterator[None]:
+    """Each update falls into the generation of the next step's last ticket, in a run of `steps` steps.
+
+    It begins when that ticket is being made, and the ticket waits until the end of the update's step is in the records.
+    A step has `groups` groups. Workers are threads of this process.
+    """
+    from async_flowrl.training.worker import TrainerWorker
+
+    train = TrainerWorker.train
+    with steps_recorded(first_group=groups - 1) as happened:
+        happened.note("generating", steps)
+
+        def training(worker: TrainerWorker, request: Any, *trajectories: Any) -> Any:
+            if request.begins is not None:
+                happened.wait_for("generating", request.step + 1)
+            return train(worker, request, *trajectories)
+
+        with mock.patch.object(TrainerWorker, "train", training):
+            yield
 
 
 @contextmanager

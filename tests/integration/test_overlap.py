@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.gates import generation_while_the_trainer_waits, updates_beside_generation
+from tests.integration.gates import generation_while_the_trainer_waits, steps_recorded, updates_beside_generation
 from tests.integration.leaps import PATIENT, leaping_clock
 from tests.integration.runs import WHOLE, Run, train, train_here_on_ray
 
@@ -40,7 +40,8 @@ def test_one_step_off_overlaps_generation_and_training(tmp_path: Path) -> None:
     with leaping_clock(generate=DELAY, update=DELAY):
         with updates_beside_generation(steps, groups=2):
             overlapped = train(tmp_path / "one_step_off", "one_step_off", *settings).summary
-        in_turn = train(tmp_path / "sync", "sync", *settings).summary
+        with steps_recorded():
+            in_turn = train(tmp_path / "sync", "sync", *settings).summary
     # Of three delays per step two are those of its tickets; one is the update's, for which the second ticket waits.
     assert overlapped["bound"]["generation"] == pytest.approx(3 * DELAY, rel=0.05)
     assert overlapped["bound"]["update"] == pytest.approx(DELAY, rel=0.05)
