@@ -11,6 +11,7 @@ from async_flowrl.plan.foretell import step_time
 from async_flowrl.plan.limits import Limits
 from async_flowrl.plan.simulate import simulate
 from async_flowrl.plan.work import Layout
+from tests.integration.gates import steps_recorded
 from tests.integration.leaps import PATIENT, leaping_clock
 from tests.integration.runs import LOCAL, train
 from tests.integration.sleeping import sleep_config, sleeping_run
@@ -28,7 +29,7 @@ def test_a_run_of_one_pool_foretells_what_it_would_take_to_go_on(tmp_path: Path)
     nothing else is under way when the clock leaps, and seems to last as long.
     """
     settings = [*LOCAL, "placement=shared", "prompts_per_step=1"]
-    with leaping_clock(generate=3000.0, update=1000.0):
+    with leaping_clock(generate=3000.0, update=1000.0), steps_recorded():
         run = train(tmp_path, "sync", *settings, *PATIENT, "total_steps=8")
     steps = [event["ended"] - event["started"] for event in run.events if event["event"] == "step"][2:-1]
     took = sum(steps) / len(steps)
