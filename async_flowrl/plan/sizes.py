@@ -16,40 +16,6 @@ _BUFFER = ".pos_embed"
 """End of the name of the one kind of tensor in the files that is no parameter: diffusers' tables of positions."""
 
 
-class Sizes(Protocol):
-    """Sizes of a model; bytes are in the dtype that the run computes in. MetaModel has them, and StoredSizes."""
-
-    @property
-    def block_bytes(self) -> tuple[int, ...]: ...
-
-    @property
-    def root_bytes(self) -> int: ...
-
-    @property
-    def base_bytes(self) -> int: ...
-
-    @property
-    def buffer_bytes(self) -> int: ...
-
-    @property
-    def adapter_parameters(self) -> int: ...
-
-    @property
-    def version_bytes(self) -> int: ...
-
-    @property
-    def text_parameters(self) -> int: ...
-
-    @property
-    def vae_parameters(self) -> int: ...
-
-    @property
-    def itemsize(self) -> int: ...
-
-    @property
-    def full(self) -> bool: ...
-
-
 class _Counted(Protocol):
     """The sizes from which `Totals` follow."""
 
@@ -64,6 +30,28 @@ class _Counted(Protocol):
 
     @property
     def itemsize(self) -> int: ...
+
+
+class Sizes(_Counted, Protocol):
+    """Sizes of a model; bytes are in the dtype that the run computes in. MetaModel has them, and StoredSizes."""
+
+    @property
+    def base_bytes(self) -> int: ...
+
+    @property
+    def buffer_bytes(self) -> int: ...
+
+    @property
+    def version_bytes(self) -> int: ...
+
+    @property
+    def text_parameters(self) -> int: ...
+
+    @property
+    def vae_parameters(self) -> int: ...
+
+    @property
+    def full(self) -> bool: ...
 
 
 class Totals:
