@@ -10,7 +10,7 @@ ifeq ($(OWN),)
 PIP_OPTIONS := --constraint constraints.txt
 endif
 
-.PHONY: setup environments demo test pytest test-quick test-nodes test-slow test-gpu test-pretend-gpu test-pretend-gpu-slow test-vllm-omni test-vlm-server docs docs-serve docs-release lint prove e2e clean
+.PHONY: setup environments demo test pytest test-quick test-nodes test-slow test-gpu test-pretend-gpu test-pretend-gpu-slow test-vllm-omni test-vlm-server docs docs-serve docs-release lint size prove e2e clean
 
 setup: $(VENV)/.installed
 
@@ -145,6 +145,11 @@ lint: setup
 	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports
 	$(VENV)/bin/codespell
+	$(RUN) -m benchmarks.size --check
+
+# Code lines, files and docstrings of each room against the budgets of pyproject.toml, and the files on a ticket's way.
+size: setup
+	$(RUN) -m benchmarks.size --way
 
 prove: setup
 	$(RUN) -m async_flowrl.prove

@@ -1,0 +1,1 @@
+"""What measures, plans and proves the project itself; it is not in the wheel."""

@@ -1,0 +1,131 @@
+"""Records which files of the project execute when, in all processes of a run and all their threads.
+
+`environment` makes Python run this file's `start` in every process of the run, before anything else. A process then
+notes, for each file of the project, the tenths of seconds in which a function of it was called.
+"""
+
+import atexit
+import json
+import os
+import sys
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from types import CodeType, FrameType, ModuleType
+from typing import Any
+
+CALLS, PROJECT = "VISITED_CALLS", "VISITED_PROJECT"
+PACKAGES = ("async_flowrl", "separation", "checkpoint_engine")
+TENTHS = 10
+WRITE_SECONDS = 0.5
+
+_visited: dict[str, set[int]] = defaultdict(set)
+_first: dict[str, float] = {}
+
+
+def environment(calls: Path, project: Path) -> dict[str, str]:
+    """Returns the environment of a run whose processes write what they visit of `project` into the folder `calls`."""
+    site = calls / "site"
+    site.mkdir()
+    (site / "sitecustomize.py").write_text("from benchmarks import visited\nvisited.start()\n")
+    return {CALLS: str(calls), PROJECT: str(project), "PYTHONPATH": os.pathsep.join((str(site), str(project)))}
+
+
+def start() -> None:
+    """Begins to record this process; what it has recorded is written to a file every half second and at its end."""
+    project = os.environ[PROJECT] + os.sep
+    packages = tuple(project + package + os.sep for package in PACKAGES)
+
+    def note(code: CodeType) -> None:
+        name = code.co_filename
+        if name.startswith(packages) and code.co_name != "<module>":
+            file, now = name.removeprefix(project), time.time()
+            _first.setdefault(file, now)
+            _visited[file].add(int(now * TENTHS))
+
+    if sys.version_info >= (3, 12):
+        monitoring: Any = sys.monitoring
+        monitoring.use_tool_id(monitoring.PROFILER_ID, "visited")
+        monitoring.register_callback(
+            monitoring.PROFILER_ID, monitoring.events.PY_START, lambda code, offset: note(code)
+        )
+        monitoring.set_events(monitoring.PROFILER_ID, monitoring.events.PY_START)
+    else:
+
+        def called(frame: FrameType, event: str, argument: Any) -> None:
+            if event == "call":
+                note(frame.f_code)
+
+        sys.setprofile(called)
+        threading.setprofile(called)
+        _call_in_own_threads()
+    threading.Thread(target=_write_often, daemon=True).start()
+    atexit.register(_write)
+
+
+def _call_in_own_threads() -> None:
+    """Has a worker's calls made in threads that Python starts: those that Ray's own code starts are not profiled."""
+    import importlib.abc
+    import importlib.machinery
+
+    class Finder(importlib.abc.MetaPathFinder):
+        def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
+            if name not in ("separation.host", "separation.worker_process"):
+                return None
+            spec = importlib.machinery.PathFinder.find_spec(name, path)
+            if spec is not None and spec.loader is not None:
+                spec.loader.exec_module = partial(_execute, spec.loader.exec_module)  # type: ignore[method-assign]
+            return spec
+
+    def _execute(execute: Callable[[ModuleType], None], module: ModuleType) -> None:
+        execute(module)
+        host: Any = module.Host
+        for name in ("run", "run_split"):
+            method = getattr(host, name)
+
+            def profiled(self: Any, *arguments: Any, _method: Any = method) -> Any:
+                with ThreadPoolExecutor(1) as thread:
+                    return thread.submit(_method, self, *arguments).result()
+
+            setattr(host, name, profiled)
+
+    sys.meta_path.insert(0, Finder())
+
+
+def _write_often() -> None:
+    while True:
+        time.sleep(WRITE_SECONDS)
+        _write()
+
+
+def _write() -> None:
+    record = {name: [_first[name], sorted(times.copy())] for name, times in _visited.copy().items()}
+    target = Path(os.environ[CALLS], f"{os.getpid()}.json")
+    work = target.with_suffix(".part")
+    work.write_text(json.dumps(record))
+    work.replace(target)
+
+
+def files_within(calls: Path, began: float, ended: float) -> set[str]:
+    """Returns the files of which any process called a function between two times, in unix seconds."""
+    wanted = range(int(began * TENTHS), int(ended * TENTHS) + 1)
+    return {
+        name
+        for process in calls.glob("*.json")
+        for name, (_, times) in json.loads(process.read_text()).items()
+        if any(time in wanted for time in times)
+    }
+
+
+def files_before(calls: Path, name: str) -> set[str]:
+    """Returns the files that the process which runs `name` (a file) had called functions of until then."""
+    for process in calls.glob("*.json"):
+        record = json.loads(process.read_text())
+        if name in record:
+            reached = record[name][0]
+            return {file for file, (first, _) in record.items() if first <= reached}
+    raise ValueError(f"no process has called a function of {name}")
