@@ -26,7 +26,7 @@ async def run(ctx: Context) -> None:
     It returns when the last checkpoint is written and the outstanding evaluations are done. The first failure of any
     part (dispatch, training, delivery, watchdog) cancels the others and is raised.
     """
-    async with supervised(dispatch(ctx), ctx.weights.watch(), watch_for_stalls(ctx)):
+    async with supervised(dispatch(ctx), ctx.trainer.watch(), ctx.weights.watch(), watch_for_stalls(ctx)):
         await ctx.weights.publish_first()
         await ctx.steps.before_training(ctx)
         for step in range(ctx.table.step, ctx.config.total_steps):

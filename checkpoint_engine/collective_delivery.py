@@ -128,10 +128,6 @@ class CollectiveBroadcast:
             except Exception as error:  # any error: the next version forms a group again
                 await self._give_up(f"{len(members)} receivers form no group of {self.name}", members, [error])
 
-    def moved(self) -> None:
-        """The sender is another process from now on: the next version forms a group with it."""
-        self._members = ()
-
     async def close(self) -> None:
         await self._abort([])
 

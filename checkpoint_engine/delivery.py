@@ -115,6 +115,14 @@ class Delivery:
             await self._call(self._sender.hold(version))
             self._retained[version] = self._headers[version]
 
+    async def restore(self, version: int) -> None:
+        """Stages, seals and retains a version for a later `place` alone: older than those that are published."""
+        async with self._sealing:
+            await self._call(self._sender.stage(version))
+            header = await self._call(self._sender.seal(version))
+            await self._call(self._sender.hold(version))
+            self._retained[version] = header
+
     async def join(self, receiver: ReceiverEndpoint, versions: Iterable[int] = ()) -> bool:
         """Adds a receiver and sends it `versions`, all newer sealed versions, and the evaluation version.
 
@@ -140,16 +148,6 @@ class Delivery:
             if self._evaluated is not None:
                 jobs += await self._enqueue(self._evaluated, EVALUATION, [queue])
         return await self._settle(jobs)
-
-    def moved(self, lost: Sequence[int]) -> None:
-        """The sender's part was taken over elsewhere, where the sealed versions `lost` cannot be sent any more.
-
-        Nothing else is lost: what is under way is sent from there. The group of a collective transport is formed anew.
-        """
-        for version in lost:
-            self._headers.pop(version, None)
-        if self._broadcast is not None:
-            self._broadcast.moved()
 
     async def leave(self, name: str) -> None:
         """Stops serving a receiver; does nothing if it has left already."""
@@ -257,7 +255,7 @@ class Delivery:
             payload = await self._payload(header)
         except Exception as error:
             if "VersionGone" in error_names(error) and slot == RING and header.version not in self._headers:
-                return []  # lost, when the sender moved during the call
+                return []  # replaced by newer ones during the call
             raise
         jobs = planned(header, slot, payload, queues, holders, self._options)
         for queue in queues:

@@ -3,10 +3,9 @@
 The loop (async_flowrl/loop.py) calls it. Checkpoints are written, and evaluations made, while training goes on.
 """
 
-import asyncio
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from async_flowrl.algorithms.diagnostics import clip_of_means, warnings
@@ -17,10 +16,10 @@ from async_flowrl.controller.checkpoints import Checkpoints
 from async_flowrl.controller.context import Context
 from async_flowrl.controller.evaluation import Evaluations
 from async_flowrl.controller.evaluation_records import EvaluationRecords
+from async_flowrl.controller.kept_state import KeptStates, is_kept
 from async_flowrl.observability.ledger import PoolLedger
 from async_flowrl.observability.metrics import MetricsLog
 from async_flowrl.observability.monitor import Monitor
-from separation.group import WorkerDied
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +42,9 @@ class AfterStep:
     records: EvaluationRecords
     latent_elements: int
     """Number of elements in the latents of one image."""
+    kept: KeptStates = field(default_factory=KeptStates)
+    held: Collection[int] = ()
+    """Versions of earlier attempts whose weights are held for their evaluation."""
     evaluations: Evaluations = field(init=False)
     warned: set[str] = field(default_factory=set)
     trained: bool = False
@@ -82,39 +84,25 @@ class AfterStep:
         self.evaluations.check()
         await self.checkpoints.check()
         version = step + 1
+        if is_kept(ctx.config):
+            part = self.checkpoints.controller_part(ctx, version)
+            await self.kept.keep(ctx, self.checkpoints.trainers.first, version, part)
         if self.checkpoints.due(version):
             await self._save(ctx, version)
         if version < ctx.config.total_steps and evaluation_due(ctx.config, version):
             await self.evaluations.start(ctx, version)
 
-    async def amend(self, ctx: Context, step: int, metrics: Mapping[str, float]) -> None:
-        """Adds metrics to the line of `step`, which is written already, and warns of them as of the others."""
-        await asyncio.to_thread(self.metrics.amend, step, metrics)
-        self.monitor.amend(step, metrics)
-        self._warn(ctx, {"step": step, **metrics})
-
     async def drain(self, ctx: Context) -> None:
         """Writes the last checkpoint, then waits for all evaluations; called when the loop is done with its steps.
 
-        If the KL of the last step is still owed (owed_kl.py), it is measured in between. Raises SaveFailed if the
-        checkpoint cannot be written. A measurement or an evaluation that fails is only recorded as a failure.
+        Raises SaveFailed if the checkpoint cannot be written. An evaluation that fails is only recorded as a failure.
         """
         await ctx.work.until(lambda: ctx.table.step in ctx.table.published)
         await self.checkpoints.insist(ctx, ctx.table.step)
         self.trained = True
-        await self._settle(ctx)
         if ctx.table.step == ctx.config.total_steps and self._lacking(ctx.config, ctx.config.total_steps):
             await self.evaluations.start(ctx, ctx.config.total_steps)
         await self.evaluations.drain()
-
-    async def _settle(self, ctx: Context) -> None:
-        """Makes the measurement that is owed, if one is; records a failure. Raises WorkerDied if no rank is left."""
-        try:
-            await self.checkpoints.trainers.settle(ctx)
-        except WorkerDied:
-            raise
-        except Exception as error:  # no error here may cost the trained weights
-            self.records.failed(f"KL of step {ctx.table.step - 1}", f"{type(error).__name__}: {error}")
 
     def _baseline_due(self, ctx: Context) -> bool:
         """Returns True if the base model must be evaluated: it is wanted, not recorded, and this is version 0."""
@@ -130,14 +118,15 @@ class AfterStep:
         """Returns the versions up to this attempt's first one whose evaluation is due, not recorded and possible.
 
         An evaluation needs the version's weights. A resumed trainer has the last max_staleness + 1 versions of the
-        policy, but only the newest version of an EMA. Versions before these are logged and left out.
+        policy, but only the newest version of an EMA, and the versions that are held. Others are logged and left out.
         """
         now = ctx.table.step
         kept = 0 if ctx.config.trainer.ema_decay is not None else ctx.config.max_staleness
         due = self._lacking(ctx.config, *range(now + 1))
-        if lost := [version for version in due if version < now - kept]:
+        there = [version for version in due if version >= now - kept or version in self.held]
+        if lost := sorted(set(due) - set(there)):
             logger.warning("versions %s were being evaluated when their attempt ended; their weights are gone", lost)
-        return [version for version in due if version >= now - kept]
+        return there
 
     def _lacking(self, config: Config, *versions: int) -> list[int]:
         """Returns those of the versions whose evaluation is due and not recorded."""

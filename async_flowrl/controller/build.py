@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from async_flowrl.config.pool_names import ROLLOUT
 from async_flowrl.config.reward_pools import scoring_pools
 from async_flowrl.controller.context import Context, Observer, Signal, Steps
+from async_flowrl.controller.resume import START, Resume
 from async_flowrl.controller.trainer import TrainerGroup
 from async_flowrl.controller.weights import PublishedWeights
 from async_flowrl.tickets.arithmetic import shape
@@ -27,9 +28,9 @@ def build_context(
     *,
     base_digest: str,
     transport: str = OBJECT_STORE,
-    first_step: int = 0,
+    resume: Resume = START,
 ) -> Context:
-    """Returns the context of an attempt that begins with step `first_step`.
+    """Returns the context of an attempt that begins at `resume`.
 
     The rollout workers have joined its ticket table.
     """
@@ -38,7 +39,7 @@ def build_context(
     def changed(ticket: Ticket) -> None:
         observer.event("ticket", **record(ticket))
 
-    table, work = TicketTable(shape(config), first_step=first_step, on_change=changed), Signal()
+    table, work = TicketTable(shape(config), first_step=resume.version, on_change=changed), Signal()
     for worker in pools[ROLLOUT].workers:
         table.join(worker.name)
     return Context(
@@ -48,7 +49,9 @@ def build_context(
         rollout=pools[ROLLOUT],
         rewards={pool.name: pools[pool.name] for pool in scoring_pools(config)},
         trainer=trainers,
-        weights=PublishedWeights(config, table, pools[ROLLOUT], trainers, observer, work, transport, base_digest),
+        weights=PublishedWeights(
+            config, table, pools[ROLLOUT], trainers, observer, work, transport, base_digest, resume.held
+        ),
         observer=observer,
         steps=steps,
         base_digest=base_digest,

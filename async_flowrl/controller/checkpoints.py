@@ -7,13 +7,11 @@ use `find_resume` and the functions below it.
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 from async_flowrl.config.curves import checkpoint_due
 from async_flowrl.config.schema import Config
-from async_flowrl.config.sections.tune import FULL
 from async_flowrl.controller.context import Context
 from async_flowrl.controller.fingerprint import config_hash, device_type, numerics
 from async_flowrl.controller.inputs import inputs_of
@@ -21,8 +19,8 @@ from async_flowrl.controller.shard_checkpoints import DISK_ERRORS, write_shares
 from async_flowrl.controller.trainer import TrainerGroup
 from async_flowrl.observability.run_directory import RunDirectory
 from async_flowrl.tickets.request import RequestBuilder
-from separation.group import Worker, WorkerDied, WorkerFailed
-from separation.supervise import deadline, together
+from separation.group import WorkerFailed
+from separation.supervise import deadline
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +34,7 @@ class SaveFailed(RuntimeError):
 
 @dataclass
 class Checkpoints:
-    """Starts the writing of checkpoints on the first trainer rank that lives, and keeps count of those written."""
+    """Starts the writing of checkpoints on the first trainer rank, and keeps count of those written."""
 
     config: Config
     directory: RunDirectory
@@ -84,19 +82,29 @@ class Checkpoints:
         if version in self.saved:
             return
         async with deadline(self.config.deadlines.update, f"update: the trainer's copy for checkpoint {version}"):
-            writers = await self._copied(ctx)
-        controller = {
+            if self.trainers.sharded:
+                await self.trainers.all("snapshot")
+            else:
+                await self.trainers.first.call("snapshot")
+        controller = self.controller_part(ctx, version)()
+        self._writing = asyncio.create_task(self._write(version, controller), name=f"checkpoint {version}")
+
+    def controller_part(self, ctx: Context, version: int) -> Callable[[], dict[str, Any]]:
+        """Returns a function that returns the controller's part of the state after as many steps as `version` says.
+
+        The function must be called when `version` is published, whose digest is a part of it. What the next step will
+        change is taken now.
+        """
+        curriculum = self.requests.curriculum.saved() if self.requests.curriculum else None
+        return lambda: {
             "version": version,
             "published": {str(v): digest for v, digest in ctx.table.published.items()},
             "config_hash": config_hash(self.config),
             "numerics": numerics(self.config, device_type(self.device)),
             "inputs": self._inputs,
             "base_digest": self.base_digest,
-            "curriculum": self.requests.curriculum.saved() if self.requests.curriculum else None,
+            "curriculum": curriculum,
         }
-        self._writing = asyncio.create_task(
-            self._write(ctx, version, controller, writers), name=f"checkpoint {version}"
-        )
 
     async def written(self) -> None:
         """Waits for the checkpoint that is being written, if there is one.
@@ -119,61 +127,23 @@ class Checkpoints:
         if self._writing is not None and not self._writing.cancel() and not self._writing.cancelled():
             self._writing.exception()  # Marks the error as seen: the attempt has already ended for another reason.
 
-    async def _copied(self, ctx: Context) -> list[Worker]:
-        """Has ranks copy the present state to host memory, and returns those that may write it, in order.
-
-        These are the first rank and one of another replica, which writes the copy if the first dies. With tune=full
-        only the first rank makes a copy, because the node may not have the memory for a second copy of all weights with
-        their optimizer. If every rank has a share of the weights, each copies its share, and only the first rank is
-        returned.
-        """
-        living = self.trainers.living
-        if self.trainers.sharded:
-            await self.trainers.all("snapshot")
-            return [living.first]
-        while True:
-            writers = [living.first, *([] if self.config.tune == FULL else living.heirs[:1])]
-            try:
-                await together(*(writer.call("snapshot") for writer in writers))
-            except WorkerDied as error:
-                await living.bury(ctx, error)
-            else:
-                return writers
-
-    async def _write(self, ctx: Context, version: int, controller: dict[str, Any], writers: Sequence[Worker]) -> None:
-        """Has the first living one of the `writers` write its copy, and the others drop theirs.
-
-        Raises SaveFailed, WorkerFailed or DeadlineExceeded, as `written` says.
-        """
-        lost: WorkerDied | None = None
-        for place, writer in enumerate(writers):
-            try:
-                async with deadline(self.config.deadlines.update, f"update: writing checkpoint {version}"):
-                    await self._written_by(writer, controller)
-            except WorkerDied as error:
-                lost = error
-                await self.trainers.living.bury(ctx, error)
-                continue
-            except WorkerFailed as error:
-                if error.kind not in DISK_ERRORS:
-                    raise
-                self._missed(version, error.message, error)
-            else:
-                self.misses = 0
-                self.saved.append(version)
-            for other in writers[place + 1 :]:
-                with suppress(WorkerDied):  # the next call to this rank reports its death
-                    await other.call("forget_snapshot", lane="save")
-            return
-        assert lost is not None
-        self._missed(version, f"the ranks that had a copy of it died: {lost}", lost)
-
-    async def _written_by(self, writer: Worker, controller: dict[str, Any]) -> None:
+    async def _write(self, version: int, controller: dict[str, Any]) -> None:
+        """Has the first rank, or all that have a share, write the copy. Raises as `written` says."""
         directory, spare = str(self.directory.checkpoints), self.spare()
-        if self.trainers.sharded:
-            await write_shares(self.trainers.living.workers, directory, controller, self.config.save.keep, spare)
+        try:
+            async with deadline(self.config.deadlines.update, f"update: writing checkpoint {version}"):
+                if self.trainers.sharded:
+                    ranks = self.trainers.workers.workers
+                    await write_shares(ranks, directory, controller, self.config.save.keep, spare)
+                else:
+                    await self.trainers.first.call("save", version, directory, controller, spare, lane="save")
+        except WorkerFailed as error:
+            if error.kind not in DISK_ERRORS:
+                raise
+            self._missed(version, error.message, error)
         else:
-            await writer.call("save", directory, controller, spare, lane="save")
+            self.misses = 0
+            self.saved.append(version)
 
     def _missed(self, version: int, why: str, error: Exception) -> None:
         """Counts a checkpoint that could not be written. Raises SaveFailed after `limits.missed_checkpoints`."""

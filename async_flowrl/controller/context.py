@@ -12,7 +12,6 @@ from async_flowrl.config.schema import Config
 from async_flowrl.controller.departures import Arrivals, Departures
 from async_flowrl.controller.reward_calls import RewardCalls
 from async_flowrl.controller.score_log import ScoreLog
-from async_flowrl.controller.ticket_clock import TicketClock
 from async_flowrl.tickets.request import RequestBuilder
 from async_flowrl.tickets.table import TicketTable
 from async_flowrl.types import Span
@@ -101,6 +100,10 @@ class Trainer(Protocol):
         """Waits for the groups of `step`, trains on them, and returns the step's metrics (name → value)."""
         ...
 
+    async def watch(self) -> None:
+        """Runs beside the loop and raises the death of a rank."""
+        ...
+
 
 class Weights(Protocol):
     """Publishing and delivery of versions (weights.py)."""
@@ -168,10 +171,6 @@ class Steps(Protocol):
         """
         ...
 
-    async def amend(self, ctx: "Context", step: int, metrics: Mapping[str, float]) -> None:
-        """Adds metrics to the line of `step`, which is written already."""
-        ...
-
     async def drain(self, ctx: "Context") -> None:
         """Writes the last checkpoint and waits for all evaluations."""
         ...
@@ -211,7 +210,7 @@ class NoServers:
 
 
 class Attempt(Protocol):
-    """The parts of an attempt that Living, its successors and the endpoints need; `Context` is one implementation."""
+    """The parts of an attempt that the endpoints need; `Context` is one implementation."""
 
     @property
     def config(self) -> Config: ...
@@ -257,8 +256,6 @@ class Context:
     """The rollout workers that have joined the pool during the run and get no tickets: not yet, or not at all."""
     training: set[int] = field(default_factory=set)
     """Indices of the rollout workers whose process trains now (`placement=shared`)."""
-    ticket_clocks: dict[int, TicketClock] = field(default_factory=dict)
-    """Index of a process that samples and trains (`placement=shared`) → estimate of when its ticket will be made."""
     swaps: Accumulator = field(default_factory=Accumulator)
     """How often rollout workers exchanged their weights for an average, for an older version, or back (types.py)."""
     activation: Accumulator = field(default_factory=Accumulator)

@@ -1,7 +1,7 @@
 """Download of the model's files from the Hugging Face hub to every node, by one worker per node, before workers load.
 
 Called when a run starts or goes back (run/hosts.py, run/recovery.py), and when a worker joins or is replaced
-(admission.py, successors.py).
+(admission.py).
 """
 
 import logging

@@ -4,21 +4,17 @@ The classes implement the protocols SenderEndpoint and ReceiverEndpoint of check
 describe the methods, by calls of the workers that hold the tensors.
 """
 
-import asyncio
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable
+from typing import Any
 
-from async_flowrl.controller.context import Attempt, Observer
-from async_flowrl.controller.living import Living
-from async_flowrl.controller.published import Published
-from async_flowrl.controller.sender_errors import SenderLost, failures_of_ranks
+from async_flowrl.config.schema import Config
+from async_flowrl.controller.context import Observer
+from async_flowrl.controller.kept_state import is_kept
+from async_flowrl.controller.sender_errors import sender_errors
 from async_flowrl.types import EMA, POLICY
 from checkpoint_engine import RING, Ack, Draft, Header
 from checkpoint_engine.process_group import Epoch
-from separation.group import Worker, WorkerDied
-from separation.supervise import together
-
-T = TypeVar("T")
+from separation.group import Worker
 
 DELIVERIES, CONTROL = "sync", "control"
 """Lanes (threads of a worker) for deliveries, and for aborting a collective operation that blocks another lane."""
@@ -26,162 +22,93 @@ PUBLISHING = "publish"
 """Lane of a trainer rank for publishing, which runs beside the next update."""
 
 
-async def bury_sender(living: Living, attempt: Attempt, error: WorkerDied) -> None:
-    """As `Living.bury`, for a rank that was asked for weights. Raises SenderLost if no rank is left to send them."""
-    try:
-        await living.bury(attempt, error)
-    except WorkerDied as last:
-        raise SenderLost(last.worker, last.reason) from last
-
-
 class TrainerEndpoint:
     """The first trainer rank as the sender of one stream, i.e. of one sequence of versions: POLICY or EMA.
 
-    If that rank dies, the next first rank publishes the same versions with the same digests, and the call that noticed
-    the death is made again there.
+    Its calls raise SenderLost if the rank has died, SenderFailed if it raises an exception.
     """
 
     def __init__(
         self,
-        living: Living,
-        attempt: Attempt,
+        rank: Worker,
+        config: Config,
         transport: str,
         on_sealed: Callable[[Header], None],
         *,
         stream: str = POLICY,
-        on_moved: Callable[[Sequence[int]], None] = lambda lost: None,
     ) -> None:
-        """`on_sealed` is called with every version's header before a receiver can acknowledge the version.
-
-        `on_moved` is called when another rank has become the sender, with the sealed versions that the rank lacks. No
-        ticket needs these versions.
-        """
-        self._living, self._attempt = living, attempt
-        self._transport, self._on_sealed, self._stream, self._on_moved = transport, on_sealed, stream, on_moved
-        self._published = Published(attempt.config.live_versions)
-        self._sender = living.first.name
-        """Name of the rank that has published what is in `_published`."""
-        self._moving = asyncio.Lock()
+        """`on_sealed` is called with every version's header before a receiver can acknowledge the version."""
+        self._rank, self._config = rank, config
+        self._transport, self._on_sealed, self._stream = transport, on_sealed, stream
 
     async def stage(self, version: int) -> None:
-        await self._on_first(lambda rank: rank.call("sender.stage", version, self._stream))
-        self._published.staged.add(version)
+        await self._call("stage", version, self._stream, lane="main")
 
     async def seal(self, version: int) -> Header:
-        header: Header = await self._publish(f"{self._stream}.seal", version)
-        self._published.sealed_one(header)
+        header: Header = await self._call(f"{self._stream}.seal", version)
         self._on_sealed(header)
         return header
 
     async def payload(self, version: int) -> Any:
-        method = f"sender.{self._stream}.payload"
-        _, (reference,) = await self._on_first(
-            lambda rank: rank.call_split(method, version, returns=2, lane=PUBLISHING)
-        )
+        with sender_errors():
+            method = f"sender.{self._stream}.payload"
+            _, (reference,) = await self._rank.call_split(method, version, returns=2, lane=PUBLISHING)
         return reference
 
     async def hold(self, version: int) -> None:
-        """Retains the version until `release`. All ranks keep its weights, because any of them may send it later."""
+        """Retains the version until `release`, also in the rank's state, from which a new rank could send it."""
         await self._keep(version, lane=PUBLISHING)
-        self._published.held.add(version)
-        await self._publish(f"{self._stream}.hold", version)
+        await self._call(f"{self._stream}.hold", version)
 
     async def release(self, version: int) -> None:
-        self._published.release(version)
-        await self._publish(f"{self._stream}.release", version)
-        await self._on_ranks("let_go", version, lane=PUBLISHING)
+        await self._call(f"{self._stream}.release", version)
+        with sender_errors():
+            await self._rank.call("versions.let_go", self._stream, version, lane=PUBLISHING)
 
     async def address(self) -> tuple[str, int]:
-        def asked(rank: Worker) -> Awaitable[tuple[str, int]]:
-            return rank.call("sender.collective.address", self._transport, rank.node, lane=PUBLISHING)
-
-        return await self._on_first(asked)
+        address: tuple[str, int] = await self._call("collective.address", self._transport, self._rank.node)
+        return address
 
     async def draft(self, version: int) -> Draft:
-        draft: Draft = await self._publish(f"{self._stream}.draft", version)
+        draft: Draft = await self._call(f"{self._stream}.draft", version)
         return draft
 
-    # These calls are not made again on another rank, because a group contains the rank that opened it. If that rank
-    # dies during a broadcast, the version is sent by the object store, and the next group contains the next first rank.
+    # The failure of a collective is not the rank's: the version then goes by the object store.
 
     async def open_group(self, epoch: Epoch, rank: int) -> None:
-        await self._first.call("sender.collective.sender.open", epoch, rank, lane=PUBLISHING)
+        await self._rank.call("sender.collective.sender.open", epoch, rank, lane=PUBLISHING)
 
     async def ready(self, epoch: int, draft: Draft) -> None:
-        await self._first.call("sender.collective.sender.ready", epoch, draft, lane=PUBLISHING)
+        await self._rank.call("sender.collective.sender.ready", epoch, draft, lane=PUBLISHING)
 
     async def send(self, draft: Draft) -> None:
-        await self._first.call("sender.collective.sender.send", draft, lane=PUBLISHING)
+        await self._rank.call("sender.collective.sender.send", draft, lane=PUBLISHING)
 
     async def abort_group(self) -> None:
-        await self._first.call("sender.collective.abort", lane=CONTROL)
+        await self._rank.call("sender.collective.abort", lane=CONTROL)
 
-    @property
-    def _first(self) -> Worker:
-        return self._living.first
-
-    async def _publish(self, method: str, *arguments: Any) -> Any:
-        return await self._on_first(lambda rank: rank.call(f"sender.{method}", *arguments, lane=PUBLISHING))
-
-    async def _on_first(self, call: Callable[[Worker], Awaitable[T]]) -> T:
-        """Returns the call's result on the first rank, which first publishes the versions of a sender that has died.
-
-        Raises SenderLost if no rank is left, SenderFailed if a rank raises an exception.
-        """
-        while True:
-            try:
-                with failures_of_ranks():
-                    async with self._moving:
-                        rank = self._first
-                        if rank.name != self._sender:
-                            await self._move_to(rank)
-                    return await call(rank)
-            except WorkerDied as error:
-                await bury_sender(self._living, self._attempt, error)
-
-    async def _move_to(self, rank: Worker) -> None:
-        """Has the rank publish the versions that the sender before it had. Raises RuntimeError if a digest differs."""
-        published, before = self._published, self._sender
-        arguments = self._stream, published.versions, sorted(published.held)
-        headers: dict[int, Header] = await rank.call("sender.take_over", *arguments, lane=PUBLISHING)
-        lost = published.moved(headers, before, rank.name)
-        self._sender = rank.name
-        self._attempt.observer.event(
-            "sender", worker=rank.name, before=before, stream=self._stream, versions=sorted(headers)
-        )
-        self._on_moved(lost)
+    async def _call(self, method: str, *arguments: Any, lane: str = PUBLISHING) -> Any:
+        with sender_errors():
+            return await self._rank.call(f"sender.{method}", *arguments, lane=lane)
 
     async def _keep(self, version: int, *, lane: str) -> None:
-        """Has all ranks keep the version's weights; does nothing for a single rank, which has no successor."""
-        if self._attempt.config.trainer.num_workers > 1:
-            await self._on_ranks("keep", version, lane=lane)
-
-    async def _on_ranks(self, method: str, version: int, *, lane: str) -> None:
-        """Calls a method of `Versions` on all living ranks."""
-
-        async def on(rank: Worker) -> None:
-            try:
-                with failures_of_ranks():
-                    await rank.call(f"versions.{method}", self._stream, version, lane=lane)
-            except WorkerDied as error:
-                await bury_sender(self._living, self._attempt, error)
-
-        with self._living.telling(method, self._stream, version) as ranks:
-            await together(*(on(rank) for rank in ranks))
+        """Has the rank copy the version to host memory, as a part of its state, if that is kept (kept_state.py)."""
+        if is_kept(self._config):
+            with sender_errors():
+                await self._rank.call("versions.keep", self._stream, version, lane=lane)
 
 
 class EmaEndpoint(TrainerEndpoint):
     """The sender of the EMA. A version is staged and sealed by `retain`, before its delivery."""
 
-    def __init__(self, living: Living, attempt: Attempt, on_sealed: Callable[[Header], None]) -> None:
-        super().__init__(living, attempt, "", on_sealed, stream=EMA)
+    def __init__(self, rank: Worker, config: Config, on_sealed: Callable[[Header], None]) -> None:
+        super().__init__(rank, config, "", on_sealed, stream=EMA)
 
     async def retain(self, version: int) -> None:
-        """Stages and seals the EMA as it is now, and retains it until `release`."""
+        """Stages and seals the EMA as it was at `version`, and retains it until `release`."""
         # On the main lane, between two updates, because the EMA changes with the next one.
         await self._keep(version, lane="main")
         await super().stage(version)
-        self._published.held.add(version)
         await self.seal(version)
         await self.hold(version)
 

@@ -1,7 +1,6 @@
 """Replica, one replica of the trainer for the controller, and the calls that pass trajectories to its ranks.
 
-A replica is the trainer ranks that hold one copy of the base together. replica_calls.py, trainer.py and collect.py use
-this file.
+A replica is the trainer ranks that hold one copy of the base together. trainer.py and collect.py use this file.
 """
 
 import asyncio
@@ -12,7 +11,7 @@ from typing import Any
 
 from async_flowrl.controller.context import Context
 from async_flowrl.controller.handed import HandedGroup, make_group_again, until_whole
-from async_flowrl.controller.shared import measures_later, update_seconds
+from async_flowrl.controller.shared import update_seconds
 from async_flowrl.tickets.table import describe
 from async_flowrl.training.messages import TrainRequest
 from async_flowrl.training.parts import RankPosition, cut, tickets_for, tickets_of
@@ -39,19 +38,10 @@ class Replica:
     """True once its ranks know the plan of the present optimizer step."""
     waiting: int = 0
     """Number of calls that are not answered yet, those that wait for `lock` included."""
-    measuring: int = 0
-    """Number of these calls that measure the KL of the last optimizer step (owed_kl.py)."""
-    dead: bool = False
-    """True: its ranks have died, and no successor has joined yet."""
     state: str = ""
     """The state of its ranks that was recorded last in this step."""
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held during a call: a replica gets its calls one after another."""
-
-    @property
-    def trains(self) -> bool:
-        """True if a call is not answered that computes for the present optimizer step."""
-        return self.waiting > self.measuring
 
     def positions(self) -> list[RankPosition]:
         return [RankPosition(rank, self.size, len(self.ranks), self.by_group) for rank in self.ranks]
@@ -122,17 +112,13 @@ async def with_probe(
 ) -> list[Any]:
     """Calls `add_up` on the ranks, one request per worker, with the trajectories of the probe's first part.
 
-    The probe is the group on which the ranks measure how far the step moves the policy, now or later (owed_kl.py);
-    None: nothing is measured. Its trajectories are made again if they are lost. Raises DeadlineExceeded, WorkerDied or
-    WorkerFailed.
+    The probe is the group on which the ranks measure how far the step moves the policy; None: nothing is measured. Its
+    trajectories are made again if they are lost. Raises DeadlineExceeded, WorkerDied or WorkerFailed.
     """
     which: tuple[int, ...] = ()
     if probe is not None and probe.meta is not None:
         which = tickets_of(probe.meta, [0], ctx.config.trainer.micro_batch_size)
-        later = measures_later(ctx.config, requests[0].step)
-        requests = [
-            replace(request, probe=probe.meta, probe_tickets=which, measures_later=later) for request in requests
-        ]
+        requests = [replace(request, probe=probe.meta, probe_tickets=which) for request in requests]
     while True:
         tried = [] if probe is None else probe.refs
         refs = [tried[index] for index in which]

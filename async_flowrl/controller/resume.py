@@ -9,11 +9,12 @@ from async_flowrl.config.check import ConfigError
 from async_flowrl.config.schema import Config
 from async_flowrl.controller.fingerprint import config_hash, device_type, differences, numerics
 from async_flowrl.controller.inputs import inputs_of, other_inputs, other_prompts
+from async_flowrl.controller.kept_state import KeptState
 from async_flowrl.controller.shard_checkpoints import check_shares
 from async_flowrl.data.curriculum import UNKNOWN, read_outcomes
 from async_flowrl.observability.run_directory import RunDirectory
 from async_flowrl.tickets.request import RequestBuilder
-from async_flowrl.training.checkpoint import read_controller
+from async_flowrl.training.checkpoint import held_versions_of, read_controller
 from async_flowrl.training.checkpoint_folder import find_checkpoint, written
 from async_flowrl.training.checkpoint_manifest import DamagedCheckpoint, verify_checkpoint
 
@@ -33,6 +34,10 @@ class Resume:
     """Sentences on differences for which a resume is refused unless `resume=force` is set."""
     notes: tuple[str, ...] = ()
     """Phrases on differences that a resume only warns of."""
+    kept: KeptState | None = None
+    """State that the controller holds, in place of a checkpoint."""
+    held: frozenset[int] = frozenset()
+    """Versions, besides those that every checkpoint has, whose weights are there for their evaluations."""
 
 
 START = Resume(None, 0, {})
@@ -56,7 +61,7 @@ def newest(directory: RunDirectory, *, shares: bool = False) -> Resume:
 def _read_resume(path: Path) -> Resume:
     """Reads the verified checkpoint in the folder `path`."""
     controller = read_controller(path)
-    return Resume(path, int(controller["version"]), controller)
+    return Resume(path, int(controller["version"]), controller, held=held_versions_of(path))
 
 
 def find_resume(requests: RequestBuilder, directory: RunDirectory, *, shares: bool = False) -> Resume:
@@ -118,7 +123,7 @@ def with_outcomes(requests: RequestBuilder, resume: Resume) -> RequestBuilder:
     There is one outcome per group of the steps before. All are UNKNOWN if the checkpoint has none for these steps, or
     if it was made with other prompts and resume=force is set.
     """
-    if requests.config.data.curriculum.after is None or resume.path is None:
+    if requests.config.data.curriculum.after is None or (resume.path is None and resume.kept is None):
         return replace(requests, outcomes=b"")
     groups = resume.version * requests.config.prompts_per_step
     saved, inputs = resume.controller["curriculum"], resume.controller["inputs"]

@@ -49,6 +49,16 @@ class SenderLate(RuntimeError):
 
 
 @contextmanager
+def sender_errors() -> Iterator[None]:
+    """Raises SenderLost or SenderFailed in place of a WorkerDied or WorkerFailed of the body, which calls one rank."""
+    try:
+        with failures_of_ranks():
+            yield
+    except WorkerDied as error:
+        raise SenderLost(error.worker, error.reason) from error
+
+
+@contextmanager
 def failures_of_ranks() -> Iterator[None]:
     """Raises SenderFailed in place of a WorkerFailed of the body, which calls trainer ranks only."""
     try:

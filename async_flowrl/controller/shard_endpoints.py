@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 from async_flowrl.config.schema import Config
 from async_flowrl.controller.context import Observer
 from async_flowrl.controller.endpoints import PUBLISHING, RolloutEndpoint
-from async_flowrl.controller.living import Living
 from async_flowrl.controller.sender_errors import SenderFailed, SenderLate, SenderLost, answers_of, failures_of_ranks
 from async_flowrl.controller.share_payload import Allowance, ShardedPayload, kept_in
 from async_flowrl.controller.stored_weights import MAX_BUCKETS_AHEAD
@@ -163,17 +162,17 @@ E = TypeVar("E", bound=ShardedTrainerEndpoint)
 
 
 async def sharded_sender(
-    living: Living,
+    ranks: Sequence[Worker],
     config: Config,
     on_sealed: Callable[[Header], None],
     kind: type[E] = ShardedTrainerEndpoint,  # type: ignore[assignment]
 ) -> E:
     """Returns all ranks as the sender of a stream. Raises SenderLate or SenderFailed."""
-    rank, method, seconds = living.first, "sender.whole_layout", config.deadlines.publish
+    rank, method, seconds = ranks[0], "sender.whole_layout", config.deadlines.publish
     with failures_of_ranks():
         async with answers_of([rank.name], method, seconds):
             layout: Layout = await rank.call(method)
-    return kind(living.workers, layout, config.checkpoint_engine.bucket_bytes, on_sealed, seconds=seconds)
+    return kind(ranks, layout, config.checkpoint_engine.bucket_bytes, on_sealed, seconds=seconds)
 
 
 @dataclass(frozen=True)

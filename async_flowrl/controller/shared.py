@@ -4,15 +4,13 @@ own_versions.py describes how a worker takes a version that it has made itself.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
-from async_flowrl.config.curves import checkpoint_due
 from async_flowrl.config.schema import Config
 from async_flowrl.config.shared import SHARED
 from async_flowrl.controller.context import TICKETS_PER_WORKER, Context
-from async_flowrl.controller.ticket_clock import TicketClock
 from async_flowrl.types import POLICY
 from checkpoint_engine import DeliveryOptions
 from separation.group import Worker, seated
@@ -35,23 +33,6 @@ def delivery_options(config: Config, stream: str, *, sharded: bool = False) -> D
     return replace(options, max_fan_out=UNLIMITED_FAN_OUT, node_fan_out=UNLIMITED_FAN_OUT) if direct else options
 
 
-def may_measure_later(config: Config) -> bool:
-    """Returns True if the KL of optimizer steps over several ranks may be measured after the steps (owed_kl.py).
-
-    With `placement=shared` its measurement waits for a ticket. With a limit on the KL the step waits, too, because the
-    measurement decides it.
-    """
-    return config.placement == SHARED and config.algorithm.max_kl_per_update is None
-
-
-def measures_later(config: Config, step: int) -> bool:
-    """Returns True if the KL of an optimizer step of the training step is measured after it.
-
-    It is measured at once if a checkpoint follows, since a run that goes on from there needs the whole line of metrics.
-    """
-    return may_measure_later(config) and not checkpoint_due(config, step + 1)
-
-
 def occupy(ctx: Context, ranks: Iterable[int], *, trains: bool) -> None:
     """Records that these trainer ranks have work (`trains`) or have none; does nothing unless `placement=shared`.
 
@@ -60,7 +41,6 @@ def occupy(ctx: Context, ranks: Iterable[int], *, trains: bool) -> None:
     if ctx.config.placement != SHARED:
         return
     for rank in ranks:
-        ctx.ticket_clocks.setdefault(rank, TicketClock()).set_training(has_training=trains)
         if trains:
             ctx.training.add(rank)
         elif rank in ctx.training:
@@ -68,36 +48,20 @@ def occupy(ctx: Context, ranks: Iterable[int], *, trains: bool) -> None:
             ctx.work.notify(seated(ctx.rollout, rank).name)
 
 
-def busy_ranks(ctx: Context, now: float) -> Mapping[int, float]:
-    """Returns trainer rank → seconds that its process will probably still need for the ticket that it is making.
-
-    Ranks whose process is idle are left out. The result is empty unless `placement=shared`.
-    """
-    return {rank: clock.left(now) for rank, clock in ctx.ticket_clocks.items() if clock.busy}
-
-
-def trained_for(ctx: Context, rank: int, began: float, ended: float) -> float:
-    """Returns the seconds of a call to train, without its wait for the ticket that the process made before."""
-    clock = ctx.ticket_clocks.get(rank)
-    return ended - began if clock is None else clock.trained(began, ended)
-
-
 @asynccontextmanager
 async def ticket_deadline(ctx: Context, worker: Worker, tickets: int, what: str) -> AsyncIterator[None]:
     """Raises DeadlineExceeded if the body, which waits for so many `tickets` of the worker, takes too long.
 
-    With `placement=shared`, the time in which the worker's process trains does not count, and the process's
-    TicketClock is kept. `what` names the call in the error.
+    With `placement=shared`, the time in which the worker's process trains does not count. `what` names the call in the
+    error.
     """
     config = ctx.config
     async with deadline(generate_seconds(config, tickets), what):
         if config.placement != SHARED:
             yield
             return
-        clock = ctx.ticket_clocks.setdefault(worker.index, TicketClock())
-        with clock.ticket(asyncio.get_running_loop().time):
-            async with supervised(_hung(worker, config.deadlines.generate * tickets, what)):
-                yield
+        async with supervised(_hung(worker, config.deadlines.generate * tickets, what)):
+            yield
 
 
 async def _hung(worker: Worker, seconds: float, what: str) -> None:

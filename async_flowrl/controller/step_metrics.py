@@ -1,7 +1,6 @@
 """StepStatistics makes the line of metrics.jsonl of one step, from its groups' rewards and its optimizer steps."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 
 import numpy as np
 
@@ -45,15 +44,6 @@ class StepStatistics:
     def add_update(self, stats: UpdateStats) -> None:
         """Adds the statistics of one optimizer step."""
         self.updates.append(stats)
-
-    def add_measurement(self, update: int, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Adds metrics of the optimizer step number `update` that were measured after it.
-
-        Returns these metrics as the line of the step has them.
-        """
-        stats = self.updates[update]
-        self.updates[update] = replace(stats, metrics={**stats.metrics, **metrics})
-        return self._means(metrics)
 
     def metrics(self) -> dict[str, float]:
         """Returns metric name → value; docs/metrics.md describes the names.

@@ -4,12 +4,16 @@ The loop (async_flowrl/loop.py) calls `update` once per step. A step has `traine
 and a group's number decides to which of them it belongs. With `hand_over=batch` the step waits until all of its groups
 are ready; with `hand_over=stream` groups are trained in the order in which they become ready. Both train the same
 parts: a part is a micro-batch of a group (training/parts.py), and the controller says which rank trains which part. A
-replica is the ranks that hold one copy of the base together. Advantages are computed once, in float64, on the
-controller.
+replica is the ranks that hold one copy of the base together; the replicas work at the same time, and each gets one call
+after another. Advantages are computed once, in float64, on the controller.
+
+A rank that dies ends the attempt: run/recovery.py then starts all ranks again.
 """
 
+import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,34 +21,40 @@ import numpy as np
 from async_flowrl.algorithms.base import Algorithm
 from async_flowrl.config.schema import Config
 from async_flowrl.config.sections.tune import FULL
-from async_flowrl.controller.collect import Stepped, Sums, add_up, complete, lacking, take_step
+from async_flowrl.controller.collect import Stepped, Sums, add_up, take_step
 from async_flowrl.controller.context import Context, book_span
 from async_flowrl.controller.handed import HandedGroup, hand_over
-from async_flowrl.controller.owners import idle_ranks, repeating_ranks
-from async_flowrl.controller.replica_calls import ReplicaCalls, now
-from async_flowrl.controller.replicas import (
-    MAX_GROUPS_PER_CALL,
-    failing_as_one,
-    with_trajectories,
-)
-from async_flowrl.controller.shared import update_seconds
+from async_flowrl.controller.owners import Owners, idle_ranks, repeating_ranks
+from async_flowrl.controller.replicas import MAX_GROUPS_PER_CALL, Replica, failing_as_one, with_trajectories
+from async_flowrl.controller.shared import occupy, update_seconds
 from async_flowrl.controller.step_metrics import StepStatistics
 from async_flowrl.training.merged_stats import merged
-from async_flowrl.training.messages import StepPlan, Summed, TrainRequest, UpdateStats, is_replayed
-from async_flowrl.training.parts import NOBODY, cut
-from separation.group import WorkerDied, WorkerFailed, WorkerGroup
+from async_flowrl.training.messages import Layout, StepPlan, Summed, TrainRequest, UpdateStats, is_replayed
+from async_flowrl.training.parts import cut
+from separation.group import Worker, WorkerGroup
 from separation.supervise import deadline, together
 
 logger = logging.getLogger(__name__)
 
 
-class TrainerGroup(ReplicaCalls):
+class TrainerGroup:
     """All trainer ranks of one run; it implements the protocol `Trainer` (context.py)."""
 
     def __init__(self, workers: WorkerGroup, algorithm: Algorithm) -> None:
-        super().__init__(workers)
-        self.algorithm = algorithm
-        self._waited = 0.0
+        self.workers, self.algorithm = workers, algorithm
+        self.layout: Layout | None = None
+        """Layout that the ranks get when they load; None means the settings of the configuration."""
+        self.sharded = False
+        """True if each rank has a share of the trained weights (tune=full, shard=full). Known when they have loaded.
+        The ranks then add up gradients part by part (`RankPosition.by_group`)."""
+        self._waited = self._idle_since = 0.0
+        """Seconds of this step in which no rank trained, as groups were not ready, and when the last call ended."""
+        self._arrange(1)
+
+    @property
+    def first(self) -> Worker:
+        """Rank 0, which sends the weights and writes the checkpoints; all ranks have the same."""
+        return self.workers.workers[0]
 
     def laid_out(self, config: Config, ranks_per_replica: int) -> None:
         """Sets the number of ranks per replica, which the ranks reported when they loaded the base.
@@ -56,27 +66,44 @@ class TrainerGroup(ReplicaCalls):
         groups = config.prompts_per_step // config.trainer.updates_per_batch
         parts = len(cut(self._most_selected(config), config.trainer.micro_batch_size))
         at_once = min(groups, MAX_GROUPS_PER_CALL) if config.hand_over == "batch" else 1
-        said = idle_ranks(len(self.workers.workers), groups, parts)
-        if said := said or repeating_ranks(ranks_per_replica, at_once, parts, by_group=self.sharded):
-            logger.warning("%s", said)
+        doubt = idle_ranks(len(self.workers.workers), groups, parts)
+        if doubt := doubt or repeating_ranks(ranks_per_replica, at_once, parts, by_group=self.sharded):
+            logger.warning("%s", doubt)
+
+    def _arrange(self, per_replica: int) -> None:
+        """Makes the replicas anew, of `per_replica` ranks each."""
+        ranks, by_group = len(self.workers.workers), self.sharded
+        self._owners = Owners(ranks, per_replica, by_group=by_group)
+        starts = range(0, ranks, per_replica)
+        self._replicas = [Replica(range(start, start + per_replica), ranks, by_group=by_group) for start in starts]
+        self._attempts = 0
+        """Number of attempts at optimizer steps so far; it numbers them."""
+        self._freed = asyncio.Event()
+        """Set when a replica has answered all of its calls."""
+        self._measures = True
+        """True if the KL of the next optimizer step is measured. The ranks say so in the statistics of each step; until
+        then it is True."""
 
     def _most_selected(self, config: Config) -> list[int]:
         """Returns the images that the algorithm selects for training from a group in which all rewards differ."""
         return list(self.algorithm.select(np.arange(config.group_size, dtype=np.float64)))
 
     async def all(self, method: str, *args: Any, lane: str = "main") -> list[Any]:
-        """Returns the method's results on all living ranks, in rank order. Raises the first error."""
-        return await together(*(worker.call(method, *args, lane=lane) for worker in self.living.workers))
+        """Returns the method's results on all ranks, in rank order. Raises the first error."""
+        return await together(*(worker.call(method, *args, lane=lane) for worker in self.workers.workers))
+
+    async def watch(self) -> None:
+        """Runs beside the loop and raises WorkerDied as soon as a rank dies."""
+        await together(*(worker.watch() for worker in self.workers.workers))
 
     async def update(self, ctx: Context, step: int) -> dict[str, float]:
         """Trains on the groups of `step` and returns the step's metrics, with the seconds of waiting and of training.
 
-        Raises WorkerDied if the last replica died, other errors of the ranks, and DeadlineExceeded.
+        Raises WorkerDied if a rank dies, other errors of the ranks, and DeadlineExceeded.
         """
         statistics = StepStatistics(step, windowed=ctx.config.algorithm.window != "none")
         began = self._idle_since = now()
         self._waited = 0.0
-        self._came(await self.living.welcome(ctx, step))
         for replica in self._replicas:
             replica.state = ""
         updates = ctx.config.trainer.updates_per_batch
@@ -91,7 +118,6 @@ class TrainerGroup(ReplicaCalls):
                 statistics.add_group(group.tickets, group.scores, group.advantages)
                 spread.append(None if group.scores is None else any(group.advantages))
             statistics.add_update(merged(results))
-            self._owe(statistics, results[0])
         timing = {"timing/wait_rollout": self._waited, "timing/update": now() - began - self._waited}
         return statistics.metrics() | ctx.requests.trained(step, spread) | ctx.reward_calls.pop(step) | timing
 
@@ -108,7 +134,7 @@ class TrainerGroup(ReplicaCalls):
         await self._until(ctx, lambda: all(ctx.table.ready(step, group) for group in reversed(groups)))
         handed, batch = hand_over(ctx, self.algorithm, step, groups), list[HandedGroup]()
         for start in range(0, len(handed), size):
-            self._owners.begin(size, now())
+            self._owners.begin(size)
             batch += self._owned(ctx, handed[start : start + size])
         async with failing_as_one() as tasks:
             # Predicts with the weights at the start of the batch, on the ranks that train these groups later.
@@ -124,7 +150,7 @@ class TrainerGroup(ReplicaCalls):
     async def _ready(self, ctx: Context, step: int, size: int) -> AsyncIterator[Sequence[HandedGroup]]:
         """Yields the groups of an optimizer step as they become ready and a replica is idle, low numbers first."""
         left = set(range(size))
-        self._owners.begin(size, now())
+        self._owners.begin(size)
 
         def ready() -> list[int]:
             # A group that was handed over and is made again becomes ready a second time; it is not in `left` any more.
@@ -132,10 +158,10 @@ class TrainerGroup(ReplicaCalls):
 
         while left:
             await self._until(ctx, lambda: bool(ready()))
-            while not (free := sum(not replica.waiting for replica in self._alive)):
+            while not (free := sum(not replica.waiting for replica in self._replicas)):
                 self._freed.clear()
                 await self._freed.wait()
-            groups, shares = ready(), 1 if len(self._alive) == 1 else 2 * len(self._alive)
+            groups, shares = ready(), 1 if len(self._replicas) == 1 else 2 * len(self._replicas)
             # A call gets only a share of the ready groups: shares shrink, so all replicas end at about the same time.
             chosen = groups[: min(max(1, len(groups) // shares), MAX_GROUPS_PER_CALL) * free]
             left -= set(chosen)
@@ -146,14 +172,24 @@ class TrainerGroup(ReplicaCalls):
         """Waits until `condition()` holds; only time in which no rank trains counts as waiting for the rollout."""
         if not condition():
             began = now()
-            for replica in self._alive:
+            for replica in self._replicas:
                 if not replica.waiting:
                     self._book_state(ctx, replica, "wait_data")
             await ctx.ready.until(condition)
-            if not any(replica.trains for replica in self._alive):
+            if not any(replica.waiting for replica in self._replicas):
                 self._waited += now() - max(began, self._idle_since)
         if len(self.workers.workers) == 1:
             self._book_state(ctx, self._replicas[0], "busy")
+
+    def _owned(self, ctx: Context, groups: Sequence[HandedGroup]) -> list[HandedGroup]:
+        """Returns the groups with the rank that trains each of their parts."""
+        owned, samples = [], ctx.config.trainer.micro_batch_size
+        for group in groups:
+            if group.meta is not None:
+                owners = self._owners.assign([len(part) for part in cut(group.meta.selected, samples)])
+                group = replace(group, meta=replace(group.meta, owners=owners))
+            owned.append(group)
+        return owned
 
     # -- optimizer steps
 
@@ -187,12 +223,11 @@ class TrainerGroup(ReplicaCalls):
         """
         groups: list[HandedGroup] = []
         outcome: Stepped | int | None = None
-        sums = self._sums = Sums(step, StepPlan(rows=0))
+        sums = Sums(step, StepPlan(rows=0))
         self._attempts += 1
         for replica in self._replicas:
             replica.begun = False
         async with failing_as_one() as tasks:
-            self._measure_owed(ctx, tasks, step)
             async for some in coming:
                 if not groups:
                     sums.plan = self._plan(ctx, some[0], update, size)
@@ -223,8 +258,7 @@ class TrainerGroup(ReplicaCalls):
         more = not finishes and (ctx.config.hand_over == "batch" or bool(ctx.table.ready_groups(step)))
         request = TrainRequest(step, metas, begins, finishes, attempt=sums.plan.attempt, more=more)
         if trained:
-            workers, (replica,) = self.workers.workers, self._replicas
-            results = await with_trajectories(ctx, workers, replica, trained, "train", request)
+            results = await with_trajectories(ctx, self.workers.workers, self._replicas[0], trained, "train", request)
         else:
             async with deadline(update_seconds(ctx.config, 1), f"update: step {step}"):
                 results = await self.all("train", request)
@@ -234,48 +268,17 @@ class TrainerGroup(ReplicaCalls):
         if isinstance(summed, Summed):
             assert summed.overflow is not None, "a rank alone steps at once"
             return summed.overflow
-        return [(self.living.first, summed)]
+        return [(self.first, summed)]
 
     async def _finish(self, ctx: Context, sums: Sums, groups: Sequence[HandedGroup]) -> Stepped | int:
-        """Adds up the living ranks' sums and has each rank step; returns statistics by rank, or a larger exponent.
-
-        If a rank dies before the sums are added up, the others compute its parts again first.
-        """
-        while True:
-            await self._complete(ctx, sums, groups)
-            for replica in self._alive:
-                self._book_state(ctx, replica, "busy")
-            try:
-                await self.living.meet(ctx)
-                if not complete(groups, sums):
-                    continue  # A rank has died in the meantime.
-                summed = await add_up(ctx, self.living, sums, groups, measures=self._measures)
-            except (WorkerDied, WorkerFailed) as error:
-                await self.living.bury(ctx, error)
-                await self.living.abort()
-                continue
-            if (overflow := summed[0][1].overflow) is not None:
-                return overflow
-            return await take_step(ctx, self.living, sums.step, summed)
-
-    async def _complete(self, ctx: Context, sums: Sums, groups: Sequence[HandedGroup]) -> None:
-        """Has the living ranks compute the parts that are in no rank's sum, because the rank that had them died."""
-        for _ in self._replicas:
-            if not (again := lacking(groups, sums, lambda group: self._owned(ctx, [group])[0])):
-                return
-            parts = sum(owner != NOBODY for group in again if group.meta for owner in group.meta.owners)
-            ctx.observer.event("recomputed", step=sums.step, update=sums.plan.update, parts=parts, lost=dict(sums.lost))
-            logger.warning(
-                "step %d: parts of its groups (%d) are computed again by trainer ranks that live (%d); nothing goes "
-                "back to a checkpoint",
-                sums.step,
-                parts,
-                len(self.living.ranks),
-            )
-            async with failing_as_one() as tasks:
-                if sums.plan.update:
-                    self._give(ctx, tasks, sums, again, "update.proximal", most=1)
-                self._give(ctx, tasks, sums, again, "train")
+        """Adds up the ranks' sums and has each rank step; returns statistics by rank, or a larger exponent."""
+        for replica in self._replicas:
+            self._book_state(ctx, replica, "busy")
+        workers = self.workers.workers
+        summed = await add_up(ctx, workers, sums, groups, measures=self._measures)
+        if (overflow := summed[0].overflow) is not None:
+            return overflow
+        return await take_step(ctx, workers, sums.step)
 
     def _plan(self, ctx: Context, group: HandedGroup, update: int, groups: int) -> StepPlan:
         """Returns the plan of an optimizer step of `groups` groups; its rows count skipped groups, too."""
@@ -295,3 +298,59 @@ class TrainerGroup(ReplicaCalls):
             ctx.observer.event(
                 "fetched", worker=worker.name, step=step, update=stats.update, tickets=got.tickets, bytes=got.bytes
             )
+
+    # -- calls of the replicas
+
+    def _book_state(self, ctx: Context, replica: Replica, state: str) -> None:
+        """Records the state of a replica's ranks if it has changed; it is called for every group."""
+        if replica.state != state:
+            replica.state = state
+            for rank in replica.ranks:
+                ctx.observer.state(self.workers.workers[rank].name, state)
+
+    def _give(
+        self,
+        ctx: Context,
+        tasks: asyncio.TaskGroup,
+        sums: Sums,
+        groups: Sequence[HandedGroup],
+        method: str,
+        *,
+        most: int = MAX_GROUPS_PER_CALL,
+    ) -> None:
+        """Starts tasks that call `method` on each replica for the groups of which it has parts, `most` per call."""
+        for index, replica in enumerate(self._replicas):
+            own = [group for group in groups if replica.owns(group)]
+            for start in range(0, len(own), most):
+                occupy(ctx, replica.ranks, trains=True)
+                replica.waiting += 1
+                tasks.create_task(self._call(ctx, index, sums, own[start : start + most], method))
+
+    async def _call(self, ctx: Context, index: int, sums: Sums, groups: Sequence[HandedGroup], method: str) -> None:
+        """Makes one call of a replica after its earlier calls, and records what is in its sums then."""
+        replica, samples = self._replicas[index], ctx.config.trainer.micro_batch_size
+        metas = tuple(group.meta for group in groups if group.meta is not None)
+        trains = method == "train"
+        async with replica.lock:
+            self._book_state(ctx, replica, "busy")
+            more = replica.waiting > 1 or bool(ctx.table.ready_groups(sums.step))
+            begins = sums.plan if trains and not replica.begun else None
+            replica.begun |= trains
+            request = TrainRequest(sums.step, metas, begins, more=more)
+            try:
+                answers = await with_trajectories(ctx, self.workers.workers, replica, groups, method, request)
+            finally:
+                replica.waiting -= 1
+            self._owners.computed(index, replica.samples(groups, samples))
+        if trains:
+            sums.manifests |= dict(zip(replica.ranks, answers, strict=True))
+        self._idle_since = now()
+        if not replica.waiting:
+            self._freed.set()
+            self._book_state(ctx, replica, "idle")
+            occupy(ctx, replica.ranks, trains=False)
+
+
+def now() -> float:
+    """Returns the time of the running loop in seconds."""
+    return asyncio.get_running_loop().time()

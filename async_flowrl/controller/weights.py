@@ -6,7 +6,7 @@ effect in its network as in the trainer's.
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -53,17 +53,19 @@ class PublishedWeights:
     transport: str = OBJECT_STORE
     base_digest: str = ""
     """Digest of the base weights, which all workers hold."""
+    held: Collection[int] = ()
+    """Versions that an earlier attempt has published, and whose evaluation is not made yet."""
     delivery: Delivery = field(init=False)
     proof: WorkerProof = field(init=False)
     ema: EmaWeights | None = None
     """Deliveries of the EMA for evaluations; None if `trainer.ema_decay` is null."""
     stall_seconds: float = 0.0
     """Seconds that the trainer has waited in `publish`."""
+    _first: int = 0
+    """First version that this attempt publishes for training."""
     _corruption: CorruptionWatch = field(default_factory=CorruptionWatch)
     _started: asyncio.Event = field(default_factory=asyncio.Event)
     _sealed: dict[int, asyncio.Event] = field(default_factory=dict)
-    _unsent: set[int] = field(default_factory=set)
-    """Versions that no living trainer rank can send; only tickets that are already trained have named them."""
 
     def __post_init__(self) -> None:
         self.proof = WorkerProof(self, self.trainers, self.transport)
@@ -83,7 +85,11 @@ class PublishedWeights:
         async with asyncio.TaskGroup() as tasks:
             for worker in present:
                 tasks.create_task(self._admit(worker))
-        for version in range(self._oldest_named(), self.table.step + 1):
+        self._first = self._oldest_named()
+        if self.ema is None:
+            for version in sorted(version for version in self.held if version < self._first):
+                await self.delivery.restore(version)
+        for version in range(self._first, self.table.step + 1):
             await self.publish(version)
 
     async def publish(self, version: int) -> None:
@@ -106,14 +112,14 @@ class PublishedWeights:
 
     def _book(self, state: str) -> None:
         """Records the state of all trainer ranks: `sync` during `publish`, `idle` from then until the next update."""
-        for rank in self.trainers.living.workers:
+        for rank in self.trainers.workers.workers:
             self.observer.state(rank.name, state)
 
     async def welcome(self, worker: Worker) -> None:
         await self._started.wait()
         await self.proof.of(worker)
         oldest = self._oldest_named()
-        await self._join(worker, [v for v in self.table.published if v >= oldest and v not in self._unsent])
+        await self._join(worker, [v for v in self.table.published if v >= oldest])
 
     def _oldest_named(self) -> int:
         """Returns the oldest version that a ticket of the current step or a later one can name."""
@@ -131,6 +137,8 @@ class PublishedWeights:
             what = f"the average at version {version}"
             await (retained if self.sharded else in_time(self.config, what, retained))
             return
+        if version < self._first:
+            return  # `publish_first` has retained it
         await self._sealed[version].wait()
         await self.delivery.keep(version)
 
@@ -161,9 +169,11 @@ class PublishedWeights:
 
     def sealed(self, header: Header) -> None:
         """Publishes a sealed version in the ticket table, which then issues the tickets that name it."""
+        self._sent(header)
+        if header.version < self._first:
+            return  # for an evaluation
         self.table.publish(header.version, header.digest)
         self._sealed[header.version].set()
-        self._sent(header)
         self.work.notify()
 
     def _sent(self, header: Header) -> None:
@@ -187,14 +197,14 @@ class PublishedWeights:
 
     async def _start(self) -> None:
         """Makes the canary, the sender and the deliveries of the policy and of its EMA."""
-        config, living = self.config, self.trainers.living
+        config = self.config
         sender: TrainerEndpoint | ShardedTrainerEndpoint
         if self.sharded:
-            sender = await sharded_sender(living, config, self.sealed)
+            sender = await sharded_sender(self.trainers.workers.workers, config, self.sealed)
             await self.proof.begin(sender)
         else:
             await self.proof.begin()
-            sender = TrainerEndpoint(living, self, self.transport, self.sealed, on_moved=self._moved)
+            sender = TrainerEndpoint(self.trainers.first, config, self.transport, self.sealed)
         broadcast = None
         if isinstance(sender, TrainerEndpoint) and self.transport != OBJECT_STORE:
             broadcast = CollectiveBroadcast(
@@ -220,22 +230,14 @@ class PublishedWeights:
         self.delivery.on_ack(self._acknowledged)
         if config.trainer.ema_decay is not None:
             self.ema = EmaWeights(
-                await sharded_sender(living, config, self._sent, ShardedEmaEndpoint)
+                await sharded_sender(self.trainers.workers.workers, config, self._sent, ShardedEmaEndpoint)
                 if self.sharded
-                else EmaEndpoint(living, self, self._sent),
+                else EmaEndpoint(self.trainers.first, config, self._sent),
                 options=delivery_options(config, EMA, sharded=self.sharded),
                 replace=self._give_up,
                 acknowledged=self._acknowledged,
             )
         self._started.set()
-
-    def _moved(self, lost: Sequence[int]) -> None:
-        """Records that another trainer rank sends from now on, and that it lacks the versions `lost`.
-
-        No ticket waits for these versions.
-        """
-        self._unsent |= set(lost)
-        self.delivery.moved(lost)
 
     async def _admit(self, worker: Worker) -> None:
         """Checks a worker and adds it to the deliveries; kills one that dies or hangs, so that the pool replaces it."""

@@ -11,8 +11,8 @@ from typing import TypeVar
 from async_flowrl.config.schema import Config
 from async_flowrl.controller.canary import Canary
 from async_flowrl.controller.context import Attempt
-from async_flowrl.controller.endpoints import RolloutEndpoint, bury_sender
-from async_flowrl.controller.sender_errors import answers_of, failures_of_ranks
+from async_flowrl.controller.endpoints import RolloutEndpoint
+from async_flowrl.controller.sender_errors import answers_of, sender_errors
 from async_flowrl.controller.shard_endpoints import ShardedRolloutEndpoint, ShardedTrainerEndpoint
 from async_flowrl.controller.share_payload import ShardedPayload
 from async_flowrl.controller.trainer import TrainerGroup
@@ -89,19 +89,15 @@ class WorkerProof:
                 self.canary.payload.let_go()
 
     async def _by_first(self, method: str, make: Callable[[Worker], Awaitable[Canary]]) -> Canary:
-        """Returns the canary that the first rank makes, or the next rank if the first dies meanwhile.
+        """Returns the canary that the first rank makes, within `deadlines.publish`.
 
-        Each rank has `deadlines.publish` for it. Raises SenderLost if no rank is left, SenderFailed if a rank raises an
-        exception, and SenderLate, which says that the rank has not answered `method`.
+        Raises SenderLost if the rank has died, SenderFailed if it raises an exception, and SenderLate, which says that
+        it has not answered `method`.
         """
-        living, seconds = self.trainers.living, self.attempt.config.deadlines.publish
-        while True:
-            try:
-                with failures_of_ranks():
-                    async with answers_of([living.first.name], method, seconds):
-                        return await make(living.first)
-            except WorkerDied as error:
-                await bury_sender(living, self.attempt, error)
+        rank = self.trainers.first
+        with sender_errors():
+            async with answers_of([rank.name], method, self.attempt.config.deadlines.publish):
+                return await make(rank)
 
 
 async def in_time(config: Config, what: str, call: Awaitable[T]) -> T:

@@ -22,7 +22,7 @@ from async_flowrl.plan.work import Layout, Work
 from async_flowrl.shared.turns import patience
 from async_flowrl.tickets.request import sampling
 from async_flowrl.tickets.table import EVALUATION, TRAIN, Ticket
-from async_flowrl.training.messages import Manifest, Measured, StepPlan, Summed, TrainRequest, UpdateStats
+from async_flowrl.training.messages import Manifest, StepPlan, Summed, TrainRequest, UpdateStats
 from async_flowrl.training.parts import RankPosition, cut, parts_of
 from async_flowrl.training.trust_region import MEASURED_EVERY_STEPS
 from async_flowrl.types import Prompt, Sampling
@@ -142,11 +142,9 @@ class SharedRank(VirtualWorker):
                 await self._device.train(0.0, step)
             await self._device.beside(self._work.finish.draw(f"{self._seed}/finish/{step}"), step)
         elif method == "add_up":
-            self._measures = args[0].probe is not None and not args[0].measures_later
+            self._measures = args[0].probe is not None
             if self._measures:  # The measurement of the KL waits for its turns; its duration is not planned.
                 await self._device.train(0.0, args[0].step)
-        elif method == "measure_kl":
-            await self._device.train(0.0, self.target.step, more=args[0])
         return self.run(method, args)
 
     def _seconds(self, request: TrainRequest) -> float:
@@ -167,7 +165,6 @@ class PlannedSums:
         self._place, self._samples = place, samples
         self.step, self._plan = -1, StepPlan(rows=0)
         self._parts: list[tuple[int, int]] = []
-        self._measures_later = False
 
     def train(self, request: TrainRequest, *trajectories: Any) -> Manifest | UpdateStats:
         self._begin(request)
@@ -179,7 +176,6 @@ class PlannedSums:
 
     def add_up(self, request: TrainRequest, *trajectories: Any) -> Summed:
         self._begin(request)
-        self._measures_later = request.measures_later
         return Summed(None, ())
 
     def take_step(self) -> UpdateStats:
@@ -189,11 +185,7 @@ class PlannedSums:
             skipped=False,
             metrics={},
             measures_next=(self.step + 1) % MEASURED_EVERY_STEPS == 0,
-            measures_later=self._measures_later,
         )
-
-    def measure_kl(self, more: bool) -> Measured:
-        return Measured({})
 
     def _begin(self, request: TrainRequest) -> None:
         if request.begins is not None:

@@ -119,6 +119,10 @@ class PlannedTrainer:
         """Duration of a whole group on one of several ranks. If all ranks are busy, together they train as fast as with
         `_update`."""
 
+    async def watch(self) -> None:
+        """Waits for ever, because nothing dies here."""
+        await asyncio.Event().wait()
+
     async def update(self, ctx: Context, step: int) -> dict[str, float]:
         """Takes the step's groups from the ticket table and sleeps for their training and for the end of the update."""
         left = size = ctx.config.prompts_per_step

@@ -42,22 +42,21 @@ async def finish(run: Run, ctx: Context, report: Report | None) -> dict[str, Any
     `report` writes report.html; None means no report. A view or monitor that fails is named in `failed` of the summary.
     """
     config, directory, pools = ctx.config, run.directory, run.ledgers.pools
-    living = run.trainers.living
     average = config.trainer.ema_decay is not None
     async with deadline(config.deadlines.update, "update: the weights at the end of the run"):
         if run.trainers.sharded:
             digest = joined_digest(await run.trainers.all("weights_digest"))
             tensors = last_weights(directory, ctx.table.step, digest, average=average)
         else:
-            digest = await living.on_first(ctx, "weights_digest")
-            arrays = await living.on_first(ctx, "tensors", average)
+            digest = await run.trainers.first.call("weights_digest")
+            arrays = await run.trainers.first.call("tensors", average)
             tensors = {name: torch.from_numpy(value.copy()) for name, value in arrays.items()}
     outcome = Outcome(
         wall_seconds=pools.wall_seconds,
         weights_digest=digest,
         tickets=ticket_counts(ctx.table),
         pools=pools.totals(),
-        peak=await peak_of(config, living.first),
+        peak=await peak_of(config, run.trainers.first),
         sync=ctx.weights.report(),
     )
     run.ledgers.events.flush()

@@ -19,6 +19,7 @@ from async_flowrl.config.check import ConfigError
 from async_flowrl.config.pool_names import ROLLOUT, TRAINER
 from async_flowrl.config.schema import Config
 from async_flowrl.controller.inputs import inputs_of
+from async_flowrl.controller.kept_state import is_kept
 from async_flowrl.controller.resume import Resume, check_base_weights, find_resume, warn_of_differences
 from async_flowrl.controller.reward_servers import serving
 from async_flowrl.controller.score_log import forget_scores
@@ -197,7 +198,7 @@ async def train_until(
                 negatives = await encode_negatives(prepared, groups[ROLLOUT].workers[0])
                 await send_negatives(trainers, negatives)
                 resume = await restore(trainers, directory, resume, lambda: another(prepared, directory, info))
-                peak = await peak_of(config, trainers.living.first)
+                peak = await peak_of(config, trainers.first)
             await learnt  # it reads files that `open_ledgers` changes
             ledgers = open_ledgers(prepared, directory, resume, display)
             display.watch(ledgers.pools, ledgers.events, peak)
@@ -265,8 +266,8 @@ def open_ledgers(
 def stored(config: Config) -> str:
     """Returns what a run keeps in the object store, and what to do where that is too much."""
     what = f"the images and trajectories of {config.live_versions} steps, weights on their way to rollout workers"
-    if config.trainer.num_workers > 1:
-        what += ", and the state that a trainer rank hands to the successor of a dead one"
+    if is_kept(config):
+        what += ", and the state of the trainer that the controller keeps"
     fewer = "fewer or smaller images per step, a smaller max_staleness"
     if config.tune == "full" and config.trainer.num_workers > 1:
         fewer += ", a smaller checkpoint_engine.bucket_bytes (with trainer.shard=full)"

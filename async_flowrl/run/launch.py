@@ -12,7 +12,8 @@ from async_flowrl.config.reward_pools import scoring_pools
 from async_flowrl.config.schema import Config
 from async_flowrl.config.shared import SHARED
 from async_flowrl.controller.admission import check_base, load_rollout
-from async_flowrl.controller.living import group_timeout
+from async_flowrl.controller.replicas import MAX_GROUPS_PER_CALL
+from async_flowrl.controller.shared import update_seconds
 from async_flowrl.controller.stored_weights import weights_in_store
 from async_flowrl.controller.trainer import TrainerGroup
 from async_flowrl.observability.console import console_of, show_what_can_be_shown
@@ -31,7 +32,7 @@ from separation.group import Worker, WorkerGroup
 from separation.node_checks import OtherCode
 from separation.rendezvous import join_process_group
 from separation.signals import ctrl_c_ignored
-from separation.supervise import deadline, together
+from separation.supervise import deadline
 from separation.table import format_table
 
 Negatives = dict[Wording, Conditioning]
@@ -122,8 +123,8 @@ async def open_cluster(
 def check_stored(prepared: Prepared, trained: int, *, shares: bool = False) -> None:
     """Raises StoreTooSmall if the cluster cannot store all that waits, now that `trained` parameters are known.
 
-    `open_cluster` has counted the tickets alone. Weights on their way are added and, with several trainer ranks, the
-    state for a successor. `shares` means that each rank has a share of the trained weights.
+    `open_cluster` has counted the tickets alone. Weights on their way are added, and the state that is kept of the
+    trainer. `shares` means that each rank has a share of the trained weights.
     """
     config = prepared.config
     sent = weights_in_store(config, trained * DTYPES[prepared.model.dtype].itemsize, shares=shares)
@@ -162,10 +163,8 @@ async def load_trainer(config: Config, group: WorkerGroup, trainers: TrainerGrou
     async with deadline(config.deadlines.load, "load: model of the trainer"):
         # A single rank needs a process group only if its base model is offloaded to the CPU.
         if len(group.workers) > 1 or config.trainer.cpu_offload:
-            await join_process_group(group, timeout=group_timeout(config))
-        # On every rank: `trainers.all` leaves out those that were dead when an attempt before this one ended.
-        loads = (worker.call("load", 1, trainers.layout) for worker in group.workers)
-        infos: list[dict[str, Any]] = await together(*loads)
+            await join_process_group(group, timeout=update_seconds(config, MAX_GROUPS_PER_CALL + 2))
+        infos: list[dict[str, Any]] = await trainers.all("load", trainers.layout)
     trainers.laid_out(config, infos[0]["ranks_per_replica"])
     return infos[0]
 

@@ -58,7 +58,7 @@ def shared_pool(config: Config) -> PoolSpec:
         config.trainer.num_workers,
         gpus_per_worker=config.trainer.gpus_per_worker,
         threads=config.trainer.threads,
-        lanes=("train", "publish", "save", "sync", "control"),
+        lanes=("train", "publish", "keep", "save", "sync", "control"),
         process_group=True,
         workers_per_node=config.trainer.workers_per_node,
         same_code=OUR_CODE,
@@ -68,7 +68,7 @@ def shared_pool(config: Config) -> PoolSpec:
 
 
 SUB_POOLS = (
-    SubPool(TRAINER, {"main": "train", "publish": "publish", "save": "save", "control": "control"}),
+    SubPool(TRAINER, {"main": "train", **{lane: lane for lane in ("publish", "keep", "save", "control")}}),
     SubPool(ROLLOUT, {"main": "main", "sync": "sync", "control": "control"}),
 )
 """The two pools that share the processes of `shared_pool`, each with a map from its lanes to those of the process.
@@ -88,7 +88,7 @@ def separate_pools(config: Config) -> list[PoolSpec]:
             config.trainer.num_workers,
             gpus_per_worker=config.trainer.gpus_per_worker,
             threads=config.trainer.threads,
-            lanes=("publish", "save", "control"),
+            lanes=("publish", "keep", "save", "control"),
             process_group=True,
             workers_per_node=config.trainer.workers_per_node,
             same_code=OUR_CODE,

@@ -1,18 +1,20 @@
-"""Recovery from a trainer rank's death: the attempt ends, and the next one begins at the last checkpoint.
+"""Recovery from a trainer rank's death: the attempt ends, and the next one begins at the last kept state.
 
-This is for a death that the other ranks cannot make up for (controller/living.py), e.g. that of the last one.
-`run/job.py` calls `train_with_recovery`. An attempt is the training between two such deaths. It begins in the same way
-as a run with `resume` after the death of its controller: the ticket table is built anew, the versions that its tickets
-name are published again, and all images since the checkpoint are generated again, identically.
+`run/job.py` calls `train_with_recovery`. An attempt is the training between two such deaths. All trainer ranks are
+started again and get the state that the controller has kept (controller/kept_state.py), or with whole weights the last
+checkpoint. The attempt begins in the same way as a run with `resume` after the death of its controller: the ticket
+table is built anew, the versions that its tickets name are published again, and all images made since the state are
+generated again, identically.
 """
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
 
 from async_flowrl.config import exit_codes
+from async_flowrl.config.curves import checkpoint_due
 from async_flowrl.config.pool_names import ROLLOUT, TRAINER
 from async_flowrl.controller.admission import check_base, load_rollout
 from async_flowrl.controller.after_step import AfterStep
@@ -22,6 +24,7 @@ from async_flowrl.controller.context import Context
 from async_flowrl.controller.deaths import dead_among
 from async_flowrl.controller.download import download_model, loaders
 from async_flowrl.controller.evaluation_records import EvaluationRecords
+from async_flowrl.controller.kept_state import KeptState, KeptStates
 from async_flowrl.controller.resume import Resume, newest, with_outcomes
 from async_flowrl.controller.reward_servers import RewardServers
 from async_flowrl.controller.score_log import ScoreLog
@@ -37,7 +40,8 @@ from async_flowrl.rewards.registry import keeps_scores
 from async_flowrl.run.launch import Negatives, load_trainer, send_negatives
 from async_flowrl.run.prepare import Prepared
 from async_flowrl.run.stopping import StopRequest
-from async_flowrl.training.checkpoint_folder import drop_newer
+from async_flowrl.training.checkpoint import held_versions
+from async_flowrl.training.checkpoint_folder import checkpoint_step, drop_newer, written
 from async_flowrl.training.checkpoint_manifest import DamagedCheckpoint
 from separation.group import Worker, WorkerDied, WorkerFailed, WorkerGroup
 from separation.shared import SubGroup
@@ -79,38 +83,46 @@ class Run:
     negatives: Negatives
     """Embeddings of the negative prompts, for the trainer ranks."""
     servers: RewardServers = field(default_factory=RewardServers)
+    kept: KeptStates = field(default_factory=KeptStates)
 
 
 async def train_with_recovery(run: Run, resume: Resume) -> Context:
-    """Trains to the end, or until the run is asked to stop, and recovers up to `limits.recoveries` times.
+    """Trains to the end, or until the run is asked to stop, and recovers from the deaths of trainer ranks.
 
-    Raises WorkerDied or WorkerFailed for one more death, for a failure without a dead trainer rank, and for any death
-    after the run was asked to stop, because the request may come with the end of the whole machine.
+    Raises WorkerDied or WorkerFailed after more than `limits.recoveries` recoveries in a row without a step that had
+    not been trained before, for a failure without a dead trainer rank, and for any death after the run was asked to
+    stop, because the request may come with the end of the whole machine.
     """
-    recoveries = run.prepared.config.limits.recoveries
-    for left in reversed(range(recoveries + 1)):
+    left, furthest = run.prepared.config.limits.recoveries, resume.version
+    dead: list[str] = []
+    while True:
+        ctx: Context | None = None
         try:
-            if left < recoveries:
+            if dead:
                 resume = await recover(run, resume)
-            return await attempt(run, resume)
+            ctx = context_of(run, resume)
+            await attempt(run, ctx)
         except (WorkerDied, WorkerFailed) as error:
             dead = await dead_ranks(run.trainers)
+            if ctx is not None and ctx.table.step > furthest:
+                left, furthest = run.prepared.config.limits.recoveries, ctx.table.step
             if not dead or left == 0 or run.stop():
                 raise
-            logger.warning("%s died; going on from the last checkpoint", ", ".join(dead))
+            left -= 1
+            logger.warning("%s died; all trainer ranks are started again", ", ".join(dead))
             # A SenderLost is recorded as WorkerDied, as every death: who noticed it does not matter here.
             kind = WorkerDied if isinstance(error, WorkerDied) else WorkerFailed
             run.ledgers.events.event("fault", worker=dead[0], kind=kind.__name__, message=str(error))
-    raise AssertionError("unreachable")
+        else:
+            return ctx
 
 
-async def attempt(run: Run, resume: Resume) -> Context:
-    """Trains from a checkpoint to the end. Raises the first failure.
+async def attempt(run: Run, ctx: Context) -> None:
+    """Trains from the step of the context's ticket table to the end. Raises the first failure.
 
     When the last step is trained, only evaluations are outstanding. A failure after that (such as images that cannot
     be made) is added to the ledger's failures and not raised, unless a trainer rank has died.
     """
-    ctx = context_of(run, resume)
     try:
         await run_loop(ctx)
     except Exception as error:  # any failure of an evaluation
@@ -119,26 +131,24 @@ async def attempt(run: Run, resume: Resume) -> Context:
         logger.exception("training is done, but an evaluation could not be completed")
         run.ledgers.failures.append(f"evaluations at the end: {type(error).__name__}: {error}")
     finally:
-        await run.trainers.living.successors.settle()
         await ctx.weights.close()
         ctx.steps.abandon()
-    return ctx
+        await run.kept.settle(ctx)
 
 
 async def dead_ranks(trainers: TrainerGroup) -> list[str]:
-    """Returns the names of the trainer ranks that are known to be dead by now, and whose work no other rank does."""
-    return [worker.name for worker in await dead_among(trainers.living.workers)]
+    """Returns the names of the trainer ranks that are known to be dead by now."""
+    return [worker.name for worker in await dead_among(trainers.workers.workers)]
 
 
 async def recover(run: Run, before: Resume) -> Resume:
-    """Starts new trainer ranks from the newest checkpoint; rollout workers keep the base model and drop all versions.
+    """Starts new trainer ranks with the newest state; rollout workers keep the base model and drop all versions.
 
-    `before` is the point at which the ended attempt began; it is used again if the run has written no checkpoint.
-    Returns the point at which the next attempt begins. Raises StartError if the base weights differ.
+    `before` is the point at which the ended attempt began; it is used again if nothing was kept since. Returns the
+    point at which the next attempt begins. Raises StartError if the base weights differ.
     """
     config, trainer = run.prepared.config, run.groups[TRAINER]
-    for index in range(len(trainer.workers)):
-        await trainer.replace(index)
+    await together(*(trainer.replace(worker.index) for worker in list(trainer.workers)))
     ranks = loaders(trainers=trainer.workers)
     await download_model(run.prepared.model, ranks, seconds=config.deadlines.download)
     rollout = run.groups[ROLLOUT]
@@ -149,15 +159,47 @@ async def recover(run: Run, before: Resume) -> Resume:
     async with asyncio.TaskGroup() as tasks:
         for worker in rollout.workers:
             tasks.create_task(clean_rollout(worker, seconds=config.deadlines.generate))
-    own = newest(run.directory)
-    resume = before if own.path is None else own
-    async with deadline(config.deadlines.load, "load: the trainer's return to the last checkpoint"):
+    resume = newest_state(run, before)
+    async with deadline(config.deadlines.load, "load: the trainer's return to the last state"):
         await send_negatives(run.trainers, run.negatives)
-        resume = await restore(run.trainers, run.directory, resume, lambda: newest(run.directory, shares=True))
+        if resume.kept is not None:
+            await take_over(run.trainers, resume.kept, resume.held)
+            drop_newer(run.directory.checkpoints, resume.version)
+        else:
+            resume = await restore(run.trainers, run.directory, resume, lambda: newest(run.directory, shares=True))
     run.ledgers.metrics.truncate(resume.version)
     run.ledgers.evaluations.truncate(resume.version)
     run.ledgers.events.event("rollback", step=resume.version)
     return resume
+
+
+def newest_state(run: Run, before: Resume) -> Resume:
+    """Returns the newest of the kept state, the last checkpoint of the run and `before`.
+
+    Raises DamagedCheckpoint if there are only damaged checkpoints and no kept state.
+    """
+    kept = run.kept.newest
+    if kept is not None and all(checkpoint_step(path) <= kept.version for path in written(run.directory.checkpoints)):
+        held = unevaluated(run, held_versions(kept.files))
+        return Resume(None, kept.version, dict(kept.controller), kept=kept, held=held)
+    own = newest(run.directory)
+    return before if own.path is None else own
+
+
+def unevaluated(run: Run, versions: Collection[int]) -> frozenset[int]:
+    return frozenset(version for version in versions if run.ledgers.evaluations.policy(version) is None)
+
+
+async def take_over(trainers: TrainerGroup, kept: KeptState, held: Collection[int]) -> None:
+    """Gives every trainer rank the kept state, with the versions `held` for evaluations.
+
+    Raises RuntimeError if their weights differ afterwards.
+    """
+    # One after the other, so that the object store holds one copy at a time.
+    ranks, state = trainers.workers.workers, (kept.digest, kept.files, tuple(held))
+    prints = {await worker.call("take_over", *state) for worker in ranks}
+    if len(prints) > 1:
+        raise RuntimeError(f"the trainer ranks have different weights after they took over version {kept.version}")
 
 
 async def follow_trainer(run: Run, rollout: SubGroup) -> None:
@@ -240,9 +282,12 @@ def context_of(run: Run, resume: Resume) -> Context:
     """Returns fresh controller state for an attempt from `resume`, and records the workers in the event log."""
     config, ledgers = run.prepared.config, run.ledgers
     own = resume.path is not None and resume.path.parent.resolve() == run.directory.checkpoints.resolve()
+    if resume.kept is not None:  # Its checkpoint is written only if one is due that is lacking.
+        there = any(checkpoint_step(path) == resume.version for path in written(run.directory.checkpoints))
+        own = there or not checkpoint_due(config, resume.version)
     requests = with_outcomes(run.prepared.requests, resume)
     saved = [resume.version] if own else []
-    records = records_of(run)
+    records, resume = records_of(run), replace(resume, held=unevaluated(run, resume.held))
     checkpoints = Checkpoints(
         config,
         run.directory,
@@ -267,10 +312,12 @@ def context_of(run: Run, resume: Resume) -> Context:
             ledgers.pools,
             records,
             latent_elements=prod(run.prepared.shapes.latents),
+            kept=run.kept,
+            held=resume.held,
         ),
         base_digest=run.base_digest,
         transport=run.transport,
-        first_step=first_step,
+        resume=resume,
     )
     for worker in [worker for group in run.groups.values() for worker in group.workers]:
         ledgers.events.event("worker", worker=worker.name, pid=worker.pid, node=worker.node)

@@ -24,14 +24,13 @@ from async_flowrl.rollout.worker import RolloutWorker, device
 from async_flowrl.shared.lane import TrainingLane
 from async_flowrl.shared.turns import Turns
 from async_flowrl.training.flat import FlatParameters
-from async_flowrl.training.messages import Manifest, Measured, Summed, TrainRequest, UpdateStats
+from async_flowrl.training.messages import Manifest, Summed, TrainRequest, UpdateStats
 from async_flowrl.training.publishing import PublishedStreams
 from async_flowrl.training.versions import Versions
 from async_flowrl.training.worker import TrainerWorker
 from async_flowrl.types import POLICY, Asked, ByteArray, Resolution, RolloutReport, RolloutRequest, Trajectory
 from checkpoint_engine import RING, Ack, Header
 from checkpoint_engine.errors import TransferCorrupted, WeightsMismatch
-from checkpoint_engine.side_stream import recorded
 
 Given = ParamSpec("Given")
 Result = TypeVar("Result")
@@ -79,32 +78,20 @@ class SharedTrainer(TrainerWorker):
     """Trainer rank of a shared process.
 
     `train` takes a turn, so that no further ticket begins before it. `add_up`, `take_step` and the methods that are
-    wrapped in `beside` run while a ticket is generated. The KL of an optimizer step is measured after it, by
-    `measure_kl`, which takes a turn. Only if it is to limit the step, `add_up` and `take_step` take turns for it, and
-    `UpdateStats.waited` says how long they waited for them.
+    wrapped in `beside` run while a ticket is generated. If the KL of an optimizer step is measured, `add_up` and
+    `take_step` take turns for that, and `UpdateStats.waited` says how long they waited for them.
     """
 
     lane: TrainingLane
     waited = 0.0
-    """Seconds for which the end of the present optimizer step has waited for tickets: to limit its KL."""
+    """Seconds for which the end of the present optimizer step has waited for tickets: to measure its KL."""
 
     def train(self, request: TrainRequest, *trajectories: Trajectory) -> UpdateStats | Summed | Manifest:
         with self.lane.turn(more=request.more):
             return super().train(request, *trajectories)
 
-    def measure_kl(self, more: bool) -> Measured:
-        """Measures the KL of the last optimizer step, whose measurement was put off (`TrainRequest.measures_later`).
-
-        `more` is as in TrainRequest. Raises RuntimeError if there is nothing to measure.
-        """
-        with self.lane.turn(more=more):
-            return self.update.later_kl.measure()
-
     def _new_sender(self) -> PublishedStreams:
-        sender = SharedStreams(self.config, self.policy, self.parameters, self.versions, self.lane)
-        if (made := recorded(self.device)) is not None:
-            made.synchronize()  # Any lane may make the sender, on a stream for which `stage` does not wait.
-        return sender
+        return SharedStreams(self.config, self.policy, self.parameters, self.versions, self.lane)
 
     def add_up(self, request: TrainRequest, *trajectories: Trajectory) -> Summed:
         self.waited = 0.0  # The step before may have been given up after it had waited.
@@ -127,7 +114,6 @@ class SharedTrainer(TrainerWorker):
 
     load = beside(TrainerWorker.load)
     snapshot = beside(TrainerWorker.snapshot)
-    state = beside(TrainerWorker.state)
     take_over = beside(TrainerWorker.take_over)
     restore = beside(TrainerWorker.restore)
 

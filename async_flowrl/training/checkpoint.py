@@ -7,6 +7,7 @@ checkpoints/step_N/
     weights.safetensors      trained weights in float32, by layout name
     optimizer.safetensors    exp_avg/<name>, exp_avg_sq/<name>
     retained.safetensors     <version>/<name>: the last max_staleness + 1 versions, from which rollouts sample
+    held.safetensors         <stream>/<version>: versions of a LoRA that evaluations may still ask for, if there are any
     ema.safetensors, sampling.safetensors, algorithm.safetensors    if the run has them
     shards/                  instead of all these, where each rank has a share of the weights (shard_checkpoint.py)
     trainer.json             counters, LoRA rank and alpha
@@ -14,14 +15,15 @@ checkpoints/step_N/
 checkpoints/latest           name of the last one, for people; no code reads it
 """
 
+import hashlib
 import json
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load, load_file, save, save_file
 from torch import Tensor
 
 from async_flowrl.training.checkpoint_folder import begin_checkpoint, end_checkpoint
@@ -34,7 +36,6 @@ from async_flowrl.training.checkpoint_manifest import (
     manifest_digest,
     verify_checkpoint,
 )
-from checkpoint_engine import base_digest
 
 RANKS = "ranks"
 """Key of trainer.json, only where each of so many ranks has a share of the weights."""
@@ -71,6 +72,64 @@ def write_checkpoint(
         save_file({name: tensor.contiguous().clone() for name, tensor in tensors.items()}, work / f"{file}.safetensors")
     complete(work, checkpoint.trainer, checkpoint.controller)
     return end_checkpoint(work, step, keep=keep, spare=spare)
+
+
+Files = Mapping[str, bytes]
+"""The files of a checkpoint without the controller's part: name → contents."""
+HELD = "held"
+"""The part of a checkpoint with the versions that evaluations may still ask for."""
+Held = Mapping[tuple[str, int], Tensor]
+"""Stream and version → flat weights of such a version."""
+
+
+def with_held(checkpoint: Checkpoint, held: Held) -> Checkpoint:
+    """Returns the checkpoint with one more part for `held`, if there are any."""
+    if not held:
+        return checkpoint
+    part = {f"{stream}/{version}": flat for (stream, version), flat in held.items()}
+    return replace(checkpoint, tensors={**checkpoint.tensors, HELD: part})
+
+
+def held_in(checkpoint: Checkpoint) -> dict[tuple[str, int], Tensor]:
+    """Returns what `with_held` has added."""
+    names = {name: name.partition("/") for name in checkpoint.tensors.get(HELD, {})}
+    return {(stream, int(version)): checkpoint.tensors[HELD][name] for name, (stream, _, version) in names.items()}
+
+
+def to_files(checkpoint: Checkpoint) -> dict[str, bytes]:
+    """Returns the files of a checkpoint without the controller's part."""
+    files = {
+        f"{part}.safetensors": save({name: tensor.contiguous().clone() for name, tensor in tensors.items()})
+        for part, tensors in checkpoint.tensors.items()
+    }
+    return {**files, TRAINER: json.dumps(checkpoint.trainer).encode()}
+
+
+def from_files(files: Files) -> Checkpoint:
+    """Returns what `to_files` was given."""
+    parts = {name.removesuffix(".safetensors"): load(data) for name, data in files.items() if name != TRAINER}
+    return Checkpoint(parts, json.loads(files[TRAINER]), {})
+
+
+def held_versions(files: Files) -> frozenset[int]:
+    """Returns the versions of the part HELD of a checkpoint's files."""
+    data = files.get(f"{HELD}.safetensors")
+    return frozenset() if data is None else frozenset(int(name.partition("/")[2]) for name in load(data))
+
+
+def held_versions_of(path: Path) -> frozenset[int]:
+    """Returns the versions of the part HELD of the checkpoint in the folder `path`."""
+    file = path / f"{HELD}.safetensors"
+    if not file.exists():
+        return frozenset()
+    with safe_open(file, "pt") as stored:
+        return frozenset(int(name.partition("/")[2]) for name in stored.keys())  # noqa: SIM118
+
+
+def files_digest(files: Files) -> str:
+    """Returns the hex digest of the files' names, sizes and contents."""
+    described = {n: {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()} for n, data in files.items()}
+    return manifest_digest(described)
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
@@ -114,12 +173,6 @@ def check_ranks(path: Path, trainer: Mapping[str, Any], ranks: int | None) -> No
             f"checkpoint {path} was written by {how}, and this run has {now}, which leads to other weights: "
             f"set trainer.shard={'none' if wrote is None else f'full and trainer.num_workers={wrote}'}"
         )
-
-
-def digest_of(checkpoint: Checkpoint) -> str:
-    """Returns a hex digest of the tensors and the trainer's state; the checkpoint need not be written."""
-    digests = {name: base_digest(tensors) for name, tensors in checkpoint.tensors.items()}
-    return manifest_digest({**digests, TRAINER: checkpoint.trainer})
 
 
 def read_controller(path: Path) -> dict[str, Any]:

@@ -119,8 +119,6 @@ class TrainRequest:
     its first part are passed after all others. None: a rank that trains alone takes the lowest group that it got."""
     probe_tickets: tuple[int, ...] = ()
     """The positions of the tickets of `probe` whose trajectories are passed."""
-    measures_later: bool = False
-    """With `probe`: the rank measures nothing now, but when it is asked to (later_kl.py), before the next sum."""
     attempt: int = 0
     """With `finishes`: `StepPlan.attempt` of the step."""
     more: bool = False
@@ -238,8 +236,6 @@ class UpdateStats:
     measures_next: bool = True
     """True if the movement of the policy is measured in the next optimizer step; several ranks then need
     `TrainRequest.probe`."""
-    measures_later: bool = False
-    """True if the movement of the policy in this optimizer step is still to be measured (later_kl.py)."""
     fetched: Fetched = Fetched()
     """Trajectories that this rank got for this optimizer step."""
     digest: str = ""
@@ -247,16 +243,6 @@ class UpdateStats:
     waited: float | None = None
     """Seconds for which the end of the step waited for tickets that the rank's process makes; merged: the longest.
     None if its process makes no tickets."""
-
-
-@dataclass(frozen=True)
-class Measured:
-    """How far an optimizer step moved the policy, measured after the step."""
-
-    metrics: Mapping[str, float]
-    """By the names of metrics.jsonl; empty if no denoising step has enough noise."""
-    spans: tuple[Span, ...] = ()
-    """The time that it took."""
 
 
 def arrived(*payloads: object) -> None:

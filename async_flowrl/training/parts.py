@@ -9,9 +9,6 @@ from dataclasses import dataclass
 
 from async_flowrl.training.messages import GroupMeta
 
-NOBODY = -1
-"""Owner of a part that no rank computes, because it is already in the sum of one."""
-
 
 @dataclass(frozen=True)
 class RankPosition:
@@ -94,7 +91,7 @@ def _owners(meta: GroupMeta, own: RankPosition, samples: int) -> Sequence[int]:
     count = len(cut(meta.selected, samples))
     if not meta.owners:
         return [own.rank] * count
-    if len(meta.owners) != count or not all(NOBODY <= owner < own.size for owner in meta.owners):
+    if len(meta.owners) != count or not all(0 <= owner < own.size for owner in meta.owners):
         raise ValueError(
             f"group {meta.group} has {count} parts of {samples} samples for {own.size} ranks, its owners are "
             f"{list(meta.owners)}"

@@ -1,6 +1,6 @@
 """The sending end of the weights, on the trainer rank that sends them: versions of the policy and of its EMA."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -64,33 +64,13 @@ class PublishedStreams:
     def stage(self, version: int, stream: str = POLICY) -> None:
         """Copies a version for its delivery; the trainer waits only for this copy.
 
-        Raises ValueError for an unknown stream and for an EMA that is not the newest, KeyError for an old version.
+        Raises ValueError for an unknown stream and for a version that is neither among the last ones nor held for an
+        evaluation.
         """
         publisher = self._publisher(stream)
-        if stream == POLICY:
-            self._stage(publisher, version, self._versions.of(version))
-        elif version != self._versions.newest:
-            raise ValueError(f"only the newest EMA can be published ({self._versions.newest}), asked for {version}")
-        elif self._versions.ema is not None:
-            self._stage(publisher, version, self._versions.ema)
-
-    def take_over(self, stream: str, versions: Sequence[int], held: Collection[int]) -> dict[int, Header]:
-        """Publishes what another rank had published before it died, from the same weights on this rank.
-
-        Returns version → header of those that this rank still has the weights of. Those in `held` stay until they are
-        released. It may be called again after it was broken off. Belongs to the publish lane: versions are never
-        written to, so it need not wait for the update under way.
-        """
-        publisher, headers = self._publisher(stream), dict[int, Header]()
-        for version in sorted(versions):
-            if version not in publisher.retained():
-                if (flat := self._versions.sendable(stream, version)) is None:
-                    continue
-                self._stage(publisher, version, flat)
-            headers[version] = publisher.seal(version)
-            if version in held:
-                publisher.hold(version)
-        return headers
+        if (flat := self._versions.sendable(stream, version)) is None:
+            raise ValueError(f"version {version} of stream {stream} is not here to be published")
+        self._stage(publisher, version, flat)
 
     def canary(self) -> dict[str, Tensor]:
         """Stages random weights (the canary) as version CANARY_VERSION and returns the probe of this rank's network.

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -38,14 +38,32 @@ class RankState:
     versions: Versions
     update: Update
 
-    def checkpoint(self) -> Checkpoint:
-        """Returns copies on the CPU of all tensors, and the counters.
+    def counters(self) -> dict[str, Any]:
+        """Returns the part of the state that is no tensors, as JSON values.
 
-        The training waits for it, so it hashes nothing: that is left to the writing. Raises RuntimeError while an
-        optimizer step is under way, because the weights lack the gradients that it has added.
+        Raises RuntimeError while an optimizer step is under way, because the weights lack the gradients that it has
+        added.
         """
         if (step := self.update.under_way) is not None:
             raise RuntimeError(f"step {step} is under way: what was added to it is not in the weights yet")
+        tuning = tuning_of(self.config)
+        return {
+            "version": self.versions.newest,
+            "optimizer_steps": self.optimizer.steps,
+            "sum_exponent": self.update.exponent,
+            "lora": None if tuning.rank is None else {"rank": tuning.rank, "alpha": tuning.alpha},
+            "model": {"path": self.config.model.path, "revision": self.model.revision},
+        }
+
+    def copied(self) -> Checkpoint:
+        """Returns a copy of the whole state. Raises RuntimeError as `counters`."""
+        return Checkpoint(self.tensors(), self.counters(), {})
+
+    def tensors(self) -> dict[str, Mapping[str, Tensor]]:
+        """Returns copies on the CPU of all tensors, by part and name. It hashes nothing: that is left to the writing.
+
+        It may run beside the gradients of the next step, as only the end of an optimizer step changes these tensors.
+        """
         tensors: dict[str, Mapping[str, Tensor]] = {
             "weights": self.parameters.named(self.parameters.values.data.to("cpu", copy=True)),
             "optimizer": self.optimizer.state(),
@@ -53,15 +71,7 @@ class RankState:
         }
         if isinstance(self.algorithm, Stateful):
             tensors["algorithm"] = {n: t.to("cpu", copy=True) for n, t in self.algorithm.state_dict().items()}
-        tuning = tuning_of(self.config)
-        trainer = {
-            "version": self.versions.newest,
-            "optimizer_steps": self.optimizer.steps,
-            "sum_exponent": self.update.exponent,
-            "lora": None if tuning.rank is None else {"rank": tuning.rank, "alpha": tuning.alpha},
-            "model": {"path": self.config.model.path, "revision": self.model.revision},
-        }
-        return Checkpoint(tensors, trainer, {})
+        return tensors
 
     def check(self, checkpoint: Checkpoint, path: str) -> None:
         """Raises ValueError if the checkpoint read from `path` has another model revision or other trained tensors."""

@@ -55,7 +55,6 @@ class TrustRegion:
     had noise, at latents made by noising the clean image that the last trained step predicts: all steps share the
     weights, so an update can change those steps more than the trained ones.
     Order of calls per optimizer step, on every rank: `begin`, `remember`, `prepare`, then after the optimizer `bound`.
-    If the measurement is put off (later_kl.py): `begin`, `remember`, and after the step, on one rank, `measure_after`.
     """
 
     def __init__(self, inputs: UpdateInputs, passes: ForwardPasses) -> None:
@@ -87,15 +86,10 @@ class TrustRegion:
         """True if the present optimizer step is measured."""
         return self._kept is not None
 
-    @property
-    def rows(self) -> ProbeRows:
-        """The rows on which the present optimizer step is measured."""
-        assert self._kept is not None
-        return self._kept
-
     def prepare(self) -> None:
         """Computes the predictions before the optimizer step."""
-        self._probes = self._predicted(*self.rows)
+        assert self._kept is not None
+        self._probes = self._predicted(*self._kept)
 
     def _predicted(self, group: Group, trained: list[MicroBatch]) -> list[Probe]:
         """Returns the rows of all measured denoising steps, with their predictions by the present weights."""
@@ -133,16 +127,6 @@ class TrustRegion:
         room = parameters.gradients  # no longer needed
         kl_by_step, scale = shorten(parameters.values.data, before, kl_by_step, self._measure, self._limit, room=room)
         return {**_named(kl_by_step), "trust_region/raw_kl": raw, "trust_region/scale": scale}
-
-    def measure_after(self, rows: ProbeRows, before: Tensor) -> dict[str, float]:
-        """Measures an optimizer step, after it, from the flat weights `before` to the present ones.
-
-        `rows` are those of that step. Returns the metrics of `bound` without a limit, bit for bit.
-        """
-        with self._inputs.parameters.swapped(before):
-            self._probes = self._predicted(*rows)
-        measured, self._probes = (_named(self._measure()) if self._probes else {}), []
-        return measured
 
     def _measure(self) -> ByStep:
         """Returns the KL of each denoising step, mean over the measured images."""

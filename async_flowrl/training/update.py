@@ -7,7 +7,6 @@ part, changes a bit of the weights.
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 
 from torch import Tensor
@@ -17,7 +16,6 @@ from async_flowrl.training.exact import Account, ExactSum, fitting_exponent, mar
 from async_flowrl.training.forward_passes import ForwardPasses, UpdateInputs
 from async_flowrl.training.fsdp import let_go
 from async_flowrl.training.groups import groups_of
-from async_flowrl.training.later_kl import LaterKL
 from async_flowrl.training.messages import (
     Fetched,
     GroupMeta,
@@ -44,16 +42,11 @@ class Update:
         self._inputs = inputs
         self._passes = ForwardPasses(inputs)
         self._region = TrustRegion(inputs, self._passes)
-        self.later_kl = LaterKL(self._region)
         kind = ShardSum if inputs.parameters.sharded else ExactSum
         self._sum = kind(len(inputs.parameters.gradients), inputs.device)
         self._gradients = PartGradients(inputs, self._passes, self._sum)
         self._next_exponent: int | None = None
-        """Exponent that the next `begin` sets, because the present sum may have left its range; None: it stays.
-
-        It is not set at once: if a rank dies before all ranks have the whole sum, the ranks that are left add up again,
-        and must get the same result.
-        """
+        """Exponent that the next `begin` sets, because the present sum may have left its range; None: it stays."""
         self._planned = Account()
         """Account of the parts that all ranks together have to add."""
         self._lowest: int | None = None
@@ -63,8 +56,6 @@ class Update:
         """Training step under way, whose gradients are not in the weights yet; None if none is."""
         self._summed = self._broken = False
         """`_summed`: the sums of all ranks were added up. `_broken`: a call that added to this rank's sum failed."""
-        self._start: Tensor | None = None
-        """Weights at the start of the batch, which later optimizer steps of the batch may need; a flat tensor."""
         self._plan = StepPlan(rows=0)
         self._measured = UpdateMetrics()
         self._before: list[Span] = []
@@ -103,19 +94,15 @@ class Update:
     def proximal(self, request: TrainRequest, *trajectories: Trajectory) -> None:
         """Computes the predictions of the weights at the start of the batch, for groups of a later optimizer step.
 
-        It is called before the first optimizer step of the batch, and later for groups whose predictions were lost when
-        a rank died.
+        It is called before the first optimizer step of the batch.
         """
-        parameters, start = self._inputs.parameters, self._start
         self._fetched = self._fetched.plus(trajectories)
-        # Spans go to the optimizer step under way; before it, they are kept until it begins.
         measured = UpdateMetrics()
-        with self._inputs.turn(), parameters.swapped(start) if start is not None else nullcontext():
+        with self._inputs.turn():
             for group, parts in self._mine(request.metas, trajectories, request.tickets):
                 for part in parts:
                     self._passes.remember_proximal(group, part, measured)
-        spans = self._before if self._step is None else self._measured.spans
-        spans.extend(measured.spans)
+        self._before.extend(measured.spans)
 
     def begin(self, step: int, plan: StepPlan) -> None:
         """Begins an optimizer step: clears gradients and statistics.
@@ -131,15 +118,12 @@ class Update:
         self._summed = self._broken = False
         if plan.update == 0:
             self._profiler.start(step)
-            self._start = self._inputs.parameters.snapshot() if last > 0 and self._inputs.world.size > 1 else None
         self._inputs.parameters.gradients.zero_()
         if self._next_exponent is not None:
             self.exponent = self._next_exponent
         self._sum.begin()
         self._planned, self._lowest = Account(), None
         self._region.begin()
-        if self._inputs.world.size == 1:
-            self.later_kl.begin(wanted=False)  # The sum has cleared the weights before the last step.
 
     def accumulate(
         self, metas: Sequence[GroupMeta], *trajectories: Trajectory, tickets: Sequence[Sequence[int]] = ()
@@ -205,15 +189,13 @@ class Update:
     def add_up(self, request: TrainRequest, *trajectories: Trajectory) -> Summed:
         """Adds up the sums of all ranks; all ranks must call it.
 
-        The weights and this rank's own sum stay unchanged, so the call can be repeated. If the whole sum may have left
-        its range, the result has `overflow` set and the step must begin again. `trajectories` are those of the
-        request's probe. Raises RuntimeError if any planned part is not in the whole sum exactly once, or if the request
-        belongs to an earlier attempt.
+        The weights stay unchanged. If the whole sum may have left its range, the result has `overflow` set and the step
+        must begin again. `trajectories` are those of the request's probe. Raises RuntimeError if any planned part is
+        not in the whole sum exactly once, or if the request belongs to an earlier attempt.
         """
         step, plan, measured = self._begun("add_up"), self._plan, self._measured
         if request.attempt != plan.attempt:
             raise RuntimeError(f"step {step}: attempt {request.attempt} is added up, this rank began {plan.attempt}")
-        self.later_kl.begin(wanted=request.measures_later)
         if request.planned is not None:
             self._planned = self._account_of(step, request.planned)
         if request.probe is not None:
@@ -221,7 +203,7 @@ class Update:
             self._remember(Group(request.probe, trajectories, device=self._inputs.device, held=request.probe_tickets))
         overflow = None
         if self._planned.count:
-            if self._region.measures and not self.later_kl.wanted:
+            if self._region.measures:
                 with self._inputs.turn(), measured.span("probe"):
                     self._region.prepare()
             with measured.span("optimizer"):
@@ -244,7 +226,6 @@ class Update:
         stats = replace(self._optimize(step), measures_next=self._region.due, fetched=self._fetched)
         self._fetched = Fetched()
         if self._plan.update == self._inputs.config.trainer.updates_per_batch - 1:
-            self._start = None
             self._passes.forget_proximal()
             self._profiler.stop()
         return stats
@@ -259,14 +240,11 @@ class Update:
             self._sum.mean(inputs.parameters.gradients, plan.rows)
             before = self._sum.scratch()
             taken = self._step_from(before, rate, step)
-        if self._region.measures and self.later_kl.wanted:
-            self.later_kl.owe(before)
-        elif self._region.measures:
+        if self._region.measures:
             with self._inputs.turn(), measured.span("probe"):
                 taken |= self._region.bound(before)
                 let_go(inputs.policy.transformer)
-        spans, parts = tuple(measured.spans), tuple(measured.parts)
-        return replace(stats, metrics=taken, spans=spans, parts=parts, measures_later=self.later_kl.owed)
+        return replace(stats, metrics=taken, spans=tuple(measured.spans), parts=tuple(measured.parts))
 
     def _add(self, step: int) -> int | None:
         """Adds up the sums of all ranks; returns the exponent if the sum may have overflowed with it, else None."""

@@ -80,10 +80,10 @@ class Versions:
             del self._retained[old]
 
     def keep(self, stream: str, version: int) -> None:
-        """Copies what `version` of a stream is to host memory, where it stays until `let_go`, however many newer ones
-        come: for the time when this rank may have to send it. Of the EMA only the present one can be copied.
+        """Copies `version` of a stream to host memory, as a part of the rank's state, until `let_go`.
 
-        Does nothing for a version of the policy that is no longer retained.
+        Of the EMA only the present one can be copied. Does nothing for a version of the policy that is no longer
+        retained, or that is kept already.
         """
         source = self.ema if stream == EMA else self._retained.get(version)
         if source is not None and (stream, version) not in self._kept:
@@ -99,12 +99,12 @@ class Versions:
         return self._kept
 
     def take_kept(self, kept: Mapping[tuple[str, int], Tensor]) -> None:
-        """Keeps what a peer has kept."""
+        """Keeps what the rank had kept whose state this one takes over."""
         self._kept = dict(kept)
 
     def sendable(self, stream: str, version: int) -> Tensor | None:
-        """What `version` of a stream was, on the device of the weights; None where it is neither retained nor kept."""
-        flat = self._retained.get(version) if stream == POLICY else None
+        """Returns the weights of a version of a stream, on the device of the weights; None if they are not here."""
+        flat = self._retained.get(version) if stream == POLICY else self.ema if version == self.newest else None
         flat = self._kept.get((stream, version)) if flat is None else flat
         return None if flat is None else flat.to(self._parameters.values.device)
 

@@ -5,8 +5,7 @@ of their own, beside the next update.
 """
 
 import logging
-import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +18,7 @@ from async_flowrl.algorithms.base import Algorithm
 from async_flowrl.algorithms.registry import build_algorithm
 from async_flowrl.config.resolution import configured
 from async_flowrl.config.schema import Config
+from async_flowrl.config.sections.tune import FULL
 from async_flowrl.observability.delays import debug_delay
 from async_flowrl.policies.base import Policy
 from async_flowrl.policies.kernels import repeatable_kernels
@@ -26,19 +26,30 @@ from async_flowrl.policies.loading import ONE_AT_A_TIME
 from async_flowrl.policies.one_base import OneBase
 from async_flowrl.policies.registry import ResolvedModel
 from async_flowrl.training.changed_share import ChangedShare
-from async_flowrl.training.checkpoint import Checkpoint, check_ranks, read_checkpoint, write_checkpoint
+from async_flowrl.training.checkpoint import (
+    Checkpoint,
+    Files,
+    check_ranks,
+    files_digest,
+    from_files,
+    held_in,
+    read_checkpoint,
+    to_files,
+    with_held,
+    write_checkpoint,
+)
 from async_flowrl.training.flat import FlatParameters
 from async_flowrl.training.forward_passes import UpdateInputs
 from async_flowrl.training.fsdp import World, prefetch
 from async_flowrl.training.messages import Layout, Manifest, Summed, TrainRequest, UpdateStats
 from async_flowrl.training.optimizer import Optimizer
-from async_flowrl.training.peer_state import PeerState
 from async_flowrl.training.publishing import PublishedStreams
 from async_flowrl.training.rank_model import ModelInputs, load_model
 from async_flowrl.training.rank_state import RankState
 from async_flowrl.training.shard_publishing import ShardedStreams
 from async_flowrl.training.shard_saving import ShardSaving
 from async_flowrl.training.sharded_parameters import ShardedParameters
+from async_flowrl.training.snapshots import Snapshots
 from async_flowrl.training.update import Update
 from async_flowrl.training.versions import Versions
 from async_flowrl.types import FloatArray, Resolution, Trajectory
@@ -91,27 +102,26 @@ class TrainerWorker:
         self.update: Update
         self.saving: ShardSaving
         """Set only if this rank has a share of the trained weights."""
-        self._sender: PublishedStreams | None = None
-        self._becoming_sender = threading.Lock()
+        self.snapshots: Snapshots
+        self.sender: PublishedStreams
+        """The sending end of the weights, on the first rank only, or on each if it has a share of them."""
         self._state: RankState
-        self._snapshot: tuple[int, Checkpoint] | None = None
         self._changes = ChangedShare(config.model.dtype)
 
-    def load(self, ranks: int = 1, layout: Layout | None = None) -> dict[str, Any]:
+    def load(self, layout: Layout | None = None) -> dict[str, Any]:
         """Builds the model, the adapter and the optimizer, as a rank of the process group if this process joined one.
 
-        `ranks` is above 1 only for a successor, which takes the place of a dead rank that held the whole base: it is
-        the number of ranks, whose process group the successor joins later. `layout` replaces the settings of `trainer`
-        that are `auto`. Returns the digest of the base weights, their layout, the numbers of parameters and the device.
+        `layout` replaces the settings of `trainer` that are `auto`. Returns the digest of the base weights, their
+        layout, the numbers of parameters and the device.
         """
         if layout is not None:
             self.config = replace(self.config, trainer=layout.applied(self.config.trainer))
         with ONE_AT_A_TIME:
-            return self._load(ranks)
+            return self._load()
 
-    def _load(self, ranks: int) -> dict[str, Any]:
-        world = World.current() if ranks == 1 else World(self.index, ranks)
-        loaded = load_model(ModelInputs(self.config, self.model, self.device, self._sizes, self._one_base), world)
+    def _load(self) -> dict[str, Any]:
+        inputs = ModelInputs(self.config, self.model, self.device, self._sizes, self._one_base)
+        loaded = load_model(inputs, World.current())
         self.world, self.policy = loaded.world, loaded.policy
         if self.world.by_group:
             self.parameters = ShardedParameters(loaded.trained, self.policy.transformer, self.world, self.device)
@@ -121,12 +131,13 @@ class TrainerWorker:
         prefetch(self.policy, self.config.trainer.prefetch)
         self.optimizer = Optimizer(self.config.trainer, self.parameters)
         self.versions = Versions(self.config, self.parameters, loaded.dtypes)
-        if (self.world.rank == 0 and ranks == 1) or self.world.by_group:
-            _ = self.sender  # Made here, so that its memory counts as part of loading.
+        if self._sends:
+            self.sender = self._new_sender()
         self.update = Update(self._inputs())
         self._state = RankState(
             self.config, self.model, self.algorithm, self.parameters, self.optimizer, self.versions, self.update
         )
+        self.snapshots = Snapshots(self._state, self.device)
         return {
             "base_digest": loaded.base_digest,
             "layout": loaded.layout,
@@ -138,15 +149,8 @@ class TrainerWorker:
         }
 
     @property
-    def sender(self) -> PublishedStreams:
-        """The sending end of the weights; it may be used on any lane.
-
-        It is made on the first access, because it needs memory for the versions to send and only one rank sends.
-        """
-        with self._becoming_sender:
-            if self._sender is None:
-                self._sender = self._new_sender()
-            return self._sender
+    def _sends(self) -> bool:
+        return self.world.rank == 0 or self.world.by_group
 
     def _new_sender(self) -> PublishedStreams:
         made_of = self.config, self.policy
@@ -201,7 +205,9 @@ class TrainerWorker:
 
         After the last optimizer step of a batch, the next version exists (see `PublishedStreams.stage`).
         """
+        waited = self.snapshots.wait()
         stats = self.update.take_step()
+        stats = replace(stats, spans=(*waited, *stats.spans))
         if self.world.size > 1:
             stats = replace(stats, digest=self.parameters.fingerprint())
         debug_delay(self.config.debug.delays, "update", self.config.seed, "update", stats.step, stats.update)
@@ -209,6 +215,8 @@ class TrainerWorker:
             self.versions.after_optimizer_step(self.optimizer.steps)
         if stats.update == self.config.trainer.updates_per_batch - 1:
             self.versions.after_batch(stats.step)
+            if self.world.rank == 0 and self.config.tune != FULL:
+                self.snapshots.begin()  # The controller fetches it with `kept_state`.
             return self._changes.added(stats, self.versions.changed_share())
         return stats
 
@@ -226,49 +234,50 @@ class TrainerWorker:
         return {name: tensor.to("cpu", copy=True).numpy() for name, tensor in source.items()}
 
     def snapshot(self) -> int:
-        """Copies the state of a checkpoint to host memory (main lane); `save` writes it beside the next update.
+        """Begins to copy the state of a checkpoint to host memory (main lane); `save` writes it beside the next update.
 
         Returns the version of the state. Raises RuntimeError while an optimizer step is under way, because the weights
         lack the gradients that it has added.
         """
-        self._snapshot = self.versions.newest, self._state.checkpoint()
         if self.world.by_group:
-            self.saving.snapshot, self._snapshot = self._snapshot, None
-        return self.versions.newest
+            self.saving.snapshot = self.versions.newest, self._state.copied()
+            return self.versions.newest
+        return self.snapshots.begin()
 
     def forget_snapshot(self) -> None:
-        """Drops the copy made by `snapshot`, because another rank has written the checkpoint or none will."""
-        self._snapshot = None
-        if self.world.by_group:
-            self.saving.snapshot = None
+        """Drops this rank's share of a checkpoint, because it cannot be written."""
+        self.saving.snapshot = None
 
-    def state(self) -> tuple[str, PeerState]:
-        """Returns the state from which another rank can go on as this one, and the state's digest."""
-        state = PeerState(self._state.checkpoint(), self.update.negatives, dict(self.versions.kept))
-        return state.digest(), state
+    def kept_state(self, version: int) -> tuple[str, dict[str, bytes]]:
+        """Returns the state as it was at `version`, from which other processes can go on, and its digest (lane `keep`).
 
-    def take_over(self, digest: str, state: PeerState) -> str:
-        """Takes over another rank's state, with the digest that its `state` returned; returns the weights' fingerprint.
-
-        Raises RuntimeError if the state that has arrived has another digest.
+        Its copy was begun by the end of the step that made the version.
         """
-        if (came := state.digest()) != digest:
-            raise RuntimeError(f"the state of another rank came with digest {came}, was sent with {digest}")
-        self.update.set_negatives(state.negatives)
-        self._restore(state.checkpoint)
-        self.versions.take_kept(state.kept)
+        files = to_files(with_held(self.snapshots.of(version), self.versions.kept))
+        return files_digest(files), files
+
+    def take_over(self, digest: str, files: Files, held: Collection[int] = ()) -> str:
+        """Takes over the state that `kept_state` has returned in another process; returns the weights' fingerprint.
+
+        Of the versions that were kept for evaluations, only those in `held` are kept on. Raises RuntimeError if the
+        state that has arrived has another digest.
+        """
+        if (came := files_digest(files)) != digest:
+            raise RuntimeError(f"the kept state came with digest {came}, was sent with {digest}")
+        checkpoint = from_files(files)
+        self._restore(checkpoint)
+        self.versions.take_kept({key: flat for key, flat in held_in(checkpoint).items() if key[1] in held})
         return self.parameters.fingerprint()
 
-    def save(self, directory: str, controller: Mapping[str, Any], spare: Sequence[int] = ()) -> str:
-        """Writes the last snapshot to the folder `directory`/step_N (N is its version); returns that path.
+    def save(self, version: int, directory: str, controller: Mapping[str, Any], spare: Sequence[int] = ()) -> str:
+        """Writes the snapshot of `version` to the folder `directory`/step_`version`; returns that path.
 
         `controller` is the controller's part, as JSON. `spare` are the versions of older checkpoints that are kept
-        besides the newest. Raises RuntimeError without a snapshot, and OSError if the disk cannot be written.
+        besides the newest. Raises KeyError without a snapshot, and OSError if the disk cannot be written.
         """
-        if self._snapshot is None:
-            raise RuntimeError("save was called without a snapshot")
-        version, checkpoint = self._snapshot
-        self._snapshot = None
+        checkpoint = with_held(self.snapshots.of(version), self.versions.kept)
+        if self.config.tune == FULL:
+            self.snapshots.forget(version)
         trainer = {**checkpoint.trainer, "weights_digest": weights_digest(checkpoint.tensors["weights"])}
         whole = Checkpoint(checkpoint.tensors, trainer, controller)
         return str(write_checkpoint(Path(directory), version, whole, keep=self.config.save.keep, spare=spare))
@@ -287,12 +296,14 @@ class TrainerWorker:
             check_ranks(Path(path), checkpoint.trainer, None)
         self._state.check(checkpoint, path)
         self._restore(checkpoint)
+        self.versions.take_kept(held_in(checkpoint))
         return cast("int", checkpoint.trainer["version"])
 
     def _restore(self, checkpoint: Checkpoint) -> None:
+        self.snapshots.clear()
         self._state.load(checkpoint)
-        if self._sender is not None:
-            self._sender.clear()
+        if self._sends:
+            self.sender.clear()
 
     def _live(self) -> dict[str, Tensor]:
         return self.parameters.named(self.parameters.values.data)

@@ -1,11 +1,10 @@
 """Schedules of faults in runs with `placement=shared`, each drawn from a seed.
 
-Whole controllers run, with real checkpoints and ledgers, so that the death of the last process goes back to its
-checkpoint. `python -m tests.chaos.shared_schedules FIRST LAST` runs a range of seeds and prints the coverage.
+Whole controllers run, with real checkpoints and ledgers, so that all processes start again when one dies.
+`python -m tests.chaos.shared_schedules FIRST LAST` runs a range of seeds and prints the coverage.
 """
 
 import asyncio
-import math
 import random
 import sys
 from collections import Counter
@@ -28,7 +27,7 @@ STEPS = 6
 METHODS: dict[str, frozenset[str]] = {
     "samples": frozenset({"generate"}),
     "samples an evaluation": frozenset({"generate/evaluation"}),
-    "trains": frozenset({"train", "train_last", "measure_kl"}),
+    "trains": frozenset({"train", "train_last"}),
     "ends a step": frozenset({"add_up", "take_step", "train_last"}),
     "announces a version": frozenset({"stage", "seal"}),
     "keeps a version": frozenset({"keep_own"}),
@@ -36,10 +35,9 @@ METHODS: dict[str, frozenset[str]] = {
     "writes a checkpoint": frozenset({"snapshot", "save"}),
     "newcomer loads": frozenset({"load"}),
     "newcomer takes over": frozenset({"take_over", "restore"}),
-    "tells a newcomer its state": frozenset({"state"}),
+    "gives its state": frozenset({"kept_state"}),
 }
-"""Place → the calls that are meant. With one process `train_last` ends a step, and `restore` is how a newcomer takes
-over; several add up, step, and take over what a peer says that it is."""
+"""Place → the calls that are meant. With one process `train_last` ends a step; several add up and step."""
 CALLS = {
     "samples": 20,
     "samples an evaluation": 4,
@@ -51,10 +49,10 @@ CALLS = {
     "writes a checkpoint": 4,
     "newcomer loads": 2,
     "newcomer takes over": 1,
-    "tells a newcomer its state": 1,
+    "gives its state": 5,
 }
 """How many calls of each kind every run makes at least: a fault is placed at one of them."""
-OF_NEWCOMERS = frozenset({"newcomer loads", "newcomer takes over", "tells a newcomer its state"})
+OF_NEWCOMERS = frozenset({"newcomer loads", "newcomer takes over"})
 """Places that only exist where a process has died before."""
 IN_A_CALL = ("kill", "hang", "delay")
 CELLS: dict[str, tuple[str, ...]] = {
@@ -86,13 +84,12 @@ BESIDE: tuple[tuple[str, str], ...] = (
 """What may happen in the same run, and must leave no trace."""
 
 
-def ends_by_name(place: str, fault: str, processes: int) -> bool:
+def ends_by_name(place: str, fault: str) -> bool:
     """Whether it must end the run by name, unless the process that hangs dies of something else meanwhile."""
     if fault != "hang":
         return False
-    if place in ("trains", "ends a step", "announces a version", "writes a checkpoint", "tells a newcomer its state"):
-        return True
-    return processes == 1 and place in OF_NEWCOMERS
+    at_work = "trains", "ends a step", "announces a version", "writes a checkpoint", "gives its state"
+    return place in at_work or place in OF_NEWCOMERS
 
 
 @dataclass
@@ -160,8 +157,6 @@ def make_schedule(seed: int) -> SharedSchedule:
     """One fault of the cell that it is this seed's turn to hit, in the mode whose turn it is, and perhaps another."""
     rng = random.Random(f"shared {seed}")
     (place, fault), (hand_over, k, processes) = PAIRS[seed % len(PAIRS)], MODES[seed // len(PAIRS) % len(MODES)]
-    if place == "tells a newcomer its state" and processes == 1:
-        processes = rng.choice([2, 3])
     averaged = AVERAGES if has_averages(seed) else {}
     evaluated = 2 if "evaluation" in place else rng.choice([0, 2, 3])
     config = shared_config(
@@ -222,8 +217,7 @@ def outcome(seed: int) -> Ended:
 
 def named(schedule: SharedSchedule, error: TimeoutError | SenderLate) -> str | None:
     """What is wrong with a run that ended by name, if anything."""
-    processes = schedule.config.trainer.num_workers
-    if not any(ends_by_name(*hit, processes) or hit[1] == "stop" for hit in schedule.hits):
+    if not any(ends_by_name(*hit) or hit[1] == "stop" for hit in schedule.hits):
         return f"ended by {error!r} though everything in it can be recovered from"
     return None if "deadline" in str(error) else f"its error names no deadline: {error!r}"
 
@@ -232,7 +226,7 @@ def check(root: Path, schedule: SharedSchedule, expected: Left) -> None:
     """The weights, logged rewards and tickets of an undisturbed run in separate pools, each ticket trained once."""
     assert summary(root)["steps"] == STEPS
     check_left(root, schedule.config, expected)
-    hits = [hit for hit in schedule.hits if ends_by_name(*hit, schedule.config.trainer.num_workers)]
+    hits = [hit for hit in schedule.hits if ends_by_name(*hit)]
     assert not hits or len(schedule.hits) > 1, f"{hits} should have ended the run"
     if len(schedule.processes) == 1:
         check_returns(root, schedule.pools[0])
@@ -241,22 +235,20 @@ def check(root: Path, schedule: SharedSchedule, expected: Left) -> None:
 
 
 def check_returns(root: Path, pool: ToySharedPool) -> None:
-    """It goes back to a checkpoint exactly where no process was left that had taken part in training."""
+    """All processes start again when one has died, and only then, with one of the two newest states."""
     everybody: list[Any] = pool.everybody
-    gone = {each.name.replace("shared", "trainer"): math.inf if each.died is None else each.died for each in everybody}
-    trainers, coming = set[str](), len(pool.workers)
+    newest, died = 0, False
     for event in read_events(root / "events.jsonl"):
-        if event["event"] == "rollback":
-            left = [name for name in trainers if gone[name] > event["time"]]
-            assert not left, f"it went back to step {event['step']} though {left} lived"
-            trainers, coming = set(), len(pool.workers)
-        elif event["event"] == "rejoined":
-            trainers.add(event["worker"])
-        elif coming and event["event"] == "worker" and event["worker"].startswith("trainer"):
-            trainers.add(event["worker"])
-            coming -= 1
-    assert any(gone[name] == math.inf for name in trainers), "nobody was left, and it went on"
-    assert len(rollbacks(root)) <= 3
+        if event["event"] == "fault":
+            died |= event["worker"].startswith("trainer")
+        elif event["event"] == "step":
+            newest = event["step"] + 1
+        elif event["event"] == "rollback":
+            step = event["step"]
+            assert died, f"nobody has died, and it went back to {step}"
+            assert newest - 1 <= step <= newest, f"{newest} steps were trained, it went back to {step}"
+            newest, died = step, False
+    assert (len(everybody) > len(pool.workers)) == bool(rollbacks(root))
 
 
 def report(ended: list[Ended]) -> str:

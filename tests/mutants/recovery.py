@@ -6,7 +6,7 @@ from typing import Any
 from unittest import mock
 
 from async_flowrl.training.checkpoint_folder import written
-from tests.mutants.mutation import Mutant, after, before, no_limit, nothing
+from tests.mutants.mutation import Mutant, after, before, no_limit, nothing, nothing_awaited
 from tests.mutants.tickets import DISPATCH, FAULTS, HANDED, HANGS, TICKETS
 
 LOST = f"{FAULTS}:test_a_worker_lost_while_it_makes_images_is_replaced"
@@ -19,7 +19,8 @@ RUN_RECOVERY, CHECKPOINTS, RESUME, AFTER_STEP = (
 LIMITS = "async_flowrl.config.sections.runtime:LimitsConfig"
 TRUNCATE = "async_flowrl.observability.metrics:MetricsLog.truncate"
 RECOVERY, RESUMED, SAVED = "tests.unit.test_recovery", "tests.unit.test_resume", "tests.unit.test_checkpoints"
-REWARDS = "tests.unit.test_reward_faults"
+REWARDS, KEPT = "tests.unit.test_reward_faults", "tests.unit.training.test_kept_state"
+STATES = "tests.unit.test_kept_states"
 
 
 def forgotten(lost_worker: Any) -> Any:
@@ -121,7 +122,19 @@ WORKER_FAULTS = (
 )
 
 
-async def count_as_saved(checkpoints: Any, ctx: Any, version: int, *rest: Any) -> None:
+class Anything:
+    """Equal to everything."""
+
+    def __eq__(self, other: object) -> bool:
+        return True
+
+    def __ne__(self, other: object) -> bool:
+        return False
+
+    __hash__ = object.__hash__
+
+
+async def count_as_saved(checkpoints: Any, version: int, *rest: Any) -> None:
     if version not in checkpoints.saved:
         checkpoints.saved.append(version)
 
@@ -138,8 +151,8 @@ ATTEMPT_FAULTS = (
     Mutant(
         "metrics are not cut back when a trainer has died",
         {TRUNCATE: nothing},
-        f"{RECOVERY}:test_a_dead_trainer_goes_on_from_the_last_checkpoint",
-        arguments={"method": "train_last_4"},
+        f"{RECOVERY}:test_a_dead_trainer_goes_on_from_the_last_kept_state",
+        arguments={"method": "kept_state_3"},
     ),
     Mutant(
         "metrics are not cut back when a run is resumed",
@@ -217,6 +230,36 @@ ATTEMPT_FAULTS = (
         {"async_flowrl.controller.score_log:ScoreLog.__contains__": lambda contains: lambda log, group: False},
         "tests.unit.test_scores_kept:test_groups_are_not_scored_a_second_time_if_that_would_change_their_scores",
         arguments={"killed": "controller"},
+    ),
+    Mutant(
+        "a state is taken over whatever has arrived",
+        {"async_flowrl.training.worker:files_digest": lambda digest: lambda files: "the same"},
+        f"{KEPT}:test_a_state_with_another_digest_is_refused_and_nothing_of_it_taken",
+        raises=("Failed",),
+    ),
+    Mutant(
+        "an optimizer step does not wait for the copy of the state before it",
+        {"async_flowrl.training.snapshots:Snapshots.wait": lambda wait: lambda snapshots: ()},
+        f"{KEPT}:test_the_next_optimizer_step_waits_for_the_copy_and_its_gradients_do_not",
+        raises=("AssertionError", "IndexError"),
+    ),
+    Mutant(
+        "weights that an evaluation still asks for are in no state",
+        {"async_flowrl.controller.endpoints:TrainerEndpoint._keep": nothing_awaited},
+        f"{STATES}:test_an_evaluation_whose_version_is_old_when_a_rank_dies_is_made_by_the_next_attempt",
+        arguments={"ema": None},
+    ),
+    Mutant(
+        "a damaged state is kept",
+        {"async_flowrl.controller.kept_state:files_digest": lambda digest: lambda files: Anything()},
+        f"{STATES}:test_a_state_that_arrives_damaged_ends_the_run_by_name",
+        raises=("Failed",),
+    ),
+    Mutant(
+        "the state that is on its way when an attempt ends is lost",
+        {"async_flowrl.controller.kept_state:KeptStates.settle": nothing_awaited},
+        f"{STATES}:test_a_state_that_is_on_its_way_when_another_rank_dies_is_kept",
+        raises=("AssertionError", "WorkerDied"),
     ),
     Mutant(
         "an evaluation ends with its attempt",

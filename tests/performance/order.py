@@ -13,8 +13,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from async_flowrl.controller.handed import HandedGroup, hand_over
 from async_flowrl.controller.replica_calls import now
+
+from async_flowrl.controller.handed import HandedGroup, hand_over
 from async_flowrl.controller.trainer import TrainerGroup
 from tests.performance.paired import Progress, spread
 

@@ -23,13 +23,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from async_flowrl.controller.replica_calls import now
 from torch import Tensor
 
 from async_flowrl.algorithms.registry import build_algorithm
 from async_flowrl.config.compose import compose_config
 from async_flowrl.config.schema import Config
 from async_flowrl.controller.handed import HandedGroup
-from async_flowrl.controller.replica_calls import now
 from async_flowrl.controller.trainer import TrainerGroup
 from async_flowrl.run.prepare import Prepared, prepare
 from async_flowrl.tickets.arithmetic import trained_steps

@@ -29,8 +29,8 @@ class DyingTrainer(TrainerWorker):
         self.when, self.where = deaths.get(self.name, (-1, ""))
         self.late = {step for step, place in deaths.values() if place == "stepped"}
 
-    def load(self, ranks: int = 1, layout: Layout | None = None) -> dict[str, Any]:
-        info = super().load(ranks, layout)
+    def load(self, layout: Layout | None = None) -> dict[str, Any]:
+        info = super().load(layout)
         computed, add, left = PartGradients._computed, World.sum, [2]
 
         def computing(gradients: PartGradients, *args: Any, **kwargs: Any) -> Any:

@@ -66,11 +66,7 @@ class ToySteps:
         if every and (step + 1) % every == 0:
             await self.evaluations.start(ctx, step + 1)
 
-    async def amend(self, ctx: Context, step: int, metrics: Mapping[str, float]) -> None:
-        self.lines[step].update(metrics)
-
     async def drain(self, ctx: Context) -> None:
-        await cast("TrainerGroup", ctx.trainer).settle(ctx)
         await self.evaluations.drain()
 
     def abandon(self) -> None:
@@ -175,7 +171,7 @@ async def trained_on(
             beside.cancel()
         steps.abandon()
         await ctx.weights.close()
-    trainer = hosted(cast("TrainerGroup", ctx.trainer).living.first)
+    trainer = hosted(cast("TrainerGroup", ctx.trainer).first)
     return ToyRun(
         digest=trainer.weights_digest(),
         observer=observer,

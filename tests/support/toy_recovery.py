@@ -138,7 +138,7 @@ async def controller(config: Config, root: Path, outside: Outside) -> None:
         if trainers.sharded:
             digest = joined_digest(await trainers.all("weights_digest"))
         else:
-            digest = await trainers.living.on_first(ctx, "weights_digest")
+            digest = await trainers.first.call("weights_digest")
         summary = {"steps": ctx.table.step, "max_staleness": config.max_staleness, "weights_digest": digest}
         directory.write_summary(summary)
 
@@ -150,13 +150,12 @@ def toy_ranks_meet(trainer_of: Callable[[Any], Any] = lambda worker: worker.targ
     `trainer_of` returns the toy trainer of a worker.
     """
 
-    async def meet(pool: Any, timeout: float, members: Any = None, apart: bool = False) -> None:
-        targets = [trainer_of(worker) for worker in (members or pool.workers)]
+    async def meet(pool: Any, timeout: float) -> None:
+        targets = [trainer_of(worker) for worker in pool.workers]
         for target in targets:
             target.ranks = lambda: targets
 
-    at_start = mock.patch("async_flowrl.run.launch.join_process_group", meet)
-    with mock.patch("async_flowrl.controller.living.join_process_group", meet), at_start:
+    with mock.patch("async_flowrl.run.launch.join_process_group", meet):
         yield
 
 

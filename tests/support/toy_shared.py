@@ -28,7 +28,7 @@ from tests.support.toy_rollout import ToyRollout
 from tests.support.toy_trainer import ToyTrainer
 
 SAMPLING = ("generate", "generate/evaluation", "generate_together")
-TRAINING = ("train", "train_last", "proximal", "measure_kl")
+TRAINING = ("train", "train_last", "proximal")
 ENDING = ("add_up", "take_step")
 """The phases of the end of an optimizer step over several processes."""
 
@@ -118,7 +118,7 @@ class ToySharedWorker(ToyWorker):
     async def compute(self, method: str, args: tuple[Any, ...]) -> Any:
         name, both = name_of(method, args), self.target
         if name == "add_up":
-            both.measures = args[0].probe is not None and not args[0].measures_later
+            both.measures = args[0].probe is not None
         measures = both.measures and name in ENDING
         if name in (*SAMPLING, *TRAINING) or measures:
             result = await self.in_turn(name, method, args, trains=measures or name in TRAINING)
@@ -145,8 +145,7 @@ class ToySharedWorker(ToyWorker):
             self.world.observer.event("computed", worker=self.name, kind=name, start=began)
             both.taken, both.sampling_since = False, None
             if name in TRAINING:
-                more = args[0] if name == "measure_kl" else args[0].more
-                both.pause(patience(self.world.observer.now() - began) if more else 0.0)
+                both.pause(patience(self.world.observer.now() - began) if args[0].more else 0.0)
             async with both.changed:
                 both.changed.notify_all()
 
@@ -174,7 +173,7 @@ def shared_config(k: int, workers: int, **changes: Any) -> Config:
 def shared_groups(config: Config, world: World) -> dict[str, Any]:
     whole = ToySharedPool(SHARED, config.trainer.num_workers, partial(ToyBoth, config), world)
     whole.spec = whole.spec.__class__(
-        SHARED, "", len(whole.workers), lanes=("train", "publish", "save", "sync", "control")
+        SHARED, "", len(whole.workers), lanes=("train", "publish", "keep", "save", "sync", "control")
     )
     for worker in whole.workers:
         worker.target.trainer.ranks = lambda: [other.target.trainer for other in whole.workers]

@@ -111,7 +111,6 @@ class ToySaving(ShardSaving):
 class ToyShareSender(ToySender):
     """Publishes a rank's rows, in place of `training.shard_publishing.ShardedStreams`."""
 
-    lora: Mapping[str, Any] = {}
     trainer: "ToyShareTrainer"
 
     def whole_layout(self) -> Layout:
@@ -126,13 +125,11 @@ class ToyShareSender(ToySender):
 class ToyShareTrainer(ToyTrainer):
     """A ToyTrainer whose tensors are the rows that this rank has: its weights, momentum, averages and versions."""
 
-    lora = None
-
     def __init__(self, config: Config, index: int, name: str) -> None:
         ranks = config.trainer.num_workers
         self.world = World(index, ranks, per_replica=ranks, by_group=True)
         super().__init__(config, index, name)
-        sender = ToyShareSender(self.tensors, self.retained, self.averages, config.live_versions)
+        sender = ToyShareSender(self.tensors, self.retained, self.averages, config.live_versions, {})
         sender.trainer = self
         self.sender = self.versions = sender
         nothing: Any = None  # toy ranks have no process group
@@ -166,8 +163,7 @@ class ToyShareTrainer(ToyTrainer):
 
     def snapshot(self) -> int:
         version = super().snapshot()
-        assert self._snapshot is not None
-        self.saving.snapshot, self._snapshot = (version, self._snapshot), None
+        self.saving.snapshot = version, self._snapshots.pop(version)
         return version
 
     def forget_snapshot(self) -> None:

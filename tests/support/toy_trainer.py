@@ -1,6 +1,6 @@
 """ToyTrainer, the trainer rank's model of toy runs (toy.py), with real checkpoints."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import reduce
 from pathlib import Path
@@ -11,13 +11,23 @@ import torch
 
 from async_flowrl.algorithms.ema import ema_decay, old_policy_decay, update_average
 from async_flowrl.config.schema import Config
-from async_flowrl.training.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
+from async_flowrl.config.sections.tune import FULL
+from async_flowrl.training.checkpoint import (
+    Checkpoint,
+    Files,
+    files_digest,
+    from_files,
+    held_in,
+    read_checkpoint,
+    to_files,
+    with_held,
+    write_checkpoint,
+)
 from async_flowrl.training.exact import _TAIL, Account, ExactSum, _written, mark_of
 from async_flowrl.training.messages import (
     Fetched,
     GroupMeta,
     Manifest,
-    Measured,
     StepPlan,
     Summed,
     TrainRequest,
@@ -28,7 +38,7 @@ from async_flowrl.training.trust_region import MEASURED_EVERY_STEPS
 from async_flowrl.types import EMA, Trajectory
 from checkpoint_engine import weights_digest
 from tests.support.failing_disk import failing_disk
-from tests.support.toy_weights import LORA, SIZE, ToySender, copied, toy_tensors
+from tests.support.toy_weights import LORA, SIZE, ToySender, copied, flattened, toy_tensors, unflattened
 
 SAMPLING = "sampling"
 """Name of the old policy in checkpoints, an average of the trained weights that images are made with."""
@@ -46,12 +56,15 @@ class OverPeers:
             values.copy_(torch.stack([rank.contribution(self._of) for rank in self._ranks]).sum(0))
 
 
+def whole_or_lora(config: Config) -> Mapping[str, Any]:
+    """Returns what the versions say of the LoRA; with whole weights nothing."""
+    return {} if config.tune == FULL else LORA
+
+
 class ToyTrainer:
     """A trainer with momentum on a made-up loss that depends on every trajectory and advantage; real checkpoints."""
 
     sum_of_gradients: type[ExactSum] = ExactSum
-    lora: Mapping[str, Any] | None = LORA
-    """As a checkpoint names it."""
 
     def __init__(self, config: Config, index: int, name: str) -> None:
         self.config, self.index = config, index
@@ -59,12 +72,14 @@ class ToyTrainer:
         self.momentum = self.own(torch.zeros(SIZE, 2))
         self.spoil: str | None = None
         """Fault of the next checkpoint's writing: "torn" or "full" (see `failing_disk`), or None."""
-        self._snapshot: Checkpoint | None = None
+        self._snapshots: dict[int, Checkpoint] = {}
         self.retained = {0: self._copy()}
         kept = {EMA: config.trainer.ema_decay is not None, SAMPLING: config.algorithm.old_policy_decay != "copy"}
         self.averages = {name: self._copy() for name, wanted in kept.items() if wanted}
         """The moving average for evaluations, and the old policy that images are made with, as the run has them."""
-        self.sender = self.versions = ToySender(self.tensors, self.retained, self.averages, config.live_versions)
+        self.sender = self.versions = ToySender(
+            self.tensors, self.retained, self.averages, config.live_versions, whole_or_lora(config)
+        )
         self.update = self
         """This object has the methods of the real worker's part `update`, too."""
         self.trained: list[tuple[int, int, int]] = []
@@ -75,10 +90,8 @@ class ToyTrainer:
         self.step, self.plan = -1, StepPlan(rows=0)
         self.given = 0
         self._contribution: torch.Tensor | None = None
-        self._asked = self._later = False
-        """Whether the optimizer step under way is to be measured if it is due, and whether after it."""
-        self._owed: dict[str, torch.Tensor] | None = None
-        """The weights before the last optimizer step if it is still to be measured."""
+        self._asked = False
+        """Whether the optimizer step under way is to be measured if it is due."""
 
     @property
     def position(self) -> RankPosition:
@@ -92,7 +105,7 @@ class ToyTrainer:
         """Returns all rows of a tensor."""
         return self.tensors[name]
 
-    def load(self, ranks: int = 1, layout: Any = None) -> dict[str, Any]:
+    def load(self, layout: Any = None) -> dict[str, Any]:
         return {"base_digest": "toy", "device": "cpu", "ranks_per_replica": self.position.per_replica}
 
     def proximal(self, request: TrainRequest, *trajectories: Trajectory) -> None:
@@ -150,7 +163,7 @@ class ToyTrainer:
         if request.begins is not None:
             self.begin(request.step, request.begins)
         assert request.attempt == self.plan.attempt
-        self._asked, self._later, self._owed = request.probe is not None, request.measures_later, None
+        self._asked = request.probe is not None
         self.given += len(request.probe_tickets)
         self.account = account = self.sum.reduce(cast("Any", OverPeers(self)))
         if request.planned is not None:
@@ -179,11 +192,11 @@ class ToyTrainer:
             self.retained[self.step + 1] = copied(self.averages.get(SAMPLING, self.tensors))
             for old in [v for v in self.retained if v < self.step + 1 - self.config.max_staleness]:
                 del self.retained[old]
+            if self.index == 0 and self.config.tune != FULL:
+                self.snapshot()
         skipped, digest = account.count == 0, self.agreed()
-        metrics, measured = {"loss": 0.0}, self._asked and self._due(taken) and not skipped
-        if measured and self._later:
-            self._owed = before
-        elif measured:
+        metrics = {"loss": 0.0}
+        if self._asked and self._due(taken) and not skipped:
             metrics |= self._moved(before)
         return UpdateStats(
             self.step,
@@ -191,16 +204,9 @@ class ToyTrainer:
             skipped,
             metrics,
             measures_next=self._due(taken + 1),
-            measures_later=self._owed is not None,
             fetched=fetched,
             digest=digest,
         )
-
-    def measure_kl(self, more: bool) -> Measured:
-        """What a process of `placement=shared` does after a step that is measured then."""
-        assert self._owed is not None, "no optimizer step is left to be measured"
-        before, self._owed = self._owed, None
-        return Measured(self._moved(before))
 
     def _due(self, steps: int) -> bool:
         """Whether the optimizer step after so many is measured, as TrustRegion.due says it."""
@@ -212,21 +218,19 @@ class ToyTrainer:
         """How far the weights have moved, in place of a KL."""
         return {"kl_per_update": float(sum((self.tensors[name] - old).norm() for name, old in before.items()))}
 
-    def state(self) -> tuple[str, tuple[Checkpoint, dict[int, Any]]]:
-        before, _ = self._snapshot, self.snapshot()
-        found, self._snapshot = self._snapshot, before
-        assert found is not None
-        return str(found.trainer["weights_digest"]), (found, dict(self.versions.kept))
+    def kept_state(self, version: int) -> tuple[str, dict[str, bytes]]:
+        files = to_files(self.with_held(self._snapshots[version]))
+        return files_digest(files), files
 
-    def take_over(self, digest: str, state: tuple[Checkpoint, dict[int, Any]]) -> str:
-        found, kept = state
+    def with_held(self, checkpoint: Checkpoint) -> Checkpoint:
+        return with_held(checkpoint, {key: flattened(tensors) for key, tensors in self.versions.kept.items()})
+
+    def take_over(self, digest: str, files: Files, held: Collection[int] = ()) -> str:
+        assert files_digest(files) == digest
+        found = from_files(files)
         self._restore(found)
-        self.versions.kept = dict(kept)
-        assert digest == self.weights_digest()
-        return digest
-
-    def forget_snapshot(self) -> None:
-        self._snapshot = None
+        self.versions.kept = {key: unflattened(flat) for key, flat in held_in(found).items() if key[1] in held}
+        return self.weights_digest()
 
     def snapshot(self) -> int:
         version = max(self.retained)
@@ -236,15 +240,15 @@ class ToyTrainer:
         trainer = {
             "version": version,
             "weights_digest": self.weights_digest(),
-            "lora": self.lora,
+            "lora": whole_or_lora(self.config) or None,
         }
-        self._snapshot = Checkpoint(parts, trainer, {})
+        self._snapshots[version] = Checkpoint(parts, trainer, {})
         return version
 
-    def save(self, directory: str, controller: Mapping[str, Any], spare: Sequence[int] = ()) -> str:
-        found, spoil, self.spoil = self._snapshot, self.spoil, None
-        assert found is not None and controller["version"] == found.trainer["version"]
-        version, keep = int(controller["version"]), self.config.save.keep
+    def save(self, version: int, directory: str, controller: Mapping[str, Any], spare: Sequence[int] = ()) -> str:
+        found, spoil, self.spoil = self.with_held(self._snapshots[version]), self.spoil, None
+        assert version == controller["version"] == found.trainer["version"]
+        keep = self.config.save.keep
         whole = Checkpoint(found.tensors, found.trainer, controller)
         # The first eight calls write the checkpoint. Only "torn" may hit a later one: "full" must spoil the checkpoint.
         with failing_disk(spoil, at=1 + 5 * version % (8 if spoil == "full" else 11)):
@@ -253,13 +257,14 @@ class ToyTrainer:
     def restore(self, path: str) -> int:
         found = read_checkpoint(Path(path))
         self._restore(found)
+        self.versions.kept = {key: unflattened(flat) for key, flat in held_in(found).items()}
         return int(found.trainer["version"])
 
     def _restore(self, found: Checkpoint) -> None:
-        self.tensors = {name: tensor.clone() for name, tensor in found.tensors["weights"].items()}
+        self.tensors = {name: found.tensors["weights"][name].clone() for name in self.tensors}
         self.momentum = found.tensors["optimizer"]["momentum"].clone()
         for name in self.averages:
-            self.averages[name] = copied(found.tensors[name])
+            self.averages[name] = {key: found.tensors[name][key].clone() for key in self.tensors}
         self.retained.clear()
         for key, tensor in found.tensors["retained"].items():
             version, name = key.split("/")

@@ -1,6 +1,6 @@
 """Weights of toy runs (toy.py): those of one LoRA layer, and ToySender, which publishes them by real Publishers."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -8,7 +8,7 @@ import torch
 
 from async_flowrl.seeds import generator
 from async_flowrl.types import EMA, POLICY
-from checkpoint_engine import CANARY_VERSION, Header, LoraModule, Publisher, binding_probe, canary_tensors
+from checkpoint_engine import CANARY_VERSION, LoraModule, Publisher, binding_probe, canary_tensors
 
 SIZE = 8
 LORA: Mapping[str, Any] = {"alpha": 4.0, "rank": 2}
@@ -27,6 +27,17 @@ def copied(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in tensors.items()}
 
 
+def flattened(tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    return torch.cat([tensors[name].flatten() for name in sorted(tensors)])
+
+
+def unflattened(flat: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Returns the tensors of `flattened`."""
+    like = toy_tensors()
+    parts = zip(sorted(like), flat.split([like[name].numel() for name in sorted(like)]), strict=True)
+    return {name: part.reshape(like[name].shape).clone() for name, part in parts}
+
+
 def toy_lora(tensors: Mapping[str, torch.Tensor]) -> dict[str, LoraModule]:
     return {"layer": LoraModule(tensors["layer.lora_A.weight"], tensors["layer.lora_B.weight"], 2.0)}
 
@@ -34,15 +45,15 @@ def toy_lora(tensors: Mapping[str, torch.Tensor]) -> dict[str, LoraModule]:
 class ToySender:
     """Publishes a toy trainer's weights, in place of `training.publishing.PublishedStreams`."""
 
-    lora: Mapping[str, Any] = LORA
-
     def __init__(
         self,
         tensors: Mapping[str, torch.Tensor],
         retained: Mapping[int, Any],
         averages: Mapping[str, Any],
         live_versions: int,
+        lora: Mapping[str, Any] = LORA,
     ) -> None:
+        self.lora = lora
         publisher = partial(Publisher, tensors, retain=live_versions, **self.lora)
         self.policy, self.ema = publisher(POLICY), publisher(EMA)
         self.retained, self.averages = retained, averages
@@ -50,8 +61,12 @@ class ToySender:
         """Stream and version → the weights, for versions that an evaluation may still ask for."""
 
     def weights(self, stream: str, version: int) -> Any:
-        """Returns the weights of a version that is there now, of the EMA those of the newest; None if it is gone."""
-        return self.averages[EMA] if stream == EMA else self.retained.get(version)
+        """Returns the weights of a version of a stream; None if it is neither among the last ones nor kept."""
+        if (kept := self.kept.get((stream, version))) is not None:
+            return kept
+        if stream == EMA:
+            return self.averages[EMA] if version == max(self.retained) else None
+        return self.retained.get(version)
 
     def clear(self) -> None:
         self.policy.clear()
@@ -70,19 +85,6 @@ class ToySender:
 
     def stage(self, version: int, stream: str) -> None:
         getattr(self, stream).stage(version, self.weights(stream, version))
-
-    def take_over(self, stream: str, versions: Sequence[int], held: Sequence[int]) -> dict[int, Header]:
-        headers, publisher = {}, getattr(self, stream)
-        for version in versions:
-            if version not in publisher.retained():
-                own = self.retained.get(version) if stream == POLICY else None
-                if (tensors := own or self.kept.get((stream, version))) is None:
-                    continue
-                publisher.stage(version, tensors)
-            headers[version] = publisher.seal(version)
-            if version in held:
-                publisher.hold(version)
-        return headers
 
     def keep(self, stream: str, version: int) -> None:
         if (tensors := self.weights(stream, version)) is not None and (stream, version) not in self.kept:

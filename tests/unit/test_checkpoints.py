@@ -55,7 +55,7 @@ def test_a_full_disk_is_loud_and_survived(tmp_path: Path, caplog: pytest.LogCapt
 
 def test_after_a_missed_checkpoint_the_one_before_is_taken(tmp_path: Path) -> None:
     root = tmp_path / "run"
-    assert go(root, at(save_2="full", train_last_4="kill")) is None
+    assert go(root, at(save_2="full", train_last_4="kill"), tune="full") is None
     assert rollbacks(root) == [0]
     check_equal(root)
 
@@ -106,7 +106,7 @@ def test_a_checkpoint_damaged_while_the_run_goes_on_is_passed_over(tmp_path: Pat
             await asyncio.sleep(0.1)
         spoil(root / "checkpoints" / "step_4")
 
-    assert go(root, at(train_last_5="kill"), disturb=damage) is None
+    assert go(root, at(train_last_5="kill"), disturb=damage, tune="full") is None
     assert rollbacks(root) == [2]
     check_equal(root)
 
@@ -128,4 +128,4 @@ def test_nothing_but_damaged_checkpoints_is_refused(tmp_path: Path) -> None:
             spoil(checkpoint)
 
     with pytest.raises(DamagedCheckpoint, match="holds no sound checkpoint to go on from"):
-        go(root, at(train_last_4="kill"), disturb=damage_all)
+        go(root, at(train_last_4="kill"), disturb=damage_all, tune="full")

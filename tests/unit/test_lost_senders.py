@@ -11,10 +11,10 @@ import pytest
 
 from async_flowrl.config.schema import Config
 from async_flowrl.controller.context import Context
-from async_flowrl.controller.sender_errors import SenderFailed, SenderLate, SenderLost
+from async_flowrl.controller.sender_errors import SenderFailed, SenderLate
 from async_flowrl.controller.share_payload import ShardedPayload
 from async_flowrl.controller.worker_proof import WorkerProof
-from separation.group import Worker
+from separation.group import Worker, WorkerDied
 from tests.support.toy import toy_config, virtual
 from tests.support.toy_growth import ToyGrowth
 from tests.support.toy_pool import Fault, ListObserver, Timing, ToyPool, no_fault, once
@@ -44,7 +44,7 @@ def blamed(
     config: Config,
     disturb: Any,
     fault: Fault = no_fault,
-    error: type[Exception] = SenderLost,
+    error: type[Exception] = WorkerDied,
     match: str = "trainer-0 died",
 ) -> list[str]:
     """Runs a job that its only trainer rank must end with this error; returns the rollout workers with a fault."""
@@ -88,7 +88,7 @@ def test_a_rank_that_dies_while_it_sends_a_bucket_to_a_new_worker_is_blamed(
     async def dies(self: WorkerProof, worker: Worker) -> None:
         if worker.name not in ("rollout-0.1", "rollout-1"):
             return await prove(self, worker)
-        ranks = self.trainers.living.workers
+        ranks = self.trainers.workers.workers
         ranks[0].kill()
         await ShardedPayload(ranks, "sender.policy.piece", -1, 256, 30.0).bucket(0, 0)
         raise AssertionError("a dead rank has answered")

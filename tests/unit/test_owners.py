@@ -16,7 +16,7 @@ SAMPLING = Sampling(32, 4, 1.0, None, " ", "sde", 0.7)
 def spread(ranks: int, groups: int, parts: int, per_replica: int = 1) -> list[tuple[int, ...]]:
     owners = Owners(ranks, per_replica)
     owners.begin(groups)
-    return [owners.of([1] * parts) for _ in range(groups)]
+    return [owners.assign([1] * parts) for _ in range(groups)]
 
 
 def test_whole_groups_where_every_replica_gets_two() -> None:
@@ -43,62 +43,15 @@ def test_ranks_of_a_replica_share_its_groups() -> None:
     assert spread(4, 2, 2, per_replica=4) == [(0, 1), (2, 3)]
 
 
-def test_the_pace_that_was_measured_decides() -> None:
-    """A replica that needs three times as long gets a quarter; one that is not measured counts as the others."""
-    owners = Owners(3)
-    owners.took(0, 4, 1.0)
-    owners.took(1, 4, 3.0)
-    owners.begin(14)
-    counts = Counter(owner for _ in range(14) for owner in owners.of([2, 2]))
-    assert counts[0] == 16 and counts[1] == 4 and counts[2] == 8
-
-
-def test_a_replica_that_was_slow_once_gets_work_again() -> None:
-    """A call in which a payload was made again, say: it lasted nine times as long, and the next are as fast as ever."""
-    owners, given = Owners(2), list[Counter[int]]()
-    owners.took(0, 8, 8.0)
-    owners.took(1, 8, 72.0)
-    for step in range(12):
-        owners.begin(4, now=100.0 * step)
-        given.append(Counter(owner for _ in range(4) for owner in owners.of([4], now=100.0 * step)))
-        for replica, groups in given[-1].items():
-            owners.took(replica, 4 * groups, 4.0 * groups)
-    assert given[0] == {0: 4} and given[-1] == {0: 2, 1: 2}
-
-
-def test_who_is_free_comes_before_who_had_less() -> None:
+def test_who_has_less_left_comes_before_who_had_less() -> None:
     owners = Owners(2)
-    owners.begin(9, now=100.0)
-    assert owners.of([5], now=100.0) == (0,) and owners.of([1], now=100.0) == (1,)
-    owners.took(0, 0, 0.0, idle_at=101.0)
-    assert owners.of([1], now=103.0) == (0,), "both are free: the first"
-    assert owners.of([1], now=103.0) == (1,)
-
-
-def test_a_replica_that_makes_a_ticket_is_free_when_the_ticket_is_made() -> None:
-    """With `placement=shared`: it gets what it will have trained before one that is free could."""
-    owners = Owners(2)
-    owners.took(0, 4, 2.0)
-    owners.took(1, 4, 2.0)
-    owners.begin(9, now=100.0)
-    assert [owners.of([4], now=100.0, busy={0: 3.0}) for _ in range(4)] == [(1,), (1,), (0,), (1,)]
-    owners.begin(9, now=100.0)
-    assert owners.of([4], now=100.0, busy={0: 0.0}) == (1,), "it still trains"
-    owners.begin(9, now=100.0)
-    assert owners.of([4], now=100.0) == (0,)
-
-
-def test_a_replica_that_measures_gets_groups_when_it_will_have_measured() -> None:
-    """Also if it was asked to before the optimizer step began."""
-    owners = Owners(2)
-    owners.took(0, 4, 2.0)
-    owners.took(1, 4, 2.0)
-    owners.occupied(0, 103.0)
-    owners.begin(9, now=100.0)
-    assert [owners.of([4], now=100.0) for _ in range(4)] == [(1,), (1,), (0,), (1,)]
-    owners.took(0, 0, 0.0, idle_at=103.0)
-    owners.begin(9, now=101.0)
-    assert owners.of([4], now=101.0) == (0,), "it has measured"
+    owners.begin(9)
+    assert owners.assign([5]) == (0,) and owners.assign([1]) == (1,)
+    owners.computed(0, 5)
+    assert owners.assign([1]) == (0,), "it has nothing left"
+    owners.computed(0, 1)
+    owners.computed(1, 1)
+    assert owners.assign([1]) == (1,), "both have nothing left, and it had less"
 
 
 def test_ranks_that_repeat_work_are_told_of() -> None:
@@ -113,7 +66,7 @@ def test_ranks_that_add_up_part_by_part_see_each_group_alone() -> None:
     """What is computed side by side is a function of the group: not of what came before, nor of what else is called."""
     owners = Owners(3, 3, by_group=True)
     owners.begin(3)
-    assert [owners.of([1] * parts) for parts in (2, 4, 1)] == [(0, 1), (0, 1, 2, 0), (0,)]
+    assert [owners.assign([1] * parts) for parts in (2, 4, 1)] == [(0, 1), (0, 1, 2, 0), (0,)]
     first, second = meta(0, (0, 1)), meta(1, (0, 1, 2, 0))
     for calls in ([[first, second]], [[second, first]], [[first], [second]]):
         beside: dict[int, set[tuple[int, ...]]] = {}
@@ -151,7 +104,7 @@ def meta(group: int, owners: tuple[int, ...]) -> GroupMeta:
 def test_every_part_is_trained_once_and_a_replica_in_step(per_replica: int) -> None:
     owners = Owners(4, per_replica)
     owners.begin(7)
-    metas = [meta(group, owners.of([2, 2])) for group in range(7)]
+    metas = [meta(group, owners.assign([2, 2])) for group in range(7)]
     by_rank = [parts_of(metas, RankPosition(rank, 4, per_replica), 2) for rank in range(4)]
     counted = [(part.group, part.part) for parts in by_rank for part in parts if part.counts]
     assert sorted(counted) == [(group, part) for group in range(7) for part in range(2)]

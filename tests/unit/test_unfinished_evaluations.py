@@ -35,15 +35,18 @@ def test_an_evaluation_that_its_attempt_did_not_finish_is_made_by_the_next(k: in
     assert evaluations(left) == evaluations(tmp_path / "calm")
 
 
-def test_an_evaluation_whose_weights_are_gone_is_said_to_be_missing(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("tune", ["lora", "full"])
+def test_a_slow_evaluation_is_made_by_the_next_controller_if_its_weights_are_held(
+    tune: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """A LoRA's are a part of the checkpoint; of whole weights it is said that they are gone."""
+
     class SlowEvaluation(Timing):
         def duration(self, worker: str, method: str, call: int, args: tuple[Any, ...] = ()) -> float:
             slow = method == "generate" and args[0].kind == EVALUATION and args[0].version == 2
             return 15.0 if slow else super().duration(worker, method, call, args)
 
-    settings = config(0, evaluate__every=2, save__every=1)
+    settings = config(0, evaluate__every=2, save__every=1, tune=tune)
     left = run_controller(
         settings, tmp_path / "run", World(SlowEvaluation(), no_fault, ListObserver()), disturb=kill_after(26.0)
     )
@@ -51,5 +54,6 @@ def test_an_evaluation_whose_weights_are_gone_is_said_to_be_missing(
     assert 2 not in evaluations(left)
     assert run_controller(settings, left, World(Timing(), no_fault, ListObserver())) is None
     assert rollbacks(left)[0] > 2
-    assert "versions [2] were being evaluated when their attempt ended; their weights are gone" in caplog.text
-    assert sorted(evaluations(left)) == [4, 6]
+    gone = "versions [2] were being evaluated when their attempt ended; their weights are gone" in caplog.text
+    assert gone == (tune == "full")
+    assert sorted(evaluations(left)) == ([4, 6] if gone else [2, 4, 6])

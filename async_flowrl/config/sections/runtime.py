@@ -48,11 +48,8 @@ class LimitsConfig:
     """Workers that one place of the rollout pool, such as rollout-0, may lose in a row without a finished ticket; one
     more ends the run. The pause before the n-th is replaced is 2^(n-1) - 1 seconds."""
     recoveries: int = setting(3, at_least=0)
-    """Recoveries of the run from its newest checkpoint because no trainer rank was left that could go on; the next such
-    death ends it."""
-    successors: int = setting(3, at_least=1)
-    """Successors of one dead trainer rank that may fail in a row. Then the others go on without that rank until the
-    run is next started from a checkpoint."""
+    """Recoveries of the run from the death of a trainer rank, in a row without a step that had not been trained before;
+    the next such death ends it."""
     missed_checkpoints: int = setting(3, at_least=1)
     """Checkpoints in a row that could not be written after which the run ends; fewer are warnings."""
 

@@ -12,7 +12,6 @@ from torch.distributed.tensor import DTensor
 
 from async_flowrl.algorithms.window import draw_window
 from async_flowrl.config.schema import Config
-from async_flowrl.controller.shared import may_measure_later
 from async_flowrl.plan.rehearsal.cards import Card
 from async_flowrl.plan.rehearsal.ledger import Ledger, Phase
 from async_flowrl.plan.rehearsal.model import FakeModel, conditioning
@@ -74,8 +73,6 @@ def rehearse_trainer(config: Config, model: FakeModel, card: Card) -> RankRehear
         with ledger.phase("update"), mock.patch.object(UpdateMetrics, "span", _spans(ledger)):
             cast("Any", worker.update).set_negatives({NEGATIVE: trajectory.conditioning})
             worker.train(request, *[trajectory] * (len(request.metas) + len(request.probe_tickets)))
-            if worker.update.later_kl.owed:
-                worker.update.later_kl.measure()
         with ledger.phase("delivery"):
             worker.sender.stage(worker.versions.newest)
         sender, share = worker.sender, worker.sender.policy.layout
@@ -123,8 +120,6 @@ def settle(worker: TrainerWorker, config: Config) -> None:
     for group in worker.optimizer._adam.param_groups:
         group["fused"], group["foreach"] = True, False
     worker.optimizer.step(0.0, 1.0)
-    if may_measure_later(config) and worker.world.size > 1:
-        worker.optimizer.steps = 0  # The next step is one of those whose KL is measured.
 
 
 def update_request(worker: TrainerWorker, config: Config) -> tuple[TrainRequest, Trajectory]:
@@ -159,7 +154,7 @@ def update_request(worker: TrainerWorker, config: Config) -> tuple[TrainRequest,
     )
     request = TrainRequest(config.live_versions, (meta,), StepPlan(rows=1), True)
     if config.trainer.num_workers > 1:
-        request = replace(request, probe=meta, probe_tickets=(0,), measures_later=may_measure_later(config))
+        request = replace(request, probe=meta, probe_tickets=(0,))
     return request, trajectory
 
 

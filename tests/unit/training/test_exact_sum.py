@@ -187,8 +187,7 @@ def test_the_exponent_goes_with_the_checkpoint(handed: list[list[rig.Handed]], t
     worker, other = (rig.trainer(rig.tiny_config()) for _ in range(2))
     worker.update.exponent = -33
     rig.update(worker, 0, handed[0])
-    worker.snapshot()
-    other.restore(worker.save(str(tmp_path), {"version": 1}))
+    other.restore(worker.save(worker.snapshot(), str(tmp_path), {"version": 1}))
     assert other.update.exponent == -33
 
 

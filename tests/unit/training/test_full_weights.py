@@ -103,9 +103,8 @@ def test_a_restored_rank_goes_on_with_the_same_bits(tmp_path: Path) -> None:
     one, sampler = rig.trainer(config), rig.Sampler(config)
     groups = [[sampler.group(step, 0)] for step in (0, 1)]
     rig.update(one, 0, groups[0])
-    one.snapshot()
     other = rig.trainer(config)
-    assert other.restore(one.save(str(tmp_path), {})) == 1
+    assert other.restore(one.save(one.snapshot(), str(tmp_path), {})) == 1
     first, second = (rig.update(worker, 1, groups[1]).metrics for worker in (one, other))
     assert one.weights_digest() == other.weights_digest()
     assert rig.equal(one.tensors(average=True), other.tensors(average=True))
@@ -116,10 +115,11 @@ def test_the_copy_for_a_checkpoint_is_not_hashed_while_the_training_waits(tmp_pa
     """The masters' digest is that of the copy, also if they change before it is written."""
     worker = rig.trainer(full_config("bfloat16"))
     with mock.patch("hashlib.sha256", side_effect=AssertionError("hashed")):
-        worker.snapshot()
+        version = worker.snapshot()
+        worker.snapshots.wait()
     digest = worker.weights_digest()
     worker.parameters.values.data.add_(1.0)
-    saved = read_checkpoint(Path(worker.save(str(tmp_path), {}))).trainer["weights_digest"]
+    saved = read_checkpoint(Path(worker.save(version, str(tmp_path), {}))).trainer["weights_digest"]
     assert saved == digest != worker.weights_digest()
 
 
@@ -161,8 +161,7 @@ def test_frozen_parameters_stay_and_are_not_sent() -> None:
 def test_a_checkpoint_of_other_trained_tensors_is_refused_with_a_cure(tmp_path: Path) -> None:
     config = full_config()
     one = rig.trainer(config)
-    one.snapshot()
-    path = one.save(str(tmp_path), {})
+    path = one.save(one.snapshot(), str(tmp_path), {})
     config.full.freeze = ["*norm*"]
     with pytest.raises(ValueError, match=r"trained other tensors: .*norm.* tune, full.freeze, .* must be as they were"):
         rig.trainer(config).restore(path)

@@ -15,6 +15,7 @@ from async_flowrl.training import checkpoint as store
 from async_flowrl.training.checkpoint import Checkpoint, read_checkpoint, read_controller, write_checkpoint
 from async_flowrl.training.checkpoint_folder import checkpoint_step, find_checkpoint
 from async_flowrl.training.checkpoint_manifest import DamagedCheckpoint
+from async_flowrl.training.snapshots import Snapshots
 from tests.support import trainer_rig as rig
 
 
@@ -162,7 +163,7 @@ def test_resuming_goes_on_bit_for_bit(tmp_path: Path, sampler: rig.Sampler) -> N
     for step in range(2):
         rig.update(whole, step, batches[step])
     assert whole.snapshot() == 2
-    path = whole.save(str(tmp_path), {"published": {"2": "x"}})
+    path = whole.save(whole.snapshot(), str(tmp_path), {"published": {"2": "x"}})
     rig.update(whole, 2, stale)
     resumed = rig.trainer(config)
     assert resumed.restore(path) == 2
@@ -181,8 +182,8 @@ def test_resuming_goes_on_bit_for_bit(tmp_path: Path, sampler: rig.Sampler) -> N
 def test_the_hub_revision_is_recorded_and_must_be_the_same(tmp_path: Path) -> None:
     first, second = rig.trainer(rig.tiny_config()), rig.trainer(rig.tiny_config())
     first._state = replace(first._state, model=replace(first.model, revision="abc"))
-    first.snapshot()
-    path = first.save(str(tmp_path), {})
+    first.snapshots = Snapshots(first._state, first.device)
+    path = first.save(first.snapshot(), str(tmp_path), {})
     assert read_checkpoint(Path(path)).trainer["model"] == {"path": "tiny", "revision": "abc"}
     second._state = replace(second._state, model=replace(second.model, revision="def"))
     with pytest.raises(ValueError, match=r"trained on revision abc of .*, this run has def: set model\.revision=abc"):
@@ -194,21 +195,20 @@ def test_the_hub_revision_is_recorded_and_must_be_the_same(tmp_path: Path) -> No
 def test_a_snapshot_is_not_touched_by_the_next_update(tmp_path: Path, sampler: rig.Sampler) -> None:
     worker = rig.trainer(rig.tiny_config())
     before = worker.weights_digest()
-    worker.snapshot()
+    version = worker.snapshot()
     rig.update(worker, 0, [sampler.group(0, 0)])
-    path = worker.save(str(tmp_path), {})
+    path = worker.save(version, str(tmp_path), {})
     assert path.endswith("step_0")
     fresh = rig.trainer(rig.tiny_config())
     rig.update(fresh, 0, [sampler.group(0, 0)])
     assert fresh.restore(path) == 0 and fresh.weights_digest() == before
-    with pytest.raises(RuntimeError, match="without a snapshot"):
-        worker.save(str(tmp_path), {})
+    with pytest.raises(KeyError):
+        worker.save(7, str(tmp_path), {})
 
 
 def test_a_checkpoint_of_another_adapter_is_refused(tmp_path: Path) -> None:
     worker = rig.trainer(rig.tiny_config())
-    worker.snapshot()
-    path = worker.save(str(tmp_path), {})
+    path = worker.save(worker.snapshot(), str(tmp_path), {})
     other = rig.tiny_config()
     other.lora.rank = 2
     with pytest.raises(ValueError, match=r"weights: tensor transformer_blocks\.0\..* is \[4, "):

@@ -121,7 +121,7 @@ def _owned(owners: Owners, batch: list[rig.Handed], config: Config) -> list[rig.
     owners.begin(len(batch))
     samples = config.trainer.micro_batch_size
     sizes = [[len(part) for part in cut(meta.selected, samples)] for meta, _ in batch]
-    return [(replace(meta, owners=owners.of(own)), t) for (meta, t), own in zip(batch, sizes, strict=True)]
+    return [(replace(meta, owners=owners.assign(own)), t) for (meta, t), own in zip(batch, sizes, strict=True)]
 
 
 def _for_rank(worker: TrainerWorker, request: TrainRequest, tickets: Sequence[Any]) -> tuple[Any, ...]:

@@ -1,0 +1,16 @@
+"""Configuration keys that earlier versions had, and what takes their place."""
+
+from collections.abc import Mapping
+
+REMOVED: Mapping[str, str] = {
+    "limits.successors": "all trainer ranks are started again when one dies; limits.recoveries says how often",
+}
+"""Key, or section with all its keys → what to do instead."""
+
+
+def removed(key: str) -> str | None:
+    """Returns a sentence if `key` or a section that it is in was removed, else None."""
+    parts = key.split(".")
+    names = (".".join(parts[:end]) for end in range(len(parts), 0, -1))
+    gone = next((name for name in names if name in REMOVED), None)
+    return None if gone is None else f"configuration key {gone} is gone: {REMOVED[gone]}"

@@ -1,0 +1,103 @@
+"""KeptStates: the newest states of the trainer, held by the controller, from which a run goes on after a rank's death.
+
+A state is what a checkpoint holds, the trainer's part and the controller's, and the versions that evaluations may still
+ask for. For a LoRA it is taken after every step: the first rank copies it beside the next step
+(training/snapshots.py), and the controller fetches the bytes into its own memory and compares their digest, so that
+they outlive the rank and its node. Whole weights are too large for that; then a run goes on from its last checkpoint.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from async_flowrl.config.schema import Config
+from async_flowrl.config.sections.tune import FULL
+from async_flowrl.controller.context import Context
+from async_flowrl.training.checkpoint import Files, files_digest
+from separation.group import Worker
+from separation.supervise import deadline
+
+logger = logging.getLogger(__name__)
+
+MOST = 2
+"""Number of complete states that are held."""
+LANE = "keep"
+"""Lane of the first trainer rank for its kept states, which runs beside the next update."""
+
+
+def is_kept(config: Config) -> bool:
+    """Returns True if the controller keeps the trainer's state after every step."""
+    return config.tune != FULL
+
+
+class DamagedState(RuntimeError):
+    """Raised if a state arrives with another digest than it was sent with."""
+
+
+@dataclass(frozen=True)
+class KeptState:
+    """The state of a run after so many steps as its version says."""
+
+    version: int
+    digest: str
+    files: Files
+    controller: Mapping[str, Any]
+    """The controller's part, as in a checkpoint."""
+
+
+@dataclass
+class KeptStates:
+    """The newest complete states of a run, oldest first, and the one that is being fetched."""
+
+    states: list[KeptState] = field(default_factory=list)
+    _fetching: "asyncio.Task[None] | None" = None
+    _version: int = -1
+    """The version that is being fetched, or was last."""
+
+    @property
+    def newest(self) -> KeptState | None:
+        return self.states[-1] if self.states else None
+
+    async def keep(self, ctx: Context, rank: Worker, version: int, controller: Callable[[], Mapping[str, Any]]) -> None:
+        """Starts to fetch the state of `version` from the rank, after the one before it has come.
+
+        `controller` returns the controller's part; it is called when the version is published. Raises the errors of
+        the fetch before: WorkerDied, WorkerFailed, DamagedState, or DeadlineExceeded after `deadlines.update`.
+        """
+        await self.fetched()
+        self._version = version
+        self._fetching = asyncio.create_task(
+            self._fetch(ctx, rank, version, controller), name=f"state of version {version}"
+        )
+
+    async def fetched(self) -> None:
+        """Waits for the state that is being fetched, if there is one. Raises as `keep`."""
+        if self._fetching is not None:
+            await self._fetching
+            self._fetching = None
+
+    async def settle(self, ctx: Context) -> None:
+        """Ends the fetch under way at the end of an attempt: it waits for the state of a version that is published.
+
+        If the first rank has not died, the state comes all the same.
+        """
+        fetching, self._fetching = self._fetching, None
+        if fetching is None:
+            return
+        if self._version not in ctx.table.published:  # and never will be, because the attempt has ended
+            fetching.cancel()
+        (error,) = await asyncio.gather(fetching, return_exceptions=True)
+        if error is not None:
+            logger.info("the state of version %d is not kept: %s", self._version, error)
+
+    async def _fetch(
+        self, ctx: Context, rank: Worker, version: int, controller: Callable[[], Mapping[str, Any]]
+    ) -> None:
+        await ctx.work.until(lambda: version in ctx.table.published)
+        async with deadline(ctx.config.deadlines.update, f"update: the state of version {version} from {rank.name}"):
+            digest, files = await rank.call("kept_state", version, lane=LANE)
+            if (came := await asyncio.to_thread(files_digest, files)) != digest:
+                raise DamagedState(f"the state of version {version} came with digest {came}, was sent with {digest}")
+        self.states = [*self.states, KeptState(version, digest, files, controller())][-MOST:]

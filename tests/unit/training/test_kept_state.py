@@ -1,0 +1,127 @@
+"""Tests of the state of a real trainer rank that the controller keeps: from it another process goes on, bit for bit."""
+
+import threading
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from async_flowrl.config.schema import Config
+from async_flowrl.training.checkpoint import files_digest, from_files, held_in, held_versions
+from async_flowrl.training.fsdp import World
+from async_flowrl.training.rank_state import RankState
+from async_flowrl.types import EMA, POLICY
+from tests.support import trainer_rig as rig
+
+GROUPS = 2
+
+
+def averaged() -> Config:
+    """Two averages, K + 1 = 3 versions, and an exponent of the sums that is not the usual one."""
+    config = rig.tiny_config(ema_decay=0.9, ema_every=1)
+    config.max_staleness = 2
+    config.algorithm.name, config.algorithm.sde_type, config.algorithm.old_policy_decay = "diffusion_nft", "ode", "slow"
+    return config
+
+
+def batches(config: Config, steps: int) -> list[list[rig.Handed]]:
+    sampler = rig.Sampler(config)
+    return [[sampler.group(step, group) for group in range(GROUPS)] for step in range(steps)]
+
+
+def test_another_process_goes_on_from_a_kept_state_with_the_same_bits() -> None:
+    config = averaged()
+    given = batches(config, 3)
+    one, other = rig.trainer(config), rig.trainer(config)
+    one.update.exponent += 3
+    for step in (0, 1):
+        rig.update(one, step, given[step])
+    one.versions.keep(EMA, 2)
+    one.versions.keep(POLICY, 1)
+    digest, files = one.kept_state(2)
+    checkpoint = from_files(files)
+    held = held_in(checkpoint)
+    assert {"weights", "optimizer", "ema", "sampling", "retained"} <= checkpoint.tensors.keys()
+    assert held_versions(files) == {1, 2} and held.keys() == {(EMA, 2), (POLICY, 1)}
+    assert other.take_over(digest, files, [1, 2]) == one.parameters.fingerprint()
+    assert other.update.exponent == one.update.exponent
+    for stream, version in held:
+        assert torch.equal(sendable(one, stream, version), sendable(other, stream, version))
+    forgetful = rig.trainer(config)
+    forgetful.take_over(digest, files, [2])
+    assert forgetful.versions.kept.keys() == {(EMA, 2)}
+    late = [(replace(meta, version=2, age=0), tickets) for meta, tickets in given[2]]
+    metrics = [rig.update(worker, 2, late).metrics for worker in (one, other)]
+    assert metrics[0] == metrics[1] and one.weights_digest() == other.weights_digest()
+    assert one.kept_state(3)[0] != digest
+    again = [worker.kept_state(3) for worker in (one, other)]
+    assert again[0][0] == again[1][0]
+
+
+def sendable(worker: Any, stream: str, version: int) -> Tensor:
+    flat = worker.versions.sendable(stream, version)
+    assert flat is not None
+    return flat
+
+
+def test_a_state_with_another_digest_is_refused_and_nothing_of_it_taken() -> None:
+    one, other = rig.trainer(rig.tiny_config()), rig.trainer(rig.tiny_config())
+    rig.update(one, 0, batches(rig.tiny_config(), 1)[0])
+    digest, files = one.kept_state(1)
+    before, weights = other.weights_digest(), bytearray(files["weights.safetensors"])
+    weights[-1] ^= 1
+    damaged = {**files, "weights.safetensors": bytes(weights)}
+    with pytest.raises(RuntimeError, match=files_digest(damaged)):
+        other.take_over(digest, damaged)
+    assert other.weights_digest() == before and other.versions.newest == 0
+    other.take_over(digest, files)
+    assert other.weights_digest() == one.weights_digest()
+
+
+def test_the_next_optimizer_step_waits_for_the_copy_and_its_gradients_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The copy of version 1 is held up until the gradients of step 1 are there; it has none of step 1 in it."""
+    config = rig.tiny_config()
+    given, worker = batches(config, 2), rig.trainer(config)
+    copied, goes_on = RankState.tensors, threading.Event()
+
+    def slowly(state: RankState) -> Any:
+        assert goes_on.wait(60.0)
+        return copied(state)
+
+    monkeypatch.setattr(RankState, "tensors", slowly)
+    rig.update(worker, 0, given[0])
+    weights = worker.weights_digest()
+    worker.update.begin(1, rig.StepPlan(rows=rig.rows(given[1])))
+    for meta, tickets in given[1]:
+        worker.update.accumulate([meta], *tickets)
+    worker.update.add_up(rig.TrainRequest(1, (), finishes=True))
+    assert worker.weights_digest() == weights
+    threading.Timer(0.3, goes_on.set).start()
+    spans = [span.name for span in worker.take_step().spans]
+    assert spans[0] == "wait_snapshot" and worker.weights_digest() != weights
+    other = rig.trainer(config)
+    other.take_over(*worker.kept_state(1))
+    assert other.weights_digest() == weights
+
+
+def test_a_sum_that_is_under_way_is_in_no_state_and_belongs_to_its_attempt() -> None:
+    config = rig.tiny_config()
+    worker, once = rig.trainer(config), rig.trainer(config)
+    (batch,) = batches(config, 1)
+    for trainer in (worker, once):
+        trainer.world = trainer.update._inputs.world = World(0, 2)
+        trainer.update.begin(0, rig.StepPlan(rows=rig.rows(batch), attempt=4))
+        for meta, own in batch:
+            trainer.update.accumulate([meta], *own)
+    end = rig.TrainRequest(0, (), finishes=True, attempt=4)
+    with pytest.raises(RuntimeError, match="attempt 3 is added up, this rank began 4"):
+        worker.update.add_up(replace(end, attempt=3))
+    worker.update.add_up(end)
+    once.update.add_up(end)
+    with pytest.raises(RuntimeError, match="step 0 is under way"):
+        worker.snapshot()
+    assert worker.take_step().digest == once.take_step().digest != ""
+    with pytest.raises(RuntimeError, match="before add_up"):
+        worker.take_step()
