@@ -9,6 +9,7 @@ from async_flowrl.algorithms.ema import samples_from_average
 from async_flowrl.algorithms.window import draw_window, trains_on_final_images
 from async_flowrl.config.resolution import parse_resolution, pixels
 from async_flowrl.config.schema import Config
+from async_flowrl.config.sections.tune import FULL
 from async_flowrl.policies.base import Shapes
 from async_flowrl.tickets.table import Shape
 
@@ -97,24 +98,22 @@ def ticket_bytes(config: Config, shapes: Shapes) -> int:
 def stored_bytes(config: Config, shapes: Shapes, trained: int = 0) -> int:
     """Returns the most bytes that lie in the object store at the same time.
 
-    These are the tickets of max_staleness + 1 steps, which wait for a slow trainer, and the state that one trainer rank
-    hands to the successor of another (`peer_bytes`). `trained` is the number of trained parameters; 0, where it is not
-    known yet, leaves that state out.
+    These are the tickets of max_staleness + 1 steps, which wait for a slow trainer, and the trainer's state on its way
+    to the controller (`state_bytes`). `trained` is the number of trained parameters; 0, where it is not known yet,
+    leaves that state out.
     """
     tickets = config.prompts_per_step * config.group_size // config.images_per_ticket
-    return config.live_versions * tickets * ticket_bytes(config, shapes) + peer_bytes(config, trained)
+    return config.live_versions * tickets * ticket_bytes(config, shapes) + state_bytes(config, trained)
 
 
-def peer_bytes(config: Config, trained: int) -> int:
-    """Returns the bytes that a trainer rank hands to a successor of another one, with versions counted as float32.
+def state_bytes(config: Config, trained: int) -> int:
+    """Returns the bytes of the trainer's state that the controller keeps, with versions counted as float32.
 
     They are masters, two moments, the versions that may be asked for, one that is kept for an evaluation, and moving
-    averages. The result is 0 if nobody comes in the place of a dead rank: the rank is alone, or shares the base.
+    averages. The result is 0 for whole weights, of which no state is kept.
     """
-    trainer = config.trainer
-    shares = trainer.shard == "full" or (trainer.shard == "hybrid" and trainer.shard_size != 1)
-    if trainer.num_workers == 1 or shares:
+    if config.tune == FULL:
         return 0
     averaged = samples_from_average(config.algorithm.name, config.algorithm.old_policy_decay)
-    vectors = 3 + config.live_versions + 1 + averaged + 2 * (trainer.ema_decay is not None)
+    vectors = 3 + config.live_versions + 1 + averaged + 2 * (config.trainer.ema_decay is not None)
     return _FLOAT_BYTES * vectors * trained

@@ -10,9 +10,7 @@ import numpy as np
 import psutil
 import pytest
 
-from async_flowrl.config import exit_codes
 from async_flowrl.prove import (
-    MAX_RUN_SECONDS,
     digest,
     events,
     finish,
@@ -90,52 +88,18 @@ HYBRID = ("trainer.num_workers=4", "trainer.shard=hybrid", "trainer.shard_size=2
     ids=lambda value: str(value) if isinstance(value, int) else " ".join(value),
 )
 def test_a_killed_trainer_rank(expected: str, tmp_path: Path, victim: int, settings: tuple[str, ...]) -> None:
-    """Where no other replica is left the run goes back to its checkpoint."""
+    """All ranks start again with the state that was kept, in place of the checkpoint of step 3."""
     folder = tmp_path / "run"
     run = start(folder, [*settings, "debug.delays.generate=0.2"])
     wait_for(run, folder, lambda: (folder / "checkpoints" / "step_3").exists(), "checkpoint 3 is written")
     wait_for(run, folder, lambda: any(e["step"] == 4 for e in events(folder, "step")), "step 4 is done")
     os.kill(pid_of(folder, f"trainer-{victim}"), signal.SIGKILL)
     finish(run, folder)
-    back = [event["step"] for event in events(folder, "rollback")]
-    replicas = settings[0] != ALONE and "trainer.shard=full" not in settings
-    assert back == [] if replicas else back in ([3], [6]), "of two replicas the other one goes on"
-    assert f"trainer-{victim}" in {event["worker"] for event in events(folder, "fault")}
-    next_one = "trainer-2" if settings == HYBRID else "trainer-1"
-    senders = {event["worker"] for event in events(folder, "sender")}
-    assert senders == ({next_one} if replicas and not victim else set())
+    (back,) = [event["step"] for event in events(folder, "rollback")]
+    died = next(event["time"] for event in events(folder, "fault") if event["worker"] == f"trainer-{victim}")
+    trained = max(event["step"] + 1 for event in events(folder, "step") if event["time"] < died)
+    assert trained - 1 <= back <= trained
     assert digest(folder) == expected
-    assert [row for row in verify(folder) if not row[1]] == []
-
-
-def test_killed_ranks_are_replaced_while_the_run_goes_on(tmp_path: Path) -> None:
-    """First the one that sends the weights; when its successor has come, the one that has sent them since.
-
-    However long successors take to start: the run is stopped when both train, and compared with one of as many steps.
-    """
-    calm, folder = tmp_path / "calm", tmp_path / "run"
-
-    def back(worker: str) -> bool:
-        """Whether the successor has joined, and has trained since."""
-        return worker in {event["worker"] for event in events(folder, "fetched") if event["bytes"]}
-
-    long = ("total_steps=10000", "save.every=1000", "debug.delays.generate=0.3", "debug.delays.constant=true")
-    run = start(folder, [*long, TWO])
-    wait_for(run, folder, lambda: any(e["step"] == 2 for e in events(folder, "step")), "step 2 is done")
-    for victim in ("trainer-0", "trainer-1"):
-        os.kill(pid_of(folder, victim), signal.SIGKILL)
-        wait_for(run, folder, lambda: back(f"{victim}.1"), f"a successor of {victim} takes part")  # noqa: B023
-    run.send_signal(signal.SIGTERM)
-    _, errors = run.communicate(timeout=MAX_RUN_SECONDS)
-    assert run.returncode == exit_codes.RESUMABLE, errors.decode()[-2000:]
-    assert events(folder, "rollback") == []
-    moves = [(event["before"], event["worker"]) for event in events(folder, "sender")]
-    assert moves == [("trainer-0", "trainer-1"), ("trainer-1", "trainer-0.1")]
-    peers = {event["worker"]: event["peer"] for event in events(folder, "rejoined")}
-    assert peers == {"trainer-0.1": "trainer-1", "trainer-1.1": "trainer-0.1"}
-    steps = json.loads((folder / "summary.json").read_text())["steps"]
-    finish(start(calm, [f"total_steps={steps}", "save.every=1000"]), calm)
-    assert digest(folder) == digest(calm)
     assert [row for row in verify(folder) if not row[1]] == []
 
 
