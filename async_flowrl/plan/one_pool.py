@@ -17,7 +17,6 @@ from async_flowrl.controller.context import Signal
 from async_flowrl.controller.trainer import TrainerGroup
 from async_flowrl.plan.stand_ins import PlannedWorker, TicketsAsRequests, first_of
 from async_flowrl.plan.units import Unit
-from async_flowrl.plan.virtual_pool import VirtualPool, VirtualWorker
 from async_flowrl.plan.work import Layout, Work
 from async_flowrl.shared.turns import patience
 from async_flowrl.tickets.request import sampling
@@ -26,6 +25,7 @@ from async_flowrl.training.messages import Manifest, StepPlan, Summed, TrainRequ
 from async_flowrl.training.parts import RankPosition, cut, parts_of
 from async_flowrl.training.trust_region import MEASURED_EVERY_STEPS
 from async_flowrl.types import Prompt, Sampling
+from separation.virtual import VirtualPool, VirtualWorker
 
 Booked = Callable[[str, str], None]
 """Function that is called with (worker name, state) whenever a device begins or ends a piece of work."""

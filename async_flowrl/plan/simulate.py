@@ -20,12 +20,11 @@ from async_flowrl.plan.evaluations import PlannedEvaluations
 from async_flowrl.plan.one_pool import TrainedRequests, one_pool
 from async_flowrl.plan.stand_ins import PlannedTrainer, PlannedWeights, TicketsAsRequests, planned_pool
 from async_flowrl.plan.units import Unit
-from async_flowrl.plan.virtual_pool import VirtualPool
-from async_flowrl.plan.virtual_time import run_virtual
 from async_flowrl.plan.work import Bounds, Layout, Work, bounds, config_of
 from async_flowrl.tickets.arithmetic import shape
 from async_flowrl.tickets.request import RequestBuilder
 from async_flowrl.tickets.table import TRAIN, State, Ticket, TicketTable
+from separation.virtual import VirtualPool, run_virtual
 
 STORED_STATES = (State.SCORING, State.READY, State.HANDED)
 """States of a ticket whose images and trajectory (the recorded denoising steps) are in Ray's object store."""

@@ -14,10 +14,10 @@ from async_flowrl.controller.context import Context
 from async_flowrl.controller.replicas import MAX_GROUPS_PER_CALL
 from async_flowrl.plan.laws import Law
 from async_flowrl.plan.units import Unit
-from async_flowrl.plan.virtual_pool import VirtualPool, VirtualWorker
 from async_flowrl.plan.work import Layout, Work, images_of
 from async_flowrl.tickets.table import EVALUATION, Ticket
 from async_flowrl.types import RolloutReport, Scores
+from separation.virtual import VirtualPool, VirtualWorker
 
 
 class TicketsAsRequests:

@@ -16,10 +16,9 @@ import torch
 
 from async_flowrl.controller.sender_errors import SenderLate
 from async_flowrl.controller.shard_endpoints import ShardedRolloutEndpoint, ShardedTrainerEndpoint
-from async_flowrl.plan.virtual_pool import VirtualWorker
-from async_flowrl.plan.virtual_time import run_virtual
 from checkpoint_engine import Delivery, DeliveryOptions, Header, Layout
 from separation.group import RefLost, WorkerDied, WorkerFailed
+from separation.virtual import VirtualWorker, run_virtual
 from tests.support.share_ends import ShareReceiver, ShareSender, weights
 from tests.support.toy_pool import ListObserver
 

@@ -32,8 +32,6 @@ from async_flowrl.controller.trainer import TrainerGroup
 from async_flowrl.loop import run
 from async_flowrl.observability.events import EventLog
 from async_flowrl.observability.ledger import PoolLedger
-from async_flowrl.plan.virtual_pool import VirtualPool, VirtualWorker
-from async_flowrl.plan.virtual_time import run_virtual
 from async_flowrl.plan.work import UNREACHED_SECONDS
 from async_flowrl.tickets.request import RequestBuilder
 from async_flowrl.tickets.table import Shape, TicketTable
@@ -41,6 +39,7 @@ from async_flowrl.training.messages import Manifest, StepPlan, Summed, TrainRequ
 from async_flowrl.training.parts import RankPosition, parts_of
 from async_flowrl.types import Prompt, RolloutReport, RolloutRequest, Scores, Trajectory
 from checkpoint_engine import RING, Ack, Header, Layout, binding_probe, canary_tensors
+from separation.virtual import VirtualPool, VirtualWorker, run_virtual
 from tests.support.toy_weights import ToySender, toy_lora, toy_tensors
 
 WORKERS = (10, 30, 100, 300, 1000)

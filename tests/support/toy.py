@@ -24,10 +24,10 @@ from async_flowrl.controller.context import Context
 from async_flowrl.controller.evaluation import EvaluationResult, Evaluations
 from async_flowrl.controller.trainer import TrainerGroup
 from async_flowrl.loop import run
-from async_flowrl.plan.virtual_time import run_virtual
 from async_flowrl.tickets.request import RequestBuilder
 from async_flowrl.tickets.table import TicketTable
 from async_flowrl.types import Prompt
+from separation.virtual import run_virtual
 from tests.support.toy_growth import ToyGrowth
 from tests.support.toy_pool import Fault, ListObserver, Timing, ToyPool, World, no_fault
 from tests.support.toy_reward import ToyReward

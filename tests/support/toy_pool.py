@@ -12,9 +12,9 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from async_flowrl.plan.virtual_pool import VirtualPool, VirtualWorker
 from async_flowrl.types import EVALUATION
 from separation.group import RefLost, WorkerDied, WorkerFailed, seated
+from separation.virtual import VirtualPool, VirtualWorker
 from tests.support.failing_disk import Torn
 
 SLOW_FACTOR = 100.0

@@ -20,7 +20,6 @@ from async_flowrl.controller.resume import find_resume, warn_of_differences
 from async_flowrl.controller.trainer import TrainerGroup
 from async_flowrl.observability.events import Event, read_events
 from async_flowrl.observability.run_directory import RunDirectory
-from async_flowrl.plan.virtual_time import run_virtual
 from async_flowrl.policies.base import Shapes
 from async_flowrl.policies.registry import ResolvedModel
 from async_flowrl.run.job import open_ledgers
@@ -33,6 +32,7 @@ from async_flowrl.types import Prompt
 from checkpoint_engine.digest import joined_digest
 from checkpoint_engine.transports import OBJECT_STORE
 from separation.group import WorkerDied
+from separation.virtual import run_virtual
 from tests.support.toy import toy_groups
 from tests.support.toy_pool import Fault, ToyPool, World
 

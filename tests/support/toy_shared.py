@@ -15,11 +15,11 @@ from unittest import mock
 from async_flowrl.config.reward_pools import scoring_pools
 from async_flowrl.config.schema import Config
 from async_flowrl.config.shared import SHARED
-from async_flowrl.plan.virtual_time import run_virtual
 from async_flowrl.run.pools import SUB_POOLS
 from async_flowrl.shared.turns import patience
 from async_flowrl.shared.worker import SharedRollout
 from separation.shared import SubGroup, Successors
+from separation.virtual import run_virtual
 from tests.support.toy import TEXTS, Disturbance, ToyRun, toy_config, trained_on
 from tests.support.toy_pool import Fault, ListObserver, Timing, ToyPool, ToyWorker, World, name_of, no_fault
 from tests.support.toy_recovery import toy_ranks_meet

@@ -10,9 +10,9 @@ import pytest
 from async_flowrl.config.schema import Config
 from async_flowrl.controller.replicas import MAX_GROUPS_PER_CALL
 from async_flowrl.controller.trainer import TrainerGroup
-from async_flowrl.plan.virtual_time import run_virtual
 from async_flowrl.run.launch import load_trainer
 from separation.group import WorkerGroup
+from separation.virtual import run_virtual
 
 
 class Listener:

@@ -14,10 +14,10 @@ from async_flowrl.controller.shard_endpoints import ShardedTrainerEndpoint
 from async_flowrl.controller.share_payload import ShardedPayload
 from async_flowrl.controller.stored_weights import MAX_BUCKETS_AHEAD, MAX_KEPT_BUCKETS
 from async_flowrl.controller.worker_proof import WorkerProof
-from async_flowrl.plan.virtual_time import run_virtual
 from checkpoint_engine import CANARY_VERSION, Layout
 from separation.group import Worker
 from separation.supervise import together
+from separation.virtual import run_virtual
 from tests.chaos.share_schedules import DEADLINE, HORIZON_SECONDS, RANKS, Schedule, Site
 from tests.support.share_ends import weights
 from tests.support.toy_pool import ListObserver

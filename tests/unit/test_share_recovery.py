@@ -17,7 +17,6 @@ from async_flowrl.config.schema import Config
 from async_flowrl.controller.resume import START, Resume
 from async_flowrl.controller.shard_checkpoints import write_shares
 from async_flowrl.controller.trainer import TrainerGroup
-from async_flowrl.plan.virtual_time import run_virtual
 from async_flowrl.run.launch import load_trainer
 from async_flowrl.run.recovery import with_sound_shares
 from async_flowrl.training.checkpoint import read_checkpoint
@@ -25,6 +24,7 @@ from async_flowrl.training.checkpoint_folder import written
 from async_flowrl.training.checkpoint_manifest import DamagedCheckpoint
 from async_flowrl.verify import verify
 from separation.group import WorkerFailed
+from separation.virtual import run_virtual
 from tests.chaos.share_recovery_schedules import IN_SHARES, STEPS, undisturbed
 from tests.support.toy import toy_config, toy_groups
 from tests.support.toy_pool import Fault, ListObserver, Timing, World, no_fault

@@ -9,7 +9,7 @@ import pytest
 from async_flowrl.config.compose import compose_config
 from async_flowrl.config.schema import Config
 from async_flowrl.controller.stored_weights import MAX_KEPT_BUCKETS, weights_in_store
-from async_flowrl.plan.virtual_time import run_virtual
+from separation.virtual import run_virtual
 from tests.chaos.share_schedules import HORIZON_SECONDS, Schedule, Site
 from tests.support.share_ends import ShareSender, weights
 

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 
-from async_flowrl.plan.virtual_time import run_virtual
 from checkpoint_engine import (
     Ack,
     Publisher,
@@ -17,6 +16,7 @@ from checkpoint_engine import (
     verdict,
 )
 from checkpoint_engine.receiver_queue import ReceiverQueue
+from separation.virtual import run_virtual
 from tests.unit.checkpoint_engine.engine_parts import ALPHA, RANK, Gone, lora, resealed
 from tests.unit.checkpoint_engine.engine_virtual import Rig, failing, hang
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from async_flowrl.plan.virtual_time import run_virtual
 from checkpoint_engine import EVALUATION, VersionGone
 from separation.group import RefLost
+from separation.virtual import run_virtual
 from tests.unit.checkpoint_engine.engine_parts import Gone, flipped
 from tests.unit.checkpoint_engine.engine_virtual import Rig, failing, hang
 

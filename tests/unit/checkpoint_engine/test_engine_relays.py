@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from async_flowrl.plan.virtual_time import run_virtual
 from checkpoint_engine import TransferFailed
 from checkpoint_engine.fanout import depth, parents
 from separation.group import RefLost
+from separation.virtual import run_virtual
 from tests.unit.checkpoint_engine.engine_parts import Gone
 from tests.unit.checkpoint_engine.engine_virtual import Rig, failing
 

@@ -10,9 +10,9 @@ from async_flowrl.plan.laws import Law
 from async_flowrl.plan.one_pool import Device
 from async_flowrl.plan.simulate import simulate, traced
 from async_flowrl.plan.units import Unit
-from async_flowrl.plan.virtual_time import run_virtual
 from async_flowrl.plan.work import Layout, Work, bounds
 from async_flowrl.shared.turns import Turns, patience
+from separation.virtual import run_virtual
 from tests.support.toy import Timing
 from tests.support.toy_shared import shared_config, shared_virtual
 

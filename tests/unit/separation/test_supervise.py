@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from async_flowrl.plan.virtual_time import run_virtual
 from separation.supervise import (
     DeadlineExceeded,
     deadline,
@@ -16,6 +15,7 @@ from separation.supervise import (
     supervised,
     together,
 )
+from separation.virtual import run_virtual
 
 
 class Boom(Exception):

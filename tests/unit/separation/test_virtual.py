@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from async_flowrl.plan.virtual_time import Deadlock, HorizonReached, Livelock, VirtualTimeLoop, run_virtual
+from separation.virtual import Deadlock, HorizonReached, Livelock, VirtualTimeLoop, run_virtual
 
 
 async def _trace() -> list[tuple[str, float]]:

@@ -1,15 +1,20 @@
-"""Asyncio event loop with a virtual clock, for simulations that are fast and give the same result every time.
+"""Virtual time: an asyncio event loop with a virtual clock, and worker pools without processes that run on it.
 
-When no callback can run, the clock jumps to the next timer. There is no selector, no thread and no real sleep:
-`asyncio.to_thread` and `run_in_executor` run their function inline. So the order of events depends on the program only.
+A program on it is fast and gives the same result every time. When no callback can run, the clock jumps to the next
+timer. There is no selector, no thread and no real sleep: `asyncio.to_thread` and `run_in_executor` run their function
+inline. So the order of events depends on the program only.
 """
 
 import asyncio
 import concurrent.futures
 import contextvars
 import threading
-from collections.abc import Callable, Coroutine
-from typing import Any, TypeVar
+from collections.abc import Callable, Coroutine, Sequence
+from operator import attrgetter
+from typing import Any, NoReturn, TypeVar
+
+from separation.group import Growth, PoolSpec, Ref, Worker
+from separation.host import resolve
 
 T = TypeVar("T")
 
@@ -117,3 +122,70 @@ def run_virtual(main: Coroutine[Any, Any, T], *, horizon: float = 1e6) -> T:
     """
     with asyncio.Runner(loop_factory=lambda: VirtualTimeLoop(horizon=horizon)) as runner:
         return runner.run(main)
+
+
+class VirtualWorker:
+    """`separation.group.Worker` around a plain object: a call waits for its duration, then runs the object's method.
+
+    As in a real worker, the calls of one lane (a named queue) run one at a time and in order. A virtual worker never
+    dies.
+    """
+
+    pid, node = 0, "virtual"
+
+    def __init__(self, pool: str, index: int, target: Any, *, incarnation: int = 0) -> None:
+        self.pool, self.index, self.target = pool, index, target
+        self.name = f"{pool}-{index}.{incarnation}" if incarnation else f"{pool}-{index}"
+        self._lanes: dict[str, asyncio.Lock] = {}
+
+    def duration(self, method: str, args: tuple[Any, ...]) -> float:
+        """Returns the virtual seconds that a call takes."""
+        return 0.0
+
+    async def call(self, method: str, *args: Any, lane: str = "main") -> Any:
+        async with self._lanes.setdefault(lane, asyncio.Lock()):
+            return await self.serve(method, args)
+
+    async def call_split(
+        self, method: str, *args: Any, returns: int, lane: str = "main"
+    ) -> tuple[Any, tuple[Ref, ...]]:
+        first, *others = await self.call(method, *args, lane=lane)
+        return first, tuple(others)
+
+    async def serve(self, method: str, args: tuple[Any, ...]) -> Any:
+        """Waits for the call's duration and runs it; `call` does this once the lane is free."""
+        await asyncio.sleep(self.duration(method, args))
+        return self.run(method, args)
+
+    def run(self, method: str, args: Sequence[Any]) -> Any:
+        """Calls `method` and returns its result.
+
+        `method` is a method of the target, a dotted path to one (`receiver.receive`), or `pkg.module:function`.
+        """
+        function = resolve(method) if ":" in method else attrgetter(method)(self.target)
+        return function(*args)
+
+    async def watch(self) -> NoReturn:
+        await asyncio.Event().wait()
+        raise AssertionError("an event that is never set was set")
+
+    def kill(self) -> None:
+        """Does nothing: there is no process."""
+
+
+class VirtualPool:
+    """`separation.group.WorkerGroup` of VirtualWorkers; values are passed directly, not as references."""
+
+    def __init__(self, name: str, workers: Sequence[Worker]) -> None:
+        self.spec, self.workers = PoolSpec(name, "", len(workers)), list(workers)
+        self.growth: Growth | None = None
+
+    async def replace(self, index: int) -> Worker:
+        raise AssertionError(f"{self.workers[index].name} was never lost")
+
+    async def fetch(self, ref: Ref) -> Any:
+        return ref
+
+    async def close(self) -> None:
+        for worker in self.workers:
+            worker.kill()
