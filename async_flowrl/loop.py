@@ -4,7 +4,7 @@
                   ▲                                                                     │ version s+1
                   └──────── acknowledged, per worker ◄── checkpoint_engine ◄────────────┘
 
-run/recovery.py calls `run` for a real run, and plan/simulate.py for a simulated one.
+run/recovery.py calls `run`.
 
 `dispatch` gives every rollout worker the tickets that the gate allows, and sends finished groups to the reward workers.
 `trainer.update` waits for the groups of its step and trains on them. `weights.publish` returns as soon as the new

@@ -84,9 +84,7 @@ def train(config: Config, hydra_record: Mapping[str, str]) -> int:
         with without_collections():
             from async_flowrl.run.job import run
             from async_flowrl.run.tools import Tools
-        tools = Tools(
-            predict, check_devices, foretell_steps, foretell_memory, choose_layout, report, preflight, check_hosts
-        )
+        tools = Tools(check_devices, choose_layout, report, preflight, check_hosts)
         return run(config, hydra_record, tools, early)
 
 
@@ -94,20 +92,6 @@ def import_ahead() -> None:
     """Imports torch and the code of a run."""
     with without_collections():
         importlib.import_module("async_flowrl.run.job")
-
-
-def foretell_steps(config: Config, run_directory: Path) -> str:
-    """One sentence about the expected step time, from earlier attempts in the run directory, or why it is unknown."""
-    from async_flowrl.plan import foretell
-
-    return foretell.step_time(config, run_directory)
-
-
-def foretell_memory(config: Config, memory: Mapping[str, int]) -> str:
-    """Text about the memory that processes will need; `memory` is pool → bytes of its devices."""
-    from async_flowrl.plan import foretell
-
-    return foretell.device_memory(config, memory)
 
 
 def choose_layout(config: Config, memory: Mapping[str, int]) -> "tuple[Layout, Sequence[str]]":
@@ -143,19 +127,6 @@ def preflight(prepared: "Prepared") -> list[str]:
     from async_flowrl.doctor import preflight as look
 
     return look.preflight(prepared)
-
-
-def predict(run_directory: Path) -> str | None:
-    """Predicts the second half of a finished run from its first half and adds the comparison to summary.json.
-
-    Returns one sentence about it, None if the run was too short. An existing report.html is then written again.
-    """
-    from async_flowrl.plan.prediction import add_prediction
-
-    sentence = add_prediction(run_directory)
-    if sentence is not None and (run_directory / "report.html").exists():
-        report(run_directory)
-    return sentence
 
 
 def report(run_directory: Path) -> Path:

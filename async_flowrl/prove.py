@@ -201,7 +201,7 @@ def killed(folder: Path, overrides: Sequence[str], *, victim_step: int = 2, chec
 
 
 def rank_killed(folder: Path, overrides: Sequence[str]) -> str:
-    """Case in which the first of two trainer ranks is killed; the run must go on from a state newer than a checkpoint."""
+    """Case in which the first of two trainer ranks is killed; a state newer than a checkpoint must be there."""
     run = start(folder, [*overrides, "trainer.num_workers=2", "trainer.shard=none", "debug.delays.generate=0.2"])
     wait_for(run, folder, lambda: any(event["step"] == 4 for event in events(folder, "step")), "step 4 is done")
     pids = {event["worker"]: event["pid"] for event in events(folder, "worker")}

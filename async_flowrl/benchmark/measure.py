@@ -17,8 +17,7 @@ import psutil
 from async_flowrl.benchmark.variants import NOTHING_BUT_TRAINING, Variant
 from async_flowrl.observability.events import Event
 from async_flowrl.observability.summary import WARM_UP_STEPS
-from async_flowrl.plan.calibrate import actual, delivery_times, load
-from async_flowrl.plan.ticket_times import generation_times
+from async_flowrl.plan.measured import actual, delivery_times, generation_seconds, load
 from async_flowrl.tickets.table import TRAIN
 
 POLL_SECONDS = 0.25
@@ -104,7 +103,7 @@ def read(name: str, directory: Path, watch: "CpuWatch") -> Measured:
 
 def worker_seconds(history: Sequence[Event], steps: range) -> tuple[float, float]:
     """Seconds of the tickets of these steps, summed over all rollout workers, and the part spent on activations."""
-    tickets = sum(time.seconds for time in generation_times(history, steps))
+    tickets = generation_seconds(history, steps)
     wanted = {e["ordinal"] for e in history if e["event"] == "ticket" and e["kind"] == TRAIN and e["step"] in steps}
     spans = [e for e in history if e["event"] == "span" and e["name"] == "activate" and e.get("ordinal") in wanted]
     return tickets, sum(span["end"] - span["start"] for span in spans)

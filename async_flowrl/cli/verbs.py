@@ -14,7 +14,7 @@ from async_flowrl.config.messages import unknown_name
 VERBS = {
     "train": ("async_flowrl.main", "train a configuration"),
     "data": ("async_flowrl.data", "show what is understood of a prompt file, and what would be refused"),
-    "plan": ("async_flowrl.plan", "predict step time, memory and bytes before a run"),
+    "plan": ("async_flowrl.plan", "memory of a configuration, recipes and cards, and what a run measured"),
     "benchmark": ("async_flowrl.benchmark", "compare the modes on the same devices"),
     "doctor": ("async_flowrl.doctor", "say whether a configuration can start here; with --gpu, check GPUs"),
     "evaluate": ("async_flowrl.evaluate", "score a LoRA against its base model"),

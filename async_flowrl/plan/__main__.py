@@ -1,24 +1,17 @@
-"""Entry point `python -m async_flowrl.plan`: the planner, which predicts a run and recommends settings for it.
+"""Entry point `python -m async_flowrl.plan`: the planner.
 
-It predicts step time, busy shares, staleness and bytes, and recommends a split of the devices. `--memory` plans device
-memory, `--fit` lists recipes and hardware, `--rehearse` runs a configuration on tensors without values.
+`--memory` plans device memory, `--fit` lists recipes and hardware, `--rehearse` runs a configuration on tensors without
+values, and `--from-run` says what a run measured, what limits it, and what to change.
 
-    python -m async_flowrl.plan --generate 40 --update 40 --sync 1 --devices 8
-    python -m async_flowrl.plan --from-run outputs/one_step_off --devices 8
     python -m async_flowrl.plan --memory --config-name one_step_off experiment=qwen_image_ocr
     python -m async_flowrl.plan --fit
     python -m async_flowrl.plan --rehearse --card H100 experiment=qwen_image_ocr
-
-`--generate` and `--update` are device-seconds per training step: the time that a single rollout worker, or a single
-trainer rank, would take. Every prediction runs the real training loop with its tickets and gate, on a simulated clock
-and with workers that only wait.
+    python -m async_flowrl.plan --from-run outputs/one_step_off --devices 8
 """
 
+import argparse
 import sys
 from collections.abc import Sequence
-
-from async_flowrl.plan.arguments import parser
-from separation.imports import without_collections
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -39,10 +32,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         words.remove("--rehearse")
         return rehearse(words)
-    given = parser().parse_args(words)
-    with without_collections():
-        from async_flowrl.plan.command import predict
-    return predict(given)
+    from async_flowrl.plan.from_run import add_arguments
+    from async_flowrl.plan.from_run import main as from_run
+
+    parser = argparse.ArgumentParser(
+        prog="python -m async_flowrl.plan", description="Plan a configuration, or learn from a run."
+    )
+    add_arguments(parser)
+    for option in ("--memory", "--fit", "--rehearse"):
+        parser.add_argument(option, action="store_true", help="has options of its own: add --help")
+    given = parser.parse_args(words)
+    if given.from_run is None:
+        parser.error("one of --memory, --fit, --rehearse and --from-run RUN_DIR is needed")
+    return from_run(given)
 
 
 if __name__ == "__main__":

@@ -4,13 +4,13 @@ from dataclasses import dataclass
 
 from async_flowrl.config.elastic import bounds
 from async_flowrl.config.schema import Config
-from async_flowrl.config.sharding import is_sharded, ranks_per_replica
 from async_flowrl.config.shared import SHARED
 from async_flowrl.plan.host_memory import in_shares
 from async_flowrl.plan.memory import RUNTIME_BYTES, Footprint, ProcessPlan, in_one
 
 PROCESS_BYTES = 700_000_000
 """Host memory of a process without its model: Python, torch and diffusers; `ps` shows 530 to 710 MB on a CPU."""
+RETAINED = 2
 SENT = "versions to send"
 """Name of the buffers from which a trainer rank on a GPU sends whole weights."""
 
@@ -45,7 +45,8 @@ class Process:
 def training_processes(config: Config, plan: ProcessPlan, *, on_gpus: bool) -> list[Process]:
     """Returns the trainer ranks and rollout workers; with `placement=shared`, the processes that are both."""
     trainer, rollout = config.trainer, config.rollout
-    copies = {"copies": copying_ranks(config), "copy": plan.snapshot}
+    # Of a LoRA the first rank retains two copies (training/snapshots.py).
+    copies = {"copies": copying_ranks(config), "copy": plan.snapshot * (1 if config.tune == "full" else RETAINED)}
     if config.placement == SHARED:
         of_both = shared_bytes(config, plan, on_gpus=on_gpus)
         return [Process(SHARED, trainer.num_workers, of_both, trainer.workers_per_node or 1, **copies)]
@@ -84,18 +85,11 @@ def trainer_parts(config: Config, plan: ProcessPlan, *, on_gpus: bool) -> dict[s
 
 
 def copying_ranks(config: Config) -> int:
-    """Returns the number of trainer ranks that copy their state to host memory for a checkpoint.
+    """Returns the number of trainer ranks that copy their state to host memory for a checkpoint or a kept state.
 
-    These are all ranks if each has a share of what it trains. Otherwise it is the first one and, with a LoRA, one of
-    another replica, which writes its copy if the first one dies (controller/checkpoints.py).
+    These are all ranks if each has a share of what it trains, otherwise the first one.
     """
-    ranks = config.trainer.num_workers
-    if in_shares(config):
-        return ranks
-    if config.tune == "full":
-        return 1
-    sharded = is_sharded(config)
-    return min(2, ranks // ranks_per_replica(config, ranks, sharded=sharded))
+    return config.trainer.num_workers if in_shares(config) else 1
 
 
 def rollout_parts(config: Config, plan: ProcessPlan, *, on_gpus: bool) -> dict[str, int]:

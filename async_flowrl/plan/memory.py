@@ -120,7 +120,7 @@ class MemoryPlan(ProcessPlan):
     ticket_bytes: int
     """Images and trajectory of one ticket in the object store."""
     payload: int
-    """Most that lies in the object store at the same time: tickets, a rank's state for a successor, and weights."""
+    """Most that lies in the object store at the same time: tickets, a state that is kept, and weights."""
     sent_weights: int
     """The weights among that, on their way to rollout workers."""
     adapter_bytes: int
@@ -179,8 +179,8 @@ def trainer_footprint(config: Config, model: Sizes, activations: int = 0) -> Foo
     """Returns the memory of a trainer rank; `activations` is the peak of its activations in bytes.
 
     `trainer.shard=auto` counts as none: give a configuration with the layout that was chosen for it. The rows on which
-    the KL of an optimizer step is measured (training/later_kl.py) are left out: latents of at most
-    `algorithm.kl_probe_images` images at all trained noise levels, and the conditioning of their prompt.
+    the KL of an optimizer step is measured are left out: latents of at most `algorithm.kl_probe_images` images at all
+    trained noise levels, and the conditioning of their prompt.
     """
     trainer, vector = config.trainer, model.adapter_parameters * FLOAT32_BYTES
     joined = trainer.num_workers > 1 or trainer.cpu_offload
@@ -189,8 +189,6 @@ def trainer_footprint(config: Config, model: Sizes, activations: int = 0) -> Foo
     # averages, a warm start, and a copy of the live values while a version replaces them.
     versions = config.live_versions + 2 * streams(config)
     masters = moving_averages(config) + (config.lora.path is not None) + 1
-    # With several ranks, later optimizer steps of a batch may need the weights at its start.
-    masters += trainer.num_workers > 1 and trainer.updates_per_batch > 1
     if model.full:
         whole = _full_parts(config, model, activations, versions, masters)
         return Footprint(of_one_rank(whole, model, trainer.num_workers) if sharded else whole)
@@ -211,9 +209,8 @@ def trainer_footprint(config: Config, model: Sizes, activations: int = 0) -> Foo
 def _sum_bytes(config: Config, model: Sizes) -> int:
     """Returns the bytes of the int64 sum of the gradients on one rank.
 
-    With several ranks there are two buffers: the rank's own sum and the sum over all ranks. The own sum is kept, so
-    that the reduction can be repeated if a rank dies during it. Afterwards a buffer is used for the weights before the
-    step, so these are not counted again.
+    With several ranks there are two buffers: the rank's own sum and the sum over all ranks. Afterwards a buffer is used
+    for the weights before the step, so these are not counted again.
     """
     return (2 if config.trainer.num_workers > 1 else 1) * model.adapter_parameters * INT64_BYTES
 

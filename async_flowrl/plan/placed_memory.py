@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from async_flowrl.config.schema import Config
 from async_flowrl.config.shared import SHARED
 from async_flowrl.plan.memory import Footprint, MemoryPlan, in_one, trainer_footprint
-from async_flowrl.plan.work import SEPARATE
 
 GIB = 2**30
 
@@ -46,7 +45,7 @@ def _fit(processes: dict[str, tuple[Footprint, float]], device: int) -> bool:
 def _processes(plan: MemoryPlan, config: Config) -> Iterator[tuple[str, dict[str, tuple[Footprint, float]]]]:
     """Yields placement → kind of process → (memory, GPUs)."""
     trainer, rollout = config.trainer.gpus_per_worker, config.rollout.gpus_per_worker
-    yield SEPARATE, {"trainer rank": (plan.trainer, trainer), "rollout worker": (plan.rollout, rollout)}
+    yield "separate", {"trainer rank": (plan.trainer, trainer), "rollout worker": (plan.rollout, rollout)}
     if config.rollout.engine != "diffusers":
         return
     whole = replace(config, placement=SHARED, trainer=replace(config.trainer, shard="none", cpu_offload=False))

@@ -38,12 +38,6 @@ class SizeCosts:
         """Mean cost of a group in relation to one of the largest size and the longest prompt."""
         return sum(share * self.costs[size] for size, share in self.shares.items())
 
-    def option(self) -> str:
-        """Returns the option `--costs` of the prediction command, with a space in front; empty with a single size."""
-        if len(self.shares) == 1:
-            return ""
-        return " --costs " + ",".join(f"{self.costs[size]:.3g}:{share:.4g}" for size, share in self.shares.items())
-
     def sentence(self) -> str:
         """Returns a sentence on the sizes, for estimates that are means over them and over the prompts.
 

@@ -36,7 +36,7 @@ from async_flowrl.observability.bottleneck import verdict
 from async_flowrl.observability.result import REWARD, tenths
 from async_flowrl.report.advice import advice_for
 from async_flowrl.report.evaluated import evaluations_of
-from async_flowrl.report.facts import environment_of, facts_of, is_shared, plan_of, pools_of, verification_of
+from async_flowrl.report.facts import environment_of, facts_of, is_shared, pools_of, verification_of
 from async_flowrl.report.lines import lines_of
 from async_flowrl.report.panels import panels_for
 from async_flowrl.report.pictures import first_screen, pictures_of
@@ -86,7 +86,6 @@ def run_document(run: Records, name: str) -> Document:
         "facts": facts_of(run),
         "pools": pools_of(run),
         "shared": is_shared(run),
-        "plan": plan_of(run),
         "warnings": advice_for(run, evaluations),
         "x": x,
         "lines": lines,

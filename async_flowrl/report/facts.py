@@ -122,18 +122,6 @@ def hydra_record(root: Path) -> dict[str, str]:
     return {path.name: path.read_text(encoding="utf-8") for path in sorted((root / ".hydra").glob("*.yaml"))}
 
 
-def plan_of(run: Records) -> dict[str, Any] | None:
-    """The planner's prediction for the second half of the run beside the measured values; None if there is none."""
-    plan = run.summary.get("plan")
-    if not plan:
-        return None
-    rows = [
-        {"name": name, "predicted": rounded(plan["predicted"][name]), "actual": rounded(plan["actual"].get(name))}
-        for name in plan["predicted"]
-    ]
-    return {"sentence": plan["sentence"], "rows": rows}
-
-
 def duration(seconds: float | None) -> str | None:
     """Text such as "1 h 5 min" for 3,900 seconds; None for None."""
     if seconds is None:

@@ -57,11 +57,8 @@ class Ending:
         return self.command or "the same command with resume=auto"
 
 
-def conclude(ending: Ending, summary: Mapping[str, Any], prediction: str | None) -> int:
-    """Prints how the run ended and returns the exit code (see `config/exit_codes.py`).
-
-    `prediction` is a sentence that compares the run with the planner's prediction of it, None if there is none.
-    """
+def conclude(ending: Ending, summary: Mapping[str, Any]) -> int:
+    """Prints how the run ended and returns the exit code (see `config/exit_codes.py`)."""
     stop, early = ending.stop, ending.stop() and summary["steps"] < summary["total_steps"]
     hacked = early and stop.code == exit_codes.HACKING
     if early:
@@ -69,7 +66,7 @@ def conclude(ending: Ending, summary: Mapping[str, Any], prediction: str | None)
         say(f"stopped by {stop.reason} after step {summary['steps']}; continue with resume=auto{instead}\n")
     if not ending.quiet:
         if not early or hacked:
-            results(ending, summary, prediction)
+            results(ending, summary)
         else:
             say_result(ending, summary)
     for sentence in summary["failed"]:
@@ -81,12 +78,10 @@ def conclude(ending: Ending, summary: Mapping[str, Any], prediction: str | None)
     return exit_codes.INCOMPLETE if summary["failed"] else exit_codes.OK
 
 
-def results(ending: Ending, summary: Mapping[str, Any], prediction: str | None) -> None:
+def results(ending: Ending, summary: Mapping[str, Any]) -> None:
     """Prints the results, the paths of the files, and the first warnings."""
     say, directory, tune = ending.say, ending.directory, ending.prepared.config.tune
     say_result(ending, summary)
-    if prediction:
-        say("plan", prediction)
     if known := mfu(summary):
         say("MFU", known)
     if row := summary["evaluations"]["best"]:

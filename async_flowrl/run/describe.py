@@ -1,10 +1,8 @@
-"""First lines that a run prints: its settings, its prompts and devices, its folder, and the planner's predictions."""
+"""First lines that a run prints: its settings, its prompts and devices, and its folder."""
 
-import asyncio
 import logging
 import os
 import shlex
-from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -13,12 +11,9 @@ from async_flowrl.config.schema import Config
 from async_flowrl.config.sections.reward import RewardTerm
 from async_flowrl.config.sections.tune import LORA
 from async_flowrl.config.shared import SHARED
-from async_flowrl.observability.run_directory import RunDirectory
-from async_flowrl.observability.terminal import say
 from async_flowrl.observability.wrapped import named_lines
 from async_flowrl.run.pools import pools
 from async_flowrl.run.prepare import Prepared
-from async_flowrl.run.tools import ForetellMemory, ForetellSteps
 
 logger = logging.getLogger(__name__)
 
@@ -122,24 +117,6 @@ def gpus(config: Config) -> float | None:
     from separation.ray_connection import gpus_here
 
     return gpus_here()
-
-
-async def say_step_time(foretell: ForetellSteps, config: Config, directory: RunDirectory) -> None:
-    """Prints the predicted step time; `foretell` (the planner) is called only if the run has earlier steps."""
-    if config.console == "quiet":
-        return
-    sentence = "no step time: no earlier steps here"
-    if directory.events.exists():
-        sentence = await asyncio.to_thread(foretell, config, directory.root)
-    say(_lines([("predicted", sentence)]))
-
-
-async def say_memory(foretell: ForetellMemory, config: Config, memory: Mapping[str, int]) -> None:
-    """Prints the predicted memory. For a large model the prediction takes half a minute, while the model loads."""
-    if config.console == "quiet":
-        return
-    sentence = await asyncio.to_thread(foretell, config, memory) if memory else "no memory: no GPU to plan"
-    say(_lines([("predicted", sentence)]))
 
 
 def training(prepared: Prepared) -> str:

@@ -1,7 +1,6 @@
 """Results of a run: `finish` writes weights, summary, timeline and report when the training has ended."""
 
 import asyncio
-import json
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +23,7 @@ from async_flowrl.policies.trained_file import save
 from async_flowrl.run.best import export_best
 from async_flowrl.run.prepare import Prepared
 from async_flowrl.run.recovery import Run
-from async_flowrl.run.tools import Predict, Report
+from async_flowrl.run.tools import Report
 from async_flowrl.tickets.table import State, TicketTable
 from async_flowrl.training.checkpoint import read_checkpoint
 from async_flowrl.training.checkpoint_manifest import DamagedCheckpoint
@@ -143,20 +142,6 @@ def views(config: Config, directory: RunDirectory, report: Report | None) -> lis
             logger.exception("the %s could not be written", name)
             failures.append(f"{name}: {type(error).__name__}: {error}")
     return failures
-
-
-def foresee(predict: Predict, directory: RunDirectory, summary: dict[str, Any]) -> str | None:
-    """Returns the planner's sentence on a run that has written its results, or None if there is none.
-
-    A failure of the planner is added to `failed` in `summary` and in the run's summary.json.
-    """
-    try:
-        return predict(directory.root)
-    except Exception as error:  # any error: the run's results are written already
-        logger.exception("the run could not be compared with its plan")
-        summary["failed"].append(f"plan: {type(error).__name__}: {error}")
-        directory.write_summary(json.loads(directory.summary.read_text()) | {"failed": summary["failed"]})
-        return None
 
 
 async def peak_of(config: Config, trainer: Worker) -> float | None:

@@ -34,9 +34,9 @@ from async_flowrl.observability.monitor import Monitor
 from async_flowrl.observability.run_directory import ATTEMPT, RunDirectory
 from async_flowrl.observability.terminal import say
 from async_flowrl.run.conclude import Ending, after_failure, conclude
-from async_flowrl.run.describe import describe_inputs, first_lines, say_memory, say_step_time
+from async_flowrl.run.describe import describe_inputs, first_lines
 from async_flowrl.run.devices import compare_devices, lay_out
-from async_flowrl.run.finish import finish, foresee, peak_of
+from async_flowrl.run.finish import finish, peak_of
 from async_flowrl.run.hosts import ready_nodes
 from async_flowrl.run.launch import (
     check_machine,
@@ -144,8 +144,7 @@ async def train(
     stop, directory = ending.stop, ending.directory
     try:
         summary = await train_until(ending, resume, display, tools, early)
-        prediction = await asyncio.to_thread(foresee, tools.predict, directory, summary)
-        return conclude(ending, summary, prediction)
+        return conclude(ending, summary)
     except Exception as error:
         version = last_resort(error, stop, directory)
         if version is None:
@@ -176,7 +175,6 @@ async def train_until(
     """Starts the pools, trains to the last step or until `ending.stop` is asked, and returns the summary."""
     prepared, directory, stop = ending.prepared, ending.directory, ending.stop
     display.phase("starting the pools")
-    learnt = asyncio.create_task(say_step_time(tools.foretell_steps, prepared.config, directory))
     with listening(stop, prepared.config.time_limit):
         async with (
             open_cluster(prepared, directory.logs, early) as groups,
@@ -186,7 +184,6 @@ async def train_until(
             prepared, memory = await lay_out(prepared, groups, trainers, tools.choose_layout)
             config = prepared.config
             await compare_devices(config, memory, tools.check_devices)
-            told = asyncio.create_task(say_memory(tools.foretell_memory, prepared.at_largest, memory))
             display.phase("loading the models")
             transport = await choose_transport(config, groups[TRAINER].workers[0])
             await ready_nodes(prepared, groups, tools.check_hosts, memory)
@@ -199,7 +196,6 @@ async def train_until(
                 await send_negatives(trainers, negatives)
                 resume = await restore(trainers, directory, resume, lambda: another(prepared, directory, info))
                 peak = await peak_of(config, trainers.first)
-            await learnt  # it reads files that `open_ledgers` changes
             ledgers = open_ledgers(prepared, directory, resume, display)
             display.watch(ledgers.pools, ledgers.events, peak)
             try:
@@ -211,7 +207,6 @@ async def train_until(
                 ctx = await train_with_recovery(run, resume)
                 return await finish(run, ctx, tools.report)
             finally:
-                told.cancel()
                 ledgers.events.close()
                 ledgers.monitor.close()
 

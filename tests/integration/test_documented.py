@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from async_flowrl.observability.ledger import STATES
-from async_flowrl.plan.prediction import add_prediction
 from tests.integration.runs import ROOT, Run, train
 
 METRICS = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
@@ -69,7 +68,6 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Run]:
         "+evaluate.reward.terms={size: {name: jpeg_compressibility}}",
     )
     plain = train(folder / "plain", "one_step_off", *evaluated, "total_steps=4", "monitor.report=true")
-    add_prediction(plain.root)
     windows = ("algorithm.window=random", "algorithm.sde_window_size=2")
     extras = (
         "algorithm.correction=mask",

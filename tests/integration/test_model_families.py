@@ -8,7 +8,6 @@ import torch
 
 from async_flowrl.algorithms import sde
 from async_flowrl.config.sections.model import ModelConfig
-from async_flowrl.plan.calibrate import calibrate
 from async_flowrl.policies.lora_file import FILE_NAME, read
 from async_flowrl.policies.registry import load_policy, resolve_model
 from tests.integration.runs import WHOLE, Run, train, train_here_on_ray
@@ -71,7 +70,7 @@ def test_videos_with_a_family_of_ones_own(tmp_path: Path) -> None:
     assert run.summary["tickets"]["trained"] == run.summary["tickets"]["issued"] == 20
     # Two images, and their latents at the six points of five trained steps.
     sizes = {event["bytes"] for event in run.events if event["event"] == "span" and "bytes" in event}
-    assert sizes == {calibrate(run.root).work.ticket_bytes} and min(sizes) > 2 * 6 * 4 * CHANNELS * FRAMES * 4 * 8
+    assert len(sizes) == 1 and min(sizes) > 2 * 6 * 4 * CHANNELS * FRAMES * 4 * 8
     trained = read(run.root / "lora" / FILE_NAME)
     assert {name.split(".lora")[0] for name in trained.tensors} == {"transformer_blocks.0", "transformer_blocks.1"}
     assert max(float(t.abs().max()) for name, t in trained.tensors.items() if "lora_B" in name) > 0

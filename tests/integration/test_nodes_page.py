@@ -24,7 +24,7 @@ COMMAND = re.compile(r"(?:^    |`)((?:ray|async-flowrl|python|sbatch) [a-z-].*?)
 """A command that stands outside of a block: indented, or within a sentence."""
 ELSEWHERE = {
     "sbatch --nodes=8": "tests/integration/test_deploy_slurm.py",
-    "async-flowrl plan": "tests/integration/test_plan.py",
+    "async-flowrl plan": "tests/unit/plan/test_from_run.py",
     "ray get-auth-token": "tests/integration/test_nodes_page.py",
     "python -m": "Makefile",
 }

@@ -32,7 +32,6 @@ from async_flowrl.controller.trainer import TrainerGroup
 from async_flowrl.loop import run
 from async_flowrl.observability.events import EventLog
 from async_flowrl.observability.ledger import PoolLedger
-from async_flowrl.plan.work import UNREACHED_SECONDS
 from async_flowrl.tickets.request import RequestBuilder
 from async_flowrl.tickets.table import Shape, TicketTable
 from async_flowrl.training.messages import Manifest, StepPlan, Summed, TrainRequest, UpdateStats
@@ -174,7 +173,7 @@ def measure(workers: int, max_staleness: int = 1, hand_over: str = "stream", *, 
     config = _config(workers, max_staleness, hand_over)
     config.trainer.num_workers = ranks
     with tempfile.TemporaryDirectory() as directory:
-        clocked = run_virtual(_run(config, Path(directory) / "events.jsonl"), horizon=UNREACHED_SECONDS)
+        clocked = run_virtual(_run(config, Path(directory) / "events.jsonl"), horizon=1e12)
     tickets = workers * (STEPS - WARM_UP_STEPS)
     cpu = (clocked.ends[-1] - clocked.ends[WARM_UP_STEPS - 1]) / tickets
     return Cost(workers, max_staleness, hand_over, tickets, cpu, 1.0 / cpu, bytes_per_ticket(workers), ranks)
@@ -218,7 +217,7 @@ def _config(workers: int, max_staleness: int, hand_over: str) -> Config:
     config.rollout.num_workers, config.reward.num_workers = workers, max(1, workers // 10)
     config.reward.terms = {"color": RewardTerm()}
     config.evaluate.before_training = False
-    config.deadlines = DeadlinesConfig(**{deadline.name: UNREACHED_SECONDS for deadline in fields(DeadlinesConfig)})
+    config.deadlines = DeadlinesConfig(**{deadline.name: 1e12 for deadline in fields(DeadlinesConfig)})
     return config
 
 

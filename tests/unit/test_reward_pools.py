@@ -1,7 +1,6 @@
 """Tests of reward terms with pools of their own: scores, the cost of a slow judge, and the messages about it."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +14,6 @@ from async_flowrl.observability.bottleneck import verdict
 from async_flowrl.observability.pool_size import configured_pools
 from async_flowrl.observability.reward_bound import reward_bound
 from async_flowrl.observability.timeline import tracks
-from async_flowrl.plan.advise import advise
-from async_flowrl.plan.calibrate import calibrate
-from async_flowrl.plan.laws import Law
-from async_flowrl.plan.limits import Limits
-from async_flowrl.plan.simulate import simulate
-from async_flowrl.plan.work import Layout, Work
 from async_flowrl.report.document import document
 from separation.group import WorkerFailed
 from separation.supervise import DeadlineExceeded
@@ -211,39 +204,3 @@ def sentence(run: ToyRun) -> str | None:
     """What the report would begin with, for the middle of the run."""
     steps = run.observer.of("step")
     return reward_bound(tracks(run.observer.events), (steps[3]["started"], steps[-3]["ended"]))
-
-
-def test_the_planner_says_how_many_workers_of_which_pool_would_cure_it(tmp_path: Path) -> None:
-    config = two_terms(steps=16)
-    learnt = calibrate(recorded(tmp_path / "run", virtual(config, slow_judge(0.6)), config))
-    assert learnt.work.own_scores[JUDGE].mean == pytest.approx(0.6)
-    assert learnt.work.score.mean == pytest.approx(0.01)
-    layout = learnt.layout
-    assert layout.reward_workers == {"reward": 1, JUDGE: 1}
-    assert simulate(learnt.work, layout, steps=16).step_seconds == pytest.approx(2.4, rel=0.03)
-    limits = Limits(3, split=(2, 1), own_rewards=layout.own_rewards, reward_gpus={JUDGE: 0.5}, share=False, steps=24)
-    advice = advise(learnt.work, limits)
-    first = advice.sentences[0]
-    assert first.startswith("Rewards are the limit: a step keeps the 1 worker of the pool reward/judge busy for 2.4 s")
-    assert "reward.terms.judge.workers=3 (1 more GPUs) would cure that, and a step would take 1." in first
-    cured = advise(learnt.work, replace(limits, own_rewards={JUDGE: 3}))
-    assert not any("Rewards are the limit" in each for each in cured.sentences)
-
-
-def test_the_shared_pool_is_cured_by_its_own_setting() -> None:
-    work = Work(8, Law(0.5), Law(0.25), score=Law(1.0))
-    advice = advise(work, Limits(3, split=(2, 1), share=False, steps=24))
-    assert "reward.num_workers=4 would cure that" in advice.sentences[0]
-    assert simulate(work, Layout(2, 1, 4), steps=24).step_seconds == pytest.approx(2.0, rel=0.05)
-
-
-@pytest.mark.parametrize("tickets", [1, 2])
-def test_deep_pipelines_are_not_recommended_where_smaller_tickets_do(tickets: int) -> None:
-    """Two uneven tickets a step: the deeper the pipeline the better they even out, and so they do in pieces."""
-    work = Work(2 // tickets, Law(1.0, 0.8), Law(0.9 * tickets, 0.02), tickets_per_group=tickets, group_size=16)
-    advice = advise(work, Limits(3, split=(2, 1), share=False, steps=80))
-    assert advice.chosen is not None and advice.chosen.layout.max_staleness <= 2
-    recommended = next(each for each in advice.sentences if "Use --config-name" in each)
-    assert "max_staleness=3" not in recommended and "max_staleness=4" not in recommended
-    (finer,) = [each for each in advice.sentences if each.startswith("Smaller tickets")]
-    assert f"in place of {16 // tickets} at max_staleness=" in finer

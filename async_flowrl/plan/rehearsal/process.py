@@ -26,6 +26,7 @@ from async_flowrl.plan.rehearsal.ledger import Ledger
 from async_flowrl.plan.rehearsal.model import FakeModel
 from async_flowrl.policies import one_base
 from async_flowrl.training import base_weights, exact, fsdp, full_shards, rank_model
+from async_flowrl.training.snapshots import Snapshots
 from checkpoint_engine import receiver
 
 
@@ -79,6 +80,7 @@ def _stand_ins(model: FakeModel, ledger: Ledger) -> list[tuple[Any, str, Any]]:
         (exact, "_read", lambda _: exact.Account()),
         (exact.Account, "holds", lambda *_: True),
         (dpo, "pairs", _pairs),
+        (Snapshots, "begin", lambda _: 0),  # It copies to host memory, in a thread that knows no fake tensors.
     ]
 
 

@@ -140,12 +140,6 @@ def sentences(done: Rehearsal) -> list[str]:
         f"workers, {times.update:.4g} s of training on {config.trainer.num_workers} ranks ({done.rank.micro_batches} "
         f"micro-batches, {done.rank.frozen_passes} passes without gradient, {times.update_sent / 1e9:.3g} GB sent per "
         f"rank); {together(done)}",
-        f"for a schedule: python -m async_flowrl.plan --generate {times.generation * config.rollout.num_workers:.4g} "
-        f"--update {times.update * config.trainer.num_workers:.4g} --sync {times.delivery:.3g} "
-        f"--prompts {config.prompts_per_step} --group-size {config.group_size} "
-        f"--ticket-size {config.images_per_ticket} "
-        + (f"--tickets-per-batch {done.rollout.tickets} " if done.rollout.tickets > 1 else "")
-        + f"--devices {done.devices}{done.sizes.option()}",
     ]
 
 

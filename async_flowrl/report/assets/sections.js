@@ -78,14 +78,6 @@ function pools(run) {
       run.pools.map((each) => [each.pool, each.workers, bar(each), ...states.map((state) => percent(each.shares[state]))])));
 }
 
-function plan(run) {
-  if (!run.plan) return null;
-  return el("div", { class: "card" }, el("h3", {}, titled("Predicted against actual", run)), el("p", {}, run.plan.sentence),
-    table("Of the run's second half, from its first", ["what", "predicted", "actual"], run.plan.rows.map((row) =>
-      row.name === "step_seconds" ? ["seconds per step", number(row.predicted), number(row.actual)]
-        : [`${row.name} busy`, percent(row.predicted), percent(row.actual)])));
-}
-
 function faults(run) {
   const marks = run.timeline?.marks || [];
   if (!marks.length) return null;
@@ -95,7 +87,7 @@ function faults(run) {
 }
 
 function sectionOf(page, run, name) {
-  const body = [charts(page, name), ...(name === "time" ? [el("div", { class: "grid more" }, pools(run), plan(run)), faults(run)] : [])].filter(Boolean);
+  const body = [charts(page, name), ...(name === "time" ? [el("div", { class: "grid more" }, pools(run)), faults(run)] : [])].filter(Boolean);
   return body.length ? el("section", { id: name, tabindex: "-1" }, el("h2", {}, TITLES[name]), body) : null;
 }
 

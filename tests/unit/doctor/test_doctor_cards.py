@@ -103,16 +103,16 @@ def test_processes_that_sample_and_train_are_counted_once(config: Config) -> Non
 @pytest.mark.parametrize(
     ("settings", "copies"),
     [
-        ([], 2),
+        ([], 1),
         (["trainer.num_workers=1"], 1),
         (["trainer.shard=full"], 1),
-        (["trainer.shard=hybrid", "trainer.shard_size=2"], 2),
+        (["trainer.shard=hybrid", "trainer.shard_size=2"], 1),
         (["tune=full"], 1),
         (["tune=full", "trainer.shard=full"], 4),
     ],
 )
 def test_the_copy_of_a_checkpoint_counts_for_the_ranks_that_make_one(settings: list[str], copies: int) -> None:
-    """The first rank and one of another replica; with all weights the first alone, or each its share."""
+    """The first rank alone, or each its share."""
     config = compose_config("one_step_off", ["trainer.num_workers=4", *settings])
     needs = needs_of(config, on_gpus=True)
     trainer = next(process for process in needs.processes if process.pool == "trainer")

@@ -42,7 +42,7 @@ def test_the_plan_is_what_a_rank_holds(dtype: str) -> None:
     config.rollout.versions_on = "device"
     on_device = plan_memory(config)
     assert (on_device.rollout.parts["versions of the weights"], on_device.ring) == (5 * plan.adapter_bytes, 0)
-    held_back = sum(t.nbytes for part in worker._state.checkpoint().tensors.values() for t in part.values())
+    held_back = sum(t.nbytes for part in worker._state.tensors().values() for t in part.values())
     assert plan.snapshot == pytest.approx(held_back, rel=0.02)
     assert plan.rollout.parts["base weights"] == plan.model.buffer_bytes
     assert f"full weights: {numel / 1e6:.1f} M trained" in describe(plan, config, 79)

@@ -1,0 +1,91 @@
+"""Tests of what the planner learns from a run: toy runs in virtual time, whose durations are known."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from async_flowrl.config.schema import Config
+from async_flowrl.plan.__main__ import main
+from async_flowrl.plan.from_run import (
+    Measured,
+    advice,
+    bound_of,
+    limit_of,
+    measured,
+    present,
+    shared_on,
+    split_of,
+    splits,
+)
+from async_flowrl.plan.measured import NothingToLearn
+from tests.support.recorded import recorded
+from tests.support.toy import toy_config, virtual
+from tests.support.toy_pool import Timing
+
+GROUPS, STEPS = 4, 16
+
+
+def learnt(folder: Path, timing: Timing, **changes: Any) -> tuple[Config, Measured]:
+    config = toy_config(1, hand_over="stream", steps=STEPS, **changes)
+    return measured(recorded(folder / "run", virtual(config, timing), config))
+
+
+def test_what_a_run_measured_are_the_seconds_that_its_workers_took(tmp_path: Path) -> None:
+    timing = Timing(generate=1.0, update=0.25, score=0.1)
+    config, took = learnt(tmp_path, timing)
+    assert took.generation == pytest.approx(GROUPS * 1.0, rel=0.05)
+    assert took.update == pytest.approx(GROUPS * 0.25, rel=0.2)
+    assert took.rewards == {"reward": pytest.approx(GROUPS * 0.1, rel=0.05)}
+    now = present(config, took)
+    assert (now.rollout, now.trainer) == (2, 1) and limit_of(took, now) == "rollout"
+    assert took.step == pytest.approx(bound_of(config, now), rel=0.1), "with constant times a step takes its formula"
+
+
+def test_rewards_that_limit_a_run_are_named_with_the_workers_that_are_enough(tmp_path: Path) -> None:
+    config, took = learnt(tmp_path, Timing(generate=0.5, update=0.25, score=0.6))
+    now = present(config, took)
+    assert limit_of(took, now) == "rewards" and took.step == pytest.approx(now.overlapped, rel=0.1)
+    assert any("reward.num_workers=3" in sentence for sentence in advice(config, took, []))
+
+
+TOOK = Measured(30.0, 10.0, {"reward": 1.0}, delivery=0.5, step=31.0, busy={})
+
+
+def test_the_formulas() -> None:
+    two, one = split_of(TOOK, 6, 2), shared_on(TOOK, 8)
+    assert (two.overlapped, two.sync) == (5.0, 10.5)
+    assert (one.overlapped, one.sync) == (5.0, 6.0)
+    assert split_of(TOOK, 60, 20).overlapped == 1.0, "rewards are a third pool"
+
+
+def test_splits_are_all_pairs_or_the_one_that_is_given_and_one_shared_pool() -> None:
+    config = toy_config()
+    found = splits(TOOK, config, 4, None)
+    assert [(each.rollout, each.trainer) for each in found] == [(1, 3), (2, 2), (3, 1), (4, 4)]
+    assert [each.placement for each in found] == ["separate"] * 3 + ["shared"]
+    assert splits(TOOK, config, 4, (3, 1)) == [split_of(TOOK, 3, 1)]
+    config.runtime.backend = "local"
+    assert "shared" not in {each.placement for each in splits(TOOK, config, 4, None)}
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = toy_config(1, hand_over="stream", steps=STEPS)
+    run = recorded(tmp_path / "run", virtual(config, Timing(generate=1.0, update=0.25)), config)
+    assert main(["--from-run", str(run), "--devices", "8", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["limit"] == "rollout" and len(found["splits"]) == 8
+    assert found["measured"]["generation"] == pytest.approx(GROUPS, rel=0.05)
+    best = min(found["splits"], key=lambda split: split["overlapped"])
+    assert best["placement"] == "shared" or best["rollout"] >= 6
+    assert main(["--from-run", str(run), "--split", "3:1"]) == 0
+    assert main(["--from-run", str(tmp_path)]) == 2
+    with pytest.raises(SystemExit):
+        main([])
+
+
+def test_a_run_that_is_too_short_is_named(tmp_path: Path) -> None:
+    config = toy_config(1, steps=1)
+    with pytest.raises(NothingToLearn):
+        measured(recorded(tmp_path / "run", virtual(config), config))
