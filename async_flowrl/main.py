@@ -6,7 +6,6 @@ must not import: each wrapper function below imports its tool only when it is ca
 """
 
 import argparse
-import importlib
 import importlib.util
 import os
 import sys
@@ -38,7 +37,6 @@ from async_flowrl.config.compose import (
 from async_flowrl.config.paths import config_dir
 from async_flowrl.config.schema import Config
 from async_flowrl.observability.terminal import say
-from separation.imports import without_collections
 
 if TYPE_CHECKING:
     from async_flowrl.run.hosts import Hosts
@@ -78,22 +76,16 @@ def train(config: Config, hydra_record: Mapping[str, str]) -> int:
     from async_flowrl.run.early import refuse_early
 
     refuse_early(config)
-    from async_flowrl.run.ahead import cluster_ahead
+    from async_flowrl.run.stopping import sigterm_ends
 
-    with cluster_ahead(config, meanwhile=import_ahead) as early:
-        with without_collections():
-            from async_flowrl.run.job import run
-            from async_flowrl.run.tools import Tools
+    with sigterm_ends():
+        from async_flowrl.run.job import run
+        from async_flowrl.run.tools import Tools
+
         tools = Tools(
             predict, check_devices, foretell_steps, foretell_memory, choose_layout, report, preflight, check_hosts
         )
-        return run(config, hydra_record, tools, early)
-
-
-def import_ahead() -> None:
-    """Imports torch and the code of a run."""
-    with without_collections():
-        importlib.import_module("async_flowrl.run.job")
+        return run(config, hydra_record, tools)
 
 
 def foretell_steps(config: Config, run_directory: Path) -> str:

@@ -17,7 +17,6 @@ from async_flowrl.config.schema import Config
 from async_flowrl.run.prepare import prepare
 from async_flowrl.tickets.arithmetic import trained_steps
 from async_flowrl.tickets.table import TRAIN, Ticket
-from separation.malloc import keep_freed_memory
 
 ROLES = ("rollout", "trainer")
 MAX_START_SECONDS = 300.0
@@ -109,8 +108,6 @@ def work(configs: Sequence[Config], role: str, seconds: float, barrier: Any, ans
     if torch.cuda.is_available():
         index = ROLES.index(role) % torch.cuda.device_count()
         torch.set_default_device(f"cuda:{index}")
-    else:
-        keep_freed_memory()  # as the workers do: otherwise every ratio would look better
     medians = []
     for config in configs:
         torch.set_num_threads(config.rollout.threads if role == "rollout" else config.trainer.threads)

@@ -18,7 +18,6 @@ import sys
 from collections.abc import Sequence
 
 from async_flowrl.plan.arguments import parser
-from separation.imports import without_collections
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -40,8 +39,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         words.remove("--rehearse")
         return rehearse(words)
     given = parser().parse_args(words)
-    with without_collections():
-        from async_flowrl.plan.command import predict
+    from async_flowrl.plan.command import predict
+
     return predict(given)
 
 

@@ -6,7 +6,7 @@ from operator import attrgetter
 from typing import Any, NoReturn
 
 from separation.group import Growth, PoolSpec, Ref, Worker
-from separation.host import resolve
+from separation.worker_process import resolve
 
 
 class VirtualWorker:

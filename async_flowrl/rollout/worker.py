@@ -43,7 +43,6 @@ from async_flowrl.types import (
 from checkpoint_engine import CANARY_VERSION, RING, Activation, Receiver, ShardReceiver
 from checkpoint_engine import EVALUATION as EVALUATION_SLOT
 from checkpoint_engine.ends import ReceivingEnd
-from separation.malloc import keep_freed_memory
 from separation.numa import bind
 
 logger = logging.getLogger(__name__)
@@ -82,8 +81,6 @@ class RolloutWorker:
         """Loads the model and returns {"base_digest": digest of the base weights}; the trainer's must be equal."""
         if self.config.deterministic:
             repeatable_kernels()
-        if device() == "cpu":
-            keep_freed_memory()
         embeddings = open_embeddings(self.config, self.model, device(), self._upcoming, self.index, self._base)
         if embeddings is not None:
             self._encode_ahead(embeddings)

@@ -54,7 +54,6 @@ from async_flowrl.run.tools import Tools
 from async_flowrl.run.transport import choose_transport
 from async_flowrl.training.checkpoint_folder import checkpoint_step, find_checkpoint
 from checkpoint_engine.transports import OBJECT_STORE
-from separation.early_cluster import EarlyCluster
 from separation.group import WorkerDied, WorkerFailed
 from separation.placement import ResourcesMissing, StoreTooSmall
 from separation.supervise import deadline
@@ -66,17 +65,16 @@ def run(
     config: Config,
     hydra_record: Mapping[str, str] = MappingProxyType({}),
     tools: Tools = Tools(),  # noqa: B008  frozen
-    early: EarlyCluster | None = None,
 ) -> int:
     """Runs a configuration and returns the exit code (config/exit_codes.py).
 
     A failure is not raised: it is printed as one sentence on stderr, with its traceback in the run directory's
     logs/controller.log. `hydra_record` maps the names of the files in `.hydra/` to their texts. `tools` holds functions
-    of the planner, the doctor and the report. `early` is the cluster that was started for this run, if there is one.
+    of the planner, the doctor and the report.
     """
     directory = RunDirectory(Path(config.output_dir))
     try:
-        return _run(config, directory, hydra_record, tools, early)
+        return _run(config, directory, hydra_record, tools)
     finally:
         end_log(directory.logs)
 
@@ -86,7 +84,6 @@ def _run(
     directory: RunDirectory,
     hydra_record: Mapping[str, str],
     tools: Tools,
-    early: EarlyCluster | None,
 ) -> int:
     try:
         prepared = prepare(config)
@@ -113,7 +110,7 @@ def _run(
     try:
         held_out = prepared.requests.evaluated == "held_out"
         with closing(open_display(prepared.config, held_out=held_out)) as display:
-            return asyncio.run(train(ending, resume, display, tools, early))
+            return asyncio.run(train(ending, resume, display, tools))
     except KeyboardInterrupt:
         after_failure(ending)
         return _fail("interrupted", exit_codes.INTERRUPTED)
@@ -133,16 +130,14 @@ def _run(
         directory.release()
 
 
-async def train(
-    ending: Ending, resume: Resume, display: Display, tools: Tools, early: EarlyCluster | None = None
-) -> int:
+async def train(ending: Ending, resume: Resume, display: Display, tools: Tools) -> int:
     """Trains from the start or from `resume` to the end, writes the results, and returns the exit code.
 
     Raises the run's failure, unless the run was asked to stop, lost workers or servers meanwhile, and has a checkpoint.
     """
     stop, directory = ending.stop, ending.directory
     try:
-        summary = await train_until(ending, resume, display, tools, early)
+        summary = await train_until(ending, resume, display, tools)
         prediction = await asyncio.to_thread(foresee, tools.predict, directory, summary)
         return conclude(ending, summary, prediction)
     except Exception as error:
@@ -169,16 +164,14 @@ def last_resort(error: BaseException, stop: StopRequest, directory: RunDirectory
     return None if path is None else checkpoint_step(path)
 
 
-async def train_until(
-    ending: Ending, resume: Resume, display: Display, tools: Tools, early: EarlyCluster | None
-) -> dict[str, Any]:
+async def train_until(ending: Ending, resume: Resume, display: Display, tools: Tools) -> dict[str, Any]:
     """Starts the pools, trains to the last step or until `ending.stop` is asked, and returns the summary."""
     prepared, directory, stop = ending.prepared, ending.directory, ending.stop
     display.phase("starting the pools")
     learnt = asyncio.create_task(say_step_time(tools.foretell_steps, prepared.config, directory))
     with listening(stop, prepared.config.time_limit):
         async with (
-            open_cluster(prepared, directory.logs, early) as groups,
+            open_cluster(prepared, directory.logs) as groups,
             serving(prepared.config, groups) as servers,
         ):
             trainers = TrainerGroup(groups[TRAINER], prepared.algorithm)

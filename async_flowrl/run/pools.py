@@ -13,8 +13,8 @@ from async_flowrl.config.shared import SHARED
 from async_flowrl.controller.reward_servers import SERVERS, server_pools
 from async_flowrl.run.nodes import OUR_CODE
 from async_flowrl.tickets.wordings import upcoming
+from separation.cohosted import SubPool, sub_groups
 from separation.group import PoolSpec, WorkerGroup
-from separation.shared import SubPool, sub_groups
 
 if TYPE_CHECKING:
     from async_flowrl.run.prepare import Prepared

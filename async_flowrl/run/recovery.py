@@ -39,8 +39,8 @@ from async_flowrl.run.prepare import Prepared
 from async_flowrl.run.stopping import StopRequest
 from async_flowrl.training.checkpoint_folder import drop_newer
 from async_flowrl.training.checkpoint_manifest import DamagedCheckpoint
+from separation.cohosted import SubGroup
 from separation.group import Worker, WorkerDied, WorkerFailed, WorkerGroup
-from separation.shared import SubGroup
 from separation.supervise import DeadlineExceeded, deadline, together
 
 logger = logging.getLogger(__name__)

@@ -43,7 +43,6 @@ from async_flowrl.training.update import Update
 from async_flowrl.training.versions import Versions
 from async_flowrl.types import FloatArray, Resolution, Trajectory
 from checkpoint_engine import weights_digest
-from separation.malloc import keep_freed_memory
 from separation.numa import bind
 
 logger = logging.getLogger(__name__)
@@ -78,8 +77,6 @@ class TrainerWorker:
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         if config.deterministic:
             repeatable_kernels()
-        if self.device.type == "cpu":
-            keep_freed_memory()
         if config.runtime.numa_binding:
             logger.info("NUMA: this worker %s", bind())
         self.world = World()

@@ -189,14 +189,8 @@ def generation_while_the_trainer_waits() -> Iterator[None]:
 
 
 def main() -> int:
-    """`async_flowrl.main` with the gate, which is put there when the run's code has been imported."""
-    import_ahead, gate = entry.import_ahead, first_ticket_last()
-
-    def imported() -> None:
-        import_ahead()
-        gate.__enter__()
-
-    with mock.patch.object(entry, "import_ahead", imported), in_their_place():
+    """`async_flowrl.main` with the gate."""
+    with first_ticket_last(), in_their_place():
         return entry.main()
 
 

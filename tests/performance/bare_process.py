@@ -16,6 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
+from separation.malloc import keep_freed_memory, set_by_environment
 
 from async_flowrl.benchmark.bare import Bare, Group
 from async_flowrl.config.compose import compose_config
@@ -24,7 +25,6 @@ from async_flowrl.policies.lora import targeted_modules
 from async_flowrl.policies.registry import DTYPES, load_policy
 from async_flowrl.run.prepare import Prepared, prepare
 from async_flowrl.tickets.arithmetic import trained_steps
-from separation.malloc import keep_freed_memory, set_by_environment
 
 AS_IT_IS, AS_WORKERS = "as it is", "as in workers"
 BY_GROUP, WHOLE = "by group", "whole"

@@ -1,10 +1,10 @@
-"""The keeper runs a program and ends it, with all processes that it started, when its own parent process is gone.
+"""The reaper runs a program and ends it, with all processes that it started, when its own parent process is gone.
 
-Usage: python keeper.py PARENT GRACE COMMAND..., with the pid of the parent and a time in seconds; program.py starts it.
-The keeper is a separate process between a worker and the program, because a worker may be killed at any time; it checks
+Usage: python reaper.py PARENT GRACE COMMAND..., with the pid of the parent and a time in seconds; program.py starts it.
+The reaper is a separate process between a worker and the program, because a worker may be killed at any time; it checks
 several times a second whether its parent is alive. It must be started as the leader of a session and process group.
-Most processes of the program are in this group; the others are found as descendants of the keeper, which becomes the
-parent of orphans among them. After SIGTERM the keeper sends SIGTERM to all of them, waits at most GRACE seconds, and
+Most processes of the program are in this group; the others are found as descendants of the reaper, which becomes the
+parent of orphans among them. After SIGTERM the reaper sends SIGTERM to all of them, waits at most GRACE seconds, and
 then sends SIGKILL. Its exit code is that of the program, or 128 + n if signal n ended the program.
 """
 
@@ -43,7 +43,7 @@ def main(parent: int, grace: float, command: list[str]) -> int:
     signal.pthread_sigmask(signal.SIG_SETMASK, set())
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     try:
-        program = subprocess.Popen(command, preexec_fn=_die_with_the_keeper)
+        program = subprocess.Popen(command, preexec_fn=_die_with_the_reaper)
     except OSError as error:
         sys.stderr.write(f"{command[0]} cannot be started: {error.strerror}\n")
         return 127
@@ -102,8 +102,8 @@ def _alive(process: psutil.Process) -> bool:
     return False
 
 
-def _die_with_the_keeper() -> None:
-    """Runs in the program's process before exec: makes Linux kill the program if the keeper is killed."""
+def _die_with_the_reaper() -> None:
+    """Runs in the program's process before exec: makes Linux kill the program if the reaper is killed."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 

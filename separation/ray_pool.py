@@ -1,29 +1,38 @@
-"""RayGroup is a pool whose workers are Ray actors, each in a process of its own (`backend="ray"` of cluster.py).
+"""A pool whose workers are Ray actors, each in a process of its own (`backend="ray"` of cluster.py): RayGroup.
 
 Ray does not restart them when they die, because a restarted process would lack its state and still have the old name.
-Instead `RayGroup.replace` makes a new worker with a new name.
+Instead `RayGroup.replace` makes a new worker with a new name. Each worker has a seat, a share of a placement group;
+in an elastic pool, whose size may change, every seat is a placement group of its own (Seats, RayGrowth).
 """
 
 import asyncio
+import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import psutil
 import ray
 from ray import exceptions
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from separation.group import Growth, PoolSpec, Ref, Worker, WorkerDied
-from separation.host import ProcessHost, Surroundings
+from separation.group import Departure, Growth, NoSeat, PoolSpec, Ref, RefLost, Worker, WorkerDied, WorkerFailed
+from separation.local import Lane
 from separation.node_checks import code_of, compare_code
+from separation.pending_calls import CallTable, pick_lane, settle
+from separation.placement import Resources
 from separation.processes import alive, descendants, kill, process_of
-from separation.ray_errors import DEATHS, one_line, translate
-from separation.ray_seats import ReservedSeat, Seats
+from separation.ray_internals import draining
 from separation.supervise import deadline, together
-from separation.worker import CallTable, pick_lane, settle
+from separation.worker_process import ProcessHost, RemoteError, Surroundings
+
+T = TypeVar("T")
+
+log = logging.getLogger(__name__)
 
 _WATCH = "watch"
 """Lane of the call that ends only with the process."""
@@ -31,15 +40,159 @@ SILENT = (
     "; it said nothing before: Ray's logs on its node (/tmp/ray/session_latest/logs) may, or whether that disk is full"
 )
 """Added to the reason of a death if the process ended before it could write to a log."""
+DEATHS = (
+    exceptions.RayActorError,
+    exceptions.ActorPlacementGroupRemoved,
+    exceptions.ActorUnschedulableError,
+    exceptions.WorkerCrashedError,
+    exceptions.NodeDiedError,
+)
+"""Errors of Ray that mean that the actor's process or its node has ended."""
+POLL_SECONDS = 1.0
+"""Interval of the checks for new seats and for nodes that will end."""
+START_SECONDS = 2.0
+"""Time in which a starting pool looks for more seats than its smallest size needs. Later seats are used later."""
+SUCCESSOR_SECONDS = 10.0
+"""Time that the successor of a lost worker waits for a seat; then the pool goes on without it."""
 
 
-def node_address() -> str:
-    """Returns the IP address of the node on which this process runs."""
-    return str(ray.util.get_node_ip_address())
+@dataclass(frozen=True)
+class ReservedSeat:
+    """A worker's share of a bundle of a placement group."""
+
+    group: PlacementGroup
+    bundle: int
+    """Index of the bundle in the placement group."""
+    share: Resources
+    node: str = ""
+    """Ray's id of the node, for seats of an elastic pool; else empty."""
+
+
+class Seats:
+    """The seats of an elastic pool: as many as the cluster has room for, up to `most`.
+
+    For every seat that is still missing, a placement group stays requested; Ray's autoscaler may start nodes for these.
+    Calls of Ray run in a thread of their own, because they block while the cluster's head node does not answer.
+    """
+
+    def __init__(self, needs: Resources, most: int, reserved: list[PlacementGroup]) -> None:
+        """`needs` holds the resources of one worker, `reserved` all placement groups of the session.
+
+        The session removes the groups in `reserved` at its end. This object adds its own groups to the list, and takes
+        them out when they are given back.
+        """
+        self._needs, self._most, self._reserved = dict(needs), most, reserved
+        self._taken: list[PlacementGroup] = []
+        self._waiting: list[PlacementGroup] = []
+        self._successors = 0
+        """Number of lost workers whose successors wait for a seat; they get one before new workers do."""
+        self._lane, self._one_asks = Lane("seats"), asyncio.Lock()
+
+    def adopt(self, group: PlacementGroup) -> ReservedSeat:
+        """Returns the seat in a placement group that the session has created, and counts it as taken."""
+        self._taken.append(group)
+        return ReservedSeat(group, 0, self._needs, _node_of(group) or "")
+
+    async def available(self, seconds: float) -> list[ReservedSeat]:
+        """Takes and returns all seats that are free now or become free within `seconds`."""
+        end = asyncio.get_running_loop().time() + seconds
+        seats: list[ReservedSeat] = []
+        while len(self._taken) < self._most:
+            if (seat := await self._look()) is not None:
+                seats.append(seat)
+            elif asyncio.get_running_loop().time() > end:
+                break
+            else:
+                await asyncio.sleep(POLL_SECONDS / 4)
+        return seats
+
+    async def next(self) -> ReservedSeat:
+        """Waits for a seat for one more worker, takes it and returns it. Successors of lost workers come first."""
+        while True:
+            if not self._successors and (seat := await self._look()) is not None:
+                return seat
+            await asyncio.sleep(POLL_SECONDS)
+
+    async def successor(self, old: ReservedSeat) -> ReservedSeat:
+        """Gives a lost worker's seat back, then takes and returns a free one, which may be the same.
+
+        Raises NoSeat if there is none within SUCCESSOR_SECONDS.
+        """
+        self._successors += 1
+        end = asyncio.get_running_loop().time() + SUCCESSOR_SECONDS
+        try:
+            await self.give_back(old)
+            while asyncio.get_running_loop().time() <= end:
+                if (seat := await self._look()) is not None:
+                    return seat
+                await asyncio.sleep(POLL_SECONDS / 4)
+            raise NoSeat(f"no node has had a seat for {SUCCESSOR_SECONDS:g} s")
+        finally:
+            self._successors -= 1
+
+    async def give_back(self, seat: ReservedSeat) -> None:
+        """Removes the seat's placement group; does nothing if that was done before."""
+        if seat.group in self._taken:
+            self._taken.remove(seat.group)
+            await self._remove(seat.group)
+
+    async def departing(self) -> Mapping[str, float]:
+        """Returns node id → seconds until the node ends (infinity: unknown), for nodes that are being drained."""
+        return await self._ask(draining, {})
+
+    async def _look(self) -> ReservedSeat | None:
+        """Takes and returns a seat if one is free, else None; before that, requests the seats that are missing."""
+        async with self._one_asks:
+            while len(self._taken) + len(self._waiting) < self._most:
+                if not await self._ask(self._reserve_one, False):
+                    return None
+        waiting = list(self._waiting)
+        nodes: list[str | None] = await self._ask(lambda: [_node_of(group) for group in waiting], [])
+        ending = await self.departing() if any(nodes) else {}
+        for group, node in zip(waiting, nodes, strict=False):
+            if node is None or group not in self._waiting:
+                continue
+            if node in ending:
+                self._waiting.remove(group)
+                await self._remove(group)
+                continue
+            self._taken.append(group)
+            self._waiting.remove(group)
+            return ReservedSeat(group, 0, self._needs, node)
+        return None
+
+    def _reserve_one(self) -> bool:
+        """Requests one seat. It runs in the thread, so a cancelled caller cannot lose a placement group."""
+        if len(self._taken) + len(self._waiting) < self._most:
+            asked = placement_group([dict(self._needs)], strategy="PACK")
+            self._reserved.append(asked)
+            self._waiting.append(asked)
+        return True
+
+    async def _remove(self, group: PlacementGroup) -> None:
+        self._reserved.remove(group)
+        await self._ask(lambda: remove_placement_group(group), None)
+
+    async def _ask(self, question: Callable[[], T], unanswered: T) -> T:
+        """Runs `question` in the thread and returns its result, or `unanswered` if Ray's head does not answer.
+
+        A dead head is noticed in head_watchdog.py. The question runs to its end even if the caller is cancelled.
+        """
+        try:
+            return await asyncio.shield(asyncio.get_running_loop().run_in_executor(self._lane, question))
+        except exceptions.RayError as error:
+            log.info("Ray's head did not answer: %s", error)
+            return unanswered
+
+
+def _node_of(group: PlacementGroup) -> str | None:
+    """Returns the id of the node of a placement group with one bundle; None while it is only requested."""
+    known: dict[str, Any] = placement_group_table(group)
+    return str(known["bundles_to_node_id"][0]) if known["state"] == "CREATED" else None
 
 
 class RayWorker:
-    """A worker in a Ray actor (a ProcessHost, host.py); implements `Worker` (group.py).
+    """A worker in a Ray actor (a ProcessHost, worker_process.py); implements `Worker` (group.py).
 
     The lane "main" is the actor's default queue; each other lane is a Ray concurrency group with one thread.
     """
@@ -79,7 +232,7 @@ class RayWorker:
         arguments = {**self._spec.arguments, "index": self.index, "name": self.name}
         self.pid, *created_on = await self._answer("start", self._actor.identity.remote())
         self.process = process_of(self.pid, *created_on)
-        self.node = await self.call("separation.ray_fence:settle_in", self._code is not None)
+        self.node = await self.call("separation.head_watchdog:settle_in", self._code is not None)
         if self._code:
             there = await self.call("separation.node_checks:code_of", list(self._code))
             compare_code(self._code, there, node=self.node, worker=self.name)
@@ -282,3 +435,56 @@ class RayGroup:
     def _unready(self) -> str:
         waiting = [host.name for host in self._hosts.values() if not host.pid]
         return f"no process yet: {', '.join(waiting)}" if waiting else f"pid {os.getpid()} waits for their factories"
+
+
+class RayGrowth:
+    """Implements `Growth` (group.py), whose docstrings describe the methods, for a RayGroup."""
+
+    def __init__(self, pool: RayGroup, seats: Seats) -> None:
+        self._pool, self._seats = pool, seats
+
+    async def seat(self) -> ReservedSeat:
+        return await self._seats.next()
+
+    async def fill(self, seat: ReservedSeat) -> Worker:
+        return await self._pool.add(seat)
+
+    async def give_back(self, seat: ReservedSeat) -> None:
+        await self._seats.give_back(seat)
+
+    async def departures(self, known: Collection[str]) -> Sequence[Departure]:
+        while True:
+            ending = await self._seats.departing()
+            sitting = [(worker, self._pool.seat(worker.index).node) for worker in self._pool.workers]
+            departures = [
+                Departure(worker, ending[node])
+                for worker, node in sitting
+                if node in ending and worker.name not in known
+            ]
+            if departures:
+                return departures
+            await asyncio.sleep(POLL_SECONDS)
+
+    async def release(self, index: int) -> None:
+        await self._pool.remove(index)
+
+
+def translate(error: BaseException, worker: str, method: str) -> BaseException:
+    """Returns Ray's `error` as RefLost or WorkerFailed; other errors are returned unchanged."""
+    cause = getattr(error, "cause", None) or error
+    if isinstance(error, exceptions.ObjectLostError) or isinstance(cause, exceptions.ObjectLostError):
+        return RefLost(f"a value needed by {worker}.{method} is gone: {one_line(cause)}")
+    if not isinstance(error, exceptions.RayTaskError):
+        return error
+    remote = cause if isinstance(cause, RemoteError) else RemoteError(type(cause).__name__, str(cause), str(error))
+    return WorkerFailed(worker, method, remote.kind, remote.message, remote.remote_traceback)
+
+
+def one_line(error: BaseException) -> str:
+    """Returns the cause in a message of Ray's, on one line of at most 300 characters."""
+    text = " ".join(str(error).split())
+    for start in ("The actor is dead because ", "Worker exit detail: "):
+        if start in text:
+            text = text[text.index(start) + len(start) :]
+    text = text.split(" Some common causes include")[0]
+    return text[:300]

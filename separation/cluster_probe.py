@@ -14,10 +14,10 @@ import ray
 from ray import exceptions
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from separation.host import resolve
 from separation.placement import ResourcesMissing
-from separation.ray_connection import RayConnection
-from separation.ray_nodes import free_by_node
+from separation.ray_cluster import RayConnection
+from separation.ray_internals import free_by_node
+from separation.worker_process import resolve
 
 _POLL_SECONDS = 0.2
 CLOCK_ROUNDS = 5

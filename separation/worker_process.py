@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 from separation.group import VISIBLE_DEVICES
-from separation.imports import without_collections
 from separation.processes import identity
 
 ALLOCATOR_NAMES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
@@ -52,9 +51,6 @@ def resolve(path: str) -> Any:
 class Host:
     """Holds the object of one worker and forwards calls to it."""
 
-    alone = False
-    """True if nothing else lives in this process; what it imports is then left out of garbage collections for good."""
-
     def __init__(self, name: str, *, threads: int) -> None:
         self.name = name
         self.threads = threads
@@ -67,8 +63,7 @@ class Host:
         """
         try:
             limit_threads(self.threads)
-            with without_collections(freeze=self.alone):
-                make = resolve(factory)
+            make = resolve(factory)
             limited = limit_threads(self.threads)
             self._target = make(**arguments)
             if not limited:
@@ -124,8 +119,6 @@ class Surroundings:
 
 class ProcessHost(Host):
     """A Host in a process of its own; it sets the environment and redirects the output to `log_file`."""
-
-    alone = True
 
     def __init__(self, name: str, *, threads: int, surroundings: Surroundings, log_file: str | None) -> None:
         os.environ.update({**thread_environment(threads), **surroundings.variables()})

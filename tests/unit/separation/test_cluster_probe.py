@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from separation import ray_nodes, survey
+from separation import cluster_probe, ray_internals
 
 
 def test_a_node_that_joins_between_two_questions_is_no_trouble(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -17,7 +17,7 @@ def test_a_node_that_joins_between_two_questions_is_no_trouble(monkeypatch: pyte
             yield [{"NodeID": one, "NodeManagerAddress": one, "Resources": resources, "Alive": True} for one in names]
 
     answers = growing()
-    monkeypatch.setattr(survey.ray, "nodes", lambda: next(answers))
-    monkeypatch.setattr(ray_nodes, "available_resources_per_node", lambda: {"a": {"CPU": 2.0}})
-    assert [(node.id, node.free) for node in survey.living()] == [("a", {"CPU": 2.0})]
-    assert [node.free for node in survey.living()] == [{"CPU": 2.0}, {"CPU": 8.0}]
+    monkeypatch.setattr(cluster_probe.ray, "nodes", lambda: next(answers))
+    monkeypatch.setattr(ray_internals, "available_resources_per_node", lambda: {"a": {"CPU": 2.0}})
+    assert [(node.id, node.free) for node in cluster_probe.living()] == [("a", {"CPU": 2.0})]
+    assert [node.free for node in cluster_probe.living()] == [{"CPU": 2.0}, {"CPU": 8.0}]

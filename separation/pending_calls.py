@@ -1,6 +1,6 @@
 """CallTable holds the unanswered calls of one worker (Ray actor or thread); the worker's death ends them all.
 
-RayWorker (ray_group.py) and LocalWorker (local.py) use it.
+RayWorker (ray_pool.py) and LocalWorker (local.py) use it.
 """
 
 import asyncio
