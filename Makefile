@@ -147,7 +147,7 @@ lint: setup
 	$(VENV)/bin/codespell
 
 prove: setup
-	$(RUN) -m async_flowrl.prove
+	$(RUN) -m benchmarks.prove
 
 e2e: setup
 	PYTHON=$(RUN) bash tests/e2e/run_one_step_off_tiny_qwen_image.sh

@@ -40,6 +40,7 @@ from async_flowrl.observability.terminal import say
 
 if TYPE_CHECKING:
     from async_flowrl.run.hosts import Hosts
+    from async_flowrl.run.pools import Workers
     from async_flowrl.run.prepare import Prepared
     from async_flowrl.training.messages import Layout
 
@@ -48,7 +49,7 @@ class GuardError(RuntimeError):
     """Another installed package has the same import name as one of this project's packages."""
 
 
-def main() -> int:
+def main(workers: "Workers | None" = None) -> int:
     """Trains what sys.argv describes; returns the exit code. A wrong configuration: one sentence on stderr, code 2."""
     arguments = [home_expanded(argument) for argument in sys.argv[1:]]
     try:
@@ -58,7 +59,7 @@ def main() -> int:
             return through_hydra(arguments, given)
         values = composed(given.config_name, given.overrides, given.config_dir)
         config = typed(values)
-        return train(config, record(values, values.hydra, config.output_dir))
+        return train(config, record(values, values.hydra, config.output_dir), workers)
     except (ConfigError, GuardError) as error:
         say(f"async_flowrl: {error}\n", sys.stderr)
         return exit_codes.CONFIG
@@ -67,10 +68,11 @@ def main() -> int:
         return exit_codes.INTERRUPTED
 
 
-def train(config: Config, hydra_record: Mapping[str, str]) -> int:
+def train(config: Config, hydra_record: Mapping[str, str], workers: "Workers | None" = None) -> int:
     """Trains one run and returns its exit code.
 
-    `hydra_record` maps file names to the texts of the run's `.hydra/` folder. Raises ConfigError if a check that needs
+    `hydra_record` maps file names to the texts of the run's `.hydra/` folder; `workers` are worker classes of tests and
+    benchmarks in place of the run's own. Raises ConfigError if a check that needs
     no torch fails; later failures are reported by the run itself through its exit code.
     """
     from async_flowrl.run.early import refuse_early
@@ -85,7 +87,7 @@ def train(config: Config, hydra_record: Mapping[str, str]) -> int:
         tools = Tools(
             predict, check_devices, foretell_steps, foretell_memory, choose_layout, report, preflight, check_hosts
         )
-        return run(config, hydra_record, tools)
+        return run(config, hydra_record, tools, workers or {})
 
 
 def foretell_steps(config: Config, run_directory: Path) -> str:

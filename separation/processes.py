@@ -62,8 +62,8 @@ def kill_trees(found: Callable[[], Sequence[psutil.Process]]) -> list[psutil.Pro
     Each of them is stopped (SIGSTOP) before any is killed, so that none starts another one meanwhile.
     """
     stopped: list[psutil.Process] = []
-    while more := [each for root in found() for each in (root, *descendants(root.pid)) if each not in stopped]:
-        for process in dict.fromkeys(more):
+    while missed := [each for root in found() for each in (root, *descendants(root.pid)) if each not in stopped]:
+        for process in dict.fromkeys(missed):
             with suppress(psutil.NoSuchProcess):
                 process.suspend()
             stopped.append(process)

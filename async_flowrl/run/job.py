@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import closing
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -47,6 +47,7 @@ from async_flowrl.run.launch import (
     send_negatives,
 )
 from async_flowrl.run.logs import end_log, log_to
+from async_flowrl.run.pools import OUR_OWN, Workers
 from async_flowrl.run.prepare import Prepared, doubts_of, prepare
 from async_flowrl.run.recovery import Ledgers, Run, restore, train_with_recovery
 from async_flowrl.run.stopping import StopRequest, listening
@@ -65,16 +66,17 @@ def run(
     config: Config,
     hydra_record: Mapping[str, str] = MappingProxyType({}),
     tools: Tools = Tools(),  # noqa: B008  frozen
+    workers: Workers = OUR_OWN,
 ) -> int:
     """Runs a configuration and returns the exit code (config/exit_codes.py).
 
     A failure is not raised: it is printed as one sentence on stderr, with its traceback in the run directory's
     logs/controller.log. `hydra_record` maps the names of the files in `.hydra/` to their texts. `tools` holds functions
-    of the planner, the doctor and the report.
+    of the planner, the doctor and the report. `workers` are worker classes of tests and benchmarks.
     """
     directory = RunDirectory(Path(config.output_dir))
     try:
-        return _run(config, directory, hydra_record, tools)
+        return _run(config, directory, hydra_record, tools, workers)
     finally:
         end_log(directory.logs)
 
@@ -84,9 +86,10 @@ def _run(
     directory: RunDirectory,
     hydra_record: Mapping[str, str],
     tools: Tools,
+    workers: Workers,
 ) -> int:
     try:
-        prepared = prepare(config)
+        prepared = replace(prepare(config), workers=workers)
         check_machine(prepared)
         seen = tools.preflight(prepared) if config.preflight else ()
         if config.resume != "never" and not config.dry_run and directory.logs.is_dir():

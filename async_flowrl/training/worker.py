@@ -19,7 +19,6 @@ from async_flowrl.algorithms.base import Algorithm
 from async_flowrl.algorithms.registry import build_algorithm
 from async_flowrl.config.resolution import configured
 from async_flowrl.config.schema import Config
-from async_flowrl.observability.delays import debug_delay
 from async_flowrl.policies.base import Policy
 from async_flowrl.policies.kernels import repeatable_kernels
 from async_flowrl.policies.loading import ONE_AT_A_TIME
@@ -201,7 +200,6 @@ class TrainerWorker:
         stats = self.update.take_step()
         if self.world.size > 1:
             stats = replace(stats, digest=self.parameters.fingerprint())
-        debug_delay(self.config.debug.delays, "update", self.config.seed, "update", stats.step, stats.update)
         if not stats.skipped:
             self.versions.after_optimizer_step(self.optimizer.steps)
         if stats.update == self.config.trainer.updates_per_batch - 1:

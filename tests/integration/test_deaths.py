@@ -11,7 +11,8 @@ import psutil
 import pytest
 
 from async_flowrl.config import exit_codes
-from async_flowrl.prove import (
+from async_flowrl.verify import verify
+from benchmarks.prove import (
     MAX_RUN_SECONDS,
     digest,
     events,
@@ -22,7 +23,6 @@ from async_flowrl.prove import (
     undisturbed,
     wait_for,
 )
-from async_flowrl.verify import verify
 from separation.processes import alive, descendants
 
 pytestmark = [pytest.mark.slow, pytest.mark.chaos, pytest.mark.timeout(600)]
@@ -52,7 +52,7 @@ def test_a_killed_driver_and_a_reward_that_is_not_deterministic(tmp_path: Path) 
         lines = (folder / "scores.jsonl").read_text().splitlines(keepends=True)
         return [json.loads(line) for line in lines if line.endswith("\n")]
 
-    run = start(folder, [*dice, "debug.delays.update=0.3"])
+    run = start(folder, [*dice, "disturb.update=0.3"])
     wait_for(run, folder, lambda: (folder / "checkpoints" / "step_3").exists(), "checkpoint 3 is written")
     wait_for(run, folder, lambda: max(line["step"] for line in scored()) >= 5, "a group of step 5 is scored")
     run.send_signal(signal.SIGKILL)
@@ -92,7 +92,7 @@ HYBRID = ("trainer.num_workers=4", "trainer.shard=hybrid", "trainer.shard_size=2
 def test_a_killed_trainer_rank(expected: str, tmp_path: Path, victim: int, settings: tuple[str, ...]) -> None:
     """Where no other replica is left the run goes back to its checkpoint."""
     folder = tmp_path / "run"
-    run = start(folder, [*settings, "debug.delays.generate=0.2"])
+    run = start(folder, [*settings, "disturb.generate=0.2"])
     wait_for(run, folder, lambda: (folder / "checkpoints" / "step_3").exists(), "checkpoint 3 is written")
     wait_for(run, folder, lambda: any(e["step"] == 4 for e in events(folder, "step")), "step 4 is done")
     os.kill(pid_of(folder, f"trainer-{victim}"), signal.SIGKILL)
@@ -119,7 +119,7 @@ def test_killed_ranks_are_replaced_while_the_run_goes_on(tmp_path: Path) -> None
         """Whether the successor has joined, and has trained since."""
         return worker in {event["worker"] for event in events(folder, "fetched") if event["bytes"]}
 
-    long = ("total_steps=10000", "save.every=1000", "debug.delays.generate=0.3", "debug.delays.constant=true")
+    long = ("total_steps=10000", "save.every=1000", "disturb.generate=0.3", "disturb.constant=true")
     run = start(folder, [*long, TWO])
     wait_for(run, folder, lambda: any(e["step"] == 2 for e in events(folder, "step")), "step 2 is done")
     for victim in ("trainer-0", "trainer-1"):
@@ -141,7 +141,7 @@ def test_killed_ranks_are_replaced_while_the_run_goes_on(tmp_path: Path) -> None
 
 def test_all_rollout_workers_killed_at_once(expected: str, tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    run = start(folder, ["rollout.num_workers=2", "debug.delays.generate=0.2"])
+    run = start(folder, ["rollout.num_workers=2", "disturb.generate=0.2"])
     wait_for(run, folder, lambda: any(e["step"] == 2 for e in events(folder, "step")), "step 2 is done")
     for name in ("rollout-0", "rollout-1"):
         os.kill(pid_of(folder, name), signal.SIGKILL)
@@ -153,7 +153,7 @@ def test_all_rollout_workers_killed_at_once(expected: str, tmp_path: Path) -> No
 def test_a_hung_rollout_worker_is_killed_before_its_slot_is_used_again(expected: str, tmp_path: Path) -> None:
     """It is stopped in the middle of a ticket, as a process that waits for a device for ever would be."""
     folder = tmp_path / "run"
-    slow = ["rollout.num_workers=2", "debug.delays.generate=0.5", "debug.delays.constant=true"]
+    slow = ["rollout.num_workers=2", "disturb.generate=0.5", "disturb.constant=true"]
     run = start(folder, [*slow, "deadlines.generate=10"])
     hung = wait_for(run, folder, lambda: running_worker(folder, step=2), "a ticket of step 2 is RUNNING")
     name = next(event["worker"] for event in events(folder, "worker") if event["pid"] == hung)
@@ -170,7 +170,7 @@ def test_a_hung_rollout_worker_is_killed_before_its_slot_is_used_again(expected:
 
 def test_a_hung_trainer_ends_the_run_by_name(tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    run = start(folder, ["debug.delays.generate=0.2", "deadlines.update=15"])
+    run = start(folder, ["disturb.generate=0.2", "deadlines.update=15"])
     wait_for(run, folder, lambda: any(e["step"] == 2 for e in events(folder, "step")), "step 2 is done")
     everything = descendants(run.pid)
     os.kill(pid_of(folder, "trainer-0"), signal.SIGSTOP)

@@ -30,7 +30,7 @@ class WatchedRun(Run):
     """Command lines, or names of workers, of the processes that outlived the run by SECONDS."""
 
 
-def watched_on_ray(folder: Path, mode: str, *overrides: str, program: str = "async_flowrl.main") -> WatchedRun:
+def watched_on_ray(folder: Path, mode: str, *overrides: str, program: str = "benchmarks.disturbed") -> WatchedRun:
     """A run of at least four steps with its own Ray cluster, looked at after the third; `program` makes it.
 
     Its workers are forked if the program lets them (gates.py).

@@ -1,4 +1,4 @@
-"""Command `python -m async_flowrl.prove` (`make prove`): shows that disturbances do not change the trained weights.
+"""Command `python -m benchmarks.prove` (`make prove`): shows that disturbances do not change the trained weights.
 
 The same short run is made several times: undisturbed, with random delays, and with processes killed. So are
 a shorter run that trains whole weights (tune=full), and one in which each of two trainer ranks has a share of them
@@ -61,7 +61,7 @@ class NotProven(RuntimeError):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command on `arguments` (None: those of the process) and returns the exit code, 0 or 1."""
-    parser = argparse.ArgumentParser(prog="python -m async_flowrl.prove", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.prove", description=__doc__)
     parser.add_argument("--out", type=Path, help="keep the run directories here")
     parser.add_argument("overrides", nargs="*", help="configuration overrides for all runs")
     options = parser.parse_args(arguments)
@@ -172,7 +172,7 @@ def undisturbed(folder: Path, overrides: Sequence[str]) -> str:
 
 def delayed(folder: Path, overrides: Sequence[str]) -> str:
     """Case in which random delays change the order in which tickets are finished."""
-    delays = [f"debug.delays.{stage}=0.3" for stage in ("generate", "score", "update", "publish")]
+    delays = [f"disturb.{stage}=0.3" for stage in ("generate", "score", "update", "publish")]
     finish(start(folder, [*overrides, "rollout.num_workers=3", *delays]), folder)
     order = [event["ordinal"] for event in events(folder, "ticket") if event["state"] == "SCORING"]
     if order == sorted(order):
@@ -185,7 +185,7 @@ def killed(folder: Path, overrides: Sequence[str], *, victim_step: int = 2, chec
 
     The worker runs a ticket of step `victim_step` or later; the driver has just written the checkpoint `checkpoint`.
     """
-    run = start(folder, [*overrides, "rollout.num_workers=2", "debug.delays.generate=0.2"])
+    run = start(folder, [*overrides, "rollout.num_workers=2", "disturb.generate=0.2"])
     victim = wait_for(
         run, folder, lambda: running_worker(folder, step=victim_step), f"a ticket of step {victim_step} is RUNNING"
     )
@@ -202,7 +202,7 @@ def killed(folder: Path, overrides: Sequence[str], *, victim_step: int = 2, chec
 
 def rank_killed(folder: Path, overrides: Sequence[str]) -> str:
     """Case in which the first of two trainer ranks is killed; the run must go on without the checkpoint."""
-    run = start(folder, [*overrides, "trainer.num_workers=2", "trainer.shard=none", "debug.delays.generate=0.2"])
+    run = start(folder, [*overrides, "trainer.num_workers=2", "trainer.shard=none", "disturb.generate=0.2"])
     wait_for(run, folder, lambda: any(event["step"] == 4 for event in events(folder, "step")), "step 4 is done")
     pids = {event["worker"]: event["pid"] for event in events(folder, "worker")}
     os.kill(pids["trainer-0"], signal.SIGKILL)  # This rank sends the weights and writes the checkpoints.
@@ -222,7 +222,7 @@ def share_killed(folder: Path, overrides: Sequence[str]) -> str:
 
     Nobody else has its share, so the run must go back to a checkpoint.
     """
-    delays = [f"debug.delays.{stage}=0.3" for stage in ("generate", "update")]
+    delays = [f"disturb.{stage}=0.3" for stage in ("generate", "update")]
     run = start(folder, [*overrides, "rollout.num_workers=2", *delays])
     wait_for(run, folder, lambda: is_written(folder, 3), "checkpoint 3 is written")
     pids = {event["worker"]: event["pid"] for event in events(folder, "worker")}
@@ -237,7 +237,7 @@ def share_killed(folder: Path, overrides: Sequence[str]) -> str:
 
 def start(folder: Path, overrides: Sequence[str]) -> "subprocess.Popen[bytes]":
     """Starts a run in `folder` as a process of its own and returns that process."""
-    command = [sys.executable, "-m", "async_flowrl.main", "--config-name", "one_step_off", *SHORT_RUN]
+    command = [sys.executable, "-m", "benchmarks.disturbed", "--config-name", "one_step_off", *SHORT_RUN]
     return subprocess.Popen(
         [*command, f"output_dir={folder}", *overrides], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
     )
