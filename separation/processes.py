@@ -56,13 +56,13 @@ def kill_new(before: Collection[psutil.Process]) -> list[psutil.Process]:
     return kill_trees(lambda: [each for each in descendants(os.getpid()) if each not in before])
 
 
-def kill_trees(found: Callable[[], Sequence[psutil.Process]]) -> list[psutil.Process]:
-    """Kills all processes that `found` returns, with their descendants, and returns them.
+def kill_trees(roots: Callable[[], Sequence[psutil.Process]]) -> list[psutil.Process]:
+    """Kills all processes that `roots` returns, with their descendants, and returns them.
 
     Each of them is stopped (SIGSTOP) before any is killed, so that none starts another one meanwhile.
     """
     stopped: list[psutil.Process] = []
-    while missed := [each for root in found() for each in (root, *descendants(root.pid)) if each not in stopped]:
+    while missed := [each for root in roots() for each in (root, *descendants(root.pid)) if each not in stopped]:
         for process in dict.fromkeys(missed):
             with suppress(psutil.NoSuchProcess):
                 process.suspend()
