@@ -152,7 +152,7 @@ size: setup
 	$(RUN) -m benchmarks.size --way
 
 prove: setup
-	$(RUN) -m async_flowrl.prove
+	$(RUN) -m benchmarks.prove
 
 e2e: setup
 	PYTHON=$(RUN) bash tests/e2e/run_one_step_off_tiny_qwen_image.sh

@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 
-from separation.imports import without_collections
-
 FORKED_BY = "forked_by"
 """Key of what a test process is told by the one that hands out the tests."""
 
@@ -42,8 +40,12 @@ def pytest_collection() -> Iterator[None]:
     """Collecting imports millions of objects that stay: Python's search for garbage is off meanwhile, and then leaves
     them out, at the end of the session too. What tests leave behind is small, and is searched for less often."""
     gc.set_threshold(10_000, 20, 20)
-    with without_collections(freeze=True):
+    gc.disable()
+    try:
         return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.hookimpl(wrapper=True)

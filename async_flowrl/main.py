@@ -6,7 +6,6 @@ must not import: each wrapper function below imports its tool only when it is ca
 """
 
 import argparse
-import importlib
 import importlib.util
 import os
 import sys
@@ -38,10 +37,10 @@ from async_flowrl.config.compose import (
 from async_flowrl.config.paths import config_dir
 from async_flowrl.config.schema import Config
 from async_flowrl.observability.terminal import say
-from separation.imports import without_collections
 
 if TYPE_CHECKING:
     from async_flowrl.run.hosts import Hosts
+    from async_flowrl.run.pools import Workers
     from async_flowrl.run.prepare import Prepared
     from async_flowrl.training.messages import Layout
 
@@ -50,7 +49,7 @@ class GuardError(RuntimeError):
     """Another installed package has the same import name as one of this project's packages."""
 
 
-def main() -> int:
+def main(workers: "Workers | None" = None) -> int:
     """Trains what sys.argv describes; returns the exit code. A wrong configuration: one sentence on stderr, code 2."""
     arguments = [home_expanded(argument) for argument in sys.argv[1:]]
     try:
@@ -60,7 +59,7 @@ def main() -> int:
             return through_hydra(arguments, given)
         values = composed(given.config_name, given.overrides, given.config_dir)
         config = typed(values)
-        return train(config, record(values, values.hydra, config.output_dir))
+        return train(config, record(values, values.hydra, config.output_dir), workers)
     except (ConfigError, GuardError) as error:
         say(f"async_flowrl: {error}\n", sys.stderr)
         return exit_codes.CONFIG
@@ -69,29 +68,24 @@ def main() -> int:
         return exit_codes.INTERRUPTED
 
 
-def train(config: Config, hydra_record: Mapping[str, str]) -> int:
+def train(config: Config, hydra_record: Mapping[str, str], workers: "Workers | None" = None) -> int:
     """Trains one run and returns its exit code.
 
-    `hydra_record` maps file names to the texts of the run's `.hydra/` folder. Raises ConfigError if a check that needs
+    `hydra_record` maps file names to the texts of the run's `.hydra/` folder; `workers` are worker classes of tests and
+    benchmarks in place of the run's own. Raises ConfigError if a check that needs
     no torch fails; later failures are reported by the run itself through its exit code.
     """
     from async_flowrl.run.early import refuse_early
 
     refuse_early(config)
-    from async_flowrl.run.ahead import cluster_ahead
+    from async_flowrl.run.stopping import sigterm_ends
 
-    with cluster_ahead(config, meanwhile=import_ahead) as early:
-        with without_collections():
-            from async_flowrl.run.job import run
-            from async_flowrl.run.tools import Tools
+    with sigterm_ends():
+        from async_flowrl.run.job import run
+        from async_flowrl.run.tools import Tools
+
         tools = Tools(check_devices, choose_layout, report, preflight, check_hosts)
-        return run(config, hydra_record, tools, early)
-
-
-def import_ahead() -> None:
-    """Imports torch and the code of a run."""
-    with without_collections():
-        importlib.import_module("async_flowrl.run.job")
+        return run(config, hydra_record, tools, workers or {})
 
 
 def choose_layout(config: Config, memory: Mapping[str, int]) -> "tuple[Layout, Sequence[str]]":

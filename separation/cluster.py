@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from separation.early_cluster import EarlyCluster
 from separation.group import PoolSpec, WorkerGroup
 from separation.local import LocalGroup
 from separation.placement import check_store, reserve
@@ -23,7 +22,6 @@ async def cluster(
     *,
     backend: str = "ray",
     address: str | None = None,
-    early: EarlyCluster | None = None,
     start_deadline: float = 900.0,
     log_dir: Path | None = None,
     store_bytes: int = 0,
@@ -32,7 +30,6 @@ async def cluster(
 
     backend: "ray" (processes on a Ray cluster) or "local" (threads of this process).
     address: address of a Ray cluster that runs already; None starts a cluster on this machine (Ray only).
-    early: the cluster on this machine that was started ahead for these pools, if there is one (Ray only).
     start_deadline: seconds for the reservation, for building the workers, and for each replacement.
     log_dir: stdout, stderr and log records of each worker go to <log_dir>/<name>.log (Ray only).
     store_bytes: bytes of results that may wait in Ray's object stores at the same time (Ray only).
@@ -45,10 +42,9 @@ async def cluster(
     back, and a cluster that was started here is shut down.
     """
     if backend == "ray":
-        from separation.ray_connection import RayConnection
-        from separation.ray_session import RaySession
+        from separation.ray_cluster import RayConnection, RaySession
 
-        session = RaySession(pools, early.take() if early is not None else RayConnection(pools, address))
+        session = RaySession(pools, RayConnection(pools, address))
         try:
             async with supervised(*([session.watch()] if address is not None else [])):
                 yield await session.start(start_deadline=start_deadline, log_dir=log_dir, store_bytes=store_bytes)
@@ -76,6 +72,6 @@ def check_results(backend: str, nbytes: int) -> None:
     with the backend "local" nothing is checked.
     """
     if backend == "ray":
-        from separation.ray_nodes import living_resources
+        from separation.ray_cluster import living_resources
 
         check_store(nbytes, living_resources())

@@ -1,6 +1,6 @@
 """The interface of worker pools: PoolSpec, Worker, WorkerGroup, Growth, and their errors.
 
-Workers are Ray actors (ray_group.py) or threads of this process (local.py); `cluster` (cluster.py) starts the pools. A
+Workers are Ray actors (ray_pool.py) or threads of this process (local.py); `cluster` (cluster.py) starts the pools. A
 worker holds one Python object, which its factory, a function or class named `pkg.module:attr`, has returned.
 `Worker.call` runs a method of this object. A lane is a queue of calls with one thread: calls on one lane run one at a
 time, in order, and different lanes run at the same time (e.g. a delivery of weights while images are made).

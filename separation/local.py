@@ -15,9 +15,9 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from separation.group import Growth, PoolSpec, Ref, Worker, WorkerFailed
-from separation.host import Host, RemoteError
+from separation.pending_calls import CallTable, pick_lane, settle
 from separation.supervise import deadline, together
-from separation.worker import CallTable, pick_lane, settle
+from separation.worker_process import Host, RemoteError
 
 _GRACE_SECONDS = 5.0
 """Seconds that `LocalGroup.close` waits for running methods."""

@@ -1,6 +1,6 @@
 """Checks of the nodes of a cluster: whether they have the same code, and whether they see the same files.
 
-ray_group.py compares the code before it builds a worker; the doctor (async_flowrl/doctor) makes both checks.
+ray_pool.py compares the code before it builds a worker; the doctor (async_flowrl/doctor) makes both checks.
 """
 
 import hashlib

@@ -1,9 +1,11 @@
-"""Helpers for processes of this machine: a worker's process, its descendants, and killing what is left of them."""
+"""Helpers for processes of this machine: a worker's process, its descendants, killing what is left, and signals."""
 
 import os
+import signal
+import threading
 import time
-from collections.abc import Collection, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -50,16 +52,21 @@ def descendants(pid: int) -> list[psutil.Process]:
 
 
 def kill_new(before: Collection[psutil.Process]) -> list[psutil.Process]:
-    """Kills all descendants of this process that are not in `before`, and returns them.
+    """Kills all descendants of this process that are not in `before`, as `kill_trees` does, and returns them."""
+    return kill_trees(lambda: [each for each in descendants(os.getpid()) if each not in before])
+
+
+def kill_trees(roots: Callable[[], Sequence[psutil.Process]]) -> list[psutil.Process]:
+    """Kills all processes that `roots` returns, with their descendants, and returns them.
 
     Each of them is stopped (SIGSTOP) before any is killed, so that none starts another one meanwhile.
     """
     stopped: list[psutil.Process] = []
-    while new := [each for each in descendants(os.getpid()) if each not in before and each not in stopped]:
-        for process in new:
+    while missed := [each for root in roots() for each in (root, *descendants(root.pid)) if each not in stopped]:
+        for process in dict.fromkeys(missed):
             with suppress(psutil.NoSuchProcess):
                 process.suspend()
-        stopped += new
+            stopped.append(process)
     for process in stopped:
         kill(process)
     return stopped
@@ -74,3 +81,37 @@ def kill_remaining(processes: Iterable[psutil.Process], *, grace: float) -> list
     for process in waiting:
         kill(process)
     return waiting
+
+
+@contextmanager
+def ctrl_c_ignored() -> Iterator[None]:
+    """Ignores SIGINT inside the block, if this is the main thread."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler if handler is None else handler)
+
+
+@contextmanager
+def sigterm_ours_alone() -> Iterator[None]:
+    """Context in which started processes inherit a blocked SIGTERM; it also keeps this process's own SIGTERM handler.
+
+    `ray.init` replaces the handler. Slurm, `timeout` and shells send SIGTERM to every process of a job. This process
+    then ends in order, with a checkpoint, and needs its workers for that; they are ended by SIGKILL when it is done.
+    Daemons and the workers that they start inherit the mask of blocked signals.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    handler = signal.getsignal(signal.SIGTERM)
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    try:
+        yield
+    finally:
+        if handler is not None:
+            signal.signal(signal.SIGTERM, handler)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)

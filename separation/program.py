@@ -13,22 +13,22 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from separation import keeper
+from separation import reaper
 
 TAIL_BYTES = 4000
 """Number of bytes at the end of the output that `tail` reads."""
 POLL_SECONDS = 0.05
 """Interval of the checks whether a stopped program has ended."""
 KEEPER_SECONDS = 15
-"""Time beyond the grace time that the keeper has to kill what is left, before it is killed itself."""
+"""Time beyond the grace time that the reaper has to kill what is left, before it is killed itself."""
 _ENDED = os.WEXITED | os.WNOWAIT
-"""Options of waitid: has the keeper ended? It is not reaped."""
+"""Options of waitid: has the reaper ended? It is not reaped."""
 
 
 class Program:
     """One run of a command, with its output appended to `log`.
 
-    A keeper process (keeper.py) between this process and the program ends the program, and all processes that it
+    A reaper process (reaper.py) between this process and the program ends the program, and all processes that it
     started, when this process is gone.
     """
 
@@ -41,8 +41,8 @@ class Program:
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as output:
             self._from = output.tell()
-            self._keeper = subprocess.Popen(
-                [sys.executable, "-I", keeper.__file__, str(os.getpid()), f"{grace:g}", *command],
+            self._reaper = subprocess.Popen(
+                [sys.executable, "-I", reaper.__file__, str(os.getpid()), f"{grace:g}", *command],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -50,9 +50,9 @@ class Program:
                 start_new_session=True,
             )
         self._ending = threading.Lock()
-        """Held while the keeper is signalled or reaped."""
-        self.pid = self._keeper.pid
-        """Pid of the keeper, which is also the id of the process group."""
+        """Held while the reaper is signalled or reaped."""
+        self.pid = self._reaper.pid
+        """Pid of the reaper, which is also the id of the process group."""
 
     def exit_code(self) -> int | None:
         """Returns the exit code, 128 + n after signal n, 127 if it was not found; None while the program runs.
@@ -60,11 +60,11 @@ class Program:
         When the program has ended, what is left of its process group is killed.
         """
         with self._ending:
-            if self._keeper.returncode is None and os.waitid(os.P_PID, self.pid, _ENDED | os.WNOHANG) is not None:
-                # Only until the keeper is reaped its pid, and so the group's id, can't be that of other processes.
+            if self._reaper.returncode is None and os.waitid(os.P_PID, self.pid, _ENDED | os.WNOHANG) is not None:
+                # Only until the reaper is reaped its pid, and so the group's id, can't be that of other processes.
                 self._kill_group()
-                self._keeper.wait()
-            return self._keeper.returncode
+                self._reaper.wait()
+            return self._reaper.returncode
 
     def wait(self) -> int:
         """Waits for the end of the program, and returns the exit code."""
@@ -91,9 +91,9 @@ class Program:
         return " ".join(text.split())[-TAIL_BYTES // 8 :]
 
     def _signal(self, send: Callable[[], None]) -> bool:
-        """Calls `send` if the keeper has not been reaped; returns whether it was called."""
+        """Calls `send` if the reaper has not been reaped; returns whether it was called."""
         with self._ending:
-            if self._keeper.returncode is None:
+            if self._reaper.returncode is None:
                 send()
                 return True
             return False
@@ -102,6 +102,6 @@ class Program:
         os.kill(self.pid, signal.SIGTERM)
 
     def _kill_group(self) -> None:
-        """Kills processes that are left if the keeper itself was killed."""
+        """Kills processes that are left if the reaper itself was killed."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)

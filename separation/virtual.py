@@ -14,7 +14,7 @@ from operator import attrgetter
 from typing import Any, NoReturn, TypeVar
 
 from separation.group import Growth, PoolSpec, Ref, Worker
-from separation.host import resolve
+from separation.worker_process import resolve
 
 T = TypeVar("T")
 

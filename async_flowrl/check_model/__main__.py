@@ -4,14 +4,13 @@ import sys
 from collections.abc import Sequence
 
 from async_flowrl.check_model.arguments import parser
-from separation.imports import without_collections
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parses the arguments before torch is imported, so that help and errors appear at once; returns the exit code."""
     parser().parse_args(arguments)
-    with without_collections():
-        from async_flowrl.check_model import command
+    from async_flowrl.check_model import command
+
     return command.main(arguments)
 
 

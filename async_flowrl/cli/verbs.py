@@ -24,7 +24,6 @@ VERBS = {
     "serve-rewards": ("async_flowrl.serve_rewards", "serve rewards over HTTP, to any trainer"),
     "report": ("async_flowrl.report", "write one page about a run, or several; --live serves it while they go on"),
     "verify": ("async_flowrl.verify", "check a finished run from its files"),
-    "prove": ("async_flowrl.prove", "train the same steps undisturbed, delayed and killed, and compare digests"),
 }
 """Verb → module that is run as a program, and a line about it for --help."""
 

@@ -7,7 +7,6 @@ ConfigError of one sentence.
 import copy
 import functools
 import logging
-import pickle
 import re
 from collections.abc import Sequence
 from dataclasses import is_dataclass
@@ -20,14 +19,13 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException, ValidationError
 
-from async_flowrl.config import late_overrides
 from async_flowrl.config.check import ConfigError, section_or_null, unknown_keys
 from async_flowrl.config.messages import first_line, unknown_name
 from async_flowrl.config.paths import config_dir
 from async_flowrl.config.resolution import normalised
 from async_flowrl.config.schema import Config
 from async_flowrl.config.sections.reward import RewardTerm
-from async_flowrl.config.term_overrides import replacing_terms
+from async_flowrl.config.term_overrides import parse, replacing_terms
 
 logger = logging.getLogger(__name__)
 
@@ -79,30 +77,6 @@ def with_replaced_terms(name: str, overrides: Sequence[str], folder: Path | None
 
 
 def _composed(name: str, overrides: Sequence[str], folder: Path | None) -> DictConfig:
-    if folder is not None or any("${" in each or is_hydras(each) for each in overrides):
-        return _by_hydra(name, tuple(overrides), folder)
-    first, late = late_overrides.divided(overrides, config_dir())
-    values = cast("DictConfig", pickle.loads(_of_shipped_files(name, first, Path.cwd())))
-    try:
-        late_overrides.apply(values, late, overrides)
-    except (OmegaConfBaseException, ValueError):
-        return _by_hydra(name, tuple(overrides), None)  # Which refuses them, in Hydra's words.
-    return values
-
-
-@functools.lru_cache(maxsize=64)
-def _of_shipped_files(name: str, overrides: tuple[str, ...], working: Path) -> bytes:
-    """Returns what Hydra composes of the shipped files alone, which do not change while a process runs; pickled.
-
-    A plan asks for many configurations that differ in values alone, and Hydra reads some twenty files for each. A copy
-    of the DictConfig takes several times longer than to unpickle one.
-    `working` is the working directory, which is among Hydra's own settings. The overrides must neither name other
-    files, as those of Hydra's own settings can, nor ask for the time or the environment.
-    """
-    return pickle.dumps(_by_hydra(name, overrides, None))
-
-
-def _by_hydra(name: str, overrides: tuple[str, ...], folder: Path | None) -> DictConfig:
     # Hydra looks for the primary configuration in the first folder only.
     both = [config_dir(), *([folder.absolute()] if folder else [])]
     folders = sorted(both, key=lambda each: not (each / f"{name}.yaml").exists())
@@ -195,7 +169,7 @@ def check_words(name: str, overrides: Sequence[str], folder: Path | None = None)
     if name.removesuffix(".yaml") not in top:
         raise ConfigError(unknown_name("--config-name", name, top))
     try:
-        parsed = [late_overrides.parse(each) for each in overrides]
+        parsed = [parse(each) for each in overrides]
     except HydraException as error:
         raise ConfigError(explain(error)) from error
     for override, written in zip(parsed, overrides, strict=True):

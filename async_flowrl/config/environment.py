@@ -2,18 +2,19 @@
 
 from collections.abc import Mapping
 
-from separation.malloc import TUNABLES, VARIABLES
-
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 _RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-_START = ("LD_LIBRARY_PATH", "LD_PRELOAD", "PYTHONPATH", "PYTHONHASHSEED", TUNABLES, *VARIABLES)
+_START = ("LD_LIBRARY_PATH", "LD_PRELOAD", "PYTHONPATH", "PYTHONHASHSEED")
+_MALLOC = ("GLIBC_TUNABLES", "MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_")
 _CACHE = ("HF_HOME", "HF_HUB_CACHE")
 TAKEN: Mapping[str, str] = {
     "CUDA_VISIBLE_DEVICES": "each worker is shown the GPUs of its seat (gpus_per_worker)",
     "CUBLAS_WORKSPACE_CONFIG": "it follows from deterministic",
     **dict.fromkeys(_THREADS, "it follows from the pool's threads"),
     **dict.fromkeys(_RANKS, "trainer ranks get it when they meet"),
-    **dict.fromkeys(_START, "it is read when a process starts, before it could be set: export it where Ray is started"),
+    **dict.fromkeys(
+        (*_START, *_MALLOC), "it is read when a process starts, before it could be set: export it where Ray is started"
+    ),
     **dict.fromkeys(_CACHE, "all pools of a node share one cache of the hub: export it where Ray is started"),
 }
 """Variable that a configuration must not set → the reason."""

@@ -1,8 +1,9 @@
-"""Configuration keys that earlier versions had, and what takes their place."""
+"""Configuration keys that are gone; a configuration that has one is refused with what to use instead."""
 
 from collections.abc import Mapping
 
 REMOVED: Mapping[str, str] = {
+    "debug": "tests and benchmarks give a run other worker classes (benchmarks/disturbed.py)",
     "limits.successors": "all trainer ranks are started again when one dies; limits.recoveries says how often",
 }
 """Key, or section with all its keys → what to do instead."""

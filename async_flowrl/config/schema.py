@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from async_flowrl.config.sections.algorithm import AlgorithmConfig
 from async_flowrl.config.sections.checkpoint_engine import CheckpointEngineConfig
 from async_flowrl.config.sections.data import DataConfig
-from async_flowrl.config.sections.debug import DebugConfig
 from async_flowrl.config.sections.evaluate import EvaluateConfig
 from async_flowrl.config.sections.model import ModelConfig
 from async_flowrl.config.sections.monitor import MonitorConfig, ProfileConfig
@@ -92,7 +91,6 @@ class Config:
     deadlines: DeadlinesConfig = field(default_factory=DeadlinesConfig, metadata=FREE)
     limits: LimitsConfig = field(default_factory=LimitsConfig, metadata=FREE)
     runtime: RuntimeConfig = field(default_factory=RuntimeConfig, metadata=FREE)
-    debug: DebugConfig = field(default_factory=DebugConfig)
 
     @property
     def mode_name(self) -> str:

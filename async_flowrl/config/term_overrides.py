@@ -4,15 +4,22 @@ Hydra would merge both dictionaries, so the configuration's terms would silently
 terms: `+reward.terms.NAME={...}` adds one, `reward.terms.NAME.weight=2` changes one, `~reward.terms.NAME` removes one.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
-
-from async_flowrl.config.late_overrides import parse
 
 TERMS = ("reward.terms", "evaluate.reward.terms")
 Terms = Callable[[str, Sequence[str]], Sequence[str]]
 """A function (key, overrides) → names of the terms under the key in a configuration with these overrides."""
+
+
+@functools.lru_cache(maxsize=1024)
+def parse(override: str) -> Override:
+    """Returns an override of a command line, parsed. Raises HydraException if it cannot be parsed."""
+    (parsed,) = OverridesParser.create().parse_overrides([override])
+    return parsed
 
 
 def replacing_terms(overrides: Sequence[str], terms_of: Terms) -> list[str]:

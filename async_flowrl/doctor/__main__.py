@@ -32,7 +32,6 @@ from async_flowrl.doctor.report import PRETENDED_DEVICE, Report
 from async_flowrl.doctor.setting import Setting
 from async_flowrl.doctor.start import Wanted, configuration_findings
 from async_flowrl.plan.arguments import count, factor
-from separation.imports import without_collections
 
 PROGRAM = "async-flowrl doctor"
 NO_GPU = (
@@ -110,10 +109,9 @@ def started(given: argparse.Namespace) -> int:
     if given.nodes > 1 and config.runtime.address is None:
         return refused(f"--nodes {given.nodes} needs runtime.address: without it a run has this machine alone")
     findings: list[Finding] = []
-    with without_collections():
-        for finding in configuration_findings(config, Wanted(given.nodes, NODES_SECONDS if given.nodes > 1 else 0.0)):
-            findings.append(finding)
-            say(finding)
+    for finding in configuration_findings(config, Wanted(given.nodes, NODES_SECONDS if given.nodes > 1 else 0.0)):
+        findings.append(finding)
+        say(finding)
     failures = sum(finding.status == FAILED for finding in findings)
     answer = f"cannot start here: {failures} of {len(findings)} checks failed" if failures else "can start here"
     sys.stdout.write(f"this configuration {answer}\n")

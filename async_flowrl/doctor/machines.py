@@ -9,9 +9,8 @@ from async_flowrl.config.schema import Config
 from async_flowrl.doctor.findings import FAILED, OK, WARNING, Finding
 from async_flowrl.doctor.needs import Needs
 from async_flowrl.plan.host_needs import Process
-from separation.by_node import holds, share_of_node
 from separation.group import PoolSpec
-from separation.placement import needs_of, totals
+from separation.placement import holds, needs_of, share_of_node, totals
 
 GIB, GB = 2**30, 10**9
 SPILL_SHARE = 0.95

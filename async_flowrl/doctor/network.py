@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 
 from async_flowrl.doctor.findings import FAILED, OK, WARNING, Finding
-from separation.survey import Node, Offset, Survey
+from separation.cluster_probe import Node, Offset, Survey
 
 SKEW_SECONDS = 1.0
 """Clock difference above which the log lines of several nodes are in the wrong order."""

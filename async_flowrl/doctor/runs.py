@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from async_flowrl.benchmark.variants import NOTHING_BUT_TRAINING
+from async_flowrl.benchmark import NOTHING_BUT_TRAINING
 from async_flowrl.doctor.findings import FAILED, OK, SKIPPED, Finding
 from async_flowrl.doctor.model import overrides
 from async_flowrl.doctor.processes import run_within

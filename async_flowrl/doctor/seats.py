@@ -5,9 +5,9 @@ from dataclasses import replace
 
 from async_flowrl.doctor.findings import FAILED, OK, WARNING, Finding
 from async_flowrl.doctor.network import first
+from separation.cluster_probe import Node
 from separation.group import PoolSpec
 from separation.placement import Resources, ResourcesMissing, check_fits, reserve, totals
-from separation.survey import Node
 
 
 def seats(wanted: Sequence[PoolSpec], nodes: Sequence[Node]) -> Finding:

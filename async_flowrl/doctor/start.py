@@ -33,9 +33,9 @@ from async_flowrl.run.launch import check_machine
 from async_flowrl.run.nodes import OUR_CODE
 from async_flowrl.run.pools import pools
 from async_flowrl.run.prepare import Prepared, doubts_of, prepare
+from separation.cluster_probe import Node, Survey, survey
 from separation.group import VISIBLE_DEVICES
 from separation.placement import ResourcesMissing, totals
-from separation.survey import Node, Survey, survey
 
 FACTS, MISSING = "async_flowrl.doctor.facts:facts", "async_flowrl.doctor.optional:missing"
 

@@ -1,7 +1,7 @@
 """Check `transports`: delivery of LoRA weights inside this process on the device, and between two processes of Ray.
 
 A delivery stages a version (copies it for sending), seals it (computes digests), sends it, verifies it and activates
-it. Between processes, `python -m checkpoint_engine.benchmark` times this and the transport alone. NCCL needs one device
+it. Between processes, `python -m benchmarks.delivery` times this and the transport alone. NCCL needs one device
 per process; on a single device only a group with one member is opened.
 """
 
@@ -147,12 +147,14 @@ def between_actors(setting: Setting, transport: str, size: float, seconds: float
         return Finding(name, SKIPPED, "NCCL refuses two processes on one device", "needs two devices")
     if (missing := lacking(transport)) is not None:
         return Finding(name, SKIPPED, missing, OTHERS)
+    if not Path("benchmarks/delivery").is_dir():
+        return Finding(name, SKIPPED, "benchmarks/delivery is not here", "run it in the repository")
     if setting.quick and transport != (NCCL if setting.devices > 1 else OBJECT_STORE):
         return Finding(name, SKIPPED, "left out by --quick", "needs the check without it")
     if seconds <= 0:
         return Finding(name, FAILED, "the check's time was used up before", "run `doctor --gpu --only transports`")
     out = setting.folder("transports") / f"{transport}.json"
-    command = [sys.executable, "-m", "checkpoint_engine.benchmark", "--megabytes", str(size), "--receivers", "1"]
+    command = [sys.executable, "-m", "benchmarks.delivery", "--megabytes", str(size), "--receivers", "1"]
     command += ["--transports", transport, "--repeats", str(setting.sizes.rounds), "--kills", "0", "--out", str(out)]
     log = Path(setting.logs) / f"transport_{transport}.log"
     ended = run_within(command, seconds, log, environment=setting.environment())

@@ -10,6 +10,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Any, cast
 
 import torch
+from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
 from async_flowrl.config.check import check_fields
@@ -18,7 +19,6 @@ from async_flowrl.config.sections.tune import LoraConfig
 from async_flowrl.policies import lora_file
 from async_flowrl.policies.base import Policy
 from async_flowrl.policies.lora_layer import ADAPTER, compute_copies, compute_dtype, peft_config
-from async_flowrl.policies.peft_parts import LoraLayer
 from async_flowrl.seeds import derive, generator, untouched_rng
 
 _WRAPPERS = re.compile(r"(^|(?<=\.))(_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")

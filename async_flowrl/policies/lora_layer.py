@@ -8,9 +8,9 @@ them in float32), and adds B(Ax) to Wx inside one matrix product.
 from typing import Any
 
 import torch
+from peft import LoraConfig
+from peft.tuners.lora import Linear
 from torch import Tensor, nn
-
-from async_flowrl.policies.peft_parts import Linear, LoraConfig
 
 ADAPTER = "default"
 """Name of the PEFT adapter that a run trains."""

@@ -19,7 +19,6 @@ from async_flowrl.policies.dtypes import dtype_of_files
 from async_flowrl.policies.kernels import use_attention
 from async_flowrl.policies.model_path import TINY, local_index, not_found
 from async_flowrl.types import Prompt, Resolution
-from separation.imports import without_collections
 
 FAMILIES = {
     "qwen_image": "async_flowrl.policies.qwen_image:QwenImageFamily",
@@ -108,14 +107,13 @@ def load_policy(resolved: ResolvedModel, *, dtype: str, device: str | torch.devi
     if parts not in PARTS:
         raise ValueError(unknown_name("parts", parts, PARTS))
     folder = str(folder_of(resolved, parts))
-    with without_collections():  # diffusers and transformers are imported here
-        policy = load_family(resolved.family).load(
-            folder,
-            dtype=DTYPES[dtype],
-            device=torch.device(device),
-            parts=parts,
-            max_sequence_length=resolved.max_sequence_length,
-        )
+    policy = load_family(resolved.family).load(
+        folder,
+        dtype=DTYPES[dtype],
+        device=torch.device(device),
+        parts=parts,
+        max_sequence_length=resolved.max_sequence_length,
+    )
     if resolved.attention_backend is not None:
         use_attention(policy.transformer, resolved.attention_backend)
     return policy

@@ -149,7 +149,7 @@ def new_token() -> str:
 
 def node_address() -> str:
     """Returns the address at which other nodes of the cluster reach this node."""
-    from separation.ray_group import node_address
+    from separation.head_watchdog import node_address
 
     return node_address()
 

@@ -11,9 +11,7 @@ from typing import cast
 
 import numpy as np
 
-from async_flowrl.config.sections.debug import DelaysConfig
 from async_flowrl.config.sections.reward import RewardConfig, RewardTerm
-from async_flowrl.observability.delays import debug_delay
 from async_flowrl.rewards.composite import CompositeReward
 from async_flowrl.rewards.held_out import HeldOutScores, build_held_out, score_held_out
 from async_flowrl.rewards.registry import attempts_of, build_reward
@@ -31,8 +29,6 @@ class RewardWorker:
         index: int,
         name: str,
         *,
-        delays: DelaysConfig | None = None,
-        seed: int = 0,
         held_out: Mapping[str, RewardTerm] = MappingProxyType({}),
         folder: Path | None = None,
         servers: Mapping[str, Addresses] = MappingProxyType({}),
@@ -46,8 +42,6 @@ class RewardWorker:
         evaluates_only = bool(held_out) and not config.terms
         self.reward = CompositeReward((), attempts_of(config)) if evaluates_only else build_reward(config)
         self.held_out = build_held_out(held_out)
-        self._delays, self._seed = delays or DelaysConfig(), seed
-        self._calls = 0
         self._seen: dict[str, Seen] = {}
         terms = (*self.reward.terms, *self.held_out)
         for term in terms:
@@ -80,8 +74,6 @@ class RewardWorker:
         """Returns the scores like `score`, by the named terms only; None means all."""
         scoring = self.reward.attempt(prompt, _joined(images), self._executor, only=only)
         scores = asyncio.run_coroutine_threadsafe(scoring, self._loop).result()
-        debug_delay(self._delays, "score", self._seed, self.name, self._calls)
-        self._calls += 1
         return replace(scores, served=self._served())
 
     def score_held_out(self, names: Collection[str], prompt: Prompt, *images: ByteArray) -> HeldOutScores:

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from async_flowrl.config.schema import Config
-from async_flowrl.observability.delays import debug_delay
 from async_flowrl.observability.profiler import StepProfiler
 from async_flowrl.policies.kernels import repeatable_kernels
 from async_flowrl.policies.loading import ONE_AT_A_TIME
@@ -43,7 +42,6 @@ from async_flowrl.types import (
 from checkpoint_engine import CANARY_VERSION, RING, Activation, Receiver, ShardReceiver
 from checkpoint_engine import EVALUATION as EVALUATION_SLOT
 from checkpoint_engine.ends import ReceivingEnd
-from separation.malloc import keep_freed_memory
 from separation.numa import bind
 
 logger = logging.getLogger(__name__)
@@ -82,8 +80,6 @@ class RolloutWorker:
         """Loads the model and returns {"base_digest": digest of the base weights}; the trainer's must be equal."""
         if self.config.deterministic:
             repeatable_kernels()
-        if device() == "cpu":
-            keep_freed_memory()
         embeddings = open_embeddings(self.config, self.model, device(), self._upcoming, self.index, self._base)
         if embeddings is not None:
             self._encode_ahead(embeddings)
@@ -127,7 +123,7 @@ class RolloutWorker:
         activated = time.time()
         with self._profiled(request):
             rollout = self.engine.generate(request)
-        spans = (Span(ACTIVATE, began, activated), *rollout.spans, *self._delay(request, time.time() - began))
+        spans = (Span(ACTIVATE, began, activated), *rollout.spans)
         report = RolloutReport(request.ordinal, request.version, digest, len(request.images), spans, swaps)
         return report, rollout.images, rollout.trajectory
 
@@ -142,7 +138,7 @@ class RolloutWorker:
         with self._profiled(first):
             rollouts = cast("BatchEngine", self.engine).generate_together(requests)
         shared = merged_spans([rollout.spans for rollout in rollouts])
-        spans = (Span(ACTIVATE, began, activated), *shared, *self._delay(first, time.time() - began))
+        spans = (Span(ACTIVATE, began, activated), *shared)
         reports = [
             RolloutReport(request.ordinal, request.version, digest, len(request.images), () if index else spans)
             for index, request in enumerate(requests)
@@ -175,19 +171,6 @@ class RolloutWorker:
         if request.kind == EVALUATION:
             return nullcontext()
         return self._profiler.around(request.step, f"-ticket-{request.ordinal:06d}")
-
-    def _delay(self, request: RolloutRequest, took: float) -> tuple[Span, ...]:
-        """Waits as `debug.delays` says, for tests: with other delays, tickets end in another order.
-
-        Returns a span `slow` for the time that a slow worker adds to its work.
-        """
-        delays, began = self.config.debug.delays, time.time()
-        slow = self.index == 0 and delays.slow_worker > 1
-        if slow:
-            time.sleep(took * (delays.slow_worker - 1.0))
-        slowed = time.time()
-        debug_delay(delays, "generate", self.config.seed, self.name, request.ordinal)
-        return (Span("slow", began, slowed),) if slow else ()
 
 
 def is_swap(before: Activation | None, now: Activation | None) -> int:

@@ -114,7 +114,7 @@ def gpus(config: Config) -> float | None:
         return float(torch.cuda.device_count())
     if config.runtime.address is not None:
         return None
-    from separation.ray_connection import gpus_here
+    from separation.ray_internals import gpus_here
 
     return gpus_here()
 

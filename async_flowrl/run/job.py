@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import closing
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -48,6 +48,7 @@ from async_flowrl.run.launch import (
     send_negatives,
 )
 from async_flowrl.run.logs import end_log, log_to
+from async_flowrl.run.pools import OUR_OWN, Workers
 from async_flowrl.run.prepare import Prepared, doubts_of, prepare
 from async_flowrl.run.recovery import Ledgers, Run, restore, train_with_recovery
 from async_flowrl.run.stopping import StopRequest, listening
@@ -55,7 +56,6 @@ from async_flowrl.run.tools import Tools
 from async_flowrl.run.transport import choose_transport
 from async_flowrl.training.checkpoint_folder import checkpoint_step, find_checkpoint
 from checkpoint_engine.transports import OBJECT_STORE
-from separation.early_cluster import EarlyCluster
 from separation.group import WorkerDied, WorkerFailed
 from separation.placement import ResourcesMissing, StoreTooSmall
 from separation.supervise import deadline
@@ -67,17 +67,17 @@ def run(
     config: Config,
     hydra_record: Mapping[str, str] = MappingProxyType({}),
     tools: Tools = Tools(),  # noqa: B008  frozen
-    early: EarlyCluster | None = None,
+    workers: Workers = OUR_OWN,
 ) -> int:
     """Runs a configuration and returns the exit code (config/exit_codes.py).
 
     A failure is not raised: it is printed as one sentence on stderr, with its traceback in the run directory's
     logs/controller.log. `hydra_record` maps the names of the files in `.hydra/` to their texts. `tools` holds functions
-    of the planner, the doctor and the report. `early` is the cluster that was started for this run, if there is one.
+    of the planner, the doctor and the report. `workers` are worker classes of tests and benchmarks.
     """
     directory = RunDirectory(Path(config.output_dir))
     try:
-        return _run(config, directory, hydra_record, tools, early)
+        return _run(config, directory, hydra_record, tools, workers)
     finally:
         end_log(directory.logs)
 
@@ -87,10 +87,10 @@ def _run(
     directory: RunDirectory,
     hydra_record: Mapping[str, str],
     tools: Tools,
-    early: EarlyCluster | None,
+    workers: Workers,
 ) -> int:
     try:
-        prepared = prepare(config)
+        prepared = replace(prepare(config), workers=workers)
         check_machine(prepared)
         seen = tools.preflight(prepared) if config.preflight else ()
         if config.resume != "never" and not config.dry_run and directory.logs.is_dir():
@@ -114,7 +114,7 @@ def _run(
     try:
         held_out = prepared.requests.evaluated == "held_out"
         with closing(open_display(prepared.config, held_out=held_out)) as display:
-            return asyncio.run(train(ending, resume, display, tools, early))
+            return asyncio.run(train(ending, resume, display, tools))
     except KeyboardInterrupt:
         after_failure(ending)
         return _fail("interrupted", exit_codes.INTERRUPTED)
@@ -134,16 +134,14 @@ def _run(
         directory.release()
 
 
-async def train(
-    ending: Ending, resume: Resume, display: Display, tools: Tools, early: EarlyCluster | None = None
-) -> int:
+async def train(ending: Ending, resume: Resume, display: Display, tools: Tools) -> int:
     """Trains from the start or from `resume` to the end, writes the results, and returns the exit code.
 
     Raises the run's failure, unless the run was asked to stop, lost workers or servers meanwhile, and has a checkpoint.
     """
     stop, directory = ending.stop, ending.directory
     try:
-        summary = await train_until(ending, resume, display, tools, early)
+        summary = await train_until(ending, resume, display, tools)
         return conclude(ending, summary)
     except Exception as error:
         version = last_resort(error, stop, directory)
@@ -169,15 +167,13 @@ def last_resort(error: BaseException, stop: StopRequest, directory: RunDirectory
     return None if path is None else checkpoint_step(path)
 
 
-async def train_until(
-    ending: Ending, resume: Resume, display: Display, tools: Tools, early: EarlyCluster | None
-) -> dict[str, Any]:
+async def train_until(ending: Ending, resume: Resume, display: Display, tools: Tools) -> dict[str, Any]:
     """Starts the pools, trains to the last step or until `ending.stop` is asked, and returns the summary."""
     prepared, directory, stop = ending.prepared, ending.directory, ending.stop
     display.phase("starting the pools")
     with listening(stop, prepared.config.time_limit):
         async with (
-            open_cluster(prepared, directory.logs, early) as groups,
+            open_cluster(prepared, directory.logs) as groups,
             serving(prepared.config, groups) as servers,
         ):
             trainers = TrainerGroup(groups[TRAINER], prepared.algorithm)

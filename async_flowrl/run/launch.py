@@ -1,6 +1,7 @@
 """Functions that start a run's worker pools and load the models into them; run/job.py and run/recovery.py call them."""
 
 import asyncio
+import os
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
@@ -18,20 +19,19 @@ from async_flowrl.controller.stored_weights import weights_in_store
 from async_flowrl.controller.trainer import TrainerGroup
 from async_flowrl.observability.console import console_of, show_what_can_be_shown
 from async_flowrl.policies.registry import DTYPES
-from async_flowrl.run.ahead import check_fits_here
 from async_flowrl.run.nodes import look_at_nodes
-from async_flowrl.run.pools import as_two, pools
+from async_flowrl.run.pools import as_two, outline, pools
 from async_flowrl.run.prepare import Prepared, doubts_of
 from async_flowrl.run.transport import refusal
 from async_flowrl.tickets.arithmetic import shape, stored_bytes
 from async_flowrl.types import Conditioning, Wording
 from checkpoint_engine.transports import NCCL, PYNCCL, resolve_transport
 from separation.cluster import check_results, cluster
-from separation.early_cluster import EarlyCluster
 from separation.group import Worker, WorkerGroup
 from separation.node_checks import OtherCode
+from separation.placement import ResourcesMissing, check_fits, own_cluster, reserve
+from separation.processes import ctrl_c_ignored
 from separation.rendezvous import join_process_group
-from separation.signals import ctrl_c_ignored
 from separation.supervise import deadline
 from separation.table import format_table
 
@@ -83,7 +83,7 @@ def check_machine(prepared: Prepared) -> None:
         return
     check_fits_here(config)
     if config.checkpoint_engine.transport in (NCCL, PYNCCL):
-        from separation.ray_connection import gpus_here
+        from separation.ray_internals import gpus_here
 
         try:
             resolve_transport(config.checkpoint_engine.transport, "cuda" if gpus_here() else "cpu")
@@ -91,11 +91,22 @@ def check_machine(prepared: Prepared) -> None:
             raise refusal(str(error)) from error
 
 
+def check_fits_here(config: Config) -> None:
+    """Raises ConfigError, with a table, if this machine's cores or GPUs cannot hold the pools; starts nothing."""
+    from separation.ray_internals import gpus_here
+
+    wanted = outline(config)
+    try:
+        cpus, custom = own_cluster(wanted, os.cpu_count() or 1)
+        here = {"CPU": float(cpus), "GPU": gpus_here(), **custom}
+        check_fits(reserve(wanted, here), [here])
+    except ResourcesMissing as error:
+        raise ConfigError(str(error)) from error
+
+
 @asynccontextmanager
-async def open_cluster(
-    prepared: Prepared, logs: Path, early: EarlyCluster | None = None
-) -> AsyncIterator[Mapping[str, WorkerGroup]]:
-    """Starts the pools, on the cluster `early` if there is one, and yields pool name → pool; they end with the block.
+async def open_cluster(prepared: Prepared, logs: Path) -> AsyncIterator[Mapping[str, WorkerGroup]]:
+    """Starts the pools and yields pool name → pool; they end with the block.
 
     Raises ConfigError if a node has another version of the code, and as `cluster` does. While the pools end, Ctrl-C is
     ignored, because Ray would exit in the middle.
@@ -105,7 +116,6 @@ async def open_cluster(
         pools(prepared),
         backend=config.runtime.backend,
         address=config.runtime.address,
-        early=early,
         start_deadline=config.deadlines.load,
         log_dir=logs,
         store_bytes=stored_bytes(prepared.at_largest, prepared.shapes),

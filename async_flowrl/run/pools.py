@@ -4,6 +4,7 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from async_flowrl.config.pool_names import ROLLOUT, TRAINER
@@ -13,8 +14,8 @@ from async_flowrl.config.shared import SHARED
 from async_flowrl.controller.reward_servers import SERVERS, server_pools
 from async_flowrl.run.nodes import OUR_CODE
 from async_flowrl.tickets.wordings import upcoming
+from separation.cohosted import SubPool, sub_groups
 from separation.group import PoolSpec, WorkerGroup
-from separation.shared import SubPool, sub_groups
 
 if TYPE_CHECKING:
     from async_flowrl.run.prepare import Prepared
@@ -27,6 +28,9 @@ NVML_CHECK = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 """Environment that makes torch ask the driver whether there is a GPU, without initialising CUDA. Processes that
 vllm_omni starts must not inherit an initialised CUDA."""
 
+Workers = Mapping[str, tuple[str, Mapping[str, Any]]]
+"""Import path of a worker class → that of another, used in its place by tests and benchmarks, and further arguments."""
+OUR_OWN: Workers = MappingProxyType({})
 MAX_UPCOMING = 32_768
 """Limit on the prompts that a rollout worker with `text_encoder=cached` is told in advance. For any other prompt, it
 loads the text encoder again."""
@@ -41,7 +45,13 @@ def pools(prepared: "Prepared") -> list[PoolSpec]:
         TRAINER: {**model, "sizes": prepared.trained_sizes},
         ROLLOUT: {**model, **ahead},
     }
-    return [replace(spec, arguments={**spec.arguments, **arguments.get(spec.name, {})}) for spec in outline(config)]
+    specs = []
+    for spec in outline(config):
+        factory, more = prepared.workers.get(spec.factory, (spec.factory, {}))
+        specs.append(
+            replace(spec, factory=factory, arguments={**spec.arguments, **arguments.get(spec.name, {}), **more})
+        )
+    return specs
 
 
 def outline(config: Config) -> list[PoolSpec]:
@@ -127,8 +137,6 @@ def reward_spec(pool: RewardPool, config: Config) -> PoolSpec:
         pool.workers,
         arguments={
             "config": pool.config(config.reward),
-            "delays": config.debug.delays,
-            "seed": config.seed,
             "folder": Path(config.output_dir).absolute(),
             SERVERS: {},
             "held_out": held_out_by_pool(config).get(pool.name, {}),

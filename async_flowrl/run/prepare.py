@@ -3,7 +3,7 @@
 It returns Prepared: the parts of a run that follow from the configuration. run/job.py calls it first.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from async_flowrl.algorithms.base import Algorithm
 from async_flowrl.algorithms.registry import build_algorithm
@@ -24,6 +24,7 @@ from async_flowrl.rewards.time_limits import too_slow
 from async_flowrl.rollout.vllm_omni.settings import check_model
 from async_flowrl.run.baseline import baseline_sampling
 from async_flowrl.run.early import refuse_early
+from async_flowrl.run.pools import Workers
 from async_flowrl.tickets.arithmetic import check_batching, shape
 from async_flowrl.tickets.request import RequestBuilder
 from async_flowrl.types import Resolution
@@ -47,6 +48,8 @@ class Prepared:
     data: Data
     sizes: tuple[Resolution, ...]
     """All sizes in pixels that the run's images can have, sorted by their number of pixels."""
+    workers: Workers = field(default_factory=dict)
+    """Worker classes of tests and benchmarks in place of the run's own."""
 
     @property
     def sizes_in_words(self) -> str:

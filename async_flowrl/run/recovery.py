@@ -43,8 +43,8 @@ from async_flowrl.run.stopping import StopRequest
 from async_flowrl.training.checkpoint import held_versions
 from async_flowrl.training.checkpoint_folder import checkpoint_step, drop_newer, written
 from async_flowrl.training.checkpoint_manifest import DamagedCheckpoint
+from separation.cohosted import SubGroup
 from separation.group import Worker, WorkerDied, WorkerFailed, WorkerGroup
-from separation.shared import SubGroup
 from separation.supervise import DeadlineExceeded, deadline, together
 
 logger = logging.getLogger(__name__)

@@ -2,10 +2,14 @@
 
 import asyncio
 import signal
+import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import NoReturn
 
 from async_flowrl.config import exit_codes
+from async_flowrl.observability.terminal import say
 
 
 class StopRequest:
@@ -39,3 +43,25 @@ def listening(stop: StopRequest, time_limit: float | None) -> Iterator[None]:
         loop.remove_signal_handler(signal.SIGTERM)
         if timer is not None:
             timer.cancel()
+
+
+@contextmanager
+def sigterm_ends() -> Iterator[None]:
+    """Context in which SIGTERM raises SystemExit in the main thread, with the exit code RESUMABLE.
+
+    So what was started is ended, and whoever started the run may start it again. While a run listens to SIGTERM itself
+    (`listening`), that has precedence. Does nothing in another thread.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def end(*_: object) -> NoReturn:
+        say("async_flowrl: ended by SIGTERM before the first step\n", sys.stderr)
+        raise SystemExit(exit_codes.RESUMABLE)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL if before is None else before)

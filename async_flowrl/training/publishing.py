@@ -1,12 +1,10 @@
 """The sending end of the weights, on the trainer rank that sends them: versions of the policy and of its EMA."""
 
-from collections.abc import Mapping
+from typing import Any
 
-import torch
 from torch import Tensor
 
 from async_flowrl.config.schema import Config
-from async_flowrl.observability.delays import debug_delay
 from async_flowrl.policies.base import Policy
 from async_flowrl.policies.tuning import tuning_of
 from async_flowrl.seeds import derive
@@ -15,35 +13,6 @@ from async_flowrl.training.versions import Versions
 from async_flowrl.types import EMA, POLICY, ByteArray
 from checkpoint_engine import CANARY_VERSION, Header, Publisher, canary_tensors
 from checkpoint_engine.ends import SendingEnd
-
-
-class DebugPublisher(Publisher):
-    """A publisher that obeys `debug.delays.publish` and `debug.freeze_publish`, which are for tests."""
-
-    def __init__(
-        self, config: Config, tensors: Mapping[str, Tensor], stream: str, *, dtypes: Mapping[str, torch.dtype]
-    ) -> None:
-        tuning, retain = tuning_of(config), config.live_versions
-        super().__init__(tensors, stream, dtypes=dtypes, alpha=tuning.alpha, rank=tuning.rank, retain=retain)
-        self._config = config
-        self._frozen = config.debug.freeze_publish and stream == POLICY
-
-    def seal(self, version: int) -> Header:
-        debug_delay(self._config.debug.delays, "publish", self._config.seed, "publish", version)
-        header = super().seal(version)
-        if self._frozen and version == 0:
-            self.hold(0)
-        return header
-
-    def payload(self, version: int) -> tuple[Header, ByteArray]:
-        header, data = super().payload(version)
-        return header, super().payload(0)[1] if self._frozen and version > 0 else data
-
-    def piece(self, version: int, start: int, size: int) -> tuple[Header | None, ByteArray]:
-        header, data = super().piece(version, start, size)
-        if self._frozen and version > 0:  # also of a version that is sent before it is sealed
-            return header, super().piece(0, start, size)[1]
-        return header, data
 
 
 class PublishedStreams:
@@ -57,8 +26,10 @@ class PublishedStreams:
         self._config, self._policy, self._parameters, self._versions = config, policy, parameters, versions
         self._tuning = tuning_of(config)
         tensors, dtypes = parameters.named(parameters.values.data), versions.dtypes
-        self.policy = DebugPublisher(config, tensors, POLICY, dtypes=dtypes)
-        self.ema = None if versions.ema is None else DebugPublisher(config, tensors, EMA, dtypes=dtypes)
+        of_both: Any = {"dtypes": dtypes, "alpha": self._tuning.alpha, "rank": self._tuning.rank}
+        of_both["retain"] = config.live_versions
+        self.policy = Publisher(tensors, POLICY, **of_both)
+        self.ema = None if versions.ema is None else Publisher(tensors, EMA, **of_both)
         self.collective = SendingEnd(self.policy, parameters.values.device)
 
     def stage(self, version: int, stream: str = POLICY) -> None:
@@ -98,7 +69,7 @@ class PublishedStreams:
         for publisher in filter(None, (self.policy, self.ema)):
             publisher.clear()
 
-    def _publisher(self, stream: str) -> DebugPublisher:
+    def _publisher(self, stream: str) -> Publisher:
         if stream == POLICY:
             return self.policy
         if stream != EMA or self.ema is None:

@@ -19,7 +19,6 @@ from async_flowrl.algorithms.registry import build_algorithm
 from async_flowrl.config.resolution import configured
 from async_flowrl.config.schema import Config
 from async_flowrl.config.sections.tune import FULL
-from async_flowrl.observability.delays import debug_delay
 from async_flowrl.policies.base import Policy
 from async_flowrl.policies.kernels import repeatable_kernels
 from async_flowrl.policies.loading import ONE_AT_A_TIME
@@ -54,7 +53,6 @@ from async_flowrl.training.update import Update
 from async_flowrl.training.versions import Versions
 from async_flowrl.types import FloatArray, Resolution, Trajectory
 from checkpoint_engine import weights_digest
-from separation.malloc import keep_freed_memory
 from separation.numa import bind
 
 logger = logging.getLogger(__name__)
@@ -89,8 +87,6 @@ class TrainerWorker:
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         if config.deterministic:
             repeatable_kernels()
-        if self.device.type == "cpu":
-            keep_freed_memory()
         if config.runtime.numa_binding:
             logger.info("NUMA: this worker %s", bind())
         self.world = World()
@@ -210,7 +206,6 @@ class TrainerWorker:
         stats = replace(stats, spans=(*waited, *stats.spans))
         if self.world.size > 1:
             stats = replace(stats, digest=self.parameters.fingerprint())
-        debug_delay(self.config.debug.delays, "update", self.config.seed, "update", stats.step, stats.update)
         if not stats.skipped:
             self.versions.after_optimizer_step(self.optimizer.steps)
         if stats.update == self.config.trainer.updates_per_batch - 1:

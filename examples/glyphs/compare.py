@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from async_flowrl.benchmark.page import between_markers
+from benchmarks.page import between_markers
 from examples.glyphs.audit import open_model, scores, trained_images
 from examples.glyphs.curves import read
 from examples.glyphs.flow import STEPS

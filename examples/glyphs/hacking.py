@@ -21,9 +21,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from async_flowrl.benchmark.page import between_markers
 from async_flowrl.observability.evaluations import Evaluation, read_evaluations
 from async_flowrl.observability.hacking import alarms, notices
+from benchmarks.page import between_markers
 
 ROOT = Path(__file__).resolve().parents[2]
 FROZEN_ON, JUDGED_ON = (0, 1, 2, 3), (4, 5, 6, 7)

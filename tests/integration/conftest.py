@@ -103,8 +103,6 @@ def existing_cluster() -> Iterator[str]:
     import ray
     from ray.cluster_utils import Cluster
 
-    from separation.ray_head import start_with_what_runs
-
     head = {
         "num_cpus": 4,
         "resources": {"trainer": 1, "rollout": 2},
@@ -112,7 +110,7 @@ def existing_cluster() -> Iterator[str]:
         "include_dashboard": False,
     }
     cluster = Cluster()
-    started(lambda: start_with_what_runs(lambda: cluster.add_node(**head)))
+    started(lambda: cluster.add_node(**head))
     try:
         yield str(cluster.address)
     finally:

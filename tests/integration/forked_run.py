@@ -11,7 +11,7 @@ from tests.support.forked_workers import NAME, in_their_place, server
 
 
 def command(arguments: list[str], said: tuple[str, str], environment: dict[str, str]) -> None:
-    """Runs in the process: what `python -m async_flowrl.main` does, and the exit code.
+    """Runs in the process: what `python -m benchmarks.disturbed` does, and the exit code.
 
     What it says on stdout and stderr goes to the files `said`.
     """
@@ -19,7 +19,7 @@ def command(arguments: list[str], said: tuple[str, str], environment: dict[str, 
 
     import torch
 
-    from async_flowrl.main import main
+    from benchmarks.disturbed import main
 
     os.chdir(ROOT)
     os.environ.clear()  # It was forked from a process with the environment of another moment.

@@ -1,6 +1,6 @@
 """Gates in a run's own process: what it does is held up until something else has happened, so that no clock decides.
 
-Run as `python -m tests.integration.gates`, this module is `async_flowrl.main` with the gate `first_ticket_last`; its
+Run as `python -m tests.integration.gates`, this module is `benchmarks.disturbed` with the gate `first_ticket_last`; its
 workers on Ray are forked if the environment names who does it (forked_workers.py).
 """
 
@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
-from async_flowrl import main as entry
+from benchmarks import disturbed
 from tests.support.forked_workers import in_their_place
 
 LIMIT = 300.0
@@ -189,15 +189,9 @@ def generation_while_the_trainer_waits() -> Iterator[None]:
 
 
 def main() -> int:
-    """`async_flowrl.main` with the gate, which is put there when the run's code has been imported."""
-    import_ahead, gate = entry.import_ahead, first_ticket_last()
-
-    def imported() -> None:
-        import_ahead()
-        gate.__enter__()
-
-    with mock.patch.object(entry, "import_ahead", imported), in_their_place():
-        return entry.main()
+    """`benchmarks.disturbed` with the gate."""
+    with first_ticket_last(), in_their_place():
+        return disturbed.main()
 
 
 if __name__ == "__main__":

@@ -11,11 +11,11 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-from async_flowrl.observability import delays
 from async_flowrl.rollout.diffusers_engine import DiffusersEngine
 from async_flowrl.run import job
 from async_flowrl.training import update_metrics
 from async_flowrl.training.update import Update
+from benchmarks import disturbed
 
 PATIENT = tuple(f"deadlines.{call}=inf" for call in ("generate", "score", "publish", "update", "stall"))
 """Settings of a run on this clock: to it, a call takes as long as all delays meanwhile."""
@@ -23,7 +23,7 @@ PATIENT = tuple(f"deadlines.{call}=inf" for call in ("generate", "score", "publi
 
 @contextmanager
 def leaping_clock(*, generate: float = 0.0, update: float = 0.0) -> Iterator[None]:
-    """All that reads the time, the event loop included, reads it with the delays (`debug.delays`) until then.
+    """All that reads the time, the event loop included, reads it with the delays (benchmarks/disturbed.py) until then.
 
     `generate` is the seconds that denoising a ticket takes by this clock, and `update` those of an optimizer step; a
     delay comes after that work and is no part of its span.
@@ -60,7 +60,7 @@ def leaping_clock(*, generate: float = 0.0, update: float = 0.0) -> Iterator[Non
         stack.enter_context(mock.patch.object(time, "time", wall))
         stack.enter_context(mock.patch.object(update_metrics, "time", wall))
         stack.enter_context(mock.patch.object(time, "monotonic", monotonic))
-        stack.enter_context(mock.patch.object(delays, "time", SimpleNamespace(sleep=leap)))
+        stack.enter_context(mock.patch.object(disturbed, "time", SimpleNamespace(sleep=leap)))
         defaults = job.open_ledgers.__kwdefaults__
         assert defaults is not None
         stack.enter_context(mock.patch.dict(defaults, {"clock": monotonic}))

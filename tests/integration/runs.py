@@ -16,6 +16,7 @@ from async_flowrl.config.compose import compose_config
 from async_flowrl.report.write import write_report
 from async_flowrl.run.job import run as run_config
 from async_flowrl.run.tools import Tools
+from benchmarks.disturbed import split, workers
 from tests.integration.gates import first_ticket_last
 
 ROOT = Path(__file__).parents[2]
@@ -45,7 +46,7 @@ RECORDED = (
     "monitor.wandb=true",
 )
 """Everything that a run can record."""
-DELAYS = tuple(f"debug.delays.{stage}=0.3" for stage in ("generate", "score", "update", "publish"))
+DELAYS = tuple(f"disturb.{stage}=0.3" for stage in ("generate", "score", "update", "publish"))
 GLOO = (
     "checkpoint_engine.transport=gloo",
     "checkpoint_engine.ready_seconds=300",
@@ -110,8 +111,9 @@ class Run:
 
 def train(folder: Path, mode: str, *overrides: str, code: int = 0) -> Run:
     """A run with its workers as threads of this process."""
-    config = compose_config(mode, [*LOCAL, f"output_dir={folder}", *overrides])
-    assert run_config(config, tools=Tools(report=write_report)) == code
+    disturbance, settings = split(overrides)
+    config = compose_config(mode, [*LOCAL, f"output_dir={folder}", *settings])
+    assert run_config(config, tools=Tools(report=write_report), workers=workers(disturbance)) == code
     return Run(folder)
 
 
@@ -144,7 +146,7 @@ def train_on_ray(folder: Path, mode: str, *overrides: str, code: int = 0) -> Run
     return Run(folder)
 
 
-def start(folder: Path, mode: str, *overrides: str, program: str = "async_flowrl.main") -> "subprocess.Popen[str]":
+def start(folder: Path, mode: str, *overrides: str, program: str = "benchmarks.disturbed") -> "subprocess.Popen[str]":
     command = [sys.executable, "-m", program, "--config-name", mode, *TINY, f"output_dir={folder}"]
     return subprocess.Popen(
         [*command, *overrides],

@@ -12,7 +12,7 @@ from separation.processes import alive, descendants
 from tests.integration.forked_run import ForkedRun
 from tests.integration.runs import Run, lines, wait_until
 
-SLOWLY = ("save.every=1", "debug.delays.update=0.3", "debug.delays.constant=true")
+SLOWLY = ("save.every=1", "disturb.update=0.3", "disturb.constant=true")
 LONG = "total_steps=500"
 """Two and a half minutes at least with `SLOWLY`: such a run does not end by itself while a test looks at it."""
 SOON = 120.0

@@ -15,11 +15,12 @@ from async_flowrl.config import exit_codes
 from async_flowrl.config.compose import composed, typed
 from async_flowrl.main import record
 from async_flowrl.run.job import run as run_config
+from benchmarks.disturbed import split, workers
 from tests.integration.runs import LOCAL, ROOT
 from tests.support.forked import python
 from tests.support.terminal import Terminal
 
-COMMAND = ["-m", "async_flowrl.main", "--config-name", "one_step_off", *LOCAL]
+COMMAND = ["-m", "benchmarks.disturbed", "--config-name", "one_step_off", *LOCAL]
 
 
 @pytest.fixture
@@ -67,14 +68,15 @@ def test_the_screens_of_a_run(short_folder: Path) -> None:
 
 def run(*overrides: str) -> int:
     """A run of this process, with what a command line leaves in `.hydra/`."""
-    values = composed("one_step_off", [*LOCAL, *overrides])
+    disturbance, settings = split(overrides)
+    values = composed("one_step_off", [*LOCAL, *settings])
     config = typed(values)
-    return run_config(config, record(values, values.hydra, config.output_dir))
+    return run_config(config, record(values, values.hydra, config.output_dir), workers=workers(disturbance))
 
 
 def test_a_run_that_is_stopped_says_how_to_go_on(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """In a pipe: plain lines, one per step; then the command that its last line names."""
-    folder, limit = tmp_path / "a_run", ("time_limit=4", "debug.delays.update=0.5", "console=auto")
+    folder, limit = tmp_path / "a_run", ("time_limit=4", "disturb.update=0.5", "console=auto")
     assert run("total_steps=200", f"output_dir={folder}", "data.train='a b.txt'", *limit) == exit_codes.CONFIG
     assert run("total_steps=200", f"output_dir={folder}", "resume=auto", *limit) == exit_codes.RESUMABLE
     out = capfd.readouterr().out
@@ -102,7 +104,7 @@ def test_quiet_is_quiet(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> No
 @pytest.mark.slow
 @pytest.mark.parametrize("presses", [1, 2])
 def test_ctrl_c_leaves_the_terminal_as_it_was(tmp_path: Path, presses: int) -> None:
-    overrides = ["console=auto", f"output_dir={tmp_path / 'run'}", "total_steps=500", "debug.delays.update=0.3"]
+    overrides = ["console=auto", f"output_dir={tmp_path / 'run'}", "total_steps=500", "disturb.update=0.3"]
     terminal = Terminal([*COMMAND, *overrides, "save.every=1"])
     terminal.until(lambda t: re.search(r"^step +[3-9]/", t.text, re.MULTILINE) is not None, "a third step")
     for _ in range(presses):

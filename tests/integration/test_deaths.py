@@ -10,7 +10,8 @@ import numpy as np
 import psutil
 import pytest
 
-from async_flowrl.prove import (
+from async_flowrl.verify import verify
+from benchmarks.prove import (
     digest,
     events,
     finish,
@@ -20,7 +21,6 @@ from async_flowrl.prove import (
     undisturbed,
     wait_for,
 )
-from async_flowrl.verify import verify
 from separation.processes import alive, descendants
 
 pytestmark = [pytest.mark.slow, pytest.mark.chaos, pytest.mark.timeout(600)]
@@ -50,7 +50,7 @@ def test_a_killed_driver_and_a_reward_that_is_not_deterministic(tmp_path: Path) 
         lines = (folder / "scores.jsonl").read_text().splitlines(keepends=True)
         return [json.loads(line) for line in lines if line.endswith("\n")]
 
-    run = start(folder, [*dice, "debug.delays.update=0.3"])
+    run = start(folder, [*dice, "disturb.update=0.3"])
     wait_for(run, folder, lambda: (folder / "checkpoints" / "step_3").exists(), "checkpoint 3 is written")
     wait_for(run, folder, lambda: max(line["step"] for line in scored()) >= 5, "a group of step 5 is scored")
     run.send_signal(signal.SIGKILL)
@@ -90,7 +90,7 @@ HYBRID = ("trainer.num_workers=4", "trainer.shard=hybrid", "trainer.shard_size=2
 def test_a_killed_trainer_rank(expected: str, tmp_path: Path, victim: int, settings: tuple[str, ...]) -> None:
     """All ranks start again with the state that was kept, in place of the checkpoint of step 3."""
     folder = tmp_path / "run"
-    run = start(folder, [*settings, "debug.delays.generate=0.2"])
+    run = start(folder, [*settings, "disturb.generate=0.2"])
     wait_for(run, folder, lambda: (folder / "checkpoints" / "step_3").exists(), "checkpoint 3 is written")
     wait_for(run, folder, lambda: any(e["step"] == 4 for e in events(folder, "step")), "step 4 is done")
     os.kill(pid_of(folder, f"trainer-{victim}"), signal.SIGKILL)
@@ -105,7 +105,7 @@ def test_a_killed_trainer_rank(expected: str, tmp_path: Path, victim: int, setti
 
 def test_all_rollout_workers_killed_at_once(expected: str, tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    run = start(folder, ["rollout.num_workers=2", "debug.delays.generate=0.2"])
+    run = start(folder, ["rollout.num_workers=2", "disturb.generate=0.2"])
     wait_for(run, folder, lambda: any(e["step"] == 2 for e in events(folder, "step")), "step 2 is done")
     for name in ("rollout-0", "rollout-1"):
         os.kill(pid_of(folder, name), signal.SIGKILL)
@@ -117,7 +117,7 @@ def test_all_rollout_workers_killed_at_once(expected: str, tmp_path: Path) -> No
 def test_a_hung_rollout_worker_is_killed_before_its_slot_is_used_again(expected: str, tmp_path: Path) -> None:
     """It is stopped in the middle of a ticket, as a process that waits for a device for ever would be."""
     folder = tmp_path / "run"
-    slow = ["rollout.num_workers=2", "debug.delays.generate=0.5", "debug.delays.constant=true"]
+    slow = ["rollout.num_workers=2", "disturb.generate=0.5", "disturb.constant=true"]
     run = start(folder, [*slow, "deadlines.generate=10"])
     hung = wait_for(run, folder, lambda: running_worker(folder, step=2), "a ticket of step 2 is RUNNING")
     name = next(event["worker"] for event in events(folder, "worker") if event["pid"] == hung)
@@ -134,7 +134,7 @@ def test_a_hung_rollout_worker_is_killed_before_its_slot_is_used_again(expected:
 
 def test_a_hung_trainer_ends_the_run_by_name(tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    run = start(folder, ["debug.delays.generate=0.2", "deadlines.update=15"])
+    run = start(folder, ["disturb.generate=0.2", "deadlines.update=15"])
     wait_for(run, folder, lambda: any(e["step"] == 2 for e in events(folder, "step")), "step 2 is done")
     everything = descendants(run.pid)
     os.kill(pid_of(folder, "trainer-0"), signal.SIGSTOP)

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from checkpoint_engine.benchmark.__main__ import main
-from checkpoint_engine.benchmark.report import BEGIN, END
+from benchmarks.delivery.__main__ import main
+from benchmarks.delivery.report import BEGIN, END
 from tests.integration.runs import ROOT
 
 
@@ -49,7 +49,7 @@ def test_it_writes_a_table_and_the_same_as_json(tmp_path: Path, capsys: pytest.C
 @pytest.mark.slow
 def test_the_command_starts_a_cluster_and_measures_after_a_kill(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "checkpoint_engine.benchmark", *options(tmp_path, kills=1)],
+        [sys.executable, "-m", "benchmarks.delivery", *options(tmp_path, kills=1)],
         capture_output=True,
         text=True,
         timeout=300,

@@ -199,7 +199,7 @@ def test_stream_is_sync(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", ["trainer-1", "rollout-0", "driver"])
 def test_a_killed_process(tmp_path: Path, victim: str) -> None:
-    settings = (*SHARDED, "total_steps=4", "rollout.num_workers=2", "debug.delays.update=0.3")
+    settings = (*SHARDED, "total_steps=4", "rollout.num_workers=2", "disturb.update=0.3")
     calm, folder = tmp_path / "calm", tmp_path / "run"
     process = start(calm, "one_step_off", *settings)
     assert process.wait(timeout=300) == 0

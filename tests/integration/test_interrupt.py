@@ -153,7 +153,7 @@ def test_a_stop_that_takes_the_workers_too_is_resumable(tmp_path: Path) -> None:
 
 
 def test_time_limit_ends_in_order_and_resume_finishes(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    limited = [LONG, "time_limit=2.5", "debug.delays.update=1.0", "debug.delays.constant=true"]
+    limited = [LONG, "time_limit=2.5", "disturb.update=1.0", "disturb.constant=true"]
     done = check_stopped(train(tmp_path / "run", "one_step_off", *limited, code=exit_codes.RESUMABLE))
     assert f"stopped by time_limit=2.5 s after step {done}" in capfd.readouterr().out
     check_resumed(tmp_path / "run", done + 2, "rollout.num_workers=2")
@@ -162,7 +162,7 @@ def test_time_limit_ends_in_order_and_resume_finishes(tmp_path: Path, capfd: pyt
 @pytest.mark.slow
 @pytest.mark.serial
 def test_time_limit_of_processes(tmp_path: Path) -> None:
-    limited = [LONG, "time_limit=15", "debug.delays.update=1.0", "debug.delays.constant=true"]
+    limited = [LONG, "time_limit=15", "disturb.update=1.0", "disturb.constant=true"]
     out, err = finish(start(tmp_path / "run", "one_step_off", *limited), exit_codes.RESUMABLE)
     done = check_stopped(Run(tmp_path / "run"))
     assert f"stopped by time_limit=15 s after step {done}; continue with resume=auto" in out
@@ -172,6 +172,6 @@ def test_time_limit_of_processes(tmp_path: Path) -> None:
 
 
 def test_a_stop_in_the_last_step_is_a_finished_run(tmp_path: Path) -> None:
-    slow = ["total_steps=1", "time_limit=0.5", "debug.delays.update=1.0", "debug.delays.constant=true"]
+    slow = ["total_steps=1", "time_limit=0.5", "disturb.update=1.0", "disturb.constant=true"]
     run = train(tmp_path, "sync", *slow, code=exit_codes.OK)
     assert run.summary["steps"] == run.summary["total_steps"] == 1

@@ -62,8 +62,8 @@ def test_a_run_appears_and_grows_without_a_reload(tmp_path: Path, address: str) 
         page.on("request", lambda each: asked.append(each.url))
         page.goto(address)
         assert "The run is starting" in page.inner_text("body")
-        settings = ["total_steps=8", "evaluate.every=2", "evaluate.before_training=true", "debug.delays.update=1.0"]
-        command = [sys.executable, "-m", "async_flowrl.main", *LOCAL, *settings, f"output_dir={tmp_path / 'run'}"]
+        settings = ["total_steps=8", "evaluate.every=2", "evaluate.before_training=true", "disturb.update=1.0"]
+        command = [sys.executable, "-m", "benchmarks.disturbed", *LOCAL, *settings, f"output_dir={tmp_path / 'run'}"]
         run = subprocess.Popen([*command, "console=quiet"], cwd=ROOT)
         page.wait_for_selector("text=Still running")
         page.evaluate("window.neverReloaded = true")

@@ -8,7 +8,7 @@ from tests.integration.gates import last_ticket_after_hand_over
 from tests.integration.runs import Run, inverted, overtaking, train
 
 STALENESS = {"sync": 0, "stream": 0, "one_step_off": 1, "fully_async": 2}
-DELAYS = ["debug.delays.generate=0.3", *(f"debug.delays.{stage}=0.1" for stage in ("score", "update", "publish"))]
+DELAYS = ["disturb.generate=0.3", *(f"disturb.{stage}=0.1" for stage in ("score", "update", "publish"))]
 
 
 SHORT = "total_steps=3"

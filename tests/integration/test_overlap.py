@@ -17,7 +17,7 @@ pytestmark = pytest.mark.serial("runs")
 
 
 def delays(**seconds: float) -> list[str]:
-    return ["debug.delays.constant=true", *(f"debug.delays.{stage}={each}" for stage, each in seconds.items())]
+    return ["disturb.constant=true", *(f"disturb.{stage}={each}" for stage, each in seconds.items())]
 
 
 @pytest.mark.slow

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from async_flowrl import prove
+from benchmarks import prove
 
 pytestmark = [pytest.mark.slow, pytest.mark.chaos, pytest.mark.timeout(1800)]
 

@@ -80,7 +80,7 @@ def test_a_server_that_does_not_come_up(tmp_path: Path, capsys: pytest.CaptureFi
 def test_sigterm_ends_the_run_in_order_and_its_server_with_it(tmp_path: Path, everybody: bool) -> None:
     """Schedulers send it to every process of a job: the run then needs its server once more to end its step."""
     folder = tmp_path / "run"
-    slowly = ("total_steps=500", "debug.delays.update=0.3", "debug.delays.constant=true", "runtime.backend=local")
+    slowly = ("total_steps=500", "disturb.update=0.3", "disturb.constant=true", "runtime.backend=local")
     process = start(folder, "one_step_off", *slowly, *reward(f"{SERVE} reward=color"))
     wait_until(process, lambda: len(lines(folder / "metrics.jsonl")) >= 2, "its second step")
     for each in running(folder) if everybody else [psutil.Process(process.pid)]:

@@ -246,7 +246,7 @@ def test_resume_refuses_another_configuration(tmp_path: Path, capfd: pytest.Capt
 def test_a_killed_driver_is_replaced_by_resume_and_only_one_may_run(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    slowly = ["save.every=2", "debug.delays.update=0.5", "debug.delays.constant=true"]
+    slowly = ["save.every=2", "disturb.update=0.5", "disturb.constant=true"]
     first = ForkedRun(tmp_path / "run", "one_step_off", "total_steps=500", *slowly)
     wait_until(first, lambda: (tmp_path / "run/logs/controller.log").exists(), "it had begun")
     train(tmp_path / "run", "one_step_off", *slowly, "resume=auto", code=2)

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from async_flowrl.plan.rehearsal.cards import Assumptions
+from benchmarks.share_ends import SendingRank, TakingWorker, whole_layout
+from benchmarks.share_report import predicted
+from benchmarks.shares import main
 from checkpoint_engine.shards import shard_layout
-from tests.performance.share_ends import SendingRank, TakingWorker, whole_layout
-from tests.performance.share_report import predicted
-from tests.performance.shares import main
 
 
 @pytest.mark.usefixtures("ray_here")

@@ -1,6 +1,7 @@
-"""Tests of runs whose own cluster starts beside the imports of their code; most of them do not come to train."""
+"""Tests of the start of a run's own cluster; most of these runs do not come to train."""
 
 import signal
+import subprocess
 import sys
 import uuid
 from pathlib import Path
@@ -10,8 +11,7 @@ import pytest
 from async_flowrl.config import exit_codes
 from async_flowrl.main import main
 from separation.processes import descendants
-from tests.integration.forked_run import ForkedRun
-from tests.integration.runs import TINY, finish, start, wait_until
+from tests.integration.runs import LIMIT, ROOT, TINY, finish, start, wait_until
 from tests.integration.watched import SECONDS, WatchedRun
 from tests.support.marked import left_after, marked_processes
 
@@ -21,27 +21,6 @@ def mark(monkeypatch: pytest.MonkeyPatch) -> str:
     """Is in the environment of all that the test starts."""
     monkeypatch.setenv("TEST_MARK", value := f"mark-{uuid.uuid4()}")
     return value
-
-
-def said(err: str) -> list[str]:
-    """Its lines, without those on processes that took their time to end on a busy machine."""
-    return [line for line in err.splitlines() if "which outlived its cluster" not in line]
-
-
-@pytest.mark.serial("runs")
-def test_a_run_that_is_refused_after_its_cluster_began_to_start_leaves_nothing_behind(
-    tmp_path: Path, mark: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Only torch-free checks come before the start; this one is made when the run is prepared."""
-    monkeypatch.delenv("TEST_MARK")  # The process from which the run is forked stays.
-    folder, wrong = tmp_path / "run", "rollout.tickets_per_batch=99"
-    process = ForkedRun(folder, "one_step_off", wrong, backend="ray", environment={"TEST_MARK": mark})
-    wait_until(process, lambda: descendants(process.pid), "the first daemon of its cluster")
-    out, err = process.communicate()
-    assert process.poll() == exit_codes.CONFIG, err
-    (sentence,) = said(err)
-    assert out == "" and sentence.startswith("async_flowrl: rollout.tickets_per_batch=99, but a step has")
-    assert left_after(SECONDS, lambda: marked_processes(mark)) == [] and not folder.exists()
 
 
 @pytest.mark.serial
@@ -58,29 +37,39 @@ def test_a_cluster_that_cannot_start_is_reported_by_the_run(
     assert "Traceback" in log.read_text() and "Traceback" not in err
 
 
-def test_processes_of_workers_start_while_a_run_is_prepared_and_end_with_it(full_run: WatchedRun) -> None:
-    """Ray starts the first of them ahead, and no more than are used."""
+def test_every_worker_is_a_process_and_ends_with_its_run(full_run: WatchedRun) -> None:
     assert sorted(full_run.created) == ["reward-0", "rollout-0", "rollout-1", "trainer-0", "trainer-1"]
-    assert min(full_run.created.values()) < full_run.prepared
-    assert full_run.started == len(full_run.created) and full_run.left == []
+    assert full_run.left == []
 
 
 @pytest.mark.serial
 @pytest.mark.parametrize(
-    ("number", "code", "sentence"),
-    [
-        (signal.SIGTERM, exit_codes.RESUMABLE, "async_flowrl: ended by SIGTERM before the first step"),
-        (signal.SIGINT, exit_codes.INTERRUPTED, "async_flowrl: interrupted"),
-    ],
+    ("number", "code"), [(signal.SIGTERM, exit_codes.RESUMABLE), (signal.SIGINT, exit_codes.INTERRUPTED)]
 )
 def test_a_signal_while_the_cluster_starts_ends_all_of_it(
-    tmp_path: Path, mark: str, number: signal.Signals, code: int, sentence: str
+    tmp_path: Path, mark: str, number: signal.Signals, code: int
 ) -> None:
-    folder = tmp_path / "run"
-    process = start(folder, "one_step_off")
+    process = start(tmp_path / "run", "one_step_off")
     wait_until(process, lambda: descendants(process.pid), "the first daemon of its cluster")
     process.send_signal(number)
-    _, err = finish(process, code)
-    assert said(err) == [sentence]
+    finish(process, code)
     assert left_after(SECONDS, lambda: marked_processes(mark)) == []
-    assert not folder.exists(), "the run was not prepared yet"
+
+
+PREPARING = """
+import sys
+from async_flowrl.config.compose import compose_config
+from async_flowrl.main import train
+from async_flowrl.run import job
+job.prepare = lambda config: (print("prepares", flush=True), sys.stdin.read())
+train(compose_config("one_step_off", [f"output_dir={sys.argv[1]}"]), {})
+"""
+
+
+def test_a_sigterm_while_the_run_is_prepared_is_resumable_and_leaves_no_folder(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", PREPARING, str(tmp_path / "run")]
+    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stdout.readline() == b"prepares\n"
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(LIMIT) == exit_codes.RESUMABLE
+    assert not (tmp_path / "run").exists()

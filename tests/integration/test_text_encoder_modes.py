@@ -101,7 +101,7 @@ def test_a_process_that_also_trains_makes_the_same_weights_with_prompts_that_are
 @pytest.mark.slow
 @pytest.mark.serial
 def test_a_run_that_is_killed_goes_on_with_another_residence(tmp_path: Path, settings: tuple[str, ...]) -> None:
-    slowly = ("debug.delays.update=0.3", "debug.delays.constant=true")
+    slowly = ("disturb.update=0.3", "disturb.constant=true")
     process = start(tmp_path / "run", "one_step_off", *settings, *CACHED, *slowly, "total_steps=500")
     wait_until(process, lambda: len(lines(tmp_path / "run/metrics.jsonl")) >= 2, "its second step")
     os.kill(process.pid, signal.SIGKILL)

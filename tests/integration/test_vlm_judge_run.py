@@ -57,7 +57,7 @@ def test_a_resume_is_bitwise_the_same_though_the_judge_has_changed_its_mind(
     whole = train(tmp_path / "whole", "sync", *overrides)
     assert len(server.requests) == STEPS * 2 * 4 + EVALUATION
     killed = tmp_path / "killed"
-    slow = ["debug.delays.update=2", "debug.delays.constant=true"]
+    slow = ["disturb.update=2", "disturb.constant=true"]
     process = ForkedRun(killed, "sync", *overrides, *slow)
     wait_until(process, lambda: len(lines(killed / "scores.jsonl")) == STEPS * 2, "all groups are scored")
     process.kill()

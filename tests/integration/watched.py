@@ -6,16 +6,13 @@ import subprocess
 import time
 import uuid
 from dataclasses import dataclass, field
-from datetime import datetime
 from pathlib import Path
 from unittest import mock
 
 import psutil
 
-from async_flowrl.observability.run_directory import ATTEMPT
 from separation.processes import alive
 from tests.integration.runs import Run, finish, start, wait_until
-from tests.support import forked_workers
 from tests.support.forked_workers import NAME, server
 from tests.support.marked import left_after, marked_processes
 
@@ -27,22 +24,13 @@ SECONDS = 20.0
 class WatchedRun(Run):
     """A run directory, and the processes that it had."""
 
-    started: int = 0
-    """Processes that Ray had started for workers when it trained; each stands for a forked one (forked_workers.py)."""
     created: dict[str, float] = field(default_factory=dict)
     """Worker → the `time.time()` at which its process was created."""
     left: list[str] = field(default_factory=list)
     """Command lines, or names of workers, of the processes that outlived the run by SECONDS."""
 
-    @property
-    def prepared(self) -> float:
-        """The `time.time()` at which its preparation had ended."""
-        attempt = (self.root / "logs/controller.log").read_text().splitlines()[0]
-        assert attempt.endswith(ATTEMPT)
-        return datetime.strptime(attempt[:23], "%Y-%m-%d %H:%M:%S,%f").timestamp()
 
-
-def watched_on_ray(folder: Path, mode: str, *overrides: str, program: str = "async_flowrl.main") -> WatchedRun:
+def watched_on_ray(folder: Path, mode: str, *overrides: str, program: str = "benchmarks.disturbed") -> WatchedRun:
     """A run of at least four steps with its own Ray cluster, looked at after the third; `program` makes it.
 
     Its workers are forked if the program lets them (gates.py).
@@ -53,7 +41,6 @@ def watched_on_ray(folder: Path, mode: str, *overrides: str, program: str = "asy
     try:
         wait_until(process, lambda: len(Run(folder).metrics) >= 3, "its third step")
         run = Run(folder)
-        started = sum(line.split(" ")[1:2] == [forked_workers.__file__] for line in marked_processes(mark))
         workers = {event["worker"]: psutil.Process(event["pid"]) for event in run.events if event["event"] == "worker"}
         times = {path.stem: created(path) for path in (folder / "logs").glob("*-*.log")}
         finish(process, 0)
@@ -63,7 +50,7 @@ def watched_on_ray(folder: Path, mode: str, *overrides: str, program: str = "asy
     def left() -> list[str]:
         return [*marked_processes(mark), *(name for name, process in workers.items() if alive(process))]
 
-    return WatchedRun(folder, started, times, left_after(SECONDS, left))
+    return WatchedRun(folder, times, left_after(SECONDS, left))
 
 
 def created(log: Path) -> float:

@@ -51,7 +51,7 @@ def one_node_digest(allowed: None, tmp_path_factory: pytest.TempPathFactory) -> 
         if steps not in known:
             root = tmp_path_factory.mktemp("one_node") / "run"
             words = [*TINY, "runtime.backend=local", f"total_steps={steps}", f"output_dir={root}"]
-            command = [sys.executable, "-m", "async_flowrl.main", "--config-name", "one_step_off", *words]
+            command = [sys.executable, "-m", "benchmarks.disturbed", "--config-name", "one_step_off", *words]
             environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
             subprocess.run(command, cwd=ROOT, env=environment, check=True, stdout=subprocess.DEVNULL, timeout=300)
             known[steps] = str(json.loads((root / "summary.json").read_text())["weights_digest"])

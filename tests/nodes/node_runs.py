@@ -111,5 +111,5 @@ def start(driver: Node, root: Path, *overrides: str, **environment: str) -> RunO
     words = ["--config-name", "one_step_off", *TINY, "runtime.address=auto", f"output_dir={root}", *overrides]
     root.parent.mkdir(parents=True, exist_ok=True)
     with root.with_suffix(".txt").open("w") as printed:
-        program = [sys.executable, "-m", "async_flowrl.main", *words]
+        program = [sys.executable, "-m", "benchmarks.disturbed", *words]
         return RunOnNodes(root, driver.start(*program, stdout=printed, **environment))

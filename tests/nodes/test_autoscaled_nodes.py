@@ -19,7 +19,7 @@ STEPS = 10
 LIMIT = 900.0
 HEAD: dict[str, float] = {"trainer": 1, "rollout": 1}
 FAKE = {"RAY_FAKE_CLUSTER": "1", "AUTOSCALER_UPDATE_INTERVAL_S": "1"}
-UNHURRIED = ("debug.delays.generate=10", "debug.delays.constant=true")
+UNHURRIED = ("disturb.generate=10", "disturb.constant=true")
 """A pause of ten seconds before each ticket, so that the run is still going on when the new node has started."""
 EMPTY = {"auth": {}, "docker": {}, "file_mounts": {}, "file_mounts_sync_continuously": False} | {
     f"{which}_commands": []

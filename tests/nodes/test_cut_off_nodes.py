@@ -12,7 +12,7 @@ pytestmark = [pytest.mark.nodes, pytest.mark.slow, pytest.mark.serial, pytest.ma
 
 STEPS = 20
 LIMIT = 900.0
-UNHURRIED = ("debug.delays.generate=10", "debug.delays.constant=true")
+UNHURRIED = ("disturb.generate=10", "disturb.constant=true")
 """A pause of ten seconds before each ticket, so that the run is still going on when the cable is connected again."""
 POOLS = ("trainer.num_workers=2", "rollout.num_workers=2", "save.every=2")
 PINGS = {"RAY_grpc_client_keepalive_time_ms": "5000", "RAY_grpc_client_keepalive_timeout_ms": "5000"}

@@ -12,7 +12,7 @@ pytestmark = [pytest.mark.nodes, pytest.mark.slow, pytest.mark.serial, pytest.ma
 
 STEPS = 10
 POOL = ("rollout.num_workers=1", "rollout.min_workers=1", "rollout.max_workers=2")
-UNHURRIED = ("debug.delays.generate=10", "debug.delays.constant=true")
+UNHURRIED = ("disturb.generate=10", "disturb.constant=true")
 """A pause of ten seconds before each ticket, so that the run is still going on when the new node has joined."""
 LIMIT = 600.0
 NOTICE = ("--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "spot", "--deadline-remaining-seconds", "120")

@@ -21,7 +21,7 @@ OVERHEAD = 0.25
 
 def test_bytes_out_of_the_senders_node_do_not_grow_with_the_receivers(ray_nodes: Callable[..., Nodes]) -> None:
     nodes = ray_nodes(*({} for _ in range(10)))
-    command = (sys.executable, "-m", "checkpoint_engine.benchmark.fan_out", f"--megabytes={MEGABYTES}")
+    command = (sys.executable, "-m", "benchmarks.delivery.fan_out", f"--megabytes={MEGABYTES}")
     said = nodes.head.run(*command, f"--address={nodes.ray_address}", seconds=SECONDS, RAY_AUTH_MODE="token")
     sys.stdout.write(said)
     found = [json.loads(line) for line in said.splitlines() if line.startswith("{")]

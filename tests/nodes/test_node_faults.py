@@ -72,7 +72,7 @@ def test_trajectories_whose_only_copy_was_on_a_lost_node_are_made_again(
     """The trajectories wait for the trainer, which pauses inside a step, when the raylet of their node is killed."""
     steps = 5
     nodes = ray_nodes({}, {"trainer": 1}, {"rollout": 1}, {"rollout": 1}, environment=IN_THE_STORE)
-    slow_trainer = ("debug.delays.update=40", "debug.delays.constant=true")
+    slow_trainer = ("disturb.update=40", "disturb.constant=true")
     run = start(nodes.head, nodes.folder / "run", f"total_steps={steps}", *slow_trainer)
     run.after_step(2)
     time.sleep(20)  # Half of the trainer's pause; the tickets of the next step are made meanwhile.

@@ -12,8 +12,8 @@ from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
 from separation.group import PoolSpec, WorkerDied, WorkerFailed
-from separation.host import RemoteError, resolve
 from separation.local import Parcel
+from separation.worker_process import RemoteError, resolve
 from tests.support.forked import CONTEXT
 
 LANES = ("main", "control", "publish", "save", "sync")

@@ -1,4 +1,4 @@
-"""Starts Ray clusters for tests as a run starts its own: without Ray's processes and workers that nobody uses."""
+"""Starts Ray clusters for tests as a run starts its own."""
 
 import logging
 import socket
@@ -6,10 +6,9 @@ import time
 from typing import Any
 
 import ray
-from ray.job_config import JobConfig
 
-from separation.ray_connection import LEAN, import_path
-from separation.ray_head import start_with_what_runs
+from separation.ray_cluster import import_path
+from separation.ray_internals import job_config
 from tests.support.forked_workers import forked_workers
 
 
@@ -24,11 +23,11 @@ def start_ray(*, num_cpus: int = 8, **machine: Any) -> None:
         "include_dashboard": False,
         "log_to_driver": False,
         "logging_level": logging.ERROR,
-        "job_config": JobConfig(_py_driver_sys_path=import_path()[::-1]),
+        "job_config": job_config(import_path()),
         **machine,
     }
     with forked_workers():
-        start_with_what_runs(lambda: ray.init("local", _system_config=dict(LEAN), **options))
+        ray.init("local", **options)
 
 
 def all_free(patience: float = 10.0) -> bool:

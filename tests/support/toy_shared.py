@@ -1,6 +1,6 @@
 """Toy workers that sample and train (`placement=shared`), in virtual time, under the real controller.
 
-The pool is divided into two pools by the real code (separation/shared.py).
+The pool is divided into two pools by the real code (separation/cohosted.py).
 """
 
 import asyncio
@@ -18,7 +18,7 @@ from async_flowrl.config.shared import SHARED
 from async_flowrl.run.pools import SUB_POOLS
 from async_flowrl.shared.turns import patience
 from async_flowrl.shared.worker import SharedRollout
-from separation.shared import SubGroup, Successors
+from separation.cohosted import SubGroup, Successors
 from separation.virtual import run_virtual
 from tests.support.toy import TEXTS, Disturbance, ToyRun, toy_config, trained_on
 from tests.support.toy_pool import Fault, ListObserver, Timing, ToyPool, ToyWorker, World, name_of, no_fault

@@ -8,7 +8,7 @@ import pytest
 
 import tests.support.toy
 from async_flowrl.controller.replicas import MAX_GROUPS_PER_CALL
-from tests.performance.controller import MODES, AnsweringRollout, measure
+from benchmarks.controller import MODES, AnsweringRollout, measure
 from tests.support.toy import toy_config, toy_run, virtual
 from tests.support.toy_pool import Timing
 

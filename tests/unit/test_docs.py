@@ -1,7 +1,6 @@
 """Tests of the names in the documentation: commands, verbs, settings, files, tests, and the loop that a page quotes."""
 
 import importlib.util
-import json
 import re
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
@@ -92,7 +91,7 @@ def is_a_file_or_module(name: str) -> bool:
     if name in KEYS:
         return False
     files = ("py", "md", "yaml", "json", "jsonl", "publish")
-    return name.rsplit(".", 1)[-1] in files or name.startswith("checkpoint_engine.benchmark")
+    return name.rsplit(".", 1)[-1] in files or name.startswith("benchmarks.")
 
 
 def runs() -> dict[str, str]:
@@ -166,18 +165,6 @@ def test_verbs_exist() -> None:
 def test_the_page_of_settings_is_up_to_date() -> None:
     page = writer("write_configuration").page()
     assert page == TEXTS["docs/configuration.md"], "run: python docs/write_configuration.py"
-
-
-def test_the_page_of_benchmarks_says_what_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    module = writer("write_benchmarks")
-    page = TEXTS["docs/benchmarks.md"]
-    assert module.written(page) == page, "run: python docs/write_benchmarks.py"
-    monkeypatch.setattr(module, "MEASURED", tmp_path)
-    cost = {"workers": 7, "max_staleness": 1, "hand_over": "batch", "tickets": 3, "cpu_per_ticket": 0.5}
-    (tmp_path / "controller.json").write_text(json.dumps([cost | {"tickets_per_s": 2.0, "bytes_per_ticket": 1.0}]))
-    assert "| 7 | 1 | 1 | batch | 500.00 |" in module.written(page)
-    with pytest.raises(ValueError, match="controller: begin"):
-        module.written(page.replace("<!-- controller: begin -->", ""))
 
 
 def test_every_setting_is_on_its_page() -> None:

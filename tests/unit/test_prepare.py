@@ -107,7 +107,7 @@ def test_a_videos_payload_is_counted_in_its_own_layout(algorithm: str, tmp_path:
     assert f"at most {whole / 1e6:.1f} MB of payload" in describe_run(found)
 
 
-def test_the_state_for_a_successor_is_stored_where_one_may_come(tmp_path: Path) -> None:
+def test_the_state_of_a_lora_is_on_its_way_to_the_controller(tmp_path: Path) -> None:
     """In float32: masters, two moments, max_staleness + 1 versions, one of an evaluation; two moving averages."""
     trained = 1_000_000
 
@@ -117,9 +117,8 @@ def test_the_state_for_a_successor_is_stored_where_one_may_come(tmp_path: Path) 
         return arithmetic.stored_bytes(found.config, found.shapes, trained) - tickets
 
     two = "trainer.num_workers=2"
-    assert state() == state(two, "trainer.shard=full") == 0
-    assert state(two, "trainer.shard=hybrid", "trainer.shard_size=2") == 0
-    assert state(two, "trainer.shard=none") == state(two) == 4 * (3 + 2 + 1) * trained
+    assert state("tune=full") == state(two, "tune=full", "trainer.shard=full") == 0
+    assert state() == state(two, "trainer.shard=none") == state(two, "trainer.shard=full") == 4 * (3 + 2 + 1) * trained
     assert state(two, "trainer.ema_decay=0.9") == 4 * (3 + 2 + 1 + 2) * trained
     assert state(two, "algorithm=diffusion_nft", "algorithm.old_policy_decay=half") == 4 * (3 + 2 + 1 + 1) * trained, (
         "the average that samples"
@@ -129,13 +128,14 @@ def test_the_state_for_a_successor_is_stored_where_one_may_come(tmp_path: Path) 
 def test_the_store_must_hold_it_when_the_trained_parameters_are_known(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The cluster is asked again. A rank alone has no successor. Weights on their way need room, shares less."""
-    monkeypatch.setattr("separation.ray_nodes.living_resources", lambda: [{"object_store_memory": 1e8}])
+    """The cluster is asked again. The state and the weights on their way need room, shares less."""
+    monkeypatch.setattr("separation.ray_cluster.living_resources", lambda: [{"object_store_memory": 1e8}])
     found = prepared(tmp_path, "trainer.num_workers=2")
     check_stored(found, trained=1_000_000)
     with pytest.raises(StoreTooSmall, match=r"results and weights lie in the object store, which holds 0\.1 GB"):
         check_stored(found, trained=4_000_000)
-    check_stored(prepared(tmp_path), trained=4_000_000)
+    whole = ("tune=full", "trainer.num_workers=2", "trainer.shard=full")
+    check_stored(prepared(tmp_path, *whole), trained=4_000_000)
     with pytest.raises(StoreTooSmall, match=r"results and weights lie in the object store"):
-        check_stored(prepared(tmp_path), trained=20_000_000)
-    check_stored(prepared(tmp_path, "checkpoint_engine.bucket_bytes=65536"), trained=20_000_000, shares=True)
+        check_stored(prepared(tmp_path, *whole), trained=20_000_000)
+    check_stored(prepared(tmp_path, *whole, "checkpoint_engine.bucket_bytes=65536"), trained=20_000_000, shares=True)

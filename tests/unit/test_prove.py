@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from async_flowrl import prove
+from benchmarks import prove
 
 WHOLE, SHARES = "full weights are left out: ", "full weights in shares of 2 ranks are left out: "
 BOTH = (WHOLE, SHARES)

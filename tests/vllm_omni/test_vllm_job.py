@@ -18,7 +18,7 @@ GLOO = ("checkpoint_engine.transport=gloo",)
 def train(output: Path, *overrides: str) -> dict[str, Any]:
     """Runs the command of the README; the run's summary. Its own checks of the run's files must hold as well."""
     command = [
-        *(sys.executable, "-m", "async_flowrl.main", "--config-name", "one_step_off"),
+        *(sys.executable, "-m", "benchmarks.disturbed", "--config-name", "one_step_off"),
         *("rollout.engine=vllm_omni", f"total_steps={STEPS}", f"output_dir={output}", "monitor.report=false"),
         *("evaluate.max_prompts=1", "evaluate.images_per_prompt=2", *overrides),
     ]
@@ -46,7 +46,7 @@ def test_one_step_off_is_never_staler_than_one_step_and_the_same_twice(tmp_path:
     assert all(abs(line["behaviour_gap"]) < 1e-6 for line in metrics), "the trainer finds other log-probs"
     made = {(e["step"], e["version"]) for e in events(plain, "ticket") if e["kind"] == "train" and "version" in e}
     assert made == {(0, 0), (1, 0), (2, 1), (3, 2)}
-    second = train(shaken, "ticket_size=8", "rollout.num_workers=2", "debug.delays.generate=0.5", *GLOO)
+    second = train(shaken, "ticket_size=8", "rollout.num_workers=2", "disturb.generate=0.5", *GLOO)
     assert first["weights_digest"] == second["weights_digest"]
     assert {e["worker"] for e in events(shaken, "ticket") if e.get("worker")} >= {"rollout-0", "rollout-1"}
 
@@ -55,8 +55,8 @@ def test_one_step_off_is_never_staler_than_one_step_and_the_same_twice(tmp_path:
 def test_a_run_that_publishes_nothing_new_is_stopped(tmp_path: Path) -> None:
     """Version 0's bytes under newer names: the proof of delivery does not depend on the engine."""
     command = [
-        *(sys.executable, "-m", "async_flowrl.main", "--config-name", "one_step_off", "rollout.engine=vllm_omni"),
-        *("total_steps=3", f"output_dir={tmp_path / 'frozen'}", "debug.freeze_publish=true", "evaluate.every=0"),
+        *(sys.executable, "-m", "benchmarks.disturbed", "--config-name", "one_step_off", "rollout.engine=vllm_omni"),
+        *("total_steps=3", f"output_dir={tmp_path / 'frozen'}", "disturb.freeze_publish=true", "evaluate.every=0"),
         "evaluate.before_training=false",
     ]
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "HF_HUB_OFFLINE": "1"})

@@ -1,7 +1,7 @@
 """Tests of the transport benchmark's report and estimates; tests/integration/test_engine_benchmark.py measures."""
 
-from checkpoint_engine.benchmark.measure import memory_needed
-from checkpoint_engine.benchmark.report import report
+from benchmarks.delivery.measure import memory_needed
+from benchmarks.delivery.report import report
 
 
 def cell(transport: str, megabytes: float, fraction: float) -> dict[str, object]:

@@ -4,11 +4,9 @@ import time
 from pathlib import Path
 
 import pytest
-from omegaconf import OmegaConf
 
-from async_flowrl.config import compose
 from async_flowrl.config.check import ConfigError
-from async_flowrl.config.compose import compose_config, composed, typed, with_replaced_terms
+from async_flowrl.config.compose import compose_config, composed
 
 GIVEN = ("sync", ["experiment=two_prompts", "seed=3"])
 
@@ -54,43 +52,3 @@ def test_a_refusal_is_made_each_time() -> None:
     for _ in range(2):
         with pytest.raises(ConfigError, match="no_such"):
             compose_config("sync", ["experiment=no_such"])
-
-
-@pytest.mark.parametrize(
-    ("name", "overrides"),
-    [
-        ("sync", ["experiment=two_prompts", "seed=3", "model.tiny.layers=1", "output_dir=somewhere/else"]),
-        (
-            "fully_async",
-            ["max_staleness=3", "algorithm=diffusion_nft", "algorithm.kl_coef=0.1", "algorithm.kl_coef=0.2"],
-        ),
-        ("one_step_off", ["reward=jpeg_compressibility", "time_limit=null", "trainer.betas=[0.1,0.9]", "name='a b'"]),
-        ("one_step_off", ["reward.terms.color.weight=2.0", "~reward.terms.color", "reward.retries=7"]),
-        ("sync", ["seed=6", "++seed=5", "total_steps=2"]),
-        ("one_step_off", ["+reward.terms.more={name: color}", "reward.terms.more.weight=3", "reward.backoff=2"]),
-        ("one_step_off", ["trainer.learning_rate=1e-4", "trainer={learning_rate: 5e-5}"]),
-        ("one_step_off", ["trainer.learning_rate=1e-4", "+trainer={learning_rate: 5e-5}"]),
-        ("one_step_off", ["data.train=x", "data={train: y}", "experiment=two_prompts"]),
-    ],
-)
-def test_values_that_are_set_after_the_composition_are_those_that_hydra_sets(name: str, overrides: list[str]) -> None:
-    """Hydra's own part, with the command line, too; where an addition or a deletion is around a key, order counts."""
-    given = with_replaced_terms(name, overrides)
-    ours, hydras = composed(name, overrides), compose._by_hydra(name, tuple(given), None)
-    assert OmegaConf.to_yaml(ours) == OmegaConf.to_yaml(hydras)
-    assert compose_config(name, overrides) == typed(ours) == typed(hydras)
-    assert list(ours.hydra.overrides.task) == given
-
-
-def test_a_value_where_a_list_has_numbers_is_refused_in_a_sentence() -> None:
-    with pytest.raises(ConfigError):
-        compose_config("one_step_off", ["trainer.betas.x=3"])
-
-
-def test_what_differs_in_values_alone_is_composed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str] = []
-    by_hydra = compose._by_hydra
-    monkeypatch.setattr(compose, "_by_hydra", lambda name, *given: (asked.append(name), by_hydra(name, *given))[1])
-    compose._of_shipped_files.cache_clear()
-    seeds = [compose_config("stream", ["algorithm=dance_grpo", f"seed={seed}"]).seed for seed in (4, 5)]
-    assert (seeds, asked) == ([4, 5], ["stream"])

@@ -8,8 +8,8 @@ from async_flowrl.config.check import ConfigError, check
 from async_flowrl.config.compose import compose_config
 from async_flowrl.config.devices import may_share, nccl_obstacle
 from async_flowrl.config.environment import TAKEN, environment_refusal
-from separation.host import thread_environment
 from separation.rendezvous import rank_environment
+from separation.worker_process import thread_environment
 
 SHARED = {
     "threads": (("runtime.backend=local",), "runtime.backend=local has all workers in one process"),

@@ -26,7 +26,7 @@ PURE_NUMBERS = """
     seed model.tiny.contrast model.tiny.seed lora.rank lora.alpha rollout.true_cfg_scale rollout.guidance_scale
     algorithm.noise_level algorithm.window_decay_rate algorithm.clip_range algorithm.kl_coef algorithm.adv_clip_max
     algorithm.tis_cap algorithm.beta reward.terms.<name>.weight trainer.learning_rate trainer.betas trainer.eps
-    trainer.weight_decay trainer.max_grad_norm trainer.ema_decay evaluate.seed debug.delays.slow_worker
+    trainer.weight_decay trainer.max_grad_norm trainer.ema_decay evaluate.seed
     reward.terms.<name>.serve.port evaluate.reward.terms.<name>.serve.port evaluate.reward.terms.<name>.weight
     evaluate.baseline_guidance
 """

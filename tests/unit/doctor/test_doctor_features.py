@@ -15,8 +15,8 @@ from async_flowrl.doctor.machines import Machine
 from async_flowrl.doctor.node_features import node_feature_findings
 from async_flowrl.doctor.optional import FEATURES, finding_of, missing, modules, needed
 from async_flowrl.doctor.seats import seats
+from separation.cluster_probe import Node
 from separation.group import PoolSpec
-from separation.survey import Node
 
 POOLS = (
     PoolSpec("trainer", "pkg.module:factory", 2, gpus_per_worker=1, process_group=True),

@@ -1,11 +1,9 @@
 """Tests of the rollout worker: a ticket has the version that its label names, though newer weights arrive."""
 
-import time
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 
 from async_flowrl.config.schema import Config
@@ -93,20 +91,3 @@ def test_the_engine_is_told_the_version_of_every_ticket() -> None:
     for version in (0, 2, 2):
         made(worker, version)
     assert engine.adopted == [Activation("policy", version, digests[version]) for version in (0, 2, 2)]
-
-
-def test_a_slow_worker_takes_its_factor_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a clock that stands still but for the 1.5 s of the engine."""
-    slept, clock = [], [100.0]
-    monkeypatch.setattr(time, "sleep", slept.append)
-    monkeypatch.setattr(time, "time", lambda: clock[-1])
-    config = Config(max_staleness=0)
-    config.debug.delays.slow_worker = 3.0
-    for index, delays in ((0, 1), (1, 0)):
-        worker, engine, _ = worker_with(0)
-        worker.config, worker.index = config, index
-        engine.meanwhile = lambda: clock.append(clock[-1] + 1.5)
-        report = made(worker, 0)
-        assert slept == [3.0] * delays, "two thirds of three times as long"
-        assert [span.name for span in report.spans].count("slow") == delays
-        slept.clear()

@@ -4,10 +4,18 @@ from pathlib import Path
 
 import pytest
 
-from separation.by_node import address_of, seating, share_of_node
 from separation.group import PoolSpec
 from separation.node_checks import OtherCode, code_of, compare_code, sees
-from separation.placement import Reservation, ResourcesMissing, check_fits, reserve, totals
+from separation.placement import (
+    Reservation,
+    ResourcesMissing,
+    address_of,
+    check_fits,
+    reserve,
+    seating,
+    share_of_node,
+    totals,
+)
 
 A, B, C = ({"node:10.0.0.1": 1.0}, {"node:10.0.0.2": 1.0}, {"node:10.0.0.3": 1.0})
 EIGHT = {"CPU": 64.0, "GPU": 8.0}

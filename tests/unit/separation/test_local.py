@@ -11,10 +11,10 @@ import pytest
 
 from separation.cluster import cluster
 from separation.group import PoolSpec, WorkerDied
-from separation.host import resolve, thread_environment
 from separation.processes import alive, descendants, identity, kill_remaining, machine, process_of
 from separation.rendezvous import rank_environment
 from separation.virtual import run_virtual
+from separation.worker_process import resolve, thread_environment
 
 TOY = "tests.unit.separation.toy:Toy"
 

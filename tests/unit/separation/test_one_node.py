@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from separation import ray_session
+from separation import ray_cluster
 from separation.group import PoolSpec
 from separation.placement import PACK, STRICT_PACK, reserve
 
@@ -26,12 +26,12 @@ def test_a_process_group_waits_for_one_node_only_so_long(
         requests.append(strategy)
         return strategy
 
-    monkeypatch.setattr(ray_session, "ONE_NODE_SECONDS", 0.05)
-    monkeypatch.setattr(ray_session, "free_by_node", lambda: [{"CPU": 8.0, "GPU": 4.0}])
-    monkeypatch.setattr(ray_session, "placement_group", request)
-    monkeypatch.setattr(ray_session, "remove_placement_group", removed.append)
-    monkeypatch.setattr(ray_session, "_created", created)
-    session = object.__new__(ray_session.RaySession)
+    monkeypatch.setattr(ray_cluster, "ONE_NODE_SECONDS", 0.05)
+    monkeypatch.setattr(ray_cluster, "free_by_node", lambda: [{"CPU": 8.0, "GPU": 4.0}])
+    monkeypatch.setattr(ray_cluster, "placement_group", request)
+    monkeypatch.setattr(ray_cluster, "remove_placement_group", removed.append)
+    monkeypatch.setattr(ray_cluster, "_created", created)
+    session = object.__new__(ray_cluster.RaySession)
     session._placement_groups = []
     pool = PoolSpec("trainer", "toy", 4, gpus_per_worker=1.0, process_group=True)
     (reservation,) = reserve([pool], {"CPU": 8.0, "GPU": 8.0})

@@ -11,10 +11,9 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from separation import ray_fence
+from separation import head_watchdog
+from separation.head_watchdog import DRIVER_SHARE_OF_PATIENCE, FENCE_SHARE_OF_PATIENCE, keep_in_touch
 from separation.processes import kill_remaining
-from separation.ray_fence import FENCE_SHARE_OF_PATIENCE, keep_in_touch
-from separation.ray_watch import DRIVER_SHARE_OF_PATIENCE
 
 SECONDS = 0.2
 
@@ -45,8 +44,8 @@ def test_failures_count_from_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
     def sleep(seconds: float) -> None:
         clock[0] += 1000.0 if clock[0] == 0.0 else seconds
 
-    monkeypatch.setattr(ray_fence, "unreachable", unreachable)
-    monkeypatch.setattr(ray_fence, "time", SimpleNamespace(monotonic=lambda: clock[0], sleep=sleep))
+    monkeypatch.setattr(head_watchdog, "unreachable", unreachable)
+    monkeypatch.setattr(head_watchdog, "time", SimpleNamespace(monotonic=lambda: clock[0], sleep=sleep))
     keep_in_touch("head", 1, 32.0, said.append)
     assert asked == [0.0, *range(1000, 1039, 2)]
     assert said == ["Ray's head head:1 was out of reach for 32 s (refused): this worker ends itself"]
@@ -66,8 +65,8 @@ def test_a_silent_head_is_asked_again_and_again(monkeypatch: pytest.MonkeyPatch)
     def sleep(seconds: float) -> None:
         clock[0] += seconds
 
-    monkeypatch.setattr(ray_fence, "unreachable", unreachable)
-    monkeypatch.setattr(ray_fence, "time", SimpleNamespace(monotonic=lambda: clock[0], sleep=sleep))
+    monkeypatch.setattr(head_watchdog, "unreachable", unreachable)
+    monkeypatch.setattr(head_watchdog, "time", SimpleNamespace(monotonic=lambda: clock[0], sleep=sleep))
     keep_in_touch("head", 1, 48.0, said.append)
     assert set(limits) == {6.0} and len(limits) == 2 + 6
     assert len(said) == 1
@@ -75,7 +74,7 @@ def test_a_silent_head_is_asked_again_and_again(monkeypatch: pytest.MonkeyPatch)
 
 def test_its_end_is_at_once_and_said_whatever_other_threads_wait_for() -> None:
     program = (
-        "import threading; from separation.ray_fence import end\n"
+        "import threading; from separation.head_watchdog import end\n"
         "threading.Thread(target=threading.Event().wait).start()\n"
         "end('no head')"
     )
@@ -86,7 +85,7 @@ def test_its_end_is_at_once_and_said_whatever_other_threads_wait_for() -> None:
 @pytest.mark.parametrize("log", ["on a full disk", "which takes nothing more"])
 def test_it_ends_where_its_log_cannot_be_written_and_with_what_it_started(log: str) -> None:
     program = (
-        "import subprocess, sys; from separation.ray_fence import end\n"
+        "import subprocess, sys; from separation.head_watchdog import end\n"
         "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
         "print(child.pid, flush=True)\n"
         "end('no head')"

@@ -5,7 +5,7 @@ import os
 import pytest
 from ray import exceptions
 
-from separation.ray_join import MODE, token_refusal, use_token_where_it_is_asked_for
+from separation.ray_cluster import MODE, token_refusal, use_token_where_it_is_asked_for
 
 ADDRESS = "127.0.0.1:6379"
 

@@ -9,9 +9,9 @@ from unittest import mock
 
 import pytest
 
-from separation import ray_drain, ray_seats
+from separation import ray_internals, ray_pool
 from separation.group import NoSeat
-from separation.ray_seats import ReservedSeat, Seats
+from separation.ray_pool import ReservedSeat, Seats
 
 
 class Cluster:
@@ -47,12 +47,12 @@ class Cluster:
 @pytest.fixture
 def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
     made = Cluster()
-    monkeypatch.setattr(ray_seats, "placement_group", made.ask)
-    monkeypatch.setattr(ray_seats, "placement_group_table", made.table)
-    monkeypatch.setattr(ray_seats, "remove_placement_group", made.remove)
-    monkeypatch.setattr(ray_seats, "draining", lambda: made.ending)
-    monkeypatch.setattr(ray_seats, "POLL_SECONDS", 0.01)
-    monkeypatch.setattr(ray_seats, "SUCCESSOR_SECONDS", 0.3)
+    monkeypatch.setattr(ray_pool, "placement_group", made.ask)
+    monkeypatch.setattr(ray_pool, "placement_group_table", made.table)
+    monkeypatch.setattr(ray_pool, "remove_placement_group", made.remove)
+    monkeypatch.setattr(ray_pool, "draining", lambda: made.ending)
+    monkeypatch.setattr(ray_pool, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr(ray_pool, "SUCCESSOR_SECONDS", 0.3)
     return made
 
 
@@ -145,14 +145,14 @@ def test_whoever_is_cancelled_while_ray_answers_leaves_the_seats_in_order(cluste
 
     async def cancelled_while_it_asks(seats: Seats, question: Coroutine[Any, Any, Any], name: str) -> None:
         asked, answer = threading.Event(), threading.Event()
-        real = getattr(ray_seats, name)
+        real = getattr(ray_pool, name)
 
         def held_up(*args: Any, **more: Any) -> Any:
             asked.set()
             answer.wait(10.0)
             return real(*args, **more)
 
-        with mock.patch.object(ray_seats, name, held_up):
+        with mock.patch.object(ray_pool, name, held_up):
             asking = asyncio.create_task(question)
             while not asked.is_set():  # noqa: ASYNC110
                 await asyncio.sleep(0.001)
@@ -166,6 +166,6 @@ def test_whoever_is_cancelled_while_ray_answers_leaves_the_seats_in_order(cluste
 
 def test_the_time_that_a_drained_node_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ray's deadline is a time of day in milliseconds, and 0 where there is none."""
-    monkeypatch.setattr(ray_drain.time, "time", lambda: 1000.0)
-    monkeypatch.setattr(ray_drain.state, "get_draining_nodes", lambda: {"a": 0, "b": 1_030_000, "c": 900_000})
-    assert ray_drain.draining() == {"a": math.inf, "b": 30.0, "c": 0.0}
+    monkeypatch.setattr(ray_internals.time, "time", lambda: 1000.0)
+    monkeypatch.setattr(ray_internals.state, "get_draining_nodes", lambda: {"a": 0, "b": 1_030_000, "c": 900_000})
+    assert ray_internals.draining() == {"a": math.inf, "b": 30.0, "c": 0.0}

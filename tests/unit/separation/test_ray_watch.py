@@ -6,7 +6,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from separation.ray_watch import PATIENCE, HeadLost, patience, watch_address
+from separation.head_watchdog import PATIENCE, HeadLost, patience, watch_address
 
 
 def test_a_head_that_is_gone_for_long_enough_is_named() -> None:
@@ -45,7 +45,7 @@ def test_a_driver_that_was_stopped_itself_asks_again(monkeypatch: pytest.MonkeyP
     pretended = SimpleNamespace(
         get_running_loop=lambda: loop, open_connection=connect, sleep=sleep, timeout=asyncio.timeout
     )
-    monkeypatch.setattr("separation.ray_watch.asyncio", pretended)
+    monkeypatch.setattr("separation.head_watchdog.asyncio", pretended)
     with pytest.raises(HeadLost):
         asyncio.run(watch_address("head", 1, 10.0))
     assert clock == 110.0
@@ -74,7 +74,7 @@ def test_an_attempt_in_which_the_driver_itself_stood_still_does_not_count_alone(
 
     loop = SimpleNamespace(time=lambda: clock)
     pretended = SimpleNamespace(get_running_loop=lambda: loop, open_connection=connect, sleep=sleep, timeout=timeout)
-    monkeypatch.setattr("separation.ray_watch.asyncio", pretended)
+    monkeypatch.setattr("separation.head_watchdog.asyncio", pretended)
     with pytest.raises(HeadLost):
         asyncio.run(watch_address("head", 1, 36.0))
     assert attempts > 2 and limits == {6.0}, "short attempts: TCP repeats a lost packet ever more seldom"

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from separation.cluster import cluster
+from separation.cohosted import SubGroup, SubPool, sub_groups
 from separation.group import PoolSpec, WorkerDied, WorkerFailed
-from separation.shared import SubGroup, SubPool, sub_groups
 
 SUB_POOLS = (SubPool("one", {"main": "main", "side": "side"}), SubPool("two", {"main": "two"}))
 built: list[str] = []

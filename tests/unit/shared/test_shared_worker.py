@@ -12,10 +12,8 @@ import torch
 from async_flowrl.config.schema import Config
 from async_flowrl.config.sections.tune import FULL
 from async_flowrl.policies.registry import resolve_model
-from async_flowrl.rollout import worker as rollout_worker
 from async_flowrl.rollout.worker import RolloutWorker
 from async_flowrl.shared.worker import SharedWorker
-from async_flowrl.training import worker as trainer_worker
 from async_flowrl.training.base_weights import base_tensors
 from async_flowrl.training.messages import StepPlan, TrainRequest, UpdateStats
 from async_flowrl.training.worker import TrainerWorker
@@ -73,18 +71,6 @@ def test_one_base_is_in_memory(loaded: SharedWorker) -> None:
     pointers = [{tensor.data_ptr() for tensor in adapter.values()} for adapter in adapters]
     assert not pointers[0] & pointers[1], "each side has an adapter of its own"
     assert not any(tensor.requires_grad for tensor in sampling.values())
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="workers with a GPU leave malloc as it is")
-def test_either_worker_keeps_freed_memory_on_a_cpu(loaded: SharedWorker, monkeypatch: pytest.MonkeyPatch) -> None:
-    kept: list[str] = []
-    for module in (rollout_worker, trainer_worker):
-        monkeypatch.setattr(module, "keep_freed_memory", lambda name=module.__name__: kept.append(name))
-    config, model = loaded.trainer.config, loaded.trainer.model
-    TrainerWorker(config, model, 0, "trainer-0")
-    assert kept == [trainer_worker.__name__]
-    RolloutWorker(config, model, 0, "rollout-0").load()
-    assert kept == [trainer_worker.__name__, rollout_worker.__name__]
 
 
 def test_it_is_the_same_model_as_in_two_processes(loaded: SharedWorker) -> None:

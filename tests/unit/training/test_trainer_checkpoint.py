@@ -236,7 +236,6 @@ FREE = {
     "reward.num_workers": 5,
     "checkpoint_engine.transport": "gloo",
     "monitor.wandb": True,
-    "debug.delays.generate": 1.0,
     "deadlines.update": 1.0,
     "resume": "auto",
     "total_steps": 7,
@@ -251,7 +250,6 @@ DECIDING = {
     "trainer.learning_rate": 1.0,
     "trainer.updates_per_batch": 2,
     "data.train": "other.txt",
-    "debug.freeze_publish": True,
 }
 
 

@@ -10,6 +10,8 @@ import torch
 from async_flowrl.config.schema import Config
 from async_flowrl.policies.lora import keep_compute_copies, lora_layers, lora_modules, lora_parameters
 from async_flowrl.training.worker import TrainerWorker
+from benchmarks.disturbed import Disturbance
+from benchmarks.disturbed_workers import late
 from checkpoint_engine import (
     CANARY_VERSION,
     LoraModule,
@@ -155,8 +157,8 @@ def test_older_versions_can_be_published_again_after_a_restore(tmp_path: object)
 
 def test_frozen_deliveries_are_refused_by_the_receiver() -> None:
     config = rig.tiny_config()
-    config.debug.freeze_publish = True
     site, worker = Site(config), rig.trainer(config)
+    late(worker.sender, Disturbance(freeze_publish=True))
     worker.sender.stage(0)
     site.receive(worker, 0)
     rig.update(worker, 0, [site.sampler.group(0, 0)])

@@ -15,6 +15,8 @@ from async_flowrl.policies.lora import add_lora, lora_parameters
 from async_flowrl.policies.registry import load_policy, resolve_model
 from async_flowrl.training.messages import Manifest, StepPlan, TrainRequest, UpdateStats
 from async_flowrl.training.update_metrics import PartSums
+from benchmarks.disturbed import Disturbance
+from benchmarks.disturbed_workers import LateTrainer
 from tests.support import trainer_rig as rig
 
 
@@ -207,11 +209,10 @@ def test_a_warm_start_is_where_training_begins_and_what_the_kl_is_taken_to(
 
 
 def test_delays_change_only_time(handed: list[list[rig.Handed]], monkeypatch: pytest.MonkeyPatch) -> None:
-    config = rig.tiny_config()
-    config.debug.delays.update, config.debug.delays.constant = 0.25, True
     slept: list[float] = []
-    monkeypatch.setattr("async_flowrl.observability.delays.time.sleep", slept.append)
-    slow, plain = rig.trainer(config), rig.trainer(rig.tiny_config())
+    monkeypatch.setattr("benchmarks.disturbed.time.sleep", slept.append)
+    slow, plain = rig.trainer(rig.tiny_config()), rig.trainer(rig.tiny_config())
+    slow.__class__, slow.disturbance = LateTrainer, Disturbance(update=0.25, constant=True)
     rig.update(slow, 0, handed[0])
     rig.update(plain, 0, handed[0])
     assert slept == [0.25] and slow.weights_digest() == plain.weights_digest()

@@ -1,0 +1,229 @@
+"""Benchmark of all modes side by side, on the same devices and your own configuration, with the bound of each.
+
+python -m async_flowrl.benchmark [--out DIR] [key=value ...]
+
+It runs `sync` shared (every process samples and trains) and separate, then `stream`, `one_step_off`, `one_step_off`
+shared and `fully_async`, one after another and repeatedly. Overrides such as `model.path=Qwen/Qwen-Image` set the load
+and apply to all. A run's bound is the shortest step that any schedule could make of what its workers took for the work.
+"""
+
+import argparse
+import json
+import shlex
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from async_flowrl.config.check import ConfigError
+from async_flowrl.config.compose import compose_config
+from async_flowrl.config.messages import unknown_name
+from async_flowrl.observability.terminal import say
+
+BASELINE = "sync separate"
+ONE_POOL = "placement=shared"
+NOTHING_BUT_TRAINING = (
+    "evaluate.before_training=false",
+    "evaluate.every=0",
+    "evaluate.images_per_prompt=1",
+    "evaluate.max_prompts=1",
+    "console=quiet",
+    "monitor.report=false",
+)
+"""Overrides that switch off evaluations and reports, which cost the same in every mode."""
+DEFAULT_LOAD = ("prompts_per_step=10", "rollout.num_inference_steps=9")
+"""With the tiny model: about one second each of generation and training per step, ten tickets per worker."""
+HEAD = ("variant", "step s", "images/s", "speed-up", "bound s", "step ÷ bound", "rollout busy", "trainer busy", "age")
+
+
+class RunFailed(RuntimeError):
+    """A variant's run failed or was too short; after a failure the message has the end of its output."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to use the devices: a mode with overrides."""
+
+    name: str
+    mode: str
+    overrides: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Steady state of one run, from its summary."""
+
+    variant: str
+    step_seconds: float
+    images_per_s: float
+    bound_seconds: float
+    busy: Mapping[str, float]
+    """Share of its time for which each pool computes, 0..1."""
+    staleness_mean: float
+    weights_digest: str
+
+
+def variants(devices: int, rollout: int) -> list[Variant]:
+    """Returns every variant for `devices` devices, of which `rollout` generate where pools are separate."""
+
+    def workers(sampling: int, training: int) -> tuple[str, str]:
+        return f"rollout.num_workers={sampling}", f"trainer.num_workers={training}"
+
+    one, two = (ONE_POOL, *workers(devices, devices)), workers(rollout, devices - rollout)
+    return [
+        Variant("sync shared", "sync", one),
+        Variant(BASELINE, "sync", two),
+        Variant("stream", "stream", two),
+        Variant("one_step_off", "one_step_off", two),
+        Variant("one_step_off shared", "one_step_off", one),
+        Variant("fully_async", "fully_async", two),
+    ]
+
+
+def chosen(given: argparse.Namespace) -> list[Variant]:
+    """Returns the variants that the arguments ask for. Raises ValueError for too few devices or an unknown name."""
+    split = [int(each) for each in given.split.split(":")] if given.split else []
+    devices = sum(split) or given.devices or (torch.cuda.device_count() if torch.cuda.is_available() else 2)
+    if devices < 2 or len(split) not in (0, 2) or 0 in split:
+        raise ValueError(f"separate pools need two devices or more, got --devices {devices} --split {given.split}")
+    every = variants(devices, split[0] if split else devices // 2)
+    names = [variant.name for variant in every]
+    if unknown := [name for name in given.only if name not in names]:
+        raise ValueError(unknown_name("--only", unknown[0], names))
+    return [variant for variant in every if not given.only or variant.name in given.only]
+
+
+def run(variant: Variant, overrides: Sequence[str], folder: Path) -> Measured:
+    """Makes one run in a process of its own. Raises RunFailed if it fails or has no steady state."""
+    command = [sys.executable, "-m", "async_flowrl.main", "--config-name", variant.mode, f"output_dir={folder}"]
+    command += [*NOTHING_BUT_TRAINING, *overrides, *variant.overrides]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    if done.returncode != 0:
+        raise RunFailed(f"{variant.name} ended with code {done.returncode}:\n{done.stdout[-2000:]}")
+    return read(variant.name, json.loads((folder / "summary.json").read_text()))
+
+
+def read(name: str, summary: Mapping[str, Any]) -> Measured:
+    """Returns what a run's summary says. Raises RunFailed if the run had too few steps for a steady state."""
+    rate, bound = summary["steady_images_per_s"], (summary["bound"] or {}).get("seconds_per_step")
+    if not rate or not bound:
+        raise RunFailed(f"{name} has no steady state: more steps are needed (--steps)")
+    return Measured(
+        variant=name,
+        step_seconds=summary["images"] / summary["steps"] / rate,
+        images_per_s=rate,
+        bound_seconds=bound,
+        busy={pool: states["busy"] / (sum(states.values()) or 1.0) for pool, states in summary["pools"].items()},
+        staleness_mean=summary["staleness_mean"],
+        weights_digest=summary["weights_digest"],
+    )
+
+
+def compare(given: argparse.Namespace, wanted: Sequence[Variant]) -> list[dict[str, Measured]]:
+    """Makes all repeats, forwards and backwards in turn, so that a slowing machine favours none."""
+    overrides = [f"total_steps={given.steps}", *DEFAULT_LOAD, *given.overrides]
+    rounds = []
+    with tempfile.TemporaryDirectory() as place:
+        compose_config(wanted[0].mode, [*overrides, f"output_dir={place}/none"])
+        for repeat in range(given.repeats):
+            measured = {}
+            for variant in reversed(wanted) if repeat % 2 else wanted:
+                say(f"repeat {repeat + 1} of {given.repeats}: {variant.name}\n", sys.stderr)
+                folder = Path(place) / f"{repeat}-{variant.name.replace(' ', '-')}"
+                measured[variant.name] = run(variant, overrides, folder)
+            rounds.append({variant.name: measured[variant.name] for variant in wanted})
+    return rounds
+
+
+def spread(values: Sequence[float]) -> str:
+    return f"{median(values):.2f} ({min(values):.2f}-{max(values):.2f})"
+
+
+def markdown(command: str, rounds: Sequence[Mapping[str, Measured]]) -> str:
+    """Returns the table, medians with the smallest and largest value; ratios are taken within one repeat."""
+    rows = [HEAD, ("---",) * len(HEAD)]
+    for name in rounds[0]:
+        runs = [each[name] for each in rounds]
+        gain = (
+            [each[BASELINE].step_seconds / each[name].step_seconds for each in rounds] if BASELINE in rounds[0] else []
+        )
+        rows.append(
+            (
+                name,
+                spread([one.step_seconds for one in runs]),
+                f"{median(one.images_per_s for one in runs):.1f}",
+                spread(gain) if gain else "",
+                f"{median(one.bound_seconds for one in runs):.2f}",
+                spread([one.step_seconds / one.bound_seconds for one in runs]),
+                *(f"{median(one.busy.get(pool, 0.0) for one in runs):.0%}" for pool in ("rollout", "trainer")),
+                f"{median(one.staleness_mean for one in runs):.2f}",
+            )
+        )
+    return f"    {command}\n\n" + "\n".join(f"| {' | '.join(row)} |" for row in rows) + "\n"
+
+
+def picture(rounds: Sequence[Mapping[str, Measured]], path: Path) -> None:
+    """Draws images per second per variant: median, and what its bound would allow."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot
+
+    names = list(rounds[0])
+    rates = [median(each[name].images_per_s for each in rounds) for name in names]
+    allowed = [
+        median(each[name].images_per_s * each[name].step_seconds / each[name].bound_seconds for each in rounds)
+        for name in names
+    ]
+    figure, axes = pyplot.subplots(figsize=(8, 0.5 * len(names) + 1.6))
+    axes.barh(names, allowed, color="#dddddd", label="its bound")
+    axes.barh(names, rates, color="#1f5fa8", height=0.5, label="measured")
+    axes.invert_yaxis()
+    axes.set_xlabel("images per second over all devices")
+    axes.legend(loc="lower right")
+    figure.tight_layout()
+    figure.savefig(path, dpi=120, metadata={"Software": None})  # Equal results give equal files.
+    pyplot.close(figure)
+
+
+def parser() -> argparse.ArgumentParser:
+    command_line = argparse.ArgumentParser(prog="python -m async_flowrl.benchmark", description=__doc__)
+    option = command_line.add_argument
+    option("overrides", nargs="*", metavar="key=value", help="configuration of all variants")
+    option("--out", type=Path, default=Path("outputs/benchmark"), help="benchmark.{json,md,png} go here")
+    option("--steps", type=int, default=9, help="training steps per run; the first two are warm-up")
+    option("--repeats", type=int, default=2)
+    option("--devices", type=int, help="default: all GPUs, or two CPU cores")
+    option("--split", metavar="R:T", help="rollout and trainer devices of the separate pools")
+    option("--only", action="append", default=[], metavar="NAME", help="only this variant (and others given so)")
+    return command_line
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the benchmark and writes its files; returns 0, or 2 for wrong arguments and failed runs."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    given = parser().parse_intermixed_args(words)
+    try:
+        rounds = compare(given, chosen(given))
+    except (ConfigError, ValueError, RunFailed) as error:
+        say(f"benchmark: {error}\n", sys.stderr)
+        return 2
+    command = shlex.join(["python", "-m", "async_flowrl.benchmark", *words])
+    out: Path = given.out.expanduser()
+    out.mkdir(parents=True, exist_ok=True)
+    record = {"command": command, "rounds": [{name: asdict(run) for name, run in each.items()} for each in rounds]}
+    (out / "benchmark.json").write_text(json.dumps(record, indent=2) + "\n")
+    (out / "benchmark.md").write_text(text := markdown(command, rounds))
+    picture(rounds, out / "benchmark.png")
+    say(f"{text}\nwrote benchmark.json, benchmark.md and benchmark.png to {out}\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

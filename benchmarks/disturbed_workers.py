@@ -1,0 +1,113 @@
+"""The worker classes of a run, late or sending wrong bytes as a Disturbance says (disturbed.py)."""
+
+from typing import Any
+
+from async_flowrl.rewards.worker import RewardWorker
+from async_flowrl.rollout.worker import RolloutWorker
+from async_flowrl.shared.worker import SharedRollout, SharedTrainer, SharedWorker
+from async_flowrl.training.publishing import PublishedStreams
+from async_flowrl.training.worker import TrainerWorker
+from async_flowrl.types import POLICY, ByteArray
+from benchmarks.disturbed import Disturbance
+from checkpoint_engine import Header, Publisher
+
+
+class LatePublisher(Publisher):
+    """Seals late, and can send the bytes of version 0 for those of every newer one."""
+
+    disturbance: Disturbance
+    frozen = False
+
+    def seal(self, version: int) -> Header:
+        self.disturbance.wait("publish", "publish", version)
+        header = super().seal(version)
+        if self.frozen and version == 0:
+            self.hold(0)
+        return header
+
+    def payload(self, version: int) -> tuple[Header, ByteArray]:
+        header, data = super().payload(version)
+        return header, super().payload(0)[1] if self.frozen and version > 0 else data
+
+    def piece(self, version: int, start: int, size: int) -> tuple[Header | None, ByteArray]:
+        header, data = super().piece(version, start, size)
+        if self.frozen and version > 0:  # also of a version that is sent before it is sealed
+            return header, super().piece(0, start, size)[1]
+        return header, data
+
+
+def late(sender: PublishedStreams, disturbance: Disturbance) -> PublishedStreams:
+    """Makes the publishers of a sender late ones; returns the sender."""
+    for publisher in filter(None, (sender.policy, sender.ema)):
+        if type(publisher) is Publisher:
+            made: Any = publisher
+            made.disturbance = disturbance
+            made.frozen = disturbance.freeze_publish and publisher.stream == POLICY
+            made.__class__ = LatePublisher
+    return sender
+
+
+class _Late(TrainerWorker):
+    """A trainer rank whose steps and publishers are late."""
+
+    disturbance: Disturbance
+
+    def take_step(self) -> Any:
+        stats = super().take_step()
+        self.disturbance.wait("update", "update", stats.step, stats.update)
+        return stats
+
+    @property
+    def sender(self) -> PublishedStreams:
+        return late(super().sender, self.disturbance)
+
+
+class LateTrainer(_Late):
+    def __init__(self, *given: Any, disturbance: Disturbance, **options: Any) -> None:
+        super().__init__(*given, **options)
+        self.disturbance = disturbance
+
+
+class LateRollout(RolloutWorker):
+    def __init__(self, *given: Any, disturbance: Disturbance, **options: Any) -> None:
+        super().__init__(*given, **options)
+        self.disturbance = disturbance
+
+    def generate(self, request: Any) -> Any:
+        made = super().generate(request)
+        self.disturbance.wait("generate", self.name, request.ordinal)
+        return made
+
+    def generate_together(self, requests: Any) -> Any:
+        made = super().generate_together(requests)
+        self.disturbance.wait("generate", self.name, requests[0].ordinal)
+        return made
+
+
+class _LateSharedTrainer(_Late, SharedTrainer):
+    pass
+
+
+class _LateSharedRollout(LateRollout, SharedRollout):
+    pass
+
+
+class LateShared(SharedWorker):
+    """Rank and rollout worker in one process, both late."""
+
+    def __init__(self, *given: Any, disturbance: Disturbance, **options: Any) -> None:
+        super().__init__(*given, **options)
+        self.trainer.disturbance = self.rollout.disturbance = disturbance
+        self.trainer.__class__, self.rollout.__class__ = _LateSharedTrainer, _LateSharedRollout
+
+
+class LateReward(RewardWorker):
+    def __init__(self, *given: Any, disturbance: Disturbance, **options: Any) -> None:
+        super().__init__(*given, **options)
+        self.disturbance, self.calls = disturbance, 0
+
+    def score_terms(self, *given: Any) -> Any:
+        scores = super().score_terms(*given)
+        self.disturbance.wait("score", self.name, self.calls)
+        self.calls += 1
+        return scores

@@ -1,0 +1,172 @@
+"""The survey of a Ray cluster from outside of any run: its nodes, a function on each node, clocks, and a broadcast.
+
+The doctor (async_flowrl/doctor) uses `survey` to check the nodes before a run.
+"""
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import ray
+from ray import exceptions
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from separation.placement import ResourcesMissing
+from separation.ray_cluster import RayConnection
+from separation.ray_internals import free_by_node
+from separation.worker_process import resolve
+
+_POLL_SECONDS = 0.2
+CLOCK_ROUNDS = 5
+"""Number of times that a node is asked for its time; the quickest answer is used, because it is the most exact."""
+
+
+@dataclass(frozen=True)
+class Node:
+    """One living node, with all of its resources and those of them that are free now."""
+
+    id: str
+    address: str
+    resources: Mapping[str, float]
+    free: Mapping[str, float]
+
+    @property
+    def name(self) -> str:
+        """Address and short id, because several nodes of a pretended cluster may have the same address."""
+        return f"{self.address} {self.id[:6]}"
+
+
+@dataclass(frozen=True)
+class Offset:
+    """Difference of a node's clock from this process's clock in seconds; the error is at most `within` seconds."""
+
+    seconds: float
+    within: float
+
+
+class _Probe:
+    """An actor that reserves no CPU, so it also starts on a node where a run holds all CPUs."""
+
+    def run(self, place: str, *arguments: Any) -> Any:
+        return resolve(place)(*arguments)
+
+    def clock(self) -> float:
+        return time.time()
+
+    def fetch(self, refs: Sequence[Any]) -> tuple[float, int]:
+        """Returns the seconds until the object is in this node's object store, and the number of its bytes."""
+        began = time.perf_counter()
+        (values,) = ray.get(list(refs))
+        return time.perf_counter() - began, int(values.nbytes)
+
+
+class Survey:
+    """A survey of one cluster, with an actor on every node. Methods return node id → the value or the error."""
+
+    def __init__(self, nodes: Sequence[Node], seconds: float) -> None:
+        """`seconds` is the time limit for the answer of a node."""
+        self.nodes, self._seconds = nodes, seconds
+        self._probes = {node.id: _started_on(node.id) for node in nodes}
+
+    def run(self, place: str, *arguments: Any) -> dict[str, Any]:
+        """Returns the result of `pkg.module:function` on every node."""
+        return self._answers({node: probe.run.remote(place, *arguments) for node, probe in self._probes.items()})
+
+    def clocks(self) -> dict[str, Offset | Exception]:
+        """Returns the offset of every node's clock from this process's clock.
+
+        The node's time is compared with the middle between question and answer.
+        """
+        return {node: self._offset(probe) for node, probe in self._probes.items()}
+
+    def _offset(self, probe: Any) -> Offset | Exception:
+        """Returns the clock's offset of one node by the quickest of CLOCK_ROUNDS answers, or the error."""
+        offsets: list[Offset] = []
+        for _ in range(CLOCK_ROUNDS):
+            asked = time.time()
+            answer = self._answers({"": probe.clock.remote()})[""]
+            if isinstance(answer, Exception):
+                return answer
+            answered = time.time()
+            offsets.append(Offset(answer - (asked + answered) / 2, (answered - asked) / 2))
+        return min(offsets, key=lambda offset: offset.within)
+
+    def broadcast(self, nbytes: int) -> dict[str, float | Exception]:
+        """Puts an object of `nbytes` bytes into this node's store; returns the seconds until each node has fetched it.
+
+        All nodes fetch at the same time.
+        """
+        ref = ray.put(np.zeros(nbytes, dtype=np.uint8))
+        answers = self._answers({node: probe.fetch.remote([ref]) for node, probe in self._probes.items()})
+        return {node: each if isinstance(each, Exception) else each[0] for node, each in answers.items()}
+
+    def close(self) -> None:
+        """Kills the actors."""
+        for probe in self._probes.values():
+            ray.kill(probe)
+
+    def _answers(self, refs: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns every node's answer; an exception for a node that fails or is late."""
+        ray.wait(list(refs.values()), num_returns=len(refs), timeout=self._seconds)
+        answers: dict[str, Any] = {}
+        for node, ref in refs.items():
+            try:
+                answers[node] = ray.get(ref, timeout=0)
+            except exceptions.GetTimeoutError:
+                answers[node] = TimeoutError(f"no answer within {self._seconds:g} s")
+            except exceptions.RayTaskError as error:
+                answers[node] = error.cause
+            except exceptions.RayError as error:
+                answers[node] = error
+        return answers
+
+
+@contextmanager
+def survey(address: str, *, nodes: int = 1, wait: float = 0.0, seconds: float = 120.0) -> Iterator[Survey]:
+    """Context manager that joins the cluster at `address`, yields a Survey of it, and leaves the cluster unchanged.
+
+    It waits until the cluster has `nodes` living nodes, `wait` seconds at most, and then surveys those that live.
+    `seconds` is the time limit for a node's answer. Raises ResourcesMissing if nothing answers at the address, and
+    ConnectionError if Ray finds no cluster there.
+    """
+    until = time.monotonic() + wait
+    connection = _joined(address, until)
+    try:
+        while len(nodes_now := living()) < nodes and time.monotonic() < until:
+            time.sleep(_POLL_SECONDS)
+        looked = Survey(nodes_now, seconds)
+        try:
+            yield looked
+        finally:
+            looked.close()
+    finally:
+        connection.close()
+
+
+def _joined(address: str, until: float) -> RayConnection:
+    """Returns a connection to the cluster; a cluster that is still starting is tried again until the time `until`."""
+    while True:
+        try:
+            return RayConnection([], address)
+        except (ResourcesMissing, ConnectionError):
+            if time.monotonic() > until:
+                raise
+            time.sleep(_POLL_SECONDS)
+
+
+def living() -> list[Node]:
+    """Returns the living nodes of the cluster that this process has joined, sorted by address."""
+    alive = [node for node in ray.nodes() if node["Alive"]]
+    nodes = [
+        Node(node["NodeID"], node["NodeManagerAddress"], node["Resources"], free)
+        for node, free in zip(alive, free_by_node(alive), strict=True)
+    ]
+    return sorted(nodes, key=lambda node: node.name)
+
+
+def _started_on(node: str) -> Any:
+    here = NodeAffinitySchedulingStrategy(node, soft=False)
+    return ray.remote(num_cpus=0, max_restarts=0)(_Probe).options(scheduling_strategy=here).remote()

@@ -1,0 +1,172 @@
+"""Pools that share their processes: a process hosts one object, and each pool sees one attribute of it as its worker.
+
+Code that uses such a pool need not know of the others. A process has a worker name in each pool, such as `rollout-0`
+and `trainer-0`. When it dies, its workers in all pools are dead. The first request to replace one of them replaces the
+process, and the other pools get the same successor.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn
+
+from separation.group import Growth, Ref, Worker, WorkerDied, WorkerFailed, WorkerGroup, seated
+from separation.pending_calls import pick_lane
+
+
+@dataclass(frozen=True)
+class SubPool:
+    """Description of one of the pools that share processes."""
+
+    pool: str
+    """Name of the pool, and of the attribute of the hosted object that has the methods of its workers."""
+    lanes: Mapping[str, str]
+    """Lane of this pool's workers → lane of the process that runs its calls; `main` must be among the keys."""
+
+
+class SubWorker:
+    """Worker of one of the pools that share processes; errors of its calls name it as in that pool."""
+
+    def __init__(self, process: Worker, sub_pool: SubPool) -> None:
+        self.process, self._sub_pool = process, sub_pool
+        self.name = f"{sub_pool.pool}{process.name.removeprefix(process.pool)}"
+        self.pool, self.index, self.pid, self.node = sub_pool.pool, process.index, process.pid, process.node
+
+    async def call(self, method: str, *args: Any, lane: str = "main") -> Any:
+        with self._by_its_name():
+            return await self.process.call(self._path(method), *args, lane=self._lane(lane))
+
+    async def call_split(
+        self, method: str, *args: Any, returns: int, lane: str = "main"
+    ) -> tuple[Any, tuple[Ref, ...]]:
+        with self._by_its_name():
+            return await self.process.call_split(self._path(method), *args, returns=returns, lane=self._lane(lane))
+
+    async def watch(self) -> NoReturn:
+        with self._by_its_name():
+            await self.process.watch()
+
+    def kill(self) -> None:
+        """Kills the process, and so its workers in all pools."""
+        self.process.kill()
+
+    def _path(self, method: str) -> str:
+        return method if ":" in method else f"{self._sub_pool.pool}.{method}"
+
+    def _lane(self, lane: str) -> str:
+        return pick_lane(self._sub_pool.lanes, lane, self.name)
+
+    @contextmanager
+    def _by_its_name(self) -> Iterator[None]:
+        try:
+            yield
+        except WorkerDied as error:
+            raise WorkerDied(self.name, error.reason) from error
+        except WorkerFailed as error:
+            method = error.method.removeprefix(f"{self._sub_pool.pool}.")
+            raise WorkerFailed(self.name, method, error.kind, error.message, error.remote_traceback) from error
+
+
+class Successors:
+    """Processes of a shared pool and their successors; a dead process is replaced once, however many pools ask."""
+
+    def __init__(self, group: WorkerGroup) -> None:
+        self.group = group
+        self._built = {worker.index: worker for worker in group.workers}
+        self._replacing: dict[int, asyncio.Task[Worker]] = {}
+        self._watches = {worker.name: self._watch(worker) for worker in group.workers}
+
+    async def of(self, before: Worker) -> Worker:
+        """Returns the successor of the process `before`, which is killed if it still lives.
+
+        It is the process that was started last at this index if that one is another and lives. Otherwise the pool
+        starts a new one. Raises what the pool's `replace` raises. If a waiting caller is cancelled, the replacement
+        goes on for the others.
+        """
+        index = before.index
+        if index not in self._replacing:
+            present = self._built[index]
+            if present is not before and not self._watches[present.name].done():
+                return present
+            task = asyncio.create_task(self._replace(index), name=f"the successor of {present.name}")
+            task.add_done_callback(lambda ended: _forgotten(self._replacing, index, ended))
+            self._replacing[index] = task
+        return await asyncio.shield(self._replacing[index])
+
+    def present(self, index: int) -> Worker:
+        """Returns the process that was started last at this index."""
+        return self._built[index]
+
+    async def settle(self) -> None:
+        """Cancels the replacements and watches that are under way, and waits for their end."""
+        tasks = [*self._replacing.values(), *self._watches.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _replace(self, index: int) -> Worker:
+        fresh = await self.group.replace(index)
+        self._built[index], self._watches[fresh.name] = fresh, self._watch(fresh)
+        return fresh
+
+    @staticmethod
+    def _watch(worker: Worker) -> "asyncio.Task[NoReturn]":
+        """Returns a task that ends when the process dies."""
+        watch = asyncio.create_task(worker.watch(), name=f"watch {worker.name}")
+        watch.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
+        return watch
+
+
+def _forgotten(tasks: dict[int, "asyncio.Task[Worker]"], index: int, ended: "asyncio.Task[Worker]") -> None:
+    del tasks[index]
+    if not ended.cancelled():
+        ended.exception()  # Marks it as retrieved, because the callers that wait get the error themselves.
+
+
+class SubGroup:
+    """Worker group of one of the pools that share processes."""
+
+    def __init__(self, successors: Successors, sub_pool: SubPool) -> None:
+        processes = successors.group
+        lanes = tuple(lane for lane in sub_pool.lanes if lane != "main")
+        self.spec = replace(processes.spec, name=sub_pool.pool, lanes=lanes)
+        self.growth: Growth | None = None
+        self._successors, self._sub_pool = successors, sub_pool
+        self._by_index = {process.index: SubWorker(process, sub_pool) for process in processes.workers}
+        self.workers: list[Worker] = list(self._by_index.values())
+
+    async def replace(self, index: int) -> Worker:
+        """Replaces this pool's worker and returns the successor.
+
+        If another pool has had the process replaced already and the new one lives, no further process is started.
+        """
+        return self._seat(await self._successors.of(self._by_index[index].process))
+
+    def follow(self, index: int) -> Worker:
+        """Returns the present worker at `index`, also if another pool had its process replaced; replaces nothing."""
+        present = self._successors.present(index)
+        return seated(self, index) if present is self._by_index[index].process else self._seat(present)
+
+    async def fetch(self, ref: Ref) -> Any:
+        return await self._successors.group.fetch(ref)
+
+    async def close(self) -> None:
+        """Kills the processes, and so the workers of all pools."""
+        await self._successors.group.close()
+
+    def _seat(self, process: Worker) -> Worker:
+        fresh = SubWorker(process, self._sub_pool)
+        self.workers[[worker.index for worker in self.workers].index(process.index)] = fresh
+        self._by_index[process.index] = fresh
+        return fresh
+
+
+@asynccontextmanager
+async def sub_groups(group: WorkerGroup, sub_pools: Sequence[SubPool]) -> AsyncIterator[dict[str, SubGroup]]:
+    """Context that splits `group` into pools that share its processes; yields pool name → worker group."""
+    successors = Successors(group)
+    try:
+        yield {sub_pool.pool: SubGroup(successors, sub_pool) for sub_pool in sub_pools}
+    finally:
+        await successors.settle()

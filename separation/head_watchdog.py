@@ -1,0 +1,167 @@
+"""The watch of a Ray cluster's head, by the driver and by each worker process on a cluster of several nodes.
+
+Without an answer from the head, Ray ends every process of the cluster after a minute, without a chance to clean up. The
+driver raises HeadLost before that. If a node is cut off from the network, the head gives it up after its health checks,
+and other workers take over its work; so each worker ends itself when it has not reached the head for a while, and no
+two workers compute and write the same.
+"""
+
+import asyncio
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import NoReturn
+
+import ray
+
+from separation.processes import descendants, kill
+
+PATIENCE = "RAY_gcs_rpc_server_reconnect_timeout_s"
+"""Environment variable of Ray: seconds after which a process of the cluster that cannot reach the head ends itself."""
+RAY_PATIENCE_SECONDS = 60.0
+"""Ray's default for this time."""
+DRIVER_SHARE_OF_PATIENCE = 0.6
+"""Part of this time after which the head counts as lost. A network that is soon back is tolerated, and enough time is
+left for an orderly end."""
+FEWEST_FAILURES = 4
+"""Number of attempts in a row that must fail before a head counts as out of reach."""
+_POLL_SECONDS = 2.0
+FENCE_SHARE_OF_PATIENCE = 0.8
+"""A worker ends itself when the head has been out of reach for this part of Ray's patience (`ray_patience`). The part
+is larger than the driver's, so that the driver ends the run first and says why."""
+ATTEMPT, PAUSE = 1 / 8, 1 / 16
+"""Time-out of an attempt to connect, and pause after it, as parts of the time for which the head may be out of
+reach."""
+LAST_WORDS_SECONDS = 2.0
+"""Time limit for writing the reason to the log before the process ends."""
+
+
+class HeadLost(RuntimeError):
+    """Raised if the node with Ray's head cannot be reached any more; nothing can then be started or ended."""
+
+
+def patience() -> float:
+    """Returns the seconds for which a head may be out of reach before a run counts it as lost."""
+    return DRIVER_SHARE_OF_PATIENCE * ray_patience()
+
+
+def ray_patience() -> float:
+    """Returns the seconds after which Ray's own processes give a head up."""
+    try:
+        return float(os.environ.get(PATIENCE, RAY_PATIENCE_SECONDS))
+    except ValueError:
+        return RAY_PATIENCE_SECONDS
+
+
+async def watch_head() -> NoReturn:
+    """Watches the head of this process's cluster; raises HeadLost after `patience()` seconds without an answer."""
+    address: str = ray.get_runtime_context().gcs_address
+    host, _, port = address.rpartition(":")
+    await watch_address(host.strip("[]"), int(port), patience())
+
+
+async def watch_address(host: str, port: int, seconds: float) -> NoReturn:
+    """Connects to the address again and again; raises HeadLost when this has failed for `seconds`.
+
+    The seconds count from the first of the failed attempts, and at least FEWEST_FAILURES attempts must fail in a row:
+    otherwise a process that was itself stopped for a while would give up after its first attempt. Attempts are short,
+    because TCP repeats its requests after longer and longer pauses, so one long attempt could miss a network that is
+    back.
+    """
+    loop = asyncio.get_running_loop()
+    failures, failing_since = 0, 0.0
+    while True:
+        began = loop.time()
+        try:
+            async with asyncio.timeout(seconds / 6):
+                _, writer = await asyncio.open_connection(host, port)
+            writer.close()
+            failures = 0
+        except OSError as error:  # a TimeoutError is one
+            failing_since = failing_since if failures else began
+            failures += 1
+            if failures >= FEWEST_FAILURES and loop.time() - failing_since >= seconds:
+                why = str(error) or "no answer"
+                raise HeadLost(
+                    f"Ray's head node {host}:{port} was out of reach for {seconds:g} s ({why}), and with it goes the "
+                    "cluster: start Ray again, then go on with resume=auto"
+                ) from error
+        await asyncio.sleep(min(_POLL_SECONDS, seconds / 4))
+
+
+def settle_in(fenced: bool) -> str:
+    """Returns the IP address of this node; it runs in a worker before the worker's object is built.
+
+    With `fenced`, it also starts the thread that ends this process when the cluster's head cannot be reached.
+    """
+    if fenced:
+        host, _, port = ray.get_runtime_context().gcs_address.rpartition(":")
+        seconds = FENCE_SHARE_OF_PATIENCE * ray_patience()
+        watch = threading.Thread(
+            target=keep_in_touch, args=(host.strip("[]"), int(port), seconds, end), name="fence", daemon=True
+        )
+        watch.start()
+    return node_address()
+
+
+def keep_in_touch(host: str, port: int, seconds: float, give_up: Callable[[str], None]) -> None:
+    """Connects to the address again and again; when this has failed for `seconds`, it calls `give_up` and returns.
+
+    The seconds count from the first of the failed attempts, and at least FEWEST_FAILURES attempts must fail in a row:
+    otherwise a process that was itself stopped for a while would give up after its first attempt. Attempts are short,
+    because TCP repeats its requests after longer and longer pauses, so one long attempt could miss a network that is
+    back.
+    """
+    failures, failing_since = 0, 0.0
+    while True:
+        began = time.monotonic()
+        why = unreachable(host, port, ATTEMPT * seconds)
+        if why is None:
+            failures = 0
+        else:
+            failing_since = failing_since if failures else began
+            failures += 1
+            if failures >= FEWEST_FAILURES and time.monotonic() - failing_since >= seconds:
+                give_up(f"Ray's head {host}:{port} was out of reach for {seconds:g} s ({why}): this worker ends itself")
+                return
+        time.sleep(PAUSE * seconds)
+
+
+def unreachable(host: str, port: int, seconds: float) -> str | None:
+    """Returns why no connection came about within the time; None if one did."""
+    try:
+        socket.create_connection((host, port), seconds).close()
+    except OSError as error:
+        return str(error) or type(error).__name__
+    return None
+
+
+def end(why: str) -> None:
+    """Ends this process and the processes that it has started at once, even if other threads of it are blocked.
+
+    The reason is written to the log first, in a thread with a time limit, because the disk may be full or unreachable.
+    """
+    try:
+        telling = threading.Thread(target=tell, args=(why,), name="last words", daemon=True)
+        telling.start()
+        telling.join(LAST_WORDS_SECONDS)
+        for process in descendants(os.getpid()):
+            kill(process)
+    finally:
+        os._exit(1)
+
+
+def tell(why: str) -> None:
+    """Writes a line to the log; an error of the disk is ignored, because the process ends anyway."""
+    with suppress(OSError):
+        sys.stderr.write(f"{why}\n")
+        sys.stderr.flush()
+
+
+def node_address() -> str:
+    """Returns the IP address of the node on which this process runs."""
+    return str(ray.util.get_node_ip_address())

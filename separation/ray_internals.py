@@ -1,0 +1,96 @@
+"""What this project reads from Ray's private modules, all of it here; tested with Ray 2.50 and 2.60.
+
+Drain notices, free resources by node, the GPUs of this machine, the import path of workers, and the cluster's token.
+"""
+
+import json
+import logging
+import math
+import os
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import ray
+from ray._private import worker as driver
+from ray._private.accelerators import get_accelerator_manager_for_resource
+from ray._private.ray_constants import RESOURCES_ENVIRONMENT_VARIABLE
+from ray._private.state import available_resources_per_node, state
+from ray.exceptions import RayError
+from ray.job_config import JobConfig
+
+from separation.placement import Resources
+
+MODE = "RAY_AUTH_MODE"
+"""Environment variable with Ray's mode of authentication."""
+
+
+def draining() -> dict[str, float]:
+    """Node id → seconds until the node ends, infinity where the notice has no deadline. Asks the head, and waits.
+
+    `ray drain-node`, KubeRay and Ray's autoscaler send a notice before they end a node. Its deadline is a time of day
+    on the clock of whoever sent it.
+    """
+    now = time.time()
+    deadlines: dict[str, int] = state.get_draining_nodes()
+    return {node: max(0.0, at / 1000 - now) if at else math.inf for node, at in deadlines.items()}
+
+
+def free_by_node(nodes: Sequence[Mapping[str, Any]] | None = None) -> list[Resources]:
+    """Returns the free resources of each living node; all of its resources for a node that has not reported yet.
+
+    `nodes` are entries of `ray.nodes()`; None means all nodes of the cluster.
+    """
+    free, nodes = available_resources_per_node(), ray.nodes() if nodes is None else nodes
+    return [free.get(node["NodeID"], node["Resources"]) for node in nodes if node["Alive"]]
+
+
+def gpus_here() -> float:
+    """Returns the number of GPUs that a cluster started on this machine would have, by Ray's count, without CUDA."""
+    if "GPU" in (given := json.loads(os.environ.get(RESOURCES_ENVIRONMENT_VARIABLE, "{}"))):
+        return float(given["GPU"])
+    if (manager := get_accelerator_manager_for_resource("GPU")) is None:
+        return 0.0
+    count, visible = (
+        manager.get_current_node_num_accelerators(),
+        manager.get_current_process_visible_accelerator_ids(),
+    )
+    return float(count if visible is None else min(count, len(visible)))
+
+
+def job_config(folders: Sequence[str]) -> JobConfig:
+    """Returns the settings of a job whose workers search `folders` for modules, in this order, before all others."""
+    # Ray inserts the folders one by one at the front of a worker's sys.path, so the first has to come last.
+    return JobConfig(_py_driver_sys_path=list(folders)[::-1])
+
+
+def keep_terminal_clear() -> None:
+    """Makes Ray print no messages on dead workers into this process's terminal display; `log_to_driver` leaves them."""
+    driver._worker_logs_enabled = False
+
+
+def use_token_where_it_is_asked_for(address: str) -> None:
+    """Makes Ray send the token of `~/.ray/auth_token` if the cluster's head asks for one.
+
+    `ray.init` sends the token only if RAY_AUTH_MODE says so. A head that asks for no token ends the workers of a
+    process that sends one. Therefore the head is first asked without a token, and only if it refuses is the token used.
+    Does nothing with a version of Ray that has no tokens.
+    """
+    if MODE in os.environ or address.startswith("ray://"):
+        return
+    try:
+        from ray._private import services
+        from ray._private.authentication import authentication_token_setup as setup
+        from ray._raylet import GcsClient  # type: ignore[attr-defined]
+        from ray.exceptions import AuthenticationError
+    except ImportError:
+        return
+    try:
+        if (head := services.canonicalize_bootstrap_address(address)) is not None:
+            GcsClient(address=head).internal_kv_keys(b"nothing", namespace=None)
+    except AuthenticationError:
+        logging.getLogger(setup.__name__).setLevel(logging.ERROR)
+        # The name in Ray 2.60. Older versions with tokens do not find the token file by themselves and lack it.
+        getattr(setup, "maybe_enable_token_auth_if_token_available", lambda: False)()
+    except (RayError, ConnectionError):
+        return  # `ray.init` fails in the same way, and the caller reports it.

@@ -1,0 +1,490 @@
+"""A pool whose workers are Ray actors, each in a process of its own (`backend="ray"` of cluster.py): RayGroup.
+
+Ray does not restart them when they die, because a restarted process would lack its state and still have the old name.
+Instead `RayGroup.replace` makes a new worker with a new name. Each worker has a seat, a share of a placement group;
+in an elastic pool, whose size may change, every seat is a placement group of its own (Seats, RayGrowth).
+"""
+
+import asyncio
+import logging
+import os
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+import psutil
+import ray
+from ray import exceptions
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from separation.group import Departure, Growth, NoSeat, PoolSpec, Ref, RefLost, Worker, WorkerDied, WorkerFailed
+from separation.local import Lane
+from separation.node_checks import code_of, compare_code
+from separation.pending_calls import CallTable, pick_lane, settle
+from separation.placement import Resources
+from separation.processes import alive, descendants, kill, process_of
+from separation.ray_internals import draining
+from separation.supervise import deadline, together
+from separation.worker_process import ProcessHost, RemoteError, Surroundings
+
+T = TypeVar("T")
+
+log = logging.getLogger(__name__)
+
+_WATCH = "watch"
+"""Lane of the call that ends only with the process."""
+SILENT = (
+    "; it said nothing before: Ray's logs on its node (/tmp/ray/session_latest/logs) may, or whether that disk is full"
+)
+"""Added to the reason of a death if the process ended before it could write to a log."""
+DEATHS = (
+    exceptions.RayActorError,
+    exceptions.ActorPlacementGroupRemoved,
+    exceptions.ActorUnschedulableError,
+    exceptions.WorkerCrashedError,
+    exceptions.NodeDiedError,
+)
+"""Errors of Ray that mean that the actor's process or its node has ended."""
+POLL_SECONDS = 1.0
+"""Interval of the checks for new seats and for nodes that will end."""
+START_SECONDS = 2.0
+"""Time in which a starting pool looks for more seats than its smallest size needs. Later seats are used later."""
+SUCCESSOR_SECONDS = 10.0
+"""Time that the successor of a lost worker waits for a seat; then the pool goes on without it."""
+
+
+@dataclass(frozen=True)
+class ReservedSeat:
+    """A worker's share of a bundle of a placement group."""
+
+    group: PlacementGroup
+    bundle: int
+    """Index of the bundle in the placement group."""
+    share: Resources
+    node: str = ""
+    """Ray's id of the node, for seats of an elastic pool; else empty."""
+
+
+class Seats:
+    """The seats of an elastic pool: as many as the cluster has room for, up to `most`.
+
+    For every seat that is still missing, a placement group stays requested; Ray's autoscaler may start nodes for these.
+    Calls of Ray run in a thread of their own, because they block while the cluster's head node does not answer.
+    """
+
+    def __init__(self, needs: Resources, most: int, reserved: list[PlacementGroup]) -> None:
+        """`needs` holds the resources of one worker, `reserved` all placement groups of the session.
+
+        The session removes the groups in `reserved` at its end. This object adds its own groups to the list, and takes
+        them out when they are given back.
+        """
+        self._needs, self._most, self._reserved = dict(needs), most, reserved
+        self._taken: list[PlacementGroup] = []
+        self._waiting: list[PlacementGroup] = []
+        self._successors = 0
+        """Number of lost workers whose successors wait for a seat; they get one before new workers do."""
+        self._lane, self._one_asks = Lane("seats"), asyncio.Lock()
+
+    def adopt(self, group: PlacementGroup) -> ReservedSeat:
+        """Returns the seat in a placement group that the session has created, and counts it as taken."""
+        self._taken.append(group)
+        return ReservedSeat(group, 0, self._needs, _node_of(group) or "")
+
+    async def available(self, seconds: float) -> list[ReservedSeat]:
+        """Takes and returns all seats that are free now or become free within `seconds`."""
+        end = asyncio.get_running_loop().time() + seconds
+        seats: list[ReservedSeat] = []
+        while len(self._taken) < self._most:
+            if (seat := await self._look()) is not None:
+                seats.append(seat)
+            elif asyncio.get_running_loop().time() > end:
+                break
+            else:
+                await asyncio.sleep(POLL_SECONDS / 4)
+        return seats
+
+    async def next(self) -> ReservedSeat:
+        """Waits for a seat for one more worker, takes it and returns it. Successors of lost workers come first."""
+        while True:
+            if not self._successors and (seat := await self._look()) is not None:
+                return seat
+            await asyncio.sleep(POLL_SECONDS)
+
+    async def successor(self, old: ReservedSeat) -> ReservedSeat:
+        """Gives a lost worker's seat back, then takes and returns a free one, which may be the same.
+
+        Raises NoSeat if there is none within SUCCESSOR_SECONDS.
+        """
+        self._successors += 1
+        end = asyncio.get_running_loop().time() + SUCCESSOR_SECONDS
+        try:
+            await self.give_back(old)
+            while asyncio.get_running_loop().time() <= end:
+                if (seat := await self._look()) is not None:
+                    return seat
+                await asyncio.sleep(POLL_SECONDS / 4)
+            raise NoSeat(f"no node has had a seat for {SUCCESSOR_SECONDS:g} s")
+        finally:
+            self._successors -= 1
+
+    async def give_back(self, seat: ReservedSeat) -> None:
+        """Removes the seat's placement group; does nothing if that was done before."""
+        if seat.group in self._taken:
+            self._taken.remove(seat.group)
+            await self._remove(seat.group)
+
+    async def departing(self) -> Mapping[str, float]:
+        """Returns node id → seconds until the node ends (infinity: unknown), for nodes that are being drained."""
+        return await self._ask(draining, {})
+
+    async def _look(self) -> ReservedSeat | None:
+        """Takes and returns a seat if one is free, else None; before that, requests the seats that are missing."""
+        async with self._one_asks:
+            while len(self._taken) + len(self._waiting) < self._most:
+                if not await self._ask(self._reserve_one, False):
+                    return None
+        waiting = list(self._waiting)
+        nodes: list[str | None] = await self._ask(lambda: [_node_of(group) for group in waiting], [])
+        ending = await self.departing() if any(nodes) else {}
+        for group, node in zip(waiting, nodes, strict=False):
+            if node is None or group not in self._waiting:
+                continue
+            if node in ending:
+                self._waiting.remove(group)
+                await self._remove(group)
+                continue
+            self._taken.append(group)
+            self._waiting.remove(group)
+            return ReservedSeat(group, 0, self._needs, node)
+        return None
+
+    def _reserve_one(self) -> bool:
+        """Requests one seat. It runs in the thread, so a cancelled caller cannot lose a placement group."""
+        if len(self._taken) + len(self._waiting) < self._most:
+            asked = placement_group([dict(self._needs)], strategy="PACK")
+            self._reserved.append(asked)
+            self._waiting.append(asked)
+        return True
+
+    async def _remove(self, group: PlacementGroup) -> None:
+        self._reserved.remove(group)
+        await self._ask(lambda: remove_placement_group(group), None)
+
+    async def _ask(self, question: Callable[[], T], unanswered: T) -> T:
+        """Runs `question` in the thread and returns its result, or `unanswered` if Ray's head does not answer.
+
+        A dead head is noticed in head_watchdog.py. The question runs to its end even if the caller is cancelled.
+        """
+        try:
+            return await asyncio.shield(asyncio.get_running_loop().run_in_executor(self._lane, question))
+        except exceptions.RayError as error:
+            log.info("Ray's head did not answer: %s", error)
+            return unanswered
+
+
+def _node_of(group: PlacementGroup) -> str | None:
+    """Returns the id of the node of a placement group with one bundle; None while it is only requested."""
+    known: dict[str, Any] = placement_group_table(group)
+    return str(known["bundles_to_node_id"][0]) if known["state"] == "CREATED" else None
+
+
+class RayWorker:
+    """A worker in a Ray actor (a ProcessHost, worker_process.py); implements `Worker` (group.py).
+
+    The lane "main" is the actor's default queue; each other lane is a Ray concurrency group with one thread.
+    """
+
+    def __init__(
+        self,
+        spec: PoolSpec,
+        index: int,
+        name: str,
+        *,
+        seat: ReservedSeat,
+        log_dir: Path | None,
+        code: Mapping[str, str] | None,
+    ) -> None:
+        """Creates the actor without waiting for its process.
+
+        `code` (see `code_of`) is compared with the node's; None on a cluster of one node.
+        """
+        if _WATCH in spec.lanes:
+            raise ValueError(f"the lane name {_WATCH!r} is taken")
+        self.name, self.pool, self.index = name, spec.name, index
+        self.pid, self.node = 0, ""
+        self._spec, self._code = spec, code
+        self._log = log_dir.absolute() / f"{name}.log" if log_dir is not None else None
+        self._calls = CallTable(name)
+        self._lanes: dict[str, dict[str, str]] = {"main": {}}
+        self._lanes |= {lane: {"concurrency_group": lane} for lane in spec.lanes}
+        self.process: psutil.Process | None = None
+        """The actor's process; None before `build`, and if it is on another machine."""
+        self._gone = asyncio.Event()
+        self._actor = self._create(seat)
+        ended = self._actor.watch.options(concurrency_group=_WATCH).remote().as_future()
+        ended.add_done_callback(self._ended)
+
+    async def build(self) -> None:
+        """Builds the worker's object. Raises WorkerFailed, WorkerDied, or OtherCode if the node's code differs."""
+        arguments = {**self._spec.arguments, "index": self.index, "name": self.name}
+        self.pid, *created_on = await self._answer("start", self._actor.identity.remote())
+        self.process = process_of(self.pid, *created_on)
+        self.node = await self.call("separation.head_watchdog:settle_in", self._code is not None)
+        if self._code:
+            there = await self.call("separation.node_checks:code_of", list(self._code))
+            compare_code(self._code, there, node=self.node, worker=self.name)
+        await self._answer(self._spec.factory, self._actor.build.remote(self._spec.factory, arguments))
+
+    async def call(self, method: str, *args: Any, lane: str = "main") -> Any:
+        options = pick_lane(self._lanes, lane, self.name)
+        self._calls.check()
+        return await self._answer(method, self._actor.run.options(**options).remote(method, *args))
+
+    async def call_split(
+        self, method: str, *args: Any, returns: int, lane: str = "main"
+    ) -> tuple[Any, tuple[Ref, ...]]:
+        options = pick_lane(self._lanes, lane, self.name)
+        self._calls.check()
+        split = self._actor.run_split.options(num_returns=returns, **options).remote(method, returns, *args)
+        first, *rest = [split] if returns == 1 else split
+        return await self._answer(method, first), tuple(rest)
+
+    async def watch(self) -> NoReturn:
+        await self._calls.watch()
+
+    def kill(self) -> None:
+        self._end("killed")
+
+    async def gone(self) -> None:
+        """Waits until Ray knows that the process has ended."""
+        await self._gone.wait()
+
+    def _create(self, seat: ReservedSeat) -> Any:
+        """Creates the actor at the seat, with one concurrency group per lane; Ray never restarts it."""
+        share = dict(seat.share)
+        owns_gpu = share.get("GPU", 0) > 0
+        lanes = dict.fromkeys((*self._spec.lanes, _WATCH), 1)
+        options = ray.remote(concurrency_groups=lanes)(ProcessHost).options(
+            num_cpus=share.pop("CPU", 0),
+            num_gpus=share.pop("GPU", 0),
+            resources=share,
+            max_restarts=0,
+            max_task_retries=0,
+            scheduling_strategy=PlacementGroupSchedulingStrategy(
+                placement_group=seat.group, placement_group_bundle_index=seat.bundle
+            ),
+        )
+        return options.remote(
+            self.name,
+            threads=self._spec.threads,
+            surroundings=Surroundings(dict(self._spec.environment), owns_gpu, self._spec.allocator if owns_gpu else ""),
+            log_file=str(self._log) if self._log else None,
+        )
+
+    async def _answer(self, method: str, ref: Any) -> Any:
+        answer, loop = self._calls.open(), asyncio.get_running_loop()
+
+        def answered(result: "Future[Any]") -> None:
+            error = result.exception()
+            settle(answer, value=None if error else result.result(), error=error and self._translate(method, error))
+
+        def arrived(result: "Future[Any]") -> None:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(answered, result)
+
+        # Called in a thread of Ray's. `as_future` would take the loop another turn for every answer.
+        ref.future().add_done_callback(arrived)
+        return await answer
+
+    def _translate(self, method: str, error: BaseException) -> BaseException:
+        if isinstance(error, DEATHS):
+            reason = self._end(one_line(error))
+            return WorkerDied(self.name, reason)
+        return translate(error, self.name, method)
+
+    def _ended(self, watch: "asyncio.Future[Any]") -> None:
+        self._gone.set()
+        if not watch.cancelled() and (error := watch.exception()) is not None:
+            self._end(one_line(error))
+
+    def _where_to_look(self) -> str:
+        if not self.pid:
+            return SILENT
+        return f"; its output is in {self._log}" if self._log else ""
+
+    def _end(self, reason: str) -> str:
+        """Declares the worker dead, kills its remaining processes, and returns the reason of the first call."""
+        if self._calls.reason is None:
+            self._calls.declare_dead(reason + ("" if reason == "killed" else self._where_to_look()))
+            if self.process is not None and alive(self.process):
+                for process in [self.process, *descendants(self.pid)]:
+                    kill(process)
+            if ray.is_initialized():
+                ray.kill(self._actor, no_restart=True)
+        return str(self._calls.reason)
+
+
+class RayGroup:
+    """A pool of RayWorkers; implements `WorkerGroup` (group.py).
+
+    In a pool of fixed size, the successor of a worker takes the same seat, `reserved[index]`. An elastic pool has
+    `seats`: its workers may join and leave, and a successor may get another seat.
+    """
+
+    def __init__(
+        self,
+        spec: PoolSpec,
+        reserved: Sequence[ReservedSeat],
+        *,
+        start_deadline: float,
+        log_dir: Path | None = None,
+        seats: Seats | None = None,
+    ) -> None:
+        self.spec = spec
+        self.growth: Growth | None = None
+        several = seats is not None or sum(bool(node["Alive"]) for node in ray.nodes()) > 1
+        self._code = code_of(spec.same_code) if several else None
+        self._reserved = dict(enumerate(reserved))
+        self._seats = seats
+        self._log_dir = log_dir
+        self._start_deadline = start_deadline
+        self._incarnations = dict.fromkeys(self._reserved, 0)
+        self._hosts = {index: self._create(index) for index in self._reserved}
+        self.workers: list[Worker] = list(self._hosts.values())
+
+    async def start(self) -> None:
+        """Builds all workers at the same time. Raises WorkerFailed, WorkerDied, OtherCode or DeadlineExceeded."""
+        async with deadline(self._start_deadline, f"starting the pool {self.spec.name}", report=self._unready):
+            await together(*(host.build() for host in self._hosts.values()))
+
+    async def replace(self, index: int) -> Worker:
+        old = self._hosts[index]
+        old.kill()
+        async with deadline(self._start_deadline, f"replacing {old.name}"):
+            await old.gone()
+            if self._seats is not None:
+                self._reserved[index] = await self._seats.successor(self._reserved[index])
+            self._incarnations[index] += 1
+            fresh = self._hosts[index] = self._create(index)
+            self.workers[[worker.index for worker in self.workers].index(index)] = fresh
+            await fresh.build()
+        return fresh
+
+    def seat(self, index: int) -> ReservedSeat:
+        return self._reserved[index]
+
+    async def add(self, seat: ReservedSeat) -> Worker:
+        """Adds one more worker on a seat of its own and returns it, built; several may be added at the same time.
+
+        Its index is the lowest that is free. Raises as `start` does; the seat is still taken then.
+        """
+        index = next(index for index in range(self.spec.most) if index not in self._hosts)
+        self._reserved[index] = seat
+        self._incarnations[index] = self._incarnations.get(index, -1) + 1
+        fresh = self._hosts[index] = self._create(index)
+        try:
+            async with deadline(self._start_deadline, f"starting {fresh.name}"):
+                await fresh.build()
+        except BaseException:
+            fresh.kill()
+            del self._hosts[index], self._reserved[index]
+            raise
+        self.workers.append(fresh)
+        self.workers.sort(key=lambda worker: worker.index)
+        return fresh
+
+    async def remove(self, index: int) -> None:
+        """Kills the worker with this index, if there is one, removes it from the pool and gives its seat back."""
+        if (host := self._hosts.pop(index, None)) is None:
+            return
+        host.kill()
+        self.workers[:] = [worker for worker in self.workers if worker.index != index]
+        if self._seats is not None:
+            await self._seats.give_back(self._reserved.pop(index))
+
+    async def fetch(self, ref: Ref) -> Any:
+        if not isinstance(ref, ray.ObjectRef):
+            raise TypeError(f"fetch needs a ref that a call returned, got {type(ref).__name__}")
+        try:
+            return await ref
+        except exceptions.RayError as error:
+            raise translate(error, self.spec.name, "fetch") from error
+
+    async def close(self) -> None:
+        self.kill()
+        await together(*(host.gone() for host in self._hosts.values()))
+
+    def processes(self) -> list[psutil.Process]:
+        """Returns the live processes of the workers that run on this machine."""
+        return [host.process for host in self._hosts.values() if host.process is not None and alive(host.process)]
+
+    def kill(self) -> None:
+        """Kills every worker without waiting."""
+        for host in self._hosts.values():
+            host.kill()
+
+    def _create(self, index: int) -> RayWorker:
+        incarnation = self._incarnations[index]
+        name = f"{self.spec.name}-{index}" + (f".{incarnation}" if incarnation else "")
+        seat = self._reserved[index]
+        return RayWorker(self.spec, index, name, seat=seat, log_dir=self._log_dir, code=self._code)
+
+    def _unready(self) -> str:
+        waiting = [host.name for host in self._hosts.values() if not host.pid]
+        return f"no process yet: {', '.join(waiting)}" if waiting else f"pid {os.getpid()} waits for their factories"
+
+
+class RayGrowth:
+    """Implements `Growth` (group.py), whose docstrings describe the methods, for a RayGroup."""
+
+    def __init__(self, pool: RayGroup, seats: Seats) -> None:
+        self._pool, self._seats = pool, seats
+
+    async def seat(self) -> ReservedSeat:
+        return await self._seats.next()
+
+    async def fill(self, seat: ReservedSeat) -> Worker:
+        return await self._pool.add(seat)
+
+    async def give_back(self, seat: ReservedSeat) -> None:
+        await self._seats.give_back(seat)
+
+    async def departures(self, known: Collection[str]) -> Sequence[Departure]:
+        while True:
+            ending = await self._seats.departing()
+            sitting = [(worker, self._pool.seat(worker.index).node) for worker in self._pool.workers]
+            departures = [
+                Departure(worker, ending[node])
+                for worker, node in sitting
+                if node in ending and worker.name not in known
+            ]
+            if departures:
+                return departures
+            await asyncio.sleep(POLL_SECONDS)
+
+    async def release(self, index: int) -> None:
+        await self._pool.remove(index)
+
+
+def translate(error: BaseException, worker: str, method: str) -> BaseException:
+    """Returns Ray's `error` as RefLost or WorkerFailed; other errors are returned unchanged."""
+    cause = getattr(error, "cause", None) or error
+    if isinstance(error, exceptions.ObjectLostError) or isinstance(cause, exceptions.ObjectLostError):
+        return RefLost(f"a value needed by {worker}.{method} is gone: {one_line(cause)}")
+    if not isinstance(error, exceptions.RayTaskError):
+        return error
+    remote = cause if isinstance(cause, RemoteError) else RemoteError(type(cause).__name__, str(cause), str(error))
+    return WorkerFailed(worker, method, remote.kind, remote.message, remote.remote_traceback)
+
+
+def one_line(error: BaseException) -> str:
+    """Returns the cause in a message of Ray's, on one line of at most 300 characters."""
+    text = " ".join(str(error).split())
+    for start in ("The actor is dead because ", "Worker exit detail: "):
+        if start in text:
+            text = text[text.index(start) + len(start) :]
+    text = text.split(" Some common causes include")[0]
+    return text[:300]

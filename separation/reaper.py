@@ -1,0 +1,117 @@
+"""The reaper runs a program and ends it, with all processes that it started, when its own parent process is gone.
+
+Usage: python reaper.py PARENT GRACE COMMAND..., with the pid of the parent and a time in seconds; program.py starts it.
+The reaper is a separate process between a worker and the program, because a worker may be killed at any time; it checks
+several times a second whether its parent is alive. It must be started as the leader of a session and process group.
+Most processes of the program are in this group; the others are found as descendants of the reaper, which becomes the
+parent of orphans among them. After SIGTERM the reaper sends SIGTERM to all of them, waits at most GRACE seconds, and
+then sends SIGKILL. Its exit code is that of the program, or 128 + n if signal n ended the program.
+"""
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from types import FrameType
+
+import psutil
+
+POLL_SECONDS = 0.1
+"""Interval of the checks whether the parent lives and the program runs."""
+KILL_ROUNDS = 100
+"""Largest number of times that remaining descendants are killed."""
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+"""Options of Linux's prctl: a signal at the parent's death, and becoming the parent of orphaned descendants."""
+
+
+def main(parent: int, grace: float, command: list[str]) -> int:
+    """Runs the command until it ends, the parent is gone, or SIGTERM arrives; returns the exit code.
+
+    The exit code is 127 if the command cannot be started.
+    """
+    asked = False
+
+    def ask(number: int, frame: FrameType | None) -> None:
+        nonlocal asked
+        asked = True
+
+    # Workers of Ray block SIGTERM, and the processes that they start inherit this.
+    signal.signal(signal.SIGTERM, ask)
+    signal.pthread_sigmask(signal.SIG_SETMASK, set())
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    try:
+        program = subprocess.Popen(command, preexec_fn=_die_with_the_reaper)
+    except OSError as error:
+        sys.stderr.write(f"{command[0]} cannot be started: {error.strerror}\n")
+        return 127
+    while (code := _ended(program)) is None:
+        if os.getppid() != parent:
+            break
+        if asked:
+            _end_in_order(program, grace)
+            break
+        time.sleep(POLL_SECONDS)
+    _kill_all()
+    if code is None:
+        code = _ended(program)
+    return 128 + signal.SIGKILL if code is None else 128 - code if code < 0 else code
+
+
+def _ended(program: "subprocess.Popen[bytes]") -> int | None:
+    """Returns the program's exit code (negative: ended by that signal), None while it runs; collects ended orphans."""
+    code = program.poll()
+    with contextlib.suppress(ChildProcessError):
+        while (waited := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
+            if waited.si_pid == program.pid:
+                return program.poll()
+            os.waitpid(waited.si_pid, os.WNOHANG)
+    return code
+
+
+def _end_in_order(program: "subprocess.Popen[bytes]", grace: float) -> None:
+    """Sends SIGTERM to all descendants and waits until they have ended, at most `grace` seconds."""
+    for process in _descendants():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.terminate()
+    end = time.monotonic() + grace
+    while time.monotonic() < end and (_ended(program) is None or _descendants()):
+        time.sleep(POLL_SECONDS / 2)
+
+
+def _kill_all() -> None:
+    """Sends SIGKILL to all descendants until there are none, because one may start another meanwhile."""
+    for _ in range(KILL_ROUNDS):
+        if not (processes := _descendants()):
+            return
+        for process in processes:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        psutil.wait_procs(processes, timeout=POLL_SECONDS)
+
+
+def _descendants() -> list[psutil.Process]:
+    return [each for each in psutil.Process().children(recursive=True) if _alive(each)]
+
+
+def _alive(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    return False
+
+
+def _die_with_the_reaper() -> None:
+    """Runs in the program's process before exec: makes Linux kill the program if the reaper is killed."""
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _prctl(option: int, value: int) -> None:
+    """Calls prctl on Linux; does nothing elsewhere, where orphans are found by their process group only."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(option, value)
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1]), float(sys.argv[2]), sys.argv[3:]))

@@ -1,0 +1,171 @@
+"""The inside of a worker: a Host builds one object and runs the object's methods, in a thread of the caller's process;
+a ProcessHost does so in a process of its own (a Ray actor).
+
+This module must not import torch or numpy, because their numbers of threads must be set before they are imported.
+"""
+
+import faulthandler
+import importlib
+import logging
+import os
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+from separation.group import VISIBLE_DEVICES
+from separation.processes import identity
+
+ALLOCATOR_NAMES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+"""Environment variables from which torch reads settings of its memory allocator; the first is the current name."""
+
+
+class RemoteError(Exception):
+    """The text of an exception in a worker, so that it reaches the caller even if the exception cannot be pickled."""
+
+    def __init__(self, kind: str, message: str, remote_traceback: str) -> None:
+        super().__init__(kind, message, remote_traceback)
+        self.kind, self.message, self.remote_traceback = kind, message, remote_traceback
+
+    @classmethod
+    def of(cls, error: BaseException) -> "RemoteError":
+        return cls(type(error).__name__, str(error), "".join(traceback.format_exception(error)))
+
+
+def resolve(path: str) -> Any:
+    """Returns the object named `pkg.module:attr`. Raises ValueError, ModuleNotFoundError or AttributeError."""
+    module, _, attribute = path.partition(":")
+    if not (module and attribute):
+        raise ValueError(f"{path!r} is not of the form pkg.module:attr")
+    target: Any = importlib.import_module(module)
+    for name in attribute.split("."):
+        target = getattr(target, name)
+    return target
+
+
+class Host:
+    """Holds the object of one worker and forwards calls to it."""
+
+    def __init__(self, name: str, *, threads: int) -> None:
+        self.name = name
+        self.threads = threads
+        self._target: Any = None
+
+    def build(self, factory: str, arguments: Mapping[str, Any]) -> None:
+        """Imports the factory (`pkg.module:attr`) and calls it with `arguments`. Raises RemoteError.
+
+        torch's threads are limited as soon as torch is there: before, by the import of the factory, or by its call.
+        """
+        try:
+            limit_threads(self.threads)
+            make = resolve(factory)
+            limited = limit_threads(self.threads)
+            self._target = make(**arguments)
+            if not limited:
+                limit_threads(self.threads)
+        except Exception as error:
+            raise RemoteError.of(error) from None
+
+    def run(self, method: str, *args: Any) -> Any:
+        """Returns the result of the object's method (`method` or `attribute.method`) or of `pkg.module:function`.
+
+        Raises RemoteError.
+        """
+        try:
+            return self._find(method)(*args)
+        except Exception as error:
+            raise RemoteError.of(error) from None
+
+    def run_split(self, method: str, returns: int, *args: Any) -> tuple[Any, ...]:
+        """Runs a method whose result is a tuple of `returns` items, which Ray keeps as one object each.
+
+        Raises RemoteError if the method fails or returns anything else.
+        """
+        result = self.run(method, *args)
+        if not isinstance(result, tuple) or len(result) != returns:
+            got = f"{len(result)} items" if isinstance(result, tuple) else type(result).__name__
+            error = TypeError(f"{method} must return a tuple of {returns} items, got {got}")
+            raise RemoteError.of(error)
+        return result
+
+    def _find(self, method: str) -> Callable[..., Any]:
+        method_or_function: Callable[..., Any] = resolve(method) if ":" in method else attrgetter(method)(self._target)
+        return method_or_function
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """Settings of the environment of a worker's process, apart from its numbers of threads."""
+
+    environment: Mapping[str, str]
+    owns_gpu: bool
+    allocator: str = ""
+    """Settings of torch's memory allocator, used if no variable of ALLOCATOR_NAMES is set; empty sets nothing."""
+
+    def variables(self) -> dict[str, str]:
+        """Returns the variables that replace existing values.
+
+        Ray has already set the visible GPUs of a worker that owns one. A worker that owns none must not see any, but
+        newer versions of Ray let it see all GPUs, so they are hidden here.
+        """
+        hidden = {} if self.owns_gpu else {VISIBLE_DEVICES: ""}
+        return {**self.environment, **hidden}
+
+
+class ProcessHost(Host):
+    """A Host in a process of its own; it sets the environment and redirects the output to `log_file`."""
+
+    def __init__(self, name: str, *, threads: int, surroundings: Surroundings, log_file: str | None) -> None:
+        os.environ.update({**thread_environment(threads), **surroundings.variables()})
+        if surroundings.allocator and not any(name in os.environ for name in ALLOCATOR_NAMES):
+            os.environ[ALLOCATOR_NAMES[0]] = surroundings.allocator
+        super().__init__(name, threads=threads)
+        if log_file is not None:
+            redirect_output(Path(log_file))
+
+    def watch(self) -> None:
+        """Never returns, so that the caller learns of this process's end: its pending call of `watch` then fails."""
+        threading.Event().wait()
+
+    def identity(self) -> tuple[int, float, str]:
+        """Returns this process's id, start time and host, which no other process has (`processes.identity`)."""
+        return identity()
+
+
+def limit_threads(count: int) -> bool:
+    """Sets the number of torch's threads if torch has been imported, and returns whether it has been.
+
+    When torch is imported it takes its number of threads from `thread_environment`, but no more than the machine has
+    cores. This call is needed for more.
+    """
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        torch.set_num_threads(count)
+    return torch is not None
+
+
+def thread_environment(count: int) -> dict[str, str]:
+    """Returns environment variables for `count` threads in numeric libraries; Ray has set its own."""
+    names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
+    return dict.fromkeys(names, str(count))
+
+
+def redirect_output(path: Path) -> None:
+    """Appends this process's stdout, stderr, log records and crash dumps to a file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.close(descriptor)
+    sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
+    faulthandler.enable(sys.stderr)
+    logging.basicConfig(
+        level=logging.INFO, stream=sys.stderr, force=True, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    logging.getLogger(__name__).info("process %d on %s", os.getpid(), socket.gethostname())

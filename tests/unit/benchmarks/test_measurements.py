@@ -1,0 +1,67 @@
+"""Tests of the measurements in benchmarks/ that run in one process, on the tiny model."""
+
+from typing import Any
+
+import pytest
+
+from async_flowrl.config.compose import compose_config
+from async_flowrl.config.schema import Config
+from async_flowrl.run.prepare import prepare
+from benchmarks import controller, payload, profile, single_workers
+
+
+def test_the_controller_serves_every_ticket() -> None:
+    for mode in controller.MODES:
+        found = controller.measure(6, *mode)
+        assert found.tickets == 6 * (controller.STEPS - controller.WARM_UP_STEPS)
+        assert found.cpu_per_ticket > 0
+    assert 100 < controller.bytes_per_ticket(100) < 1000
+
+
+def test_what_wakes_a_worker_is_its_own_acknowledgement(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Work per ticket at the gate does not grow with the number of workers: nobody is asked for another's sake."""
+    from async_flowrl.tickets.table import TicketTable
+
+    asked = 0
+    real = TicketTable.next_for
+
+    def counting(self: TicketTable, worker: str, **how: Any) -> Any:
+        nonlocal asked
+        asked += 1
+        return real(self, worker, **how)
+
+    monkeypatch.setattr(TicketTable, "next_for", counting)
+    counts = []
+    for workers in (10, 80):
+        asked = 0
+        controller.measure(workers, 0, "batch")
+        counts.append(asked / workers)
+    assert counts[1] <= 1.2 * counts[0]
+
+
+def tiny(*overrides: str) -> Config:
+    return compose_config("one_step_off", ["group_size=2", "trainer.micro_batch_size=2", *overrides])
+
+
+def test_single_workers_beside_bare_loops() -> None:
+    found = single_workers.compare(prepare(tiny("rollout.num_inference_steps=3", "output_dir=nowhere")), rounds=1)
+    assert min(found.seconds.values()) > 0
+    assert "rollout worker ÷ bare loop" in single_workers.markdown(found)
+
+
+def test_the_profile_adds_up() -> None:
+    pools = profile.profile(prepare(tiny("rollout.num_inference_steps=3", "output_dir=nowhere")), rounds=1)
+    assert {"transformer", "VAE decode"} < set(pools["rollout"])
+    assert {"transformer", "backward", profile.PROBE, "micro-batches from trajectories"} < set(pools["trainer"])
+    for seconds in pools.values():
+        assert sum(seconds.values()) == pytest.approx(2 * seconds["total"])
+        assert min(seconds.values()) >= 0
+
+
+def test_bytes_of_a_ticket_in_the_object_store() -> None:
+    """Window 2 of 10: no more than three latents per image, the picture, the text once per ticket, and 4 KB."""
+    for resolution, images in ((64, 4), (128, 2)):
+        found = payload.measure(resolution, images)
+        assert found.latent == resolution * resolution
+        assert found.stored <= found.allowed
+        assert found.allowed == 3 * found.latent + 3 * resolution**2 + 4096 + found.embeddings / images

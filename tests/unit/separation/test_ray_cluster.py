@@ -1,0 +1,69 @@
+"""Tests of starting and joining a Ray cluster; `ray.init` is replaced by what it might do."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import uuid
+
+import pytest
+import ray
+
+from separation import ray_cluster
+from separation.placement import ResourcesMissing
+from separation.processes import descendants, kill_new
+from tests.support.marked import left_after, marked_processes
+
+
+def test_what_a_start_that_is_interrupted_has_started_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second Ctrl-C comes in the middle of `ray.init`."""
+    started: list[subprocess.Popen[bytes]] = []
+
+    def interrupted(*_: object, **__: object) -> None:
+        started.append(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ray, "init", interrupted)
+    monkeypatch.setattr(ray_cluster, "GRACE_SECONDS", 0.1)
+    with pytest.raises(KeyboardInterrupt):
+        ray_cluster.RayConnection([], None)
+    assert started[0].wait(60) == -signal.SIGKILL
+
+
+def test_an_existing_cluster_is_joined_as_ray_does_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    def init(*arguments: object, **options: object) -> None:
+        calls.append((arguments, sorted(options)))
+
+    monkeypatch.setattr(ray, "init", init)
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")  # otherwise a head is asked that may have ended long ago
+    ray_cluster.RayConnection([], "auto")
+    assert calls == [(("auto",), ["job_config", "log_to_driver", "logging_level"])]
+
+
+def test_an_address_where_nothing_listens_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray, "init", lambda *_, **__: pytest.fail("Ray would try for minutes"))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+        with pytest.raises(ResourcesMissing, match=f"no Ray cluster answers at the address {address}"):
+            ray_cluster.RayConnection([], address)
+
+
+FORKING = "import subprocess, time\nwhile True: subprocess.Popen(['sleep', '600']); time.sleep(0.005)"
+
+
+def test_a_daemon_that_starts_others_leaves_none_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a raylet starts its agents: none is born between the look at what there is and the kill."""
+    monkeypatch.setenv("TEST_MARK", mark := f"mark-{uuid.uuid4()}")
+    before = descendants(os.getpid())
+    daemon = subprocess.Popen([sys.executable, "-c", FORKING])
+    monkeypatch.delenv("TEST_MARK")
+    while len(marked_processes(mark)) < 5:
+        time.sleep(0.05)
+    assert len(kill_new(before)) >= 5
+    assert daemon.wait(60) == -signal.SIGKILL
+    assert left_after(20, lambda: marked_processes(mark)) == []
