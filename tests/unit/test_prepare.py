@@ -130,7 +130,7 @@ def test_the_store_must_hold_it_when_the_trained_parameters_are_known(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The cluster is asked again. A rank alone has no successor. Weights on their way need room, shares less."""
-    monkeypatch.setattr("separation.ray_internals.living_resources", lambda: [{"object_store_memory": 1e8}])
+    monkeypatch.setattr("separation.ray_cluster.living_resources", lambda: [{"object_store_memory": 1e8}])
     found = prepared(tmp_path, "trainer.num_workers=2")
     check_stored(found, trained=1_000_000)
     with pytest.raises(StoreTooSmall, match=r"results and weights lie in the object store, which holds 0\.1 GB"):
