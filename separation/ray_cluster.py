@@ -76,9 +76,9 @@ class RayConnection:
     def __init__(self, pools: Sequence[PoolSpec], address: str | None) -> None:
         """Joins the cluster at `address`, or starts one on this machine for the pools if it is None.
 
-        If this process is connected to Ray already, that connection is used. Raises
-        ResourcesMissing if the cluster cannot be joined, or if this machine is too small for the pools. If it raises
-        anything, no process that it started is left.
+        If this process is connected to Ray already, that connection is used. Raises ResourcesMissing if the cluster
+        cannot be joined, or if this machine is too small for the pools. If it raises anything, no process that it
+        started is left.
         """
         self.ours = not ray.is_initialized()
         """True if the connection was made here, so that `disconnect` may end it."""
@@ -156,7 +156,7 @@ def join(address: str, **options: Any) -> None:
 
     Raises ResourcesMissing if nothing answers at the address or the cluster asks for another token.
     """
-    check_reachable(address)
+    check_reachable(os.environ.get("RAY_ADDRESS", address) if address == "auto" else address)
     use_token_where_it_is_asked_for(address)
     try:
         ray.init(address, **options)

@@ -44,13 +44,17 @@ def test_an_existing_cluster_is_joined_as_ray_does_it(monkeypatch: pytest.Monkey
     assert calls == [(("auto",), ["job_config", "log_to_driver", "logging_level"])]
 
 
-def test_an_address_where_nothing_listens_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("auto", [False, True])
+def test_an_address_where_nothing_listens_is_refused_at_once(auto: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Given as it is, or by RAY_ADDRESS."""
     monkeypatch.setattr(ray, "init", lambda *_, **__: pytest.fail("Ray would try for minutes"))
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
+        if auto:
+            monkeypatch.setenv("RAY_ADDRESS", address)
         with pytest.raises(ResourcesMissing, match=f"no Ray cluster answers at the address {address}"):
-            ray_cluster.RayConnection([], address)
+            ray_cluster.RayConnection([], "auto" if auto else address)
 
 
 FORKING = "import subprocess, time\nwhile True: subprocess.Popen(['sleep', '600']); time.sleep(0.005)"
