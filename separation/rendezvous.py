@@ -6,11 +6,11 @@ TCP store on a free port that the system picks, and keeps it open, so that no ot
 
 import os
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
-from separation.group import Worker, WorkerGroup
+from separation.group import WorkerGroup
 from separation.supervise import deadline, together
 
 MAX_TIMEOUT_SECONDS = 20 * 86_400.0
@@ -19,8 +19,6 @@ GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 """Environment variable with the name of gloo's network interface."""
 _stores: dict[int, Any] = {}
 """Port → TCP store that this process has opened as rank 0; it must stay referenced to stay open."""
-_apart: list[Any] = []
-"""The group that this process has joined beside the default one, if any, and the store of that group."""
 
 
 def rank_environment(*, rank: int, world: int, address: str, port: int, timeout: float) -> dict[str, str]:
@@ -51,38 +49,11 @@ def open_store(world: int, timeout: float) -> int:
     return int(store.port)
 
 
-def join_apart(environment: Mapping[str, str], device: str | None = None) -> None:
-    """Joins a group beside the default one and leaves an earlier such group; the arguments are those of `join`.
-
-    The default group stays as it is. Process groups made within it can therefore still be used, even if one of its
-    ranks has died.
-    """
-    import torch
-    import torch.distributed as dist
-    from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
-
-    _apart.clear()
-    rank, world, port = (int(environment[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
-    limit = timedelta(seconds=float(environment["PROCESS_GROUP_TIMEOUT"]))
-    store = TCPStore(environment["MASTER_ADDR"], port, world, False, limit, wait_for_workers=False)
-    on_gpu = torch.cuda.is_available() if device is None else device.startswith("cuda")
-    made: Any = dist.ProcessGroupNCCL if on_gpu else dist.ProcessGroupGloo
-    prefixed = PrefixStore(f"apart-{port}", store)
-    _apart[:] = [made(prefixed, rank, world, limit), store]
-
-
 def sum_ranks(values: Any) -> None:
-    """Sums a tensor in place over the ranks of the group beside the default one, or, without one, of the default group.
-
-    In a process without any group the tensor is left as it is.
-    """
+    """Sums a tensor in place over the ranks of the process group; in a process without one it is left as it is."""
     import torch.distributed as dist
 
-    if _apart:
-        options: Any = dist.AllreduceOptions()
-        options.reduceOp = dist.ReduceOp.SUM
-        _apart[0].allreduce([values], options).wait()
-    elif dist.is_initialized():
+    if dist.is_initialized():
         dist.all_reduce(values)
 
 
@@ -103,7 +74,7 @@ def join(environment: Mapping[str, str], device: str | None = None) -> None:
         os.environ[GLOO_INTERFACE] = interface
     rank, world, port = (int(environment[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
     limit = timedelta(seconds=float(environment["PROCESS_GROUP_TIMEOUT"]))
-    # Rank 0 is a client of its own store, too, so that `abort` can close the store while it waits for others.
+    # Rank 0 is a client of its own store, too.
     opens = rank == 0 and port not in _stores
     store = TCPStore(environment["MASTER_ADDR"], port, world, opens, limit, wait_for_workers=False)
     on_gpu = torch.cuda.is_available() if device is None else device.startswith("cuda")
@@ -142,57 +113,30 @@ def interface_towards(host: str) -> str | None:
 
 
 def leave() -> None:
-    """Leaves the default group and the one beside it, if the process is in them; other ranks may be dead already."""
+    """Leaves the process group, if the process is in one; other ranks may be dead already."""
     import torch.distributed as dist
 
-    _apart.clear()
     if dist.is_initialized():
         dist.destroy_process_group()
     _stores.clear()
 
 
-def abort() -> None:
-    """Ends the collectives that are under way with an error, because a dead rank never answers; needs its own lane.
+async def join_process_group(group: WorkerGroup, *, timeout: float) -> None:
+    """Makes the group's workers the ranks 0..n-1 of a new default process group; each leaves the earlier one first.
 
-    Without it, ranks on NCCL would wait for their time-out; ranks on gloo notice the closed connection. Ranks that are
-    still joining would also wait for their time-out; closing the store on rank 0 ends this.
+    `timeout`, in seconds, is that of joining and of every later collective of the group. Raises DeadlineExceeded.
     """
-    import torch
-    import torch.distributed as dist
-
-    _stores.clear()
-    if _apart:
-        _apart[0].abort()
-        return
-    if not dist.is_initialized():
-        return
-    group: Any = dist.group.WORLD
-    for device in {torch.device(each) for each in group._device_types}:
-        group._get_backend(device).abort()
-
-
-async def join_process_group(
-    group: WorkerGroup, *, timeout: float, members: Sequence[Worker] | None = None, apart: bool = False
-) -> None:
-    """Makes the group's workers, or `members` of them, the ranks 0..n-1 of a new process group.
-
-    With `apart` it stands beside the default group, for `sum_ranks`; otherwise it is the new default group, and each
-    worker leaves the earlier one first (a single member of `members` then stays without a group). `timeout`, in
-    seconds, is that of joining and of every later collective of the group. Raises DeadlineExceeded.
-    """
-    workers = group.workers if members is None else members
-    world, timeout = len(workers), min(timeout, MAX_TIMEOUT_SECONDS)
+    world, timeout = len(group.workers), min(timeout, MAX_TIMEOUT_SECONDS)
     async with deadline(timeout, f"joining the {world} ranks of {group.spec.name}"):
-        if not apart:
-            await together(*(worker.call("separation.rendezvous:leave") for worker in workers))
-            if members is not None and world == 1:
-                return
-        master = workers[0]
+        await together(*(worker.call("separation.rendezvous:leave") for worker in group.workers))
+        master = group.workers[0]
         port = await master.call("separation.rendezvous:open_store", world, timeout)
-        environments = [
-            rank_environment(rank=rank, world=world, address=master.node, port=port, timeout=timeout)
-            for rank in range(world)
-        ]
-        calls = zip(workers, environments, strict=True)
-        method = "separation.rendezvous:" + ("join_apart" if apart else "join")
-        await together(*(worker.call(method, environment) for worker, environment in calls))
+        await together(
+            *(
+                worker.call(
+                    "separation.rendezvous:join",
+                    rank_environment(rank=rank, world=world, address=master.node, port=port, timeout=timeout),
+                )
+                for rank, worker in enumerate(group.workers)
+            )
+        )

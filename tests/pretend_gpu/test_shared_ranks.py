@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from pretended.report import RACE, SYNC, seen, watched
 
 from async_flowrl.config.schema import Config
@@ -20,7 +19,7 @@ from async_flowrl.policies.registry import resolve_model
 from async_flowrl.shared.lane import TrainingLane
 from async_flowrl.shared.worker import SharedWorker
 from async_flowrl.training.messages import StepPlan, TrainRequest
-from separation.rendezvous import join, join_apart, rank_environment
+from separation.rendezvous import join, rank_environment
 from tests.pretend_gpu.test_shared_lane import in_a_thread, ticket_under_way, waited_for
 from tests.support import trainer_rig as rig
 from tests.support.ports import free_port
@@ -29,8 +28,6 @@ from tests.unit.training.trainer_ranks import _for_rank, _owned, run_alone
 
 RANKS, STEPS, SECONDS = 2, 2, 240.0
 Batches = list[list[rig.Handed]]
-STORES: list[Any] = []
-"""Stores that this process has opened; they stay open as long as they are referred to."""
 
 
 def tiny() -> Config:
@@ -40,22 +37,16 @@ def tiny() -> Config:
     return config
 
 
-def joined(rank: int, ports: list[int], config: Config) -> SharedWorker:
-    """The worker of a rank, in the default group or, with a second port, in one beside it, as after a death."""
+def joined(rank: int, port: int, config: Config) -> SharedWorker:
+    """The worker of a rank, in the process group of all."""
     worker = SharedWorker(config, resolve_model(config.model), rank, f"shared-{rank}")
     in_a_thread(worker.rollout.load)
-    environments = [rank_environment(rank=rank, world=RANKS, address="127.0.0.1", port=p, timeout=120.0) for p in ports]
-    join(environments[0])
+    join(rank_environment(rank=rank, world=RANKS, address="127.0.0.1", port=port, timeout=120.0))
     worker.trainer.load()
-    for environment in environments[1:]:
-        if rank == 0:  # join_apart expects a store that somebody has opened.
-            port = int(environment["MASTER_PORT"])
-            STORES.append(dist.TCPStore("127.0.0.1", port, RANKS, True, wait_for_workers=False))  # type: ignore[attr-defined]
-        join_apart(environment)
     return worker
 
 
-def one_rank(rank: int, ports: list[int], config: Config, batches: Batches, planted: bool, ours: Connection) -> None:
+def one_rank(rank: int, port: int, config: Config, batches: Batches, planted: bool, ours: Connection) -> None:
     """Trains, and sends the parent after each step (weights' digest, whether it waited, waits for the device, header).
 
     The parent sends the header of the first rank back.
@@ -63,7 +54,7 @@ def one_rank(rank: int, ports: list[int], config: Config, batches: Batches, plan
     torch.set_num_threads(1)
     if planted:
         TrainingLane.beside = lambda lane: nullcontext()  # type: ignore[method-assign, assignment]
-    worker = joined(rank, ports, config)
+    worker = joined(rank, port, config)
     owners = Owners(RANKS, 1, by_group=False)
     for step, batch in enumerate(batches):
         handed = _owned(owners, batch, config)
@@ -90,16 +81,16 @@ def one_rank(rank: int, ports: list[int], config: Config, batches: Batches, plan
     ours.send(dict(seen(RACE)))
 
 
-def run(batches: Batches, config: Config, *, groups: int = 1, planted: bool = False) -> list[list[Any]]:
+def run(batches: Batches, config: Config, *, planted: bool = False) -> list[list[Any]]:
     """What each rank has sent: one tuple per step, then its races."""
     context = multiprocessing.get_context("spawn")
-    ports, pipes, processes = [free_port() for _ in range(groups)], [], []
+    port, pipes, processes = free_port(), [], []
     for rank in range(RANKS):
         ours, theirs = context.Pipe()
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("CUDA_VISIBLE_DEVICES", str(rank))
             patch.delenv("PRETEND_SHARED_DEVICE", raising=False)
-            arguments = (rank, ports, config, batches, planted, theirs)
+            arguments = (rank, port, config, batches, planted, theirs)
             process = context.Process(target=one_rank, args=arguments, daemon=True)
             process.start()
         theirs.close()
@@ -129,11 +120,10 @@ def batches() -> Batches:
     return [[sampler.group(0, 2 * step + index) for index in (0, 1)] for step in range(STEPS)]
 
 
-@pytest.mark.parametrize("groups", [1, 2], ids=["the default group", "a group beside it"])
-def test_the_sum_over_two_ranks_waits_for_no_ticket_and_makes_the_weights_of_one(batches: Batches, groups: int) -> None:
+def test_the_sum_over_two_ranks_waits_for_no_ticket_and_makes_the_weights_of_one(batches: Batches) -> None:
     """The digests are compared with those of a single trainer rank in a process that does not sample."""
     config = tiny()
-    told = run(batches, config, groups=groups)
+    told = run(batches, config)
     alone = run_alone((config, batches))["digest"]
     for rank, (*steps, races) in enumerate(told):
         assert races == {}, f"rank {rank}"
