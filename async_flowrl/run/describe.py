@@ -3,7 +3,6 @@
 import asyncio
 import logging
 import os
-import shlex
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -37,7 +36,7 @@ def first_lines(prepared: Prepared, directory: Path) -> str:
         ("model", model_of(prepared)),
         *inputs(prepared),
         ("devices", devices(prepared)),
-        ("files", f"{where}; to watch it in a browser: async-flowrl report {shlex.quote(where)} --live"),
+        ("files", where),
     ]
     return _lines(rows)
 
