@@ -13,6 +13,7 @@ from async_flowrl.config.environment import environment_refusal
 from async_flowrl.config.guidance import guidance_refusal
 from async_flowrl.config.messages import unknown_name
 from async_flowrl.config.nodes import node_obstacle
+from async_flowrl.config.removed import removed
 from async_flowrl.config.resolution import configured
 from async_flowrl.config.reward_pools import scoring_pools
 from async_flowrl.config.schema import Config
@@ -227,7 +228,8 @@ def unknown_keys(values: Mapping[str, Any], schema: type[Any], prefix: str = "")
     sentences = []
     for key, value in values.items():
         if str(key) not in known:
-            sentences.append(f"configuration key {prefix}{key} is unknown: " + unknown_name("it", str(key), known))
+            unknown = f"configuration key {prefix}{key} is unknown: " + unknown_name("it", str(key), known)
+            sentences.append(removed(f"{prefix}{key}") or unknown)
             continue
         if not isinstance(value, Mapping):
             continue
