@@ -57,9 +57,8 @@ class _Late(TrainerWorker):
         self.disturbance.wait("update", "update", stats.step, stats.update)
         return stats
 
-    @property
-    def sender(self) -> PublishedStreams:
-        return late(super().sender, self.disturbance)
+    def _new_sender(self) -> PublishedStreams:
+        return late(super()._new_sender(), self.disturbance)
 
 
 class LateTrainer(_Late):

@@ -22,7 +22,7 @@ VERBS = {
     "generate": ("async_flowrl.generate", "make images with and without a LoRA"),
     "export": ("async_flowrl.export", "write a LoRA to publish: formats, merged weights, model card"),
     "serve-rewards": ("async_flowrl.serve_rewards", "serve rewards over HTTP, to any trainer"),
-    "report": ("async_flowrl.report", "write one page about a run, or several; --live serves it while they go on"),
+    "report": ("async_flowrl.report", "write one page about a run, or several"),
     "verify": ("async_flowrl.verify", "check a finished run from its files"),
 }
 """Verb → module that is run as a program, and a line about it for --help."""

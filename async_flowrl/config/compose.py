@@ -22,6 +22,7 @@ from omegaconf.errors import ConfigKeyError, OmegaConfBaseException, ValidationE
 from async_flowrl.config.check import ConfigError, section_or_null, unknown_keys
 from async_flowrl.config.messages import first_line, unknown_name
 from async_flowrl.config.paths import config_dir
+from async_flowrl.config.removed import removed
 from async_flowrl.config.resolution import normalised
 from async_flowrl.config.schema import Config
 from async_flowrl.config.sections.reward import RewardTerm
@@ -206,7 +207,12 @@ def explain(error: Exception) -> str:
     while cause is not None and not isinstance(cause, ValidationError):
         cause = cause.__cause__ or cause.__context__
     key = getattr(cause, "full_key", None)
-    if sentence := _missing_term(f"{error}\n{error.__cause__ or ''}\n{cause or ''}"):
+    text = f"{error}\n{error.__cause__ or ''}\n{cause or ''}"
+    if unknown := re.search(r"Key '\w+' not in '\w+'\s+full_key: ([\w.]+)", text):
+        sentence = removed(unknown[1])
+    else:
+        sentence = _missing_term(text)
+    if sentence:
         return sentence
     if cause is not None and key and (expected := _expected(key)):
         reason = str(getattr(cause, "msg", cause)).splitlines()[0].rstrip(".")

@@ -1,4 +1,4 @@
-"""Rules for this project's HTTP servers (reward server, live report): addresses to listen at, and the access token."""
+"""Rules for the reward server: addresses to listen at, and the access token."""
 
 import ipaddress
 import os

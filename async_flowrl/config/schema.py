@@ -68,9 +68,9 @@ class Config:
     """Compose and check the configuration, print the plan, and stop."""
     preflight: bool = setting(False, changes=NOTHING)
     """First check every node as `async-flowrl doctor` does, and start nothing if a check fails."""
-    console: str = setting("auto", choices=("auto", "panel", "lines", "quiet"), changes=NOTHING)
-    """Output of the run on stdout. panel: a live panel. lines: one plain line per step. quiet: only warnings, errors
-    and the reason of an early end. auto: panel on a terminal, else lines."""
+    console: str = setting("auto", choices=("auto", "bar", "lines", "quiet"), changes=NOTHING)
+    """Output of the run on stdout. bar: a progress bar. lines: one plain line per step. quiet: only warnings, errors
+    and the reason of an early end. auto: bar on a terminal, else lines."""
     tune: str = setting(LORA, choices=(LORA, FULL))
     """The weights that are trained: lora (a LoRA) or full (the transformer's own weights; see
     docs/do/full_weights.md)."""

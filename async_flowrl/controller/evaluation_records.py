@@ -57,7 +57,7 @@ class EvaluationRecords:
         records = self.log.records
         for position, record in enumerate(records):
             self._keys[record.version, record.baseline] = metric_keys(record, records[:position])
-        held_out = reward_sources(self.config.evaluate.reward.terms, "evaluate.reward.terms")
+        held_out = reward_sources(self.config.evaluate.reward.terms)
         # Read now, as a file may be edited after the workers have loaded it.
         self._sources = reward_sources(self.config.reward.terms) | held_out
         self._told = {alarm.curve for alarm in alarms(records)} | ({DIVERSITY} if notices(records) else set())

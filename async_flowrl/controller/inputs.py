@@ -12,7 +12,7 @@ from typing import Any
 
 from async_flowrl.config.sections.reward import RewardTerm, ServeConfig
 from async_flowrl.data.store import digest_of
-from async_flowrl.rewards.served import command_of, requirements_of
+from async_flowrl.rewards.served import command_of
 from async_flowrl.tickets.request import RequestBuilder
 
 SERVER = ", or its server's command,"
@@ -27,19 +27,19 @@ def inputs_of(requests: RequestBuilder) -> dict[str, Any]:
         "evaluation": digest_of(requests.evaluation),
         "evaluation_prompts": len(requests.evaluation),
         "rewards": reward_sources(requests.config.reward.terms),
-        "held_out_rewards": reward_sources(requests.config.evaluate.reward.terms, "evaluate.reward.terms"),
+        "held_out_rewards": reward_sources(requests.config.evaluate.reward.terms),
     }
 
 
-def reward_sources(terms: Mapping[str, RewardTerm], section: str = "reward.terms") -> dict[str, str]:
+def reward_sources(terms: Mapping[str, RewardTerm]) -> dict[str, str]:
     """Returns term → SHA-256 (hex) of the source file of its `pkg.module:attr` and of its server's files.
 
-    The server's part is its command, the Python files that the command names, and its requirements files. Terms of this
-    package without a server are left out. Errors name the terms as keys of `section`.
+    The server's part is its command, and the Python and requirements files (.txt) that the command names. Terms of this
+    package without a server are left out.
     """
     sources = {}
     for key, term in terms.items():
-        if parts := [*_own_file(term.name or key), *_server(f"{section}.{key}", term.serve)]:
+        if parts := [*_own_file(term.name or key), *_server(term.serve)]:
             sources[key] = hashlib.sha256(b"\0".join(parts)).hexdigest()
     return sources
 
@@ -51,16 +51,14 @@ def _own_file(name: str) -> Iterator[bytes]:
         yield Path(spec.origin).read_bytes()
 
 
-def _server(where: str, serve: ServeConfig | None) -> Iterator[bytes]:
+def _server(serve: ServeConfig | None) -> Iterator[bytes]:
     """Yields the server's command and files, which decide its scores as far as this process can see."""
     if serve is None:
         return
     for word in command_of(serve):
         yield word.encode()
-        if word.endswith(".py") and os.path.isfile(word):
+        if word.endswith((".py", ".txt")) and os.path.isfile(word):
             yield Path(word).read_bytes()
-    for requirements in requirements_of(where, serve):
-        yield requirements.read_bytes()
 
 
 def other_prompts(before: Mapping[str, Any], now: Mapping[str, Any], file: str) -> str | None:

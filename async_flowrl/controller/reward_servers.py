@@ -17,7 +17,7 @@ from async_flowrl.config.schema import Config
 from async_flowrl.controller.context import Observer, Signal
 from async_flowrl.controller.server_replicas import Replicas, ServerLost
 from async_flowrl.observability.run_directory import RunDirectory
-from async_flowrl.rewards.served import Addresses, is_needed, requirements_of, served_terms, server_pool, term_key
+from async_flowrl.rewards.served import Addresses, is_needed, served_terms, server_pool, term_key
 from async_flowrl.rewards.server_worker import GRACE_SECONDS, new_token
 from separation.group import PoolSpec, Worker, WorkerDied, WorkerFailed, WorkerGroup
 from separation.supervise import DeadlineExceeded, deadline, supervised, together
@@ -47,7 +47,6 @@ def server_pools(config: Config) -> list[PoolSpec]:
             serve.replicas,
             arguments={
                 "serve": serve,
-                "requirements": requirements_of(term_key(config, term), serve),
                 "token": new_token(),
                 "reachable": "127.0.0.1" if own_machine else None,
                 "log": logs,
@@ -66,8 +65,6 @@ class RewardServers:
     terms: Sequence[Replicas] = ()
     clients: Sequence[WorkerGroup] = ()
     """The pools of reward workers, which get the addresses of the servers."""
-    download_seconds: float = 0.0
-    """Time limit for making the environment of a server."""
     listeners: Sequence[Listener] = ()
     """Functions that get the addresses of the servers, too."""
     observer: Observer | None = None
@@ -109,8 +106,6 @@ class RewardServers:
         Raises ServerLost if the first start fails, or if the replica is lost later and the run needs it.
         """
         worker = replicas.group.workers[index]
-        async with deadline(self.download_seconds, f"making the environment of the servers of {replicas.term}"):
-            await worker.call("prepare")
         try:
             await self._start(replicas, index, worker)
         except LOST as error:
@@ -165,7 +160,7 @@ class RewardServers:
         self._changed.notify()
 
     async def _start(self, replicas: Replicas, index: int, worker: Worker) -> None:
-        seconds = self.download_seconds + replicas.serve.start_seconds + MARGIN_SECONDS
+        seconds = replicas.serve.start_seconds + MARGIN_SECONDS
         async with deadline(seconds, f"starting {worker.name}"):
             url = str(await worker.call("start"))
         replicas.up(index, url)
@@ -233,7 +228,7 @@ async def serving(
         for term, serve in served_terms(config)
     ]
     clients = [group for group in groups.values() if SERVERS in group.spec.arguments]
-    servers = RewardServers(terms, clients, config.deadlines.download, listeners)
+    servers = RewardServers(terms, clients, listeners)
     keeping: list[Coroutine[Any, Any, None]] = [
         servers.keep(replicas, index) for replicas in terms for index in range(replicas.serve.replicas)
     ]

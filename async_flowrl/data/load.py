@@ -7,13 +7,11 @@ from pathlib import Path
 from async_flowrl.config.messages import unknown_name
 from async_flowrl.config.paths import find_data
 from async_flowrl.config.sections.data import DataConfig
-from async_flowrl.data.files import no_split, split_files
 from async_flowrl.data.messages import PromptError
 from async_flowrl.data.prompts import Keys
-from async_flowrl.data.rows import Rows, open_rows
+from async_flowrl.data.rows import Rows, TableRows, no_split, open_rows, split_files
 from async_flowrl.data.split import held_out, held_out_by_default
 from async_flowrl.data.store import Prompts, Scan, scan
-from async_flowrl.data.tables import TableRows
 from async_flowrl.types import EVALUATION, TRAIN, Prompt
 
 SPLITS = (TRAIN, EVALUATION)

@@ -1,29 +1,37 @@
-"""Rows of prompt files: txt and jsonl files here, tables in tables.py.
+"""Rows of prompt files: lines of txt and jsonl, tables of parquet files and of datasets that `save_to_disk` wrote.
 
-A row becomes Python objects only when it is read. Large files stay on disk, so that memory does not grow with the
-length of their rows: of each line, 16 bytes say where it is.
+A row becomes Python objects only when it is read. Large files stay on disk: of each line, 16 bytes say where it is;
+tables are memory-mapped Arrow files. Parquet gives no access to single rows, so it is copied to a temporary Arrow file.
 """
 
-import io
 import json
+import mmap
 import os
+import tempfile
 from array import array
-from collections.abc import Iterator, Mapping
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate, chain
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, Protocol
 
 from async_flowrl.config.messages import first_line, unknown_name
-from async_flowrl.data import tables
 from async_flowrl.data.messages import PromptError
-from async_flowrl.data.tables import TableRows
+from async_flowrl.types import EVALUATION, TRAIN
 
 IN_MEMORY_BYTES = 32 * 2**20
 """Largest txt or jsonl file whose bytes are kept in memory."""
-BUFFER_BYTES = 2**20
-"""Bytes that are read at a time where all rows of a file are read."""
 MAX_LINE_BYTES = 64 * 2**20
 """Longest line that is read; a longer one would be in memory as a whole before anything could be said about it."""
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+BATCH_ROWS = 1024
+"""Rows of a table that are decoded, or are Python objects, at the same time."""
+BUFFER_BYTES = 2**20
+"""Bytes that are read at a time of a column of a parquet file."""
+NAMES = {TRAIN: ("train",), EVALUATION: ("test", "validation", "val", "evaluation")}
+"""Split → its names in files and datasets; the first name that is found is used."""
+PATTERNS = ("{}.txt", "{}.jsonl", "{}_metadata.jsonl", "{}.parquet", "{}-*-of-*.parquet", "data/{}-*-of-*.parquet")
 
 Row = Mapping[str, Any]
 
@@ -53,8 +61,8 @@ class Rows(Protocol):
 class LineRows:
     """The lines of a txt or jsonl file; blank lines are skipped. In a txt file, each line is the column `key`.
 
-    A large file stays open, and everything is read from it, so that a file that replaces it changes nothing. Raises
-    PromptError for a line of more than MAX_LINE_BYTES.
+    A large file stays open, so that a file that replaces it changes nothing. Raises PromptError for a line of more than
+    MAX_LINE_BYTES.
     """
 
     left_out: tuple[str, ...] = ()
@@ -62,14 +70,10 @@ class LineRows:
     def __init__(self, path: Path, key: str) -> None:
         self.path = path
         self._key, self._json = key, path.suffix == ".jsonl"
-        self._file = path.open("rb", buffering=0)
-        kept = os.fstat(self._file.fileno()).st_size <= IN_MEMORY_BYTES
-        self._bytes = self._file.read() if kept else None
-        if kept:
-            self._file.close()
+        self._bytes: bytes | None = None
         self._starts, self._lengths, self._numbers = array("q"), array("I"), array("I")
-        start = 0
-        with self._opened() as file:
+        with path.open("rb") as file:
+            start = 0
             for number, line in enumerate(iter(lambda: file.readline(MAX_LINE_BYTES + 1), b""), start=1):
                 if len(line) > MAX_LINE_BYTES:
                     raise PromptError(f"{path}:{number}: the line has more than {MAX_LINE_BYTES / 2**20:g} MiB")
@@ -79,6 +83,10 @@ class LineRows:
                     self._lengths.append(len(line.removesuffix(b"\n")) - mark)
                     self._numbers.append(number)
                 start += len(line)
+            if start <= IN_MEMORY_BYTES:
+                self._bytes = os.pread(file.fileno(), start, 0)
+            else:
+                self._file = os.fdopen(os.dup(file.fileno()), "rb", buffering=0)
 
     def __len__(self) -> int:
         return len(self._starts)
@@ -96,19 +104,11 @@ class LineRows:
             raise PromptError(f"{self.where(index)}: the file cannot be read any more: {error}") from error
 
     def scan(self) -> Iterator[Row | PromptError]:
-        with self._opened() as file:
-            for index in range(len(self)):
-                file.seek(self._starts[index])
-                try:
-                    yield self._parsed(index, file.read(self._lengths[index]))
-                except PromptError as refusal:
-                    yield refusal
-
-    def _opened(self) -> BinaryIO:
-        """Returns the file, at its beginning, with a position of its own."""
-        if self._bytes is not None:
-            return io.BytesIO(self._bytes)
-        return io.BufferedReader(_Again(self._file), BUFFER_BYTES)
+        for index in range(len(self)):
+            try:
+                yield self.row(index)
+            except PromptError as refusal:
+                yield refusal
 
     def _parsed(self, index: int, line: bytes) -> Row:
         try:
@@ -126,26 +126,43 @@ class LineRows:
         return row
 
 
-class _Again(io.RawIOBase):
-    """An open file from its beginning, whatever its path names by now; many may read it at a time."""
+class TableRows:
+    """The rows of parquet files, or of the Arrow files of a dataset folder; `key` is the prompt's column.
 
-    def __init__(self, file: io.FileIO) -> None:
-        self._file, self._position = file, 0
+    Raises PromptError if the files have different columns, or lack `key` or have it as bytes.
+    """
 
-    def readable(self) -> bool:
-        return True
+    def __init__(self, path: Path, files: Sequence[Path], key: str) -> None:
+        import pyarrow
 
-    def seekable(self) -> bool:
-        return True
+        self.path, self._files = path, files
+        tables, left_out = zip(*map(_table, files), strict=True)
+        self._starts = list(accumulate((table.num_rows for table in tables[:-1]), initial=0))
+        try:
+            table = pyarrow.concat_tables(tables, promote_options="default")
+        except pyarrow.ArrowInvalid as error:
+            raise PromptError(f"{path}: its files have different columns: {first_line(error)}") from error
+        self.left_out = tuple(dict.fromkeys(chain.from_iterable(left_out)))
+        self._table = table.drop_columns([name for name in self.left_out if name in table.column_names])
+        if key in self.left_out:
+            raise PromptError(f"{path}: data.prompt_key={key} is a column of bytes; prompts must be written as text")
+        if key not in self._table.column_names:
+            raise PromptError(f"{path}: {unknown_name('data.prompt_key', key, self._table.column_names)}")
 
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self._position = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._position}[whence]
-        return self._position
+    def __len__(self) -> int:
+        return int(self._table.num_rows)
 
-    def readinto(self, buffer: Any) -> int:
-        count = os.preadv(self._file.fileno(), [buffer], self._position)
-        self._position += count
-        return count
+    def where(self, index: int) -> str:
+        file = bisect_right(self._starts, index) - 1
+        return f"{self._files[file]}, row {index - self._starts[file]}"
+
+    def row(self, index: int) -> Row:
+        (row,) = self._table.slice(index, 1).to_pylist()
+        return dict(row)
+
+    def scan(self) -> Iterator[Row | PromptError]:
+        for batch in self._table.to_batches(max_chunksize=BATCH_ROWS):
+            yield from batch.to_pylist()
 
 
 def open_rows(path: Path, key: str) -> Rows:
@@ -154,17 +171,143 @@ def open_rows(path: Path, key: str) -> Rows:
     Raises PromptError, one sentence, if the file cannot be read or has an unknown suffix.
     """
     if path.is_dir():
-        return TableRows(path, tables.dataset_files(path), key)
-    if path.suffix not in READERS:
-        raise PromptError(unknown_name(f"the ending of {path}", path.suffix, READERS))
-    return READERS[path.suffix](path, key)
+        return TableRows(path, _dataset_files(path), key)
+    if path.suffix in (".txt", ".jsonl"):
+        return LineRows(path, key)
+    if path.suffix == ".parquet":
+        return TableRows(path, [path], key)
+    raise PromptError(unknown_name(f"the ending of {path}", path.suffix, (".txt", ".jsonl", ".parquet")))
 
 
-def _parquet(path: Path, key: str) -> Rows:
-    return TableRows(path, [path], key)
+def split_files(path: Path, split: str) -> list[Path] | None:
+    """Returns the files of `split` (parts of one table) or the folder of its dataset; None if there is none.
+
+    A path that is a file, or a folder written by `save_to_disk` for one split, is returned as it is. Raises PromptError
+    if several files match the split.
+    """
+    if not path.is_dir():
+        return [path]
+    if (path / "state.json").is_file():
+        return [path]
+    for name in NAMES[split]:
+        if name in _datasets(path):
+            return [path / name]
+        by_pattern = {pattern: files for pattern in PATTERNS if (files := sorted(path.glob(pattern.format(name))))}
+        if len(by_pattern) > 1:
+            several = ", ".join(file.name for files in by_pattern.values() for file in files)
+            raise PromptError(f"{path} has several files of the split {name!r} ({several}): give the one you mean")
+        if by_pattern:
+            return next(iter(by_pattern.values()))
+    return None
 
 
-READERS = {".txt": LineRows, ".jsonl": LineRows, ".parquet": _parquet}
+def no_split(path: Path, split: str) -> PromptError:
+    """Returns the error for a folder in which `split_files` found nothing."""
+    known = ", ".join(sorted(entry.name for entry in path.iterdir())[:10]) or "nothing"
+    wanted = " or ".join(NAMES[split])
+    return PromptError(f"{path} holds no split {wanted} as txt, jsonl, parquet or Arrow dataset; it has {known}")
+
+
+def _dataset_files(folder: Path) -> list[Path]:
+    """Returns the files of a dataset folder, in the order of its state.json. Raises PromptError if it has none."""
+    try:
+        state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+        return [folder / entry["filename"] for entry in state["_data_files"]]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise PromptError(f"{folder} is not a dataset that save_to_disk wrote: {first_line(error)}") from error
+
+
+def _datasets(folder: Path) -> list[str]:
+    """Returns the splits of a folder that `DatasetDict.save_to_disk` wrote; empty for any other folder."""
+    described = folder / "dataset_dict.json"
+    if not described.is_file():
+        return []
+    try:
+        return [str(name) for name in json.loads(described.read_text(encoding="utf-8"))["splits"]]
+    except (ValueError, KeyError, TypeError) as error:
+        raise PromptError(f"{described} cannot be read: {first_line(error)}") from error
+
+
+def _table(path: Path) -> tuple[Any, list[str]]:
+    """Returns the memory-mapped table of a file, and the names of its columns that hold bytes and are left out."""
+    import pyarrow
+    import pyarrow.ipc
+
+    if path.suffix == ".parquet":
+        return _copied(path)
+    try:
+        table = pyarrow.ipc.open_stream(pyarrow.memory_map(str(path))).read_all()
+    except (pyarrow.ArrowException, OSError) as error:
+        raise PromptError(f"{path} is not an Arrow file: {first_line(error)}") from error
+    left_out = [field.name for field in table.schema if _holds_bytes(field.type)]
+    return table.drop_columns(left_out), left_out
+
+
+def _copied(path: Path) -> tuple[Any, list[str]]:
+    """Like `_table`, for a parquet file: a copy of it in an Arrow file without a name, which ends with this process."""
+    import pyarrow
+    import pyarrow.ipc
+
+    batches, left_out = _decoded(path)
+    try:
+        with tempfile.TemporaryFile() as copy:
+            first = next(batches)
+            with pyarrow.ipc.new_stream(copy, first.schema) as writer:
+                for batch in chain([first], batches):
+                    writer.write_batch(batch)
+            copy.flush()
+            mapped = mmap.mmap(copy.fileno(), 0, access=mmap.ACCESS_READ)
+    except OSError as error:
+        raise PromptError(
+            f"{path}: a copy of it for random access cannot be written to {tempfile.gettempdir()}: "
+            f"{first_line(error)}; the variable TMPDIR names another folder"
+        ) from error
+    pyarrow.default_memory_pool().release_unused()
+    return pyarrow.ipc.open_stream(pyarrow.py_buffer(mapped)).read_all(), left_out
+
+
+def _decoded(path: Path) -> tuple[Iterator[Any], list[str]]:
+    """Returns the record batches of a parquet file, an empty one first, and the names of columns that hold bytes.
+
+    Raises PromptError, also in the middle, if the file cannot be read.
+    """
+    import pyarrow
+    import pyarrow.parquet
+    from pyarrow.types import is_dictionary
+
+    try:
+        file = pyarrow.parquet.ParquetFile(path, pre_buffer=False, buffer_size=BUFFER_BYTES)
+    except (pyarrow.ArrowException, OSError) as error:
+        raise PromptError(f"{path} is not a parquet file: {first_line(error)}") from error
+    fields = list(file.schema_arrow)
+    if twice := [name for name, count in Counter(file.schema_arrow.names).items() if count > 1]:
+        raise PromptError(f"{path}: several of its columns are called {twice[0]!r}; each needs a name of its own")
+    left_out = [field.name for field in fields if _holds_bytes(field.type)]
+    kept = [field for field in fields if field.name not in left_out]
+    coded = {field.name for field in kept if is_dictionary(field.type)}
+    schema = pyarrow.schema([each.with_type(each.type.value_type) if each.name in coded else each for each in kept])
+
+    def batches() -> Iterator[Any]:
+        yield pyarrow.RecordBatch.from_pylist([], schema)
+        if not kept:
+            return
+        try:
+            for batch in file.iter_batches(BATCH_ROWS, columns=[field.name for field in kept]):
+                columns = [batch[name].dictionary_decode() if name in coded else batch[name] for name in schema.names]
+                yield pyarrow.RecordBatch.from_arrays(columns, schema=schema)
+        except (pyarrow.ArrowException, OSError) as error:
+            raise PromptError(f"{path} is not a parquet file: {first_line(error)}") from error
+
+    return batches(), left_out
+
+
+def _holds_bytes(kind: Any) -> bool:
+    """Returns True if a column's type is or contains binary data."""
+    from pyarrow import types
+
+    if types.is_binary(kind) or types.is_large_binary(kind) or types.is_fixed_size_binary(kind):
+        return True
+    return any(_holds_bytes(kind.field(index).type) for index in range(kind.num_fields))
 
 
 def _blank(line: bytes) -> bool:

@@ -99,7 +99,7 @@ def asks_server(key: str, term: RewardTerm) -> bool:
 def ours(serve: ServeConfig) -> bool:
     """Returns True if the command starts this package's reward server in the workers' own environment."""
     words = serve.command if isinstance(serve.command, str) else " ".join(map(str, serve.command or ()))
-    return serve.requirements is None and any(word in words for word in SERVE_COMMANDS)
+    return not words.startswith("uv ") and any(word in words for word in SERVE_COMMANDS)
 
 
 FEATURES: Mapping[str, Feature] = {

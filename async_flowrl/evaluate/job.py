@@ -22,7 +22,6 @@ from async_flowrl.observability.run_directory import RunDirectory
 from async_flowrl.policies import lora_file, trained_file, whole_file
 from async_flowrl.policies.registry import load_family, resolve_model
 from async_flowrl.rewards.registry import check_prompts, check_rewards
-from async_flowrl.rewards.served import requirements_of
 from async_flowrl.tickets.request import evaluation_resolution
 from async_flowrl.types import Prompt, Resolution
 
@@ -115,9 +114,6 @@ def _job(
 ) -> Job:
     whole = replace(config.reward, terms={name: term for name, (term, _) in terms.items()})
     needs_target = check_rewards(whole)
-    for name, (term, kind) in terms.items():
-        if term.serve is not None:
-            requirements_of(f"{'evaluate.' if kind == HELD_OUT else ''}reward.terms.{name}", term.serve)
     available, chosen = _file(config, file, needs_target=needs_target) if file else _held_out(config, needs_target)
     prompts = tuple(available[place] for place in range(min(len(available), config.evaluate.max_prompts)))
     check_prompts(whole, prompts)

@@ -8,7 +8,7 @@ from async_flowrl.controller.context import Servers
 from async_flowrl.controller.scoring import without_server
 from async_flowrl.rewards.combine import combined
 from async_flowrl.rewards.composite import CompositeReward
-from async_flowrl.rewards.seen import seen_by
+from async_flowrl.rewards.http_post import seen_by
 from async_flowrl.types import ByteArray, Prompt, Scores
 
 

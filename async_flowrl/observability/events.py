@@ -6,7 +6,6 @@ docs/run_directory.md lists the events and their fields. Every event has `time`;
 
 import json
 import threading
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,17 +18,14 @@ Event = dict[str, Any]
 
 
 class EventLog:
-    """Appends events to the file `path`; the newest `keep` events are also in `recent`. Thread-safe.
+    """Appends events to the file `path`. Thread-safe.
 
     Events are buffered. All of them are written by `flush` and `close`, by each `step` event, and by the first event
     that comes FLUSH_SECONDS or more after the last write. An unfinished last line of an existing file, left by a killed
     process, is cut off. `clock` gives unix seconds.
     """
 
-    def __init__(
-        self, path: Path, clock: Callable[[], float], *, ledger: PoolLedger | None = None, keep: int = 10_000
-    ) -> None:
-        self.recent: deque[Event] = deque(maxlen=keep)
+    def __init__(self, path: Path, clock: Callable[[], float], *, ledger: PoolLedger | None = None) -> None:
         self._clock, self._ledger = clock, ledger
         self._lock = threading.Lock()
         self._buffer: list[str] = []
@@ -48,7 +44,6 @@ class EventLog:
         record = {"time": now, "event": event, **fields}
         line = json.dumps(record, default=str)
         with self._lock:
-            self.recent.append(record)
             self._buffer.append(line + "\n")
             # A checkpoint is written after its step, and the file must have that step's events even after a kill.
             if event == "step" or now - self._flushed >= FLUSH_SECONDS:

@@ -4,7 +4,6 @@ A worker is in exactly one of STATES at any time. A *place* is a numbered seat i
 replacement of a dead worker ("rollout-0.1") takes over its place.
 """
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 
 STATES = ("busy", "wait_data", "wait_weights", "sync", "idle")
@@ -52,13 +51,6 @@ class PoolLedger:
         self._settle(place)
         self._now[place] = booked, self._now[place][1]
         return booked
-
-    def now(self) -> dict[str, Counter[str]]:
-        """Pool → state → number of places in this state now. May be called from any thread."""
-        pools: dict[str, Counter[str]] = {}
-        for place, (state, _) in list(self._now.items()):
-            pools.setdefault(pool_of(place), Counter())[state] += 1
-        return pools
 
     def totals(self) -> dict[str, dict[str, float]]:
         """Pool → state → seconds since the start, averaged over the pool's places; a pool's sum is the wall clock."""

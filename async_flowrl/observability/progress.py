@@ -8,9 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 AVERAGED_STEPS = 20
-"""Steps over which seconds per step, images per second and the time left are measured."""
-MAX_REWARDS = 1024
-"""Newest steps whose reward is kept for the bar chart."""
+"""Steps over which seconds per step and the time left are measured."""
 
 
 @dataclass
@@ -24,56 +22,36 @@ class Progress:
     """Number of finished steps, those before a resume included."""
     line: Mapping[str, Any] = field(default_factory=dict)
     """Metrics of the newest step; empty before the first."""
-    rewards: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=MAX_REWARDS))
-    """(step, mean reward) of the newest steps that had a reward."""
     lost: dict[int, Counter[str]] = field(default_factory=dict)
     """Step → what it could not score: number of skipped tickets, and of groups trained without an optional term."""
-    evaluation: tuple[str, Mapping[str, float]] | None = None
-    """(title, metrics) of the newest evaluation of a policy version."""
 
     def __post_init__(self) -> None:
-        self.began = self.clock()
-        self._ends: deque[tuple[float, int]] = deque([(self.began, 0)], maxlen=AVERAGED_STEPS + 1)
+        self._ends: deque[float] = deque([self.clock()], maxlen=AVERAGED_STEPS + 1)
 
     def begin(self) -> None:
         """Starts the clock of the first step; called when training begins."""
         if not self.line:
-            self._ends[0] = self.clock(), 0
+            self._ends[0] = self.clock()
 
     def step(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Adds the metrics of a finished step."""
         if step < self.done:  # The run went back to its last checkpoint because a trainer rank died.
-            self.rewards = deque((entry for entry in self.rewards if entry[0] < step), maxlen=MAX_REWARDS)
             self.lost = {earlier: counts for earlier, counts in self.lost.items() if earlier < step}
         self.done, self.line = step + 1, metrics
-        self._ends.append((self.clock(), int(metrics.get("images") or 0)))
-        if (reward := metrics.get("reward/mean")) is not None:
-            self.rewards.append((step, float(reward)))
+        self._ends.append(self.clock())
         if lost := _lost(metrics):
             self.lost[step] = lost
 
     @property
     def step_seconds(self) -> float | None:
         """Mean seconds per step over the last AVERAGED_STEPS steps; None before the first step."""
-        return (self._ends[-1][0] - self._ends[0][0]) / (len(self._ends) - 1) if len(self._ends) > 1 else None
-
-    @property
-    def images_per_second(self) -> float | None:
-        """Training images per second over the last AVERAGED_STEPS steps; None if there are none."""
-        seconds = self._ends[-1][0] - self._ends[0][0]
-        images = sum(count for _, count in list(self._ends)[1:])
-        return images / seconds if seconds > 0 and images else None
+        return (self._ends[-1] - self._ends[0]) / (len(self._ends) - 1) if len(self._ends) > 1 else None
 
     @property
     def seconds_left(self) -> float | None:
         """Expected seconds from the end of the newest step to the end of the run; None before the first step."""
         each = self.step_seconds
         return None if each is None else each * (self.total - self.done)
-
-    @property
-    def since_step(self) -> float:
-        """Seconds since the newest step ended, or since training began."""
-        return self.clock() - self._ends[-1][0]
 
     @property
     def losses(self) -> list[str]:

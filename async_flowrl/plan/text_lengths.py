@@ -11,8 +11,8 @@ from functools import lru_cache
 from async_flowrl.config.paths import find_data
 from async_flowrl.config.schema import Config
 from async_flowrl.config.sections.data import DataConfig
-from async_flowrl.data.files import split_files
 from async_flowrl.data.load import SPLITS, Data, load_data
+from async_flowrl.data.rows import split_files
 from async_flowrl.data.sampler import Sampler
 from async_flowrl.tickets.batches import by_length
 from async_flowrl.types import Prompt

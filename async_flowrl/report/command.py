@@ -1,6 +1,6 @@
-"""Command line: async-flowrl report RUN [RUN ...] [--out FILE | --live].
+"""Command line: async-flowrl report RUN [RUN ...] [--out FILE].
 
-It writes one HTML page about one run or several runs side by side, or serves it while they go on (--live).
+It writes one HTML page about one run or several runs side by side.
 """
 
 import argparse
@@ -9,21 +9,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from async_flowrl.config import exit_codes
-from async_flowrl.config.listening import LOOPBACK, read_token
 from async_flowrl.report.folders import NoRun, runs_in
 from async_flowrl.report.write import write_page
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Writes the page and prints its path, or serves it until Ctrl-C; returns the exit code (2 with one sentence on
-    stderr if it cannot)."""
+    """Writes the page and prints its path; returns the exit code (2 with one sentence on stderr if it cannot)."""
     given = parser().parse_args(arguments)
     try:
-        if given.live:
-            from async_flowrl.report.live import serve
-
-            token = read_token(given.token_env, given.token_file)
-            return serve(given.runs, host=given.host, port=given.port, token=token)
         runs = runs_in(given.runs)
         out = given.out or (runs[0] / "report.html" if len(runs) == 1 else given.runs[0] / "report.html")
         if given.out is None and len(runs) > 1 and len(given.runs) > 1:
@@ -46,10 +39,4 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--max-mib", type=float, help="MiB of images in the page (default: monitor.report_mib of the runs)"
     )
-    live = made.add_argument_group("while runs go on")
-    live.add_argument("--live", action="store_true", help="serve the page, which shows new points and images by itself")
-    live.add_argument("--port", type=int, help="of --live; 0: any that is free (default: 8765)")
-    live.add_argument("--host", default=LOOPBACK, help="address to listen at; others than this machine need a token")
-    live.add_argument("--token-env", metavar="NAME", help="environment variable with the token that browsers must send")
-    live.add_argument("--token-file", type=Path, metavar="FILE", help="the same from a file")
     return made

@@ -15,12 +15,10 @@ The document:
      "max_mib": float,               largest size of the pictures inside a page, in MiB
      "notes": [str, ...]}            sentences about what was left out to keep the document small
 
-`page.render` makes an HTML page whose JavaScript function `show(document)` draws it. A live report is served with the
-document at `document.json`, and its page calls `show` again with every newer document.
+`page.render` makes an HTML page whose JavaScript function `show(document)` draws it.
 
 The document contains the names of pictures, not their content: `pictures["evaluations"][i]["folder"]` and file names
-below it. A live page asks for the URL `images/<number of the run, from 0>/<folder>/<file>`, which the server reads from
-`<run's folder>/images/<folder>/<file>`.
+below it.
 
 The size does not grow with the length of a run. A curve has at most thin.MAX_POINTS points; each is the mean of equally
 many consecutive steps, with their range. A timeline has exact bars for a few short windows and shares of time for the

@@ -1,11 +1,7 @@
 """The HTML page that shows a report's document: one file that contains its styles, its scripts and the library uPlot.
 
-A finished report (`live=False`) makes no requests: it contains its pictures as data URIs, as many as fit `max_mib`, and
-its Content-Security-Policy forbids all requests. A live page (`live=True`) contains the document, too, and asks for
-the relative URL `document.json` every two seconds, with the last ETag in If-None-Match (answer 304: unchanged). It
-passes each new document to the same JavaScript function `show(document)`. Its pictures are URLs:
-`images/<number of the run, from 0>/<path below the run's images folder>`. Its policy allows requests to its own origin
-only.
+It makes no requests: it contains its pictures as data URIs, as many as fit `max_mib`, and its Content-Security-Policy
+forbids all requests.
 
 Texts from files cannot inject markup: the page contains them as JSON in which `<`, `>` and `&` are escaped, and the
 scripts insert them as text.
@@ -22,25 +18,24 @@ from pathlib import Path
 from typing import Any
 
 from async_flowrl.report.document import Document
-from async_flowrl.report.live_files import open_picture
+from async_flowrl.report.pictures import open_picture
 
 SCRIPTS = ("dom.js", "charts.js", "timeline.js", "gallery.js", "sections.js", "show.js")
 """Files in assets/, in the order in which the page runs them; uPlot (MIT, assets/uPlot.LICENSE) comes first."""
 
 
-def render(document: Document, live: bool = False, *, max_mib: float | None = None) -> str:
+def render(document: Document, *, max_mib: float | None = None) -> str:
     """The page as text. `max_mib` is the limit on its pictures in MiB; None means the document's own limit.
 
     Pictures that are missing or exceed the limit are left out, and the page says so. Raises ValueError if the document
     contains NaN or infinity.
     """
     limit = document["max_mib"] if max_mib is None else max_mib
-    pictures, left_out = ({}, None) if live else embedded(document, round(limit * 2**20))
+    pictures, left_out = embedded(document, round(limit * 2**20))
     style = _asset("uPlot.min.css") + _asset("page.css")
     script = _asset("uPlot.iife.min.js") + "\n" + "\n".join(map(_asset, SCRIPTS))
     values = {
-        "live": "true" if live else "false",
-        "policy": policy(style, script, live),
+        "policy": policy(style, script),
         "title": escape(document["title"]),
         "headline": escape(document["headline"]),
         "document": as_data({**document, "left_out": left_out}),
@@ -58,13 +53,11 @@ def as_data(value: Any) -> str:
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
 
-def policy(style: str, script: str, live: bool) -> str:
-    """The Content-Security-Policy: allows this style, this script and data URIs; for a live page also its origin."""
-    own = " 'self'" if live else ""
-    connect = "'self'" if live else "'none'"
+def policy(style: str, script: str) -> str:
+    """The Content-Security-Policy: allows this style, this script and data URIs."""
     return (
-        f"default-src 'none'; script-src '{_digest(script)}'; style-src '{_digest(style)}'; img-src data:{own}; "
-        f"connect-src {connect}; base-uri 'none'; form-action 'none'"
+        f"default-src 'none'; script-src '{_digest(script)}'; style-src '{_digest(style)}'; img-src data:; "
+        f"connect-src 'none'; base-uri 'none'; form-action 'none'"
     )
 
 

@@ -1,6 +1,6 @@
 """The reward `http`: scores from a server.
 
-The server is `async-flowrl serve-rewards`, another one of the same contract, or one of flow_grpo or Flow-Factory.
+The server is `async-flowrl serve-rewards`, or another one of the same contract.
 docs/rewards/http.md has the contract, the options, and what happens if a server is slow, wrong or unreachable.
 """
 
@@ -15,21 +15,20 @@ from urllib.parse import urlsplit
 from async_flowrl.config.messages import unknown_name
 from async_flowrl.rewards.http_contract import (
     FORMATS,
+    PATH,
     VERSION,
     ScoreReply,
     dumps,
     encode_image,
     prompt_fields,
+    read_reply,
+    request_body,
 )
-from async_flowrl.rewards.http_dialects import DIALECTS
-from async_flowrl.rewards.http_post import Bounds, ServerError, check_installed, post
-from async_flowrl.rewards.seen import Seen
-from async_flowrl.rewards.waves import Waves
+from async_flowrl.rewards.http_post import Bounds, Seen, ServerError, post
 from async_flowrl.types import ByteArray, Prompt
 
 GROUP, ONE_BY_ONE = "group", "one_by_one"
-OWN = "async_flowrl"
-MULTIPART = "multipart"
+PNG, MULTIPART = "png", "multipart"
 
 
 @dataclass(eq=False)
@@ -39,11 +38,10 @@ class HTTP:
     - `url`: one URL or several, over which groups are spread; None where the term has `serve`.
     - `token_env`: environment variable with the token; None sends none.
     - `batch`: group sends all images of a group in one request, one_by_one each image in its own.
-    - `encoding`: png, jpeg, or multipart (PNG files beside the JSON); None is the dialect's own image format.
+    - `encoding`: png, jpeg, or multipart (PNG files beside the JSON).
     - `timeout`, `deadline`: seconds for one attempt, and for a request with all its attempts.
     - `retries`: attempts after the first, made only if the connection fails or the status is 408, 429 or 5xx.
     - `concurrency`: largest number of requests at a time. `max_reply_bytes`: longest reply.
-    - `dialect`: async_flowrl, flow_factory, or flow_grpo, whose pickles are read without running any code.
     - `deterministic`: True if the server always gives the same images the same scores.
     - `needs_target`: True refuses prompts without a target at the start of a run.
     """
@@ -51,34 +49,26 @@ class HTTP:
     url: str | Sequence[str] | None = None
     token_env: str | None = None
     batch: str = GROUP
-    encoding: str | None = None
+    encoding: str = PNG
     timeout: float = 60.0
     deadline: float = 240.0
     retries: int = 4
     concurrency: int = 8
     max_reply_bytes: int = 16 * 2**20
-    dialect: str = OWN
     deterministic: bool = False
     needs_target: bool = False
 
     wants_server: ClassVar[tuple[str, str]] = ("url", "http://127.0.0.1:8000")
     """Option that is required unless the term has `serve`, and an example of its value."""
 
-    @staticmethod
-    def waves(images: int, *, batch: str = GROUP, concurrency: int = 8, deadline: float = 240.0, **_: Any) -> Waves:
-        """Returns the requests for a group of `images` images."""
-        return Waves(1 if batch == GROUP else images, concurrency, deadline)
-
     def __post_init__(self) -> None:
-        """Raises ValueError, one sentence, for an option outside its range or a missing package."""
-        _check_choices(self.dialect, self.batch, self.encoding)
+        """Raises ValueError, one sentence, for an option outside its range."""
+        _check_choices(self.batch, self.encoding)
         for name in ("timeout", "deadline"):
             _check_number(name, getattr(self, name), float, above=0)
         for name, above in (("retries", -1), ("concurrency", 0), ("max_reply_bytes", 0)):
             _check_number(name, getattr(self, name), int, above=above)
-        check_installed()
         self._urls, self._token = _checked_urls(self.url), ""
-        self._dialect = DIALECTS[self.dialect]
         self._bounds = Bounds(self.timeout, self.deadline, self.retries, self.max_reply_bytes)
         self.seen = Seen()
         self._slots: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
@@ -102,7 +92,7 @@ class HTTP:
         """
         if not self._urls:
             raise ServerError("there is no server to ask yet: neither options.url nor a server of the run that is up")
-        kind = self.encoding if self.encoding in FORMATS else self._dialect.kind
+        kind = PNG if self.encoding == MULTIPART else self.encoding
         files = [encode_image(image, kind) for image in images]
         parts = [files] if self.batch == GROUP else [[file] for file in files]
         requests = [self._request(part, prompt, kind) for part in parts]
@@ -112,7 +102,7 @@ class HTTP:
         """Returns the body and its content type."""
         if self.encoding == MULTIPART:
             return multipart(files, prompt, kind)
-        return self._dialect.encode(files, prompt), self._dialect.content_type
+        return request_body(files, [prompt_fields(prompt)]), "application/json"
 
     async def _scores(self, requests: Sequence[tuple[bytes, str]], counts: Sequence[int], *, first: int) -> list[Any]:
         """Returns one result per image, in order. The first failure is raised after all requests have ended."""
@@ -128,7 +118,7 @@ class HTTP:
 
     async def _ask(self, body: bytes, content_type: str, count: int, first: int) -> ScoreReply:
         """Sends one request: the first attempt to URL `first`, modulo their number, and each retry to the next URL."""
-        paths = [_endpoint(url, self._dialect.path) for url in self._urls]
+        paths = [_endpoint(url) for url in self._urls]
         start = first % len(paths)
         headers = {"Content-Type": content_type, **self._authorization()}
         async with self._open():
@@ -137,7 +127,7 @@ class HTTP:
                 body,
                 headers,
                 self._bounds,
-                lambda reply: self._dialect.read(reply, count),
+                lambda reply: read_reply(reply, count),
                 self.seen,
             )
 
@@ -178,9 +168,9 @@ def multipart(files: Sequence[bytes], prompt: Prompt, kind: str) -> tuple[bytes,
     return body, f"multipart/form-data; boundary={boundary}"
 
 
-def _endpoint(url: str, path: str) -> str:
-    """Returns the URL itself if it has a path, else the URL with the dialect's path."""
-    return url if urlsplit(url).path.strip("/") else url.rstrip("/") + path
+def _endpoint(url: str) -> str:
+    """Returns the URL itself if it has a path, else the URL with the contract's path."""
+    return url if urlsplit(url).path.strip("/") else url.rstrip("/") + PATH
 
 
 def _checked_urls(url: str | Sequence[str] | None) -> list[str]:
@@ -194,15 +184,11 @@ def _checked_urls(url: str | Sequence[str] | None) -> list[str]:
     return urls
 
 
-def _check_choices(dialect: str, batch: str, encoding: str | None) -> None:
-    if dialect not in DIALECTS:
-        raise ValueError(unknown_name("the http reward's dialect", str(dialect), DIALECTS))
+def _check_choices(batch: str, encoding: str) -> None:
     if batch not in (GROUP, ONE_BY_ONE):
         raise ValueError(unknown_name("the http reward's batch", str(batch), (GROUP, ONE_BY_ONE)))
-    if encoding is not None and encoding not in (*FORMATS, MULTIPART):
+    if encoding not in (*FORMATS, MULTIPART):
         raise ValueError(unknown_name("the http reward's encoding", str(encoding), (*FORMATS, MULTIPART)))
-    if encoding == MULTIPART and dialect != OWN:
-        raise ValueError(f"the http reward's encoding=multipart is for dialect={OWN}, got dialect={dialect}")
 
 
 def _check_number(name: str, value: object, kind: type, *, above: int) -> None:

@@ -6,21 +6,18 @@ unusable reply is raised at once as a ServerError. The rewards `http` and `vlm_j
 
 import asyncio
 import email.utils
-import importlib.util
 import itertools
 import logging
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import httpx
+import tenacity
 
 from async_flowrl.rewards.http_contract import ContractError, shown
-from async_flowrl.rewards.seen import Seen
-
-if TYPE_CHECKING:
-    import httpx
-    import tenacity
 
 T = TypeVar("T")
 
@@ -28,9 +25,11 @@ BACKOFF_SECONDS, MAX_BACKOFF_SECONDS = 0.25, 30.0
 """Seconds before the first retry, doubled for each further one, and the longest such pause."""
 PASSING = (408, 429)
 """Statuses below 500 after which the request is repeated."""
-INSTALL = "pip install 'async-flowrl[http]'"
 
-_clients: "weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, httpx.AsyncClient]" = weakref.WeakKeyDictionary()
+SLOW_SECONDS = 300.0
+"""Seconds for which a server that timed out is asked only after the others."""
+
+_clients: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, httpx.AsyncClient] = weakref.WeakKeyDictionary()
 
 
 class ServerError(RuntimeError):
@@ -61,6 +60,46 @@ class Bounds:
     deadline: float
     retries: int
     reply_bytes: int
+
+
+def seen_by(reward: object) -> "Seen | None":
+    """Returns the record in the reward's attribute `seen`; None if it has none."""
+    seen = getattr(reward, "seen", None)
+    return seen if isinstance(seen, Seen) else None
+
+
+@dataclass
+class Seen:
+    """The record of one reward in one worker process."""
+
+    _slow: dict[str, float] = field(default_factory=dict)
+    """URL → `time.monotonic()` seconds until which it is asked last."""
+    _answered: dict[str, bool] = field(default_factory=dict)
+    """URL → True if it has answered since the last `take`, False if it has only timed out."""
+
+    def ordered(self, urls: Sequence[str]) -> list[str]:
+        """Returns the URLs in the given order, with those that timed out in the last SLOW_SECONDS moved to the end."""
+        now = time.monotonic()
+        return sorted(urls, key=lambda url: self._slow.get(url, now) > now)
+
+    def stalled(self, url: str) -> None:
+        """Records that the server gave no answer within the timeout of one attempt."""
+        self._slow[url] = time.monotonic() + SLOW_SECONDS
+        self._answered.setdefault(url, False)
+
+    def answered(self, url: str) -> None:
+        """Records that the server gave an answer, whether it was usable or not."""
+        self._answered[url] = True
+
+    def forget(self) -> None:
+        """Clears the record, because the servers have been replaced."""
+        self._slow.clear()
+        self._answered.clear()
+
+    def take(self) -> dict[str, bool]:
+        """Returns URL → whether it has answered, for the URLs recorded since the last call, and starts anew."""
+        taken, self._answered = self._answered, {}
+        return taken
 
 
 async def post(
@@ -104,8 +143,6 @@ async def post(
 
 async def _once(url: str, body: bytes, headers: Mapping[str, str], bounds: Bounds, seen: Seen) -> bytes:
     """Returns the body of a reply of status 200. Raises PassingError if a retry makes sense, else ServerError."""
-    import httpx
-
     try:
         async with asyncio.timeout(bounds.timeout):
             async with client().stream("POST", url, content=body, headers=dict(headers)) as response:
@@ -132,7 +169,7 @@ async def _once(url: str, body: bytes, headers: Mapping[str, str], bounds: Bound
     raise PassingError(refused, pause)
 
 
-async def _bounded(response: "httpx.Response", url: str, limit: int) -> bytes:
+async def _bounded(response: httpx.Response, url: str, limit: int) -> bytes:
     """Returns the whole body. Raises ServerError if it is longer than `limit` bytes, or compressed unasked."""
     if (encoding := response.headers.get("content-encoding", "identity")) != "identity":
         raise ServerError(f"{url} answered in the encoding {encoding[:40]!r}, which was not asked for")
@@ -144,10 +181,8 @@ async def _bounded(response: "httpx.Response", url: str, limit: int) -> bytes:
     return bytes(content)
 
 
-def client() -> "httpx.AsyncClient":
+def client() -> httpx.AsyncClient:
     """Returns the HTTP client of the running event loop, which all terms of a worker share."""
-    import httpx
-
     loop = asyncio.get_running_loop()
     logging.getLogger("httpx").setLevel(logging.WARNING)  # httpx logs every request at INFO
     if (known := _clients.get(loop)) is None:
@@ -173,16 +208,7 @@ def retry_after(header: str | None, now: float) -> float | None:
         return None
 
 
-def check_installed() -> None:
-    """Raises ValueError, with the pip command, if httpx or tenacity is missing."""
-    for package in ("httpx", "tenacity"):
-        if importlib.util.find_spec(package) is None:
-            raise ValueError(f"rewards that ask a server need {package}: {INSTALL}")
-
-
-def _attempts(bounds: Bounds) -> "tenacity.AsyncRetrying":
-    import tenacity
-
+def _attempts(bounds: Bounds) -> tenacity.AsyncRetrying:
     growing = tenacity.wait_exponential(multiplier=BACKOFF_SECONDS, max=MAX_BACKOFF_SECONDS)
 
     def pause(state: tenacity.RetryCallState) -> float:

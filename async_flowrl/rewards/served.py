@@ -3,10 +3,8 @@
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Protocol
 
-from async_flowrl.config.paths import find_data
 from async_flowrl.config.schema import Config
 from async_flowrl.config.sections.reward import RewardTerm, ServeConfig
 
@@ -92,27 +90,6 @@ def _check_command(where: str, serve: ServeConfig) -> None:
         raise ValueError(f"{where}.command must contain {{port}}: each of the replicas listens at its own")
     if 1 < serve.gpus != int(serve.gpus):
         raise ValueError(f"{where}.gpus above 1 must be a whole number, got {serve.gpus:g}")
-
-
-def check_served(config: Config) -> None:
-    """Raises ValueError if the requirements of a server are no files that exist."""
-    for name, serve in served_terms(config):
-        requirements_of(term_key(config, name), serve)
-
-
-def requirements_of(where: str, serve: ServeConfig) -> tuple[Path, ...]:
-    """Returns the requirements files, absolute, in the order of their installation; empty if none is set.
-
-    Raises ValueError, which names the key of the term's section `where` (`term_key`), if one does not exist.
-    """
-    key, given = f"{where}.serve.requirements", serve.requirements
-    files = [] if given is None else [given] if isinstance(given, str) else given
-    if not isinstance(files, Sequence) or not all(isinstance(file, str) for file in files):
-        raise ValueError(f"{key} must be the path of a requirements.txt, or a list of such paths, got {given!r}")
-    try:
-        return tuple(find_data(file, key=key).resolve() for file in files)
-    except FileNotFoundError as error:
-        raise ValueError(str(error)) from error
 
 
 def command_of(serve: ServeConfig) -> list[str]:

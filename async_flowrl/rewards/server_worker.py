@@ -7,13 +7,12 @@ import logging
 import os
 import secrets
 import socket
+import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 from async_flowrl.config.sections.reward import ServeConfig
 from async_flowrl.rewards.served import command_of, filled
-from async_flowrl.rewards.server_environment import environment_for, variables
 from separation.program import Program
 
 logger = logging.getLogger(__name__)
@@ -44,22 +43,16 @@ class ServerWorker:
         index: int,
         name: str,
         *,
-        requirements: Sequence[Path],
         token: str,
         reachable: str | None,
         log: Path,
     ) -> None:
         """`reachable` is the address to listen at; None takes this node's address, for a cluster of several nodes."""
         self._serve, self._index, self._name = serve, index, name
-        self._requirements, self._token, self._log = requirements, token, log / f"{name}.log"
+        self._token, self._log = token, log / f"{name}.log"
         self._host = node_address() if reachable is None else reachable
         self._port = 0
         self._program: Program | None = None
-
-    def prepare(self) -> None:
-        """Makes the environment of the requirements, if there are any. Raises ValueError if it cannot be made."""
-        if self._requirements:
-            environment_for(self._requirements)
 
     def start(self) -> str:
         """Starts the server and returns its URL once its health path answers 200.
@@ -74,13 +67,12 @@ class ServerWorker:
         else:
             self._port = free_port(self._host, self._port)
         values = {"host": self._host, "port": str(self._port), "token_file": self._token_file()}
-        environment = environment_for(self._requirements) if self._requirements else None
         own = {name: text.replace("{token}", self._token) for name, text in serve.environment.items()}
         command = filled(command_of(serve), values)
         logger.info("%s: %s", self._name, " ".join(command))
-        self._program = Program(
-            command, environment={**os.environ, **variables(environment), **own}, log=self._log, grace=GRACE_SECONDS
-        )
+        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
+        environment = {**os.environ, "PATH": path, **own}
+        self._program = Program(command, environment=environment, log=self._log, grace=GRACE_SECONDS)
         url = f"http://{self._host}:{self._port}"
         self._until_healthy(self._program, f"{url}{serve.health}")
         return url

@@ -15,9 +15,8 @@ from typing import Any, ClassVar, TypeVar
 
 from async_flowrl.rewards import vlm_judge_checks as checks
 from async_flowrl.rewards.http_contract import dumps
-from async_flowrl.rewards.http_post import Bounds, ServerError, check_installed, post
+from async_flowrl.rewards.http_post import Bounds, Seen, ServerError, post
 from async_flowrl.rewards.ocr import normalise
-from async_flowrl.rewards.seen import Seen
 from async_flowrl.rewards.vlm_judge_cache import ReplyCache
 from async_flowrl.rewards.vlm_judge_reply import Answer, expected_value, score_after, scores_in, transcription_score
 from async_flowrl.rewards.vlm_judge_request import (
@@ -31,7 +30,6 @@ from async_flowrl.rewards.vlm_judge_request import (
     digest_of,
     png_url,
 )
-from async_flowrl.rewards.waves import Waves
 from async_flowrl.types import ByteArray, Prompt
 
 logger = logging.getLogger(__name__)
@@ -95,15 +93,8 @@ class VLMJudge:
     wants_server: ClassVar[tuple[str, str]] = ("base_url", "http://127.0.0.1:8000/v1")
     """Option that is required unless the term has `serve`, and an example of its value."""
 
-    @staticmethod
-    def waves(
-        number: int, *, images: str = checks.ONE_BY_ONE, concurrency: int = 32, deadline: float = 240.0, **_: Any
-    ) -> Waves:
-        """Returns the calls for a group of `number` images."""
-        return Waves(1 if images == checks.GROUP else number, concurrency, deadline)
-
     def __post_init__(self) -> None:
-        """Raises ValueError, one sentence, for an option outside its range or a missing package."""
+        """Raises ValueError, one sentence, for an option outside its range."""
         self._urls, self._token = checks.urls_of(self.base_url), ""
         if not self.model:
             raise ValueError("the vlm_judge reward needs model, the name that the server has for it")
@@ -115,7 +106,6 @@ class VLMJudge:
         self._needs_target = "target" in checks.check_template(template, self.mode) or self.mode == TRANSCRIBE
         self._values = checks.answers_of(self.answers)
         self._question = self._asking(template, tokens)
-        check_installed()
         self._bounds = Bounds(self.timeout, self.deadline, self.retries, MAX_REPLY_BYTES)
         self.seen = Seen()
         self._slots: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None

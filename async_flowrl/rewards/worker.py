@@ -14,8 +14,8 @@ import numpy as np
 from async_flowrl.config.sections.reward import RewardConfig, RewardTerm
 from async_flowrl.rewards.composite import CompositeReward
 from async_flowrl.rewards.held_out import HeldOutScores, build_held_out, score_held_out
+from async_flowrl.rewards.http_post import Seen, seen_by
 from async_flowrl.rewards.registry import attempts_of, build_reward
-from async_flowrl.rewards.seen import Seen, seen_by
 from async_flowrl.rewards.served import Addresses, Connecting
 from async_flowrl.types import ByteArray, Prompt, Scores
 

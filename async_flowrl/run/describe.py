@@ -2,7 +2,6 @@
 
 import logging
 import os
-import shlex
 from pathlib import Path
 
 import torch
@@ -32,7 +31,7 @@ def first_lines(prepared: Prepared, directory: Path) -> str:
         ("model", model_of(prepared)),
         *inputs(prepared),
         ("devices", devices(prepared)),
-        ("files", f"{where}; to watch it in a browser: async-flowrl report {shlex.quote(where)} --live"),
+        ("files", where),
     ]
     return _lines(rows)
 

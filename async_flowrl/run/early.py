@@ -10,7 +10,6 @@ from async_flowrl.config.sections.data import DataConfig
 from async_flowrl.observability.run_directory import RunDirectory
 from async_flowrl.policies.model_path import local_index
 from async_flowrl.rewards.registry import check_rewards
-from async_flowrl.rewards.served import check_served
 
 
 def refuse_early(config: Config) -> None:
@@ -18,7 +17,6 @@ def refuse_early(config: Config) -> None:
     try:
         check(config)
         check_rewards(config.reward)
-        check_served(config)
         check_curves(config)
         check_prompt_files(config.data)
         check_output(config)

@@ -36,7 +36,7 @@ from async_flowrl.observability.terminal import say
 from async_flowrl.run.conclude import Ending, after_failure, conclude
 from async_flowrl.run.describe import describe_inputs, first_lines
 from async_flowrl.run.devices import compare_devices, lay_out
-from async_flowrl.run.finish import finish, peak_of
+from async_flowrl.run.finish import finish
 from async_flowrl.run.hosts import ready_nodes
 from async_flowrl.run.launch import (
     check_machine,
@@ -112,8 +112,7 @@ def _run(
     for sentence in (*seen, *doubts_of(prepared)):
         logger.warning("%s", sentence)
     try:
-        held_out = prepared.requests.evaluated == "held_out"
-        with closing(open_display(prepared.config, held_out=held_out)) as display:
+        with closing(open_display(prepared.config)) as display:
             return asyncio.run(train(ending, resume, display, tools))
     except KeyboardInterrupt:
         after_failure(ending)
@@ -191,9 +190,8 @@ async def train_until(ending: Ending, resume: Resume, display: Display, tools: T
                 negatives = await encode_negatives(prepared, groups[ROLLOUT].workers[0])
                 await send_negatives(trainers, negatives)
                 resume = await restore(trainers, directory, resume, lambda: another(prepared, directory, info))
-                peak = await peak_of(config, trainers.first)
             ledgers = open_ledgers(prepared, directory, resume, display)
-            display.watch(ledgers.pools, ledgers.events, peak)
+            display.begin()
             try:
                 digest, device = info["base_digest"], info["device"]
                 run = Run(

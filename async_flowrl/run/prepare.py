@@ -20,7 +20,6 @@ from async_flowrl.policies.checked import unchecked
 from async_flowrl.policies.registry import ResolvedModel, check_prompts_of, load_policy, resolve_model, shapes_of
 from async_flowrl.rewards.held_out import check_held_out, check_held_out_prompts
 from async_flowrl.rewards.registry import check_rewards, prompt_check
-from async_flowrl.rewards.time_limits import too_slow
 from async_flowrl.rollout.vllm_omni.settings import check_model
 from async_flowrl.run.baseline import baseline_sampling
 from async_flowrl.run.early import refuse_early
@@ -184,7 +183,7 @@ def doubts_of(prepared: Prepared) -> list[str]:
     """Returns warnings, one sentence each, about settings that are possible but perhaps not intended."""
     model = prepared.model
     never_checked = unchecked(model.family, model.path, model.revision, resolution=prepared.sizes[-1])
-    sentences = ends_before_its_epochs(prepared), never_checked, *too_slow(prepared.config)
+    sentences = ends_before_its_epochs(prepared), never_checked
     return [sentence for sentence in sentences if sentence is not None]
 
 

@@ -6,7 +6,6 @@
 import asyncio
 import hmac
 import logging
-from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
 from typing import Any
 
@@ -15,21 +14,18 @@ from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import ClientDisconnect
 
 from async_flowrl.rewards import http_contract as contract
-from async_flowrl.rewards import http_pickle
-from async_flowrl.rewards.http_contract import ContractError, Limits, ScoreReply, ScoreRequest
-from async_flowrl.rewards.http_dialects import DIALECTS, flow_factory_request, flow_grpo_request
+from async_flowrl.rewards.http_contract import ContractError, Limits, ScoreRequest
 from async_flowrl.serve_rewards.bodies import Full, Share
 from async_flowrl.serve_rewards.scorer import Asked, Refused, Score, Scorer, Settings, refused
 
 logger = logging.getLogger(__name__)
 
-FLOW_GRPO, FLOW_FACTORY = "flow_grpo", "flow_factory"
 BODY_SECONDS = 60.0
 """Seconds within which the whole body of a request must arrive; otherwise the reply is 408."""
 
 
 def build_app(score: Score, settings: Settings) -> FastAPI:
-    """Returns the application that serves `score` by our contract, and by `settings.dialect` if that is another one."""
+    """Returns the application that serves `score` by the contract."""
     app = FastAPI(title="async-flowrl rewards", docs_url=None, redoc_url=None, openapi_url=None)
     scorer = Scorer(score, settings)
 
@@ -39,32 +35,12 @@ def build_app(score: Score, settings: Settings) -> FastAPI:
 
     @app.post(contract.PATH)
     async def own(request: Request) -> Response:
-        return await _answer(_own, contract.reply_body, request, scorer, settings)
-
-    if settings.dialect == FLOW_FACTORY:
-
-        @app.post(DIALECTS[FLOW_FACTORY].path)
-        async def flow_factory(request: Request) -> Response:
-            return await _answer(_flow_factory, _rewards, request, scorer, settings)
-
-    if settings.dialect == FLOW_GRPO:
-
-        @app.post(DIALECTS[FLOW_GRPO].path)
-        async def flow_grpo(request: Request) -> Response:
-            response = await _answer(_flow_grpo, _pickled, request, scorer, settings)
-            response.headers["content-type"] = DIALECTS[FLOW_GRPO].content_type
-            return response
+        return await _answer(request, scorer, settings)
 
     return app
 
 
-async def _answer(
-    read: Callable[[Request, bytes, Limits], Awaitable[ScoreRequest]],
-    write: Callable[[ScoreReply], bytes],
-    request: Request,
-    scorer: Scorer,
-    settings: Settings,
-) -> Response:
+async def _answer(request: Request, scorer: Scorer, settings: Settings) -> Response:
     """Answers one request: checks the token, then the sizes, then the content, and then scores it."""
     try:
         _check_token(request, settings.token)
@@ -73,11 +49,11 @@ async def _answer(
             share = held.enter_context(scorer.room.share())
             try:
                 body = await _body(request, settings.limits.body_bytes, share)
-                asked = Asked(await read(request, body, settings.limits), request.is_disconnected, held.pop_all())
+                asked = Asked(await _read(request, body, settings.limits), request.is_disconnected, held.pop_all())
                 del body  # what is reserved for it is given back as soon as `asked` is released
             except ContractError as error:
                 raise refused(error) from error
-        return Response(write(await scorer.reply(asked)), media_type="application/json")
+        return Response(contract.reply_body(await scorer.reply(asked)), media_type="application/json")
     except Refused as refusal:
         logger.warning("%s %s: %d %s", request.client.host if request.client else "?", request.url.path,
                        refusal.status, refusal)  # fmt: skip
@@ -85,8 +61,7 @@ async def _answer(
         if refusal.status == 401:
             headers["WWW-Authenticate"] = "Bearer"
         fields = {"version": contract.VERSION, "error": str(refusal)}
-        content = http_pickle.dumps(fields) if write is _pickled else contract.dumps(fields)
-        return Response(content, refusal.status, headers, media_type="application/json")
+        return Response(contract.dumps(fields), refusal.status, headers, media_type="application/json")
 
 
 def _check_token(request: Request, token: str | None) -> None:
@@ -122,7 +97,7 @@ async def _body(request: Request, limit: int, share: Share) -> bytes:
     return bytes(body)
 
 
-async def _own(request: Request, body: bytes, limits: Limits) -> ScoreRequest:
+async def _read(request: Request, body: bytes, limits: Limits) -> ScoreRequest:
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind == "application/json":
         return contract.read_request(contract.loads(body, "the request"), None, limits)
@@ -154,21 +129,3 @@ async def _parts(request: Request, body: bytes, limits: Limits) -> tuple[bytes, 
     finally:
         await form.close()
     return text, files
-
-
-async def _flow_factory(request: Request, body: bytes, limits: Limits) -> ScoreRequest:
-    return flow_factory_request(contract.loads(body, "the request"), limits)
-
-
-async def _flow_grpo(request: Request, body: bytes, limits: Limits) -> ScoreRequest:
-    return flow_grpo_request(body, limits)
-
-
-def _rewards(reply: ScoreReply) -> bytes:
-    return contract.dumps({"rewards": list(reply.scores)})
-
-
-def _pickled(reply: ScoreReply) -> bytes:
-    """Writes `scores` for clients of GenEval and verl-omni, and `outputs` for those of UnifiedReward and DeQA."""
-    scores = list(reply.scores)
-    return http_pickle.dumps({"scores": scores, "outputs": scores})

@@ -1,7 +1,6 @@
 """Scoring of the requests of a reward server: one at a time, in order of arrival.
 
-`app.py` reads the requests and writes the replies. The contract is the format of both that http_contract.py reads and
-writes; a dialect is the format of another trainer, which http_dialects.py turns into the same requests.
+`app.py` reads the requests and writes the replies, in the format of http_contract.py.
 """
 
 import asyncio
@@ -31,8 +30,6 @@ It is called for one group at a time: neighbouring images of a request with the 
 PromptRefused for a prompt that it does not score; any other exception is a failure of the reward.
 """
 
-OWN = "async_flowrl"
-"""Name of the contract among the dialects."""
 NOTHING = ScoreRequest((), ())
 """Empty request that replaces one whose memory was given back."""
 HUNG_UP = 499
@@ -59,14 +56,12 @@ def refused(error: ContractError) -> Refused:
 class Settings:
     """Settings of the application; server.py makes them from the command line.
 
-    `dialect` names what is served beside the contract; OWN means nothing else. `waiting` is the number of requests that
-    may wait beside the one being scored. `all_bytes` limits the bodies of all requests that arrive, wait or are scored,
-    together. `token=None` asks for no token.
+    `waiting` is the number of requests that may wait beside the one being scored. `all_bytes` limits the bodies of all
+    requests that arrive, wait or are scored, together. `token=None` asks for no token.
     """
 
     token: str | None = None
     limits: Limits = field(default_factory=Limits)
-    dialect: str = OWN
     waiting: int = 16
     all_bytes: int = 1024 * 2**20
 

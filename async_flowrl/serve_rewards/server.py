@@ -16,10 +16,9 @@ import uvicorn
 from async_flowrl.config.listening import LOOPBACK, is_loopback, read_token
 from async_flowrl.config.listening import ServeError as ServeError
 from async_flowrl.rewards.http_contract import HEALTH, PATH, Limits
-from async_flowrl.rewards.http_dialects import DIALECTS
 from async_flowrl.serve_rewards.app import build_app
 from async_flowrl.serve_rewards.connections import Connection
-from async_flowrl.serve_rewards.scorer import OWN, PromptRefused, Score, Settings, call
+from async_flowrl.serve_rewards.scorer import PromptRefused, Score, Settings, call
 from async_flowrl.types import Prompt
 
 ALL_BYTES_FACTOR = 4
@@ -27,15 +26,12 @@ ALL_BYTES_FACTOR = 4
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments for address, token, dialect and limits to `parser`."""
+    """Adds the arguments for address, token and limits to `parser`."""
     limits = Limits()
     parser.add_argument("--host", default=LOOPBACK, help="address to listen at (default: %(default)s)")
     parser.add_argument("--port", type=int, default=8000, help="0: any that is free (default: %(default)s)")
     parser.add_argument("--token-env", metavar="NAME", help="environment variable with the token that clients send")
     parser.add_argument("--token-file", type=Path, metavar="FILE", help="the same from a file")
-    parser.add_argument(
-        "--dialect", default=OWN, choices=list(DIALECTS), help="spoken beside ours; flow_grpo's is pickle, restricted"
-    )
     parser.add_argument("--max-bytes", type=int, default=limits.body_bytes, help="of a request (default: %(default)s)")
     parser.add_argument(
         "--max-all-bytes",
@@ -74,7 +70,7 @@ def settings_of(given: argparse.Namespace) -> Settings:
             f"--token-env or --token-file, or listen at {LOOPBACK}"
         )
     limits = Limits(given.max_bytes, given.max_images, given.max_pixels, given.max_all_pixels)
-    return Settings(token, limits, given.dialect, given.max_waiting, given.max_all_bytes)
+    return Settings(token, limits, given.max_waiting, given.max_all_bytes)
 
 
 def serve(score: Score, given: argparse.Namespace, what: str) -> int:
@@ -93,7 +89,7 @@ def serve(score: Score, given: argparse.Namespace, what: str) -> int:
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s")
     host = f"[{given.host}]" if ":" in given.host else given.host
     url = f"http://{host}:{listening.getsockname()[1]}"
-    sys.stdout.write(f"serving {what} at {url} (POST {paths(settings.dialect)}, GET {HEALTH}); Ctrl-C ends it\n")
+    sys.stdout.write(f"serving {what} at {url} (POST {PATH}, GET {HEALTH}); Ctrl-C ends it\n")
     sys.stdout.flush()
     config = uvicorn.Config(
         build_app(score, settings),
@@ -118,8 +114,3 @@ def warm_up(score: Score, prompt: str) -> None:
         raise ServeError(f"--warm-up {prompt!r}: {error}") from error
     except Exception as error:
         raise ServeError(f"--warm-up {prompt!r}: {type(error).__name__}: {error}") from error
-
-
-def paths(dialect: str) -> str:
-    """Returns the paths of scoring requests, in words."""
-    return PATH if dialect == OWN else f"{PATH} or {DIALECTS[dialect].path}"

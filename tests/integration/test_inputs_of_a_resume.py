@@ -135,18 +135,18 @@ def test_a_resume_on_other_base_weights_is_refused(tmp_path: Path, capfd: pytest
 
 
 def test_another_server_behind_a_held_out_reward_is_another_source(tmp_path: Path) -> None:
-    """Its command, the Python file that the command names, and its requirements count; replicas and seats do not."""
+    """Its command, and the files of Python and of requirements that it names, count; replicas and seats do not."""
     script, requirements = tmp_path / "server.py", tmp_path / "needs.txt"
     script.write_text("1")
     requirements.write_text("numpy")
 
-    def source(command: str = f"python {script} --port {{port}}", **changed: object) -> str:
-        serve = ServeConfig(command=command, requirements=str(requirements), **changed)  # type: ignore[arg-type]
+    def source(command: str = f"uv run --with-requirements {requirements} {script}", **changed: object) -> str:
+        serve = ServeConfig(command=command, **changed)  # type: ignore[arg-type]
         return reward_sources({"seen": RewardTerm(serve=serve)})["seen"]
 
     first = source()
     assert source(replicas=3, gpus=0.5, restarts=0) == first
-    assert source(f"python {script} --port {{port}} --model other") != first
+    assert source(f"uv run --with-requirements {requirements} {script} --model other") != first
     script.write_text("2")
     edited = source()
     requirements.write_text("numpy<3")

@@ -9,8 +9,6 @@ from typing import Any
 import pytest
 
 from async_flowrl.report.command import main as report
-from async_flowrl.report.document import document
-from async_flowrl.report.page import render
 from tests.integration.runs import Run, train
 from tests.support.chromium import NONE, chromium
 
@@ -202,39 +200,3 @@ def test_two_runs_are_overlaid_and_their_difference_stands_in_a_table(browser: A
     assert len(page.query_selector_all("#chart-evaluated .key")) == 1
     assert page.evaluate("document.documentElement.scrollWidth") == 390
     assert opened.errors == []
-
-
-def test_a_live_page_shows_what_comes_and_keeps_what_was_chosen(browser: Any, run: Run) -> None:
-    """Served here as the contract in page.py says: document.json with an ETag, pictures by URL."""
-    whole = document([run.root])
-    early = json.loads(json.dumps(whole))
-    early["runs"][0]["result"]["headline"] = "early"
-    answers: list[int] = []
-    context = browser.new_context(viewport={"width": 1280, "height": 800})
-
-    def serve(route: Any) -> None:
-        path = route.request.url.removeprefix("http://live.test/")
-        if path == "document.json":
-            known = route.request.headers.get("if-none-match") == '"2"'
-            answers.append(304 if known else 200)
-            route.fulfill(status=answers[-1], headers={"ETag": '"2"'}, body="" if known else json.dumps(whole))
-        elif path.startswith("images/0/"):
-            route.fulfill(path=run.root / "images" / path.removeprefix("images/0/"))
-        else:
-            route.fulfill(content_type="text/html", body=render(early, live=True))
-
-    context.route("http://live.test/**", serve)
-    page = context.new_page()
-    errors: list[str] = []
-    page.on("console", lambda each: errors.append(each.text) if each.type == "error" else None)
-    page.goto("http://live.test/")
-    assert page.inner_text(".headline") == "early"
-    page.focus("#slider")
-    page.keyboard.press("Home")
-    sync_api.expect(page.locator(".headline")).not_to_have_text("early", timeout=60_000)
-    assert page.evaluate("document.activeElement.id") == "slider"
-    assert "version 0" in page.inner_text("#images output")
-    page.wait_for_timeout(4500)
-    assert page.evaluate("document.images[0].naturalWidth") > 0
-    assert answers[0] == 200 and set(answers[1:]) == {304}
-    assert [error for error in errors if "304" not in error] == []

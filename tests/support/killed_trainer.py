@@ -1,4 +1,4 @@
-"""Trainer ranks that SIGKILL themselves in given phases of a step, each kill once in a run, whatever process it meets."""
+"""Trainer ranks that SIGKILL themselves in given phases of a step: each kill once in a run, in whatever process."""
 
 import os
 import random
@@ -31,7 +31,7 @@ DEFAULT_SECONDS = 0.02
 
 @dataclass(frozen=True)
 class Kill:
-    """One death: at the given share of the duration of the phase, in the first call of that phase from version `step` on."""
+    """One death: at a share of the duration of the phase, in its first call from version `step` on."""
 
     step: int
     rank: int

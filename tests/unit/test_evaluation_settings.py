@@ -4,12 +4,13 @@ from collections.abc import Callable
 
 import pytest
 
+from async_flowrl.config.check import ConfigError
+from async_flowrl.config.compose import compose_config
 from async_flowrl.config.curves import best_curve, check_curves
 from async_flowrl.config.schema import Config
 from async_flowrl.config.sections.evaluate import HeldOutConfig
-from async_flowrl.config.sections.reward import RewardTerm, ServeConfig
+from async_flowrl.config.sections.reward import RewardTerm
 from async_flowrl.rewards.held_out import check_held_out
-from async_flowrl.rewards.served import check_served
 from tests.unit.recorded_evaluations import config_of
 
 
@@ -51,12 +52,10 @@ def test_held_out_terms_that_cannot_be_are_refused(terms: dict[str, RewardTerm],
 
 
 @pytest.mark.parametrize("section", ["reward.terms", "evaluate.reward.terms"])
-def test_a_servers_missing_requirements_are_named_by_the_key_of_their_section(section: str) -> None:
-    config = config_of()
-    term = RewardTerm(name="http", serve=ServeConfig(command="x {port}", requirements="nowhere.txt"))
-    (config.evaluate.reward if section.startswith("evaluate") else config.reward).terms["away"] = term
-    with pytest.raises(ValueError, match=rf"(?<!\.){section}\.away\.serve\.requirements"):
-        check_served(config)
+def test_the_removed_requirements_of_a_server_are_refused_by_their_key(section: str) -> None:
+    words = f"+{section}.away={{serve: {{command: 'x {{port}}', requirements: needs.txt}}}}"
+    with pytest.raises(ConfigError, match=rf"key {section}\.away\.serve\.requirements is gone: .*uv run"):
+        compose_config("one_step_off", [words])
 
 
 def test_a_run_that_the_alarm_may_end_keeps_its_best_by_the_first_term_that_judges() -> None:

@@ -12,20 +12,17 @@ class ServeConfig:
 
     command: Any = None
     """Program and arguments as a text or a list of texts; no shell interprets it. The run replaces {port}, {host} and
-    {token_file}."""
+    {token_file}. A server with packages of its own begins with `uv run --isolated --no-project --with PACKAGE`."""
     gpus: float = setting(0.0, at_least=0, changes=NOTHING)
     """GPUs of each server, which sees no others; a custom CPU resource takes their place if the cluster has none."""
     replicas: int = setting(1, at_least=1, changes=NOTHING)
     """Servers that the run starts; groups are spread over them."""
     health: str = setting("/health", changes=NOTHING)
     """HTTP path that answers 200 as soon as the server can score."""
-    requirements: Any = None
-    """Path of a requirements.txt; the command then runs in its own Python environment, built once per node and kept. Of
-    a list of paths, each file is installed after the one before, and built with its packages (--no-build-isolation)."""
     port: int | None = setting(None, at_least=1, at_most=65535, changes=NOTHING)
     """TCP port of the first replica; further replicas take the next ports. null = any free port."""
     start_seconds: float = setting(900.0, above=0, changes=NOTHING)
-    """Seconds from the start of a server until it must be healthy; building its environment does not count."""
+    """Seconds from the start of a server until it must be healthy; `uv run` installs its packages in this time."""
     restarts: int = setting(3, at_least=0, changes=NOTHING)
     """Restarts of each replica that died or hung. After them it is lost. That ends the run; for a held-out term or one
     with required: false, the other replicas go on, and after the last one the term has no scores."""

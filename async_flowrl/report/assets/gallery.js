@@ -2,7 +2,6 @@
 // Images: before and after, the browser with its slider through training, and one image large.
 
 const inside = JSON.parse(document.getElementById("pictures").textContent);
-const isLive = document.documentElement.dataset.live === "true";
 const SMALL = 160;
 
 const versionName = (each) => (each.baseline ? "baseline" : `version ${each.version}`);
@@ -10,8 +9,7 @@ const versionName = (each) => (each.baseline ? "baseline" : `version ${each.vers
 function sourceOf(run, evaluation, place, index) {
   const file = evaluation.prompts[place]?.files[index];
   if (!file) return null;
-  const path = `${run.number}/${evaluation.folder}/${file}`;
-  return isLive ? `images/${path}` : inside[path] || null;
+  return inside[`${run.number}/${evaluation.folder}/${file}`] || null;
 }
 
 function scoreText(each, index) {
@@ -27,7 +25,7 @@ function shot(run, evaluation, prompt, index, caption) {
   const says = `${evaluation ? versionName(evaluation) : ""}, image ${index + 1} of: ${prompt.text.slice(0, 200)}`;
   const body = source
     ? el("button", { "aria-label": `Enlarge: ${says}`, onclick: () => enlarge(run, prompt, index, evaluation) },
-        el("img", { src: source, alt: says, loading: isLive ? "lazy" : null, onload: (event) => event.target.classList.toggle("small", event.target.naturalWidth < SMALL) }))
+        el("img", { src: source, alt: says, onload: (event) => event.target.classList.toggle("small", event.target.naturalWidth < SMALL) }))
     : el("div", { class: "gone" }, each?.files[index] ? "left out to keep this file small" : "no image");
   return el("figure", { class: "shot" }, body, el("figcaption", {}, caption ? [caption, el("br")] : "", scoreText(each, index)));
 }

@@ -1,7 +1,7 @@
 "use strict";
-// show(document): the whole page from a document. What a reader chose (`ui`) outlives the next document.
+// show(document): the whole page from a document. What a reader chose (`ui`) outlives a redraw.
 
-const ui = { axis: "step", smooth: true, run: null, off: new Set(), zoom: {}, view: {}, gallery: {}, open: {}, timer: 0, lost: false, trouble: "" };
+const ui = { axis: "step", smooth: true, run: null, off: new Set(), zoom: {}, view: {}, gallery: {}, open: {}, timer: 0 };
 const hiddenRuns = new Set();
 let shown = null;
 let draws = [];
@@ -19,7 +19,6 @@ function redraw() {
   draws = [];
   clearInterval(ui.timer);
   const body = [
-    ui.trouble ? el("ul", { class: "callouts" }, el("li", { class: "alarm" }, `What is shown is older than the files, which cannot be read: ${ui.trouble}`)) : "",
     hero(page, run), page.runs.map((each) => warnings(each, several)), first(page, run), timeline(run),
     sectionOf(page, run, "learning"), evaluations(page, run),
     run.pictures ? el("section", { id: "images", tabindex: "-1" }, el("h2", { "data-nav": "Images" }, titled("Images", run)), browser(run)) : null,
@@ -41,7 +40,6 @@ function bar(page, run, main) {
   };
   return el("header", { class: "top" }, el("div", {}, el("h1", {}, page.title),
     page.runs.length === 1 ? el("span", { class: `badge ${run.state}` }, run.state) : "",
-    isLive ? el("span", { class: `badge ${ui.lost || ui.trouble ? "failed" : "running"}`, role: "status" }, ui.lost ? "no answer: trying again" : ui.trouble ? "not the newest" : "live") : "",
     el("nav", { "aria-label": "Sections" }, links.map(([id, text]) => el("a", { href: `#${id}` }, text))),
     el("div", { class: "tools" },
       page.runs.length > 1 ? choice("run", "Run for timeline, images and configuration", page.runs.map((each) => [each.name, each.name]), run.name, (name) => { ui.run = name; }) : "",
@@ -70,26 +68,6 @@ function footer(page, run) {
     el("p", {}, "Drag over a chart to zoom, double-click to see all of it. Metrics are explained in docs/metrics.md. Charts by uPlot (MIT licence)."));
 }
 
-async function poll() {
-  let tag = null;
-  for (;;) {
-    await new Promise((resolve) => setTimeout(resolve, 2000));
-    try {
-      const answer = await fetch("document.json", { headers: tag ? { "If-None-Match": tag } : {}, cache: "no-store" });
-      const lost = !answer.ok && answer.status !== 304, trouble = decodeURIComponent(answer.headers.get("Report-Trouble") || "");
-      const told = lost === ui.lost && trouble === ui.trouble;
-      ui.lost = lost;
-      ui.trouble = trouble;
-      if (answer.ok) {
-        tag = answer.headers.get("ETag");
-        show(await answer.json());
-      } else if (!told) redraw();
-    } catch {
-      if (!ui.lost) { ui.lost = true; redraw(); }
-    }
-  }
-}
-
 let widthBefore = window.innerWidth;
 window.addEventListener("resize", () => {
   if (window.innerWidth === widthBefore) return;
@@ -98,4 +76,3 @@ window.addEventListener("resize", () => {
 });
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => redraw());
 show(JSON.parse(document.getElementById("document").textContent));
-if (isLive) poll();

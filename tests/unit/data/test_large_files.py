@@ -4,7 +4,6 @@ import json
 import os
 import tempfile
 import tracemalloc
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from async_flowrl.data import parquet
 from async_flowrl.data.messages import PromptError
 from async_flowrl.types import Prompt
 from tests.unit.data.prompt_files import lines, load, texts
@@ -21,8 +19,7 @@ from tests.unit.data.prompt_files import lines, load, texts
 @pytest.fixture
 def on_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """Every file counts as large, so that its rows stay on disk; the folder of temporary files."""
-    for module in ("rows", "tables"):
-        monkeypatch.setattr(f"async_flowrl.data.{module}.IN_MEMORY_BYTES", 0)
+    monkeypatch.setattr("async_flowrl.data.rows.IN_MEMORY_BYTES", 0)
     folder = tmp_path / "temporary"
     folder.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
@@ -98,20 +95,6 @@ def test_a_large_parquet_file_that_is_damaged_is_what_is_named(tmp_path: Path, o
     path.write_bytes(written)
     with pytest.raises(PromptError, match=r"some\.parquet is not a parquet file: "):
         load(path)
-
-
-def test_a_copy_has_no_name_while_it_is_written(tmp_path: Path, on_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process that is killed in the middle leaves nothing behind."""
-    written, batches = list[Path](), parquet._batches
-
-    def watched(*given: Any) -> Iterator[Any]:
-        for batch in batches(*given):
-            yield batch
-            written.extend(on_disk.iterdir())
-
-    monkeypatch.setattr(parquet, "_batches", watched)
-    assert len(load(some(tmp_path, "parquet"), held_out=0).train) == len(SOME)
-    assert not written
 
 
 def test_a_copy_that_cannot_be_written_is_named(tmp_path: Path, on_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,19 +1,18 @@
-"""Tests of a run's output on stdout: lines, the rows of the panel, the first and the last screen."""
+"""Tests of a run's output on stdout: lines, the progress bar, the first and the last screen."""
 
 import io
 import logging
+import re
 import sys
 from pathlib import Path
 
 import pytest
-from rich.cells import cell_len
+from rich.console import Console
 
 from async_flowrl.config.check import ConfigError
 from async_flowrl.config.compose import compose_config
-from async_flowrl.observability.console import Lines, Silent, console_of, open_display, show_what_can_be_shown
+from async_flowrl.observability.console import Bar, Lines, Silent, console_of, open_display, show_what_can_be_shown
 from async_flowrl.observability.evaluations import Curve, Evaluation
-from async_flowrl.observability.ledger import PoolLedger
-from async_flowrl.observability.panel_rows import ASCII, Glyphs, Now, rows, spark
 from async_flowrl.observability.progress import Progress
 from async_flowrl.observability.result import result_sentences
 from async_flowrl.observability.wrapped import named_lines
@@ -25,7 +24,6 @@ METRICS = {
     "clip_fraction": 0.5,
     "pool/rollout/busy": 0.9,
 }
-UNICODE = Glyphs()
 
 
 class Clock:
@@ -39,19 +37,6 @@ class Clock:
 class Tty(io.StringIO):
     def isatty(self) -> bool:
         return True
-
-
-def drawn(progress: Progress, now: Now, width: int = 80, height: int = 24, glyphs: Glyphs = UNICODE) -> list[str]:
-    return [row.plain for row in rows(progress, now, width, height, glyphs)]
-
-
-def after(steps: int, seconds: float = 0.5, total: int = 100) -> tuple[Progress, Clock]:
-    clock = Clock()
-    progress = Progress(total, clock)
-    for step in range(steps):
-        clock.now += seconds
-        progress.step(step, METRICS)
-    return progress, clock
 
 
 def test_without_a_terminal_there_is_one_line_per_step(capsys: pytest.CaptureFixture[str]) -> None:
@@ -90,7 +75,7 @@ def test_steps_that_are_made_again_count_once_among_what_is_missing() -> None:
 @pytest.mark.parametrize(
     ("terminal", "term", "wanted", "found"),
     [
-        (True, "xterm", "auto", "panel"),
+        (True, "xterm", "auto", "bar"),
         (True, "dumb", "auto", "lines"),
         (True, "", "auto", "lines"),
         (False, "xterm", "auto", "lines"),
@@ -106,18 +91,18 @@ def test_the_console_suits_the_terminal(
     assert console_of(wanted) == found
 
 
-def test_a_panel_is_refused_where_it_cannot_be_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bar_is_refused_where_it_cannot_be_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdout", io.StringIO())
-    with pytest.raises(ConfigError, match=r"console=panel needs a terminal .* stdout is none: use auto or lines"):
-        console_of("panel")
+    with pytest.raises(ConfigError, match=r"console=bar needs a terminal .* stdout is none: use auto or lines"):
+        console_of("bar")
     monkeypatch.setattr(sys, "stdout", Tty())
     monkeypatch.setenv("TERM", "dumb")
     with pytest.raises(ConfigError, match="TERM=dumb cannot move its cursor"):
-        console_of("panel")
+        console_of("bar")
 
 
 def test_quiet_shows_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    display = open_display(compose_config("sync", ["console=quiet", "output_dir=unused"]), held_out=False)
+    display = open_display(compose_config("sync", ["console=quiet", "output_dir=unused"]))
     assert type(display) is Silent
     display.log(0, METRICS)
     display.evaluation(1, {"reward/mean": 1.0})
@@ -134,73 +119,48 @@ def test_what_stdout_cannot_encode_is_replaced(monkeypatch: pytest.MonkeyPatch) 
     assert written.getvalue() == b"0.5 ? 0.1\n"
 
 
-def test_the_panel_says_what_a_run_is_doing() -> None:
-    progress, clock = after(50)
-    progress.evaluation = "version 40", {"reward/mean": 0.8, "reward/change": 0.4, "reward/change_high": 0.45}
-    clock.now += 1.0
-    pools = {"rollout": {"busy": 3, "wait_weights": 1}, "trainer": {"wait_data": 1}, "reward": {"idle": 2}}
-    shown = "\n".join(drawn(progress, Now("signs", pools=pools, mfu={"rollout": 0.4}, held_out=True, bound=1)))
-    for expected in (
-        "50/100",
-        "0.5 s/step",
-        "ETA 0:24",
-        "reward     0.2500",
-        "held-out   reward 0.8000 (+0.4 ± 0.05 since the first)   version 40",
-        "staleness  1 of at most 1   clipped 50.0%",
-        "rollout    ● generating 3/4, waiting for weights 1/4   busy 90%   MFU 40.0%",
-        "trainer    ● waiting for images",
-        "rewards    ● idle 2/2",
-        "speed      64 images/s",
-    ):
-        assert expected in shown, shown
+def test_the_bar_shows_progress_reward_staleness_and_the_last_warning() -> None:
+    file, clock = io.StringIO(), Clock()
+    bar = Bar(Progress(100, clock), Console(file=file, force_terminal=True, width=200))
+    bar.begin()
+    clock.now += 0.5
+    bar.log(49, METRICS)
+    bar.evaluation(50, {"reward/mean": 0.5})
+    logging.getLogger("a.library").warning("one\ntwo")
+    bar.close()
+    bar.close()
+    logging.getLogger("a.library").warning("after the end")
+    said = file.getvalue()
+    assert "evaluation of version 50: reward 0.5000" in said and "after the end" not in said
+    plain = re.sub(r"\x1b\[[?\d;]*[A-Za-z]", "", said)
+    above, below = plain.strip().splitlines()[-2:]
+    assert "50/100" in above and "ETA 0:25" in above
+    assert "reward 0.2500 | staleness 1 | 0.50 s/step | last warning: one two" in below
+    assert said.rfind("\x1b[?25h") > said.rfind("\x1b[?25l"), "the cursor is visible"
 
 
-def test_a_run_that_has_no_step_yet_says_what_it_waits_for() -> None:
-    progress, clock = after(0)
-    clock.now = 65.0
-    shown = drawn(progress, Now("signs", phase="loading the models"))
-    assert shown[1] == "step       0/100   loading the models   1:05"
-    assert len(shown) == 2
-
-
-@pytest.mark.parametrize("width", [20, 40, 80, 200])
-@pytest.mark.parametrize("height", [1, 5, 10, 40])
-@pytest.mark.parametrize("glyphs", [Glyphs(), ASCII])
-def test_rows_fit_any_terminal(width: int, height: int, glyphs: Glyphs) -> None:
-    progress, _ = after(70)
-    progress.evaluation = "version 40", {"reward/mean": 0.8, "held_out/a_long_name_of_a_term/mean": 0.4}
-    now = Now("a name " * 20, pools={"rollout": {"busy": 1}, "界" * 30: {"idle": 1}}, warnings=["w 界" * 50] * 2)
-    found = drawn(progress, now, width, height, glyphs)
-    assert 1 <= len(found) <= height
-    assert max(map(cell_len, found)) <= width
-    if glyphs is ASCII:
-        assert all("…" not in row and "━" not in row and "●" not in row for row in found)
-
-
-def test_a_spark_line_shows_the_whole_run_in_any_width() -> None:
-    assert spark([0.0, 1.0], 10, Glyphs()) == "▁█"
-    assert spark(list(range(100)), 8, Glyphs()) == "▁▂▃▄▅▆▇█"
-    assert spark([2.0] * 5, 10, ASCII) == ASCII.spark[3] * 5
+def test_what_is_logged_appears_above_the_bar_and_the_handlers_are_as_they_were(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    file, terminal = io.StringIO(), Tty()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    handler = logging.StreamHandler()
+    logging.getLogger().addHandler(handler)
+    try:
+        bar = Bar(Progress(2), Console(file=file, force_terminal=True, width=80))
+        logging.getLogger("a.library").warning("a warning in full")
+        bar.close()
+        assert handler.stream is terminal and terminal.getvalue() == ""
+        assert "a warning in full\n" in file.getvalue()
+    finally:
+        logging.getLogger().removeHandler(handler)
 
 
 def test_steps_that_are_made_again_are_counted_once() -> None:
-    progress, clock = after(10)
-    clock.now += 1.0
-    progress.step(6, METRICS)
+    progress = Progress(100)
+    for step in (*range(10), 6):
+        progress.step(step, METRICS)
     assert progress.done == 7
-    assert [step for step, _ in progress.rewards] == [*range(6), 6]
-
-
-def test_the_ledger_says_what_pools_do_now() -> None:
-    ledger = PoolLedger(Clock())
-    for worker, state in (
-        ("rollout-0", "busy"),
-        ("rollout-1", "wait_work"),
-        ("rollout-1.1", "busy"),
-        ("trainer-0", "sync"),
-    ):
-        ledger.enter(worker, state)
-    assert ledger.now() == {"rollout": {"busy": 2}, "trainer": {"sync": 1}}
 
 
 def evaluation(version: int, scores: list[float], kind: str = "trained", name: str = "reward") -> Evaluation:

@@ -46,13 +46,6 @@ def test_what_a_step_did_is_written_before_its_checkpoint_can_be(tmp_path: Path)
     log.close()
 
 
-def test_recent_events_are_kept_in_memory(tmp_path: Path) -> None:
-    with closing(EventLog(tmp_path / "events.jsonl", Clock(), keep=2)) as log:
-        for number in range(5):
-            log.event("step", step=number)
-        assert [event["step"] for event in log.recent] == [3, 4]
-
-
 def test_a_line_cut_short_by_a_kill_is_dropped_and_the_file_goes_on(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     path.write_text('{"time": 1, "event": "step", "step": 0}\n{"time": 2, "ev')

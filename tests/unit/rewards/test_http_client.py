@@ -196,10 +196,8 @@ def test_the_token_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -
     [
         ({"url": "ftp://x"}, "must be like http://127.0.0.1:8000, got 'ftp://x'"),
         ({"url": "http://me:secret@x"}, "name the token's variable in token_env"),
-        ({"dialect": "flowgrpo"}, "did you mean 'flow_grpo'"),
         ({"batch": "pointwise"}, "batch must be one of group, one_by_one"),
         ({"encoding": "webp"}, "encoding must be one of jpeg, multipart, png"),
-        ({"encoding": "multipart", "dialect": "flow_factory"}, "multipart is for dialect=async_flowrl"),
         ({"timeout": 0}, "timeout must be a number above 0, got 0"),
         ({"retries": 1.5}, "retries must be an integer from 0 on, got 1.5"),
     ],

@@ -165,6 +165,7 @@ def test_a_waiting_request_does_not_keep_its_body(monkeypatch: pytest.MonkeyPatc
         return request("a")
 
     monkeypatch.setattr(app, "_body", body)
+    monkeypatch.setattr(app, "_read", read)
 
     async def test() -> None:
         reward = Slow()
@@ -175,7 +176,7 @@ def test_a_waiting_request_does_not_keep_its_body(monkeypatch: pytest.MonkeyPatc
         async def silent() -> Any:
             await asyncio.Event().wait()
 
-        answer = app._answer(read, lambda _: b"{}", Request(scope, silent), scorer, settings)
+        answer = app._answer(Request(scope, silent), scorer, settings)
         task = asyncio.create_task(answer)
         assert await asyncio.to_thread(reward.began.wait, 60)
         assert Body.freed == 1

@@ -2,7 +2,10 @@
 
 import asyncio
 import re
+import shutil
 import socket
+import sys
+import zipfile
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,10 +36,52 @@ def test_a_fixed_port_at_which_somebody_else_listens_is_refused(
     monkeypatch.setattr(server_worker, "PORT_SECONDS", 0.3)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         serve = ServeConfig(command="sleep 600", port=taken.getsockname()[1])
-        worker = ServerWorker(serve, 0, "server/x-0", requirements=(), token="t", reachable="127.0.0.1", log=tmp_path)
+        worker = ServerWorker(serve, 0, "server/x-0", token="t", reachable="127.0.0.1", log=tmp_path)
         with pytest.raises(ServerFailed, match=r"port \d+ is taken .*choose another port"):
             worker.start()
     assert not list(tmp_path.iterdir())
+
+
+SERVER = """
+import importlib.util, sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+import own_number
+
+class Health(BaseHTTPRequestHandler):
+    def do_GET(self):
+        shared = importlib.util.find_spec("torch") is not None
+        self.send_response(200 if own_number.VALUE == 7 and not shared else 500)
+        self.end_headers()
+
+HTTPServer(("127.0.0.1", int(sys.argv[1])), Health).serve_forever()
+"""
+
+
+def wheel(folder: Path) -> Path:
+    """A package that only the server has."""
+    path, info = folder / "own_number-1.0-py3-none-any.whl", "own_number-1.0.dist-info"
+    with zipfile.ZipFile(path, "w") as file:
+        file.writestr("own_number.py", "VALUE = 7\n")
+        file.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: own_number\nVersion: 1.0\n")
+        file.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        file.writestr(f"{info}/RECORD", "")
+    return path
+
+
+@pytest.mark.skipif(not shutil.which("uv", path=Path(sys.executable).parent), reason="uv is not installed")
+def test_a_server_with_packages_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """uv makes its environment, without this one's packages; all its processes end with it."""
+    monkeypatch.setenv("UV_CACHE_DIR", str(tmp_path / "cache"))
+    script = tmp_path / "server.py"
+    script.write_text(SERVER)
+    options = f"--isolated --no-project --offline --with {wheel(tmp_path)}"
+    serve = ServeConfig(command=f"uv run {options} python {script} {{port}}", start_seconds=120.0)
+    worker = ServerWorker(serve, 0, "server/x-0", token="t", reachable="127.0.0.1", log=tmp_path)
+    worker.start()
+    started = [each for each in psutil.process_iter(["cmdline"]) if str(script) in (each.info["cmdline"] or [])]
+    assert started
+    worker.stop()
+    assert not any(each.is_running() and each.status() != psutil.STATUS_ZOMBIE for each in started)
 
 
 @pytest.mark.parametrize(
@@ -49,7 +94,7 @@ def test_a_fixed_port_at_which_somebody_else_listens_is_refused(
 )
 def test_a_server_that_does_not_come_up_says_why(tmp_path: Path, command: str, message: str) -> None:
     serve = ServeConfig(command=command, start_seconds=0.5 if "sleep" in command else 60.0)
-    worker = ServerWorker(serve, 0, "server/x-0", requirements=(), token="t", reachable="127.0.0.1", log=tmp_path)
+    worker = ServerWorker(serve, 0, "server/x-0", token="t", reachable="127.0.0.1", log=tmp_path)
     with pytest.raises(ServerFailed, match=message):
         worker.start()
     worker.stop()
@@ -90,7 +135,7 @@ def test_a_server_whose_worker_dies_gets_another_worker_and_the_rewards_hear_of_
         pool = Places(PoolSpec("server/x", "m:f", 1, arguments={"token": "t"}), [Place("server/x-0")])
         rewards = Places(PoolSpec("reward", "m:f", 1, arguments={SERVERS: {}}), [Place("reward-0")])
         replicas = Replicas("x", ServeConfig(restarts=restarts), cast("WorkerGroup", pool), "evaluate.reward.terms.x")
-        servers = RewardServers([replicas], [cast("WorkerGroup", rewards)], download_seconds=10.0)
+        servers = RewardServers([replicas], [cast("WorkerGroup", rewards)])
         async with asyncio.timeout(60), supervised(servers.keep(replicas, 0)):
             await servers._changed.until(lambda: replicas.started)
             pool.workers[0].ended.set()
@@ -178,7 +223,7 @@ def test_a_server_whose_health_path_is_silent_has_hung(
 ) -> None:
     monkeypatch.setattr(server_worker, "GRACE_SECONDS", 0.2)
     serve = ServeConfig(command=["python", "-c", HEALTHY, "{port}", str(tmp_path / "ill")], hung_seconds=0.4)
-    worker = ServerWorker(serve, 0, "server/x-0", requirements=(), token="t", reachable="127.0.0.1", log=tmp_path)
+    worker = ServerWorker(serve, 0, "server/x-0", token="t", reachable="127.0.0.1", log=tmp_path)
     worker.start()
     assert worker._program is not None
     (program,) = psutil.Process(worker._program.pid).children()

@@ -1,7 +1,6 @@
-"""Tests of `serve-rewards`: its scores, in its own words and in those of other trainers."""
+"""Tests of `serve-rewards`: its scores and extras."""
 
 import asyncio
-import pickle
 
 import httpx
 import numpy as np
@@ -9,12 +8,10 @@ import pytest
 
 from async_flowrl.config.compose import compose_config
 from async_flowrl.rewards.http import HTTP
-from async_flowrl.rewards.http_contract import encode_image
 from async_flowrl.rewards.http_post import ServerError
 from async_flowrl.serve_rewards import __main__ as command
-from async_flowrl.serve_rewards.scorer import Settings
 from tests.support.reward_server import served
-from tests.unit.rewards.brightness_server import body, brightness, picture, png, post, results
+from tests.unit.rewards.brightness_server import body, png, post, results
 
 
 def test_scores_extras_and_health(url: str) -> None:
@@ -38,23 +35,6 @@ def test_the_client_gets_the_bits_that_the_reward_gave(url: str) -> None:
         found = asyncio.run(results(HTTP(url, **options), noise))
         assert [each["score"] for each in found] == expected
     assert [each["score"] for each in asyncio.run(results(HTTP(url, encoding="jpeg"), noise))] != expected
-
-
-def test_the_dialects_of_other_trainers() -> None:
-    with served(brightness, Settings(dialect="flow_factory")) as url:
-        assert [*asyncio.run(results(HTTP(url, dialect="flow_factory"), picture(5)[None]))] == [5.0]
-        theirs = {"prompt": ["a", "b"], "image": [png(1), png(2)], "video": None}
-        assert post(f"{url}/compute", theirs).json() == {"rewards": [1.0, 2.0]}
-        assert post(f"{url}/", pickle.dumps({})).status_code == 404
-    with served(brightness, Settings(dialect="flow_grpo")) as url:
-        assert len(asyncio.run(results(HTTP(url, dialect="flow_grpo"), picture(5)[None]))) == 1
-        files = [encode_image(picture(value), "png") for value in (1, 2)]
-        unified = pickle.dumps({"images": files, "prompts": np.array(["a", "b"])})
-        assert pickle.loads(post(f"{url}/", unified).content)["outputs"] == [1.0, 2.0]
-        geneval = pickle.dumps({"images": files, "meta_datas": [{"prompt": "a", "tag": "x"}] * 2, "only_strict": True})
-        assert pickle.loads(post(f"{url}/", geneval).content)["scores"] == [1.0, 2.0]
-        refused = post(f"{url}/", pickle.dumps({"images": files, "prompts": [eval]}))
-        assert refused.status_code == 400 and "builtins.eval" in pickle.loads(refused.content)["error"]
 
 
 def test_any_reward_of_ours_is_served_with_its_terms() -> None:
