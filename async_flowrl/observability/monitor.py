@@ -17,8 +17,6 @@ class Sink(Protocol):
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None: ...
 
-    def amend(self, step: int, metrics: Mapping[str, float]) -> None: ...
-
     def evaluation(self, version: int, metrics: Mapping[str, float]) -> None: ...
 
     def image(self, path: Path, version: int) -> None: ...
@@ -58,10 +56,6 @@ class Monitor:
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Passes on the metrics of a finished step, under the names of metrics.jsonl."""
         self._each(lambda sink: sink.log(step, metrics))
-
-    def amend(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Passes on metrics of an earlier step that were measured after it."""
-        self._each(lambda sink: sink.amend(step, metrics))
 
     def evaluation(self, version: int, metrics: Mapping[str, float]) -> None:
         """Passes on the metrics of an evaluation, under the names of metrics.jsonl without the prefix `evaluation/`."""

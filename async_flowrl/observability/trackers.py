@@ -74,9 +74,6 @@ class Tensorboard:
             self._writer.add_scalar(name, value, step)
         self._writer.flush()
 
-    def amend(self, step: int, metrics: Mapping[str, float]) -> None:
-        self.log(step, metrics)
-
     def evaluation(self, version: int, metrics: Mapping[str, float]) -> None:
         for name, value in metrics.items():
             self._writer.add_scalar(f"evaluation/{name}", value, version)
@@ -115,25 +112,14 @@ class Wandb:
             dir=str(folder), reinit="create_new",
             config={**settings, "versions": versions()}, settings=wandb.Settings(silent=True, console="off"),
         )  # fmt: skip
-        self._newest: dict[str, Any] = {}
-        """The newest step, under its names."""
         self._run.define_metric("*", step_metric="step")
         self._run.define_metric("evaluation/*", step_metric=VERSION_KEY)
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         values: dict[str, Any] = {**scalars(metrics, self._aliases), "step": step}
-        self._newest = self._named(step)
         if (ages := age_histogram(metrics)) is not None:
             values["staleness/histogram"] = self._wandb.Histogram(np_histogram=ages)
         self._run.log(values)
-
-    def amend(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Logs the metrics at `step`, then the newest step again: W&B takes the last one logged for the present one."""
-        self._run.log(scalars(metrics, self._aliases) | self._named(step))
-        self._run.log(self._newest)
-
-    def _named(self, step: int) -> dict[str, Any]:
-        return scalars({"step": step}, self._aliases) | {"step": step}
 
     def evaluation(self, version: int, metrics: Mapping[str, float]) -> None:
         self._run.log({f"evaluation/{name}": value for name, value in metrics.items()} | {VERSION_KEY: version})

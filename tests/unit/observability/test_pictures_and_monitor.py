@@ -70,7 +70,6 @@ def test_tensorboard_files_hold_the_metrics(tmp_path: Path) -> None:
     write_grid(tmp_path / "grid.png", ["p"], [group(1, 16, 0)], [[0.0]])
     monitor.log(0, {"step": 0, "reward/mean": 0.5, "note": None})
     monitor.log(1, {"step": 1, "reward/mean": 0.75})
-    monitor.amend(0, {"kl_per_update": 0.25})
     monitor.evaluation(1, {"reward/mean": 0.6})
     monitor.image(tmp_path / "grid.png", 1)
     monitor.close()
@@ -79,16 +78,13 @@ def test_tensorboard_files_hold_the_metrics(tmp_path: Path) -> None:
     assert [(e.step, e.value) for e in events.Scalars("evaluation/reward/mean")] == [(1, pytest.approx(0.6))]
     assert [(e.step, e.value) for e in events.Scalars("reward/mean")] == [(0, 0.5), (1, 0.75)]
     assert events.Tags()["images"] == ["images"]
-    assert [(e.step, e.value) for e in events.Scalars("kl_per_update")] == [(0, 0.25)], "measured after its step"
-    assert sorted(events.Tags()["scalars"]) == ["evaluation/reward/mean", "kl_per_update", "reward/mean"]
+    assert sorted(events.Tags()["scalars"]) == ["evaluation/reward/mean", "reward/mean"]
 
 
 def test_wandb_gets_evaluations_that_end_after_later_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every scalar and picture is in the offline file, under axes of their own: none is refused as too late."""
     records = logged_offline(tmp_path, monkeypatch)
     assert [(r["step"], r["reward/mean"]) for r in records if "reward/mean" in r] == [(0, 0.5), (1, 0.6), (2, 0.7)]
-    later = [r for r in records if "kl_per_update" in r]
-    assert [(r["step"], r["training/global_step"], r["kl_per_update"]) for r in later] == [(0, 0, 0.125)]
     assert (records[-1]["step"], records[-1]["evaluation/version"]) == (2, 1), "the present step is the newest one"
     means = [(r["evaluation/version"], r["evaluation/reward/mean"]) for r in records if "evaluation/reward/mean" in r]
     assert means == [(1, 0.25)]
@@ -131,7 +127,6 @@ def logged_offline(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[dict[s
     write_grid(folder / "grid.png", ["p"], [group(1, 16, 0)], [[0.0]])
     for step in range(3):
         monitor.log(step, {"step": step, "reward/mean": 0.5 + step / 10, "kept_of/0": 3, "kept_of/1": 5})
-    monitor.amend(0, {"kl_per_update": 0.125})
     monitor.evaluation(1, {"reward/mean": 0.25})
     monitor.image(folder / "grid.png", 1)
     pictures = group(2, 16, 0)
