@@ -1,8 +1,7 @@
 """Entry point of training: python -m async_flowrl.main [--config-name one_step_off] [key=value ...].
 
 `async-flowrl train` runs this module, too. It composes the configuration with Hydra, checks it, and starts one run or,
-with --multirun, a sweep of runs. It also gives the run those tools (planner, doctor, report) that the run's own code
-must not import: each wrapper function below imports its tool only when it is called.
+with --multirun, a sweep of runs.
 """
 
 import argparse
@@ -39,10 +38,7 @@ from async_flowrl.config.schema import Config
 from async_flowrl.observability.terminal import say
 
 if TYPE_CHECKING:
-    from async_flowrl.run.hosts import Hosts
     from async_flowrl.run.pools import Workers
-    from async_flowrl.run.prepare import Prepared
-    from async_flowrl.training.messages import Layout
 
 
 class GuardError(RuntimeError):
@@ -82,52 +78,16 @@ def train(config: Config, hydra_record: Mapping[str, str], workers: "Workers | N
 
     with sigterm_ends():
         from async_flowrl.run.job import run
-        from async_flowrl.run.tools import Tools
 
-        tools = Tools(check_devices, choose_layout, report, preflight, check_hosts)
-        return run(config, hydra_record, tools, workers or {})
+        return run(config, hydra_record, preflight(config) if config.preflight else (), workers or {})
 
 
-def choose_layout(config: Config, memory: Mapping[str, int]) -> "tuple[Layout, Sequence[str]]":
-    """Returns the trainer's layout without `auto`, for devices of `memory` (pool → bytes), and the reasons."""
-    from async_flowrl.plan import layout
-
-    chosen = layout.resolved(config, memory)
-    return chosen.layout, chosen.reasons
-
-
-def check_devices(config: Config, memory: Mapping[str, int]) -> list[str]:
-    """Warnings, one sentence each, if the configuration fits `memory` (pool → bytes of its devices) badly.
-
-    Raises ConfigError if the configuration cannot fit.
-    """
-    from async_flowrl.plan import devices
-
-    return devices.check_devices(config, memory)
-
-
-def check_hosts(config: Config, hosts: "Hosts") -> list[str]:
-    """Warnings, one sentence each, about nodes whose free memory is less than what the run will take.
-
-    Raises ConfigError if a node has too little memory in any case.
-    """
-    from async_flowrl.plan import node_memory
-
-    return node_memory.check_hosts(config, hosts)
-
-
-def preflight(prepared: "Prepared") -> list[str]:
+def preflight(config: Config) -> list[str]:
     """Warnings of the doctor about the machines before a run starts. Raises ConfigError if one of its checks failed."""
     from async_flowrl.doctor import preflight as look
+    from async_flowrl.run.prepare import prepare
 
-    return look.preflight(prepared)
-
-
-def report(run_directory: Path) -> Path:
-    """Writes report.html into the run directory; returns its path."""
-    from async_flowrl.report.write import write_report
-
-    return write_report(run_directory)
+    return look.preflight(prepare(config))
 
 
 def report_over(folders: Sequence[Path], jobs: int) -> None:

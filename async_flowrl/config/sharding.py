@@ -6,7 +6,7 @@ from async_flowrl.config.schema import Config
 def is_sharded(config: Config) -> bool:
     """Returns True if the ranks of a process group share the base, and with tune=full all weights.
 
-    `trainer.shard=auto` was replaced by what it means on the run's devices (plan/layout.py) before; where nobody has
+    `trainer.shard=auto` was replaced by what it means on the run's devices (memory/layout.py) before; where nobody has
     done that, each rank holds all.
     """
     return config.trainer.cpu_offload or config.trainer.shard in ("full", "hybrid")

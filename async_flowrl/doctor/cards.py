@@ -10,8 +10,8 @@ from async_flowrl.config.schema import Config
 from async_flowrl.config.shared import SHARED
 from async_flowrl.doctor.findings import OK, SKIPPED, WARNING, Finding, failed
 from async_flowrl.doctor.machines import GIB, Machine, room_for
-from async_flowrl.plan.devices import check_devices
-from async_flowrl.plan.layout import resolved
+from async_flowrl.memory.devices import check_devices
+from async_flowrl.memory.layout import resolved
 from separation.group import PoolSpec
 
 NAME = "devices"

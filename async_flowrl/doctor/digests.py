@@ -20,7 +20,7 @@ from async_flowrl.config.schema import Config
 from async_flowrl.config.sections.trainer import TrainerConfig
 from async_flowrl.doctor.model import configuration, model_overrides
 from async_flowrl.doctor.setting import Setting
-from async_flowrl.plan.meta_model import conditioning
+from async_flowrl.memory.meta_model import conditioning
 from async_flowrl.policies.base import Policy
 from async_flowrl.policies.kernels import repeatable_kernels
 from async_flowrl.policies.lora import add_lora, lora_modules, lora_parameters

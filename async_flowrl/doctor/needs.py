@@ -1,12 +1,12 @@
-"""Needs of a configuration: memory, disk space and object store, from the memory plan (async_flowrl.plan.memory)."""
+"""Needs of a configuration: memory, disk space and object store, from the memory plan (memory/processes.py)."""
 
 from dataclasses import dataclass
 
 from async_flowrl.config.reward_pools import scoring_pools
 from async_flowrl.config.schema import Config
-from async_flowrl.plan.host_memory import in_shares
-from async_flowrl.plan.host_needs import PROCESS_BYTES, Process, training_processes
-from async_flowrl.plan.memory import MemoryPlan, plan_memory
+from async_flowrl.memory.host_memory import in_shares
+from async_flowrl.memory.host_needs import PROCESS_BYTES, Process, training_processes
+from async_flowrl.memory.processes import MemoryPlan, plan_memory
 
 FOLDER_BYTES = 200_000_000
 """Size of a run directory without checkpoints: logs, metrics, images, report."""

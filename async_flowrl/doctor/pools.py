@@ -17,9 +17,9 @@ from async_flowrl.config.schema import Config
 from async_flowrl.doctor.findings import FAILED, OK, SKIPPED, WARNING, Finding
 from async_flowrl.doctor.model import configuration
 from async_flowrl.doctor.setting import Setting
+from async_flowrl.memory.processes import MARGIN_SHARE, Footprint, plan_memory
 from async_flowrl.observability.flops import device_peak
 from async_flowrl.observability.mfu import utilisation
-from async_flowrl.plan.memory import MARGIN_SHARE, Footprint, plan_memory
 from async_flowrl.rollout.worker import RolloutWorker
 from async_flowrl.run.prepare import Prepared, prepare
 from async_flowrl.tickets.arithmetic import trained_steps

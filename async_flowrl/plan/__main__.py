@@ -18,7 +18,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the planner on `arguments` (None: the process's own) and returns the exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     if "--memory" in words:
-        from async_flowrl.plan.memory_report import main as report_memory
+        from async_flowrl.plan.memory import main as report_memory
 
         words.remove("--memory")
         return report_memory(words)

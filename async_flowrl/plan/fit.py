@@ -16,14 +16,14 @@ from async_flowrl.config.compose import compose_config
 from async_flowrl.config.schema import Config
 from async_flowrl.config.sections.tune import FULL
 from async_flowrl.config.shared import SHARED
-from async_flowrl.plan.devices import MEMORY_WARNING_SHARE
+from async_flowrl.memory.devices import MEMORY_WARNING_SHARE
+from async_flowrl.memory.largest import at_largest
+from async_flowrl.memory.layout import AUTO
+from async_flowrl.memory.meta_model import MetaModel, build_meta_model
+from async_flowrl.memory.peaks import sampling_peak, training_peak
+from async_flowrl.memory.processes import Footprint, in_one, rollout_footprint, trainer_footprint
+from async_flowrl.memory.seats import describe_pools, gpus_taken, reward_seats
 from async_flowrl.plan.fit_layouts import candidates
-from async_flowrl.plan.largest import at_largest
-from async_flowrl.plan.layout import AUTO
-from async_flowrl.plan.memory import Footprint, in_one, rollout_footprint, trainer_footprint
-from async_flowrl.plan.meta_model import MetaModel, build_meta_model
-from async_flowrl.plan.peaks import sampling_peak, training_peak
-from async_flowrl.plan.seats import describe_pools, gpus_taken, reward_seats
 from async_flowrl.tickets.arithmetic import check_batching
 
 GIB = 2**30

@@ -7,7 +7,7 @@ from async_flowrl.config.reward_pools import HELD_OUT, SHARED, scoring_pools, wo
 from async_flowrl.config.schema import Config
 from async_flowrl.config.sections.reward import RewardTerm
 from async_flowrl.config.shared import SHARED as ONE_POOL
-from async_flowrl.plan.seats import gpus_taken
+from async_flowrl.memory.seats import gpus_taken
 from async_flowrl.rewards.served import served_terms
 
 Staff = Mapping[str, int]

@@ -1,13 +1,13 @@
 """Settings that would make a process fit a device when its weights fit but its activations do not.
 
-`memory_report` calls `advice`. Each setting that is named has been planned.
+`memory` calls `advice`. Each setting that is named has been planned.
 """
 
 from collections.abc import Iterator, Sequence
 
 from async_flowrl.config.schema import Config
-from async_flowrl.plan.changes import Change
-from async_flowrl.plan.devices import (
+from async_flowrl.memory.changes import Change
+from async_flowrl.memory.devices import (
     GIB,
     MAX_SETTINGS_SHOWN,
     ROLLOUT,
@@ -17,10 +17,10 @@ from async_flowrl.plan.devices import (
     footprint,
     scaled,
 )
-from async_flowrl.plan.layout import CHECKPOINTED, CHECKPOINTING
-from async_flowrl.plan.memory import Peaks
-from async_flowrl.plan.meta_model import MetaModel, build_meta_model
-from async_flowrl.plan.peaks import sampling_peak, training_peak
+from async_flowrl.memory.layout import CHECKPOINTED, CHECKPOINTING
+from async_flowrl.memory.meta_model import MetaModel, build_meta_model
+from async_flowrl.memory.peaks import sampling_peak, training_peak
+from async_flowrl.memory.processes import Peaks
 
 MICRO_BATCH, CHUNK = "trainer.micro_batch_size", "rollout.batch_size"
 TICKETS_PER_BATCH = "rollout.tickets_per_batch"
@@ -31,7 +31,7 @@ BY_IMAGES, BY_TILES = "rollout.vae_slicing", "rollout.vae_tiling"
 def advice(title: str, config: Config, model: MetaModel, peaks: Peaks, device: Device) -> str:
     """Returns a clause with up to three settings with which the process fits, and the GiB that it would then need.
 
-    If no single setting is enough, the clause names those that need least. `title` is a name from `plan/devices.py`.
+    If no single setting is enough, the clause names those that need least. `title` is a name from `memory/devices.py`.
     """
     tried: list[tuple[Change, int]] = []
     present = footprint(title, config, model, device, training=peaks.training, sampling=peaks.sampling).total

@@ -1,262 +1,225 @@
-"""Memory plan: device memory of a trainer rank and of a rollout worker, and bytes in the object store.
+"""Command `python -m async_flowrl.plan --memory`: prints the memory plan of a configuration as text or as JSON."""
 
-`plan_memory` makes it. Weights, adapter (LoRA), optimizer and versions are counted from shapes. Activations are counted
-by running the network on the meta device, forward and backward, with the run's resolution, micro-batch, guidance and
-checkpointing.
-"""
+import argparse
+import json
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-from async_flowrl.algorithms.registry import build_algorithm
+from async_flowrl.config.check import ConfigError, check
+from async_flowrl.config.compose import DEFAULT, compose_config
+from async_flowrl.config.resolution import in_pixels, parse_resolution
 from async_flowrl.config.schema import Config
-from async_flowrl.config.sharding import is_sharded
-from async_flowrl.controller.stored_weights import weights_in_store
-from async_flowrl.plan.full_shares import of_one_rank
-from async_flowrl.plan.host_memory import (
-    FLOAT32_BYTES,
-    base_share,
-    host_bytes,
-    in_shares,
-    moving_averages,
-    received_versions,
-    ring_bytes,
-    snapshot_bytes,
-    streams,
+from async_flowrl.config.shared import SHARED
+from async_flowrl.memory.devices import ONE, ROLLOUT, TRAINER, Device, enough_gpus, refusal, seat_for
+from async_flowrl.memory.host_memory import in_shares
+from async_flowrl.memory.largest import at_largest
+from async_flowrl.memory.layout import Chosen, on_devices, resolved
+from async_flowrl.memory.processes import (
+    MARGIN_SHARE,
+    RUNTIME_BYTES,
+    Footprint,
+    MemoryPlan,
+    in_one,
+    plan_memory,
+    rollout_ranks,
 )
-from async_flowrl.plan.sizes import Sizes
-from async_flowrl.tickets.arithmetic import stored_bytes, ticket_bytes
+from async_flowrl.memory.seats import describe_gpus, gpus_taken, reward_seats
+from async_flowrl.plan.fitting import advice
+from async_flowrl.plan.placed_memory import by_placement, describe_placements
+from separation.table import format_table
 
-if TYPE_CHECKING:
-    from async_flowrl.plan.meta_model import MetaModel
-
-INT64_BYTES = 8
-MARGIN_SHARE = 0.10
-"""Share added for memory that the allocator cannot use (fragments between blocks); an estimate, not measured."""
-RUNTIME_BYTES = 1_500_000_000
-"""Bytes added per process for CUDA context, workspaces of libraries and communicators; an estimate, not measured."""
-MAX_GATHERED_BLOCKS = 3
-"""Blocks that FSDP holds whole at once: the one that computes, the next one, and the buffer it is gathered in."""
-
-
-PASSING = ("activations", "gathered blocks")
-"""Parts of a footprint that take memory only at times; all other parts last."""
+GIB = 2**30
 
 
 @dataclass(frozen=True)
-class Footprint:
-    """Device memory of one process."""
+class Process:
+    """Kind of process on a device, or several kinds that share one."""
 
-    parts: Mapping[str, int]
-    """Name of a part (such as `base weights`) → bytes."""
+    title: str
+    footprint: Footprint
+    share: float
+    """GPUs per worker: a share of one device, or whole devices from 1 on."""
+    kind: str = ""
+    """Title of this kind in `memory/devices.py`; empty for reward workers, whose settings are none of that module."""
+    key: str = ""
+    """Setting of the share of a reward worker."""
+    caveat: str = ""
+    """Clause for the end of a sentence on memory that is not known."""
 
-    @property
-    def lasting(self) -> set[str]:
-        """Names of the parts that take memory all the time: weights, optimizer and versions."""
-        return {name for name in self.parts if not name.startswith(PASSING)}
-
-    @property
-    def resident(self) -> int:
-        """Bytes of the lasting parts."""
-        return sum(self.parts[name] for name in self.lasting)
-
-    @property
-    def total(self) -> int:
-        """Bytes of all parts with margin and runtime."""
-        return round(sum(self.parts.values()) * (1 + MARGIN_SHARE)) + RUNTIME_BYTES
+    def available(self, device_gib: float) -> int:
+        """Returns the bytes that the process may use of a device of `device_gib` GiB."""
+        return round(device_gib * GIB * (min(1.0, self.share) or 1.0))
 
 
-def beside(trainer: Footprint, rollout: Footprint, workers: int) -> Footprint:
-    """Returns the memory of one process with a trainer rank and `workers` rollout workers, each with its own base."""
-    parts = {f"{name} (trainer)": size for name, size in trainer.parts.items()}
-    parts |= {f"{name} (rollout)": size * workers for name, size in rollout.parts.items()}
-    return Footprint(parts)
+def describe(plan: MemoryPlan, config: Config, device_gib: float) -> str:
+    """Returns the plan as text: a table per kind of process, and a sentence on whether each fits the device.
 
-
-def in_one(trainer: Footprint, rollout: Footprint, *, full: bool) -> Footprint:
-    """Returns the memory of a process that samples and trains: one frozen base, and activations of one kind at a time.
-
-    With `full`, whole weights are trained, and each side has its own.
+    GiB are 2**30 bytes; MB and GB are powers of ten.
     """
-    once = [name for name in trainer.parts if name == "activations" or (name == "base weights" and not full)]
-    parts = {name: max(trainer.parts[name], rollout.parts[name]) for name in once}
-    alone = {
-        side: {n: size for n, size in footprint.parts.items() if n not in once}
-        for side, footprint in (("trainer", trainer), ("rollout", rollout))
-    }
-    parts |= {f"{name} ({side})": size for side, own in alone.items() for name, size in own.items()}
-    return Footprint(parts)
+    model = plan.model
+    whole = f"{config.model.path}: {model.base_parameters / 1e9:.2f} B parameters in {len(model.block_bytes)} blocks"
+    what = "full weights: {} M trained" if model.full else "LoRA of {} M parameters"
+    trained = f"{what.format(f'{model.adapter_parameters / 1e6:.1f}')}, {plan.adapter_bytes / 1e6:.0f} MB per version"
+    sections = [f"{whole}, {trained}", f"images of {in_pixels(parse_resolution(config.rollout.resolution))}", ""]
+    for process in processes(plan, config):
+        title, footprint = process.title, process.footprint
+        rows = [(name, f"{size / GIB:.2f}") for name, size in footprint.parts.items()]
+        extra = footprint.total - sum(footprint.parts.values())
+        rows.append((f"margin {MARGIN_SHARE:.0%} and {RUNTIME_BYTES / GIB:.1f} of runtime", f"{extra / GIB:.2f}"))
+        rows.append(("together", f"{footprint.total / GIB:.2f}"))
+        sections += [format_table((title, "GiB"), rows), ""]
+    if host := on_the_host(plan, config):
+        sections += [*host, ""]
+    payload = (
+        f"{plan.ticket_bytes / 1e6:.1f} MB per ticket, at most {plan.payload / 1e9:.2f} GB in the object store, "
+        f"{plan.sent_weights / 1e9:.2f} of them weights on their way to rollout workers"
+    )
+    return "\n".join([*sections, payload, *(verdict(plan, config, device_gib))]) + "\n"
 
 
-@dataclass(frozen=True)
-class Peaks:
-    """Peak bytes of the tensors that exist only during training or sampling (activations)."""
-
-    training: int
-    sampling: int
-
-
-@dataclass(frozen=True)
-class ProcessPlan:
-    """Memory that the processes of a configuration need. All sizes are in bytes."""
-
-    model: Sizes
-    trainer: Footprint
-    rollout: Footprint
-    host: int
-    """Pinned host memory of a trainer rank; with a LoRA 0, unless `trainer.cpu_offload` is on."""
-    ring: int
-    """Versions that a rollout worker keeps in host memory; 0 if it keeps them on its device."""
-    snapshot: int
-    """Copy in host memory of what a checkpoint holds, on each trainer rank that writes one."""
+def on_the_host(plan: MemoryPlan, config: Config) -> list[str]:
+    """Returns a sentence on each use of host memory; none for the few bytes of a LoRA."""
+    if not plan.model.full:
+        base = f"each trainer rank also pins {plan.host / GIB:.1f} GiB of host memory for its share of the base"
+        return [base] if plan.host else []
+    who = "each trainer rank" if in_shares(config) else "the first trainer rank"
+    ring = (
+        f"each rollout worker keeps its versions in {plan.ring / GIB:.1f} GiB of host memory, pinned where it has a GPU"
+    )
+    return [
+        f"{who} also pins {plan.host / GIB:.1f} GiB of host memory for versions to be sent",
+        f"{who} copies {plan.snapshot / GIB:.1f} GiB to host memory for each checkpoint, until it is written",
+        *([ring] if plan.ring else []),
+    ]
 
 
-@dataclass(frozen=True)
-class MemoryPlan(ProcessPlan):
-    """Memory that a configuration needs, with what lies in the object store."""
+def processes(plan: MemoryPlan, config: Config) -> list[Process]:
+    """Returns trainer rank and rollout worker (as one if they share a device), and a worker of each reward pool.
 
-    model: "MetaModel"
-    ticket_bytes: int
-    """Images and trajectory of one ticket in the object store."""
-    payload: int
-    """Most that lies in the object store at the same time: tickets, a state that is kept, and weights."""
-    sent_weights: int
-    """The weights among that, on their way to rollout workers."""
-    adapter_bytes: int
-    """One version."""
-    peaks: Peaks
-
-
-def plan_memory(config: Config) -> MemoryPlan:
-    """Plans the memory of a configuration with a layout (see `trainer_footprint`).
-
-    Raises ValueError if the model cannot be built without weights.
+    Reward pools without GPUs are left out.
     """
-    # These import model code, which a driver that plans by the headers of files (node_memory.py) does not need.
-    from async_flowrl.plan.meta_model import build_meta_model
-    from async_flowrl.plan.peaks import remembered_training_peak, sampling_peak
+    trainer, rollout = config.trainer.gpus_per_worker, config.rollout.gpus_per_worker
+    seats = [
+        Process(seat.title, seat.footprint, seat.gpus, key=seat.key, caveat=seat.caveat)
+        for seat in reward_seats(config)
+    ]
+    if config.placement == SHARED:
+        whole = in_one(plan.trainer, plan.rollout, full=plan.model.full)
+        return [Process("process that samples and trains", whole, trainer, ONE), *seats]
+    spread = "GPU of a rollout worker" if rollout_ranks(config) > 1 else "rollout worker"
+    return [
+        Process("trainer rank", plan.trainer, trainer, TRAINER),
+        Process(spread, plan.rollout, rollout, ROLLOUT),
+        *seats,
+    ]
 
-    model = build_meta_model(config)
-    sampling_bytes = sampling_peak(config, model)
-    activations = remembered_training_peak(config)
-    shapes = model.policy.shapes(config.rollout.resolution)
-    sent = weights_in_store(config, model.version_bytes, shares=in_shares(config))
-    processes = plan_processes(config, model, activations, sampling_bytes)
-    return MemoryPlan(
-        model=model,
-        trainer=processes.trainer,
-        rollout=processes.rollout,
-        host=processes.host,
-        ring=processes.ring,
-        snapshot=processes.snapshot,
-        ticket_bytes=ticket_bytes(config, shapes),
-        payload=stored_bytes(config, shapes, model.adapter_parameters) + sent,
-        sent_weights=sent,
-        adapter_bytes=model.version_bytes,
-        peaks=Peaks(activations, sampling_bytes),
+
+def verdict(plan: MemoryPlan, config: Config, device_gib: float) -> list[str]:
+    """Returns a sentence per kind of process on whether it fits devices of `device_gib` GiB, and two on the devices.
+
+    These say how many are taken, and whether other placements would fit them.
+    """
+    sentences = [judged(process, plan, config, device_gib) for process in processes(plan, config)]
+    return [*sentences, describe_gpus(config), describe_placements(plan, config, device_gib)]
+
+
+def judged(process: Process, plan: MemoryPlan, config: Config, device_gib: float) -> str:
+    """Returns a sentence on whether the process fits, and if not, on settings that help."""
+    footprint, available = process.footprint, process.available(device_gib)
+    whole = f"{device_gib:g} GiB"
+    part = "" if process.share >= 1 else f"{process.share:g} of "
+    left = (available - footprint.total) / GIB
+    if not footprint.parts:
+        return f"whether a {process.title} fits {part}{whole} is unknown: its rewards do not say what they take"
+    if left >= 0:
+        return f"a {process.title} fits {part}a device of {whole}, {left:.1f} GiB left{process.caveat}"
+    return f"a {process.title} does not fit {part}{whole}, {-left:.1f} GiB are missing: " + cure(
+        process, plan, config, Device(round(device_gib * GIB), available)
     )
 
 
-def plan_processes(
-    config: Config, model: Sizes, training: int = 0, sampling: int = 0, *, pinned: bool = True
-) -> ProcessPlan:
-    """Returns the memory of each process; `training` and `sampling` are the peak bytes of activations.
-
-    `pinned` is as for `ring_bytes`.
-    """
-    return ProcessPlan(
-        model=model,
-        trainer=trainer_footprint(config, model, training),
-        rollout=rollout_footprint(config, model, sampling),
-        host=host_bytes(config, model),
-        ring=ring_bytes(config, model, pinned=pinned),
-        snapshot=snapshot_bytes(config, model),
-    )
+def cure(process: Process, plan: MemoryPlan, config: Config, device: Device) -> str:
+    """Returns a clause with settings that make the process fit, or come nearest to it, or more of a device."""
+    footprint = process.footprint
+    if not process.kind:
+        return seat_for(footprint, device.memory, process.key) + process.caveat
+    share = device.available / device.memory
+    larger = f"a device of {math.ceil(footprint.total / GIB / share)} GiB"
+    if footprint.total <= device.memory:
+        larger = f"{enough_gpus(footprint.total, device.memory):g} of the device"
+    if footprint.resident <= device.available:
+        return f"{advice(process.kind, config, plan.model, plan.peaks, device)}, or with {larger}"
+    return f"{refusal(process.kind, config, plan.model, device)}; as it is, it takes {larger}"
 
 
-def trainer_footprint(config: Config, model: Sizes, activations: int = 0) -> Footprint:
-    """Returns the memory of a trainer rank; `activations` is the peak of its activations in bytes.
-
-    `trainer.shard=auto` counts as none: give a configuration with the layout that was chosen for it. The rows on which
-    the KL of an optimizer step is measured are left out: latents of at most `algorithm.kl_probe_images` images at all
-    trained noise levels, and the conditioning of their prompt.
-    """
-    trainer, vector = config.trainer, model.adapter_parameters * FLOAT32_BYTES
-    joined = trainer.num_workers > 1 or trainer.cpu_offload
-    sharded = joined and is_sharded(config)
-    # `versions`: those retained, and two slots per stream from which versions are sent. `masters`, float32: the moving
-    # averages, a warm start, and a copy of the live values while a version replaces them.
-    versions = config.live_versions + 2 * streams(config)
-    masters = moving_averages(config) + (config.lora.path is not None) + 1
-    if model.full:
-        whole = _full_parts(config, model, activations, versions, masters)
-        return Footprint(of_one_rank(whole, model, trainer.num_workers) if sharded else whole)
+def as_json(plan: MemoryPlan, config: Config, device_gib: float) -> dict[str, Any]:
+    """Returns the plan as a dictionary for JSON, all sizes in bytes."""
     parts = {
-        "base weights": model.base_bytes + model.buffer_bytes,
-        "adapter and its gradient": 2 * vector,
-        "optimizer": 2 * vector,
-        "sum of the gradients": _sum_bytes(config, model),
-        "versions of the adapter": versions * model.version_bytes + masters * vector,
-        "activations": activations,
+        process.title.replace(" ", "_"): {**process.footprint.parts, "total": process.footprint.total}
+        for process in processes(plan, config)
     }
-    if sharded:
-        parts["base weights"] = model.buffer_bytes + (0 if trainer.cpu_offload else base_share(config, model))
-        parts["gathered blocks"] = model.root_bytes + MAX_GATHERED_BLOCKS * max(model.block_bytes)
-    return Footprint(parts)
-
-
-def _sum_bytes(config: Config, model: Sizes) -> int:
-    """Returns the bytes of the int64 sum of the gradients on one rank.
-
-    With several ranks there are two buffers: the rank's own sum and the sum over all ranks. Afterwards a buffer is used
-    for the weights before the step, so these are not counted again.
-    """
-    return (2 if config.trainer.num_workers > 1 else 1) * model.adapter_parameters * INT64_BYTES
-
-
-def _full_parts(config: Config, model: Sizes, activations: int, versions: int, masters: int) -> dict[str, int]:
-    """Returns the parts of the footprint of a rank that trains all weights and holds all of them, name → bytes.
-
-    In float32 the network computes with the masters; otherwise it has weights of its own beside them.
-    """
-    vector, beside_masters = model.adapter_parameters * FLOAT32_BYTES, model.itemsize < FLOAT32_BYTES
-    if beside_masters:
-        masters -= 1  # No copy of the live values is made while a version replaces them: the masters give them back.
-    reference = build_algorithm(config).needs_reference
     return {
-        "base weights": model.base_bytes + model.buffer_bytes - (0 if beside_masters else vector),
-        "masters and their gradient": 2 * vector,
-        "optimizer": 2 * vector,
-        "sum of the gradients": _sum_bytes(config, model),
-        "versions of the weights": (versions + reference) * model.version_bytes + masters * vector,
-        "activations": activations,
+        "base_parameters": plan.model.base_parameters,
+        "adapter_parameters": plan.model.adapter_parameters,
+        **parts,
+        "host": plan.host,
+        "ring": plan.ring,
+        "snapshot": plan.snapshot,
+        "resolution": config.rollout.resolution,
+        "ticket_bytes": plan.ticket_bytes,
+        "payload": plan.payload,
+        "sent_weights": plan.sent_weights,
+        "adapter_bytes": plan.adapter_bytes,
+        "devices": gpus_taken(config),
+        "placements": {placed.placement: asdict(placed) for placed in by_placement(plan, config, device_gib)},
+        "fits": all(process.footprint.total <= process.available(device_gib) for process in processes(plan, config)),
     }
 
 
-def rollout_footprint(config: Config, model: Sizes, activations: int = 0) -> Footprint:
-    """Returns the memory of a rollout worker; `activations` is the peak of its activations in bytes.
+def cheapest_layout(config: Config, device_bytes: int) -> Chosen:
+    """Returns the layout that would be chosen if `shard` and `gradient_checkpointing` were both `auto`."""
+    free = replace(config.trainer, shard="auto", shard_size=None, gradient_checkpointing="auto")
+    return resolved(replace(config, trainer=free), on_devices(config, device_bytes))
 
-    With the engine vllm_omni it is the memory on one of the worker's GPUs: the network is divided among them, and all
-    other parts are counted whole, which is an upper limit.
-    """
-    text, where = model.text_parameters * model.itemsize, config.rollout.text_encoder
-    frozen = model.base_bytes - model.version_bytes if model.full else model.base_bytes
-    base = -(-frozen // rollout_ranks(config)) + model.buffer_bytes
-    # With `offload` the encoders are on the device only before the activations, with `cached` instead of the network.
-    visiting = {"resident": 0, "offload": text, "cached": text - base}[where]
-    copies = 1 + (0 if config.versions_on_host else received_versions(config))
-    return Footprint(
-        {
-            "base weights": base,
-            "text encoders": text if where == "resident" else 0,
-            "VAE": model.vae_parameters * model.itemsize,
-            f"versions of the {'weights' if model.full else 'adapter'}": copies * model.version_bytes,
-            "activations": max(activations, visiting) if activations else 0,
-        }
+
+def recommended(config: Config, cheapest: Chosen, chosen: Chosen) -> list[str]:
+    """Returns a sentence on the cheapest layout that fits, if the configuration names another one, else none."""
+    one, other = cheapest.layout, chosen.layout
+    held_alike = config.trainer.num_workers == 1 or one.shard in ("auto", other.shard)
+    if held_alike and one.gradient_checkpointing == other.gradient_checkpointing:
+        return []
+    return [f"the cheapest layout is another one; {sentence}" for sentence in cheapest.reasons]
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Prints the plan; returns the exit code, 2 if there is none."""
+    parser = argparse.ArgumentParser(
+        prog="python -m async_flowrl.plan --memory", description="What a configuration needs, and whether it fits."
     )
-
-
-def rollout_ranks(config: Config) -> int:
-    """Returns the number of GPUs among which one rollout worker's network is divided."""
-    return max(1, int(config.rollout.gpus_per_worker)) if config.rollout.engine == "vllm_omni" else 1
+    parser.add_argument("--config-name", default=DEFAULT, help=f"as of async_flowrl.main (default {DEFAULT})")
+    parser.add_argument("--device", type=float, default=79.0, metavar="GIB", help="memory of a device (default 79)")
+    parser.add_argument("--json", action="store_true", help="print the plan as JSON")
+    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    given = parser.parse_intermixed_args(arguments)
+    try:
+        config = compose_config(given.config_name, given.overrides)
+        check(config)
+        config = at_largest(config)
+        chosen = resolved(config, on_devices(config, round(given.device * GIB)))
+        cheapest = cheapest_layout(config, round(given.device * GIB))
+        config = chosen.applied(config)
+        plan = plan_memory(config)
+    except (ConfigError, ValueError) as error:
+        sys.stderr.write(f"plan: {error}\n")
+        return 2
+    if given.json:
+        printed = as_json(plan, config, given.device)
+        printed |= {"layout": asdict(chosen.layout), "cheapest_layout": asdict(cheapest.layout)}
+        sys.stdout.write(json.dumps(printed, indent=2) + "\n")
+    else:
+        said = "".join(f"{sentence}\n" for sentence in chosen.reasons or recommended(config, cheapest, chosen))
+        sys.stdout.write(describe(plan, config, given.device) + said)
+    return 0

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from async_flowrl.config.schema import Config
 from async_flowrl.config.shared import SHARED
-from async_flowrl.plan.memory import Footprint, MemoryPlan, in_one, trainer_footprint
+from async_flowrl.memory.processes import Footprint, MemoryPlan, in_one, trainer_footprint
 
 GIB = 2**30
 

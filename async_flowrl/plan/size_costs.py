@@ -1,7 +1,7 @@
 """Sizes of a run's training images: each has a share of the groups, and a cost in relation to the largest size.
 
 They are used for estimates of durations, and so are the padded lengths of the prompts. Memory is planned for the
-largest size (plan/largest.py) and the longest prompt alone.
+largest size (memory/largest.py) and the longest prompt alone.
 """
 
 from collections import defaultdict
@@ -12,12 +12,12 @@ import torch
 
 from async_flowrl.config.resolution import at_size, configured, in_words
 from async_flowrl.config.schema import Config
+from async_flowrl.memory.largest import at_largest, prompts_with_sizes
+from async_flowrl.memory.meta_model import MetaModel, build_meta_model
+from async_flowrl.memory.meta_shapes import RememberedShapes
+from async_flowrl.memory.peaks import velocity
+from async_flowrl.memory.text_lengths import text_lengths
 from async_flowrl.observability.flops import FlopCounter
-from async_flowrl.plan.largest import at_largest, prompts_with_sizes
-from async_flowrl.plan.meta_model import MetaModel, build_meta_model
-from async_flowrl.plan.meta_shapes import RememberedShapes
-from async_flowrl.plan.peaks import velocity
-from async_flowrl.plan.text_lengths import text_lengths
 from async_flowrl.types import Resolution
 
 

@@ -35,7 +35,7 @@ class PipelinePolicy(ABC):
     has_system_prompt: ClassVar[bool] = False
     planned_tokens: int = 128
     """Length in tokens of a prompt of `conditioning_shapes`, in families that do not pad every prompt to one length. A
-    plan sets it (plan/text_lengths.py)."""
+    plan sets it (memory/text_lengths.py)."""
     stock_guidance: ClassVar[str] = "true_cfg_scale"
     """Argument of the diffusers pipeline for the scale of classifier-free guidance."""
 

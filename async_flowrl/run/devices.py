@@ -9,29 +9,31 @@ from async_flowrl.config.pool_names import ROLLOUT, TRAINER
 from async_flowrl.config.reward_pools import is_scoring_pool, scoring_pools
 from async_flowrl.config.schema import Config
 from async_flowrl.controller.trainer import TrainerGroup
+from async_flowrl.memory.layout import resolved
 from async_flowrl.observability.terminal import say
 from async_flowrl.observability.wrapped import named_lines
 from async_flowrl.run.prepare import Prepared
-from async_flowrl.run.tools import CheckDevices, ChooseLayout
 from separation.group import WorkerGroup
 from separation.supervise import deadline
 
 logger = logging.getLogger(__name__)
 
 
-async def compare_devices(config: Config, memory: Mapping[str, int], check: CheckDevices) -> None:
-    """Compares the memory of the pools' devices, in bytes, with the plan by `check`.
+async def compare_devices(config: Config, memory: Mapping[str, int]) -> None:
+    """Compares the memory of the pools' devices, in bytes, with the plan.
 
-    Each sentence of `check` about a device that is nearly too small is logged as a warning. Raises ConfigError if a
+    Each device that is nearly too small is a warning in the log. Raises ConfigError if a
     device is too small.
     """
     if memory:
-        for sentence in await asyncio.to_thread(check, config, memory):
+        from async_flowrl.memory.devices import check_devices  # imports model code
+
+        for sentence in await asyncio.to_thread(check_devices, config, memory):
             logger.warning("%s", sentence)
 
 
 async def lay_out(
-    prepared: Prepared, groups: Mapping[str, WorkerGroup], trainers: TrainerGroup, choose: ChooseLayout
+    prepared: Prepared, groups: Mapping[str, WorkerGroup], trainers: TrainerGroup
 ) -> tuple[Prepared, dict[str, int]]:
     """Decides what `auto` means in the settings of the trainer's layout, and tells the ranks' TrainerGroup.
 
@@ -40,13 +42,13 @@ async def lay_out(
     config = prepared.config
     async with deadline(config.deadlines.load, "load: memory of the devices"):
         memory = await device_memory(config, groups)
-    layout, reasons = await asyncio.to_thread(choose, prepared.at_largest, memory)
-    trainers.layout = layout
-    for sentence in reasons:
+    chosen = await asyncio.to_thread(resolved, prepared.at_largest, memory)
+    trainers.layout = chosen.layout
+    for sentence in chosen.reasons:
         logger.info("%s", sentence)
-    if reasons and config.console != "quiet":
-        say(named_lines([("layout", sentence) for sentence in reasons], 10))
-    settled = replace(config, trainer=layout.applied(config.trainer))
+    if chosen.reasons and config.console != "quiet":
+        say(named_lines([("layout", sentence) for sentence in chosen.reasons], 10))
+    settled = replace(config, trainer=chosen.layout.applied(config.trainer))
     return replace(prepared, config=settled), memory
 
 

@@ -23,7 +23,6 @@ from async_flowrl.policies.trained_file import save
 from async_flowrl.run.best import export_best
 from async_flowrl.run.prepare import Prepared
 from async_flowrl.run.recovery import Run
-from async_flowrl.run.tools import Report
 from async_flowrl.tickets.table import State, TicketTable
 from async_flowrl.training.checkpoint import read_checkpoint
 from async_flowrl.training.checkpoint_manifest import DamagedCheckpoint
@@ -35,10 +34,10 @@ from separation.supervise import deadline
 logger = logging.getLogger(__name__)
 
 
-async def finish(run: Run, ctx: Context, report: Report | None) -> dict[str, Any]:
+async def finish(run: Run, ctx: Context) -> dict[str, Any]:
     """Writes the results of a finished or stopped run and returns the summary.
 
-    `report` writes report.html; None means no report. A view or monitor that fails is named in `failed` of the summary.
+    A view or monitor that fails is named in `failed` of the summary.
     """
     config, directory, pools = ctx.config, run.directory, run.ledgers.pools
     average = config.trainer.ema_decay is not None
@@ -82,7 +81,7 @@ async def finish(run: Run, ctx: Context, report: Report | None) -> dict[str, Any
             )
         summary["failed"] = [*ledgers.failures, *ledgers.monitor.failures]
         directory.write_summary(summary)
-        late = views(config, directory, report)
+        late = views(config, directory)
         # The monitor is closed here, before `failed` is final: W&B sends its last data now, which can fail.
         ledgers.monitor.close()
         failed = [*ledgers.failures, *ledgers.monitor.failures, *late]
@@ -124,7 +123,7 @@ def forced(history: Sequence[Event]) -> list[str]:
     return [f"resume=force: {each}" for event in history if event["event"] == "inputs" for each in event["forced"]]
 
 
-def views(config: Config, directory: RunDirectory, report: Report | None) -> list[str]:
+def views(config: Config, directory: RunDirectory) -> list[str]:
     """Writes timeline and report, and returns a sentence for each that failed.
 
     Both can be made again later from the run's files.
@@ -132,8 +131,10 @@ def views(config: Config, directory: RunDirectory, report: Report | None) -> lis
     works: list[tuple[str, Callable[[], object]]] = [
         ("timeline", lambda: write_timeline(directory.events, directory.timeline))
     ]
-    if config.monitor.report and report is not None:
-        works.append(("report", lambda: report(Path(directory.root))))
+    if config.monitor.report:
+        from async_flowrl.report.write import write_report
+
+        works.append(("report", lambda: write_report(Path(directory.root))))
     failures = []
     for name, work in works:
         try:

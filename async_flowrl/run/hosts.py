@@ -1,19 +1,18 @@
 """Check of the nodes' host memory before models are loaded; run/job.py calls `ready_nodes`.
 
-The plan (Tools.check_hosts) says what the processes need, each node says what it has, and one worker counts the
+The plan (memory/node_memory.py) says what the processes need, each node says what it has, and one worker counts the
 elements of the model's files by their headers. Where any of that fails, the run goes on without the check.
 """
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
 from async_flowrl.config.pool_names import ROLLOUT, TRAINER
-from async_flowrl.config.schema import Config
 from async_flowrl.controller.download import download_model, loaders, model_of
-from async_flowrl.policies.stored import StoredElements
+from async_flowrl.memory.node_memory import check_hosts
+from async_flowrl.memory.nodes import Hosts, NodeProcesses
 from async_flowrl.run.prepare import Prepared
 from separation.group import PoolSpec, WorkerFailed, WorkerGroup
 from separation.node_memory import NodeMemory, node_memory
@@ -29,47 +28,18 @@ QUICK_LANES = ("control", "stop")
 """Lanes on which no call takes long; `main` of a reward server is taken while the server starts."""
 
 
-@dataclass(frozen=True)
-class NodeProcesses:
-    """A node and the processes of the run on it."""
+async def ready_nodes(prepared: Prepared, groups: Mapping[str, WorkerGroup], devices: Mapping[str, int]) -> None:
+    """Downloads the model's files to every node whose workers load them, and compares the nodes' memory with the plan.
 
-    address: str
-    memory: NodeMemory
-    workers: Mapping[str, tuple[int, ...]]
-    """Pool → indices of its workers there."""
-    controller: bool
-    """True if the process that started the run is there."""
-
-
-@dataclass(frozen=True)
-class Hosts:
-    """All nodes of a run on which it has workers, and the model that the workers load."""
-
-    nodes: tuple[NodeProcesses, ...]
-    stored: StoredElements
-    devices: Mapping[str, int]
-    """Pool → bytes of memory of its smallest device. Pools without GPUs are missing, and rollout workers of vllm_omni,
-    which plan their devices themselves."""
-
-
-CheckHosts = Callable[[Config, Hosts], Sequence[str]]
-"""Compares the planned host memory with the nodes. Returns warnings or raises ConfigError."""
-
-
-async def ready_nodes(
-    prepared: Prepared, groups: Mapping[str, WorkerGroup], check: CheckHosts | None, devices: Mapping[str, int]
-) -> None:
-    """Downloads the model's files to every node whose workers load them, and compares the nodes' memory by `check`.
-
-    The sentences of `check` are logged as warnings. `devices` is that of Hosts. Nothing is compared if `check` is None,
-    if the model has no safetensors files, or if a worker does not answer. Raises ConfigError if a node is too small,
+    A node with too little free memory is a warning in the log. `devices` is that of Hosts. Nothing is compared if the
+    model has no safetensors files, or if a worker does not answer. Raises ConfigError if a node is too small,
     and the errors of the download.
     """
     everyone = loaders(groups[ROLLOUT].workers, groups[TRAINER].workers)
     await download_model(model_of(groups[ROLLOUT]), everyone, seconds=prepared.config.deadlines.download)
-    if check is None or (hosts := await look(prepared, groups, devices)) is None:
+    if (hosts := await look(prepared, groups, devices)) is None:
         return
-    for sentence in await asyncio.to_thread(check, prepared.config, hosts):
+    for sentence in await asyncio.to_thread(check_hosts, prepared.config, hosts):
         logger.warning("%s", sentence)
 
 

@@ -7,7 +7,7 @@ import asyncio
 import logging
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -52,7 +52,6 @@ from async_flowrl.run.pools import OUR_OWN, Workers
 from async_flowrl.run.prepare import Prepared, doubts_of, prepare
 from async_flowrl.run.recovery import Ledgers, Run, restore, train_with_recovery
 from async_flowrl.run.stopping import StopRequest, listening
-from async_flowrl.run.tools import Tools
 from async_flowrl.run.transport import choose_transport
 from async_flowrl.training.checkpoint_folder import checkpoint_step, find_checkpoint
 from checkpoint_engine.transports import OBJECT_STORE
@@ -66,18 +65,18 @@ logger = logging.getLogger(__name__)
 def run(
     config: Config,
     hydra_record: Mapping[str, str] = MappingProxyType({}),
-    tools: Tools = Tools(),  # noqa: B008  frozen
+    warnings: Sequence[str] = (),
     workers: Workers = OUR_OWN,
 ) -> int:
     """Runs a configuration and returns the exit code (config/exit_codes.py).
 
     A failure is not raised: it is printed as one sentence on stderr, with its traceback in the run directory's
-    logs/controller.log. `hydra_record` maps the names of the files in `.hydra/` to their texts. `tools` holds functions
-    of the planner, the doctor and the report. `workers` are worker classes of tests and benchmarks.
+    logs/controller.log. `hydra_record` maps the names of the files in `.hydra/` to their texts. `warnings` are those of
+    the checks before the run, which are logged. `workers` are worker classes of tests and benchmarks.
     """
     directory = RunDirectory(Path(config.output_dir))
     try:
-        return _run(config, directory, hydra_record, tools, workers)
+        return _run(config, directory, hydra_record, warnings, workers)
     finally:
         end_log(directory.logs)
 
@@ -86,13 +85,12 @@ def _run(
     config: Config,
     directory: RunDirectory,
     hydra_record: Mapping[str, str],
-    tools: Tools,
+    warnings: Sequence[str],
     workers: Workers,
 ) -> int:
     try:
         prepared = replace(prepare(config), workers=workers)
         check_machine(prepared)
-        seen = tools.preflight(prepared) if config.preflight else ()
         if config.resume != "never" and not config.dry_run and directory.logs.is_dir():
             log_to(directory.logs / "controller.log")  # find_resume logs a warning for each damaged checkpoint
         # This comes before the first write to the run directory, so a refused run leaves the directory unchanged. Only
@@ -109,11 +107,11 @@ def _run(
     logger.info(ATTEMPT)
     say(first_lines(prepared, directory.root))
     ending = Ending(prepared, directory, StopRequest(), hydra_record)
-    for sentence in (*seen, *doubts_of(prepared)):
+    for sentence in (*warnings, *doubts_of(prepared)):
         logger.warning("%s", sentence)
     try:
         with closing(open_display(prepared.config)) as display:
-            return asyncio.run(train(ending, resume, display, tools))
+            return asyncio.run(train(ending, resume, display))
     except KeyboardInterrupt:
         after_failure(ending)
         return _fail("interrupted", exit_codes.INTERRUPTED)
@@ -133,14 +131,14 @@ def _run(
         directory.release()
 
 
-async def train(ending: Ending, resume: Resume, display: Display, tools: Tools) -> int:
+async def train(ending: Ending, resume: Resume, display: Display) -> int:
     """Trains from the start or from `resume` to the end, writes the results, and returns the exit code.
 
     Raises the run's failure, unless the run was asked to stop, lost workers or servers meanwhile, and has a checkpoint.
     """
     stop, directory = ending.stop, ending.directory
     try:
-        summary = await train_until(ending, resume, display, tools)
+        summary = await train_until(ending, resume, display)
         return conclude(ending, summary)
     except Exception as error:
         version = last_resort(error, stop, directory)
@@ -166,7 +164,7 @@ def last_resort(error: BaseException, stop: StopRequest, directory: RunDirectory
     return None if path is None else checkpoint_step(path)
 
 
-async def train_until(ending: Ending, resume: Resume, display: Display, tools: Tools) -> dict[str, Any]:
+async def train_until(ending: Ending, resume: Resume, display: Display) -> dict[str, Any]:
     """Starts the pools, trains to the last step or until `ending.stop` is asked, and returns the summary."""
     prepared, directory, stop = ending.prepared, ending.directory, ending.stop
     display.phase("starting the pools")
@@ -176,12 +174,12 @@ async def train_until(ending: Ending, resume: Resume, display: Display, tools: T
             serving(prepared.config, groups) as servers,
         ):
             trainers = TrainerGroup(groups[TRAINER], prepared.algorithm)
-            prepared, memory = await lay_out(prepared, groups, trainers, tools.choose_layout)
+            prepared, memory = await lay_out(prepared, groups, trainers)
             config = prepared.config
-            await compare_devices(config, memory, tools.check_devices)
+            await compare_devices(config, memory)
             display.phase("loading the models")
             transport = await choose_transport(config, groups[TRAINER].workers[0])
-            await ready_nodes(prepared, groups, tools.check_hosts, memory)
+            await ready_nodes(prepared, groups, memory)
             info = await load_pools(config, groups, trainers)
             check_stored(prepared, info["trainable_parameters"], shares=trainers.sharded)
             transport = OBJECT_STORE if trainers.sharded else transport  # shares of several ranks go by it alone
@@ -199,7 +197,7 @@ async def train_until(ending: Ending, resume: Resume, display: Display, tools: T
                 )
                 await servers.all_up(ledgers.events, ledgers.failures)
                 ctx = await train_with_recovery(run, resume)
-                return await finish(run, ctx, tools.report)
+                return await finish(run, ctx)
             finally:
                 ledgers.events.close()
                 ledgers.monitor.close()

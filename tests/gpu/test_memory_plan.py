@@ -11,9 +11,9 @@ import torch
 
 from async_flowrl.config.compose import compose_config
 from async_flowrl.config.schema import Config
-from async_flowrl.plan.footprint import fused_attention
-from async_flowrl.plan.host_memory import sent_versions
-from async_flowrl.plan.memory import Footprint, plan_memory
+from async_flowrl.memory.footprint import fused_attention
+from async_flowrl.memory.host_memory import sent_versions
+from async_flowrl.memory.processes import Footprint, plan_memory
 from async_flowrl.plan.rehearsal.cards import card_of
 from async_flowrl.plan.rehearsal.estimate import peak
 from async_flowrl.plan.rehearsal.model import FakeModel, conditioning

@@ -13,9 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from async_flowrl.config.compose import compose_config
-from async_flowrl.report.write import write_report
 from async_flowrl.run.job import run as run_config
-from async_flowrl.run.tools import Tools
 from benchmarks.disturbed import split, workers
 from tests.integration.gates import first_ticket_last
 
@@ -113,7 +111,7 @@ def train(folder: Path, mode: str, *overrides: str, code: int = 0) -> Run:
     """A run with its workers as threads of this process."""
     disturbance, settings = split(overrides)
     config = compose_config(mode, [*LOCAL, f"output_dir={folder}", *settings])
-    assert run_config(config, tools=Tools(report=write_report), workers=workers(disturbance)) == code
+    assert run_config(config, workers=workers(disturbance)) == code
     return Run(folder)
 
 

@@ -6,12 +6,13 @@ from typing import Any
 import pytest
 
 from async_flowrl import main as program
+from async_flowrl.config.check import ConfigError
 from async_flowrl.config.compose import compose_config
 from async_flowrl.doctor import __main__ as doctor
 from async_flowrl.doctor import facts as told
 from async_flowrl.doctor import start
 from async_flowrl.doctor.needs import needs_of
-from async_flowrl.plan.memory import plan_memory
+from async_flowrl.memory.processes import plan_memory
 
 LOCAL = ("runtime.backend=local", "total_steps=1", "evaluate.before_training=false", "model.tiny.layers=1")
 
@@ -58,13 +59,12 @@ def test_bad_words_are_one_sentence(words: list[str], sentence: str, capsys: pyt
     assert said.startswith("doctor: ") and sentence in said and said.count("\n") == 1
 
 
-def test_preflight_refuses_before_anything_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_preflight_refuses_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(told, "free_memory", lambda: 1_000_000)
     config = compose_config("sync", [*LOCAL, "preflight=true", f"output_dir={tmp_path / 'run'}"])
-    assert program.train(config, {}) == 2
-    said = capsys.readouterr().err
+    with pytest.raises(ConfigError) as refusal:
+        program.train(config, {})
+    said = str(refusal.value)
     assert "preflight: 2 of" in said and "  failed   memory: " in said and "  failed   object store: " in said
     assert not (tmp_path / "run").exists()
 

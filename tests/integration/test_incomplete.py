@@ -10,7 +10,6 @@ from async_flowrl.observability import images, monitor
 from async_flowrl.rollout.base import Rollout
 from async_flowrl.rollout.diffusers_engine import DiffusersEngine
 from async_flowrl.run.job import run as run_config
-from async_flowrl.run.tools import Tools
 from async_flowrl.types import EVALUATION, RolloutRequest
 from async_flowrl.verify import verify
 from tests.integration.judge import DOWN_FILE
@@ -90,19 +89,15 @@ def test_a_picture_that_cannot_be_drawn_costs_only_that_picture(
     assert run.metrics[-1]["evaluation/reward/mean"] > 0.0 and (run.root / "lora").exists()
 
 
-def test_a_monitor_that_cannot_be_closed_and_a_plan_that_cannot_be_made_are_named(
-    down: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_monitor_that_cannot_be_closed_is_named(down: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object) -> str:
         raise OSError("no route to host")
 
     monkeypatch.setattr(monitor.Tensorboard, "close", broken)
     settings = (*LOCAL, *JUDGE, f"output_dir={tmp_path / 'run'}", "total_steps=1", "monitor.tensorboard=true")
-    assert (
-        run_config(compose_config("one_step_off", list(settings)), tools=Tools(predict=broken)) == exit_codes.INCOMPLETE
-    )
+    assert run_config(compose_config("one_step_off", list(settings))) == exit_codes.INCOMPLETE
     run, why = Run(tmp_path / "run"), "OSError: no route to host"
-    assert run.summary["failed"] == [f"monitor tensorboard: {why}", f"plan: {why}"]
+    assert run.summary["failed"] == [f"monitor tensorboard: {why}"]
     assert (run.root / "lora").exists() and all(ok for _, ok, _ in verify(run.root))
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from async_flowrl.verify import verify
-from benchmarks.prove import MAX_RUN_SECONDS, SHORT_RUN, digest, events, finish, start
+from benchmarks.prove import SHORT_RUN, digest, events, finish, start
 from tests.support.killed_trainer import PHASES, drawn
 
 pytestmark = [pytest.mark.slow, pytest.mark.chaos, pytest.mark.timeout(1200)]
@@ -18,6 +18,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.chaos, pytest.mark.timeout(1200)]
 SEED = int(os.environ.get("KILL_SEED", "0"))
 """Another seed draws other instants: KILL_SEED=$RANDOM pytest -m slow tests/integration/test_instants.py."""
 STEPS = 24
+MAX_SECONDS = 900.0
 RUN = """
 import sys
 from pathlib import Path
@@ -45,7 +46,7 @@ def test_ten_kills_of_trainer_ranks(tmp_path: Path, name: str, ranks: int, setti
     finish(start(calm, own), calm)
     source = RUN.format(seed=SEED, name=name, ranks=ranks, notes=str(notes))
     command = [sys.executable, "-c", source, "--config-name", "one_step_off", *SHORT_RUN, f"output_dir={folder}", *own]
-    ended = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, timeout=MAX_RUN_SECONDS)
+    ended = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, timeout=MAX_SECONDS)
     assert ended.returncode == 0, ended.stderr.decode()[-2000:]
     killed = [line.split(maxsplit=2) for line in notes.read_text().splitlines()]
     assert [(int(step), int(rank), phase) for step, rank, phase in killed] == [

@@ -70,13 +70,14 @@ import sys
 from dataclasses import replace
 import async_flowrl.run.job, separation.ray_cluster
 from async_flowrl.config.compose import compose_config
-from async_flowrl.main import check_hosts, choose_layout
+from async_flowrl.memory.layout import resolved
+from async_flowrl.memory.node_memory import check_hosts
 from async_flowrl.policies.stored import StoredElements
-from async_flowrl.run.hosts import Hosts, NodeProcesses
+from async_flowrl.memory.nodes import Hosts, NodeProcesses
 from async_flowrl.run.prepare import prepare
 from separation.node_memory import node_memory
 prepared = prepare(compose_config(overrides=sys.argv[1:]))
-choose_layout(prepared.at_largest, {})
+resolved(prepared.at_largest, {})
 workers = {"trainer": (0,), "rollout": (0,)}
 node = NodeProcesses("here", node_memory(), workers, controller=True)
 hosts = Hosts((node,), StoredElements({"blocks.0.a": 9}, 0, 0), {})
@@ -140,11 +141,10 @@ def computing(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[str]]:
     """The modules of one process once it has loaded a trainer rank, and once a run of threads has ended there."""
     folder = tmp_path_factory.mktemp("computing") / "run"
     build_tiny(TinyConfig(layers=1))  # The process must find the model: to build it needs all of its parts.
-    given = (*LOCAL, "total_steps=2", "monitor.report=true", f"output_dir={folder}")
+    given = (*LOCAL, "total_steps=2", f"output_dir={folder}")
     command = [sys.executable, "-c", COMPUTING, *given]
     ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT)
     assert ran.returncode == 0, ran.stderr
-    assert not (folder / "report.html").exists(), "who starts a run brings the tool that writes its report"
     said = [line.partition(" ") for line in ran.stdout.splitlines()]
     return {when: set(json.loads(names)) for when, _, names in said if when in ("loaded", "trained")}
 

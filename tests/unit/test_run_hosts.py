@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,9 +12,11 @@ import torch
 from safetensors.torch import save_file
 
 from async_flowrl.config.compose import compose_config
+from async_flowrl.config.schema import Config
+from async_flowrl.memory.nodes import Hosts, NodeProcesses
 from async_flowrl.policies.stored import FILE
 from async_flowrl.run import hosts
-from async_flowrl.run.hosts import Hosts, NodeProcesses, look_at, own_node, ready_nodes
+from async_flowrl.run.hosts import look_at, own_node, ready_nodes
 from async_flowrl.run.prepare import Prepared, prepare
 from separation import node_memory as memory
 from separation.cluster import cluster
@@ -31,9 +33,12 @@ POOLS = (
 
 
 def asked(
-    check: hosts.CheckHosts | None, prepared: Prepared, *, busy: Mapping[str, Sequence[str]] | None = None
+    check: Callable[[Config, Hosts], Sequence[str]],
+    prepared: Prepared,
+    *,
+    busy: Mapping[str, Sequence[str]] | None = None,
 ) -> None:
-    """Has `ready_nodes` ask the pools while lanes are taken."""
+    """Has `ready_nodes` ask the pools while lanes are taken; `check` compares what they say."""
 
     async def main() -> None:
         async with cluster(POOLS, backend="local", start_deadline=10) as groups:
@@ -45,12 +50,14 @@ def asked(
             ]
             await asyncio.sleep(0)
             async with asyncio.timeout(10):
-                await ready_nodes(prepared, groups, check, {"trainer": 7})
+                await ready_nodes(prepared, groups, {"trainer": 7})
             for worker in (worker for pool in busy or {} for worker in groups[pool].workers):
                 await worker.call("release", lane=hosts.quick_lane(groups[worker.pool].spec))
             await asyncio.gather(*waits)
 
-    asyncio.run(main())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hosts, "check_hosts", check)
+        asyncio.run(main())
 
 
 @pytest.fixture
@@ -70,11 +77,6 @@ def test_nodes_are_compared_while_reward_servers_start_and_tickets_are_made(prep
     assert node.workers == {"trainer": (0, 1), "server/judge": (0,), "rollout": (0, 1), "reward": (0,)}
     assert node.controller and node.memory.total == memory.total_memory()
     assert seen[0].devices == {"trainer": 7} and seen[0].stored.transformer == {"a": 3}
-
-
-def test_without_a_check_nobody_is_asked(prepared: Prepared, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hosts, "look_at", None)
-    asked(None, prepared)
 
 
 def fails() -> NodeMemory:

@@ -14,8 +14,8 @@ from async_flowrl.config.check import ConfigError, check
 from async_flowrl.config.compose import DEFAULT, compose_config
 from async_flowrl.config.quiet import quieter
 from async_flowrl.config.schema import Config
-from async_flowrl.plan.largest import at_largest
-from async_flowrl.plan.layout import on_devices, resolved
+from async_flowrl.memory.largest import at_largest
+from async_flowrl.memory.layout import on_devices, resolved
 from async_flowrl.plan.rehearsal import by_card
 from async_flowrl.plan.rehearsal.cards import CARDS, Card, Roofline
 from async_flowrl.plan.rehearsal.estimate import estimate

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
 
+from async_flowrl.memory.footprint import Allocations
 from async_flowrl.observability.flops import FORMULAS
-from async_flowrl.plan.footprint import Allocations
 from async_flowrl.plan.rehearsal.cards import Card, Roofline
 
 _ALLOCATING = ("empty", "detach", "lift_fresh", "alias", "_to_copy_meta", "is_pinned", "set_", "record_stream")

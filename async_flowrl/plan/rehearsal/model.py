@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from async_flowrl.config.schema import Config
-from async_flowrl.plan.meta_model import architecture
-from async_flowrl.plan.text_lengths import text_lengths
+from async_flowrl.memory.meta_model import architecture
+from async_flowrl.memory.text_lengths import text_lengths
 from async_flowrl.policies.architectures import Architecture
 from async_flowrl.policies.pipeline import PipelinePolicy
 from async_flowrl.policies.pipeline_family import PipelineFamily, structure

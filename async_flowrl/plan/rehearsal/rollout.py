@@ -10,7 +10,7 @@ import torch
 
 from async_flowrl.algorithms.window import draw_window
 from async_flowrl.config.schema import Config
-from async_flowrl.plan.host_memory import in_shares as weights_in_shares
+from async_flowrl.memory.host_memory import in_shares as weights_in_shares
 from async_flowrl.plan.rehearsal.cards import Card
 from async_flowrl.plan.rehearsal.ledger import Ledger, Phase
 from async_flowrl.plan.rehearsal.model import FakeModel

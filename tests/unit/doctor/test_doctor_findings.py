@@ -16,7 +16,7 @@ from async_flowrl.doctor.model import overrides
 from async_flowrl.doctor.pools import GIB, Worked
 from async_flowrl.doctor.runs import Ran
 from async_flowrl.doctor.setting import Setting
-from async_flowrl.plan.memory import Footprint
+from async_flowrl.memory.processes import Footprint
 from async_flowrl.tickets.arithmetic import check_batching
 
 CARD = Setting(1, "NVIDIA H100", quick=False, work="", logs="")

@@ -10,7 +10,7 @@ from torch import Tensor
 from async_flowrl.doctor import digests, setting
 from async_flowrl.doctor.model import HEAD_DIM, PROMPTS, configuration
 from async_flowrl.doctor.setting import Setting
-from async_flowrl.plan.memory import plan_memory
+from async_flowrl.memory.processes import plan_memory
 from async_flowrl.policies.registry import load_policy
 from async_flowrl.run.prepare import prepare
 

@@ -2,9 +2,9 @@
 
 from async_flowrl.config.compose import compose_config
 from async_flowrl.config.schema import Config
-from async_flowrl.plan.node_needs import GIB, total_need
+from async_flowrl.memory.node_needs import GIB, total_need
+from async_flowrl.memory.nodes import Hosts, NodeProcesses
 from async_flowrl.policies.stored import StoredElements
-from async_flowrl.run.hosts import Hosts, NodeProcesses
 from separation.node_memory import NodeMemory
 
 ELEMENTS, TEXT = 2_048_000_000, 1_000_000_000

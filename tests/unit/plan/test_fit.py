@@ -9,11 +9,11 @@ from async_flowrl.config.check import check
 from async_flowrl.config.compose import compose_config
 from async_flowrl.config.reward_pools import scoring_pools
 from async_flowrl.config.schema import Config
+from async_flowrl.memory.processes import Footprint
+from async_flowrl.memory.seats import gpus_by_pool, gpus_taken, reward_seats
 from async_flowrl.plan import fit
 from async_flowrl.plan.fit import Hardware, Recipe, answer
 from async_flowrl.plan.fit_layouts import candidates, layouts, splits, staffs
-from async_flowrl.plan.memory import Footprint
-from async_flowrl.plan.seats import gpus_by_pool, gpus_taken, reward_seats
 
 GIB = 2**30
 PICK = "+evaluate.reward.terms={pick: {name: pickscore, workers: 2, gpus_per_worker: 1}}"

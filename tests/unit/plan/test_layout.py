@@ -8,12 +8,12 @@ import pytest
 
 from async_flowrl.config.compose import compose_config
 from async_flowrl.config.schema import Config
+from async_flowrl.memory import meta_model, peaks
+from async_flowrl.memory.devices import GIB, MEMORY_WARNING_SHARE
+from async_flowrl.memory.layout import Chosen, resolved
+from async_flowrl.memory.meta_model import build_meta_model
+from async_flowrl.memory.processes import trainer_footprint
 from async_flowrl.plan import __main__ as command
-from async_flowrl.plan import layout_fit
-from async_flowrl.plan.devices import GIB, MEMORY_WARNING_SHARE
-from async_flowrl.plan.layout import Chosen, resolved
-from async_flowrl.plan.memory import trainer_footprint
-from async_flowrl.plan.meta_model import build_meta_model
 from async_flowrl.training.messages import Layout
 
 AUTO = "trainer.gradient_checkpointing=auto"
@@ -32,9 +32,9 @@ def config(*overrides: str) -> Config:
 def counted(monkeypatch: pytest.MonkeyPatch) -> Callable[[Config, Layout], int]:
     """Bytes of the smallest device that a rank of a layout does not fill; networks are built once."""
     model = build_meta_model(config())
-    monkeypatch.setattr(layout_fit, "build_meta_model", lambda config: model)
-    monkeypatch.setattr(layout_fit, "sampling_peak", lambda config, model: 0)
-    monkeypatch.setattr(layout_fit, "remembered_training_peak", peak)
+    monkeypatch.setattr(meta_model, "build_meta_model", lambda config: model)
+    monkeypatch.setattr(peaks, "sampling_peak", lambda config, model: 0)
+    monkeypatch.setattr(peaks, "remembered_training_peak", peak)
 
     def needed(given: Config, wanted: Layout) -> int:
         now = replace(given, trainer=wanted.applied(given.trainer))
@@ -83,7 +83,7 @@ def test_whole_weights_are_shared_by_all_ranks_where_one_cannot_hold_them() -> N
 
 
 def test_without_gpus_and_where_nothing_is_auto_nothing_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layout_fit, "build_meta_model", lambda config: pytest.fail("planned"))
+    monkeypatch.setattr(meta_model, "build_meta_model", lambda config: pytest.fail("planned"))
     found = resolved(config("trainer.num_workers=2", AUTO), {})
     assert found.layout == WHOLE and "no GPU" in found.reasons[0]
     fixed = config("trainer.shard=full", "trainer.num_workers=2")
@@ -94,7 +94,7 @@ def test_a_model_that_cannot_be_planned_gets_what_needs_least(monkeypatch: pytes
     def unknown(config: Config) -> None:
         raise ValueError("no shapes")
 
-    monkeypatch.setattr(layout_fit, "build_meta_model", unknown)
+    monkeypatch.setattr(meta_model, "build_meta_model", unknown)
     found = resolved(config("trainer.num_workers=2", AUTO), {"trainer": 1 << 40})
     assert found.layout == Layout("full", None, "full") and "ValueError: no shapes" in found.reasons[0]
 

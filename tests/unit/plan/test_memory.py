@@ -13,12 +13,12 @@ from torch import nn
 
 from async_flowrl.config.compose import compose_config
 from async_flowrl.config.schema import Config
+from async_flowrl.memory.footprint import Allocations, fused_attention
+from async_flowrl.memory.meta_model import MetaModel, build_meta_model
+from async_flowrl.memory.peaks import training_peak
+from async_flowrl.memory.processes import host_bytes, plan_memory, trainer_footprint
 from async_flowrl.plan import __main__ as planner
-from async_flowrl.plan.footprint import Allocations, fused_attention
-from async_flowrl.plan.memory import host_bytes, plan_memory, trainer_footprint
-from async_flowrl.plan.memory_report import describe
-from async_flowrl.plan.meta_model import MetaModel, build_meta_model
-from async_flowrl.plan.peaks import training_peak
+from async_flowrl.plan.memory import describe
 from async_flowrl.policies.architectures import KNOWN
 from async_flowrl.policies.lora import add_lora, lora_parameters
 from async_flowrl.policies.sd3 import SD3Policy
@@ -164,7 +164,7 @@ def test_a_published_model_at_full_size_takes_what_is_planned() -> None:
 RESIDENT = """
 import torch
 from diffusers import FluxTransformer2DModel
-from async_flowrl.plan.footprint import Allocations, fused_attention
+from async_flowrl.memory.footprint import Allocations, fused_attention
 torch.set_num_threads(1)
 model = FluxTransformer2DModel(num_layers=2, num_single_layers=3, num_attention_heads=8, attention_head_dim=64,
     axes_dims_rope=(16, 24, 24), joint_attention_dim=64, pooled_projection_dim=64).requires_grad_(False)

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from async_flowrl.plan.footprint import Allocations
-from async_flowrl.plan.meta_shapes import RememberedShapes
+from async_flowrl.memory.footprint import Allocations
+from async_flowrl.memory.meta_shapes import RememberedShapes
 
 ROWS, WIDE = torch.empty(6, 4, device="meta"), torch.empty(8, 2, 6, device="meta").permute(2, 0, 1)
 LINE, SQUARE = torch.empty(5, device="meta"), torch.empty(4, 4, device="meta")

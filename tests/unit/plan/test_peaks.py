@@ -12,9 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from async_flowrl.config.compose import compose_config
 from async_flowrl.config.schema import Config
-from async_flowrl.plan import peaks
-from async_flowrl.plan.meta_model import build_meta_model
-from async_flowrl.plan.peaks import remembered_training_peak, sampling_peak, training_peak
+from async_flowrl.memory import peaks
+from async_flowrl.memory.meta_model import build_meta_model
+from async_flowrl.memory.peaks import remembered_training_peak, sampling_peak, training_peak
 from async_flowrl.policies.lora import lora_parameters
 from async_flowrl.policies.pipeline import PipelinePolicy
 from async_flowrl.policies.registry import resolve_model

@@ -5,10 +5,10 @@ import pytest
 from async_flowrl.config.check import ConfigError
 from async_flowrl.config.compose import compose_config
 from async_flowrl.config.schema import Config
-from async_flowrl.plan import devices
-from async_flowrl.plan.devices import check_devices
-from async_flowrl.plan.memory import plan_memory, rollout_footprint, trainer_footprint
-from async_flowrl.plan.meta_model import build_meta_model
+from async_flowrl.memory import devices
+from async_flowrl.memory.devices import check_devices
+from async_flowrl.memory.meta_model import build_meta_model
+from async_flowrl.memory.processes import plan_memory, rollout_footprint, trainer_footprint
 
 GIB = 2**30
 

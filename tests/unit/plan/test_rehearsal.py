@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 
 from async_flowrl.config.compose import compose_config
+from async_flowrl.memory.processes import plan_memory
 from async_flowrl.plan import __main__ as planner
-from async_flowrl.plan.memory import plan_memory
 from async_flowrl.plan.rehearsal.cards import card_of
 from async_flowrl.plan.rehearsal.command import rehearse
 from async_flowrl.plan.rehearsal.estimate import peak

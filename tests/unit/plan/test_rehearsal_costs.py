@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from async_flowrl.config.compose import compose_config
+from async_flowrl.memory.footprint import Allocations
+from async_flowrl.memory.processes import plan_memory
 from async_flowrl.plan import __main__ as planner
-from async_flowrl.plan.footprint import Allocations
-from async_flowrl.plan.memory import plan_memory
 from async_flowrl.plan.rehearsal import by_card
 from async_flowrl.plan.rehearsal.cards import Assumptions, Card, Roofline, card_of
 from async_flowrl.plan.rehearsal.estimate import estimate, peak

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from async_flowrl.config.compose import compose_config
-from async_flowrl.plan.memory import in_one, plan_memory
+from async_flowrl.memory.processes import in_one, plan_memory
 from async_flowrl.plan.rehearsal import by_card
 from async_flowrl.plan.rehearsal.cards import card_of
 from async_flowrl.plan.rehearsal.command import rehearse

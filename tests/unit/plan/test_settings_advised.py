@@ -9,7 +9,7 @@ from async_flowrl.config.check import check
 from async_flowrl.config.compose import compose_config
 from async_flowrl.config.schema import Config
 from async_flowrl.config.shared import SHARED
-from async_flowrl.plan.devices import ALL, ONE, ROLLOUT, TRAINER, changes
+from async_flowrl.memory.devices import ALL, ONE, ROLLOUT, TRAINER, changes
 from async_flowrl.plan.fitting import smaller
 from async_flowrl.policies.architectures import KNOWN
 from async_flowrl.rollout.vllm_omni.settings import MAX_RANK

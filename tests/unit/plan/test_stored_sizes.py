@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import save_file
 
 from async_flowrl.config.compose import compose_config
-from async_flowrl.plan.meta_model import build_meta_model
-from async_flowrl.plan.sizes import Sizes, StoredSizes
+from async_flowrl.memory.meta_model import build_meta_model
+from async_flowrl.memory.sizes import Sizes, StoredSizes
 from async_flowrl.policies.registry import resolve_model
 from async_flowrl.policies.stored import FILE, StoredWeights, stored_elements
 from tests.support.families import NAMES, model_config

@@ -6,9 +6,9 @@ import pytest
 
 from async_flowrl.config.compose import compose_config
 from async_flowrl.config.schema import Config
-from async_flowrl.plan.memory import plan_memory
+from async_flowrl.memory.processes import plan_memory
+from async_flowrl.memory.text_lengths import BYTES_PER_TOKEN, USUAL_TOKENS, TextLengths, text_lengths, tokens_of
 from async_flowrl.plan.size_costs import size_costs
-from async_flowrl.plan.text_lengths import BYTES_PER_TOKEN, USUAL_TOKENS, TextLengths, text_lengths, tokens_of
 from async_flowrl.types import Prompt
 
 LONG = round(300 * BYTES_PER_TOKEN)

@@ -6,9 +6,9 @@ import torch
 
 from async_flowrl.config.check import ConfigError, check
 from async_flowrl.config.compose import compose_config
-from async_flowrl.plan.memory import rollout_footprint
-from async_flowrl.plan.meta_model import build_meta_model
-from async_flowrl.plan.peaks import sampling_peak
+from async_flowrl.memory.meta_model import build_meta_model
+from async_flowrl.memory.peaks import sampling_peak
+from async_flowrl.memory.processes import rollout_footprint
 from async_flowrl.policies.registry import load_policy, resolve_model
 from async_flowrl.rollout.diffusers_engine import DiffusersEngine
 from async_flowrl.rollout.registry import decode_by_parts

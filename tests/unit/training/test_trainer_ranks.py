@@ -145,7 +145,7 @@ def test_a_rank_fetches_the_groups_that_it_trains_and_the_probe(
 
 def test_which_ranks_share_the_base() -> None:
     auto = rig.tiny_config()
-    assert not is_sharded(auto), "what auto is on given devices was decided before (plan/layout.py)"
+    assert not is_sharded(auto), "what auto is on given devices was decided before (memory/layout.py)"
     assert is_sharded(rig.tiny_config(shard="full")) and not is_sharded(rig.tiny_config(shard="none"))
     assert is_sharded(rig.tiny_config(cpu_offload=True))
     assert ranks_per_replica(auto, 8, sharded=True) == 8 and ranks_per_replica(auto, 8, sharded=False) == 1

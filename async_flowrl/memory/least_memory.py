@@ -5,8 +5,8 @@ may never be held, and no frozen weights, which on a CPU can be pages of a file 
 """
 
 from async_flowrl.config.schema import Config
-from async_flowrl.plan.host_memory import FLOAT32_BYTES, base_share, in_shares
-from async_flowrl.plan.sizes import Sizes
+from async_flowrl.memory.host_memory import FLOAT32_BYTES, base_share, in_shares
+from async_flowrl.memory.sizes import Sizes
 
 SUM_BYTES = 8
 """Bytes of a number of the exact sum of the gradients."""

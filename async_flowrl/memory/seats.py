@@ -8,7 +8,7 @@ from async_flowrl.config.reward_pools import held_out_by_pool, scoring_pools
 from async_flowrl.config.schema import Config
 from async_flowrl.config.sections.reward import RewardTerm
 from async_flowrl.config.shared import SHARED
-from async_flowrl.plan.memory import Footprint
+from async_flowrl.memory.processes import Footprint
 from async_flowrl.rewards.registry import memory_gib
 from async_flowrl.rewards.served import served_terms
 from separation.placement import fewest_gpus

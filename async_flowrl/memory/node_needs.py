@@ -8,13 +8,20 @@ from async_flowrl.config.reward_pools import is_scoring_pool
 from async_flowrl.config.schema import Config
 from async_flowrl.config.sections.tune import FULL
 from async_flowrl.config.shared import SHARED
-from async_flowrl.plan.host_memory import in_shares
-from async_flowrl.plan.host_needs import PROCESS_BYTES, SENT, copying_ranks, rollout_parts, shared_parts, trainer_parts
-from async_flowrl.plan.least_memory import least_of_rank, least_of_rollout
-from async_flowrl.plan.memory import ProcessPlan, plan_processes
-from async_flowrl.plan.sizes import StoredSizes
+from async_flowrl.memory.host_memory import in_shares
+from async_flowrl.memory.host_needs import (
+    PROCESS_BYTES,
+    SENT,
+    copying_ranks,
+    rollout_parts,
+    shared_parts,
+    trainer_parts,
+)
+from async_flowrl.memory.least_memory import least_of_rank, least_of_rollout
+from async_flowrl.memory.nodes import Hosts, NodeProcesses
+from async_flowrl.memory.processes import ProcessPlan, plan_processes
+from async_flowrl.memory.sizes import StoredSizes
 from async_flowrl.policies.registry import DTYPES
-from async_flowrl.run.hosts import Hosts, NodeProcesses
 
 GIB = 2**30
 PROCESS = "process"
@@ -101,15 +108,6 @@ def processes_on(config: Config, node: NodeProcesses) -> int:
 def total_need(config: Config, hosts: Hosts, node: NodeProcesses) -> int:
     """Returns the bytes that all processes of a node need as planned."""
     return sum(need.total for need in needs_on(config, hosts, node))
-
-
-def is_short(config: Config, hosts: Hosts, node: NodeProcesses) -> bool:
-    """Returns True if less memory of a node is free than its processes will still take.
-
-    They have taken what a process without its model needs before.
-    """
-    coming = total_need(config, hosts, node) - processes_on(config, node) * PROCESS_BYTES
-    return coming > node.memory.free
 
 
 def gib(size: int) -> str:

@@ -1,6 +1,6 @@
 """Comparison of the planned host memory with the nodes of a run, made before its models are loaded.
 
-`async_flowrl.main` hands `check_hosts` to the run. Everything is counted from the headers of the model's files, without
+Everything is counted from the headers of the model's files, without
 activations, object store and models of rewards; importing this module loads no model code.
 """
 
@@ -8,11 +8,12 @@ from collections import Counter
 
 from async_flowrl.config.check import ConfigError
 from async_flowrl.config.schema import Config
-from async_flowrl.plan.host_needs import PROCESS_BYTES
-from async_flowrl.plan.node_advice import advice
-from async_flowrl.plan.node_needs import gib, needs_on, processes_on
-from async_flowrl.plan.unplanned import or_warning
-from async_flowrl.run.hosts import Hosts, NodeProcesses
+from async_flowrl.memory.host_needs import PROCESS_BYTES
+from async_flowrl.memory.node_needs import gib, needs_on, processes_on
+from async_flowrl.memory.nodes import Hosts, NodeProcesses
+from async_flowrl.memory.unplanned import or_warning
+
+LESS = "fewer workers on a node, or a smaller max_staleness, need less"
 
 
 def check_hosts(config: Config, hosts: Hosts) -> list[str]:
@@ -41,10 +42,10 @@ def compared(config: Config, hosts: Hosts, node: NodeProcesses) -> str | None:
     listed = "; ".join(row if count == 1 else f"{count} × {row}" for row, count in rows.items())
     if not refused:
         there = f"{gib(memory.free)} GiB of memory free, and the processes of this run on it may take"
-        return f"node {node.address} has {there} {gib(coming)} GiB more: {listed}; {advice(config, hosts, node)}"
+        return f"node {node.address} has {there} {gib(coming)} GiB more: {listed}; {LESS}"
     swap = f" and {gib(memory.swap)} of swap space" if memory.swap else ""
     there = f"{gib(memory.total)} GiB of memory{swap}, and the processes of this run on it need at least {gib(least)}"
-    sentence = f"node {node.address} has {there}, by plan {gib(needed)} GiB: {listed}; {advice(config, hosts, node)}"
+    sentence = f"node {node.address} has {there}, by plan {gib(needed)} GiB: {listed}; {LESS}"
     if not config.allow_oom:
         raise ConfigError(f"{sentence}; allow_oom=true tries anyway")
     return sentence

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from async_flowrl.config.elastic import bounds
 from async_flowrl.config.schema import Config
 from async_flowrl.config.shared import SHARED
-from async_flowrl.plan.host_memory import in_shares
-from async_flowrl.plan.memory import RUNTIME_BYTES, Footprint, ProcessPlan, in_one
+from async_flowrl.memory.host_memory import in_shares
+from async_flowrl.memory.processes import RUNTIME_BYTES, Footprint, ProcessPlan, in_one
 
 PROCESS_BYTES = 700_000_000
 """Host memory of a process without its model: Python, torch and diffusers; `ps` shows 530 to 710 MB on a CPU."""

@@ -7,7 +7,7 @@ send count as pinned, also on a CPU, where a small one takes less.
 from async_flowrl.algorithms.ema import samples_from_average
 from async_flowrl.config.schema import Config
 from async_flowrl.config.sharding import is_sharded, ranks_per_replica
-from async_flowrl.plan.sizes import Sizes
+from async_flowrl.memory.sizes import Sizes
 from checkpoint_engine.pinned_memory import pinned_bytes
 
 FLOAT32_BYTES = 4

@@ -1,6 +1,6 @@
 """Comparison of the memory plan with the devices of a run, made before its models are loaded.
 
-`async_flowrl.main` hands `check_devices` to the run. Process titles (`TRAINER`, `ROLLOUT`, `ALL`, `ONE`) name a kind
+Process titles (`TRAINER`, `ROLLOUT`, `ALL`, `ONE`) name a kind
 of process or several that share a device.
 """
 
@@ -14,8 +14,10 @@ from async_flowrl.config.reward_pools import is_scoring_pool
 from async_flowrl.config.schema import Config
 from async_flowrl.config.sections.tune import FULL
 from async_flowrl.config.shared import SHARED
-from async_flowrl.plan.changes import Change, fresh_images
-from async_flowrl.plan.memory import (
+from async_flowrl.memory.changes import Change, fresh_images
+from async_flowrl.memory.meta_model import MetaModel, build_meta_model
+from async_flowrl.memory.peaks import remembered_training_peak, sampling_peak
+from async_flowrl.memory.processes import (
     MARGIN_SHARE,
     RUNTIME_BYTES,
     Footprint,
@@ -25,10 +27,8 @@ from async_flowrl.plan.memory import (
     rollout_ranks,
     trainer_footprint,
 )
-from async_flowrl.plan.meta_model import MetaModel, build_meta_model
-from async_flowrl.plan.peaks import remembered_training_peak, sampling_peak
-from async_flowrl.plan.seats import reward_seats
-from async_flowrl.plan.unplanned import or_warning
+from async_flowrl.memory.seats import reward_seats
+from async_flowrl.memory.unplanned import or_warning
 from async_flowrl.rollout.vllm_omni.settings import FAMILIES as VLLM_FAMILIES
 from async_flowrl.rollout.vllm_omni.settings import MAX_RANK, spread_sizes
 

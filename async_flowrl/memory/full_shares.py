@@ -3,8 +3,8 @@
 import math
 from collections.abc import Mapping
 
-from async_flowrl.plan.host_memory import FLOAT32_BYTES
-from async_flowrl.plan.sizes import Sizes
+from async_flowrl.memory.host_memory import FLOAT32_BYTES
+from async_flowrl.memory.sizes import Sizes
 
 GATHERED_BLOCKS = 3
 """Blocks that FSDP2 holds whole at once: the one that computes, the next one, and the buffer it is gathered in."""

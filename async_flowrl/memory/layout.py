@@ -8,6 +8,7 @@ import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
+from async_flowrl.config.reward_pools import is_scoring_pool
 from async_flowrl.config.schema import Config
 from async_flowrl.config.sections.tune import FULL
 from async_flowrl.config.shared import SHARED
@@ -53,9 +54,6 @@ def resolved(config: Config, memory: Mapping[str, int]) -> Chosen:
         return Chosen(Layout.named(config.trainer), ())
     if "trainer" not in memory:
         return _chosen(_filled(config, "none", "none"), asked, "the trainer has no GPU whose memory it could save")
-    # It imports model code, which a driver without GPUs does not need. An error of this import is not one of the model.
-    from async_flowrl.plan.layout_fit import fitting
-
     try:
         layout, why = fitting(config, memory)
         return _chosen(layout, asked, why)
@@ -63,6 +61,55 @@ def resolved(config: Config, memory: Mapping[str, int]) -> Chosen:
         logger.info("no plan of the trainer's layout", exc_info=True)
         why = f"the model cannot be planned ({type(error).__name__}: {error}), and this needs least memory"
         return _chosen(_filled(config, _shared(config), "full"), asked, why)
+
+
+def fitting(config: Config, memory: Mapping[str, int]) -> tuple[Layout, str]:
+    """Tries the candidates in order and returns the first that fits, else the one that needs least memory, and why.
+
+    `memory` is pool → bytes of its smallest device. A layout fits if its planned memory, activations included, is at
+    most MEMORY_WARNING_SHARE of the device. Raises the errors of the planner.
+    """
+    # These import model code, which a driver without GPUs does not need.
+    from async_flowrl.memory.devices import MEMORY_WARNING_SHARE, ROLLOUT, TRAINER, footprint, titled_devices
+    from async_flowrl.memory.meta_model import build_meta_model
+    from async_flowrl.memory.peaks import remembered_training_peak, sampling_peak
+
+    pools = {pool: size for pool, size in memory.items() if not is_scoring_pool(pool)}
+    devices = {title: device for title, device in titled_devices(config, pools).items() if title != ROLLOUT}
+    ((title, device),) = devices.items()
+    model = build_meta_model(config)
+    sampling = sampling_peak(config, model) if title != TRAINER else 0
+    peaks: dict[str, int] = {}
+    tried: list[tuple[Layout, int]] = []
+    for layout in candidates(config):
+        now, how = with_layout(config, layout), layout.gradient_checkpointing
+        held = footprint(title, now, model, device).resident
+        if held <= device.available and how not in peaks:
+            peaks[how] = remembered_training_peak(now)
+        whole = footprint(title, now, model, device, training=peaks.get(how, 0), sampling=sampling)
+        total = whole.total if held <= device.available else max(held, whole.total)
+        tried.append((layout, total))
+        if held <= device.available and total <= MEMORY_WARNING_SHARE * device.available:
+            break
+    # Activations are not counted if the weights alone do not fit, so totals may be equal; the last of them is then
+    # taken, because it checkpoints most.
+    least = min(reversed(tried), key=lambda one: one[1])
+    layout, total = tried[-1] if tried[-1][1] <= MEMORY_WARNING_SHARE * device.available else least
+    return layout, _why(title, tried, layout, total, device.available)
+
+
+def _why(title: str, tried: list[tuple[Layout, int]], layout: Layout, total: int, available: int) -> str:
+    """Returns in words the planned memory of the chosen layout, and of the next cheaper one, which does not fit."""
+    from async_flowrl.memory.devices import GIB, MEMORY_WARNING_SHARE
+
+    needs = f"{title} is planned to need {total / GIB:.3g} of {available / GIB:.3g} GiB, activations included"
+    dearer = [one for one in tried if one[0] != layout]
+    if total > MEMORY_WARNING_SHARE * available:
+        return f"nothing fits; with this, {needs}"
+    if not dearer:
+        return f"the cheapest fits: {needs}"
+    before, size = dearer[-1]
+    return f"{needs}; with {before.in_words()} it would be {size / GIB:.3g}"
 
 
 def on_devices(config: Config, device_bytes: int) -> dict[str, int]:

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from async_flowrl.config.schema import Config
 from async_flowrl.config.shared import SHARED
-from async_flowrl.plan.footprint import Allocations, fused_attention
-from async_flowrl.plan.meta_model import MetaModel, architecture, build_meta_model, conditioning
-from async_flowrl.plan.meta_shapes import RememberedShapes
-from async_flowrl.plan.text_lengths import text_lengths
+from async_flowrl.memory.footprint import Allocations, fused_attention
+from async_flowrl.memory.meta_model import MetaModel, architecture, build_meta_model, conditioning
+from async_flowrl.memory.meta_shapes import RememberedShapes
+from async_flowrl.memory.text_lengths import text_lengths
 from async_flowrl.tickets.arithmetic import trained_steps
 from async_flowrl.tickets.request import sampling
 from async_flowrl.training.fsdp import checkpoint_blocks, unplanned

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from async_flowrl.config.schema import Config
-from async_flowrl.plan.sizes import Totals
-from async_flowrl.plan.text_lengths import text_lengths
+from async_flowrl.memory.sizes import Totals
+from async_flowrl.memory.text_lengths import text_lengths
 from async_flowrl.policies.architectures import KNOWN, Architecture
 from async_flowrl.policies.lora import attach_lora
 from async_flowrl.policies.pipeline import PipelinePolicy
