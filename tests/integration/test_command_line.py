@@ -98,7 +98,6 @@ def test_a_run_composes_once_keeps_hydras_record_and_is_compared_with_its_plan(
 
         monkeypatch.setattr(owner, name, counted)
 
-    compose._of_shipped_files.cache_clear()  # a new process has composed nothing
     count(compose, "compose")
     count(job, "prepare")
     learnt_from = ("total_steps=12", "rollout.num_inference_steps=2")  # No plan is compared with a shorter run.
