@@ -17,13 +17,11 @@ from async_flowrl.config.shared import SHARED
 from async_flowrl.doctor.facts import importable
 from async_flowrl.doctor.findings import FAILED, OK, SKIPPED, Finding
 from async_flowrl.doctor.machine import nccl_version
-from async_flowrl.rewards.served import HTTP_NAME, served_terms, server_pool
+from async_flowrl.rewards.served import served_terms, server_pool
 from async_flowrl.rollout.vllm_omni import settings as vllm_omni
 from checkpoint_engine.pynccl import load_nccl
 from checkpoint_engine.transports import NCCL, PYNCCL
 
-HTTP_REWARDS = (HTTP_NAME, "vlm_judge")
-"""Rewards that ask a server over HTTP."""
 HPS_REWARDS = ("hpsv2", "hpsv2.1")
 SERVE_COMMANDS = ("serve-rewards", "serve_rewards")
 """Words of a command line that starts this package's own reward server."""
@@ -91,11 +89,6 @@ def scored_by(config: Config, wanted: Callable[[str, RewardTerm], bool]) -> list
     return [pool for pool, own in terms.items() if any(wanted(*term) for term in own.items())]
 
 
-def asks_server(key: str, term: RewardTerm) -> bool:
-    """Returns True if the reward is behind HTTP, in a server that the run starts or in another one."""
-    return term.serve is not None or (term.name or key) in HTTP_REWARDS
-
-
 def ours(serve: ServeConfig) -> bool:
     """Returns True if the command starts this package's reward server in the workers' own environment."""
     words = serve.command if isinstance(serve.command, str) else " ".join(map(str, serve.command or ()))
@@ -109,11 +102,6 @@ FEATURES: Mapping[str, Feature] = {
         "rollout.engine=vllm_omni",
         lambda: why_not(vllm_omni.check_installed),
         lambda config: [ROLLOUT] if config.rollout.engine == "vllm_omni" else [],
-    ),
-    "httpx and tenacity": Feature(
-        "rewards behind HTTP",
-        lambda: modules(("httpx", "tenacity"), "http"),
-        lambda config: scored_by(config, asks_server),
     ),
     "serve-rewards": Feature(
         "extra serve",

@@ -50,14 +50,12 @@ def found(given: Config, machines: list[Machine], lacks: Mapping[str, Mapping[st
         (("rollout.engine=vllm_omni",), {"vllm-omni": ["rollout"]}),
         (("checkpoint_engine.transport=pynccl",), {"cupy": ["trainer", "rollout"]}),
         (("checkpoint_engine.transport=nccl", "placement=shared"), {"NCCL": ["shared"]}),
-        (("+reward.terms.judge={name: http, options: {url: 'http://x'}}",), {"httpx and tenacity": ["reward"]}),
-        (("+reward.terms.vlm_judge={options: {url: 'http://x'}}",), {"httpx and tenacity": ["reward"]}),
         (("+reward.terms.hps={name: hpsv2, workers: 1}",), {"reward hps": ["reward/hps"]}),
         (("+evaluate.reward.terms.hps={name: hpsv2.1}",), {"reward hps": ["reward"]}),
         ((f"+{OWN}",), {}),
         (
             (f"+reward.terms.far={{serve: {OUR_SERVER}}}",),
-            {"httpx and tenacity": ["reward"], "serve-rewards": ["server/far"]},
+            {"serve-rewards": ["server/far"]},
         ),
     ],
     ids=str,
@@ -69,18 +67,18 @@ def test_a_feature_is_needed_by_the_pools_whose_workers_use_it(
 
 
 def test_nodes_with_room_for_a_worker_must_have_what_it_needs() -> None:
-    given = config("checkpoint_engine.transport=pynccl", "+reward.terms.judge={name: http, options: {url: 'http://x'}}")
+    given = config("checkpoint_engine.transport=pynccl", "+reward.terms.hps={name: hpsv2}")
     head, first, second = node("head"), node("first", GPU=4), node("second", GPU=4)
     no_cupy = {"cupy": "no cupy: pip install"}
     fine = found(given, [head, first, second], {"head": no_cupy})
     assert fine["optional cupy"].status == OK and "on all 2 nodes with room" in fine["optional cupy"].sentence
-    assert fine["optional httpx and tenacity"].status == OK
-    lacks = {"second": no_cupy, "head": {**no_cupy, "httpx and tenacity": "no tenacity: pip install"}}
+    assert fine["optional reward hps"].status == OK
+    lacks = {"second": no_cupy, "head": {**no_cupy, "reward hps": "no ftfy: pip install"}}
     wrong = found(given, [head, first, second], lacks)
     assert {finding.status for finding in wrong.values()} == {FAILED}
     assert wrong["optional cupy"].sentence == "second (room for trainer, rollout): no cupy: pip install"
-    assert wrong["optional httpx and tenacity"].sentence == "head (room for reward): no tenacity: pip install"
-    assert "this configuration asks for it (rewards behind HTTP)" in wrong["optional httpx and tenacity"].advice
+    assert wrong["optional reward hps"].sentence == "head (room for reward): no ftfy: pip install"
+    assert "this configuration asks for it (extra hps)" in wrong["optional reward hps"].advice
 
 
 def test_a_feature_for_gpus_needs_a_gpu_on_the_node() -> None:
