@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from async_flowrl.config.reward_pools import scoring_pools
 from async_flowrl.config.schema import Config
 from async_flowrl.memory.host_memory import in_shares
-from async_flowrl.memory.host_needs import PROCESS_BYTES, Process, training_processes
+from async_flowrl.memory.host_needs import PROCESS_BYTES, Process, kept_bytes, training_processes
 from async_flowrl.memory.processes import MemoryPlan, plan_memory
 
 FOLDER_BYTES = 200_000_000
@@ -40,7 +40,7 @@ def needs_of(config: Config, *, on_gpus: bool) -> Needs:
     processes = [
         *training_processes(config, plan, on_gpus=on_gpus),
         *(Process(pool.name, pool.workers, PROCESS_BYTES) for pool in scoring_pools(config)),
-        Process("controller", 1, PROCESS_BYTES),
+        Process("controller", 1, PROCESS_BYTES + kept_bytes(config, plan)),
     ]
     return Needs(
         processes=tuple(processes),

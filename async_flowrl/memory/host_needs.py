@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from async_flowrl.config.elastic import bounds
 from async_flowrl.config.schema import Config
+from async_flowrl.config.sections.tune import FULL
 from async_flowrl.config.shared import SHARED
 from async_flowrl.memory.host_memory import in_shares
 from async_flowrl.memory.processes import RUNTIME_BYTES, Footprint, ProcessPlan, in_one
@@ -11,6 +12,7 @@ from async_flowrl.memory.processes import RUNTIME_BYTES, Footprint, ProcessPlan,
 PROCESS_BYTES = 700_000_000
 """Host memory of a process without its model: Python, torch and diffusers; `ps` shows 530 to 710 MB on a CPU."""
 RETAINED = 2
+"""States of a LoRA that its first rank (training/snapshots.py) and the controller (controller/kept_state.py) retain."""
 SENT = "versions to send"
 """Name of the buffers from which a trainer rank on a GPU sends whole weights."""
 
@@ -45,8 +47,7 @@ class Process:
 def training_processes(config: Config, plan: ProcessPlan, *, on_gpus: bool) -> list[Process]:
     """Returns the trainer ranks and rollout workers; with `placement=shared`, the processes that are both."""
     trainer, rollout = config.trainer, config.rollout
-    # Of a LoRA the first rank retains two copies (training/snapshots.py).
-    copies = {"copies": copying_ranks(config), "copy": plan.snapshot * (1 if config.tune == "full" else RETAINED)}
+    copies = {"copies": copying_ranks(config), "copy": kept_bytes(config, plan) or plan.snapshot}
     if config.placement == SHARED:
         of_both = shared_bytes(config, plan, on_gpus=on_gpus)
         return [Process(SHARED, trainer.num_workers, of_both, trainer.workers_per_node or 1, **copies)]
@@ -82,6 +83,11 @@ def trainer_parts(config: Config, plan: ProcessPlan, *, on_gpus: bool) -> dict[s
     if on_gpus and config.trainer.gpus_per_worker > 0:
         return {SENT if plan.model.full else "offloaded base": plan.host}
     return {"weights, optimizer and versions": on_host(plan.trainer)}
+
+
+def kept_bytes(config: Config, plan: ProcessPlan) -> int:
+    """Returns the bytes of the newest states of a LoRA, which the first rank and the controller retain; else 0."""
+    return 0 if config.tune == FULL else RETAINED * plan.snapshot
 
 
 def copying_ranks(config: Config) -> int:

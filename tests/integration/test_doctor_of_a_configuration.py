@@ -12,6 +12,7 @@ from async_flowrl.doctor import __main__ as doctor
 from async_flowrl.doctor import facts as told
 from async_flowrl.doctor import start
 from async_flowrl.doctor.needs import needs_of
+from async_flowrl.memory.host_needs import PROCESS_BYTES
 from async_flowrl.memory.processes import plan_memory
 
 LOCAL = ("runtime.backend=local", "total_steps=1", "evaluate.before_training=false", "model.tiny.layers=1")
@@ -89,6 +90,18 @@ def test_needs_grow_with_what_is_asked_for() -> None:
     on_cpu, on_gpu = needs_of(few, on_gpus=False), needs_of(few, on_gpus=True)
     assert needs_of(many, on_gpus=False).run_directory > on_cpu.run_directory
     assert needs_of(many, on_gpus=False).memory > on_cpu.memory > on_gpu.memory
+
+
+def test_the_controller_holds_the_newest_states_of_a_lora() -> None:
+    held = [
+        next(
+            one.bytes
+            for one in needs_of(compose_config("sync", words), on_gpus=False).processes
+            if one.pool == "controller"
+        )
+        for words in (["tune=full"], [], ["lora.rank=64"])
+    ]
+    assert held[0] == PROCESS_BYTES < held[1] < held[2]
 
 
 def test_an_elastic_pool_needs_its_least_workers() -> None:
