@@ -38,7 +38,7 @@ from async_flowrl.config.schema import Config
 from async_flowrl.observability.terminal import say
 
 if TYPE_CHECKING:
-    from async_flowrl.run.pools import Workers
+    from async_flowrl.run.prepare import Workers
 
 
 class GuardError(RuntimeError):

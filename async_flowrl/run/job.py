@@ -48,8 +48,7 @@ from async_flowrl.run.launch import (
     send_negatives,
 )
 from async_flowrl.run.logs import end_log, log_to
-from async_flowrl.run.pools import OUR_OWN, Workers
-from async_flowrl.run.prepare import Prepared, doubts_of, prepare
+from async_flowrl.run.prepare import OUR_OWN, Prepared, Workers, doubts_of, prepare
 from async_flowrl.run.recovery import Ledgers, Run, restore, train_with_recovery
 from async_flowrl.run.stopping import StopRequest, listening
 from async_flowrl.run.transport import choose_transport

@@ -4,7 +4,6 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from async_flowrl.config.pool_names import ROLLOUT, TRAINER
@@ -28,9 +27,6 @@ NVML_CHECK = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 """Environment that makes torch ask the driver whether there is a GPU, without initialising CUDA. Processes that
 vllm_omni starts must not inherit an initialised CUDA."""
 
-Workers = Mapping[str, tuple[str, Mapping[str, Any]]]
-"""Import path of a worker class → that of another, used in its place by tests and benchmarks, and further arguments."""
-OUR_OWN: Workers = MappingProxyType({})
 MAX_UPCOMING = 32_768
 """Limit on the prompts that a rollout worker with `text_encoder=cached` is told in advance. For any other prompt, it
 loads the text encoder again."""

@@ -3,7 +3,10 @@
 It returns Prepared: the parts of a run that follow from the configuration. run/job.py calls it first.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Any
 
 from async_flowrl.algorithms.base import Algorithm
 from async_flowrl.algorithms.registry import build_algorithm
@@ -23,13 +26,17 @@ from async_flowrl.rewards.registry import check_rewards, prompt_check
 from async_flowrl.rollout.vllm_omni.settings import check_model
 from async_flowrl.run.baseline import baseline_sampling
 from async_flowrl.run.early import refuse_early
-from async_flowrl.run.pools import Workers
 from async_flowrl.tickets.arithmetic import check_batching, shape
 from async_flowrl.tickets.request import RequestBuilder
 from async_flowrl.types import Resolution
 
 SIZES_SHOWN = 4
 """Largest number of image sizes that messages list one by one."""
+
+
+Workers = Mapping[str, tuple[str, Mapping[str, Any]]]
+"""Import path of a worker class → that of another, used in its place by tests and benchmarks, and further arguments."""
+OUR_OWN: Workers = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -47,7 +54,7 @@ class Prepared:
     data: Data
     sizes: tuple[Resolution, ...]
     """All sizes in pixels that the run's images can have, sorted by their number of pixels."""
-    workers: Workers = field(default_factory=dict)
+    workers: Workers = field(default_factory=lambda: OUR_OWN)
     """Worker classes of tests and benchmarks in place of the run's own."""
 
     @property
