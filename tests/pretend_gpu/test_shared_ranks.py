@@ -4,6 +4,7 @@ At the end of each step each rank has a ticket under way, whose work is queued o
 """
 
 import multiprocessing
+from collections import Counter
 from contextlib import nullcontext
 from dataclasses import replace
 from multiprocessing.connection import Connection
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from pretended.report import RACE, SYNC, seen, watched
+from pretended.report import RACE, SYNC, Seen, seen, watched
 
 from async_flowrl.config.schema import Config
 from async_flowrl.controller.owners import Owners
@@ -46,6 +47,11 @@ def joined(rank: int, port: int, config: Config) -> SharedWorker:
     return worker
 
 
+def counted(waits: Counter[Seen]) -> int:
+    """Waits of the host, but for the thread that copies the state beside the step."""
+    return sum(count for one, count in waits.items() if "training/snapshots.py" not in one.where)
+
+
 def one_rank(rank: int, port: int, config: Config, batches: Batches, planted: bool, ours: Connection) -> None:
     """Trains, and sends the parent after each step (weights' digest, whether it waited, waits for the device, header).
 
@@ -70,7 +76,7 @@ def one_rank(rank: int, port: int, config: Config, batches: Batches, planted: bo
                     worker.trainer.sender.stage(step + 1)
             waited = waited_for(written)
         header = worker.trainer.sender.policy.seal(step + 1) if rank == 0 else None
-        ours.send((worker.trainer.weights_digest(), waited, waits.total(), header))
+        ours.send((worker.trainer.weights_digest(), waited, counted(waits), header))
         header = ours.recv()
 
         def keep_and_sample(header: Any = header, version: int = step + 1) -> None:

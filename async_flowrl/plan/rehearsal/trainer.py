@@ -119,6 +119,7 @@ def settle(worker: TrainerWorker, config: Config) -> None:
     # On CUDA the optimizer's kernel is fused and has no temporary tensors.
     for group in worker.optimizer._adam.param_groups:
         group["fused"], group["foreach"] = True, False
+    worker.snapshots.wait()  # What it copies must not change.
     worker.optimizer.step(0.0, 1.0)
 
 
