@@ -75,7 +75,7 @@ class KeptStates:
     async def fetched(self) -> None:
         """Waits for the state that is being fetched, if there is one. Raises as `keep`."""
         if self._fetching is not None:
-            await self._fetching
+            await asyncio.shield(self._fetching)  # `settle` may still wait for it where the caller is cancelled.
             self._fetching = None
 
     async def settle(self, ctx: Context) -> None:

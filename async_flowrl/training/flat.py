@@ -23,6 +23,9 @@ class FlatParameters:
     of another dtype.
     """
 
+    before_change: Callable[[], object] = staticmethod(lambda: None)
+    """Called before `values` hold other weights for a while: waits for who still reads them (training/snapshots.py)."""
+
     def __init__(self, parameters: Mapping[str, nn.Parameter], device: torch.device) -> None:
         self._shapes = {name: parameter.shape for name, parameter in sorted(parameters.items())}
         self._offsets, end = padded(self._shapes)
@@ -123,6 +126,7 @@ class FlatParameters:
             finally:
                 self.changed()
             return
+        self.before_change()
         live = self.snapshot()
         self.load(flat)
         try:

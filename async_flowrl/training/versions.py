@@ -96,7 +96,7 @@ class Versions:
     @property
     def kept(self) -> Mapping[tuple[str, int], Tensor]:
         """Stream and version → flat copies in host memory, by `keep`."""
-        return self._kept
+        return dict(self._kept)  # Other threads iterate over it.
 
     def take_kept(self, kept: Mapping[tuple[str, int], Tensor]) -> None:
         """Keeps what the rank had kept whose state this one takes over."""

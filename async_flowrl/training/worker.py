@@ -134,6 +134,7 @@ class TrainerWorker:
             self.config, self.model, self.algorithm, self.parameters, self.optimizer, self.versions, self.update
         )
         self.snapshots = Snapshots(self._state, self.device)
+        self.parameters.before_change = self.snapshots.wait
         return {
             "base_digest": loaded.base_digest,
             "layout": loaded.layout,

@@ -125,3 +125,24 @@ def test_a_sum_that_is_under_way_is_in_no_state_and_belongs_to_its_attempt() -> 
     assert worker.take_step().digest == once.take_step().digest != ""
     with pytest.raises(RuntimeError, match="before add_up"):
         worker.take_step()
+
+
+def test_other_weights_take_the_place_of_the_trained_ones_only_after_the_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As for the predictions of an older sample: the copy must not hold the weights of that moment."""
+    config = averaged()
+    worker = rig.trainer(config)
+    rig.update(worker, 0, batches(config, 1)[0])
+    worker.snapshots.clear()
+    trained, gate, tensors = worker.parameters.values.data.clone(), threading.Event(), RankState.tensors
+
+    def late(state: RankState) -> Any:
+        gate.wait(60)
+        return tensors(state)
+
+    monkeypatch.setattr(RankState, "tensors", late)
+    version = worker.snapshots.begin()
+    threading.Timer(0.3, gate.set).start()
+    with worker.parameters.swapped(torch.zeros_like(trained)):
+        gate.set()
+        copied = worker.snapshots.of(version).tensors["weights"]
+    assert all(torch.equal(copied[name], own) for name, own in worker.parameters.named(trained).items())
