@@ -35,7 +35,7 @@ class World(RankPosition):
         return cls(dist.get_rank(), dist.get_world_size(), joined=True)
 
     def sum(self, values: Tensor) -> None:
-        """Sums `values` over the living ranks, in place; all get the same bits.
+        """Sums `values` over all ranks, in place; all get the same bits.
 
         Without a process group, because no other rank lives, `values` stays as it is.
         """

@@ -62,7 +62,7 @@ class RankState:
     def tensors(self) -> dict[str, Mapping[str, Tensor]]:
         """Returns copies on the CPU of all tensors, by part and name. It hashes nothing: that is left to the writing.
 
-        It may run beside the gradients of the next step: what changes these tensors waits for it, the end of an optimizer
+        It may run beside the gradients of the next step: what changes these tensors waits for it, the end of a
         step and forward passes under other weights (`FlatParameters.before_change`).
         """
         tensors: dict[str, Mapping[str, Tensor]] = {

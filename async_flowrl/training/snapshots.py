@@ -1,8 +1,8 @@
 """Snapshots copies the state of a trainer rank to host memory, beside the next training step.
 
-The copy is made while the gradients of the next step are computed. What changes the state waits for it (`wait`): the end
-of that step, and forward passes that put other weights in place of the trained ones. What is made of the copy
-afterwards, bytes for the controller (controller/kept_state.py) or the files of a checkpoint, is the caller's business.
+The copy is made while the gradients of the next step are computed. What changes the state waits for it (`wait`): the
+end of that step, and forward passes that put other weights in place of the trained ones. What is made of the copy
+afterwards, bytes for the controller (controller/kept_state.py) or files of a checkpoint, is the business of the caller.
 """
 
 from concurrent.futures import Future, ThreadPoolExecutor

@@ -190,8 +190,7 @@ class TrainerWorker:
     def add_up(self, request: TrainRequest, *trajectories: Trajectory) -> Summed:
         """Adds up the gradient sums of all ranks: the first phase of the end of an optimizer step.
 
-        Here all ranks wait for each other. The weights stay unchanged, so the call can be repeated with the ranks that
-        are left if one dies.
+        Here all ranks wait for each other. The weights stay unchanged.
         """
         if request.begins is not None:
             self.update.begin(request.step, request.begins)
