@@ -3,12 +3,9 @@
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
-
-import torch
-from torch import Tensor
 
 from async_flowrl.config.pool_names import ROLLOUT
 from async_flowrl.config.schema import Config
@@ -27,9 +24,6 @@ from async_flowrl.tickets.table import State, TicketTable
 from async_flowrl.training.checkpoint import read_checkpoint
 from async_flowrl.training.checkpoint_manifest import DamagedCheckpoint
 from async_flowrl.types import ACTIVATE
-from checkpoint_engine.digest import joined_digest
-from separation.group import Worker
-from separation.supervise import deadline
 
 logger = logging.getLogger(__name__)
 
@@ -37,24 +31,19 @@ logger = logging.getLogger(__name__)
 async def finish(run: Run, ctx: Context) -> dict[str, Any]:
     """Writes the results of a finished or stopped run and returns the summary.
 
-    A view or monitor that fails is named in `failed` of the summary.
+    A view or monitor that fails is named in `failed` of the summary. Raises DamagedCheckpoint if the last checkpoint,
+    which has the weights, cannot be read.
     """
     config, directory, pools = ctx.config, run.directory, run.ledgers.pools
-    average = config.trainer.ema_decay is not None
-    async with deadline(config.deadlines.update, "update: the weights at the end of the run"):
-        if run.trainers.sharded:
-            digest = joined_digest(await run.trainers.all("weights_digest"))
-            tensors = last_weights(directory, ctx.table.step, digest, average=average)
-        else:
-            digest = await run.trainers.first.call("weights_digest")
-            arrays = await run.trainers.first.call("tensors", average)
-            tensors = {name: torch.from_numpy(value.copy()) for name, value in arrays.items()}
+    # The last checkpoint has the weights, so that no process has to live any longer.
+    checkpoint = await asyncio.to_thread(read_checkpoint, directory.checkpoints / f"step_{ctx.table.step}")
+    tensors = checkpoint.tensors["weights" if config.trainer.ema_decay is None else "ema"]
     outcome = Outcome(
         wall_seconds=pools.wall_seconds,
-        weights_digest=digest,
+        weights_digest=checkpoint.trainer["weights_digest"],
         tickets=ticket_counts(ctx.table),
         pools=pools.totals(),
-        peak=await peak_of(config, run.trainers.first),
+        peak=run.peak_flops,
         sync=ctx.weights.report(),
     )
     run.ledgers.events.flush()
@@ -93,19 +82,6 @@ async def finish(run: Run, ctx: Context) -> dict[str, Any]:
     return await asyncio.to_thread(write)
 
 
-def last_weights(directory: RunDirectory, version: int, digest: str, *, average: bool) -> Mapping[str, Tensor]:
-    """Returns the float32 masters of a version, or their EMA, from its checkpoint: no process has all of them.
-
-    Tensors are read one at a time. Raises RuntimeError unless the checkpoint's masters have this digest.
-    """
-    checkpoint = read_checkpoint(directory.checkpoints / f"step_{version}")
-    if (saved := checkpoint.trainer["weights_digest"]) != digest:
-        raise RuntimeError(
-            f"the checkpoint of version {version} holds weights {saved}, the trainer ranks hold {digest}"
-        )
-    return checkpoint.tensors["ema" if average else "weights"]
-
-
 def prompts_of(prepared: Prepared) -> dict[str, Any]:
     """Returns numbers of the training and evaluation prompts, and the digest of the training prompts."""
     train = prepared.data.train
@@ -128,13 +104,17 @@ def views(config: Config, directory: RunDirectory) -> list[str]:
 
     Both can be made again later from the run's files.
     """
+
+    def report() -> None:
+        from async_flowrl.report.write import write_report
+
+        write_report(Path(directory.root))
+
     works: list[tuple[str, Callable[[], object]]] = [
         ("timeline", lambda: write_timeline(directory.events, directory.timeline))
     ]
     if config.monitor.report:
-        from async_flowrl.report.write import write_report
-
-        works.append(("report", lambda: write_report(Path(directory.root))))
+        works.append(("report", report))
     failures = []
     for name, work in works:
         try:
@@ -143,14 +123,6 @@ def views(config: Config, directory: RunDirectory) -> list[str]:
             logger.exception("the %s could not be written", name)
             failures.append(f"{name}: {type(error).__name__}: {error}")
     return failures
-
-
-async def peak_of(config: Config, trainer: Worker) -> float | None:
-    """Returns the peak FLOP/s of the trainer's device, from the configuration or by its name; None if unknown."""
-    if config.hardware.peak_tflops is not None:
-        return config.hardware.peak_tflops * 1e12
-    known: float | None = await trainer.call("async_flowrl.observability.flops:device_peak")
-    return known
 
 
 def worker_stall(history: Sequence[Event], outcome: Outcome) -> float:

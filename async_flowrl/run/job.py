@@ -190,9 +190,19 @@ async def train_until(ending: Ending, resume: Resume, display: Display) -> dict[
             ledgers = open_ledgers(prepared, directory, resume, display)
             display.begin()
             try:
-                digest, device = info["base_digest"], info["device"]
                 run = Run(
-                    prepared, directory, groups, trainers, ledgers, stop, digest, device, transport, negatives, servers
+                    prepared,
+                    directory,
+                    groups,
+                    trainers,
+                    ledgers,
+                    stop,
+                    info["base_digest"],
+                    info["device"],
+                    transport,
+                    negatives,
+                    info["peak_flops"],
+                    servers,
                 )
                 await servers.all_up(ledgers.events, ledgers.failures)
                 ctx = await train_with_recovery(run, resume)

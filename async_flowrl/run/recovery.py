@@ -82,6 +82,8 @@ class Run:
     """Way by which versions are sent to the rollout workers."""
     negatives: Negatives
     """Embeddings of the negative prompts, for the trainer ranks."""
+    peak_flops: float | None = None
+    """Peak FLOP/s of a trainer rank's device; None if unknown."""
     servers: RewardServers = field(default_factory=RewardServers)
     kept: KeptStates = field(default_factory=KeptStates)
 

@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from torch import Tensor
 
 from async_flowrl.algorithms.base import Algorithm
 from async_flowrl.algorithms.registry import build_algorithm
 from async_flowrl.config.resolution import configured
 from async_flowrl.config.schema import Config
 from async_flowrl.config.sections.tune import FULL
+from async_flowrl.observability.flops import device_peak
 from async_flowrl.policies.base import Policy
 from async_flowrl.policies.kernels import repeatable_kernels
 from async_flowrl.policies.loading import ONE_AT_A_TIME
@@ -51,7 +51,7 @@ from async_flowrl.training.sharded_parameters import ShardedParameters
 from async_flowrl.training.snapshots import Snapshots
 from async_flowrl.training.update import Update
 from async_flowrl.training.versions import Versions
-from async_flowrl.types import FloatArray, Resolution, Trajectory
+from async_flowrl.types import Resolution, Trajectory
 from checkpoint_engine import weights_digest
 from separation.numa import bind
 
@@ -135,6 +135,7 @@ class TrainerWorker:
         )
         self.snapshots = Snapshots(self._state, self.device)
         self.parameters.before_change = self.snapshots.wait
+        peak = self.config.hardware.peak_tflops
         return {
             "base_digest": loaded.base_digest,
             "layout": loaded.layout,
@@ -143,6 +144,7 @@ class TrainerWorker:
             "trainable_parameters": self.parameters.numel,
             "trainable_tensors": len(loaded.trained),
             "device": str(self.device),
+            "peak_flops": device_peak() if peak is None else peak * 1e12,
         }
 
     @property
@@ -215,19 +217,6 @@ class TrainerWorker:
             return self._changes.added(stats, self.versions.changed_share())
         return stats
 
-    def weights_digest(self) -> str:
-        """Returns the SHA-256 of the trained float32 weights or of this rank's share of them, as hex.
-
-        It is equal on all ranks unless they have shares.
-        """
-        return weights_digest(self._live())
-
-    def tensors(self, average: bool = False) -> dict[str, FloatArray]:
-        """Returns name → trained weights, float32 on the host; with `average` their EMA, if the run has one."""
-        ema = self.versions.ema
-        source = self._live() if ema is None or not average else self.parameters.named(ema)
-        return {name: tensor.to("cpu", copy=True).numpy() for name, tensor in source.items()}
-
     def snapshot(self) -> int:
         """Begins to copy the state of a checkpoint to host memory (main lane); `save` writes it beside the next update.
 
@@ -299,6 +288,3 @@ class TrainerWorker:
         self._state.load(checkpoint)
         if self._sends:
             self.sender.clear()
-
-    def _live(self) -> dict[str, Tensor]:
-        return self.parameters.named(self.parameters.values.data)

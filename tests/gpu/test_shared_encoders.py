@@ -57,9 +57,9 @@ def trained(worker: SharedWorker) -> str:
     """The digest of the weights after a training step."""
     config = worker.trainer.config
     sampler = rig.Sampler(config)
-    sampler.load(worker.trainer.tensors())
+    sampler.load(rig.weights(worker.trainer))
     rig.update(worker.trainer, 0, [sampler.group(0, group) for group in range(config.prompts_per_step)])
-    return worker.trainer.weights_digest()
+    return worker.trainer.parameters.fingerprint()
 
 
 def base_of(worker: SharedWorker) -> list[Tensor]:

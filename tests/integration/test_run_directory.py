@@ -13,9 +13,12 @@ from safetensors.torch import load_file
 from async_flowrl import generate
 from async_flowrl.config.compose import read_config
 from async_flowrl.config.schema import Config
+from async_flowrl.controller.context import Context
+from async_flowrl.controller.resume import Resume
 from async_flowrl.evaluate import evaluate, job_of_run
 from async_flowrl.export import export
 from async_flowrl.policies.lora_file import FILE_NAME
+from async_flowrl.run import job, recovery
 from async_flowrl.training.checkpoint import read_checkpoint
 from async_flowrl.training.checkpoint_folder import checkpoint_step, find_checkpoint
 from tests.integration.forked_run import ForkedRun
@@ -263,3 +266,22 @@ def test_a_killed_driver_is_replaced_by_resume_and_only_one_may_run(
     assert [e["step"] for e in resumed.events if e["event"] == "rollback"] == [steps - 3]
     assert resumed.digest == train(tmp_path / "whole", "one_step_off", f"total_steps={steps}").digest
     assert resumed.column("step") == list(range(steps))
+
+
+def test_no_process_has_to_live_once_the_training_is_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    train_to_the_end = job.train_with_recovery
+
+    async def then_kill(run: recovery.Run, resume: Resume) -> Context:
+        context = await train_to_the_end(run, resume)
+        for group in run.groups.values():
+            for worker in group.workers:
+                worker.kill()
+        return context
+
+    average = "trainer.ema_decay=0.5"
+    calm = train(tmp_path / "calm", "one_step_off", average)
+    monkeypatch.setattr(job, "train_with_recovery", then_kill)
+    killed = train(tmp_path / "killed", "one_step_off", average)
+    assert killed.digest == calm.digest and killed.summary["failed"] == []
+    ours, theirs = (load_file(run.root / "lora" / FILE_NAME) for run in (killed, calm))
+    assert all(tensor.equal(theirs[name]) for name, tensor in ours.items())

@@ -107,7 +107,7 @@ def steps(worker: SharedWorker) -> list[str]:
         in_a_thread(lambda header=header: worker.rollout.keep_own(header))  # type: ignore[misc]
         asked = replace(request(2), version=step + 1)
         in_a_thread(lambda asked=asked: worker.rollout.generate(asked))  # type: ignore[misc]
-        digests.append(worker.trainer.weights_digest())
+        digests.append(worker.trainer.parameters.fingerprint())
     return digests
 
 

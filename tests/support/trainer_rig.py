@@ -20,6 +20,7 @@ from async_flowrl.training.merged_stats import merged
 from async_flowrl.training.messages import GroupMeta, StepPlan, TrainRequest, UpdateStats
 from async_flowrl.training.worker import TrainerWorker
 from async_flowrl.types import TRAIN, Prompt, RolloutRequest, Sampling, Trajectory
+from checkpoint_engine import weights_digest
 
 TEXTS = ("red red red red", "blue blue blue blue", "green green", "white")
 Handed = tuple[GroupMeta, list[Trajectory]]
@@ -174,8 +175,16 @@ def gradient(worker: TrainerWorker) -> torch.Tensor:
     return out
 
 
-def weights(worker: TrainerWorker) -> dict[str, np.ndarray]:
-    return worker.tensors()
+def weights(worker: TrainerWorker, *, average: bool = False) -> dict[str, np.ndarray]:
+    """Returns name → trained weights, float32; with `average` their EMA."""
+    flat = worker.versions.ema if average else worker.parameters.values.data
+    assert flat is not None
+    return {name: tensor.to("cpu", copy=True).numpy() for name, tensor in worker.parameters.named(flat).items()}
+
+
+def digest(worker: TrainerWorker) -> str:
+    """Returns the digest of the trained weights as a checkpoint has it."""
+    return weights_digest(worker.parameters.named(worker.parameters.values.data))
 
 
 def equal(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> bool:

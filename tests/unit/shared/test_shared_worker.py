@@ -78,7 +78,7 @@ def test_it_is_the_same_model_as_in_two_processes(loaded: SharedWorker) -> None:
     trainer, rollout = TrainerWorker(config, model, 0, "trainer-0"), RolloutWorker(config, model, 0, "rollout-0")
     info, alone = trainer.load(), rollout.load()
     assert info["base_digest"] == alone["base_digest"] == loaded.rollout.load()["base_digest"]
-    assert loaded.trainer.weights_digest() == trainer.weights_digest()
+    assert loaded.trainer.parameters.fingerprint() == trainer.parameters.fingerprint()
     assert weights_digest(base_tensors(loaded.trainer.policy.transformer)) == weights_digest(
         base_tensors(trainer.policy.transformer)
     )
@@ -104,7 +104,7 @@ def test_it_samples_while_it_loads_what_trains(loaded: SharedWorker) -> None:
         ended.set()
         beside.join(60.0)
     assert made and all(np.array_equal(calm, latents) for latents in made)
-    assert one.trainer.weights_digest() == loaded.trainer.weights_digest()
+    assert one.trainer.parameters.fingerprint() == loaded.trainer.parameters.fingerprint()
 
 
 def test_whole_weights_that_are_trained_are_not_sampled_with() -> None:
@@ -140,7 +140,7 @@ def test_a_ticket_that_is_made_while_another_version_is_trained(loaded: SharedWo
     """The trainer's masters move; what is sampled with does not."""
     config = loaded.trainer.config
     sampler = rig.Sampler(config)
-    sampler.load(loaded.trainer.tensors())
+    sampler.load(rig.weights(loaded.trainer))
     handed = [sampler.group(0, group) for group in range(config.prompts_per_step)]
     before = {name: tensor.clone() for name, tensor in loaded.rollout.engine.live_tensors().items()}
     assert rig.update(loaded.trainer, 0, handed).metrics["grad_norm"] > 0
@@ -203,7 +203,7 @@ def test_the_end_of_a_step_waits_for_no_ticket_but_a_unit_of_training_does(measu
     one, ended = worker(config), list[UpdateStats]()
     one.rollout.turns._clock = lambda: now[0]
     sampler = rig.Sampler(config)
-    sampler.load(one.trainer.tensors())
+    sampler.load(rig.weights(one.trainer))
     handed = [sampler.group(0, group) for group in (0, 1)]
     calls = [
         (TrainRequest(0, (meta,), StepPlan(rows=rig.rows(handed)) if index == 0 else None), tickets)
@@ -215,7 +215,7 @@ def test_the_end_of_a_step_waits_for_no_ticket_but_a_unit_of_training_does(measu
         ended.append(one.trainer.take_step())
         one.trainer.sender.stage(1)
 
-    before = one.trainer.weights_digest()
+    before = one.trainer.parameters.fingerprint()
     one.trainer.train(calls[0][0], *calls[0][1])
     with one.rollout.turns.sampling():
         unit = in_a_thread(lambda: one.trainer.train(calls[1][0], *calls[1][1]))
@@ -232,4 +232,4 @@ def test_the_end_of_a_step_waits_for_no_ticket_but_a_unit_of_training_does(measu
         assert not thread.is_alive()
     assert ended[0].waited == 7.0 * measured
     assert ("kl_per_update" in ended[0].metrics) == measured
-    assert one.trainer.versions.newest == 1 and one.trainer.weights_digest() != before
+    assert one.trainer.versions.newest == 1 and one.trainer.parameters.fingerprint() != before

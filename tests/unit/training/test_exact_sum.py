@@ -170,8 +170,8 @@ def test_a_sum_that_could_overflow_is_computed_again(handed: list[list[rig.Hande
     assert narrow.update.exponent > -80
     knowing.update.exponent = narrow.update.exponent
     assert _step(knowing, 0, owned, plan).metrics == stats.metrics
-    assert narrow.weights_digest() == knowing.weights_digest() and narrow.optimizer.steps == 1
-    before = usual.weights_digest()
+    assert narrow.parameters.fingerprint() == knowing.parameters.fingerprint() and narrow.optimizer.steps == 1
+    before = usual.parameters.fingerprint()
     usual.update.exponent = -80
     for group in handed[0]:
         refused = usual.train(rig.TrainRequest(0, (group[0],), plan if group is handed[0][0] else None), *group[1])
@@ -180,7 +180,7 @@ def test_a_sum_that_could_overflow_is_computed_again(handed: list[list[rig.Hande
         assert isinstance(refused, Summed) and refused.overflow == usual.update.exponent == -80
     usual.update.begin(0, plan)
     assert usual.update.exponent == knowing.update.exponent
-    assert usual.weights_digest() == before and usual.versions.newest == 0, "nothing was changed"
+    assert usual.parameters.fingerprint() == before and usual.versions.newest == 0, "nothing was changed"
 
 
 def test_the_exponent_goes_with_the_checkpoint(handed: list[list[rig.Handed]], tmp_path: object) -> None:
@@ -196,7 +196,7 @@ def test_a_gradient_that_is_not_finite_is_named(
     handed: list[list[rig.Handed]], value: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     worker = rig.trainer(rig.tiny_config())
-    before, add = worker.weights_digest(), ExactSum.add
+    before, add = worker.parameters.fingerprint(), ExactSum.add
 
     def spoiled(self: ExactSum, gradient: torch.Tensor) -> torch.Tensor:
         gradient[3] = value
@@ -205,7 +205,7 @@ def test_a_gradient_that_is_not_finite_is_named(
     monkeypatch.setattr(ExactSum, "add", spoiled)
     with pytest.raises(NonFiniteError, match=rf"step 0, group 0: the gradient is {value}"):
         rig.update(worker, 0, handed[0])
-    assert worker.weights_digest() == before
+    assert worker.parameters.fingerprint() == before
 
 
 def test_a_part_that_is_missing_or_added_twice_ends_the_step(handed: list[list[rig.Handed]]) -> None:

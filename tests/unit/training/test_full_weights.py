@@ -56,7 +56,7 @@ def trained(dtype: str, **options: Any) -> tuple[TrainerWorker, Site, dict[str, 
     """A rank and a site after one step from version 0, the weights before it, and its statistics."""
     config = full_config(dtype, **options)
     worker, site = rig.trainer(config), Site(config)
-    before = worker.tensors()
+    before = rig.weights(worker)
     stats = rig.update(worker, 0, [site.sampler.group(0, 0)])
     return worker, site, before, stats
 
@@ -65,7 +65,7 @@ def trained(dtype: str, **options: Any) -> tuple[TrainerWorker, Site, dict[str, 
 def test_a_step_changes_every_parameter_and_its_version_is_the_whole_network(dtype: str) -> None:
     worker, site, before, stats = trained(dtype)
     names = dict(worker.policy.transformer.named_parameters())
-    after = worker.tensors()
+    after = rig.weights(worker)
     assert after.keys() == names.keys() and all(array.dtype == np.float32 for array in after.values())
     same = {name for name in names if np.array_equal(before[name], after[name])}
     dead = {name for name in names if re.fullmatch(str(worker.policy.lora_exclude), name.rpartition(".")[0])}
@@ -94,7 +94,7 @@ def test_the_canary_is_found_under_the_networks_own_names() -> None:
     check_binding(expected, site.engine.probe())
     assert expected.keys() == start.keys()
     assert not any(torch.equal(tensor, start[name]) for name, tensor in site.network().items())
-    assert worker.weights_digest() == weights_digest(start), "the trainer has its own weights back"
+    assert rig.digest(worker) == weights_digest(start), "the trainer has its own weights back"
 
 
 def test_a_restored_rank_goes_on_with_the_same_bits(tmp_path: Path) -> None:
@@ -106,8 +106,8 @@ def test_a_restored_rank_goes_on_with_the_same_bits(tmp_path: Path) -> None:
     other = rig.trainer(config)
     assert other.restore(one.save(one.snapshot(), str(tmp_path), {})) == 1
     first, second = (rig.update(worker, 1, groups[1]).metrics for worker in (one, other))
-    assert one.weights_digest() == other.weights_digest()
-    assert rig.equal(one.tensors(average=True), other.tensors(average=True))
+    assert one.parameters.fingerprint() == other.parameters.fingerprint()
+    assert rig.equal(rig.weights(one, average=True), rig.weights(other, average=True))
     assert first["kl"] == second["kl"] > 0.0, "the reference is the model that the run started at"
 
 
@@ -117,10 +117,10 @@ def test_the_copy_for_a_checkpoint_is_not_hashed_while_the_training_waits(tmp_pa
     with mock.patch("hashlib.sha256", side_effect=AssertionError("hashed")):
         version = worker.snapshot()
         worker.snapshots.wait()
-    digest = worker.weights_digest()
+    digest = rig.digest(worker)
     worker.parameters.values.data.add_(1.0)
     saved = read_checkpoint(Path(worker.save(version, str(tmp_path), {}))).trainer["weights_digest"]
-    assert saved == digest != worker.weights_digest()
+    assert saved == digest != rig.digest(worker)
 
 
 def test_gradients_of_bfloat16_parameters_are_added_in_float32() -> None:
@@ -150,7 +150,7 @@ def test_frozen_parameters_stay_and_are_not_sent() -> None:
     worker, sampler = rig.trainer(config), rig.Sampler(config)
     start = {name: parameter.detach().clone() for name, parameter in worker.policy.transformer.named_parameters()}
     rig.update(worker, 0, [sampler.group(0, 0)])
-    names = worker.tensors().keys()
+    names = rig.weights(worker).keys()
     frozen = {name for name in start if "norm" in name or name.startswith("transformer_blocks.0.")}
     assert names == start.keys() - frozen and frozen
     for name in frozen:

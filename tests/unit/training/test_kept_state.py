@@ -54,7 +54,7 @@ def test_another_process_goes_on_from_a_kept_state_with_the_same_bits() -> None:
     assert forgetful.versions.kept.keys() == {(EMA, 2)}
     late = [(replace(meta, version=2, age=0), tickets) for meta, tickets in given[2]]
     metrics = [rig.update(worker, 2, late).metrics for worker in (one, other)]
-    assert metrics[0] == metrics[1] and one.weights_digest() == other.weights_digest()
+    assert metrics[0] == metrics[1] and one.parameters.fingerprint() == other.parameters.fingerprint()
     assert one.kept_state(3)[0] != digest
     again = [worker.kept_state(3) for worker in (one, other)]
     assert again[0][0] == again[1][0]
@@ -70,14 +70,14 @@ def test_a_state_with_another_digest_is_refused_and_nothing_of_it_taken() -> Non
     one, other = rig.trainer(rig.tiny_config()), rig.trainer(rig.tiny_config())
     rig.update(one, 0, batches(rig.tiny_config(), 1)[0])
     digest, files = one.kept_state(1)
-    before, weights = other.weights_digest(), bytearray(files["weights.safetensors"])
+    before, weights = other.parameters.fingerprint(), bytearray(files["weights.safetensors"])
     weights[-1] ^= 1
     damaged = {**files, "weights.safetensors": bytes(weights)}
     with pytest.raises(RuntimeError, match=files_digest(damaged)):
         other.take_over(digest, damaged)
-    assert other.weights_digest() == before and other.versions.newest == 0
+    assert other.parameters.fingerprint() == before and other.versions.newest == 0
     other.take_over(digest, files)
-    assert other.weights_digest() == one.weights_digest()
+    assert other.parameters.fingerprint() == one.parameters.fingerprint()
 
 
 def test_the_next_optimizer_step_waits_for_the_copy_and_its_gradients_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,18 +92,18 @@ def test_the_next_optimizer_step_waits_for_the_copy_and_its_gradients_do_not(mon
 
     monkeypatch.setattr(RankState, "tensors", slowly)
     rig.update(worker, 0, given[0])
-    weights = worker.weights_digest()
+    weights = worker.parameters.fingerprint()
     worker.update.begin(1, rig.StepPlan(rows=rig.rows(given[1])))
     for meta, tickets in given[1]:
         worker.update.accumulate([meta], *tickets)
     worker.update.add_up(rig.TrainRequest(1, (), finishes=True))
-    assert worker.weights_digest() == weights
+    assert worker.parameters.fingerprint() == weights
     threading.Timer(0.3, goes_on.set).start()
     spans = [span.name for span in worker.take_step().spans]
-    assert spans[0] == "wait_snapshot" and worker.weights_digest() != weights
+    assert spans[0] == "wait_snapshot" and worker.parameters.fingerprint() != weights
     other = rig.trainer(config)
     other.take_over(*worker.kept_state(1))
-    assert other.weights_digest() == weights
+    assert other.parameters.fingerprint() == weights
 
 
 def test_a_sum_that_is_under_way_is_in_no_state_and_belongs_to_its_attempt() -> None:

@@ -53,10 +53,10 @@ async def on_a_full_disk(ranks: Sequence[Any], refused: int, directory: Path) ->
     assert await together(*(rank.call("has_copy") for rank in ranks)) == [False, False]
     found = find_checkpoint(directory)
     assert found is not None
-    digests = await together(*(rank.call("weights_digest") for rank in ranks))
+    digests = await together(*(rank.call("parameters.fingerprint") for rank in ranks))
     await together(*(rank.call("saving.verify", str(found)) for rank in ranks))
     assert await together(*(rank.call("restore", str(found)) for rank in ranks)) == [0, 0]
-    assert await together(*(rank.call("weights_digest") for rank in ranks)) == digests
+    assert await together(*(rank.call("parameters.fingerprint") for rank in ranks)) == digests
     assert all(torch.isfinite(tensor).all() for tensor in read_checkpoint(found).tensors["weights"].values())
 
 

@@ -18,11 +18,11 @@ def test_behaviour_is_recomputed_under_the_version_that_sampled(sampler: rig.Sam
     for step in range(2):
         fresh = rig.update(worker, step, [sampler.group(step, group) for group in (0, 1)])
     assert fresh.metrics["behaviour_divergence"] == 0.0, "at age 0 the behaviour policy is the live one"
-    live = worker.weights_digest()
+    live = worker.parameters.fingerprint()
     worker.update.begin(2, StepPlan(rows=24))
     for meta, tickets in old:
         worker.update.accumulate([meta], *tickets)
-    assert worker.weights_digest() == live, "the live weights are back after the behaviour pass"
+    assert worker.parameters.fingerprint() == live, "the live weights are back after the behaviour pass"
     stats = rig.finish(worker)
     assert stats.metrics["behaviour_divergence"] > 0
     # float32 storage of the rollout's log-probs is all that is left between the two engines.
@@ -63,7 +63,7 @@ def test_a_step_without_a_replay_has_the_same_weights_and_no_gap(
         second = rig.update(worker, 1, aged, plan=StepPlan(rows=rig.rows(aged), replay=replay))
         assert ("behaviour_gap" in second.metrics) == replay
         assert ("behaviour" in [span.name for span in second.spans]) == replay
-    assert replayed.weights_digest() == spared.weights_digest()
+    assert replayed.parameters.fingerprint() == spared.parameters.fingerprint()
     config = rig.tiny_config()
     config.algorithm.correction = "mask"
     masked = rig.trainer(config)

@@ -24,7 +24,7 @@ def test_a_bfloat16_base_keeps_float32_adapters_and_closes_the_loop(bfloat16: tu
     # The sampler is on the CPU; a trainer on a GPU has other attention kernels.
     gap = 1e-6 if worker.device.type == "cpu" else 1e-4
     assert first.metrics["ratio_deviation_squared"] == 0.0 and first.metrics["behaviour_gap"] < gap
-    assert {tensor.dtype for tensor in worker.tensors().values()} == {np.dtype(np.float32)}
+    assert {tensor.dtype for tensor in rig.weights(worker).values()} == {np.dtype(np.float32)}
     assert {p.dtype for p in worker.policy.transformer.parameters()} == {torch.bfloat16, torch.float32}
     assert 0.1 < first.metrics["adapter/changed_share"] <= 1.0
 
@@ -36,11 +36,11 @@ def test_a_step_too_small_to_show_in_bfloat16_is_counted_and_warned_of_once(
     config, sampler = rig.tiny_config(learning_rate=1e-9), bfloat16[1]
     config.model.dtype = "bfloat16"
     worker = rig.trainer(config)
-    before = worker.weights_digest()
+    before = worker.parameters.fingerprint()
     worker.parameters.values.data.add_(1.0)  # B starts at zero, where any step shows
     worker.versions.retain(0)
     shares = [rig.update(worker, step, [sampler.group(0, 0)]).metrics["adapter/changed_share"] for step in range(2)]
-    assert worker.weights_digest() != before and max(shares) < 0.01
+    assert worker.parameters.fingerprint() != before and max(shares) < 0.01
     warnings = [record.getMessage() for record in caplog.records if "as rollouts compute with them" in record.message]
     assert len(warnings) == 1 and "(bfloat16)" in warnings[0] and "step 0" in warnings[0]
 

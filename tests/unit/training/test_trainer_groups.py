@@ -50,13 +50,13 @@ def test_a_plan_without_rows_takes_no_groups(handed: list[list[rig.Handed]]) -> 
 def test_a_step_without_groups_makes_a_version_and_moves_nothing(handed: list[list[rig.Handed]]) -> None:
     worker = rig.trainer(rig.tiny_config())
     rig.update(worker, 0, handed[0])
-    before = worker.weights_digest()
+    before = worker.parameters.fingerprint()
     worker.update.begin(1, StepPlan(rows=24))
     stats = rig.finish(worker)
-    assert stats.skipped and worker.weights_digest() == before and worker.versions.newest == 2
+    assert stats.skipped and worker.parameters.fingerprint() == before and worker.versions.newest == 2
     zero = [rig.with_advantages(group, [0.0] * 4) for group in handed[1]]
     rig.update(worker, 2, zero)
-    assert worker.weights_digest() != before, (
+    assert worker.parameters.fingerprint() != before, (
         "Adam's momentum moves weights on a zero gradient: that is why it is skipped"
     )
 
@@ -75,7 +75,7 @@ def test_a_skipped_group_keeps_its_place_in_the_denominator(handed: list[list[ri
 
 def test_a_non_finite_group_stops_the_step_by_name(handed: list[list[rig.Handed]]) -> None:
     worker = rig.trainer(rig.tiny_config())
-    before = worker.weights_digest()
+    before = worker.parameters.fingerprint()
     bad = handed[0][1][1][0]
     latents = bad.latents.copy()
     latents[2, 1] = np.nan
@@ -83,7 +83,7 @@ def test_a_non_finite_group_stops_the_step_by_name(handed: list[list[rig.Handed]
     worker.update.accumulate([handed[0][0][0]], *handed[0][0][1])
     with pytest.raises(NonFiniteError, match="step 7, group 1: the loss is nan"):
         worker.update.accumulate([handed[0][1][0]], replace(bad, latents=latents))
-    assert worker.weights_digest() == before
+    assert worker.parameters.fingerprint() == before
 
 
 def test_only_the_lowest_group_counts_as_probed() -> None:

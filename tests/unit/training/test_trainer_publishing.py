@@ -76,7 +76,7 @@ def test_a_bfloat16_base_is_sent_versions_in_bfloat16_that_are_the_masters_round
         rig.update(worker, step, [sampler.group(0, 0)])
         worker.sender.stage(step + 1)
         site.receive(worker, step + 1)
-    held, masters = lora_parameters(sampler.policy.transformer), worker.tensors()
+    held, masters = lora_parameters(sampler.policy.transformer), rig.weights(worker)
     assert sum(t.nbytes for t in held.values()) * 2 == sum(t.nbytes for t in masters.values())
     for name, tensor in held.items():
         assert torch.equal(tensor, torch.from_numpy(masters[name]).to(torch.bfloat16)), name
@@ -88,14 +88,14 @@ def test_a_bfloat16_base_is_sent_versions_in_bfloat16_that_are_the_masters_round
 def test_the_canary_proves_the_binding_and_trains_nothing() -> None:
     config = rig.tiny_config()
     site, worker = Site(config), rig.trainer(config)
-    before = worker.weights_digest()
+    before = worker.parameters.fingerprint()
     mine = worker.sender.canary()
-    assert worker.weights_digest() == before
+    assert worker.parameters.fingerprint() == before
     site.receive(worker, CANARY_VERSION)
     check_binding(mine, site.probe())
     worker.sender.stage(0)
     site.receive(worker, 0)
-    assert rig.equal(site.tensors(), worker.tensors())
+    assert rig.equal(site.tensors(), rig.weights(worker))
     with pytest.raises(WeightsMismatch, match="binding can't be proven"):
         check_binding(probe_of(lora_modules(worker.policy.transformer)), site.probe())
 
@@ -132,17 +132,17 @@ def test_training_on_what_was_delivered_closes_the_loop() -> None:
         # Sampled before version step + 1 arrives: with the version before it.
         batches.append([site.sampler.group(step + 1, group) for group in (0, 1)])
         site.receive(worker, step + 1)
-    assert rig.equal(site.tensors(), worker.tensors())
+    assert rig.equal(site.tensors(), rig.weights(worker))
     assert stats.metrics["log_prob_gap"] > 1e-5, "one version late is really another policy"
 
 
 def test_older_versions_can_be_published_again_after_a_restore(tmp_path: object) -> None:
     config = rig.tiny_config()
     site, worker = Site(config), rig.trainer(config)
-    versions = [worker.tensors()]
+    versions = [rig.weights(worker)]
     for step in range(2):
         rig.update(worker, step, [site.sampler.group(step, 0)])
-        versions.append(worker.tensors())
+        versions.append(rig.weights(worker))
     path = worker.save(worker.snapshot(), str(tmp_path), {})
     resumed = rig.trainer(config)
     resumed.sender.stage(0)
@@ -152,7 +152,7 @@ def test_older_versions_can_be_published_again_after_a_restore(tmp_path: object)
         resumed.sender.stage(version)
         site.receive(resumed, version)
         assert rig.equal(site.tensors(), versions[version])
-    assert rig.equal(resumed.tensors(), versions[2])
+    assert rig.equal(rig.weights(resumed), versions[2])
 
 
 def test_frozen_deliveries_are_refused_by_the_receiver() -> None:

@@ -73,7 +73,7 @@ def test_the_same_update_twice_gives_the_same_bits(handed: list[list[rig.Handed]
         worker = rig.trainer(rig.tiny_config())
         for step, batch in enumerate(handed[:2]):
             rig.update(worker, step, batch)
-        digests.append(worker.weights_digest())
+        digests.append(worker.parameters.fingerprint())
     assert digests[0] == digests[1]
 
 
@@ -84,8 +84,8 @@ def test_hand_over_groupings_give_the_same_bits(handed: list[list[rig.Handed]]) 
         rig.update(other, step, batch, together=True)
         rig.update(cut, step, [in_two_tickets(group) for group in batch])
         rig.update(reversed_order, step, batch[::-1])
-    assert one.weights_digest() == other.weights_digest() == cut.weights_digest()
-    assert one.weights_digest() == reversed_order.weights_digest(), "integers are added in any order"
+    assert one.parameters.fingerprint() == other.parameters.fingerprint() == cut.parameters.fingerprint()
+    assert one.parameters.fingerprint() == reversed_order.parameters.fingerprint(), "integers are added in any order"
 
 
 def in_two_tickets(group: rig.Handed) -> rig.Handed:
@@ -180,14 +180,14 @@ def test_ema_and_learning_rate_follow_their_counters(handed: list[list[rig.Hande
     config = rig.tiny_config(ema_decay=0.9, ema_every=2, warmup_steps=2, lr_schedule="linear")
     config.total_steps = 4
     worker = rig.trainer(config)
-    start = worker.tensors(average=True)
+    start = rig.weights(worker, average=True)
     rates = []
     for step, batch in enumerate(handed):
         rates.append(rig.update(worker, step, batch).metrics["lr"])
         if step == 0:
-            assert rig.equal(worker.tensors(average=True), start)
+            assert rig.equal(rig.weights(worker, average=True), start)
     assert rates == [0.005, 0.01, 0.01]
-    average = worker.tensors(average=True)
+    average = rig.weights(worker, average=True)
     assert 0 < rig.distance(average, start) < rig.distance(rig.weights(worker), start)
 
 
@@ -198,9 +198,9 @@ def test_a_warm_start_is_where_training_begins_and_what_the_kl_is_taken_to(
     rig.update(first, 0, handed[0])
     config = rig.tiny_config()
     config.algorithm.kl_coef = 0.04
-    config.lora.path = str(save_lora(tmp_path, first.tensors(), alpha=config.lora.alpha))
+    config.lora.path = str(save_lora(tmp_path, rig.weights(first), alpha=config.lora.alpha))
     warm = rig.trainer(config)
-    assert warm.weights_digest() == first.weights_digest()
+    assert warm.parameters.fingerprint() == first.parameters.fingerprint()
     kl = [rig.update(warm, step, batch).metrics["kl"] for step, batch in enumerate(handed[:2])]
     assert kl[0] == 0.0 and kl[1] > 0
     resumed = rig.trainer(config)
@@ -215,7 +215,7 @@ def test_delays_change_only_time(handed: list[list[rig.Handed]], monkeypatch: py
     slow.__class__, slow.disturbance = LateTrainer, Disturbance(update=0.25, constant=True)
     rig.update(slow, 0, handed[0])
     rig.update(plain, 0, handed[0])
-    assert slept == [0.25] and slow.weights_digest() == plain.weights_digest()
+    assert slept == [0.25] and slow.parameters.fingerprint() == plain.parameters.fingerprint()
 
 
 def test_one_call_does_what_several_do(handed: list[list[rig.Handed]]) -> None:
@@ -232,4 +232,4 @@ def test_one_call_does_what_several_do(handed: list[list[rig.Handed]]) -> None:
     assert isinstance(finished, UpdateStats) and finished.metrics == halves.train(second, *handed[0][1][1]).metrics  # type: ignore[union-attr]
     by_hand = rig.trainer(rig.tiny_config())
     rig.update(by_hand, 0, handed[0], plan=plan)
-    assert whole.weights_digest() == halves.weights_digest() == by_hand.weights_digest()
+    assert whole.parameters.fingerprint() == halves.parameters.fingerprint() == by_hand.parameters.fingerprint()

@@ -73,9 +73,9 @@ def _velocities(sampler: rig.Sampler, trajectory: Any) -> list[Tensor]:
 def test_measured_kl_is_that_of_another_calculation(handed: list[list[rig.Handed]]) -> None:
     given = config()
     worker = rig.trainer(given)
-    before = worker.tensors()
+    before = rig.weights(worker)
     metrics = rig.update(worker, 0, handed[0]).metrics
-    expected = referee(given, before, worker.tensors(), handed[0])
+    expected = referee(given, before, rig.weights(worker), handed[0])
     assert metrics["kl_per_update"] == pytest.approx(sum(expected.values()), rel=1e-3)
     for step, nats in expected.items():
         assert metrics[f"kl_per_update/{step}"] == pytest.approx(nats, rel=1e-3)
@@ -89,11 +89,11 @@ def test_steps_without_noise_are_measured_too() -> None:
     sampler = rig.Sampler(given)
     batch = [sampler.group(0, group) for group in (0, 1)]
     worker = rig.trainer(given)
-    before = worker.tensors()
+    before = rig.weights(worker)
     metrics = rig.update(worker, 0, batch).metrics
     sampler.config = everywhere = config()
     recorded = [sampler.group(0, group) for group in (0, 1)]
-    expected = referee(everywhere, before, worker.tensors(), recorded)
+    expected = referee(everywhere, before, rig.weights(worker), recorded)
     assert set(expected) == {0, 1, 2}
     for step, nats in expected.items():
         assert 0.3 * nats < metrics[f"kl_per_update/{step}"] < 3.0 * nats
@@ -116,20 +116,21 @@ def test_a_long_step_is_scaled_to_the_limit(handed: list[list[rig.Handed]]) -> N
     limit = unbounded["kl_per_update"] / 50
     given = config(limit)
     worker = rig.trainer(given)
-    start = worker.tensors()
+    start = rig.weights(worker)
     metrics = rig.update(worker, 0, handed[0]).metrics
     assert metrics["trust_region/raw_kl"] == unbounded["kl_per_update"]
     assert 0.8 * limit < metrics["kl_per_update"] <= limit
     assert metrics["trust_region/scale"] == pytest.approx(math.sqrt(1 / 50), rel=0.3)
-    assert sum(referee(given, start, worker.tensors(), handed[0]).values()) <= 1.01 * limit
-    for name, value in worker.tensors().items():
+    assert sum(referee(given, start, rig.weights(worker), handed[0]).values()) <= 1.01 * limit
+    for name, value in rig.weights(worker).items():
         np.testing.assert_allclose(
-            value - start[name], metrics["trust_region/scale"] * (first.tensors()[name] - start[name]), atol=1e-6
+            value - start[name], metrics["trust_region/scale"] * (rig.weights(first)[name] - start[name]), atol=1e-6
         )
 
 
 def test_measuring_changes_no_bit_and_nor_does_a_limit_that_is_kept(handed: list[list[rig.Handed]]) -> None:
-    digests = {trained(given, handed)[0].weights_digest() for given in (config(images=0), config(), config(1e9))}
+    configs = (config(images=0), config(), config(1e9))
+    digests = {trained(given, handed)[0].parameters.fingerprint() for given in configs}
     assert len(digests) == 1
 
 
@@ -137,14 +138,14 @@ def test_bounded_runs_repeat_and_resume_bit_for_bit(handed: list[list[rig.Handed
     given = config(1e-3)
     one, metrics = trained(given, handed)
     other, again = trained(copy.deepcopy(given), handed)
-    assert one.weights_digest() == other.weights_digest() and metrics == again
+    assert one.parameters.fingerprint() == other.parameters.fingerprint() and metrics == again
     first = rig.trainer(given)
     rig.update(first, 0, handed[0])
     first.save(first.snapshot(), str(tmp_path), {})
     second = rig.trainer(given)
     second.restore(str(next(tmp_path.glob("step_*"))))
     rig.update(second, 1, handed[1])
-    assert second.weights_digest() == one.weights_digest()
+    assert second.parameters.fingerprint() == one.parameters.fingerprint()
 
 
 def test_every_step_of_a_batch_is_bounded(handed: list[list[rig.Handed]]) -> None:

@@ -103,9 +103,9 @@ def _train(worker: TrainerWorker, job: Job, exponent: int) -> Outcome:
             counted.append(len(stats[-1].parts))
     return {
         "info": info,
-        "digest": worker.weights_digest(),
-        "tensors": worker.tensors(),
-        "average": worker.tensors(average=True),
+        "digest": rig.digest(worker),
+        "tensors": rig.weights(worker),
+        "average": rig.weights(worker, average=worker.versions.ema is not None),
         "retained": {version: flat.numel() for version, flat in worker.versions.retained.items()},
         "stats": stats,
         "parts": counted,
