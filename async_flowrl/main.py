@@ -52,7 +52,7 @@ def main(workers: "Workers | None" = None) -> int:
         guard_imports()
         given, hydras = command_line(arguments)
         if hydras:
-            return through_hydra(arguments, given)
+            return through_hydra(arguments, given, workers)
         values = composed(given.config_name, given.overrides, given.config_dir)
         config = typed(values)
         return train(config, record(values, values.hydra, config.output_dir), workers)
@@ -68,8 +68,8 @@ def train(config: Config, hydra_record: Mapping[str, str], workers: "Workers | N
     """Trains one run and returns its exit code.
 
     `hydra_record` maps file names to the texts of the run's `.hydra/` folder; `workers` are worker classes of tests and
-    benchmarks in place of the run's own. Raises ConfigError if a check that needs
-    no torch fails; later failures are reported by the run itself through its exit code.
+    benchmarks in place of the run's own. Raises ConfigError if one of the checks before the run fails; later failures
+    are reported by the run itself through its exit code.
     """
     from async_flowrl.run.early import refuse_early
 
@@ -126,7 +126,7 @@ def command_line(arguments: Sequence[str]) -> tuple[argparse.Namespace, bool]:
     return given, bool(given.hydras or unknown or any(is_hydras(override) for override in given.overrides))
 
 
-def through_hydra(arguments: Sequence[str], given: argparse.Namespace) -> int:
+def through_hydra(arguments: Sequence[str], given: argparse.Namespace, workers: "Workers | None" = None) -> int:
     """Lets Hydra run the command line, e.g. a sweep; returns the exit code. Raises ConfigError if Hydra refuses it.
 
     With `--multirun` every job has its own folder below `hydra.sweep.dir`. After a job that failed, the sweep goes on
@@ -142,7 +142,7 @@ def through_hydra(arguments: Sequence[str], given: argparse.Namespace) -> int:
             if own.mode == RunMode.MULTIRUN:
                 config = replace(config, output_dir=own.runtime.output_dir)
                 folders.append(Path(config.output_dir))
-            codes.append(train(config, record(values, own, config.output_dir)))
+            codes.append(train(config, record(values, own, config.output_dir), workers))
         except ConfigError as error:
             say(f"async_flowrl: {error}\n", sys.stderr)
             codes.append(exit_codes.CONFIG)

@@ -50,7 +50,7 @@ def build_context(
         rewards={pool.name: pools[pool.name] for pool in scoring_pools(config)},
         trainer=trainers,
         weights=PublishedWeights(
-            config, table, pools[ROLLOUT], trainers, observer, work, transport, base_digest, resume.held
+            config, table, pools[ROLLOUT], trainers, observer, work, transport, base_digest, resume.held_versions
         ),
         observer=observer,
         steps=steps,

@@ -16,7 +16,7 @@ from async_flowrl.config.schema import Config
 from async_flowrl.config.sections.tune import FULL
 from async_flowrl.controller.context import Context
 from async_flowrl.training.checkpoint import Files, files_digest
-from separation.group import Worker
+from separation.group import RefLost, Worker, WorkerDied
 from separation.supervise import deadline
 
 logger = logging.getLogger(__name__)
@@ -56,9 +56,15 @@ class KeptStates:
     _version: int = -1
     """The version that is being fetched, or was last."""
 
-    @property
     def newest(self) -> KeptState | None:
-        return self.states[-1] if self.states else None
+        """Returns the newest state that still has its digest, or None. Another one is dropped with a warning."""
+        while self.states:
+            state = self.states[-1]
+            if files_digest(state.files) == state.digest:
+                return state
+            logger.warning("the state of version %d is damaged; looking for an older one", state.version)
+            self.states.pop()
+        return None
 
     async def keep(self, ctx: Context, rank: Worker, version: int, controller: Callable[[], Mapping[str, Any]]) -> None:
         """Starts to fetch the state of `version` from the rank, after the one before it has come.
@@ -77,6 +83,11 @@ class KeptStates:
         if self._fetching is not None:
             await asyncio.shield(self._fetching)  # `settle` may still wait for it where the caller is cancelled.
             self._fetching = None
+
+    def cancel(self) -> None:
+        """Cancels the fetch under way, because no attempt will follow."""
+        if self._fetching is not None:
+            self._fetching.cancel()
 
     async def settle(self, ctx: Context) -> None:
         """Ends the fetch under way at the end of an attempt: it waits for the state of a version that is published.
@@ -97,7 +108,10 @@ class KeptStates:
     ) -> None:
         await ctx.work.until(lambda: version in ctx.table.published)
         async with deadline(ctx.config.deadlines.update, f"update: the state of version {version} from {rank.name}"):
-            digest, files = await rank.call("kept_state", version, lane=LANE)
+            try:
+                digest, files = await rank.call("kept_state", version, lane=LANE)
+            except RefLost as lost:  # The bytes were on the rank's node.
+                raise WorkerDied(rank.name, str(lost)) from lost
             if (came := await asyncio.to_thread(files_digest, files)) != digest:
                 raise DamagedState(f"the state of version {version} came with digest {came}, was sent with {digest}")
         self.states = [*self.states, KeptState(version, digest, files, controller())][-MOST:]

@@ -36,8 +36,13 @@ class Resume:
     """Phrases on differences that a resume only warns of."""
     kept: KeptState | None = None
     """State that the controller holds, in place of a checkpoint."""
-    held: frozenset[int] = frozenset()
-    """Versions, besides those that every checkpoint has, whose weights are there for their evaluations."""
+    held: frozenset[tuple[str, int]] = frozenset()
+    """Streams and versions, besides those that every checkpoint has, whose weights are there for their evaluations."""
+
+    @property
+    def held_versions(self) -> frozenset[int]:
+        """The versions of `held`."""
+        return frozenset(version for _, version in self.held)
 
 
 START = Resume(None, 0, {})

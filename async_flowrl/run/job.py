@@ -49,7 +49,7 @@ from async_flowrl.run.launch import (
 )
 from async_flowrl.run.logs import end_log, log_to
 from async_flowrl.run.prepare import OUR_OWN, Prepared, Workers, doubts_of, prepare
-from async_flowrl.run.recovery import Ledgers, Run, restore, train_with_recovery
+from async_flowrl.run.recovery import Ledgers, Run, restore, train_with_recovery, with_unevaluated
 from async_flowrl.run.stopping import StopRequest, listening
 from async_flowrl.run.transport import choose_transport
 from async_flowrl.training.checkpoint_folder import checkpoint_step, find_checkpoint
@@ -182,7 +182,7 @@ async def train_until(ending: Ending, resume: Resume, display: Display) -> dict[
             info = await load_pools(config, groups, trainers)
             check_stored(prepared, info["trainable_parameters"], shares=trainers.sharded)
             transport = OBJECT_STORE if trainers.sharded else transport  # shares of several ranks go by it alone
-            resume = compared(prepared, resume, info)
+            resume = compared(prepared, directory, resume, info)
             async with deadline(config.deadlines.load, "load: negative prompts, and the checkpoint to go on from"):
                 negatives = await encode_negatives(prepared, groups[ROLLOUT].workers[0])
                 await send_negatives(trainers, negatives)
@@ -212,19 +212,19 @@ async def train_until(ending: Ending, resume: Resume, display: Display) -> dict[
                 ledgers.monitor.close()
 
 
-def compared(prepared: Prepared, resume: Resume, info: Mapping[str, Any]) -> Resume:
-    """Compares a checkpoint with the loaded base weights and with this machine, as the functions it calls say.
+def compared(prepared: Prepared, directory: RunDirectory, resume: Resume, info: Mapping[str, Any]) -> Resume:
+    """Compares a checkpoint with the base weights, this machine and the recorded evaluations, as its functions say.
 
     `info` is what `load_pools` returned.
     """
     resume = check_base_weights(prepared.config, resume, info["base_digest"])
     warn_of_differences(prepared.config, resume, info["device"])
-    return resume
+    return with_unevaluated(prepared.config, resume, EvaluationLog(directory.evaluations))
 
 
 def another(prepared: Prepared, directory: RunDirectory, info: Mapping[str, Any]) -> Resume:
     """Returns the checkpoint to go on from if a trainer rank has found its share of the first choice damaged."""
-    return compared(prepared, find_resume(prepared.requests, directory, shares=True), info)
+    return compared(prepared, directory, find_resume(prepared.requests, directory, shares=True), info)
 
 
 def open_ledgers(

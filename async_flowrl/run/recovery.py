@@ -16,6 +16,7 @@ from math import prod
 from async_flowrl.config import exit_codes
 from async_flowrl.config.curves import checkpoint_due
 from async_flowrl.config.pool_names import ROLLOUT, TRAINER
+from async_flowrl.config.schema import Config
 from async_flowrl.controller.admission import check_base, load_rollout
 from async_flowrl.controller.after_step import AfterStep
 from async_flowrl.controller.build import build_context
@@ -25,7 +26,7 @@ from async_flowrl.controller.deaths import dead_among
 from async_flowrl.controller.download import download_model, loaders
 from async_flowrl.controller.evaluation_records import EvaluationRecords
 from async_flowrl.controller.kept_state import KeptState, KeptStates
-from async_flowrl.controller.resume import Resume, newest, with_outcomes
+from async_flowrl.controller.resume import START, Resume, newest, with_outcomes
 from async_flowrl.controller.reward_servers import RewardServers
 from async_flowrl.controller.score_log import ScoreLog
 from async_flowrl.controller.trainer import TrainerGroup
@@ -43,6 +44,7 @@ from async_flowrl.run.stopping import StopRequest
 from async_flowrl.training.checkpoint import held_versions
 from async_flowrl.training.checkpoint_folder import checkpoint_step, drop_newer, written
 from async_flowrl.training.checkpoint_manifest import DamagedCheckpoint
+from async_flowrl.types import EMA, POLICY
 from separation.cohosted import SubGroup
 from separation.group import Worker, WorkerDied, WorkerFailed, WorkerGroup
 from separation.supervise import DeadlineExceeded, deadline, together
@@ -127,6 +129,9 @@ async def attempt(run: Run, ctx: Context) -> None:
     """
     try:
         await run_loop(ctx)
+    except asyncio.CancelledError:
+        run.kept.cancel()
+        raise
     except Exception as error:  # any failure of an evaluation
         if not ctx.steps.trained or await dead_ranks(run.trainers):
             raise
@@ -176,24 +181,33 @@ async def recover(run: Run, before: Resume) -> Resume:
 
 
 def newest_state(run: Run, before: Resume) -> Resume:
-    """Returns the newest of the kept state, the last checkpoint of the run and `before`.
+    """Returns the newest of the kept state, the undamaged checkpoints of the run and `before`.
 
     Raises DamagedCheckpoint if there are only damaged checkpoints and no kept state.
     """
-    kept = run.kept.newest
-    if kept is not None and all(checkpoint_step(path) <= kept.version for path in written(run.directory.checkpoints)):
-        held = unevaluated(run, held_versions(kept.files))
-        return Resume(None, kept.version, dict(kept.controller), kept=kept, held=held)
-    own = newest(run.directory)
-    return before if own.path is None else own
+    kept, evaluations = run.kept.newest(), run.ledgers.evaluations
+    try:
+        own = newest(run.directory)
+    except DamagedCheckpoint:
+        if kept is None:
+            raise
+        own = START
+    if kept is not None and kept.version >= own.version:
+        own = Resume(None, kept.version, dict(kept.controller), kept=kept, held=held_versions(kept.files))
+    elif own.path is None:
+        own = before
+    return with_unevaluated(run.prepared.config, own, evaluations)
 
 
-def unevaluated(run: Run, versions: Collection[int]) -> frozenset[int]:
-    return frozenset(version for version in versions if run.ledgers.evaluations.policy(version) is None)
+def with_unevaluated(config: Config, resume: Resume, evaluations: EvaluationLog) -> Resume:
+    """Returns `resume` with those of the held versions whose evaluation this run still lacks."""
+    stream = POLICY if config.trainer.ema_decay is None else EMA
+    held = [(of, version) for of, version in resume.held if of == stream and evaluations.policy(version) is None]
+    return replace(resume, held=frozenset(held))
 
 
-async def take_over(trainers: TrainerGroup, kept: KeptState, held: Collection[int]) -> None:
-    """Gives every trainer rank the kept state, with the versions `held` for evaluations.
+async def take_over(trainers: TrainerGroup, kept: KeptState, held: Collection[tuple[str, int]]) -> None:
+    """Gives every trainer rank the kept state, with the versions `held` for evaluations, by stream.
 
     Raises RuntimeError if their weights differ afterwards.
     """
@@ -227,7 +241,7 @@ async def restore(
         return resume
     if trainers.sharded:
         resume = await with_sound_shares(trainers, resume, another)
-    await trainers.all("restore", str(resume.path))
+    await trainers.all("restore", str(resume.path), tuple(sorted(resume.held)))
     drop_newer(directory.checkpoints, resume.version)
     return resume
 
@@ -289,7 +303,7 @@ def context_of(run: Run, resume: Resume) -> Context:
         own = there or not checkpoint_due(config, resume.version)
     requests = with_outcomes(run.prepared.requests, resume)
     saved = [resume.version] if own else []
-    records, resume = records_of(run), replace(resume, held=unevaluated(run, resume.held))
+    records = records_of(run)
     checkpoints = Checkpoints(
         config,
         run.directory,
@@ -315,7 +329,7 @@ def context_of(run: Run, resume: Resume) -> Context:
             records,
             latent_elements=prod(run.prepared.shapes.latents),
             kept=run.kept,
-            held=resume.held,
+            held=resume.held_versions,
         ),
         base_digest=run.base_digest,
         transport=run.transport,

@@ -32,15 +32,6 @@ def trained_steps(config: Config) -> int:
     return len(draw_window(config.algorithm, num_inference_steps=steps, seed=config.seed, step=0, group=0).train_steps)
 
 
-def parts_per_group(config: Config) -> int:
-    """Returns the number of parts, of at most `trainer.micro_batch_size` images, in which a group is trained.
-
-    It assumes that the algorithm selects all images of the group, and dpo one pair.
-    """
-    selected = 2 if config.algorithm.name == "dpo" else config.group_size
-    return -(-selected // config.trainer.micro_batch_size)
-
-
 def check_batching(config: Config) -> None:
     """Raises ValueError for batch sizes that do not fit together, in one sentence.
 

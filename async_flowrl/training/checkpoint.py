@@ -92,8 +92,7 @@ def with_held(checkpoint: Checkpoint, held: Held) -> Checkpoint:
 
 def held_in(checkpoint: Checkpoint) -> dict[tuple[str, int], Tensor]:
     """Returns what `with_held` has added."""
-    names = {name: name.partition("/") for name in checkpoint.tensors.get(HELD, {})}
-    return {(stream, int(version)): checkpoint.tensors[HELD][name] for name, (stream, _, version) in names.items()}
+    return {_held_key(name): flat for name, flat in checkpoint.tensors.get(HELD, {}).items()}
 
 
 def to_files(checkpoint: Checkpoint) -> dict[str, bytes]:
@@ -111,19 +110,24 @@ def from_files(files: Files) -> Checkpoint:
     return Checkpoint(parts, json.loads(files[TRAINER]), {})
 
 
-def held_versions(files: Files) -> frozenset[int]:
-    """Returns the versions of the part HELD of a checkpoint's files."""
+def held_versions(files: Files) -> frozenset[tuple[str, int]]:
+    """Returns streams and versions of the part HELD of a checkpoint's files."""
     data = files.get(f"{HELD}.safetensors")
-    return frozenset() if data is None else frozenset(int(name.partition("/")[2]) for name in load(data))
+    return frozenset() if data is None else frozenset(_held_key(name) for name in load(data))
 
 
-def held_versions_of(path: Path) -> frozenset[int]:
-    """Returns the versions of the part HELD of the checkpoint in the folder `path`."""
+def held_versions_of(path: Path) -> frozenset[tuple[str, int]]:
+    """Returns streams and versions of the part HELD of the checkpoint in the folder `path`."""
     file = path / f"{HELD}.safetensors"
     if not file.exists():
         return frozenset()
     with safe_open(file, "pt") as stored:
-        return frozenset(int(name.partition("/")[2]) for name in stored.keys())  # noqa: SIM118
+        return frozenset(_held_key(name) for name in stored.keys())  # noqa: SIM118
+
+
+def _held_key(name: str) -> tuple[str, int]:
+    stream, _, version = name.partition("/")
+    return stream, int(version)
 
 
 def files_digest(files: Files) -> str:

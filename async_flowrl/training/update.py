@@ -71,12 +71,8 @@ class Update:
         self._sum.exponent, self._next_exponent = value, None
 
     def set_negatives(self, conditionings: Mapping[Wording, Conditioning]) -> None:
-        """Sets the conditioning of the negative prompts, prompt → conditioning; called once per run."""
+        """Sets the conditioning of the negative prompts, prompt → conditioning; called once per process."""
         self._passes.set_negatives(conditionings)
-
-    @property
-    def negatives(self) -> Mapping[Wording, Conditioning]:
-        return self._passes.negatives
 
     @property
     def under_way(self) -> int | None:

@@ -240,17 +240,17 @@ class TrainerWorker:
         files = to_files(with_held(self.snapshots.of(version), self.versions.kept))
         return files_digest(files), files
 
-    def take_over(self, digest: str, files: Files, held: Collection[int] = ()) -> str:
+    def take_over(self, digest: str, files: Files, held: Collection[tuple[str, int]] = ()) -> str:
         """Takes over the state that `kept_state` has returned in another process; returns the weights' fingerprint.
 
-        Of the versions that were kept for evaluations, only those in `held` are kept on. Raises RuntimeError if the
-        state that has arrived has another digest.
+        Of the versions that were kept for evaluations, by stream, only those in `held` are kept on. Raises RuntimeError
+        if the state that has arrived has another digest.
         """
         if (came := files_digest(files)) != digest:
             raise RuntimeError(f"the kept state came with digest {came}, was sent with {digest}")
         checkpoint = from_files(files)
         self._restore(checkpoint)
-        self.versions.take_kept({key: flat for key, flat in held_in(checkpoint).items() if key[1] in held})
+        self.versions.take_kept({key: flat for key, flat in held_in(checkpoint).items() if key in held})
         return self.parameters.fingerprint()
 
     def save(self, version: int, directory: str, controller: Mapping[str, Any], spare: Sequence[int] = ()) -> str:
@@ -266,9 +266,10 @@ class TrainerWorker:
         whole = Checkpoint(checkpoint.tensors, trainer, controller)
         return str(write_checkpoint(Path(directory), version, whole, keep=self.config.save.keep, spare=spare))
 
-    def restore(self, path: str) -> int:
+    def restore(self, path: str, held: Collection[tuple[str, int]] = ()) -> int:
         """Takes over the state of the checkpoint in the folder `path`; returns its version.
 
+        Of the versions that were kept for evaluations, by stream, only those in `held` are kept on.
         If the ranks have shares, all of them must have verified the checkpoint before (`ShardSaving.verify`). Raises
         DamagedCheckpoint if a file differs from its digest, and ValueError if the checkpoint is of another model
         revision, of other trained tensors, or of another number of ranks that have shares.
@@ -280,7 +281,7 @@ class TrainerWorker:
             check_ranks(Path(path), checkpoint.trainer, None)
         self._state.check(checkpoint, path)
         self._restore(checkpoint)
-        self.versions.take_kept(held_in(checkpoint))
+        self.versions.take_kept({key: flat for key, flat in held_in(checkpoint).items() if key in held})
         return cast("int", checkpoint.trainer["version"])
 
     def _restore(self, checkpoint: Checkpoint) -> None:

@@ -18,6 +18,7 @@ from async_flowrl.algorithms.registry import build_algorithm
 from async_flowrl.config.schema import Config
 from async_flowrl.controller.resume import find_resume, warn_of_differences
 from async_flowrl.controller.trainer import TrainerGroup
+from async_flowrl.observability.evaluations import EvaluationLog
 from async_flowrl.observability.events import Event, read_events
 from async_flowrl.observability.run_directory import RunDirectory
 from async_flowrl.policies.base import Shapes
@@ -25,7 +26,7 @@ from async_flowrl.policies.registry import ResolvedModel
 from async_flowrl.run.job import open_ledgers
 from async_flowrl.run.launch import load_pools
 from async_flowrl.run.prepare import Prepared
-from async_flowrl.run.recovery import Run, restore, train_with_recovery
+from async_flowrl.run.recovery import Run, restore, train_with_recovery, with_unevaluated
 from async_flowrl.run.stopping import StopRequest
 from async_flowrl.tickets.request import RequestBuilder
 from async_flowrl.types import Prompt
@@ -125,6 +126,7 @@ async def controller(config: Config, root: Path, outside: Outside) -> None:
     trainers = TrainerGroup(groups["trainer"], algorithm)
     info = await load_pools(config, groups, trainers)
     warn_of_differences(config, resume, info["device"])
+    resume = with_unevaluated(config, resume, EvaluationLog(directory.evaluations))
     resume = await restore(trainers, directory, resume, lambda: find_resume(prepared.requests, directory, shares=True))
     with opened(prepared, directory, resume) as ledgers:
         digest, device = info["base_digest"], info["device"]

@@ -169,7 +169,7 @@ class ToyShareTrainer(ToyTrainer):
     def forget_snapshot(self) -> None:
         self.saving.snapshot = None
 
-    def restore(self, path: str) -> int:
+    def restore(self, path: str, held: object = ()) -> int:
         checkpoint: Checkpoint = self.saving.read(path)
         self._restore(checkpoint)
         return int(checkpoint.trainer["version"])

@@ -229,7 +229,7 @@ class ToyTrainer:
         assert files_digest(files) == digest
         found = from_files(files)
         self._restore(found)
-        self.versions.kept = {key: unflattened(flat) for key, flat in held_in(found).items() if key[1] in held}
+        self.versions.kept = {key: unflattened(flat) for key, flat in held_in(found).items() if key in held}
         return self.weights_digest()
 
     def snapshot(self) -> int:
@@ -254,10 +254,10 @@ class ToyTrainer:
         with failing_disk(spoil, at=1 + 5 * version % (8 if spoil == "full" else 11)):
             return str(write_checkpoint(Path(directory), version, whole, keep=keep, spare=spare))
 
-    def restore(self, path: str) -> int:
+    def restore(self, path: str, held: Collection[tuple[str, int]] = ()) -> int:
         found = read_checkpoint(Path(path))
         self._restore(found)
-        self.versions.kept = {key: unflattened(flat) for key, flat in held_in(found).items()}
+        self.versions.kept = {key: unflattened(flat) for key, flat in held_in(found).items() if key in held}
         return int(found.trainer["version"])
 
     def _restore(self, found: Checkpoint) -> None:

@@ -1,15 +1,27 @@
 """Tests of the states that the controller keeps after every step of a LoRA, in virtual time."""
 
+import asyncio
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from async_flowrl.controller.kept_state import MOST, DamagedState, KeptStates
+from async_flowrl.controller.kept_state import MOST, DamagedState, KeptState, KeptStates
 from async_flowrl.tickets.table import EVALUATION
+from separation.virtual import run_virtual
 from tests.chaos.recovery_schedules import STEPS
 from tests.support.toy_pool import ListObserver, Timing, World, once
-from tests.support.toy_recovery import at, evaluations, events, rollbacks, run_controller, toy_ranks_meet
+from tests.support.toy_recovery import (
+    Outside,
+    at,
+    controller,
+    evaluations,
+    events,
+    rollbacks,
+    run_controller,
+    toy_ranks_meet,
+)
 from tests.support.toy_trainer import ToyTrainer
 from tests.unit.recovery_runs import check_equal, config, go
 
@@ -46,6 +58,53 @@ def test_a_state_that_arrives_damaged_ends_the_run_by_name(tmp_path: Path, monke
     monkeypatch.setattr(ToyTrainer, "kept_state", damaged)
     with pytest.raises(DamagedState, match="version 3"):
         go(tmp_path / "run")
+
+
+def test_a_held_state_that_is_damaged_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    newest, root = KeptStates.newest, tmp_path / "run"
+    held: list[int] = []
+
+    def spoilt(self: KeptStates) -> KeptState | None:
+        held.extend(state.version for state in self.states)
+        state, name = self.states[-1], "optimizer.safetensors"
+        self.states[-1] = replace(state, files={**state.files, name: state.files[name][:-1]})
+        return newest(self)
+
+    monkeypatch.setattr(KeptStates, "newest", spoilt)
+    assert go(root, at(train_last_5="kill"), save__every=9) is None
+    assert len(held) == MOST and rollbacks(root) == held[:1]
+    check_equal(root)
+
+
+@pytest.mark.parametrize(("damaged", "back"), [(True, 3), (False, 4)])
+def test_the_newer_of_kept_state_and_sound_checkpoint_is_taken(tmp_path: Path, damaged: bool, back: int) -> None:
+    """The rank dies when the checkpoint of version 4 is written, and its state has not come."""
+    root = tmp_path / "run"
+    faults = {("kept_state", 4): "hang", ("train_last", 5): "kill"}
+
+    def fault(_: str, method: str, number: int) -> str | None:
+        file = root / "checkpoints" / "step_4" / "weights.safetensors"
+        if damaged and method == "load" and file.exists():
+            file.write_bytes(file.read_bytes()[:-1])
+        return faults.pop((method, number), None)
+
+    assert go(root, fault) is None
+    assert rollbacks(root) == [back]
+    check_equal(root)
+
+
+def test_a_cancelled_run_does_not_wait_for_a_state(tmp_path: Path) -> None:
+    async def seconds() -> float:
+        world = World(Timing(), at(kept_state_3="hang"), ListObserver())
+        main = asyncio.ensure_future(controller(config(deadlines__update=1e4), tmp_path / "run", Outside(world)))
+        await asyncio.sleep(200.0)
+        began = asyncio.get_running_loop().time()
+        main.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await main
+        return asyncio.get_running_loop().time() - began
+
+    assert run_virtual(seconds(), horizon=1e5) < 1.0
 
 
 def test_a_state_that_is_on_its_way_when_another_rank_dies_is_kept(tmp_path: Path) -> None:

@@ -5,10 +5,14 @@ from pathlib import Path
 
 import pytest
 
+from async_flowrl.controller.resume import Resume
+from async_flowrl.observability.evaluations import Evaluation, EvaluationLog
+from async_flowrl.run.recovery import with_unevaluated
+from async_flowrl.types import EMA, POLICY
 from tests.chaos.recovery_schedules import undisturbed
 from tests.support.toy_recovery import Groups, Outside, at, events, kill_after, rollbacks, summary
 from tests.support.toy_trainer import ToyTrainer
-from tests.unit.recovery_runs import check_equal, go
+from tests.unit.recovery_runs import check_equal, config, go
 
 
 @pytest.mark.parametrize("seconds", [0.0, 1.0, 3.3, 7.9, 12.2, 17.0, 25.0])
@@ -99,3 +103,12 @@ def test_a_resume_on_another_type_of_device_is_said(
     assert go(left) is None
     said = "resuming, but device was cuda and is cpu: the last bits of the weights will differ" in caplog.text
     assert (said, "will differ" in caplog.text) == (warned, warned)
+
+
+def test_of_the_held_versions_only_those_are_kept_whose_evaluation_is_lacking(tmp_path: Path) -> None:
+    log = EvaluationLog(tmp_path / "evaluations.jsonl")
+    log.add(Evaluation(2, False, "same", 12, 1.0, {}))
+    log.add(Evaluation(4, True, "same", 12, 1.0, {}))
+    resume = Resume(None, 6, {}, held=frozenset({(POLICY, 2), (POLICY, 4), (EMA, 5)}))
+    assert with_unevaluated(config(), resume, log).held == {(POLICY, 4)}
+    assert with_unevaluated(config(trainer__ema_decay=0.9), resume, log).held_versions == {5}

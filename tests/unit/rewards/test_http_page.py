@@ -38,7 +38,7 @@ def test_the_examples_are_what_is_said() -> None:
 
 
 def test_every_option_is_on_the_page() -> None:
-    table = PAGE.split("## The client")[1].split("### Dialects")[0]
+    table = PAGE.split("## The client")[1].split("## `async-flowrl serve-rewards`")[0]
     for option in fields(HTTP):
         assert re.search(rf"^\| `{option.name}` \|", table, re.MULTILINE), option.name
 
