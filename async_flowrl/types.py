@@ -197,6 +197,3 @@ class Scores:
     """Term → why it has no score. The controller trains on the other terms, unless the term is required."""
     retries: Mapping[str, int] = field(default_factory=dict)
     """Term → number of repeated calls."""
-    served: Mapping[str, Mapping[str, bool]] = field(default_factory=dict)
-    """Term → URL of a server that the run started → True if it answered since the last report of this worker, False if
-    attempts only timed out."""

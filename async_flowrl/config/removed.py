@@ -6,6 +6,7 @@ from fnmatch import fnmatchcase
 REMOVED: Mapping[str, str] = {
     "debug": "tests and benchmarks give a run other worker classes (benchmarks/disturbed.py)",
     "limits.successors": "all trainer ranks are started again when one dies; limits.recoveries says how often",
+    "*reward.terms.*.serve.hung_calls": "a server hangs if its health path gives no 200 for serve.hung_seconds",
     "*reward.terms.*.serve.requirements": "begin command with uv run --isolated --no-project --with-requirements FILE",
 }
 """Key (* is any name), or section with all its keys → what to do instead."""

@@ -191,10 +191,6 @@ class Servers(Protocol):
         """Returns term → reason for the terms that have lost all of their servers for good."""
         ...
 
-    def heard(self, served: Mapping[str, Mapping[str, bool]]) -> None:
-        """Records which servers answered a reward worker's call: term → URL → whether it answered."""
-        ...
-
 
 class NoServers:
     """Stands in for Servers in a run that has started no reward server."""
@@ -204,9 +200,6 @@ class NoServers:
 
     def lost(self) -> Mapping[str, str]:
         return {}
-
-    def heard(self, served: Mapping[str, Mapping[str, bool]]) -> None:
-        """Does nothing."""
 
 
 class Attempt(Protocol):

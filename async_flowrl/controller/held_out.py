@@ -85,7 +85,6 @@ async def _ask(
     finally:
         free[pool].put_nowait(index)
         ctx.observer.state(ctx.rewards[pool].workers[index].name, "wait_data")
-    ctx.servers.heard(answer.served)
     for span in answer.spans:
         book_span(ctx.observer, worker.name, span)
     kept = {name: why for name, why in before.failed.items() if name not in asked}

@@ -71,7 +71,6 @@ class RewardServers:
     failures: list[str] = field(default_factory=list)
     """A sentence for each term whose servers are all lost, without which the run goes on."""
     _changed: Signal = field(default_factory=Signal)
-    _ending: set[asyncio.Task[None]] = field(default_factory=set)
 
     async def all_up(self, observer: Observer, failures: list[str]) -> None:
         """Waits until every server has been up once. From now on, deaths of servers are events of `observer`."""
@@ -86,19 +85,6 @@ class RewardServers:
     def lost(self) -> Mapping[str, str]:
         """Returns term → reason for the terms that have lost all of their servers for good."""
         return {replicas.term: replicas.lost for replicas in self.terms if replicas.lost is not None}
-
-    def heard(self, served: Mapping[str, Mapping[str, bool]]) -> None:
-        """Counts time-outs of servers in a reward worker's call; a server that hangs is stopped, so `keep` restarts it.
-
-        `served` is term → URL → whether the server answered, as in `Scores.served`.
-        """
-        for replicas in self.terms:
-            for index in replicas.heard(served.get(replicas.term, {})):
-                calls = replicas.silent.pop(index)
-                replicas.hung[index] = f"it hung: {calls} calls in a row timed out at {replicas.urls.pop(index)}"
-                task = asyncio.create_task(_stop(replicas.group.workers[index]))
-                self._ending.add(task)
-                task.add_done_callback(self._ending.discard)
 
     async def keep(self, replicas: Replicas, index: int) -> None:
         """Starts a replica (one of a term's servers) and restarts it whenever it has died or hung.
@@ -123,7 +109,7 @@ class RewardServers:
         while True:
             worker = replicas.group.workers[index]
             deaths = replicas.down(index)
-            self._died(replicas, worker.name, _joined(replicas.hung.pop(index, None), reason))
+            self._died(replicas, worker.name, reason)
             if deaths > replicas.serve.restarts:
                 self._lost(replicas, index, reason)
                 return
@@ -205,10 +191,6 @@ async def _lives(worker: Worker) -> bool:
     except WorkerDied:
         return False
     return True
-
-
-def _joined(*reasons: str | None) -> str:
-    return "; ".join(reason for reason in reasons if reason is not None)
 
 
 def _said(error: Exception) -> str:

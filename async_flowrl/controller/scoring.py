@@ -141,7 +141,6 @@ async def score_once(
     call = ("score", prompt) if only is None else ("score_terms", only, prompt)
     async with deadline(ctx.config.deadlines.score, what):
         scores: Scores = await worker.call(*call, *images)
-    ctx.servers.heard(scores.served)
     for span in scores.spans:
         book_span(ctx.observer, worker.name, span)
     for failure in scores.failed.values():

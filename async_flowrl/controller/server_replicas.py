@@ -3,7 +3,6 @@
 reward_servers.py updates it. A replica is one server; its index is that of its worker in the pool.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from async_flowrl.config.sections.reward import ServeConfig
@@ -30,10 +29,6 @@ class Replicas:
     """URLs of the replicas that are up."""
     deaths: dict[int, int] = field(default_factory=dict)
     """Number of times that a replica has died or hung."""
-    silent: dict[int, int] = field(default_factory=dict)
-    """Consecutive calls of reward workers in which every attempt at the replica timed out."""
-    hung: dict[int, str] = field(default_factory=dict)
-    """Replicas that are being stopped because they hang, with the reason in words."""
     gone: dict[int, str] = field(default_factory=dict)
     """Replicas that are lost for good, with the reason in words."""
     started: bool = False
@@ -51,7 +46,6 @@ class Replicas:
     def up(self, index: int, url: str) -> None:
         """Records that the replica is up at `url`."""
         self.urls[index] = url
-        self.silent.pop(index, None)
         self._note()
 
     def down(self, index: int) -> int:
@@ -64,21 +58,6 @@ class Replicas:
         """Records that the replica is lost for good."""
         self.gone[index] = why
         self._note()
-
-    def heard(self, calls: Mapping[str, bool]) -> list[int]:
-        """Counts time-outs from a reward worker's call (URL → whether it answered); returns replicas that now hang.
-
-        A replica hangs after `serve.hung_calls` consecutive calls without an answer; 0 turns this off.
-        """
-        hanging = []
-        for index, base in self.urls.items():
-            answers = [answered for url, answered in calls.items() if url.startswith(f"{base}/")]
-            if not answers:
-                continue
-            self.silent[index] = 0 if any(answers) else self.silent.get(index, 0) + 1
-            if 0 < self.serve.hung_calls <= self.silent[index]:
-                hanging.append(index)
-        return hanging
 
     def _note(self) -> None:
         self.started = self.started or len(self.urls) + len(self.gone) == self.serve.replicas

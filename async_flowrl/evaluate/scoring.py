@@ -8,7 +8,6 @@ from async_flowrl.controller.context import Servers
 from async_flowrl.controller.scoring import without_server
 from async_flowrl.rewards.combine import combined
 from async_flowrl.rewards.composite import CompositeReward
-from async_flowrl.rewards.http_post import seen_by
 from async_flowrl.types import ByteArray, Prompt, Scores
 
 
@@ -35,7 +34,6 @@ async def scored(
             if not asked:
                 break
         parts.append(await reward.attempt(prompt, images, executor, only=asked))
-        servers.heard({term.name: seen.take() for term in reward.terms if (seen := seen_by(term.reward)) is not None})
         asked = tuple(name for name, failure in parts[-1].failed.items() if not failure.final)
         if not asked or attempt == config.retries:
             break

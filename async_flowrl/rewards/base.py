@@ -35,8 +35,6 @@ class Reward(Protocol):
     - `connect(urls, token)` passes the URLs of servers that the run has started for the term (`serve`). Every reward
       worker calls it when the servers are ready, and again after one came up at another address. `token` is text or
       None.
-    - `seen`, of an instance with `connect`: a `Seen` (http_post.py), in which the reward records which servers
-      answered and which timed out. The run restarts a server that let `hung_calls` calls in a row time out.
     - `memory_gib`, a number or a static method that gets the reward's options: GiB of device memory during scoring, for
       weights and activations. None or absent means unknown. Memory plans count it where the pool has GPUs.
     - `keep_in(folder)`, of the instance: called once in every reward worker with the run directory. A resumed run finds

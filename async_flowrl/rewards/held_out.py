@@ -37,8 +37,6 @@ class HeldOutScores:
     spans: tuple[Span, ...] = ()
     distances: Mapping[str, float] = field(default_factory=dict)
     """Term with a `features` method → mean cosine distance between two images of the group."""
-    served: Mapping[str, Mapping[str, bool]] = field(default_factory=dict)
-    """Term → URL of its server → whether the server answered; filled in by whoever calls the servers."""
     extras: Mapping[str, Mapping[str, tuple[float | str, ...]]] = field(default_factory=dict)
     """Term → name → a further text or number about each image; as in `Scores`."""
 
@@ -136,7 +134,7 @@ async def score_held_out(
 
 
 def joined(answers: Iterable[HeldOutScores]) -> HeldOutScores:
-    """Returns the scores of one group by several sets of terms as one; the callers have taken `spans` and `served`."""
+    """Returns the scores of one group by several sets of terms as one; the callers have taken `spans`."""
     by_term: dict[str, tuple[float, ...]] = {}
     failed: dict[str, str] = {}
     distances: dict[str, float] = {}

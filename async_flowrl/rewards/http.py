@@ -5,14 +5,15 @@ docs/rewards/http.md has the contract, the options, and what happens if a server
 """
 
 import asyncio
+import functools
 import hashlib
-import os
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
 from async_flowrl.config.messages import unknown_name
+from async_flowrl.rewards.endpoint import Bounds, Endpoint, checked_urls
 from async_flowrl.rewards.http_contract import (
     FORMATS,
     PATH,
@@ -24,7 +25,6 @@ from async_flowrl.rewards.http_contract import (
     read_reply,
     request_body,
 )
-from async_flowrl.rewards.http_post import Bounds, Seen, ServerError, post
 from async_flowrl.types import ByteArray, Prompt
 
 GROUP, ONE_BY_ONE = "group", "one_by_one"
@@ -68,10 +68,8 @@ class HTTP:
             _check_number(name, getattr(self, name), float, above=0)
         for name, above in (("retries", -1), ("concurrency", 0), ("max_reply_bytes", 0)):
             _check_number(name, getattr(self, name), int, above=above)
-        self._urls, self._token = _checked_urls(self.url), ""
-        self._bounds = Bounds(self.timeout, self.deadline, self.retries, self.max_reply_bytes)
-        self.seen = Seen()
-        self._slots: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
+        bounds = Bounds(self.timeout, self.deadline, self.retries, self.max_reply_bytes, self.concurrency)
+        self._endpoint = Endpoint(_endpoints(self.url), bounds, "token_env", self.token_env)
 
     def check(self, prompt: Prompt) -> None:
         """Raises ValueError if JSON cannot hold the prompt's metadata, or if a needed target is missing."""
@@ -81,17 +79,13 @@ class HTTP:
 
     def connect(self, urls: Sequence[str], token: str | None) -> None:
         """Replaces the URLs and the token by those of servers that the run has started."""
-        self._urls = _checked_urls(urls)
-        self._token = token or ""
-        self.seen.forget()
+        self._endpoint.connect(_endpoints(urls), token)
 
     def __call__(self, images: ByteArray, prompt: Prompt) -> Coroutine[Any, Any, list[Any]]:
         """Encodes images uint8 [n, H, W, 3] in the caller's thread and returns a coroutine that fetches their scores.
 
-        Raises ServerError if no URL is known yet; the coroutine raises it if a request fails.
+        The coroutine raises ServerError if no server is known, or if a request fails.
         """
-        if not self._urls:
-            raise ServerError("there is no server to ask yet: neither options.url nor a server of the run that is up")
         kind = PNG if self.encoding == MULTIPART else self.encoding
         files = [encode_image(image, kind) for image in images]
         parts = [files] if self.batch == GROUP else [[file] for file in files]
@@ -107,7 +101,7 @@ class HTTP:
     async def _scores(self, requests: Sequence[tuple[bytes, str]], counts: Sequence[int], *, first: int) -> list[Any]:
         """Returns one result per image, in order. The first failure is raised after all requests have ended."""
         calls = (
-            self._ask(body, kind, count, first + index)
+            self._endpoint.post(body, kind, first + index, functools.partial(read_reply, count=count))
             for index, ((body, kind), count) in enumerate(zip(requests, counts, strict=True))
         )
         replies = await asyncio.gather(*calls, return_exceptions=True)
@@ -115,36 +109,6 @@ class HTTP:
             if isinstance(reply, BaseException):
                 raise reply
         return [result for reply in replies if isinstance(reply, ScoreReply) for result in results(reply)]
-
-    async def _ask(self, body: bytes, content_type: str, count: int, first: int) -> ScoreReply:
-        """Sends one request: the first attempt to URL `first`, modulo their number, and each retry to the next URL."""
-        paths = [_endpoint(url) for url in self._urls]
-        start = first % len(paths)
-        headers = {"Content-Type": content_type, **self._authorization()}
-        async with self._open():
-            return await post(
-                paths[start:] + paths[:start],
-                body,
-                headers,
-                self._bounds,
-                lambda reply: read_reply(reply, count),
-                self.seen,
-            )
-
-    def _authorization(self) -> dict[str, str]:
-        token = self._token
-        if self.token_env is not None and not token:
-            token = os.environ.get(self.token_env, "").strip()
-            if not token:
-                raise ServerError(f"token_env={self.token_env}: the reward worker's process has no such variable")
-        return {"Authorization": f"Bearer {token}"} if token else {}
-
-    def _open(self) -> asyncio.Semaphore:
-        """Returns the semaphore that limits concurrent requests; each event loop needs its own."""
-        loop = asyncio.get_running_loop()
-        if self._slots is None or self._slots[0] is not loop:
-            self._slots = loop, asyncio.Semaphore(self.concurrency)
-        return self._slots[1]
 
 
 def results(reply: ScoreReply) -> list[Any]:
@@ -168,20 +132,10 @@ def multipart(files: Sequence[bytes], prompt: Prompt, kind: str) -> tuple[bytes,
     return body, f"multipart/form-data; boundary={boundary}"
 
 
-def _endpoint(url: str) -> str:
-    """Returns the URL itself if it has a path, else the URL with the contract's path."""
-    return url if urlsplit(url).path.strip("/") else url.rstrip("/") + PATH
-
-
-def _checked_urls(url: str | Sequence[str] | None) -> list[str]:
-    urls = [] if not url else [url] if isinstance(url, str) else list(url)
-    for each in urls:
-        parts = urlsplit(each) if isinstance(each, str) else None
-        if parts is None or parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ValueError(f"the http reward's url must be like http://127.0.0.1:8000, got {each!r}")
-        if parts.username or parts.password:
-            raise ValueError("the http reward's url must hold no password: name the token's variable in token_env")
-    return urls
+def _endpoints(url: str | Sequence[str] | None) -> list[str]:
+    """Returns each URL with its path, or with the contract's path if it has none. Raises ValueError for a wrong one."""
+    urls = checked_urls("the http reward's url", url, "http://127.0.0.1:8000", "token_env")
+    return [each if urlsplit(each).path.strip("/") else each + PATH for each in urls]
 
 
 def _check_choices(batch: str, encoding: str) -> None:

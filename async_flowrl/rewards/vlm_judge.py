@@ -6,16 +6,15 @@ docs/rewards/vlm_judge.md has all options, the scales, the costs and the ways in
 
 import asyncio
 import logging
-import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 from async_flowrl.rewards import vlm_judge_checks as checks
+from async_flowrl.rewards.endpoint import Bounds, Endpoint, ServerError
 from async_flowrl.rewards.http_contract import dumps
-from async_flowrl.rewards.http_post import Bounds, Seen, ServerError, post
 from async_flowrl.rewards.ocr import normalise
 from async_flowrl.rewards.vlm_judge_cache import ReplyCache
 from async_flowrl.rewards.vlm_judge_reply import Answer, expected_value, score_after, scores_in, transcription_score
@@ -34,7 +33,6 @@ from async_flowrl.types import ByteArray, Prompt
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
 MAX_REPLY_BYTES = 4 * 2**20
 
 
@@ -95,7 +93,6 @@ class VLMJudge:
 
     def __post_init__(self) -> None:
         """Raises ValueError, one sentence, for an option outside its range."""
-        self._urls, self._token = checks.urls_of(self.base_url), ""
         if not self.model:
             raise ValueError("the vlm_judge reward needs model, the name that the server has for it")
         checks.check_mode(self.mode, self.images, self.after)
@@ -106,9 +103,8 @@ class VLMJudge:
         self._needs_target = "target" in checks.check_template(template, self.mode) or self.mode == TRANSCRIBE
         self._values = checks.answers_of(self.answers)
         self._question = self._asking(template, tokens)
-        self._bounds = Bounds(self.timeout, self.deadline, self.retries, MAX_REPLY_BYTES)
-        self.seen = Seen()
-        self._slots: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
+        bounds = Bounds(self.timeout, self.deadline, self.retries, MAX_REPLY_BYTES, self.concurrency)
+        self._endpoint = Endpoint(checks.urls_of(self.base_url), bounds, "api_key_env", self.api_key_env)
         self._cache = None if self.cache is None else ReplyCache(Path(self.cache).expanduser())
 
     def _asking(self, template: str, max_tokens: int) -> Question:
@@ -136,8 +132,7 @@ class VLMJudge:
 
     def connect(self, urls: Sequence[str], token: str | None) -> None:
         """Replaces the URLs and the token by those of servers that the run has started; `/v1` is added to each URL."""
-        self._urls, self._token = [f"{url.rstrip('/')}/v1" for url in urls], token or ""
-        self.seen.forget()
+        self._endpoint.connect(checks.urls_of([f"{url.rstrip('/')}/v1" for url in urls]), token)
 
     def keep_in(self, folder: Path) -> None:
         """Stores replies in `judge_cache` of the run directory `folder`, unless `cache` names another folder."""
@@ -177,45 +172,9 @@ class VLMJudge:
             answer = Answer.of(content)
             return answer, self._verdicts(answer, len(images), prompt, cached=False)
 
-        async with self._open():
-            answer, verdicts = await self._post(body, key[0], read)
+        answer, verdicts = await self._endpoint.post(body, "application/json", key[0], read)
         self._keep(key, answer)
         return verdicts
-
-    async def _post(self, body: bytes, first: int, read: Callable[[bytes], T]) -> T:
-        """Makes the first attempt at the URL of number `first`, modulo the number of URLs.
-
-        Raises ServerError, with the API key replaced by asterisks.
-        """
-        if not self._urls:
-            raise ServerError(
-                "there is no judge to ask yet: neither options.base_url nor a server of the run that is up"
-            )
-        key = self._key()
-        headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
-        urls = [f"{url}/chat/completions" for url in self._urls]
-        start = first % len(urls)
-        try:
-            return await post(urls[start:] + urls[:start], body, headers, self._bounds, read, self.seen)
-        except ServerError as error:
-            if key and key in str(error):
-                raise ServerError(str(error).replace(key, "***")) from None
-            raise
-
-    def _key(self) -> str:
-        if self.api_key_env is None or self._token:
-            return self._token
-        key = os.environ.get(self.api_key_env, "").strip()
-        if not key:
-            raise ServerError(f"api_key_env={self.api_key_env}: the reward worker's process has no such variable")
-        return key
-
-    def _open(self) -> asyncio.Semaphore:
-        """Returns the semaphore that limits concurrent calls; each event loop needs its own."""
-        loop = asyncio.get_running_loop()
-        if self._slots is None or self._slots[0] is not loop:
-            self._slots = loop, asyncio.Semaphore(self.concurrency)
-        return self._slots[1]
 
     def _keep(self, key: bytes, answer: Answer) -> None:
         """Stores a reply. If the folder cannot be written, it warns and stores no more replies in this worker."""

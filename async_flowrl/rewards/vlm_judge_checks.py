@@ -4,9 +4,9 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
-from urllib.parse import urlsplit
 
 from async_flowrl.config.messages import unknown_name
+from async_flowrl.rewards.endpoint import checked_urls
 from async_flowrl.rewards.vlm_judge_request import SCORE, TEMPLATES, TRANSCRIBE, placeholders_of
 
 ONE_BY_ONE, GROUP = "one_by_one", "group"
@@ -15,17 +15,13 @@ MAX_TOP_LOGPROBS = 20
 
 
 def urls_of(given: str | Sequence[str] | None) -> list[str]:
-    """Returns `base_url` as a list without trailing slashes, empty for None. Raises ValueError for a wrong URL."""
-    urls = [] if not given else [given] if isinstance(given, str) else list(given)
+    """Returns the URLs of chat completions below `base_url`, empty for None. Raises ValueError for a wrong URL."""
+    what = "the vlm_judge reward's base_url"
+    urls = checked_urls(what, given, "http://127.0.0.1:8000/v1", "api_key_env")
     for url in urls:
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ValueError(f"the vlm_judge reward's base_url must be like http://127.0.0.1:8000/v1, got {url!r}")
-        if parts.username or parts.password:
-            raise ValueError("the vlm_judge reward's base_url must hold no password: name its variable in api_key_env")
-        if parts.path.rstrip("/").endswith("/chat/completions"):
-            raise ValueError(f"the vlm_judge reward's base_url ends before /chat/completions, got {url!r}")
-    return [url.rstrip("/") for url in urls]
+        if url.endswith("/chat/completions"):
+            raise ValueError(f"{what} ends before /chat/completions, got {url!r}")
+    return [f"{url}/chat/completions" for url in urls]
 
 
 def check_mode(mode: str, images: str, after: str | None) -> None:

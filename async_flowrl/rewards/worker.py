@@ -4,7 +4,6 @@ import asyncio
 import threading
 from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import cast
@@ -14,7 +13,6 @@ import numpy as np
 from async_flowrl.config.sections.reward import RewardConfig, RewardTerm
 from async_flowrl.rewards.composite import CompositeReward
 from async_flowrl.rewards.held_out import HeldOutScores, build_held_out, score_held_out
-from async_flowrl.rewards.http_post import Seen, seen_by
 from async_flowrl.rewards.registry import attempts_of, build_reward
 from async_flowrl.rewards.served import Addresses, Connecting
 from async_flowrl.types import ByteArray, Prompt, Scores
@@ -42,7 +40,6 @@ class RewardWorker:
         evaluates_only = bool(held_out) and not config.terms
         self.reward = CompositeReward((), attempts_of(config)) if evaluates_only else build_reward(config)
         self.held_out = build_held_out(held_out)
-        self._seen: dict[str, Seen] = {}
         terms = (*self.reward.terms, *self.held_out)
         for term in terms:
             if folder is not None and hasattr(term.reward, "keep_in"):
@@ -59,8 +56,6 @@ class RewardWorker:
         for term in (*self.reward.terms, *self.held_out):
             if (address := servers.get(term.name)) is not None:
                 cast("Connecting", term.reward).connect(address.urls, address.token)
-                if (seen := seen_by(term.reward)) is not None:
-                    self._seen[term.name] = seen
 
     def score(self, prompt: Prompt, *images: ByteArray) -> Scores:
         """Returns the scores of one group by all terms.
@@ -73,19 +68,13 @@ class RewardWorker:
     def score_terms(self, only: Collection[str] | None, prompt: Prompt, *images: ByteArray) -> Scores:
         """Returns the scores like `score`, by the named terms only; None means all."""
         scoring = self.reward.attempt(prompt, _joined(images), self._executor, only=only)
-        scores = asyncio.run_coroutine_threadsafe(scoring, self._loop).result()
-        return replace(scores, served=self._served())
+        return asyncio.run_coroutine_threadsafe(scoring, self._loop).result()
 
     def score_held_out(self, names: Collection[str], prompt: Prompt, *images: ByteArray) -> HeldOutScores:
         """Returns the scores of one group by the named held-out terms; terms that fail are listed in the result."""
         group, attempts = _joined(images), self.reward.attempts
         scoring = score_held_out(self.held_out, names, prompt, group, self._executor, attempts=attempts)
-        scores = asyncio.run_coroutine_threadsafe(scoring, self._loop).result()
-        return replace(scores, served=self._served())
-
-    def _served(self) -> dict[str, dict[str, bool]]:
-        """Returns for each term with servers of the run: URL → whether it answered since the last call."""
-        return {name: seen.take() for name, seen in self._seen.items()}
+        return asyncio.run_coroutine_threadsafe(scoring, self._loop).result()
 
     def close(self) -> None:
         """Ends the event loop's thread. A reward that is still running is not waited for."""

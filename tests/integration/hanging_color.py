@@ -2,7 +2,6 @@
 
 import os
 import signal
-import time
 from pathlib import Path
 
 from async_flowrl.rewards.color import Color
@@ -15,13 +14,6 @@ def _turn() -> bool:
     left = int(file.read_text())
     file.write_text(str(max(0, left - 1)))
     return left > 0
-
-
-def stuck_color(images: ByteArray, prompt: Prompt) -> list[float]:
-    """The call never ends; the health path goes on answering."""
-    if _turn():
-        time.sleep(1e6)
-    return list(Color()(images, prompt))
 
 
 def stopped_color(images: ByteArray, prompt: Prompt) -> list[float]:

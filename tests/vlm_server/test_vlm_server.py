@@ -13,7 +13,7 @@ import httpx
 import numpy as np
 import pytest
 
-from async_flowrl.rewards.http_post import ServerError
+from async_flowrl.rewards.endpoint import ServerError
 from async_flowrl.rewards.vlm_judge import VLMJudge
 from async_flowrl.rewards.vlm_judge_request import png_url
 from async_flowrl.types import Prompt

@@ -29,9 +29,6 @@ class ServeConfig:
     hung_seconds: float = setting(120.0, above=0, infinite=True, changes=NOTHING)
     """Seconds without a 200 from its health path after which a server that was up counts as hung and is restarted. A
     server that cannot answer while it scores needs more than the time of its longest request, or .inf."""
-    hung_calls: int = setting(2, at_least=0, changes=NOTHING)
-    """Calls of reward workers in succession that may time out before the server counts as hung, whatever its health
-    path says; 0 = never."""
     environment: dict[str, str] = field(default_factory=dict, metadata=FREE)
     """Environment variables of the server; the run replaces {token} in them by the token that its requests carry."""
 

@@ -14,8 +14,8 @@ import pytest
 from omegaconf import OmegaConf
 
 from async_flowrl.config.compose import compose_config
+from async_flowrl.rewards.endpoint import ServerError
 from async_flowrl.rewards.http import HTTP
-from async_flowrl.rewards.http_post import ServerError
 from async_flowrl.rewards.registry import check_rewards, prompt_check
 from async_flowrl.rewards.served import command_of
 from async_flowrl.types import Prompt

@@ -14,7 +14,7 @@ import httpx
 import numpy as np
 import pytest
 
-from async_flowrl.rewards.http_post import ServerError
+from async_flowrl.rewards.endpoint import ServerError
 from tests.support.lying_server import LyingServer, answer, lying
 from tests.support.reward_server import served
 from tests.unit.rewards.http_calls import ask

@@ -27,4 +27,4 @@ def server() -> Iterator[ScriptedJudge]:
 @pytest.fixture
 def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing waits before it asks a server again."""
-    monkeypatch.setattr("async_flowrl.rewards.http_post.BACKOFF_SECONDS", 0.001)
+    monkeypatch.setattr("async_flowrl.rewards.endpoint.BACKOFF_SECONDS", 0.001)

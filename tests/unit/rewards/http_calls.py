@@ -17,8 +17,8 @@ def images(count: int = 2) -> ByteArray:
     return np.random.default_rng(0).integers(0, 256, (count, 8, 6, 3), dtype=np.uint8)
 
 
-def ask(server: LyingServer | str, count: int = 2, **options: Any) -> list[Any]:
-    url = server if isinstance(server, str) else server.url
+def ask(server: LyingServer | str | list[str], count: int = 2, **options: Any) -> list[Any]:
+    url = server.url if isinstance(server, LyingServer) else server
     return asyncio.run(call(HTTP(url, **{"retries": 1, "timeout": 5.0, **options}), count))
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from async_flowrl.config.sections.reward import RewardConfig, RewardTerm, ServeConfig
+from async_flowrl.rewards.endpoint import ServerError, retry_after
 from async_flowrl.rewards.http import HTTP
-from async_flowrl.rewards.http_post import ServerError, retry_after
 from async_flowrl.rewards.registry import build_reward, check_prompts, check_rewards, is_deterministic
 from async_flowrl.rewards.worker import RewardWorker
 from async_flowrl.types import Prompt
@@ -101,11 +101,14 @@ def test_retry_after_is_honoured() -> None:
     assert retry_after("soon", 0.0) is None and retry_after(None, 0.0) is None
 
 
-def test_a_stall_ends_at_the_timeout_and_is_not_tried_again() -> None:
+def test_a_stall_ends_at_the_timeout_and_the_next_server_is_asked() -> None:
     stalling = answer("200 OK", '{"version": 1STALL', length=1000)
-    with lying(stalling) as server, pytest.raises(ServerError, match=r"gave no answer within 0\.3 s"):
-        ask(server, timeout=0.3)
-    assert server.connections == 1
+    with lying(stalling) as hung, lying(scores(1, 2)) as other:
+        # The prompt's index is 3: it begins at server 1.
+        assert ask([other.url, hung.url], timeout=0.3, retries=1) == [1.0, 2.0]
+        assert (hung.connections, other.connections) == (1, 1)
+        with pytest.raises(ServerError, match=rf"{hung.url}.* gave no answer within 0\.3 s \(attempt 1, the last\)"):
+            ask(hung, timeout=0.3, retries=0)
 
 
 def test_the_deadline_bounds_all_attempts_and_says_what_went_wrong() -> None:
@@ -126,24 +129,6 @@ def test_several_servers_by_number_and_the_next_one_where_one_fails() -> None:
         # The prompt's index is 3: image 0 begins at server 1, image 1 at server 0. Then server 1 hangs up once.
         assert asyncio.run(twice()) == ([1.0, 0.0], [0.0, 0.0])
     assert (len(first.asked), len(second.asked)) == (3, 2)
-
-
-def test_after_a_stall_the_next_call_goes_to_another_server() -> None:
-    stalling = answer("200 OK", '{"version": 1STALL', length=1000)
-    with lying(stalling) as hung, lying(scores(1, 2)) as other:
-        reward = HTTP([other.url, hung.url], timeout=0.3)  # the prompt's index is 3: it begins at server 1
-
-        async def often() -> list[Any]:
-            with pytest.raises(ServerError, match=rf"{hung.url}.* gave no answer within 0\.3 s"):
-                await call(reward)
-            found = [await call(reward) for _ in range(3)]
-            reward.connect([other.url, hung.url], None)  # it has been started again
-            with pytest.raises(ServerError, match=hung.url):
-                await call(reward)
-            return found
-
-        assert asyncio.run(often()) == [[1.0, 2.0]] * 3
-    assert hung.connections == 2
 
 
 def test_prompts_without_the_target_that_a_server_needs_are_refused_at_the_start() -> None:

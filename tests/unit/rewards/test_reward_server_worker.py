@@ -233,17 +233,3 @@ def test_a_server_whose_health_path_is_silent_has_hung(
         (tmp_path / "ill").touch()
     assert re.match(r"it hung: http://127.0.0.1:\d+/health did not answer 200 for hung_seconds=0.4; ", worker.wait())
     assert not psutil.pid_exists(program.pid)
-
-
-def test_calls_that_time_out_in_a_row_tell_a_server_that_hangs() -> None:
-    """One answer among them, of whatever kind, is a sign of life, and so is that of another replica for that one."""
-    pool = Places(PoolSpec("server/x", "m:f", 2, arguments={"token": "t"}), [])
-    replicas = Replicas("x", ServeConfig(replicas=2, hung_calls=2), cast("WorkerGroup", pool), "reward.terms.x")
-    replicas.up(0, "http://127.0.0.1:8000")
-    replicas.up(1, "http://127.0.0.1:80001")
-    first, second = "http://127.0.0.1:8000/v1/score", "http://127.0.0.1:80001/v1/score"
-    assert replicas.heard({first: False, second: True}) == []
-    assert replicas.heard({first: True}) == []
-    assert replicas.heard({first: False}) == []
-    assert replicas.heard({}) == [], "a call that asked neither says nothing"
-    assert replicas.heard({first: False, second: False}) == [0]

@@ -12,9 +12,9 @@ from typing import Any
 import httpx
 import pytest
 
+from async_flowrl.rewards.endpoint import ServerError
 from async_flowrl.rewards.http import HTTP
 from async_flowrl.rewards.http_contract import Limits
-from async_flowrl.rewards.http_post import ServerError
 from async_flowrl.serve_rewards.app import build_app
 from async_flowrl.serve_rewards.scorer import Settings
 from async_flowrl.types import ByteArray, Prompt

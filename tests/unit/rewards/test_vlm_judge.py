@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from async_flowrl.config.sections.reward import RewardConfig, RewardTerm, ServeConfig
-from async_flowrl.rewards.http_post import ServerError
+from async_flowrl.rewards.endpoint import ServerError
 from async_flowrl.rewards.ocr import text_score
 from async_flowrl.rewards.registry import check_rewards, is_deterministic
 from async_flowrl.rewards.vlm_judge import VLMJudge
@@ -160,7 +160,7 @@ def test_a_server_that_the_run_starts_is_asked(server: ScriptedJudge) -> None:
     term = RewardTerm(name="vlm_judge", options=FAST, serve=serve)
     assert not check_rewards(RewardConfig(terms={"judge": term}))
     reward = VLMJudge(**FAST)  # type: ignore[arg-type]
-    with pytest.raises(ServerError, match="no judge to ask yet"):
+    with pytest.raises(ServerError, match="no server to ask yet"):
         ask(reward)
     reward.connect([server.url.removesuffix("/v1")], "t0ken")
     assert scores(reward) == [0.7]

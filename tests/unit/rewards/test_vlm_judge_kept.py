@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from async_flowrl.rewards.http_post import ServerError
+from async_flowrl.rewards.endpoint import ServerError
 from async_flowrl.types import Prompt
 from tests.support.scripted_judge import ScriptedJudge, completion
 from tests.unit.rewards.asked_judge import IMAGES, ask, by_pixel, judge, pixel, scores

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from async_flowrl.rewards.http_post import ServerError
+from async_flowrl.rewards.endpoint import ServerError
 from async_flowrl.rewards.ocr import text_score
 from async_flowrl.rewards.vlm_judge import VLMJudge
 from async_flowrl.rewards.vlm_judge_request import png_url

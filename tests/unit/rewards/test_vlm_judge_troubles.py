@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from async_flowrl.rewards.http_post import ServerError
+from async_flowrl.rewards.endpoint import ServerError
 from async_flowrl.rewards.vlm_judge import VLMJudge
 from tests.support.scripted_judge import Request, ScriptedJudge, completion, http, scripted_judge
 from tests.unit.rewards.asked_judge import FAST, IMAGES, ask, by_pixel, judge, scores

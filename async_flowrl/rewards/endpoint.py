@@ -1,0 +1,224 @@
+"""The servers of one reward: POST requests with time limits, size limits, retries and a token.
+
+A request is repeated, at the next URL, after a failed connection, a timeout, or the status 408, 429 or 5xx. Any other
+status and an unusable reply are raised at once as a ServerError. The rewards `http` and `vlm_judge` have an `Endpoint`.
+"""
+
+import asyncio
+import email.utils
+import logging
+import os
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+from urllib.parse import urlsplit
+
+import httpx
+import tenacity
+
+from async_flowrl.rewards.http_contract import ContractError, shown
+
+T = TypeVar("T")
+
+BACKOFF_SECONDS, MAX_BACKOFF_SECONDS = 0.25, 30.0
+"""Seconds before the first retry, doubled for each further one, and the longest such pause."""
+PASSING = (408, 429)
+"""Statuses below 500 after which the request is repeated."""
+
+_clients: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, httpx.AsyncClient] = weakref.WeakKeyDictionary()
+
+
+class ServerError(RuntimeError):
+    """Raised if a server cannot be reached, refuses the request, or gives no usable reply."""
+
+
+class PassingError(ServerError):
+    """A failure that a retry may overcome; `pause` is the wait in seconds that the server asks for, or None."""
+
+    def __init__(self, message: str, pause: float | None = None) -> None:
+        super().__init__(message)
+        self.pause = pause
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Limits of a request.
+
+    `timeout` is in seconds per attempt, `deadline` in seconds for all attempts with their pauses; `reply_bytes` is the
+    largest reply, and `concurrency` the largest number of requests at a time.
+    """
+
+    timeout: float
+    deadline: float
+    retries: int
+    reply_bytes: int
+    concurrency: int
+
+
+class Endpoint:
+    """The servers that one reward asks; requests are spread over their URLs."""
+
+    def __init__(self, urls: Sequence[str], bounds: Bounds, token_option: str, token_variable: str | None) -> None:
+        """`token_variable` is the environment variable with the token, None for none; `token_option` is its option."""
+        self.urls, self._bounds, self._token = list(urls), bounds, ""
+        self._option, self._variable = token_option, token_variable
+        self._slots: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
+
+    def connect(self, urls: Sequence[str], token: str | None) -> None:
+        """Replaces the URLs and the token by those of servers that the run has started."""
+        self.urls, self._token = list(urls), token or ""
+
+    async def post(self, body: bytes, content_type: str, first: int, read: Callable[[bytes], T]) -> T:
+        """Sends `body` and returns what `read` makes of the reply.
+
+        Attempt n goes to URL `first` + n, modulo the number of URLs. `read` raises ContractError for an unusable reply.
+        Raises ServerError, which names the URL and hides the token, if no attempt succeeded.
+        """
+        if not self.urls:
+            raise ServerError("there is no server to ask yet: the options name none, and no server of the run is up")
+        token = self._token or self._from_environment()
+        headers = {"Content-Type": content_type} | ({"Authorization": f"Bearer {token}"} if token else {})
+        try:
+            async with self._open():
+                return await self._attempts(body, headers, first, read)
+        except ServerError as error:
+            if token and token in str(error):
+                raise ServerError(str(error).replace(token, "***")) from None
+            raise
+
+    async def _attempts(self, body: bytes, headers: dict[str, str], first: int, read: Callable[[bytes], T]) -> T:
+        attempts, said, url = _attempts(self._bounds), "", ""
+
+        async def attempt() -> T:
+            nonlocal said, url
+            url = self.urls[(first + attempts.statistics["attempt_number"] - 1) % len(self.urls)]
+            try:
+                return read(await _once(url, body, headers, self._bounds))
+            except ContractError as error:
+                raise ServerError(f"{url}: {error}") from error
+            except PassingError as error:
+                said = f"; the last attempt ended with: {error}"
+                raise
+
+        try:
+            async with asyncio.timeout(self._bounds.deadline):
+                return await attempts(attempt)
+        except TimeoutError:
+            seconds = f"{self._bounds.deadline:g}"
+            raise ServerError(f"{url} gave no score within the deadline of {seconds} s{said}") from None
+        except PassingError as error:
+            raise ServerError(f"{error} (attempt {attempts.statistics['attempt_number']}, the last)") from error
+
+    def _from_environment(self) -> str:
+        if self._variable is None:
+            return ""
+        token = os.environ.get(self._variable, "").strip()
+        if not token:
+            raise ServerError(f"{self._option}={self._variable}: the reward worker's process has no such variable")
+        return token
+
+    def _open(self) -> asyncio.Semaphore:
+        """Returns the semaphore that limits concurrent requests; each event loop needs its own."""
+        loop = asyncio.get_running_loop()
+        if self._slots is None or self._slots[0] is not loop:
+            self._slots = loop, asyncio.Semaphore(self._bounds.concurrency)
+        return self._slots[1]
+
+
+def checked_urls(what: str, given: str | Sequence[str] | None, example: str, token_option: str) -> list[str]:
+    """Returns one URL or several as a list without trailing slashes, empty for None.
+
+    Raises ValueError, which begins with `what`, for something else than a URL like `example`, or with a password.
+    """
+    urls = [] if not given else [given] if isinstance(given, str) else list(given)
+    for url in urls:
+        parts = urlsplit(url) if isinstance(url, str) else None
+        if parts is None or parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ValueError(f"{what} must be like {example}, got {url!r}")
+        if parts.username or parts.password:
+            raise ValueError(f"{what} must hold no password: name the token's variable in {token_option}")
+    return [url.rstrip("/") for url in urls]
+
+
+async def _once(url: str, body: bytes, headers: dict[str, str], bounds: Bounds) -> bytes:
+    """Returns the body of a reply of status 200. Raises PassingError if a retry makes sense, else ServerError."""
+    try:
+        async with asyncio.timeout(bounds.timeout):
+            async with client().stream("POST", url, content=body, headers=headers) as response:
+                content = await _bounded(response, url, bounds.reply_bytes)
+    except TimeoutError:
+        raise PassingError(f"{url} gave no answer within {bounds.timeout:g} s") from None
+    except httpx.TransportError as error:
+        raise PassingError(f"{url}: {type(error).__name__}: {error}") from error
+    except httpx.InvalidURL as error:
+        raise ServerError(f"{url} is no URL: {error}") from error
+    status = response.status_code
+    if status == 200:
+        return content
+    if 300 <= status < 400:
+        where = response.headers.get("location", "nowhere")
+        raise ServerError(f"{url} answered {status}, a redirect to {where[:200]!r}; redirects are not followed")
+    refused = f"{url} answered {status} {response.reason_phrase}: {shown(content)}"
+    if status not in PASSING and status < 500:
+        raise ServerError(refused)
+    pause = retry_after(response.headers.get("retry-after"), time.time())
+    if pause is not None and pause >= bounds.deadline:
+        raise ServerError(f"{refused}; it asks to wait {pause:g} s, longer than the deadline of {bounds.deadline:g} s")
+    raise PassingError(refused, pause)
+
+
+async def _bounded(response: httpx.Response, url: str, limit: int) -> bytes:
+    """Returns the whole body. Raises ServerError if it is longer than `limit` bytes, or compressed unasked."""
+    if (encoding := response.headers.get("content-encoding", "identity")) != "identity":
+        raise ServerError(f"{url} answered in the encoding {encoding[:40]!r}, which was not asked for")
+    content = bytearray()
+    async for chunk in response.aiter_raw():
+        content += chunk
+        if len(content) > limit:
+            raise ServerError(f"{url} answered with more than {limit} bytes")
+    return bytes(content)
+
+
+def client() -> httpx.AsyncClient:
+    """Returns the HTTP client of the running event loop, which all terms of a worker share."""
+    loop = asyncio.get_running_loop()
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # httpx logs every request at INFO
+    if (known := _clients.get(loop)) is None:
+        known = _clients[loop] = httpx.AsyncClient(
+            timeout=None,
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
+            headers={"Accept-Encoding": "identity", "User-Agent": "async-flowrl"},
+            follow_redirects=False,
+            trust_env=False,
+        )
+    return known
+
+
+def retry_after(header: str | None, now: float) -> float | None:
+    """Returns the seconds of a Retry-After header (RFC 9110), a number or a date; None if it is unusable."""
+    if header is None:
+        return None
+    if header.strip().isdecimal():
+        return float(header)
+    try:
+        return max(0.0, email.utils.parsedate_to_datetime(header).timestamp() - now)
+    except ValueError:
+        return None
+
+
+def _attempts(bounds: Bounds) -> tenacity.AsyncRetrying:
+    growing = tenacity.wait_exponential(multiplier=BACKOFF_SECONDS, max=MAX_BACKOFF_SECONDS)
+
+    def pause(state: tenacity.RetryCallState) -> float:
+        failed = state.outcome.exception() if state.outcome else None
+        asked = failed.pause if isinstance(failed, PassingError) else None
+        return growing(state) if asked is None else asked
+
+    return tenacity.AsyncRetrying(
+        retry=tenacity.retry_if_exception_type(PassingError),
+        stop=tenacity.stop_after_attempt(bounds.retries + 1),
+        wait=pause,
+        reraise=True,
+    )
