@@ -1,9 +1,7 @@
-"""Comparison of training: a LoRA after export and import, and the log-probabilities that the trainer recomputes.
-
-The imported LoRA runs in diffusers' own ("stock") pipeline.
-"""
+"""Training as `compare` needs it: a LoRA with random weights, its export, and log-probabilities computed twice."""
 
 import tempfile
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,16 +11,12 @@ from torch import Tensor
 
 from async_flowrl.algorithms.base import Algorithm
 from async_flowrl.algorithms.registry import build_algorithm
-from async_flowrl.check_model.denoising import denoised
-from async_flowrl.check_model.embeddings import Branches
-from async_flowrl.check_model.rows import Row, Tolerance, gap
-from async_flowrl.check_model.stock import IMAGES, record
+from async_flowrl.check_model.rows import IMAGES
 from async_flowrl.config.schema import Config
 from async_flowrl.config.sections.tune import LoraConfig
-from async_flowrl.generate import Settings
 from async_flowrl.policies import lora_file
 from async_flowrl.policies.base import Policy
-from async_flowrl.policies.lora import add_lora, lora_parameters, reference_mode
+from async_flowrl.policies.lora import add_lora, lora_parameters
 from async_flowrl.policies.lora_apply import apply_lora
 from async_flowrl.rollout.diffusers_engine import DiffusersEngine
 from async_flowrl.seeds import derive, generator
@@ -30,7 +24,6 @@ from async_flowrl.training.messages import GroupMeta
 from async_flowrl.training.micro_batches import Group
 from async_flowrl.types import TRAIN, Prompt, RolloutRequest, Sampling
 
-LORA, REPLAY = "LoRA round trip", "replayed log-probs"
 _CONFIG = LoraConfig(rank=4, alpha=10.0)
 """Alpha differs from the rank, so that a scale lost during export is noticed."""
 _STRENGTH = 0.05
@@ -46,46 +39,20 @@ def adapt(policy: Policy) -> None:
                 parameter.copy_(_STRENGTH * drawn)
 
 
-def compare_lora(
-    policy: Policy,
-    pipeline: Any,
-    branches: Branches,
-    settings: Settings,
-    prompt: str,
-    start: Tensor,
-    allowed: Tolerance,
-) -> Row:
-    """Compares the policy with its LoRA to the stock pipeline with the exported file; removes the policy's LoRA."""
-    bare = denoised_without(policy, branches, start, settings.sampling)
-    ours = denoised(policy, branches, start, settings.sampling)[-1]
+def move_to_pipeline(policy: Policy, pipeline: Any) -> None:
+    """Exports the policy's LoRA to a file and loads that into the pipeline, whose network is the policy's."""
     tensors = {name: parameter.detach().cpu() for name, parameter in lora_parameters(policy.transformer).items()}
     pipeline.unload_lora_weights()
     with tempfile.TemporaryDirectory() as work:
         lora_file.save(Path(work), tensors, alpha=_CONFIG.alpha)
         apply_lora(pipeline, Path(work))
-    theirs = record(pipeline, settings, prompt, start).after[-1]
-    distance, moved = gap(ours, theirs), gap(ours, bare)
-    if moved.relative <= allowed.relative:
-        return Row(
-            LORA, False, moved.difference, moved.relative, "the adapter changes nothing: is it on a dead branch?"
-        )
-    said = f"it moves the latents by {moved.difference:.2g}" if distance.relative <= allowed.relative else _LOST
-    return Row(LORA, distance.relative <= allowed.relative, distance.difference, distance.relative, said)
 
 
-_LOST = "the stock pipeline with the exported LoRA makes other latents: layers that it does not adapt, or another scale"
-
-
-def denoised_without(policy: Policy, branches: Branches, start: Tensor, sampling: Sampling) -> Tensor:
-    """Final latents with the LoRA switched off."""
-    with reference_mode(policy.transformer):
-        return denoised(policy, branches, start, sampling)[-1]
-
-
-def compare_replay(policy: Policy, branches: Branches, sampling: Sampling, prompt: str, allowed: Tolerance) -> Row:
-    """Compares log-probabilities of a noisy rollout to the trainer's, which takes all steps in one micro-batch."""
+def log_probs(
+    policy: Policy, negative: Mapping[str, Tensor] | None, sampling: Sampling, prompt: str, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Returns the log-probabilities that the trainer computes, all steps in one micro-batch, and a noisy rollout's."""
     noisy = replace(sampling, sde_type="sde", noise_level=0.7)
-    device = next(iter(branches.positive.values())).device
     trajectory = DiffusersEngine(policy, device=device).generate(_request(noisy, prompt)).trajectory
     if trajectory is None:
         raise ValueError("the rollout recorded no trajectory")
@@ -94,13 +61,9 @@ def compare_replay(policy: Policy, branches: Branches, sampling: Sampling, promp
     (batch,) = group.micro_batches(algorithm.records, 0, samples=IMAGES, steps=steps)
 
     def velocity(latents: Tensor, sigma: Tensor) -> Tensor:
-        return policy.velocity(latents, sigma, group.conditioning, branches.negative, noisy)
+        return policy.velocity(latents, sigma, group.conditioning, negative, noisy)
 
-    log_prob = algorithm.predict(batch, velocity)["log_prob"]
-    measured = gap(log_prob, batch.rollout_log_prob)
-    holds = measured.difference <= allowed.nats
-    said = "" if holds else "rows at different noise levels in one batch give other velocities than one level at a time"
-    return Row(REPLAY, holds, measured.difference, measured.relative, said)
+    return algorithm.predict(batch, velocity)["log_prob"], batch.rollout_log_prob
 
 
 def _algorithm(noisy: Sampling) -> Algorithm:

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from async_flowrl.check_model.command import main
-from async_flowrl.check_model.compare import STEPS
+from async_flowrl.check_model.__main__ import main
+from async_flowrl.check_model.rows import STEPS
 from async_flowrl.config.compose import compose_config
 from async_flowrl.policies.registry import resolve_model
 from async_flowrl.run.job import run
@@ -72,28 +72,27 @@ def test_a_shipped_family_is_its_stock_pipeline(name: str, capsys: pytest.Captur
         (
             "def _encode_one(self, text):\n    return super()._encode_one(text + '!')",
             "prompt embeddings",
-            "encode_prompt with prompt='a red apple on a wooden table' where the family has 'a red apple on a wooden "
-            "table!'",
+            "pooled_projections differs by ",
         ),
         (
             "def sigmas(self, steps, resolution):\n    return super().sigmas(steps, resolution) ** 1.1",
             "schedule",
-            "sigmas[2] is 0.5724, the stock pipeline's 0.6022",
+            "by 0.013 at number 1: _set_schedule",
         ),
         (
             "def _network(self, *given):\n    return -super()._network(*given)",
             "velocity",
-            "-1 times the stock pipeline's; velocity is eps - x0, does the network predict x0 - eps?",
+            "at number 0: _network or _guide is not what",
         ),
         (
             "def _network(self, latents, sigma, *rest):\n    return super()._network(latents, sigma / 1000, *rest)",
             "velocity",
-            "the network is given timestep=1, by the stock pipeline 1000",
+            "the unit of time",
         ),
         (
             "def _guide(self, conditional, unconditional, scale):\n    return conditional",
             "velocity",
-            "_network or _guide is not what the stock pipeline does",
+            "_network or _guide",
         ),
         (
             "def _unpacked(self, pipeline, latents, resolution):\n    return latents.flip(-1)",
@@ -130,7 +129,7 @@ def test_an_instruction_that_the_stock_pipeline_adds_is_named(capsys: pytest.Cap
     capsys.readouterr()
     assert main([*SANA, "--family", "tests.support.sana:BareFamily"]) == 1
     assert "prompt embeddings is the first step that differs: " in (printed := capsys.readouterr().out)
-    assert "encode_prompt with complex_human_instruction=['Given a user prompt" in printed.replace('"', "'")
+    assert "encoder_hidden_states differs by " in printed and "an instruction" in printed
 
 
 def test_another_solver_of_the_stock_pipeline_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -145,7 +144,7 @@ def test_another_solver_of_the_stock_pipeline_is_named(tmp_path: Path, capsys: p
     pipeline.save_pretrained(tmp_path / "published")
     assert main([str(tmp_path / "published"), *SANA[3:], "--resolution", "32"]) == 1
     last = capsys.readouterr().out.splitlines()[-1]
-    assert last.startswith("schedule is the first step that differs: sigmas[2] is ")
+    assert last.startswith("schedule is the first step that differs: by ")
     assert "the stock pipeline steps with DPMSolverMultistepScheduler, a run steps as FlowMatchEuler" in last
 
 
