@@ -29,7 +29,6 @@ DRIVER_SHARE_OF_PATIENCE = 0.6
 left for an orderly end."""
 FEWEST_FAILURES = 4
 """Number of attempts in a row that must fail before a head counts as out of reach."""
-_POLL_SECONDS = 2.0
 FENCE_SHARE_OF_PATIENCE = 0.8
 """A worker ends itself when the head has been out of reach for this part of Ray's patience (`ray_patience`). The part
 is larger than the driver's, so that the driver ends the run first and says why."""
@@ -59,38 +58,34 @@ def ray_patience() -> float:
 
 async def watch_head() -> NoReturn:
     """Watches the head of this process's cluster; raises HeadLost after `patience()` seconds without an answer."""
-    address: str = ray.get_runtime_context().gcs_address
-    host, _, port = address.rpartition(":")
-    await watch_address(host.strip("[]"), int(port), patience())
+    await watch_address(*head(), patience())
 
 
 async def watch_address(host: str, port: int, seconds: float) -> NoReturn:
-    """Connects to the address again and again; raises HeadLost when this has failed for `seconds`.
+    """Raises HeadLost when the address has been out of reach for `seconds` (see `keep_in_touch`)."""
+    loop, stopped = asyncio.get_running_loop(), threading.Event()
+    lost = asyncio.Event()
+    reasons: list[str] = []
 
-    The seconds count from the first of the failed attempts, and at least FEWEST_FAILURES attempts must fail in a row:
-    otherwise a process that was itself stopped for a while would give up after its first attempt. Attempts are short,
-    because TCP repeats its requests after longer and longer pauses, so one long attempt could miss a network that is
-    back.
-    """
-    loop = asyncio.get_running_loop()
-    failures, failing_since = 0, 0.0
-    while True:
-        began = loop.time()
-        try:
-            async with asyncio.timeout(seconds / 6):
-                _, writer = await asyncio.open_connection(host, port)
-            writer.close()
-            failures = 0
-        except OSError as error:  # a TimeoutError is one
-            failing_since = failing_since if failures else began
-            failures += 1
-            if failures >= FEWEST_FAILURES and loop.time() - failing_since >= seconds:
-                why = str(error) or "no answer"
-                raise HeadLost(
-                    f"Ray's head node {host}:{port} was out of reach for {seconds:g} s ({why}), and with it goes the "
-                    "cluster: start Ray again, then go on with resume=auto"
-                ) from error
-        await asyncio.sleep(min(_POLL_SECONDS, seconds / 4))
+    def give_up(why: str) -> None:
+        reasons.append(why)
+        with suppress(RuntimeError):  # The loop has ended meanwhile.
+            loop.call_soon_threadsafe(lost.set)
+
+    threading.Thread(
+        target=keep_in_touch, args=(host, port, seconds, give_up, stopped), name="head", daemon=True
+    ).start()
+    try:
+        await lost.wait()
+    finally:
+        stopped.set()
+    raise HeadLost(f"{reasons[0]}, and with it goes the cluster: start Ray again, then go on with resume=auto")
+
+
+def head() -> tuple[str, int]:
+    """Returns host and port of the head of this process's cluster."""
+    host, _, port = ray.get_runtime_context().gcs_address.rpartition(":")
+    return host.strip("[]"), int(port)
 
 
 def settle_in(fenced: bool) -> str:
@@ -99,17 +94,17 @@ def settle_in(fenced: bool) -> str:
     With `fenced`, it also starts the thread that ends this process when the cluster's head cannot be reached.
     """
     if fenced:
-        host, _, port = ray.get_runtime_context().gcs_address.rpartition(":")
         seconds = FENCE_SHARE_OF_PATIENCE * ray_patience()
-        watch = threading.Thread(
-            target=keep_in_touch, args=(host.strip("[]"), int(port), seconds, end), name="fence", daemon=True
-        )
-        watch.start()
+        threading.Thread(target=keep_in_touch, args=(*head(), seconds, end_itself), name="fence", daemon=True).start()
     return node_address()
 
 
-def keep_in_touch(host: str, port: int, seconds: float, give_up: Callable[[str], None]) -> None:
+def keep_in_touch(
+    host: str, port: int, seconds: float, give_up: Callable[[str], None], stopped: threading.Event | None = None
+) -> None:
     """Connects to the address again and again; when this has failed for `seconds`, it calls `give_up` and returns.
+
+    It also returns, soon, once `stopped` is set.
 
     The seconds count from the first of the failed attempts, and at least FEWEST_FAILURES attempts must fail in a row:
     otherwise a process that was itself stopped for a while would give up after its first attempt. Attempts are short,
@@ -117,7 +112,7 @@ def keep_in_touch(host: str, port: int, seconds: float, give_up: Callable[[str],
     back.
     """
     failures, failing_since = 0, 0.0
-    while True:
+    while stopped is None or not stopped.is_set():
         began = time.monotonic()
         why = unreachable(host, port, ATTEMPT * seconds)
         if why is None:
@@ -126,7 +121,7 @@ def keep_in_touch(host: str, port: int, seconds: float, give_up: Callable[[str],
             failing_since = failing_since if failures else began
             failures += 1
             if failures >= FEWEST_FAILURES and time.monotonic() - failing_since >= seconds:
-                give_up(f"Ray's head {host}:{port} was out of reach for {seconds:g} s ({why}): this worker ends itself")
+                give_up(f"Ray's head {host}:{port} was out of reach for {seconds:g} s ({why})")
                 return
         time.sleep(PAUSE * seconds)
 
@@ -138,6 +133,10 @@ def unreachable(host: str, port: int, seconds: float) -> str | None:
     except OSError as error:
         return str(error) or type(error).__name__
     return None
+
+
+def end_itself(why: str) -> None:
+    end(f"{why}: this worker ends itself")
 
 
 def end(why: str) -> None:

@@ -49,13 +49,7 @@ from separation.processes import (
     kill_trees,
     sigterm_ours_alone,
 )
-from separation.ray_internals import (
-    MODE,
-    free_by_node,
-    job_config,
-    keep_terminal_clear,
-    use_token_where_it_is_asked_for,
-)
+from separation.ray_internals import free_by_node, job_config, keep_terminal_clear
 from separation.ray_pool import START_SECONDS, RayGroup, RayGrowth, ReservedSeat, Seats
 from separation.supervise import together
 
@@ -68,6 +62,8 @@ _REACH_SECONDS = 20.0
 ONE_NODE_SECONDS = 20.0
 """Time for which a process group waits for the one node that had room for it; then it takes several nodes."""
 _POLL_SECONDS = 0.02
+MODE = "RAY_AUTH_MODE"
+"""Environment variable with Ray's mode of authentication."""
 
 
 class RayConnection:
@@ -157,7 +153,6 @@ def join(address: str, **options: Any) -> None:
     Raises ResourcesMissing if nothing answers at the address or the cluster asks for another token.
     """
     check_reachable(os.environ.get("RAY_ADDRESS", address) if address == "auto" else address)
-    use_token_where_it_is_asked_for(address)
     try:
         ray.init(address, **options)
     except Exception as error:

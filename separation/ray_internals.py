@@ -1,10 +1,9 @@
 """What this project reads from Ray's private modules, all of it here; tested with Ray 2.50 and 2.60.
 
-Drain notices, free resources by node, the GPUs of this machine, the import path of workers, and the cluster's token.
+Drain notices, free resources by node, the GPUs of this machine, and the import path of workers.
 """
 
 import json
-import logging
 import math
 import os
 import time
@@ -16,13 +15,9 @@ from ray._private import worker as driver
 from ray._private.accelerators import get_accelerator_manager_for_resource
 from ray._private.ray_constants import RESOURCES_ENVIRONMENT_VARIABLE
 from ray._private.state import available_resources_per_node, state
-from ray.exceptions import RayError
 from ray.job_config import JobConfig
 
 from separation.placement import Resources
-
-MODE = "RAY_AUTH_MODE"
-"""Environment variable with Ray's mode of authentication."""
 
 
 def draining() -> dict[str, float]:
@@ -67,30 +62,3 @@ def job_config(folders: Sequence[str]) -> JobConfig:
 def keep_terminal_clear() -> None:
     """Makes Ray print no messages on dead workers into this process's terminal display; `log_to_driver` leaves them."""
     driver._worker_logs_enabled = False
-
-
-def use_token_where_it_is_asked_for(address: str) -> None:
-    """Makes Ray send the token of `~/.ray/auth_token` if the cluster's head asks for one.
-
-    `ray.init` sends the token only if RAY_AUTH_MODE says so. A head that asks for no token ends the workers of a
-    process that sends one. Therefore the head is first asked without a token, and only if it refuses is the token used.
-    Does nothing with a version of Ray that has no tokens.
-    """
-    if MODE in os.environ or address.startswith("ray://"):
-        return
-    try:
-        from ray._private import services
-        from ray._private.authentication import authentication_token_setup as setup
-        from ray._raylet import GcsClient  # type: ignore[attr-defined]
-        from ray.exceptions import AuthenticationError
-    except ImportError:
-        return
-    try:
-        if (head := services.canonicalize_bootstrap_address(address)) is not None:
-            GcsClient(address=head).internal_kv_keys(b"nothing", namespace=None)
-    except AuthenticationError:
-        logging.getLogger(setup.__name__).setLevel(logging.ERROR)
-        # The name in Ray 2.60. Older versions with tokens do not find the token file by themselves and lack it.
-        getattr(setup, "maybe_enable_token_auth_if_token_available", lambda: False)()
-    except (RayError, ConnectionError):
-        return  # `ray.init` fails in the same way, and the caller reports it.

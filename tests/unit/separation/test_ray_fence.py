@@ -48,7 +48,7 @@ def test_failures_count_from_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(head_watchdog, "time", SimpleNamespace(monotonic=lambda: clock[0], sleep=sleep))
     keep_in_touch("head", 1, 32.0, said.append)
     assert asked == [0.0, *range(1000, 1039, 2)]
-    assert said == ["Ray's head head:1 was out of reach for 32 s (refused): this worker ends itself"]
+    assert said == ["Ray's head head:1 was out of reach for 32 s (refused)"]
 
 
 def test_a_silent_head_is_asked_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
