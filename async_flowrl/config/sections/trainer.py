@@ -24,11 +24,10 @@ class TrainerConfig:
     shard: str = setting("auto", choices=("auto", "none", "full", "hybrid"), changes=NOTHING)
     """How several ranks hold the frozen base, with tune=full the trained weights and their optimizer. full: each holds
     a share (FSDP2), and blocks are gathered one by one; with tune=full the ranks add up their gradients as floats, so
-    the weights depend on num_workers then (docs/guarantees.md). none: each holds all of it, so nothing is gathered, and
-    a rank that dies costs only its share of one step. hybrid, not with tune=full: each set of shard_size ranks holds it
-    once, and ends together. auto: none on CPUs, with placement=shared, and if the planned memory of a trainer rank,
-    activations included, takes at most 90 % of its GPU; otherwise hybrid over the ranks of a node if workers_per_node
-    is above 1, else full. The start and `plan --memory` say which."""
+    the weights depend on num_workers then (docs/guarantees.md). none: each holds all of it, so nothing is gathered.
+    hybrid, not with tune=full: each set of shard_size ranks holds it once. auto: none on CPUs, with placement=shared,
+    and if the planned memory of a trainer rank, activations included, takes at most 90 % of its GPU; otherwise hybrid
+    over the ranks of a node if workers_per_node is above 1, else full. The start and `plan --memory` say which."""
     shard_size: int | None = setting(None, at_least=1, changes=NOTHING)
     """Ranks that share one copy of the base with shard=hybrid, e.g. those of a node; must divide num_workers."""
     micro_batch_size: int = setting(16, at_least=1, changes=ROUNDING)
