@@ -3,24 +3,25 @@
 `job_of` loads the model, `compare` makes the rows. docs/extending/model.md says what each step compares.
 """
 
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from async_flowrl.algorithms import sde
-from async_flowrl.check_model import training
 from async_flowrl.check_model.rows import (
+    BATCH,
     CAUSES,
     DECODE,
     EMBEDDINGS,
     IMAGES,
     LATENTS,
     LORA,
-    REPLAY,
     SCHEDULE,
     TOLERANCES,
     VELOCITY,
@@ -31,9 +32,13 @@ from async_flowrl.check_model.rows import (
 )
 from async_flowrl.check_model.stock import Inputs, Stock, record, watched
 from async_flowrl.config.messages import in_one_line
+from async_flowrl.config.sections.tune import LoraConfig
 from async_flowrl.generate import Settings, open_pipeline
+from async_flowrl.policies import lora_file
 from async_flowrl.policies.base import Policy
 from async_flowrl.policies.checked import in_diffusers, pipeline_class
+from async_flowrl.policies.lora import add_lora, lora_parameters
+from async_flowrl.policies.lora_apply import apply_lora
 from async_flowrl.policies.registry import DTYPES, ResolvedModel, load_family, resolve_model
 from async_flowrl.seeds import derive, generator
 from async_flowrl.types import Sampling
@@ -43,6 +48,9 @@ Branch = Mapping[str, Tensor]
 """Text inputs of the network for one prompt, by name."""
 LEAST_STEPS = 2
 """Fewest denoising steps; with a single one no step has noise."""
+LORA_CONFIG = LoraConfig(rank=4, alpha=10.0)
+"""Alpha differs from the rank, so that a scale lost during export is noticed."""
+LORA_STRENGTH = 0.05
 EULER = "FlowMatchEulerDiscreteScheduler"
 
 
@@ -130,6 +138,13 @@ def _steps(job: Job, stock: Stock, branches: Sequence[Branch]) -> Iterator[tuple
             latents.append(x)
         return latents
 
+    def in_one_batch() -> tuple[Tensor, Tensor]:
+        """Returns the velocities of all steps computed at once, and those of one step after the other."""
+        count, steps = len(stock.before[0]), list(zip(stock.before, stock.sigmas, strict=False))
+        sigmas = stock.sigmas[: len(steps)].repeat_interleave(count).to(job.device)
+        at_once = policy.velocity(torch.cat(stock.before), sigmas, positive, negative, sampling)
+        return at_once, torch.cat([velocity(x, sigma) for x, sigma in steps])
+
     yield EMBEDDINGS, lambda: _embeddings(job, stock, branches)
     yield SCHEDULE, lambda: _schedule(job, stock)
     made = zip(stock.before, stock.sigmas, stock.velocities, strict=False)
@@ -143,26 +158,19 @@ def _steps(job: Job, stock: Stock, branches: Sequence[Branch]) -> Iterator[tuple
             DECODE, [(policy.decode(stock.after[-1], resolution).cpu(), images)], absolute=job.allowed.levels
         ),
     )
-    replayed: list[Row] = []
-
-    def replay() -> Row:
-        pair = training.log_probs(policy, negative, sampling, job.prompt, job.device)
-        return row_of(REPLAY, [pair], absolute=job.allowed.nats)
+    yield BATCH, lambda: row_of(BATCH, [in_one_batch()], relative=relative)
 
     def round_trip() -> Row:
         bare = denoised()[-1]
-        training.adapt(policy)
-        with torch.enable_grad():  # as in training
-            replayed.append(_tried(REPLAY, replay))
+        _adapt(policy)
         adapted = denoised()[-1]
         if gap(adapted, bare)[1] <= relative:
             return Row(LORA, False, said="the adapter changes nothing: is it on a branch whose output is dropped?")
-        training.move_to_pipeline(policy, job.pipeline)
+        _move_to_pipeline(policy, job.pipeline)
         theirs = record(job.pipeline, job.settings, job.prompt, job.start()).after[-1]
         return row_of(LORA, [(adapted, theirs)], relative=relative)
 
     yield LORA, round_trip
-    yield REPLAY, lambda: replayed[0] if replayed else Row(REPLAY, False, said="the LoRA could not be added")
 
 
 def _tried(step: str, make: Callable[[], T]) -> T | Row:
@@ -240,3 +248,22 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 def _is_latents_or_time(name: str) -> bool:
     return name in ("hidden_states", "x", "sample", "latents", "t", "sigma", "sigmas") or "timestep" in name
+
+
+def _adapt(policy: Policy) -> None:
+    """Adds a LoRA with random weights to the policy's network, so that it changes the output."""
+    add_lora(policy.transformer, LORA_CONFIG, policy, seed=0)
+    with torch.no_grad():
+        for name, parameter in lora_parameters(policy.transformer).items():
+            if ".lora_B." in name:
+                drawn = torch.randn(parameter.shape, generator=generator(derive(1, name)))
+                parameter.copy_(LORA_STRENGTH * drawn)
+
+
+def _move_to_pipeline(policy: Policy, pipeline: Any) -> None:
+    """Exports the policy's LoRA to a file and loads that into the pipeline, whose network is the policy's."""
+    tensors = {name: parameter.detach().cpu() for name, parameter in lora_parameters(policy.transformer).items()}
+    pipeline.unload_lora_weights()
+    with tempfile.TemporaryDirectory() as work:
+        lora_file.save(Path(work), tensors, alpha=LORA_CONFIG.alpha)
+        apply_lora(pipeline, Path(work))

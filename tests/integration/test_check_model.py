@@ -103,7 +103,7 @@ def test_a_shipped_family_is_its_stock_pipeline(name: str, capsys: pytest.Captur
         (
             "def velocity(self, latents, sigma, *rest):\n"
             "    return super().velocity(latents, sigma[:1].expand(len(sigma)), *rest)",
-            "replayed log-probs",
+            "noise levels in one batch",
             "rows at different noise levels",
         ),
         (
