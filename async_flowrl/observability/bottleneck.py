@@ -1,10 +1,8 @@
 """Diagnosis of a run from its events: one sentence that names the bottleneck and what would make the run shorter."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
-from async_flowrl.config.schema import Config
 from async_flowrl.config.shared import SHARED
-from async_flowrl.config.shared_advice import sharing_refusal
 from async_flowrl.observability.events import Event, step_window
 from async_flowrl.observability.intervals import Interval, intersect, length
 from async_flowrl.observability.ledger import STATES, pool_of
@@ -15,27 +13,11 @@ from async_flowrl.observability.timeline import Track
 
 MIN_LOST_SHARE = 0.1
 """Smallest share of its time that a pool must lose in one state before the loss is mentioned."""
-MAX_SPLIT_SHARE = 0.97
-"""Another split of the devices is proposed only if a step would take less than this share of its present time, and
-`placement=shared` only if it would take less than this share of the time with the best split."""
+SPLIT = "async-flowrl plan --from-run says which split of the devices would be faster"
 
 
-def unknown() -> None:
-    """Stands for the configuration of a run that nobody knows."""
-
-
-def verdict(
-    workers: Sequence[Track],
-    history: Sequence[Event],
-    *,
-    placement: str,
-    config: Callable[[], Config | None] = unknown,
-) -> str:
-    """The sentence about a run. `workers` are its tracks (timeline.py), `history` its events.
-
-    `placement` is the setting of that name; a split of devices is proposed only for "separate". `config` returns
-    the run's configuration, or None if nobody knows it.
-    """
+def verdict(workers: Sequence[Track], history: Sequence[Event], *, placement: str) -> str:
+    """The sentence about a run: its tracks (timeline.py), its events, and its setting `placement`."""
     if placement == SHARED:
         # Since it was last resumed: before that, nobody had anything to do for as long as it was not running.
         workers, history = by_device(workers), last_attempt(history)[1]
@@ -44,8 +26,7 @@ def verdict(
         return sentence
     if placement == SHARED:
         return of_shared(workers, history, window)
-    advice = better_placement(workers, window, config) if placement == "separate" else None
-    return bottleneck(step_pools(workers, window), advice)
+    return bottleneck(step_pools(workers, window))
 
 
 def of_shared(workers: Sequence[Track], history: Sequence[Event], window: Interval) -> str:
@@ -75,8 +56,8 @@ def of_shared(workers: Sequence[Track], history: Sequence[Event], window: Interv
     )
 
 
-def bottleneck(pools: Mapping[str, Mapping[str, float]], better: str | None = None) -> str:
-    """The sentence from `pools` (pool → state → seconds); the advice is `better` (see better_placement) if given."""
+def bottleneck(pools: Mapping[str, Mapping[str, float]]) -> str:
+    """The sentence from `pools` (pool → state → seconds)."""
     share = {
         (pool, state): value / sum(seconds.values())
         for pool, seconds in pools.items()
@@ -101,47 +82,15 @@ def bottleneck(pools: Mapping[str, Mapping[str, float]], better: str | None = No
             f"The pools take turns: the trainer waited for images {waited:.0%} of the time and rollout workers had "
             f"nothing to do {starved:.0%} of it; a larger max_staleness lets them work side by side."
         )
-    instead = f"try {better}" if better else None
     if waited > starved:
         return (
-            f"Rollout-bound: the trainer waited for images {waited:.0%} of the time; "
-            f"{instead or 'more rollout workers or fewer denoising steps shorten the run'}."
+            f"Rollout-bound: the trainer waited for images {waited:.0%} of the time; more rollout workers or fewer "
+            f"denoising steps shorten the run, and {SPLIT}."
         )
-    advice = "more trainer ranks shorten the run, and fewer rollout workers do not lengthen it"
-    return f"Training-bound: rollout workers had nothing to do {starved:.0%} of the time; {instead or advice}."
-
-
-def better_placement(
-    workers: Sequence[Track], window: Interval, config: Callable[[], Config | None] = unknown
-) -> str | None:
-    """The best placement of the work on the present devices, e.g. "5:3 devices" for 5 rollout and 3 trainer devices.
-
-    It is "placement=shared …" where no split comes near to it, if the run's `config` is known and would not be refused
-    with it. It is None if nothing is better than the present split. It assumes that the busy seconds of each pool in
-    `window` can be divided evenly over its devices, or with `placement=shared` over all devices.
-    """
-    work, devices = {"rollout": 0.0, "trainer": 0.0}, {"rollout": 0, "trainer": 0}
-    for track in workers:
-        if (pool := pool_of(track.place)) in work:
-            work[pool] += length(intersect(track.busy, [window]))
-            devices[pool] += 1
-    total = sum(devices.values())
-
-    def seconds(rollout: int) -> float:
-        return max(work["rollout"] / rollout, work["trainer"] / (total - rollout))
-
-    if min(devices.values()) == 0:
-        return None
-    best = min(range(1, total), key=seconds)
-    shared = sum(work.values()) / total
-    gains = shared < MAX_SPLIT_SHARE * seconds(best)
-    if gains and (known := config()) is not None and sharing_refusal(known, total) is None:
-        saved = 1 - shared / seconds(devices["rollout"])
-        return (
-            f"placement=shared, where each of the {total} devices samples and trains: a step takes up to {saved:.0%} "
-            "less time, if a device holds the base, the optimizer and the activations"
-        )
-    return f"{best}:{total - best} devices" if seconds(best) < MAX_SPLIT_SHARE * seconds(devices["rollout"]) else None
+    return (
+        f"Training-bound: rollout workers had nothing to do {starved:.0%} of the time; more trainer ranks shorten the "
+        f"run, and {SPLIT}."
+    )
 
 
 def step_pools(workers: Sequence[Track], window: Interval) -> dict[str, dict[str, float]]:

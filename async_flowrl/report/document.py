@@ -156,7 +156,7 @@ def notes_on(run: Records, whole: Document) -> list[str]:
 
 
 def _bottleneck(run: Records) -> str:
-    return verdict(run.workers, run.history, placement=str(run.setting("placement")), config=run.configuration)
+    return verdict(run.workers, run.history, placement=str(run.setting("placement")))
 
 
 def _training(run: Records) -> Document | None:

@@ -10,8 +10,6 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from async_flowrl.config.compose import read_config
-from async_flowrl.config.schema import Config
 from async_flowrl.config.shared import SHARED
 from async_flowrl.observability.evaluations import Evaluation, read_evaluations
 from async_flowrl.observability.events import Event, effective, read_events, step_window
@@ -80,13 +78,6 @@ class Records:
     @cached_property
     def step_events(self) -> list[Event]:
         return sorted((e for e in self.history if e["event"] == "step"), key=lambda e: int(e["step"]))
-
-    def configuration(self) -> Config | None:
-        """Returns the configuration of the run as an object; None if config.yaml is missing or is not that of a run."""
-        try:
-            return read_config(self.root / "config.yaml") if self.config else None
-        except ValueError:
-            return None
 
     def setting(self, key: str, default: Any = None) -> Any:
         """The value of a setting by its dotted key, e.g. "reward.terms"; `default` if it is missing."""
