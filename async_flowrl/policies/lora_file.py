@@ -1,9 +1,9 @@
 """LoRA files, read and written in the formats of diffusers and of PEFT.
 
 diffusers loads the first with `pipe.load_lora_weights(folder)`, PEFT the second with
-`PeftModel.from_pretrained(transformer, folder)`. The diffusers file always contains alpha as metadata, because
-diffusers otherwise assumes alpha = rank. One folder can hold both formats: of several safetensors files diffusers loads
-`pytorch_lora_weights.safetensors`.
+`PeftModel.from_pretrained(transformer, folder)`. Files are written with alpha = rank, and B multiplied by the factor
+alpha / rank: not every reader takes alpha from the metadata, e.g. ComfyUI assumes alpha = rank. One folder can hold
+both formats: of several safetensors files diffusers loads `pytorch_lora_weights.safetensors`.
 """
 
 import json
@@ -11,7 +11,7 @@ import os
 import re
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +65,12 @@ class LoraFile:
     rank: int
     alpha: float
 
+    def with_alpha(self, alpha: float) -> "LoraFile":
+        """Returns the same LoRA with another alpha: B is multiplied by the present alpha divided by that one."""
+        factor = self.alpha / alpha
+        tensors = {name: t * factor if _side(name) == "B" else t for name, t in self.tensors.items()}
+        return replace(self, tensors=tensors, alpha=alpha) if factor != 1.0 else self
+
 
 def module_name(tensor_name: str) -> str:
     """Returns the adapted layer's name in a layout name. Raises ValueError if the name is not that of a LoRA tensor."""
@@ -72,6 +78,11 @@ def module_name(tensor_name: str) -> str:
     if match is None:
         raise ValueError(f"{tensor_name!r} is not the name of a LoRA tensor (<module>.lora_A.weight or .lora_B.weight)")
     return match["module"]
+
+
+def _side(tensor_name: str) -> str:
+    match = _TENSOR.fullmatch(tensor_name)
+    return "" if match is None else match["side"]
 
 
 def save(folder: Path, tensors: Mapping[str, Tensor], *, alpha: float, base: str | None = None) -> Path:
@@ -83,11 +94,12 @@ def save(folder: Path, tensors: Mapping[str, Tensor], *, alpha: float, base: str
 def write(folder: Path, tensors: Mapping[str, Tensor], *, alpha: float, base: str | None = None) -> Path:
     """Writes the diffusers file `pytorch_lora_weights.safetensors` in float32 and returns its path.
 
-    `tensors` are by layout name. `base` is the configured `model.path`; it is recorded only if it is a hub name. Equal
-    arguments give equal bytes. Raises ValueError if the tensors have no common rank.
+    `tensors` are by layout name, of a LoRA with this alpha; the file has alpha = rank. `base` is the configured
+    `model.path`; it is recorded only if it is a hub name. Equal arguments give equal bytes. Raises ValueError if the
+    tensors have no common rank.
     """
-    rank = rank_of(tensors, str(folder))
-    metadata = {f"{PREFIX}r": rank, f"{PREFIX}lora_alpha": alpha, f"{PREFIX}target_modules": modules_of(tensors)}
+    rank, tensors = _unscaled(tensors, alpha, folder)
+    metadata = {f"{PREFIX}r": rank, f"{PREFIX}lora_alpha": rank, f"{PREFIX}target_modules": modules_of(tensors)}
     metadata |= {f"{PREFIX}lora_dropout": 0.0, f"{PREFIX}bias": "none"}
     header = {_METADATA: json.dumps(metadata, sort_keys=True)}
     return put(folder / FILE_NAME, encoded({PREFIX + name: tensor for name, tensor in tensors.items()}, header, base))
@@ -98,14 +110,21 @@ def write_peft(folder: Path, tensors: Mapping[str, Tensor], *, alpha: float, bas
 
     Arguments are as for `write`; equal arguments give equal bytes.
     """
+    rank, tensors = _unscaled(tensors, alpha, folder)
     described = _PLAIN_LORA | {
-        "r": rank_of(tensors, str(folder)),
-        "lora_alpha": alpha,
+        "r": rank,
+        "lora_alpha": rank,
         "target_modules": modules_of(tensors),
         "base_model_name_or_path": hub_name(base),
     }
     put(folder / PEFT_WEIGHTS, encoded({PEFT_PREFIX + name: tensor for name, tensor in tensors.items()}, {}, base))
     return put(folder / PEFT_CONFIG, (json.dumps(described, indent=2, sort_keys=True) + "\n").encode())
+
+
+def _unscaled(tensors: Mapping[str, Tensor], alpha: float, where: Path) -> tuple[int, Mapping[str, Tensor]]:
+    """Returns rank and tensors of a LoRA whose alpha is made its rank. Raises ValueError as `rank_of`."""
+    rank = rank_of(tensors, str(where))
+    return rank, LoraFile(dict(tensors), rank, alpha).with_alpha(rank).tensors
 
 
 def modules_of(tensors: Mapping[str, Tensor]) -> list[str]:
@@ -190,16 +209,18 @@ def read(path: Path) -> LoraFile:
 
 
 def read_for(config: LoraConfig) -> LoraFile:
-    """Reads the LoRA from which a run starts (`lora.path`). Raises ValueError if its rank or alpha is not the run's."""
+    """Returns the LoRA from which a run starts (`lora.path`), with the run's alpha.
+
+    Raises ValueError if its rank is not the run's.
+    """
     if config.path is None:
         raise ValueError("lora.path is not set")
     source = read(Path(config.path).expanduser())
-    for what, given, wanted in (("rank", source.rank, config.rank), ("alpha", source.alpha, config.alpha)):
-        if given != wanted:
-            raise ValueError(
-                f"lora.path {config.path} has {what} {given:g}, this run lora.{what}={wanted:g}: they must be equal"
-            )
-    return source
+    if source.rank != config.rank:
+        raise ValueError(
+            f"lora.path {config.path} has rank {source.rank}, this run lora.rank={config.rank}: they must be equal"
+        )
+    return source.with_alpha(config.alpha)
 
 
 def _read_diffusers(path: Path) -> LoraFile:

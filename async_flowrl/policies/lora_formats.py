@@ -3,7 +3,7 @@
 Each file is read back with diffusers before it gets its name. ComfyUI (comfy/lora.py) adds a prefix to the name that a
 layer has in diffusers: `diffusion_model.` for Qwen-Image and Z-Image, `transformer.` for FLUX.1 and Stable Diffusion 3.
 It reads alpha from a tensor beside each layer; where there is none it takes alpha = rank. kohya's names are those of
-sd-scripts (FLUX.1) and of musubi-tuner (Qwen-Image, Z-Image).
+sd-scripts (FLUX.1) and of musubi-tuner (Qwen-Image, Z-Image). All files have alpha = rank (`lora_file.write`).
 """
 
 import tempfile
@@ -21,8 +21,6 @@ from async_flowrl.policies.registry import PIPELINES
 
 Convert = Callable[[LoraFile], dict[str, Tensor]]
 """Function: LoRA → tensors with the names of a format."""
-ALPHA_IN_B = ("sd3",)
-"""Families whose files hold B · alpha / rank, so that the alpha of the file is its rank."""
 _TOLERANCE = 1e-5
 """Largest relative difference that `compare` accepts, for the rounding of alpha / rank in float32."""
 
@@ -34,12 +32,11 @@ def write(path: Path, source: LoraFile, *, family: str, form: str, base: str | N
     ValueError with one sentence if the format has no names for the family or for a layer, or if the layers that
     diffusers reads compute something else. After an error there is no new file, and an earlier one at `path` stays.
     """
-    tensors = converter(form, family)(source)
-    alpha = source.rank if family in ALPHA_IN_B else source.alpha
+    tensors = converter(form, family)(source.with_alpha(source.rank))
     header = {
         "ss_network_module": "networks.lora",
         "ss_network_dim": str(source.rank),
-        "ss_network_alpha": f"{alpha:g}",
+        "ss_network_alpha": str(source.rank),
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{path.name}-", dir=path.parent) as unchecked:
@@ -136,13 +133,9 @@ def _prefixed(prefix: str) -> Convert:
     return convert
 
 
-def _scaled(source: LoraFile) -> dict[str, Tensor]:
-    """Returns the tensors under diffusers' names, with B multiplied by alpha / rank, so that alpha = rank.
-
-    diffusers' loader for Stable Diffusion 3 refuses files with a tensor for alpha.
-    """
-    scale = source.alpha / source.rank
-    return {PREFIX + name: t * scale if name.endswith("lora_B.weight") else t for name, t in source.tensors.items()}
+def _plain(source: LoraFile) -> dict[str, Tensor]:
+    """Returns the tensors under diffusers' names: its loader for Stable Diffusion 3 refuses a tensor for alpha."""
+    return {PREFIX + name: tensor for name, tensor in source.tensors.items()}
 
 
 def _flattened(source: LoraFile) -> dict[str, Tensor]:
@@ -161,7 +154,7 @@ FORMS: Mapping[str, Mapping[str, Convert]] = {
         "qwen_image": _prefixed("diffusion_model."),
         "z_image": _prefixed("diffusion_model."),
         "flux": _prefixed(PREFIX),
-        "sd3": _scaled,
+        "sd3": _plain,
     },
     "kohya": {"qwen_image": _flattened, "z_image": _flattened, "flux": kohya_flux.convert},
 }

@@ -20,7 +20,7 @@ from async_flowrl.policies import lora_file, lora_formats
 from async_flowrl.policies.base import Policy
 from async_flowrl.policies.lora import lora_parameters
 from async_flowrl.policies.lora_apply import apply_lora
-from async_flowrl.policies.lora_file import LoraFile
+from async_flowrl.policies.lora_file import FILE_NAME, PEFT_CONFIG, PEFT_WEIGHTS, LoraFile
 from async_flowrl.policies.registry import load_family, resolve_model
 from tests.support.families import NAMES, adapted, conditioning, how, model_config, pipeline_of
 from tests.support.tiny import randomise
@@ -91,6 +91,43 @@ def test_a_runs_folder_is_for_diffusers_and_for_peft(
     # SANA's attention adds up in another order under PEFT's wrapper: the last bits of a few numbers differ.
     assert (through(family, pipeline) - expected).abs().max() <= (1e-5 if family == "sana" else 0.0)
     model.unload()
+
+
+def test_a_runs_folder_changes_each_layer_alike_for_every_reader(lora: LoraFile, tmp_path: Path) -> None:
+    """diffusers takes alpha from the metadata, PEFT from its configuration, ComfyUI (comfy/weight_adapter/lora.py) from
+    a tensor beside the layer, and without one its factor is 1. Each adds factor · BA to W."""
+    folder = lora_file.save(tmp_path, lora.tensors, alpha=lora.alpha).parent
+    diffusers_file, peft_file = load_file(folder / FILE_NAME), load_file(folder / PEFT_WEIGHTS)
+    described = json.loads(lora_file.header_of(folder / FILE_NAME)["lora_adapter_metadata"])
+    peft_config = json.loads((folder / PEFT_CONFIG).read_text())
+    readers = {
+        "diffusers": (diffusers_file, "transformer.", described["transformer.lora_alpha"] / described["transformer.r"]),
+        "PEFT": (peft_file, "base_model.model.", peft_config["lora_alpha"] / peft_config["r"]),
+        "ComfyUI": (diffusers_file, "transformer.", 1.0),
+    }
+    assert not [name for name in diffusers_file if name.endswith(".alpha")]
+    for module in lora_file.modules_of(lora.tensors):
+        a, b = (lora.tensors[f"{module}.lora_{side}.weight"] for side in "AB")
+        for who, (tensors, prefix, factor) in readers.items():
+            read_a, read_b = (tensors[f"{prefix}{module}.lora_{side}.weight"] for side in "AB")
+            assert torch.equal(factor * (read_b @ read_a), ALPHA / RANK * (b @ a)), (who, module)
+
+
+def test_layers_of_several_ranks_without_alpha_are_applied_as_they_are(pipeline: Any, tmp_path: Path) -> None:
+    """Whatever name comes first, the factor of each layer is 1."""
+    layers = [name for name, module in pipeline.transformer.named_modules() if isinstance(module, torch.nn.Linear)]
+    chosen = [name for name in sorted(layers) if name.endswith((".to_q", ".to_v"))][:3]
+    for first, rest in ((4, 8), (8, 4)):
+        tensors = {}
+        for name, rank in zip(chosen, (first, rest, rest), strict=True):
+            module = pipeline.transformer.get_submodule(name)
+            tensors[f"transformer.{name}.lora_A.weight"] = torch.ones(rank, module.in_features)
+            tensors[f"transformer.{name}.lora_B.weight"] = torch.ones(module.out_features, rank)
+        save_file(tensors, tmp_path / f"first_{first}.safetensors")
+        apply_lora(pipeline, tmp_path / f"first_{first}.safetensors")
+        factors = {m.scaling["default_0"] for m in pipeline.transformer.modules() if getattr(m, "scaling", None)}
+        assert factors == {1.0}
+        pipeline.unload_lora_weights()
 
 
 @pytest.mark.parametrize("form", sorted(lora_formats.FORMS))

@@ -20,8 +20,8 @@ class LoraConfig:
     targets: list[str] | None = None
     """Ends of the names of the layers that get a LoRA, e.g. [attn.to_q]; null takes the family's default list."""
     path: str | None = None
-    """Diffusers or PEFT LoRA from which the run starts; it is then also the reference of the KL penalty. null starts
-    with the base model."""
+    """Diffusers or PEFT LoRA of this rank from which the run starts; it is then also the reference of the KL penalty.
+    null starts with the base model."""
 
 
 @dataclass

@@ -41,10 +41,10 @@ def adapter(family: str, *, alpha: float = ALPHA, width: int = 16) -> LoraFile:
     return LoraFile(tensors, RANK, alpha)
 
 
-def scaled(source: LoraFile, side: str) -> dict[str, Tensor]:
-    """The tensors with the scale in one of a layer's two, where a form has no place of its own for alpha."""
+def scaled(source: LoraFile) -> dict[str, Tensor]:
+    """The tensors with the factor alpha / rank in B, as every file has them."""
     scale = source.alpha / source.rank
-    return {name: t * scale if f"lora_{side}" in name else t for name, t in source.tensors.items()}
+    return {name: t * scale if "lora_B" in name else t for name, t in source.tensors.items()}
 
 
 def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
@@ -57,21 +57,21 @@ def test_diffusers_reads_the_same_tensors_back(family: str, form: str, tmp_path:
     source = adapter(family)
     written = lora_formats.write(tmp_path / "it.safetensors", source, family=family, form=form)
     found = lora_formats.read_back(written, family)
-    assert same(found.tensors, scaled(source, "A")) and found.alpha == found.rank == RANK
+    assert same(found.tensors, scaled(source)) and found.alpha == found.rank == RANK
     prefix = "diffusion_model." if form == "comfyui" else "lora_unet_"
     assert all(name.startswith(prefix) for name in load_file(written))
 
 
-def test_alpha_stands_beside_fluxs_tensors_and_inside_sd3s(tmp_path: Path) -> None:
+def test_alpha_stands_beside_fluxs_tensors_and_not_beside_sd3s(tmp_path: Path) -> None:
     """ComfyUI scales by 1 where there is no alpha; diffusers' loader of Stable Diffusion 3 refuses one."""
     flux = adapter("flux")
     written = lora_formats.write(tmp_path / "flux.safetensors", flux, family="flux", form="comfyui")
     found = lora_formats.read_back(written, "flux")
-    assert same(found.tensors, flux.tensors) and (found.rank, found.alpha) == (RANK, ALPHA)
-    assert float(load_file(written)["transformer.transformer_blocks.0.attn.to_q.alpha"]) == ALPHA
+    assert same(found.tensors, scaled(flux)) and (found.rank, found.alpha) == (RANK, RANK)
+    assert float(load_file(written)["transformer.transformer_blocks.0.attn.to_q.alpha"]) == RANK
     sd3 = adapter("sd3", alpha=10.0)
     written = lora_formats.write(tmp_path / "sd3.safetensors", sd3, family="sd3", form="comfyui")
-    assert same(lora_formats.read_back(written, "sd3").tensors, scaled(sd3, "B"))
+    assert same(lora_formats.read_back(written, "sd3").tensors, scaled(sd3))
     assert not [name for name in load_file(written) if "alpha" in name]
 
 
@@ -81,9 +81,9 @@ def test_fluxs_projections_are_fused_for_kohya_and_come_apart_again(tmp_path: Pa
     held = load_file(written)
     assert held["lora_unet_double_blocks_11_img_attn_qkv.lora_down.weight"].shape == (3 * RANK, 3072)
     assert held["lora_unet_single_blocks_1_linear1.lora_up.weight"].shape == (3 * 3072 + 12288, 4 * RANK)
-    assert float(held["lora_unet_single_blocks_1_linear1.alpha"]) == 4 * ALPHA
+    assert float(held["lora_unet_single_blocks_1_linear1.alpha"]) == 4 * RANK
     found = lora_formats.read_back(written, "flux").tensors
-    assert all(torch.equal(found[name], tensor) for name, tensor in scaled(source, "A").items())
+    assert all(torch.equal(found[name], tensor) for name, tensor in scaled(source).items())
     extra = found.keys() - source.tensors.keys()
     assert {lora_file.module_name(name).split(".", 2)[2] for name in extra} == {
         "attn.to_k",
@@ -120,7 +120,7 @@ def test_a_layer_without_a_name_is_refused() -> None:
 
 
 def test_names_that_come_back_as_other_layers_leave_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A converter that swaps two layers, or loses alpha, is found out by the round trip; an earlier file stays."""
+    """A converter that swaps two layers, or writes a wrong alpha, is found out; an earlier file stays."""
     file = tmp_path / "it.safetensors"
     file.write_bytes(b"an earlier one")
     right = lora_formats.FORMS["comfyui"]["qwen_image"]
@@ -130,10 +130,10 @@ def test_names_that_come_back_as_other_layers_leave_no_file(tmp_path: Path, monk
         parts = {name: name.split(".") for name in right(source)}
         return {".".join(turn.get(part, part) for part in parts[name]): t for name, t in right(source).items()}
 
-    def unscaled(source: LoraFile) -> dict[str, Tensor]:
-        return {name: tensor for name, tensor in right(source).items() if not name.endswith(".alpha")}
+    def scaled_twice(source: LoraFile) -> dict[str, Tensor]:
+        return {name: 2 * tensor if name.endswith(".alpha") else tensor for name, tensor in right(source).items()}
 
-    for wrong in (swapped, unscaled):
+    for wrong in (swapped, scaled_twice):
         monkeypatch.setitem(lora_formats.FORMS["comfyui"], "qwen_image", wrong)  # type: ignore[arg-type]
         with pytest.raises(ValueError, match="is not the one that was written"):
             lora_formats.write(file, adapter("qwen_image"), family="qwen_image", form="comfyui")
@@ -150,4 +150,6 @@ def test_the_base_model_is_recorded_only_where_it_means_something_elsewhere(tmp_
     again = lora_file.save(tmp_path / "three", dict(reversed(tensors.items())), alpha=ALPHA)
     assert again.read_bytes() == file.read_bytes()
     assert (tmp_path / "three" / lora_file.PEFT_CONFIG).read_bytes() == config.read_bytes()
-    assert same(lora_file.read(tmp_path / "two").tensors, tensors) and lora_file.read(tmp_path / "two").alpha == ALPHA
+    read = lora_file.read(tmp_path / "two")
+    assert same(read.tensors, scaled(adapter("sd3"))) and read.alpha == read.rank == RANK
+    assert same(read.with_alpha(ALPHA).tensors, tensors)
