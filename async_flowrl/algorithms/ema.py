@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 
 OLD_POLICY_DECAYS: dict[str, Callable[[int], float]] = {
-    "copy": lambda step: 0.0,
-    "half": lambda step: 0.5,
-    "slow": lambda step: min(0.001 * step, 0.5),
-    "late": lambda step: 0.0 if step < 75 else min(0.0075 * (step - 75), 0.999),
+    "copy": lambda steps: 0.0,
+    "half": lambda steps: 0.5,
+    "slow": lambda steps: min(0.001 * steps, 0.5),
+    "late": lambda steps: 0.0 if steps < 75 else min(0.0075 * (steps - 75), 0.999),
 }
-"""`algorithm.old_policy_decay` → decay of the old policy after training step `step`, from 0.
+"""`algorithm.old_policy_decay` → decay of the old policy at the end of a batch, after `steps` optimizer steps in all.
 
 `half` is the constant 0.5, which `slow` reaches after 500 steps; the others are DiffusionNFT's schedules
-(arXiv 2509.16117)."""
+(arXiv 2509.16117, `return_decay` of its code)."""
 
 
 def ema_decay(step: int, max_decay: float) -> float:
@@ -28,9 +28,9 @@ def ema_decay(step: int, max_decay: float) -> float:
     return min((1.0 + step) / (10.0 + step), max_decay)
 
 
-def old_policy_decay(name: str, step: int) -> float:
-    """Returns the decay d after training step `step` (from 0), for old ← d · old + (1 - d) · new."""
-    return OLD_POLICY_DECAYS[name](step)
+def old_policy_decay(name: str, steps: int) -> float:
+    """Returns the decay d after `steps` optimizer steps, for old ← d · old + (1 - d) · new at the end of a batch."""
+    return OLD_POLICY_DECAYS[name](steps)
 
 
 def samples_from_average(algorithm: str, schedule: str) -> bool:

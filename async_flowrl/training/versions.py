@@ -53,10 +53,10 @@ class Versions:
         if self.ema is not None and trainer.ema_decay is not None and steps % trainer.ema_every == 0:
             update_average([self.ema], [self._parameters.values.data], ema_decay(steps, trainer.ema_decay))
 
-    def after_batch(self, step: int) -> None:
-        """Updates `sampling` and keeps version step + 1; call it after training step `step`."""
+    def after_batch(self, step: int, steps: int) -> None:
+        """Updates `sampling` and keeps version step + 1, after training step `step` and `steps` optimizer steps."""
         if self.sampling is not None:
-            decay = old_policy_decay(self._config.algorithm.old_policy_decay, step)
+            decay = old_policy_decay(self._config.algorithm.old_policy_decay, steps)
             update_average([self.sampling], [self._parameters.values.data], decay)
         self.retain(step + 1)
 

@@ -211,7 +211,7 @@ class TrainerWorker:
         if not stats.skipped:
             self.versions.after_optimizer_step(self.optimizer.steps)
         if stats.update == self.config.trainer.updates_per_batch - 1:
-            self.versions.after_batch(stats.step)
+            self.versions.after_batch(stats.step, self.optimizer.steps)
             if self.world.rank == 0 and self.config.tune != FULL:
                 self.snapshots.begin()  # The controller fetches it with `kept_state`.
             return self._changes.added(stats, self.versions.changed_share())

@@ -188,7 +188,7 @@ class ToyTrainer:
                 self._average(EMA, ema_decay(taken + 1, self.config.trainer.ema_decay))
         if self.plan.update == self.config.trainer.updates_per_batch - 1:
             if SAMPLING in self.averages:
-                self._average(SAMPLING, old_policy_decay(self.config.algorithm.old_policy_decay, self.step))
+                self._average(SAMPLING, old_policy_decay(self.config.algorithm.old_policy_decay, taken + 1))
             self.retained[self.step + 1] = copied(self.averages.get(SAMPLING, self.tensors))
             for old in [v for v in self.retained if v < self.step + 1 - self.config.max_staleness]:
                 del self.retained[old]

@@ -102,8 +102,8 @@ class AlgorithmConfig:
     """For diffusion_nft: advantages as they are (continuous), only those of one sign, 1 for those above 0 and 0 for
     others (one_only), or only their signs (binary)."""
     old_policy_decay: str = setting("copy", choices=("copy", "half", "slow", "late"))
-    """For diffusion_nft: share of the sampling policy that stays after training step n: copy (0), half (.5), slow
-    (min(.001 n, .5)) or late (0 below 75, then min(.0075 (n - 75), .999))."""
+    """For diffusion_nft: share of the sampling policy that stays at the end of a batch, after n optimizer steps in all:
+    copy (0), half (.5), slow (min(.001 n, .5)) or late (0 below 75, then min(.0075 (n - 75), .999))."""
     negate_reward: bool = False
     """For tests: train against the reward."""
     permute_advantages: bool = False

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from async_flowrl.algorithms.ema import OLD_POLICY_DECAYS
 from async_flowrl.config.schema import Config
 from async_flowrl.policies.lora import keep_compute_copies, lora_layers, lora_modules, lora_parameters
 from async_flowrl.training.worker import TrainerWorker
@@ -193,8 +194,28 @@ def test_a_slowly_moving_sampling_policy_is_what_goes_out(site: Site) -> None:
         sampler.load({n: t.cpu().numpy() for n, t in worker.parameters.named(worker.versions.of(step)).items()})
         stats = rig.update(worker, step, [sampler.group(step, 0)])
         published.append(worker.parameters.named(worker.versions.of(step + 1)))
-    # decay .001 n: the first update copies, later ones lag a little behind the trained weights.
+    # decay .001 n: a little of what was before stays from the first update on.
     assert stats.metrics["old_deviation"] > 0
     live = worker.parameters.named(worker.parameters.values.data)
     behind = max(float((live[name] - published[2][name]).abs().max()) for name in live)
     assert 0 < behind < 1e-3
+
+
+@pytest.mark.parametrize("updates", [1, 2])
+def test_the_sampling_policy_decays_by_the_published_clock(updates: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The published code counts optimizer steps, after the increment (`return_decay(global_step, ...)`)."""
+    asked: list[int] = []
+    monkeypatch.setitem(OLD_POLICY_DECAYS, "slow", lambda steps: asked.append(steps) or 0.25)  # type: ignore[func-returns-value]
+    config = rig.tiny_config(updates_per_batch=updates)
+    config.algorithm.name, config.algorithm.old_policy_decay = "diffusion_nft", "slow"
+    worker, sampler = rig.trainer(config), rig.Sampler(config)
+    for step in range(2):
+        before = worker.versions.of(step).clone()
+        for update in range(updates):
+            handed = [sampler.group(step, update)]
+            if update:
+                worker.update.proximal(rig.TrainRequest(step, tuple(meta for meta, _ in handed)), *handed[0][1])
+            rig.update(worker, step, handed, plan=rig.StepPlan(rows=rig.rows(handed), update=update))
+        expected = 0.25 * before + 0.75 * worker.parameters.values.data
+        assert torch.allclose(worker.versions.of(step + 1), expected, atol=1e-6)
+    assert asked == [updates, 2 * updates]
