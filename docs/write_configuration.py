@@ -9,6 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
+from async_flowrl.algorithms.fields import USED_BY
 from async_flowrl.config.schema import Config
 from async_flowrl.config.settings import WEIGHTS, rule_of
 
@@ -96,6 +97,8 @@ def texts(section: Any) -> tuple[str, dict[str, str]]:
 def row(prefix: str, member: Field[Any], changes: str, meaning: str) -> str:
     kind = member.type.__name__ if isinstance(member.type, type) else re.sub(r"\w+\.", "", str(member.type))
     default = member.default_factory() if callable(member.default_factory) else member.default
+    if prefix == "algorithm." and (used_by := USED_BY.get(member.name)):
+        meaning += f" Used by {', '.join(used_by)}."
     cells = (f"`{prefix}{member.name}`", cell(kind), cell(written(default)), accepted(member), changes, meaning)
     return f"| {' | '.join(cells)} |"
 

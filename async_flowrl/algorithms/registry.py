@@ -3,6 +3,7 @@
 `run/prepare.py` builds the algorithm before any worker starts; each trainer rank builds it again.
 """
 
+import math
 from typing import Any, cast
 
 from torch import Tensor
@@ -10,6 +11,7 @@ from torch import Tensor
 from async_flowrl.algorithms.base import Algorithm, Diverges
 from async_flowrl.algorithms.diffusion_nft import DiffusionNFT
 from async_flowrl.algorithms.dpo import DPO
+from async_flowrl.algorithms.fields import unused_field
 from async_flowrl.algorithms.flow_dppo import FlowDPPO
 from async_flowrl.algorithms.flow_grpo import DanceGRPO, FlowGRPO, MixGRPO
 from async_flowrl.algorithms.grpo_guard import GRPOGuard
@@ -114,16 +116,18 @@ def _check_combination(config: AlgorithmConfig, *, final: bool) -> None:
         raise ValueError(
             f"mix_grpo needs algorithm.window=sliding or random, got {config.window}; use flow_grpo otherwise"
         )
+    if refusal := unused_field(config):
+        raise ValueError(refusal)
     if final and config.correction not in (None, "none"):
         raise ValueError(
             f"{config.name} trains on final images, so algorithm.correction={config.correction} has no meaning"
         )
+    if config.name == DiffusionNFT.name and math.isinf(config.adv_clip_max):
+        raise ValueError("algorithm.adv_clip_max=inf would make every loss of diffusion_nft infinite: give a number")
     if config.options and config.name in BUILT_IN:
         raise ValueError(
             f"algorithm.options are for algorithms of your own, got {dict(config.options)} for {config.name}"
         )
-    if config.old_policy_decay != "copy" and config.name != DiffusionNFT.name:
-        raise ValueError(f"algorithm.old_policy_decay={config.old_policy_decay} needs diffusion_nft, got {config.name}")
 
 
 def _check_penalty(config: AlgorithmConfig, *, final: bool, updates_per_batch: int) -> None:

@@ -38,7 +38,8 @@ MEAN_OVER_D = torch.full((4,), float(D), dtype=torch.float64)
 
 def unclipped(**fields: Any) -> PolicyGradient:
     """An algorithm whose clips and caps never bind, with advantages that are only centred."""
-    wide = {"normalise": "none", "adv_clip_max": 1e6, "clip_range": 1e6, "tis_cap": 1e9}
+    clamp = {} if fields.get("name") == "flow_dppo" else {"adv_clip_max": 1e6}
+    wide = {"normalise": "none", **clamp, "clip_range": 1e6, "tis_cap": 1e9}
     return cast("PolicyGradient", policy_gradient(**{**wide, **fields}))
 
 

@@ -11,9 +11,11 @@ import torch
 from async_flowrl.algorithms.base import MicroBatch
 from async_flowrl.algorithms.diffusion_nft import ADVANTAGE_MODES, DiffusionNFT
 from async_flowrl.algorithms.ema import OLD_POLICY_DECAYS
+from async_flowrl.algorithms.fields import FINAL, NOISY, USED_BY, unused_field
 from async_flowrl.algorithms.flow_grpo import FlowGRPO
-from async_flowrl.algorithms.registry import BUILT_IN, MEMBERS, check_schedule, resolve_correction
+from async_flowrl.algorithms.registry import BUILT_IN, MEMBERS, build_algorithm, check_schedule, resolve_correction
 from async_flowrl.algorithms.window import draw_window
+from async_flowrl.config.schema import Config
 from async_flowrl.config.sections.algorithm import AlgorithmConfig
 from async_flowrl.config.settings import settings
 from tests.unit.algorithms.algorithm_cases import build
@@ -123,16 +125,17 @@ def test_default_correction(staleness: int, given: str | None, resolved: str) ->
         ({"tis_cap": -1.0}, "tis_cap"),
         ({"correction_threshold": 0.0}, "correction_threshold"),
         ({"beta": 0.0, "name": "dpo"}, "beta"),
-        ({"name": "diffusion_nft", "correction": "mask"}, "final images, so algorithm.correction=mask has no meaning"),
-        ({"name": "dpo", "correction": "tis"}, "correction=tis has no meaning"),
-        ({"old_policy_decay": "slow"}, "old_policy_decay=slow needs diffusion_nft, got flow_grpo"),
+        ({"name": "diffusion_nft", "correction": "mask"}, "algorithm.correction=mask has no effect with diffusion_nft"),
+        ({"name": "dpo", "correction": "tis"}, "correction=tis has no effect with dpo"),
+        ({"old_policy_decay": "slow"}, "old_policy_decay=slow has no effect with flow_grpo.*; diffusion_nft uses it"),
         ({"name": "diffusion_nft", "old_policy_decay": "fast"}, "old_policy_decay must be one of copy, half, late"),
         ({"name": "diffusion_nft", "advantage_mode": "binari"}, "did you mean 'binary'"),
         ({"global_std": True, "hand_over": "stream"}, "global_std needs hand_over=batch"),
         ({"window": "random"}, "sde_window_size"),
         ({"options": {"strength": 1}}, "options are for algorithms of your own, got {'strength': 1} for flow_grpo"),
         ({"kl_coef": 0.1, "kl_form": "proximal"}, "needs trainer.updates_per_batch of at least 2, got 1"),
-        ({"name": "dpo", "kl_coef": 0.1, "kl_form": "proximal"}, "dpo has no log-probs"),
+        ({"name": "dpo", "kl_coef": 0.1}, "algorithm.kl_coef=0.1 has no effect with dpo"),
+        ({"name": "diffusion_nft", "adv_clip_max": float("inf")}, "adv_clip_max=inf would make every loss"),
         (
             {"name": f"{__name__}:Blurred"},
             r"the loss of .*Blurred reads mean, std of a prediction.*predict gives log_prob",
@@ -275,3 +278,32 @@ def test_levels_near_one_matter_to_noisy_sde_steps_alone() -> None:
     check_schedule(AlgorithmConfig(name="diffusion_nft"), near, max_staleness=0)
     with pytest.raises(ValueError, match=r"0\.999"):
         check_schedule(AlgorithmConfig(), near, max_staleness=0)
+
+
+OTHER: dict[str, Any] = {
+    "sde_type": "cps", "noise_level": 0.5, "window": "random", "sde_window_size": 2, "sde_window_range": (0, 3),
+    "window_per": "step", "window_interval": 3, "window_decay": "linear", "window_interval_min": 2,
+    "window_decay_start": 5, "window_decay_rate": 0.2, "window_list": [1], "clip_range": 0.2, "clip_unit": "nats",
+    "step_weight": "variance", "max_kl_per_update": 1.0, "kl_probe_images": 3, "kl_form": "exact", "correction": "mask",
+    "correction_threshold": 0.5, "tis_cap": 3.0, "timestep_range": (0, 3), "kl_coef": 0.1, "adv_clip_max": 3.0,
+    "beta": 0.5, "advantage_mode": "binary", "old_policy_decay": "half",
+}  # fmt: skip
+"""Field → another value than its default."""
+
+
+@pytest.mark.parametrize("name", [*NOISY, *FINAL])
+@pytest.mark.parametrize("field", sorted(OTHER))
+def test_a_field_that_an_algorithm_does_not_use_is_refused_by_name(name: str, field: str) -> None:
+    """Every pair of the table; what is used is refused, if at all, for another reason."""
+    config = replace(AlgorithmConfig(name=name), **{**GOOD[name], field: OTHER[field]})
+    refusal = unused_field(config)
+    assert (refusal is None) == (name in USED_BY[field])
+    if refusal is not None:
+        assert f"algorithm.{field}=" in refusal and name in refusal
+        with pytest.raises(ValueError, match=rf"algorithm\.{field}|timestep_range"):
+            build_algorithm(Config(algorithm=config))
+
+
+def test_the_table_names_every_field_and_algorithm_that_there_is() -> None:
+    assert USED_BY.keys() == OTHER.keys() and {*NOISY, *FINAL} == BUILT_IN.keys()
+    assert all(getattr(AlgorithmConfig(), field) != value for field, value in OTHER.items())

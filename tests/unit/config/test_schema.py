@@ -10,6 +10,7 @@ from typing import Any, get_args, get_origin
 
 import pytest
 
+from async_flowrl.algorithms.fields import USED_BY
 from async_flowrl.config.check import ConfigError, check, check_fields
 from async_flowrl.config.schema import Config
 from async_flowrl.config.sections.reward import RewardConfig, RewardTerm, ServeConfig
@@ -90,7 +91,9 @@ def test_every_field_has_one_row_on_the_page() -> None:
     def cells(key: str) -> list[str]:
         rule = RULES[key]
         choices = ", ".join(f"`{choice}`" for choice in rule.choices)
-        return [choices or rule.bounds + " (inf = no limit)" * rule.infinite, FIELDS[key].changes, FIELDS[key].text]
+        used_by = USED_BY.get(key.removeprefix("algorithm."), ()) if key.startswith("algorithm.") else ()
+        text = FIELDS[key].text + (f" Used by {', '.join(used_by)}." if used_by else "")
+        return [choices or rule.bounds + " (inf = no limit)" * rule.infinite, FIELDS[key].changes, text]
 
     found = [(row[0], row[3:]) for row in ROWS if row and row[0].strip("`") in FIELDS]
     assert sorted(found) == sorted((f"`{key}`", cells(key)) for key in FIELDS)
