@@ -20,6 +20,7 @@ from async_flowrl.controller.kept_state import KeptStates, is_kept
 from async_flowrl.observability.ledger import PoolLedger
 from async_flowrl.observability.metrics import MetricsLog
 from async_flowrl.observability.monitor import Monitor
+from async_flowrl.observability.summary import FLAT
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +30,9 @@ MEASURED = (
 )
 """Keys that every line of metrics.jsonl has. A value is null if the algorithm does not measure it or no image was
 trained on in this step."""
+
+FLAT_STEPS = 5
+"""Steps in a row in which no group has a spread of rewards, after which the run warns."""
 
 
 @dataclass
@@ -48,6 +52,8 @@ class AfterStep:
     evaluations: Evaluations = field(init=False)
     warned: set[str] = field(default_factory=set)
     trained: bool = False
+    flat: int = 0
+    """Number of the last steps in a row in which no group had a spread of rewards."""
 
     def __post_init__(self) -> None:
         self.evaluations = Evaluations(self.records.show, self.records.failed)
@@ -156,6 +162,10 @@ class AfterStep:
 
     def _warn(self, ctx: Context, line: dict[str, float]) -> None:
         """Logs each kind of warning about the updates (algorithms/diagnostics.py) once per attempt."""
+        self.flat = self.flat + 1 if line.get("zero_std_ratio") == 1.0 else 0
+        if self.flat >= FLAT_STEPS and "flat" not in self.warned:
+            self.warned.add("flat")
+            logger.warning("step %d: %s", line["step"], FLAT.format(steps=self.flat))
         kept = sum(value for key, value in line.items() if key.startswith("kept/"))
         total = sum(value for key, value in line.items() if key.startswith("kept_of/"))
         correction = resolve_correction(ctx.config.algorithm, ctx.config.max_staleness)

@@ -26,6 +26,12 @@ WARM_UP_STEPS = 2
 MIN_GRADIENT_KEPT = 0.8
 """The run warns if clipping and masking leave less than this share of the gradient."""
 
+FLAT = (
+    "in {steps} steps in a row the reward gave all images of a prompt the same score, for every prompt, so there was "
+    "nothing to learn: take a reward that tells them apart, other prompts, or more images per prompt (group_size)"
+)
+"""Warning about a reward without any spread inside groups."""
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -247,7 +253,9 @@ def warnings_of(metrics: Sequence[Metrics]) -> list[str]:
         "events `unscored` in events.jsonl)"
         for term, count in groups_without(metrics).items()
     ]
+    flat = bool(metrics) and all(line.get("zero_std_ratio") == 1.0 for line in metrics)
     return [
+        *([FLAT.format(steps=len(metrics))] if flat else []),
         *(lost if counts["tickets"] else []),
         *without,
         *(

@@ -8,8 +8,25 @@ import pytest
 
 from async_flowrl.config.schema import Config
 from async_flowrl.controller.after_step import AfterStep
+from async_flowrl.observability.summary import warnings_of
 
 GAPS = (1e-8, 3.1e-5, 4.2e-5)
+
+
+@pytest.mark.parametrize(("ratios", "warned_at"), [([1.0] * 7, 4), ([1.0, 1.0, 0.9, 1.0, 1.0, 1.0, 1.0], None)])
+def test_a_reward_that_never_tells_images_apart_is_warned_of_once(
+    ratios: list[float], warned_at: int | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    unused = cast("Any", None)
+    records = cast("Any", SimpleNamespace(show=None, failed=None))
+    after = AfterStep(unused, unused, unused, unused, records, latent_elements=64)
+    lines = [{"step": step, "zero_std_ratio": ratio} for step, ratio in enumerate(ratios)]
+    with caplog.at_level(logging.WARNING):
+        for line in lines:
+            after._warn(cast("Any", SimpleNamespace(config=Config())), line)
+    told = [record.getMessage() for record in caplog.records]
+    assert [message.split(":")[0] for message in told] == ([] if warned_at is None else [f"step {warned_at}"])
+    assert bool(warnings_of(cast("Any", lines))) == (warned_at is not None)
 
 
 @pytest.mark.parametrize(
