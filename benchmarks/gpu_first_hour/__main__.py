@@ -16,6 +16,7 @@ import tarfile
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,7 @@ def parser() -> argparse.ArgumentParser:
     option("words", nargs="*", metavar="STAGE or key=value", help="stages (all); settings of the stages at full size")
     option("--call", type=int, choices=sorted({each.call for each in STAGES.values()}), help="the stages of one call")
     option("--limit", type=float, metavar="SECONDS", help=f"of all stages (with --call {CALL_SECONDS}, else none)")
+    option("--scale", type=float, default=1.0, metavar="X", help="of the stages' own limits, on a slow machine")
     option("--out", type=Path, default=Path("outputs/gpu_first_hour"), metavar="FOLDER", help="for the results")
     scratch = Path(tempfile.gettempdir()) / "gpu_first_hour"
     option("--work", type=Path, default=scratch, metavar="FOLDER", help="for models, runs and logs; kept")
@@ -64,7 +66,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if (name in names or not names) and given.call in (None, stage.call)
     }
     limit = given.limit or (float(CALL_SECONDS) if given.call else float("inf"))
-    return run_stages(chosen, given.out, given.work, limit, settings)
+    scaled = {name: replace(stage, seconds=round(stage.seconds * given.scale)) for name, stage in chosen.items()}
+    return run_stages(scaled, given.out, given.work, limit, settings)
 
 
 def run_stages(stages: Mapping[str, Stage], out: Path, work: Path, limit: float, words: Sequence[str] = ()) -> int:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import xxhash
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 
 from async_flowrl.config.compose import compose_config
 from async_flowrl.config.schema import Config
-from async_flowrl.doctor import machine
+from async_flowrl.doctor import features
 from async_flowrl.policies.kernels import repeatable_kernels
 from async_flowrl.policies.lora import add_lora, lora_parameters
 from async_flowrl.policies.registry import DTYPES, load_policy, resolve_model
@@ -39,7 +40,7 @@ Work = Callable[[], Sequence[Tensor]]
 def kernels(task: Task) -> None:
     """Says the versions, then for each kind of work whether its bits repeat. A refused kernel is not ok."""
     cards = [torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count())] if real_card() else ["no card"]
-    task.say("versions", **machine.versions(), cards=cards)
+    task.say("versions", software=features.software(), cards=cards)
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as other:
         elsewhere = other.submit(all_digests, task.work, 1)
         twice = all_digests(task.work, 2)
@@ -113,7 +114,7 @@ def of_the_model(work: Path, sizes: Sizes, name: str, dtype: torch.dtype, device
     config: Config = compose_config(
         "one_step_off", [*settings(work, sizes), f"model.dtype={name}", "rollout.true_cfg_scale=1", "output_dir=none"]
     )
-    policy = load_policy(resolve_model(config.model), dtype=name, device=str(device), parts="transformer")
+    policy: Any = load_policy(resolve_model(config.model), dtype=name, device=str(device), parts="transformer")
     add_lora(policy.transformer, config.lora, policy, config.seed)
     for key, parameter in lora_parameters(policy.transformer).items():
         parameter.data.copy_(0.02 * drawn(key, parameter.shape, torch.float32, parameter.device))

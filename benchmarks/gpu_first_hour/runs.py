@@ -56,7 +56,7 @@ def whole(task: Task) -> None:
         )
         second = task.train("shared", *words, most=task.left, **one_card.environment(1))
         task.equal("two pools over NCCL, shared", {"nccl": over_nccl, "shared": second})
-        task.say("every version by NCCL", ok=bool(over_nccl) and over_nccl["sync"]["fallbacks"] == 0)
+        task.say("every version by NCCL", ok=over_nccl is not None and over_nccl["sync"]["fallbacks"] == 0)
         return
     made: dict[str, Mapping[str, Any] | None] = {}
     for name in ("first", "second"):

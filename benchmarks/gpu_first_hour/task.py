@@ -7,6 +7,7 @@ or a full device loses nothing that was measured before. The exit code is 1 if a
 import faulthandler
 import json
 import os
+import re
 import shutil
 import signal
 import sys
@@ -78,12 +79,13 @@ class Task:
         """
         from async_flowrl.benchmark import NOTHING_BUT_TRAINING
 
-        folder = self.work / "runs" / name
+        file = re.sub(r"\W+", "_", name)
+        folder = self.work / "runs" / file
         shutil.rmtree(folder, ignore_errors=True)
         program = prefix or ("-m", "async_flowrl.main")
         given = (*NOTHING_BUT_TRAINING, "save.every=0", *words, f"output_dir={folder}")
         began = time.monotonic()
-        failed = self.program(name, [*program, "--config-name", "one_step_off", *given], most, environment)
+        failed = self.program(file, [*program, "--config-name", "one_step_off", *given], most, environment)
         seconds = round(time.monotonic() - began, 1)
         if failed is not None:
             self.say(name, ok=False, failed=failed, seconds=seconds)
