@@ -30,6 +30,10 @@ LEAST_SECONDS = 5.0
 """A stage that would have less is skipped."""
 HEAVY = (".safetensors", ".pt", ".bin", ".png", ".webp")
 """Suffixes of files that are left out of logs.tar.gz."""
+FIXED = (
+    "PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 WANDB_MODE=disabled RAY_USAGE_STATS_ENABLED=0 RAY_memory_monitor_refresh_ms=0"
+)
+"""Environment of every stage."""
 MEMORY_ERRORS = ("MemoryError", "OutOfMemoryError")
 KILLED = -9
 HEAD = "| stage | result | seconds | of | what came out | card afterwards |\n|---|---|---|---|---|---|\n"
@@ -37,11 +41,8 @@ HEAD = "| stage | result | seconds | of | what came out | card afterwards |\n|--
 
 def parser() -> argparse.ArgumentParser:
     rows = (f"  {name:9} {each.seconds:4} s, call {each.call}: {each.what}" for name, each in STAGES.items())
-    command_line = argparse.ArgumentParser(
-        prog="python -m benchmarks.gpu_first_hour",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        description="Stages, in this order:\n" + "\n".join(rows),
-    )
+    listed, form = "Stages, in this order:\n" + "\n".join(rows), argparse.RawDescriptionHelpFormatter
+    command_line = argparse.ArgumentParser("gpu_first_hour", description=listed, formatter_class=form)
     option = command_line.add_argument
     option("words", nargs="*", metavar="STAGE or key=value", help="stages (all); settings of the stages at full size")
     option("--call", type=int, choices=sorted({each.call for each in STAGES.values()}), help="the stages of one call")
@@ -61,13 +62,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"gpu_first_hour: {unknown_name('a stage', unknown[0], STAGES)}\n")
         return 2
     chosen = {
-        name: stage
+        name: replace(stage, seconds=round(stage.seconds * given.scale))
         for name, stage in STAGES.items()
-        if (name in names or not names) and given.call in (None, stage.call)
+        if name in (names or STAGES) and given.call in (None, stage.call)
     }
     limit = given.limit or (float(CALL_SECONDS) if given.call else float("inf"))
-    scaled = {name: replace(stage, seconds=round(stage.seconds * given.scale)) for name, stage in chosen.items()}
-    return run_stages(scaled, given.out, given.work, limit, settings)
+    return run_stages(chosen, given.out, given.work, limit, settings)
 
 
 def run_stages(stages: Mapping[str, Stage], out: Path, work: Path, limit: float, words: Sequence[str] = ()) -> int:
@@ -104,18 +104,8 @@ def environment_of(work: Path) -> dict[str, str]:
             (site / "unpacked").touch()
         paths, program = [str(site), *paths], f"{site / 'bin'}{os.pathsep}{program}"
     card = {"RAY_OVERRIDE_RESOURCES": json.dumps({"GPU": len(cards())})} if cards() else {}
-    return {
-        **card,
-        **here,
-        "PYTHONPATH": os.pathsep.join(paths),
-        "PATH": program,
-        "PYTHONUNBUFFERED": "1",
-        "HF_HUB_OFFLINE": "1",
-        "WANDB_MODE": "disabled",
-        "ASYNC_FLOWRL_CACHE": str(work / "cache"),
-        "RAY_USAGE_STATS_ENABLED": "0",
-        "RAY_memory_monitor_refresh_ms": "0",
-    }
+    own = {"PYTHONPATH": os.pathsep.join(paths), "PATH": program, "ASYNC_FLOWRL_CACHE": str(work / "cache")}
+    return {**card, **here, **own, **dict(each.split("=") for each in FIXED.split())}
 
 
 def cards() -> list[str]:
@@ -157,10 +147,7 @@ def run_stage(
 def line(name: str, result: Mapping[str, Any]) -> str:
     """Returns the result as a row in Markdown: verdicts that are not ok first, then errors and measurements."""
     said = sorted(result["lines"], key=lambda each: each.get("ok") is not False)
-    shown = "; ".join(
-        f"{each['what']}: " + ", ".join(f"{key} {short(value)}" for key, value in each.items() if key != "what")
-        for each in said
-    )
+    shown = "; ".join(f"{each['what']} {short({key: each[key] for key in each if key != 'what'})}" for each in said)
     left = f"; left over: {', '.join(result['left_over'])}" if "left_over" in result else ""
     cells = (name, result["result"], f"{result['seconds']:.0f}", f"{result['limit']:.0f}", shown + left)
     return "| " + " | ".join(cell.replace("|", "/") for cell in (*cells, "; ".join(result["card"]))) + " |"

@@ -6,7 +6,6 @@ Both run in this process, one after the other, with Qwen-Image of full size and 
 import gc
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
@@ -33,20 +32,8 @@ GIB = 2**30
 ROUNDS = 1
 """Measured rounds; one more before them is not counted."""
 SHOWN_KERNELS = 12
+Figures = dict[str, Any]
 HOST_WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
-
-
-@dataclass(frozen=True)
-class Worked:
-    """Measurements of one pool. `peak` is in bytes above what the process held before."""
-
-    peak: int
-    seconds: float
-    """Median seconds of a round."""
-    flops: float | None
-    """Floating-point operations of a round; None if unknown."""
-    profiled: dict[str, Any]
-    """What the profiler saw in one more round; empty on a CPU."""
 
 
 def full(task: Task) -> None:
@@ -71,25 +58,21 @@ def measured(task: Task, *further: str) -> None:
     report(task, "trainer rank", trainer, plan.trainer, images(prepared.config))
 
 
-def report(task: Task, pool: str, worked: Worked, plan: Footprint, count: int) -> None:
+def report(task: Task, pool: str, worked: Figures, plan: Footprint, count: int) -> None:
     """Says the figures of one pool; only a real card gives the peak a verdict."""
-    planned = sum(plan.parts.values())
+    planned, seconds, flops = sum(plan.parts.values()), worked["seconds"], worked["flops"]
     task.say(
         pool,
-        ok=worked.peak <= planned * (1 + MARGIN_SHARE) if real_card() else None,
+        ok=worked["peak_gib"] * GIB <= planned * (1 + MARGIN_SHARE) if real_card() else None,
         planned_gib=planned / GIB,
-        peak_gib=worked.peak / GIB,
-        reserved_gib=torch.cuda.memory_reserved() / GIB if torch.cuda.is_available() else 0.0,
-        seconds=worked.seconds,
-        images_per_second=count / worked.seconds,
-        petaflop=(worked.flops or 0.0) / 1e15,
-        mfu=utilisation(worked.flops, worked.seconds, device_peak()) if worked.flops else None,
+        images_per_second=count / seconds,
+        mfu=utilisation(flops, seconds, device_peak()) if flops else None,
+        **worked,
         parts_gib={name: size / GIB for name, size in plan.parts.items()},
-        profiled=worked.profiled,
     )
 
 
-def rolled_out(prepared: Prepared, rounds: int) -> tuple[Worked, list[Trajectory], dict[Wording, Conditioning]]:
+def rolled_out(prepared: Prepared, rounds: int) -> tuple[Figures, list[Trajectory], dict[Wording, Conditioning]]:
     """Generates one step's tickets `rounds` times on a worker that holds all versions it can need.
 
     Returns the measurements, the trajectories of the last round, and the encoded negative prompts.
@@ -114,9 +97,7 @@ def rolled_out(prepared: Prepared, rounds: int) -> tuple[Worked, list[Trajectory
     if config.rollout.true_cfg_scale > 1:
         texts = [each.negative_wording(config.rollout.negative_prompt) for each in prepared.requests.train]
         negatives = dict(zip(dict.fromkeys(texts), worker.engine.encode(list(dict.fromkeys(texts))), strict=True))
-    seconds = timed(generate, rounds)
-    peak = peak_since(before)
-    return Worked(peak, seconds, total(spans), profiled(generate)), trajectories, negatives
+    return figures(generate, rounds, before, spans), trajectories, negatives
 
 
 def deliver(worker: RolloutWorker, versions: int) -> None:
@@ -131,7 +112,7 @@ def deliver(worker: RolloutWorker, versions: int) -> None:
 
 def trained(
     prepared: Prepared, trajectories: Sequence[Trajectory], negatives: dict[Wording, Conditioning], rounds: int
-) -> Worked:
+) -> Figures:
     """Trains a single rank on the same trajectories in every round, as if they were new."""
     config, before = prepared.config, begun()
     worker = TrainerWorker(config, prepared.model, 0, "trainer-0")
@@ -149,9 +130,7 @@ def trained(
         stats = worker.train(TrainRequest(step, metas, begins=plan, finishes=True), *trajectories)
         spans.extend(stats.spans if isinstance(stats, UpdateStats) else ())
 
-    seconds = timed(update, rounds)
-    peak = peak_since(before)
-    return Worked(peak, seconds, total(spans), profiled(update))
+    return figures(update, rounds, before, spans)
 
 
 def images(config: Config) -> int:
@@ -167,26 +146,22 @@ def begun() -> int:
     return torch.cuda.memory_allocated()
 
 
-def peak_since(before: int) -> int:
-    return torch.cuda.max_memory_allocated() - before if torch.cuda.is_available() else 0
+def figures(work: Callable[[], Any], rounds: int, before: int, spans: Sequence[Span]) -> Figures:
+    """Returns median seconds of a round, its FLOPs (from the `spans` that it fills), and the peak above `before` bytes.
 
-
-def timed(work: Callable[[], Any], rounds: int) -> float:
-    """Returns the median seconds of a round, with the device's work finished; a first round is not counted."""
-    taken = []
+    A first round is not counted; one more is done under the profiler.
+    """
+    taken, cuda = [], torch.cuda.is_available()
     for _ in range(rounds + 1):
         began = time.perf_counter()
         work()
-        if torch.cuda.is_available():
+        if cuda:
             torch.cuda.synchronize()
         taken.append(time.perf_counter() - began)
-    return median(taken[1:])
-
-
-def total(spans: Sequence[Span]) -> float | None:
-    """Returns the sum of the spans' FLOPs; None if no span has them."""
-    known = [span.flops for span in spans if span.flops is not None]
-    return sum(known) if known else None
+    told = {"seconds": median(taken[1:]), "flops": sum(span.flops or 0.0 for span in spans)}
+    told |= {"peak_gib": (torch.cuda.max_memory_allocated() - before) / GIB if cuda else 0.0}
+    told |= {"reserved_gib": torch.cuda.max_memory_reserved() / GIB if cuda else 0.0}
+    return {**told, "profiled": profiled(work)}
 
 
 def profiled(work: Callable[[], Any]) -> dict[str, Any]:

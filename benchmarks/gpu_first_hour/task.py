@@ -66,9 +66,7 @@ class Task:
             return None
         lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
         why = f"not done within {most:.0f} s" if ended.code is None else f"exit code {ended.code}"
-        return (
-            f"{why}; left over: {', '.join(ended.left_over) or 'nothing'}; {lines[-1][:300] if lines else 'no output'}"
-        )
+        return "; ".join([why, f"left over: {', '.join(ended.left_over) or 'nothing'}", *lines[-1:]])[:400]
 
     def train(
         self, name: str, *words: str, most: float = 120.0, prefix: Sequence[str] = (), **environment: str
@@ -94,9 +92,8 @@ class Task:
         lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         steps = sorted(line["timing/step"] for line in lines if "timing/step" in line)
         sync = {key: summary["sync"].get(key) for key in ("transport", "publishes", "fallbacks", "member_busy")}
-        step = round(steps[len(steps) // 2], 3)
-        digest = summary["weights_digest"]
-        self.say(name, digest=digest, seconds=seconds, step_seconds=step, mfu=summary.get("mfu"), sync=sync)
+        figures = {"step_seconds": steps[len(steps) // 2], "mfu": summary.get("mfu"), "sync": sync}
+        self.say(name, digest=summary["weights_digest"], seconds=seconds, **figures)
         return summary
 
     def equal(self, what: str, summaries: Mapping[str, Mapping[str, Any] | None], *, equal: bool = True) -> None:

@@ -148,9 +148,9 @@ def with_guidance(work: Path) -> Prepared:
 def test_the_trainer_has_the_negative_prompts_of_true_guidance(work: Path) -> None:
     prepared = with_guidance(work)
     worked, trajectories, negatives = full_size.rolled_out(prepared, rounds=1)
-    assert list(negatives) == [prepared.config.rollout.negative_prompt] and worked.seconds > 0
+    assert list(negatives) == [prepared.config.rollout.negative_prompt] and worked["seconds"] > 0
     trained = full_size.trained(prepared, trajectories, negatives, rounds=1)
-    assert trained.seconds > 0 and trained.flops is not None and worked.flops is not None
+    assert trained["seconds"] > 0 and trained["flops"] > 0 and worked["flops"] > 0
     with pytest.raises(Exception, match="negative"):
         full_size.trained(prepared, trajectories, {}, rounds=1)
 
