@@ -18,8 +18,8 @@ PACKAGES=(
 PLATFORMS=()
 for version in _2_28 _2_27 _2_24 _2_17 2014 1; do PLATFORMS+=(--platform "manylinux${version}_x86_64"); done
 
-mkdir -p "$KIT" "$WORK/wheels"
 if [ "${1:-}" != --check ]; then
+  mkdir -p "$KIT" "$WORK/wheels"
   "$PYTHON" -m pip download --quiet --no-deps --only-binary=:all: --python-version 3.12 --implementation cp \
     "${PLATFORMS[@]}" --dest "$WORK/wheels" "${PACKAGES[@]}"
   "$PYTHON" -m pip wheel --quiet --no-deps --wheel-dir "$WORK/wheels" antlr4-python3-runtime==4.9.3
@@ -58,6 +58,6 @@ PYTHON
   mv "$WORK/site.tar.xz" "$KIT/site.tar.xz"
 fi
 tree=$(cd "$ROOT" && git ls-files -z --cached --others --exclude-standard | xargs -0 du -cb 2> /dev/null | awk '/total$/ {sum += $1} END {print sum}')
-kit=$(du -sb "$KIT" | cut -f1)
+kit=$([ -d "$KIT" ] && du -sb "$KIT" | cut -f1 || echo 0)
 echo "tree $tree + .gpukit $kit = $((tree + kit)) of $LIMIT bytes"
 [ $((tree + kit)) -le "$LIMIT" ] || { echo "too large to travel"; exit 1; }

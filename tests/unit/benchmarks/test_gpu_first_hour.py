@@ -105,6 +105,16 @@ def test_an_unknown_stage_is_refused_in_one_sentence(capsys: pytest.CaptureFixtu
     assert "did you mean 'glyphs'" in said and said.count("\n") == 1
 
 
+def test_what_travels_is_counted_and_refused_where_it_is_too_large() -> None:
+    def check(**given: str) -> subprocess.CompletedProcess[str]:
+        command = ["bash", "benchmarks/gpu_first_hour/prepare.sh", "--check"]
+        return subprocess.run(command, cwd=ROOT, env={**os.environ, **given}, capture_output=True, text=True)
+
+    fits, large = check(LIMIT="67108864"), check(LIMIT="1000")
+    assert fits.returncode == 0 and int(fits.stdout.split()[1]) > 1_000_000, fits.stdout + fits.stderr
+    assert large.returncode == 1 and "too large" in large.stdout
+
+
 def test_every_process_is_a_host_of_its_own_for_nccl(tmp_path: Path) -> None:
     """The sitecustomize that would have been imported without it is imported, too."""
     (tmp_path / "sitecustomize.py").write_text("import os; os.environ['OTHER'] = 'too'")
