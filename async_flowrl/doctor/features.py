@@ -37,13 +37,11 @@ OWN_SERVER = re.compile(r"(?!uv ).*serve[-_]rewards")
 
 def software() -> dict[str, str]:
     """Returns name → version of Python, of the installed packages that matter, and of the CUDA libraries of torch."""
-    numbers = {"Python": platform.python_version()} | {
-        name: version(name) for name in ("async-flowrl", *PACKAGES, *CUPY)
-    }
-    numbers |= {"torch": torch.__version__, "CUDA": str(torch.version.cuda or "none")}
+    known = {"Python": platform.python_version()} | {name: version(name) for name in ("async-flowrl", *PACKAGES, *CUPY)}
+    known |= {"torch": torch.__version__, "CUDA": str(torch.version.cuda or "none")}
     if torch.version.cuda is not None and dist.is_nccl_available():
-        numbers["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
-    return {name: number for name, number in numbers.items() if number != "none"}
+        known["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+    return {name: number for name, number in known.items() if number != "none"}
 
 
 def device_findings() -> Iterator[Finding]:
