@@ -40,7 +40,7 @@ class Sizes:
     """True for the VAE of Qwen-Image's size."""
 
 
-FULL = Sizes(layers=60, heads=24, resolution=512, steps=10, images=8, whole_vae=True)
+FULL = Sizes(layers=60, heads=24, resolution=512, steps=10, images=4, whole_vae=True)
 SMALL = Sizes(layers=2, heads=2, resolution=32, steps=8, images=4, whole_vae=False)
 """Sizes on a CPU and on a pretended device, where no figure counts."""
 

@@ -44,8 +44,8 @@ def tiny(task: Task) -> None:
 
 
 def whole(task: Task) -> None:
-    """Trains three steps at full size twice: with two bases over NCCL and shared where there is room, else shared."""
-    words = [*random_qwen.settings(task.work, random_qwen.sizes_here()), "total_steps=3", *task.words]
+    """Trains two steps at full size twice: with two bases over NCCL and shared where there is room, else shared."""
+    words = [*random_qwen.settings(task.work, random_qwen.sizes_here()), "total_steps=2", *task.words]
     most = task.left / 2
     if torch.cuda.is_available() and torch.cuda.get_device_properties(0).total_memory >= TWO_BASES_BYTES:
         over_nccl = task.train(

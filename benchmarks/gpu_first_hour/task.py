@@ -73,15 +73,17 @@ class Task:
     ) -> dict[str, Any] | None:
         """Trains one_step_off with the settings `words` in a process of its own and says what came out.
 
-        `prefix` are arguments of Python before the program. Returns its summary; None if it failed.
+        `prefix` are arguments of Python before the program. Returns its summary; None if it failed. A run that trained
+        on the CPU beside a card is not ok.
         """
         from async_flowrl.benchmark import NOTHING_BUT_TRAINING
+        from benchmarks.gpu_first_hour.random_qwen import real_card
 
         file = re.sub(r"\W+", "_", name)
         folder = self.work / "runs" / file
         shutil.rmtree(folder, ignore_errors=True)
         program = prefix or ("-m", "async_flowrl.main")
-        given = (*NOTHING_BUT_TRAINING, "save.every=0", *words, f"output_dir={folder}")
+        given = (*NOTHING_BUT_TRAINING, "console=lines", "save.every=0", *words, f"output_dir={folder}")
         began = time.monotonic()
         failed = self.program(file, [*program, "--config-name", "one_step_off", *given], most, environment)
         seconds = round(time.monotonic() - began, 1)
@@ -92,8 +94,11 @@ class Task:
         lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         steps = sorted(line["timing/step"] for line in lines if "timing/step" in line)
         sync = {key: summary["sync"].get(key) for key in ("transport", "publishes", "fallbacks", "member_busy")}
-        figures = {"step_seconds": steps[len(steps) // 2], "mfu": summary.get("mfu"), "sync": sync}
-        self.say(name, digest=summary["weights_digest"], seconds=seconds, **figures)
+        said = (self.work / "logs" / f"{file}.log").read_text(errors="replace").splitlines()
+        device = next((line.split(",")[0] for line in reversed(said) if line.startswith("devices ")), "not known")
+        figures = {"step_seconds": steps[len(steps) // 2], "mfu": summary.get("mfu"), "sync": sync, "device": device}
+        good = None if not real_card() else "GPU" in device
+        self.say(name, ok=good, digest=summary["weights_digest"], seconds=seconds, **figures)
         return summary
 
     def equal(self, what: str, summaries: Mapping[str, Mapping[str, Any] | None], *, equal: bool = True) -> None:
