@@ -82,10 +82,12 @@ def glyphs(task: Task) -> None:
 
 
 def gpu_tests(task: Task) -> None:
-    """Runs tests/gpu."""
+    """Runs tests/gpu; on a machine with a card it is not ok if all of them are skipped."""
     marked = "gpu" if random_qwen.real_card() else "gpu and not real_gpu"
     command = ("-m", "pytest", "-q", "-m", marked, "tests/gpu", "-p", "no:cacheprovider", "--timeout", "120")
     failed = task.program("tests_gpu", command, task.left, {})
     log = (task.work / "logs" / "tests_gpu.log").read_text(errors="replace").splitlines()
     named = [line for line in log if line.startswith(("FAILED", "ERROR"))]
-    task.say("tests/gpu", ok=failed is None, last=log[-1] if log else "", failed=named[:20])
+    last = log[-1] if log else ""
+    good = failed is None and (" passed" in last or not torch.cuda.is_available())
+    task.say("tests/gpu", ok=good, last=last, failed=named[:20])
