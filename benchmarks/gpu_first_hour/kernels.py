@@ -9,6 +9,7 @@ import multiprocessing
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -88,13 +89,12 @@ def drawn(name: str, shape: Sequence[int], dtype: torch.dtype, device: torch.dev
 def single_kernels(_: Path, sizes: Sizes, name: str, dtype: torch.dtype, device: torch.device) -> dict[str, Work]:
     """Returns the work of single kernels with the model's shapes."""
     tokens, width = (sizes.resolution // 16) ** 2, HEAD_DIM * sizes.heads
-    bias, rows, weights = (
-        drawn(n, (m, width), dtype, device) for n, m in (("b", 1), ("x", ROWS * tokens), ("w", width))
-    )
+    make, channels = partial(drawn, dtype=dtype, device=device), 96 if sizes.whole_vae else 8
+    bias, rows, weights = make("b", (1, width)), make("x", (ROWS * tokens, width)), make("w", (width, width))
     shape = (ROWS, sizes.heads, tokens + TEXT_TOKENS, HEAD_DIM)
-    query, key, value, above = (drawn(each, shape, dtype, device) for each in ("q", "k", "v", "dy"))
-    picture = drawn("image", (1, 96 if sizes.whole_vae else 8, 1, sizes.resolution, sizes.resolution), dtype, device)
-    filters = drawn("filters", (picture.shape[1], picture.shape[1], 3, 3, 3), dtype, device)
+    query, key, value, above = (make(each, shape) for each in ("q", "k", "v", "dy"))
+    picture = make("image", (1, channels, 1, sizes.resolution, sizes.resolution))
+    filters = make("filters", (channels, channels, 3, 3, 3))
 
     def attention() -> Sequence[Tensor]:
         q, k, v = (each.clone().requires_grad_() for each in (query, key, value))
@@ -111,9 +111,8 @@ def single_kernels(_: Path, sizes: Sizes, name: str, dtype: torch.dtype, device:
 
 def of_the_model(work: Path, sizes: Sizes, name: str, dtype: torch.dtype, device: torch.device) -> Mapping[str, Work]:
     """Returns a network of one block with its LoRA, forward and backward, and AdamW's step on the LoRA."""
-    config: Config = compose_config(
-        "one_step_off", [*settings(work, sizes), f"model.dtype={name}", "rollout.true_cfg_scale=1", "output_dir=none"]
-    )
+    words = [f"model.dtype={name}", "rollout.true_cfg_scale=1", "output_dir=none"]
+    config: Config = compose_config("one_step_off", [*settings(work, sizes), *words])
     policy: Any = load_policy(resolve_model(config.model), dtype=name, device=str(device), parts="transformer")
     add_lora(policy.transformer, config.lora, policy, config.seed)
     for key, parameter in lora_parameters(policy.transformer).items():

@@ -48,12 +48,8 @@ def whole(task: Task) -> None:
     words = [*random_qwen.settings(task.work, random_qwen.sizes_here()), "total_steps=2", *task.words]
     most = task.left / 2
     if torch.cuda.is_available() and torch.cuda.get_device_properties(0).total_memory >= TWO_BASES_BYTES:
-        over_nccl = task.train(
-            "two pools over NCCL",
-            *(*words, "placement=separate", "checkpoint_engine.transport=nccl"),
-            most=most,
-            **one_card.environment(2),
-        )
+        pair = ("placement=separate", "checkpoint_engine.transport=nccl")
+        over_nccl = task.train("two pools over NCCL", *words, *pair, most=most, **one_card.environment(2))
         second = task.train("shared", *words, most=task.left, **one_card.environment(1))
         task.equal("two pools over NCCL, shared", {"nccl": over_nccl, "shared": second})
         task.say("every version by NCCL", ok=over_nccl is not None and over_nccl["sync"]["fallbacks"] == 0)
