@@ -84,10 +84,10 @@ def train(config: Config, hydra_record: Mapping[str, str], workers: "Workers | N
 
 def preflight(config: Config) -> list[str]:
     """Warnings of the doctor about the machines before a run starts. Raises ConfigError if one of its checks failed."""
-    from async_flowrl.doctor import preflight as look
+    from async_flowrl.doctor.configuration import preflight as look
     from async_flowrl.run.prepare import prepare
 
-    return look.preflight(prepare(config))
+    return look(prepare(config))
 
 
 def report_over(folders: Sequence[Path], jobs: int) -> None:

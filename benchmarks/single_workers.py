@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from async_flowrl.config.compose import compose_config
+from async_flowrl.config.schema import Config
 from async_flowrl.policies.loading import quiet
 from async_flowrl.policies.lora import lora_modules
 from async_flowrl.policies.registry import DTYPES
@@ -70,14 +71,11 @@ class Workers:
         self.trainer.sender.policy.seal(version)
         self.rollout.receiver.receive(*self.trainer.sender.policy.payload(version))
 
-    def tickets(self, step: int) -> list[Ticket]:
-        groups = self.config.prompts_per_step
-        version = max(0, step - self.config.max_staleness)
-        return [Ticket(TRAIN, step * groups + group, step, group, 0, version) for group in range(groups)]
-
     def generate(self) -> None:
         """The images of the step that is trained next but one."""
-        made = [self.rollout.generate(self.prepared.requests.request(ticket)) for ticket in self.tickets(self.step)]
+        made = [
+            self.rollout.generate(self.prepared.requests.request(ticket)) for ticket in tickets(self.config, self.step)
+        ]
         self.activating.append(
             sum(s.end - s.start for report, *_ in made for s in report.spans if s.name == "activate")
         )
@@ -88,8 +86,8 @@ class Workers:
         config, trainer = self.config, self.trainer
         rows = config.prompts_per_step * config.group_size * trained_steps(config)
         trainer.update.begin(self.step, StepPlan(rows=rows))
-        for ticket, trajectory in zip(self.tickets(self.step), self.batches.pop(self.step), strict=True):
-            trainer.update.accumulate([self.meta(ticket)], trajectory)
+        for ticket, trajectory in zip(tickets(config, self.step), self.batches.pop(self.step), strict=True):
+            trainer.update.accumulate([meta(config, ticket)], trajectory)
         trainer.train(TrainRequest(self.step, (), finishes=True))
 
     def publish(self) -> None:
@@ -101,20 +99,28 @@ class Workers:
         self.rollout.receiver.receive(*self.trainer.sender.policy.payload(self.step + 1))
         self.step += 1
 
-    def meta(self, ticket: Ticket) -> GroupMeta:
-        size = self.config.group_size
-        drawn = np.random.default_rng([ticket.step, ticket.group]).standard_normal(size)
-        return GroupMeta(
-            group=ticket.group,
-            tickets=1,
-            version=ticket.version,
-            age=ticket.step - ticket.version,
-            advantages=tuple((drawn - drawn.mean()).tolist()),
-            selected=tuple(range(size)),
-            seeds=tuple(range(size)),
-            negative=self.config.rollout.negative_prompt,
-            sampling=sampling(self.config),
-        )
+
+def tickets(config: Config, step: int) -> list[Ticket]:
+    """The tickets of a step, a whole group each."""
+    groups, version = config.prompts_per_step, max(0, step - config.max_staleness)
+    return [Ticket(TRAIN, step * groups + group, step, group, 0, version) for group in range(groups)]
+
+
+def meta(config: Config, ticket: Ticket) -> GroupMeta:
+    """The metadata of a ticket's group; its advantages are random and depend on step and group."""
+    size = config.group_size
+    drawn = np.random.default_rng([ticket.step, ticket.group]).standard_normal(size)
+    return GroupMeta(
+        group=ticket.group,
+        tickets=1,
+        version=ticket.version,
+        age=ticket.step - ticket.version,
+        advantages=tuple((drawn - drawn.mean()).tolist()),
+        selected=tuple(range(size)),
+        seeds=tuple(range(size)),
+        negative=config.rollout.negative_prompt,
+        sampling=sampling(config),
+    )
 
 
 def compare(prepared: Prepared, rounds: int) -> Ratios:
@@ -123,7 +129,7 @@ def compare(prepared: Prepared, rounds: int) -> Ratios:
     torch.set_num_threads(config.rollout.threads)
     workers = Workers(prepared)
     bare = bare_of(prepared, list(lora_modules(workers.trainer.policy.transformer)))
-    texts = [prepared.requests.prompt(ticket).text for ticket in workers.tickets(0)]
+    texts = [prepared.requests.prompt(ticket).text for ticket in tickets(config, 0)]
     size, count = config.group_size, trained_steps(config)
     groups = [bare.generate(text, size)[1] for text in texts]
     at_once = config.trainer.timesteps_per_forward or count

@@ -16,7 +16,7 @@ VERBS = {
     "data": ("async_flowrl.data", "show what is understood of a prompt file, and what would be refused"),
     "plan": ("async_flowrl.plan", "memory of a configuration, recipes and cards, and what a run measured"),
     "benchmark": ("async_flowrl.benchmark", "compare the modes on the same devices"),
-    "doctor": ("async_flowrl.doctor", "say whether a configuration can start here; with --gpu, check GPUs"),
+    "doctor": ("async_flowrl.doctor", "say whether a configuration can start here; with --run, train two steps"),
     "evaluate": ("async_flowrl.evaluate", "score a LoRA against its base model"),
     "check-model": ("async_flowrl.check_model", "compare a model family with its stock pipeline"),
     "generate": ("async_flowrl.generate", "make images with and without a LoRA"),

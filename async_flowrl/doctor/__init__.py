@@ -1,1 +1,1 @@
-"""The doctor: describes a machine, checks whether a configuration can start there, and with `--gpu` tests its GPUs."""
+"""The doctor: describes a machine, and says whether a configuration can start there or on the nodes of its cluster."""

@@ -3,8 +3,6 @@
 This module does not import torch.
 """
 
-import importlib.metadata
-import importlib.util
 import os
 import platform
 import shutil
@@ -12,18 +10,16 @@ import socket
 import subprocess
 import tempfile
 from dataclasses import dataclass
+from importlib import metadata, util
 from pathlib import Path
 from typing import Any
-
-import psutil
 
 from separation.node_checks import code_of, sees
 from separation.node_memory import free_memory
 
 PACKAGES = ("torch", "ray", "diffusers", "transformers", "peft", "numpy")
 """Packages whose versions affect results bit for bit, or the communication between nodes."""
-SHM, BOOT = Path("/dev/shm"), Path("/proc/sys/kernel/random/boot_id")
-"""/dev/shm, and Linux's random number of the last start: containers and imitated nodes on one machine share it."""
+SHM = Path("/dev/shm")
 NVIDIA_SMI_SECONDS = 20.0
 
 
@@ -44,43 +40,28 @@ class Asked:
 
 def facts(asked: Asked) -> dict[str, Any]:
     """Returns all facts of this machine; sizes are in bytes, of memory and disks what is free at this moment."""
+    temporary = os.environ.get("RAY_TMPDIR") or str(Path(tempfile.gettempdir()) / "ray")
     return {
         "host": socket.gethostname(),
-        "boot": BOOT.read_text().strip() if BOOT.is_file() else socket.gethostname(),
-        "versions": {"python": platform.python_version(), **versions()},
+        "versions": {"python": platform.python_version()} | {name: version(name) for name in PACKAGES},
         "code": code_of(asked.packages),
         "cores": os.cpu_count() or 1,
         "memory": free_memory(),
-        "machine_memory": int(psutil.virtual_memory().available),
         "shm": shutil.disk_usage(SHM).free if SHM.is_dir() else 0,
-        "disks": {folder: free_disk(Path(folder)) for folder in (*asked.folders, temporary(), model_cache())},
-        "temporary": temporary(),
-        "cache": model_cache(),
+        "disks": {folder: free_disk(Path(folder)) for folder in (*asked.folders, temporary)},
+        "temporary": temporary,
         "lacking": [module for module in asked.modules if not importable(module)],
         "marked": not asked.mark or sees(asked.mark, asked.text),
         "gpus": gpus(),
-        "interfaces": interfaces(),
     }
-
-
-def versions() -> dict[str, str]:
-    """Returns the versions of PACKAGES; "none" for a missing package."""
-    return {package: version(package) for package in PACKAGES}
 
 
 def version(package: str) -> str:
+    """Returns the version of a package; "none" if it is missing."""
     try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
         return "none"
-
-
-def interfaces() -> dict[str, list[str]]:
-    """Returns name of a network interface → its IPv4 addresses, in their order."""
-    return {
-        name: [each.address for each in addresses if each.family == socket.AF_INET]
-        for name, addresses in psutil.net_if_addrs().items()
-    }
 
 
 def free_disk(folder: Path) -> dict[str, Any]:
@@ -88,22 +69,7 @@ def free_disk(folder: Path) -> dict[str, Any]:
     while not folder.is_dir():
         folder = folder.parent
     usage = shutil.disk_usage(folder)
-    return {"free": usage.free, "total": usage.total, "device": folder.stat().st_dev, "writable": _writable(folder)}
-
-
-def _writable(folder: Path) -> bool:
-    return os.access(folder, os.W_OK | os.X_OK)
-
-
-def temporary() -> str:
-    """Returns the folder of Ray's files on this machine, unless `ray start --temp-dir` gave another one."""
-    return os.environ.get("RAY_TMPDIR") or str(Path(tempfile.gettempdir()) / "ray")
-
-
-def model_cache() -> str:
-    """Returns the folder of Hugging Face's downloads on this machine."""
-    home = os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface"
-    return os.environ.get("HF_HUB_CACHE") or str(Path(home) / "hub")
+    return {"free": usage.free, "total": usage.total, "writable": os.access(folder, os.W_OK | os.X_OK)}
 
 
 def importable(module: str) -> bool:
@@ -112,7 +78,7 @@ def importable(module: str) -> bool:
     A folder without Python files, as an uninstalled package may leave one, is not a module.
     """
     try:
-        spec = importlib.util.find_spec(module)
+        spec = util.find_spec(module)
     except ImportError:
         return False
     return spec is not None and spec.origin is not None
@@ -120,18 +86,10 @@ def importable(module: str) -> bool:
 
 def gpus() -> list[dict[str, Any]]:
     """Returns name and total bytes of every GPU that nvidia-smi shows; empty if it is missing, fails or hangs."""
-    rows = [line.rpartition(",") for line in nvidia_smi("name,memory.total", "nounits") if "," in line]
-    return [{"name": name.strip(), "memory": int(mib) * 2**20} for name, _, mib in rows if mib.strip().isdigit()]
-
-
-def nvidia_smi(query: str, *form: str) -> list[str]:
-    """Returns one line per GPU with the asked properties; empty if nvidia-smi is missing, fails or hangs."""
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        return []
-    command = [program, f"--query-gpu={query}", f"--format={','.join(('csv', 'noheader', *form))}"]
+    command = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
     try:
         said = subprocess.run(command, capture_output=True, text=True, timeout=NVIDIA_SMI_SECONDS, check=True).stdout
-    except (subprocess.CalledProcessError, subprocess.TimeoutExpired, OSError):
+    except (subprocess.SubprocessError, OSError):
         return []
-    return said.splitlines()
+    rows = (line.rpartition(",") for line in said.splitlines())
+    return [{"name": name.strip(), "memory": int(mib) * 2**20} for name, _, mib in rows if mib.strip().isdigit()]

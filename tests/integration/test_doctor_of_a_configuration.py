@@ -9,10 +9,10 @@ from async_flowrl import main as program
 from async_flowrl.config.check import ConfigError
 from async_flowrl.config.compose import compose_config
 from async_flowrl.doctor import __main__ as doctor
+from async_flowrl.doctor import configuration
 from async_flowrl.doctor import facts as told
-from async_flowrl.doctor import start
-from async_flowrl.doctor.needs import needs_of
-from async_flowrl.memory.host_needs import PROCESS_BYTES
+from async_flowrl.doctor.configuration import host_processes
+from async_flowrl.memory.host_needs import PROCESS_BYTES, Process
 from async_flowrl.memory.processes import plan_memory
 
 LOCAL = ("runtime.backend=local", "total_steps=1", "evaluate.before_training=false", "model.tiny.layers=1")
@@ -21,7 +21,15 @@ LOCAL = ("runtime.backend=local", "total_steps=1", "evaluate.before_training=fal
 def test_a_configuration_that_can_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert doctor.main(["--config-name", "sync", *LOCAL, f"output_dir={tmp_path / 'run'}"]) == 0
     said = capsys.readouterr().out
-    for name in ("configuration", "Ray", "node here", "memory", "object store", "run directory", "optional vllm-omni"):
+    for name in (
+        "configuration",
+        "devices",
+        "node here",
+        "memory",
+        "object store",
+        "run directory",
+        "optional vllm-omni",
+    ):
         assert f" {name}: " in said, name
     assert said.endswith("this configuration can start here\n")
     assert not (tmp_path / "run").exists() and not list(tmp_path.iterdir())
@@ -51,7 +59,7 @@ def test_a_cluster_that_does_not_answer(tmp_path: Path, capsys: pytest.CaptureFi
         (["total_stepz=1"], "total_steps"),
         (["--config-name", "one_step_of"], "one_step_off"),
         (["--nodes", "2", "total_steps=1"], "needs runtime.address"),
-        (["--gpu", "total_steps=1"], "takes no configuration"),
+        (["--gpu", "total_steps=1"], "benchmarks.gpu_first_hour"),
     ],
 )
 def test_bad_words_are_one_sentence(words: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -72,33 +80,35 @@ def test_preflight_refuses_before_anything_is_written(tmp_path: Path, monkeypatc
 
 def test_preflight_lets_a_run_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     looked: list[Any] = []
-    original = start.start_findings
+    original = configuration.start_findings
 
     def watched(*arguments: Any) -> Any:
         looked.append(arguments)
         return original(*arguments)
 
-    monkeypatch.setattr("async_flowrl.doctor.preflight.start_findings", watched)
+    monkeypatch.setattr("async_flowrl.doctor.configuration.start_findings", watched)
     short = ("group_size=4", "trainer.micro_batch_size=4", "rollout.num_inference_steps=3", "preflight=true")
     config = compose_config("sync", [*LOCAL, *short, "evaluate.images_per_prompt=1", f"output_dir={tmp_path / 'run'}"])
     assert program.train(config, {}) == 0
     assert looked and (tmp_path / "run" / "summary.json").exists()
 
 
-def test_needs_grow_with_what_is_asked_for() -> None:
-    few, many = compose_config("sync"), compose_config("sync", ["save.keep=9", "rollout.num_workers=4"])
-    on_cpu, on_gpu = needs_of(few, on_gpus=False), needs_of(few, on_gpus=True)
-    assert needs_of(many, on_gpus=False).run_directory > on_cpu.run_directory
-    assert needs_of(many, on_gpus=False).memory > on_cpu.memory > on_gpu.memory
+def processes(*words: str, on_gpus: bool = False) -> list[Process]:
+    config = compose_config("sync", words)
+    return host_processes(config, plan_memory(config), on_gpus=on_gpus)
+
+
+def memory(*words: str, on_gpus: bool = False) -> int:
+    return sum(process.total for process in processes(*words, on_gpus=on_gpus))
+
+
+def test_host_memory_grows_with_what_is_asked_for() -> None:
+    assert memory("rollout.num_workers=4") > memory() > memory(on_gpus=True)
 
 
 def test_the_controller_holds_the_newest_states_of_a_lora() -> None:
     held = [
-        next(
-            one.bytes
-            for one in needs_of(compose_config("sync", words), on_gpus=False).processes
-            if one.pool == "controller"
-        )
+        next(one.bytes for one in processes(*words) if one.pool == "controller")
         for words in (["tune=full"], [], ["lora.rank=64"])
     ]
     assert held[0] == PROCESS_BYTES < held[1] < held[2]
@@ -106,13 +116,39 @@ def test_the_controller_holds_the_newest_states_of_a_lora() -> None:
 
 def test_an_elastic_pool_needs_its_least_workers() -> None:
     elastic = ("runtime.address=auto", "rollout.num_workers=4", "rollout.min_workers=1", "rollout.max_workers=6")
-    fixed, grown = (needs_of(compose_config("sync", words), on_gpus=False).processes for words in ((), elastic))
+    fixed, grown = processes(), processes(*elastic)
     assert [(one.count, one.later) for one in fixed if one.pool == "rollout"] == [(1, 0)]
     assert [(one.count, one.later) for one in grown if one.pool == "rollout"] == [(1, 5)]
 
 
 def test_processes_that_sample_and_train_hold_the_base_once() -> None:
-    separate, shared = compose_config("sync"), compose_config("sync", ["placement=shared"])
-    found = needs_of(shared, on_gpus=False)
-    assert [process.pool for process in found.processes] == ["shared", "reward", "controller"]
-    assert found.memory < needs_of(separate, on_gpus=False).memory - plan_memory(shared).model.base_bytes
+    assert [process.pool for process in processes("placement=shared")] == ["shared", "reward", "controller"]
+    base = plan_memory(compose_config("sync", ["placement=shared"])).model.base_bytes
+    assert memory("placement=shared") < memory() - base
+
+
+def test_two_steps_are_trained_where_nothing_failed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    short = ("group_size=4", "trainer.micro_batch_size=4", "rollout.num_inference_steps=3")
+    words = ["--run", "--config-name", "sync", *LOCAL, *short]
+    assert doctor.main([*words, f"output_dir={tmp_path / 'run'}"]) == 0
+    said = capsys.readouterr().out
+    assert "ok       two steps: " in said and said.endswith("this configuration can start here\n")
+    assert not list(tmp_path.iterdir())
+    used = tmp_path / "used"
+    used.mkdir()
+    (used / "metrics.jsonl").write_text("{}\n")
+    assert doctor.main([*words, f"output_dir={used}"]) == 1
+    assert "two steps" not in capsys.readouterr().out
+
+
+def test_two_steps_that_fail_are_a_finding(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The function is found; that it scores nothing, only a worker sees."""
+    own = "+reward.terms.mine={name: 'operator:add'}"
+    assert (
+        doctor.main(
+            ["--run", *LOCAL, own, "group_size=4", "trainer.micro_batch_size=4", f"output_dir={tmp_path / 'run'}"]
+        )
+        == 1
+    )
+    assert "failed   two steps: exit code" in capsys.readouterr().out
+    assert not list(tmp_path.iterdir())

@@ -4,8 +4,8 @@ import shutil
 import sys
 from pathlib import Path
 
+import ftfy
 import pytest
-import tenacity
 
 import checkpoint_engine
 from tests.nodes.pretended_nodes import Nodes
@@ -46,9 +46,9 @@ def test_another_clock_and_other_code_are_named(allowed: None, tmp_path: Path) -
 
 def test_a_package_that_one_node_lacks_is_named_with_what_needs_it(allowed: None, tmp_path: Path) -> None:
     """The other node, and the machine of the driver, have it."""
-    installed, empty = Path(tenacity.__file__).parent, tmp_path / "empty"
+    installed, empty = Path(ftfy.__file__).parent, tmp_path / "empty"
     empty.mkdir()
-    asks = "+reward.terms.judge={name: http, options: {url: 'http://127.0.0.1:1'}}"
+    asks = "+reward.terms.liked={name: hpsv2}"
     with Nodes(tmp_path / "nodes", [{"trainer": 1, "rollout": 1}]) as nodes:
         nodes.head.start_ray()
         other = nodes.add({})
@@ -56,8 +56,8 @@ def test_a_package_that_one_node_lacks_is_named_with_what_needs_it(allowed: None
         other.start_ray(nodes.head)
         code, said = doctor(nodes, "--nodes", "2", asks, f"output_dir={tmp_path / 'run'}")
         assert code == 1 and "this configuration cannot start here" in said, said
-        (line,) = [line for line in said.splitlines() if "optional httpx and tenacity on the nodes" in line]
-        assert line.strip().startswith("failed") and f"{other.address} " in line and "no tenacity: pip" in line, said
+        (line,) = [line for line in said.splitlines() if "optional reward hps on the nodes" in line]
+        assert line.strip().startswith("failed") and f"{other.address} " in line and "no ftfy: pip" in line, said
         assert nodes.head.address not in line and "(room for reward)" in line, said
         code, said = doctor(nodes, "--nodes", "2", f"output_dir={tmp_path / 'run'}")
         assert code == 0 and "on the nodes" not in said.replace("versions of the nodes", ""), said

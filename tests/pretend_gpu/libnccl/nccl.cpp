@@ -60,12 +60,13 @@ static void kernels_ended(int device, void* stream) {
   static const auto tell = device_function<void (*)(int, long)>("pretend_ended");
   if (tell) tell(device, (long)stream);
 }
-static std::string bus_of(int device) {  // which of the host's GPUs the process's n-th one is
+static std::string bus_of(int device) {  // which GPU of which host the process's n-th one is
+  const char* host = std::getenv("NCCL_HOSTID");
   const char* visible = std::getenv("CUDA_VISIBLE_DEVICES");
   std::stringstream names(visible ? visible : "");
   std::string name = std::to_string(device);
   if (visible) for (int i = 0; i <= device && std::getline(names, name, ','); i++) {}
-  return name;
+  return std::string(host ? host : "") + "/" + name;
 }
 
 struct ncclComm {

@@ -1,6 +1,5 @@
 """Tests of the memory plan of each pool against the GPUs of the nodes on which its workers may sit."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -8,11 +7,11 @@ import pytest
 from async_flowrl.config.compose import compose_config
 from async_flowrl.config.schema import Config
 from async_flowrl.config.sections.reward import RewardTerm
-from async_flowrl.doctor.cards import devices
+from async_flowrl.doctor.configuration import device_finding as devices
+from async_flowrl.doctor.configuration import host_processes
 from async_flowrl.doctor.findings import FAILED, OK, SKIPPED, WARNING
-from async_flowrl.doctor.machines import GIB, Machine, parts_of
-from async_flowrl.doctor.needs import needs_of
-from async_flowrl.memory.host_needs import PROCESS_BYTES
+from async_flowrl.doctor.nodes import GIB, Machine
+from async_flowrl.memory.processes import plan_memory
 from separation.group import PoolSpec
 
 LARGE, SMALL = 80 * GIB, 2**20
@@ -48,27 +47,25 @@ def test_a_small_card_that_no_pool_can_get_does_not_count(config: Config) -> Non
     """The head's, which Ray was told not to use; one on a node that cannot hold a pool's workers of a node."""
     large = [machine("a", LARGE, LARGE), machine("b", LARGE)]
     found = devices(config, pools(), [*large, machine("head", SMALL, gpus=0)])
-    assert (found.status, found.sentence) == (OK, "4 GPUs, the smallest of 80.0 GiB: the plan fits")
+    assert found.status == OK and "trainer 80.0 GiB, rollout 80.0 GiB" in found.sentence
     two_of_a_node = pools(2, workers_per_node=2)[:1]
     assert devices(config, two_of_a_node, [large[0], machine("b", SMALL)]).status == OK
 
 
 def test_a_small_card_that_a_pool_may_get_is_named(config: Config) -> None:
     found = devices(config, pools(), [machine("a", LARGE, LARGE), machine("b", SMALL)])
-    assert found.status == WARNING and found.sentence.startswith("on the smaller GPUs of b: a ")
-    assert "ray start --num-gpus" in found.advice
+    assert found.status == WARNING and "ray start --num-gpus" in found.advice
 
 
-def test_fewer_large_cards_than_workers_are_a_failure(config: Config) -> None:
-    found = devices(config, pools(trainers=2), [machine("a", LARGE), machine("b", SMALL)])
+def test_small_cards_alone_are_a_failure(config: Config) -> None:
+    found = devices(config, pools(trainers=2), [machine("a", SMALL), machine("b", SMALL)])
     assert found.status == FAILED and "a trainer rank holds" in found.sentence
 
 
 def test_each_pool_has_its_own_smallest_card(config: Config) -> None:
     """Trainer ranks need two of a node, so that they never get the smaller card that rollout workers may get."""
     found = devices(config, pools(2, workers_per_node=2), [machine("a", LARGE, LARGE), machine("b", 24 * GIB)])
-    expected = "3 GPUs, the smallest for trainer of 80.0 GiB, for rollout of 24.0 GiB: the plan fits"
-    assert (found.status, found.sentence) == (OK, expected)
+    assert found.status == OK and "trainer 80.0 GiB, rollout 24.0 GiB" in found.sentence
 
 
 def test_a_run_with_a_cluster_of_its_own_has_all_cards_of_the_machine(config: Config) -> None:
@@ -91,15 +88,6 @@ def test_pools_of_held_out_terms_are_judged(config: Config) -> None:
     assert found.status == FAILED and "evaluate.reward.terms.liked.gpus_per_worker" in found.sentence
 
 
-def test_processes_that_sample_and_train_are_counted_once(config: Config) -> None:
-    config.trainer.num_workers = config.rollout.num_workers = 2
-    apart = needs_of(config, on_gpus=False).memory
-    config.placement = "shared"
-    needs = needs_of(config, on_gpus=False)
-    assert [process.pool for process in needs.processes] == ["shared", "reward", "controller"]
-    assert needs.memory < apart - PROCESS_BYTES
-
-
 @pytest.mark.parametrize(
     ("settings", "copies"),
     [
@@ -114,10 +102,7 @@ def test_processes_that_sample_and_train_are_counted_once(config: Config) -> Non
 def test_the_copy_of_a_checkpoint_counts_for_the_ranks_that_make_one(settings: list[str], copies: int) -> None:
     """The first rank alone, or each its share."""
     config = compose_config("one_step_off", ["trainer.num_workers=4", *settings])
-    needs = needs_of(config, on_gpus=True)
-    trainer = next(process for process in needs.processes if process.pool == "trainer")
+    trainer = next(each for each in host_processes(config, plan_memory(config), on_gpus=True) if each.pool == "trainer")
     assert trainer.copies == copies and trainer.copy > 0
     assert trainer.total == trainer.count * trainer.bytes + copies * trainer.copy
     assert trainer.on_a_node == trainer.bytes + trainer.copy
-    said = parts_of(replace(trainer, bytes=6 * 2**30, copy=3 * 2**29))
-    assert said == f"{trainer.count} × trainer 6.0 + {copies} × copy for a checkpoint 1.5"

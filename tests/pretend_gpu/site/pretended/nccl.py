@@ -236,7 +236,7 @@ def refuse_shared_devices(store: dist.Store, rank: int, size: int, device: torch
     """
     count = range(torch.cuda.device_count())
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, count))).split(",")
-    bus = f"{os.uname().nodename}/{visible[device.index or 0]}"
+    bus = f"{os.environ.get('NCCL_HOSTID', os.uname().nodename)}/{visible[device.index or 0]}"
     store.set(f"bus/{rank}", bus)
     found = []
     for other in range(size):

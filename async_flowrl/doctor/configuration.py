@@ -1,0 +1,222 @@
+"""The check whether a configuration can start here, or with `runtime.address` on every node of that cluster."""
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+
+from async_flowrl.config import pool_names, reward_pools, shared
+from async_flowrl.config.check import ConfigError
+from async_flowrl.config.schema import Config
+from async_flowrl.doctor import features, nodes
+from async_flowrl.doctor.facts import Asked, facts
+from async_flowrl.doctor.findings import FAILED, OK, SKIPPED, WARNING, Finding, failed, verdict
+from async_flowrl.doctor.nodes import GB, GIB, Machine
+from async_flowrl.memory import devices, host_memory, host_needs, layout
+from async_flowrl.memory.host_needs import PROCESS_BYTES, Process
+from async_flowrl.memory.processes import MemoryPlan, plan_memory
+from async_flowrl.run.launch import check_machine
+from async_flowrl.run.nodes import OUR_CODE, marked
+from async_flowrl.run.pools import pools
+from async_flowrl.run.prepare import Prepared, doubts_of, prepare
+from separation.cluster_probe import Survey, survey
+from separation.group import VISIBLE_DEVICES, PoolSpec
+from separation.placement import ResourcesMissing
+
+FACTS, MISSING = "async_flowrl.doctor.facts:facts", "async_flowrl.doctor.features:missing"
+NODES_SECONDS = 120.0
+"""Seconds for which nodes are waited for, if more than one is wanted."""
+FOLDER_BYTES = 200_000_000
+"""Size of a run directory without checkpoints: logs, metrics, images, report."""
+REFUSED, WARNED = "a run would refuse it with this sentence", "a run says this, too"
+START = "start a cluster (ray start --head), or leave runtime.address out for one of this machine"
+
+
+def configuration_findings(config: Config, least_nodes: int = 1) -> Iterator[Finding]:
+    """Yields all findings on a configuration: its own checks, then the machines.
+
+    `least_nodes` is the number of nodes that the cluster should have. It stops after a failure that leaves nothing more
+    to check.
+    """
+    try:
+        prepared = prepare(config)
+    except ConfigError as error:
+        yield failed("configuration", error, REFUSED)
+        return
+    shown = f"{config.mode_name}, {config.model.path}, {config.total_steps} steps"
+    yield Finding("configuration", OK, f"{shown}: composed, checked, its prompts and model found")
+    yield from (Finding("configuration", WARNING, doubt, WARNED) for doubt in doubts_of(prepared))
+    yield from start_findings(prepared, least_nodes)
+
+
+def preflight(prepared: Prepared) -> list[str]:
+    """Returns the warnings of `preflight=true`. Raises ConfigError with all failed findings if a run cannot start."""
+    findings = list(start_findings(prepared))
+    if broken := [f"  {finding.line()}" for finding in findings if finding.status == FAILED]:
+        lines = [f"preflight: {len(broken)} of {len(findings)} checks failed, so nothing was started", *broken]
+        raise ConfigError("\n".join(lines))
+    return [f"preflight: {finding.line()}" for finding in findings if finding.status == WARNING]
+
+
+def start_findings(prepared: Prepared, least_nodes: int = 1) -> Iterator[Finding]:
+    """Yields the findings of `configuration_findings` for a configuration that is already prepared."""
+    config = prepared.config
+    yield from (features.optional_finding(name, config) for name in features.FEATURES)
+    try:
+        check_machine(prepared)
+    except ConfigError as error:
+        yield failed("this machine", error, REFUSED)
+        return
+    with ExitStack() as stack:
+        try:
+            mark, text = stack.enter_context(marked(nearest(config)))
+        except OSError:  # not writable; the finding on the run directory reports that
+            mark = text = ""
+        asked = Asked((run_folder(config),), OUR_CODE, tuple(modules_of(config)), mark, text)
+        here = this_machine(asked)
+        if config.runtime.address is not None and config.runtime.backend == "ray":
+            yield from on_cluster(prepared, here, asked, least_nodes)
+        else:
+            yield nodes.machine_finding(here)
+            yield from judged(prepared, here, [here], None)
+
+
+def on_cluster(prepared: Prepared, here: Machine, asked: Asked, least: int) -> Iterator[Finding]:
+    """Yields findings on every node of the cluster at `runtime.address`; a failure if nothing answers there."""
+    config, address, wanted = prepared.config, str(prepared.config.runtime.address), pools(prepared)
+    try:
+        with survey(address, nodes=least, wait=NODES_SECONDS if least > 1 else 0.0) as looked:
+            advice = f"{least} were waited for ({NODES_SECONDS:g} s): see the output of `ray start` on the others"
+            yield verdict("Ray", f"{len(looked.nodes)} nodes at {address}", (len(looked.nodes) < least, FAILED, advice))
+            yield nodes.seats(wanted, looked.nodes)
+            machines = []
+            told, lacks = looked.run(FACTS, asked), looked.run(MISSING, list(features.needed(config)))
+            for node in looked.nodes:
+                answers, store = (told[node.id], lacks[node.id]), node.resources.get("object_store_memory", 0.0)
+                if errors := [each for each in answers if isinstance(each, Exception)]:
+                    yield failed(f"node {node.name}", errors[0], "install this package there, and start Ray from it")
+                else:
+                    machines.append(Machine(node.name, answers[0], store, node.resources, answers[1]))
+            yield from map(nodes.machine_finding, machines)
+            yield from nodes.same_findings(here.facts, machines)
+            yield from features.feature_findings(config, wanted, machines)
+            yield from judged(prepared, here, machines, looked) if machines else ()
+    except (ResourcesMissing, ConnectionError, RuntimeError) as error:
+        yield Finding("Ray", FAILED, f"runtime.address={address}: {str(error).partition(chr(10))[0]}", START)
+
+
+def judged(prepared: Prepared, here: Machine, machines: Sequence[Machine], looked: Survey | None) -> Iterator[Finding]:
+    """Compares the memory plan with the machines, and measures the network if `looked` is given."""
+    config, version = prepared.config, 0
+    yield device_finding(config, pools(prepared), machines)
+    try:
+        plan = plan_memory(config)
+    except ValueError as error:
+        yield failed("plan", error, "memory and disks were not compared", WARNING)
+    else:
+        version = plan.adapter_bytes
+        on_gpus = any(each.facts["gpus"] for each in machines)
+        yield memory_finding(host_processes(config, plan, on_gpus=on_gpus), machines)
+        yield store_finding(plan.payload, machines)
+        yield from disk_findings(config, plan, here, machines)
+    if looked is not None:
+        yield from nodes.network_findings(looked, version)
+
+
+def device_finding(config: Config, wanted: Sequence[PoolSpec], machines: Sequence[Machine]) -> Finding:
+    """Compares the memory plan of each pool with the smallest GPU that its workers can get.
+
+    GPUs that are too small are a failure, or a warning if there are larger ones, because Ray chooses among them when
+    the workers start. vllm_omni plans its memory itself.
+    """
+    largest, smallest = 0, dict[str, int]()
+    planned = {pool_names.TRAINER, shared.SHARED, *(["rollout"] if config.rollout.engine != "vllm_omni" else [])}
+    for spec in wanted:
+        sizes = [int(gpu["memory"]) for one in nodes.room_for(spec, machines) for gpu in one.facts["gpus"]]
+        if sizes and spec.gpus_per_worker and (spec.name in planned or reward_pools.is_scoring_pool(spec.name)):
+            largest, smallest[spec.name] = max(largest, *sizes), min(sizes)
+    if not smallest:
+        return Finding("devices", SKIPPED, "no pool of the plan gets a GPU", "nothing to plan")
+    try:
+        warnings = devices.check_devices(layout.resolved(config, smallest).applied(config), smallest)
+    except ConfigError as error:
+        mixed = largest > min(smallest.values())
+        off = "Ray may choose larger ones: keep the pools off the smaller ones, ray start --num-gpus there"
+        return failed("devices", error, off if mixed else REFUSED, WARNING if mixed else FAILED)
+    said = f"the plan fits the smallest GPUs: {', '.join(f'{pool} {n / GIB:.1f} GiB' for pool, n in smallest.items())}"
+    return verdict("devices", "; ".join(warnings) or said, (bool(warnings), WARNING, WARNED))
+
+
+def host_processes(config: Config, plan: MemoryPlan, *, on_gpus: bool) -> list[Process]:
+    """Returns the run's processes with their host memory, without object stores and models of rewards."""
+    scoring = (Process(pool.name, pool.workers, PROCESS_BYTES) for pool in reward_pools.scoring_pools(config))
+    controller = Process("controller", 1, PROCESS_BYTES + host_needs.kept_bytes(config, plan))
+    return [*host_needs.training_processes(config, plan, on_gpus=on_gpus), *scoring, controller]
+
+
+def memory_finding(planned: Sequence[Process], machines: Sequence[Machine]) -> Finding:
+    """Compares the planned host memory, in total and of the processes that share a node, with what is free."""
+    needed, free = sum(each.total for each in planned), sum(one.facts["memory"] for one in machines)
+    alone = max(each.on_a_node for each in planned) > max(one.facts["memory"] for one in machines)
+    counted = " + ".join(f"{each.count} × {each.pool} {each.bytes / GIB:.1f}" for each in planned if each.count)
+    said = f"{needed / GIB:.1f} GiB planned ({counted}), {free / GIB:.1f} free on {nodes.everywhere(machines)}"
+    advice = "fewer workers, a smaller batch, or machines with more: `async-flowrl plan --memory` shows the parts"
+    return verdict("memory", said, (needed > free or alone, FAILED, advice))
+
+
+def store_finding(payload: int, machines: Sequence[Machine]) -> Finding:
+    """Compares the bytes that wait at most with the object stores, which lie on disk where /dev/shm is too small."""
+    store = sum(machine.object_store for machine in machines)
+    said = f"{payload / GB:.2f} GB of images and trajectories wait at most, there is room for {store / GB:.2f}"
+    small = payload > store, FAILED, "a smaller step or max_staleness, or a larger --object-store-memory"
+    slow = any(not one.store and 0 < one.facts["shm"] < one.object_store for one in machines)
+    return verdict("object store", said, small, (slow, WARNING, "/dev/shm is too small for it: docker run --shm-size"))
+
+
+def disk_findings(config: Config, plan: MemoryPlan, here: Machine, machines: Sequence[Machine]) -> Iterator[Finding]:
+    """Compares the planned size of the run directory with the free disk space, and says which nodes see it.
+
+    It holds the kept checkpoints, one more being written, a best one, and the weights of both.
+    """
+    folder, best = run_folder(config), config.save.best is not None
+    checkpoint = plan.snapshot * (config.trainer.num_workers if host_memory.in_shares(config) else 1)
+    size = FOLDER_BYTES + (1 + best) * plan.adapter_bytes + (config.save.keep + 1 + best) * checkpoint
+    disk = here.facts["disks"][folder]
+    said = f"{folder}: {size / GB:.2f} GB planned, {disk['free'] / GB:.1f} free"
+    locked = not disk["writable"], FAILED, "it cannot be written: set output_dir to a folder of yours"
+    yield verdict("run directory", said, locked, (size > disk["free"], FAILED, "free some, or lower save.keep"))
+    blind = ", ".join(machine.name for machine in machines if not machine.facts["marked"])
+    if len(machines) > 1:
+        nowhere = not any(machine.facts["marked"] for machine in machines)
+        advice = "set output_dir to a file system that all nodes see: checkpoints lie there"
+        said = f"not seen on {blind}" if blind else f"seen by {nodes.everywhere(machines)}"
+        yield verdict("shared run directory", said, (nowhere, FAILED, advice), (bool(blind), WARNING, advice))
+
+
+def this_machine(asked: Asked) -> Machine:
+    """Returns this machine; its GPUs are torch's if nvidia-smi shows none or CUDA_VISIBLE_DEVICES limits them."""
+    told = facts(asked)
+    if not told["gpus"] or VISIBLE_DEVICES in os.environ:
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        cards = (torch.cuda.get_device_properties(index) for index in range(count))
+        told["gpus"] = [{"name": card.name, "memory": card.total_memory} for card in cards]
+    return Machine("here", told)
+
+
+def modules_of(config: Config) -> list[str]:
+    """Returns the modules that the configuration names as `pkg.module:attr`; every worker imports them."""
+    terms = [*config.reward.terms.values(), *config.evaluate.reward.terms.values()]
+    named = [config.model.family, config.model.tiny.family, config.algorithm.name, *(term.name for term in terms)]
+    return sorted({name.partition(":")[0] for name in named if name is not None and ":" in name})
+
+
+def run_folder(config: Config) -> str:
+    """Returns the absolute path of the run directory."""
+    return str(Path(config.output_dir).expanduser().absolute())
+
+
+def nearest(config: Config) -> Path:
+    """Returns the run directory, or the nearest of its parents that exists."""
+    return next(each for each in (Path(run_folder(config)), *Path(run_folder(config)).parents) if each.is_dir())

@@ -1,0 +1,140 @@
+"""Findings on the nodes of a run: what each has, where they differ, whether workers find a place, and the network."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from async_flowrl.doctor.findings import FAILED, OK, WARNING, Finding, failed, verdict
+from separation import placement
+from separation.cluster_probe import Node, Offset, Survey
+from separation.group import PoolSpec
+
+GIB, GB = 2**30, 10**9
+SPILL_SHARE = 0.95
+"""Used share of a disk above which Ray writes no objects to it (its local_fs_capacity_threshold). Ray then fails to
+create those for which its object store has no room."""
+LEAST_DISK = GB // 5
+"""Bytes on disk that the logs of Ray need at least."""
+STORE_SHARE, SHM_SHARE, SMALL_STORE, LARGEST_STORE = 0.3, 0.95, 10 * GB, 200 * GB
+"""Ray's default size of the object store: this share of the memory; above SMALL_STORE bytes at most this share of
+/dev/shm. A store that does not fit into /dev/shm is put into Ray's folder for temporary files."""
+BROADCAST_BYTES, STORE_PART = 32_000_000, 8
+"""Size of the object whose broadcast is timed; it takes at most 1 / STORE_PART of the smallest object store."""
+SKEW_SECONDS, SLOW_BYTES_PER_SECOND = 1.0, 50e6
+"""Clock difference above which log lines of several nodes are in the wrong order; half of gigabit Ethernet."""
+NETWORK = "check the interface that Ray uses (ray start --node-ip-address) and the link"
+
+
+@dataclass(frozen=True)
+class Machine:
+    """One node with its `facts` (facts.py). `store` is its object store in bytes; 0 if the run starts Ray itself."""
+
+    name: str
+    facts: Mapping[str, Any]
+    store: float = 0.0
+    resources: Mapping[str, float] | None = None
+    """The resources that Ray knows of the node; None if the run starts Ray itself."""
+    lacks: Mapping[str, str] = field(default_factory=dict)
+    """Optional feature that the configuration needs → what the node lacks of it (features.py)."""
+
+    @property
+    def has_gpu(self) -> bool:
+        return bool(self.facts["gpus"]) or (self.resources or {}).get("GPU", 0) > 0
+
+    @property
+    def object_store(self) -> float:
+        """Bytes of the object store; without a cluster, the size that Ray would choose."""
+        most = min(LARGEST_STORE, max(SMALL_STORE, SHM_SHARE * self.facts["shm"]))
+        return self.store or min(STORE_SHARE * self.facts["memory"], most)
+
+
+def machine_finding(machine: Machine) -> Finding:
+    """Describes a node in one line; failed if its disk is full, a warning if Ray could not spill objects to it."""
+    facts, disk = machine.facts, machine.facts["disks"][machine.facts["temporary"]]
+    memory, shm, free = (f"{size / GIB:.1f} GiB" for size in (facts["memory"], facts["shm"], disk["free"]))
+    kinds = ", ".join(gpu["name"] for gpu in facts["gpus"]) or "no GPU"
+    said = f"{facts['host']}: {facts['cores']} cores, {kinds}; free: {memory} of memory, {shm} in /dev/shm"
+    cure = "free some, or ray start --temp-dir"
+    full = disk["free"] < LEAST_DISK, FAILED, f"Ray has no room for its logs there: {cure}"
+    tight = disk["free"] < (1 - SPILL_SHARE) * disk["total"], WARNING, f"Ray spills nothing to a disk this full: {cure}"
+    return verdict(f"node {machine.name}", f"{said}, {free} in {facts['temporary']}", full, tight)
+
+
+def same_findings(here: Mapping[str, Any], machines: Sequence[Machine]) -> Iterator[Finding]:
+    """Compares versions, code and modules with this machine; a failure names the nodes that differ."""
+    kinds = {"versions of the nodes": "versions", "code": "code"}
+    advice = "install the same everywhere, or use one file system; other code would give other weights"
+    for name, kind in kinds.items():
+        said = "; ".join(
+            f"{machine.name} has another {package} ({machine.facts[kind].get(package)}, here {number})"
+            for machine in machines
+            for package, number in here[kind].items()
+            if machine.facts[kind].get(package) != number
+        )
+        equal = f"{', '.join(map(' '.join, here[kind].items()))} on {everywhere(machines)}"
+        yield verdict(name, said or equal, (bool(said), FAILED, advice))
+    if lacking := [f"{module} on {machine.name}" for machine in machines for module in machine.facts["lacking"]]:
+        advice = "put the module on the import path there, or install it as a package"
+        yield Finding("modules of your own", FAILED, f"not found: {', '.join(lacking)}", advice)
+
+
+def room_for(spec: PoolSpec, machines: Sequence[Machine]) -> list[Machine]:
+    """Returns the nodes that could hold a worker of the pool if nothing else ran there; without a cluster, all.
+
+    With `workers_per_node` a node must hold as many.
+    """
+    exists = placement.totals(machine.resources for machine in machines if machine.resources is not None)
+    bundle = placement.share_of_node(placement.needs_of(spec, exists), spec.workers_per_node or 1)
+    return [one for one in machines if one.resources is None or placement.holds(one.resources, bundle)]
+
+
+def everywhere(machines: Sequence[object]) -> str:
+    return "this machine" if len(machines) == 1 else f"all {len(machines)} nodes"
+
+
+def seats(wanted: Sequence[PoolSpec], nodes: Sequence[Node]) -> Finding:
+    """Checks that all workers with which a run can start find a place; warns if other programs hold those places now.
+
+    Of a pool with `min_workers` these are as many.
+    """
+    exists = [node.resources for node in nodes]
+    waits = [node.free for node in nodes], WARNING, "others hold them now: a run waits for deadlines.load"
+    for left, status, advice in ((exists, FAILED, "fewer workers, or more nodes"), waits):
+        try:
+            placement.check_fits(placement.reserve(wanted, placement.totals(exists)), left)
+        except (placement.ResourcesMissing, ValueError) as error:
+            return Finding("seats", status, str(error).splitlines()[0], advice)
+    return Finding("seats", OK, f"free for {', '.join(f'{spec.name} {spec.least}' for spec in wanted)}")
+
+
+def network_findings(survey: Survey, version_bytes: int) -> Iterator[Finding]:
+    """Measures clocks and a broadcast on all nodes; `version_bytes` is the size of one LoRA version."""
+    names = {node.id: node.name for node in survey.nodes}
+    stores = (node.resources.get("object_store_memory", BROADCAST_BYTES * STORE_PART) for node in survey.nodes)
+    size = min(BROADCAST_BYTES, *(int(store / STORE_PART) for store in stores))
+    for name, answers in (("clocks", survey.clocks()), ("broadcast", survey.broadcast(size))):
+        errors = {node: answer for node, answer in answers.items() if isinstance(answer, Exception)}
+        yield from (failed(f"{name}, {names[node]}", error, NETWORK) for node, error in errors.items())
+        told: dict[str, Any] = {names[node]: answer for node, answer in answers.items() if node not in errors}
+        if told:
+            yield clock_finding(told) if name == "clocks" else broadcast_finding(told, size, version_bytes)
+
+
+def clock_finding(clocks: Mapping[str, Offset]) -> Finding:
+    """Warns about clocks that differ. They do not affect the weights, but make logs hard to read."""
+    apart = {name: clock.seconds for name, clock in clocks.items() if abs(clock.seconds) - clock.within > SKEW_SECONDS}
+    said = ", ".join(f"{name} is {abs(by):.1f} s {'ahead' if by > 0 else 'behind'}" for name, by in apart.items())
+    most = f"at most {1000 * max(abs(clock.seconds) for clock in clocks.values()):.0f} ms from this machine's"
+    return verdict("clocks", said or most, (bool(said), WARNING, "start an NTP client there: logs have these times"))
+
+
+def broadcast_finding(seconds: Mapping[str, float], nbytes: int, version_bytes: int) -> Finding:
+    """Reports how long every node takes to fetch `nbytes` from this node, all at once, and so how long a version takes.
+
+    A slow link is a warning.
+    """
+    slowest = max(seconds, key=lambda name: seconds[name])
+    rate = nbytes / seconds[slowest]
+    said = f"{nbytes / 1e6:.0f} MB by object store, {rate / 1e6:.0f} MB/s to the slowest node, {slowest}"
+    said += f", so a version of {version_bytes / 1e6:.1f} MB takes {version_bytes / rate:.2f} s"
+    return verdict("broadcast", said, (rate < SLOW_BYTES_PER_SECOND, WARNING, f"{slowest} is slow: {NETWORK}"))

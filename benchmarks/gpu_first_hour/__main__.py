@@ -1,0 +1,177 @@
+"""The first hour on one GPU: python -m benchmarks.gpu_first_hour [STAGE ...] [key=value ...] [--call N].
+
+Every stage is a process with a limit of its own. When it has ended, however it ended, the folder --out holds all that
+is known: stages.json, stages.md (a line per stage) and logs.tar.gz. Then the next stage begins. On a machine without
+Ray, the packages that prepare.sh has packed into .gpukit/ are unpacked first. The exit code is 1 if a stage was not ok.
+"""
+
+import argparse
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from async_flowrl.config.messages import unknown_name
+from benchmarks.gpu_first_hour.processes import GRACE_SECONDS, run_within
+from benchmarks.gpu_first_hour.stages import CALL_SECONDS, STAGES, Stage
+
+ROOT = Path(__file__).resolve().parents[2]
+SITE = ROOT / ".gpukit" / "site.tar.xz"
+LEAST_SECONDS = 5.0
+"""A stage that would have less is skipped."""
+HEAVY = (".safetensors", ".pt", ".bin", ".png", ".webp")
+"""Suffixes of files that are left out of logs.tar.gz."""
+FIXED = (
+    "PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 WANDB_MODE=disabled RAY_USAGE_STATS_ENABLED=0 RAY_memory_monitor_refresh_ms=0"
+)
+"""Environment of every stage."""
+MEMORY_ERRORS = ("MemoryError", "OutOfMemoryError")
+KILLED = -9
+HEAD = "| stage | result | seconds | of | what came out | card afterwards |\n|---|---|---|---|---|---|\n"
+
+
+def parser() -> argparse.ArgumentParser:
+    rows = (f"  {name:9} {each.seconds:4} s, call {each.call}: {each.what}" for name, each in STAGES.items())
+    listed, form = "Stages, in this order:\n" + "\n".join(rows), argparse.RawDescriptionHelpFormatter
+    command_line = argparse.ArgumentParser("gpu_first_hour", description=listed, formatter_class=form)
+    option = command_line.add_argument
+    option("words", nargs="*", metavar="STAGE or key=value", help="stages (all); settings of the stages at full size")
+    option("--call", type=int, choices=sorted({each.call for each in STAGES.values()}), help="the stages of one call")
+    option("--limit", type=float, metavar="SECONDS", help=f"of all stages (with --call {CALL_SECONDS}, else none)")
+    option("--scale", type=float, default=1.0, metavar="X", help="of the stages' own limits, on a slow machine")
+    option("--out", type=Path, default=Path("outputs/gpu_first_hour"), metavar="FOLDER", help="for the results")
+    scratch = Path(tempfile.gettempdir()) / "gpu_first_hour"
+    option("--work", type=Path, default=scratch, metavar="FOLDER", help="for models, runs and logs; kept")
+    return command_line
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    given = parser().parse_intermixed_args(arguments)
+    settings = [word for word in given.words if "=" in word]
+    names = [word for word in given.words if "=" not in word]
+    if unknown := [name for name in names if name not in STAGES]:
+        sys.stderr.write(f"gpu_first_hour: {unknown_name('a stage', unknown[0], STAGES)}\n")
+        return 2
+    chosen = {
+        name: replace(stage, seconds=round(stage.seconds * given.scale))
+        for name, stage in STAGES.items()
+        if name in (names or STAGES) and given.call in (None, stage.call)
+    }
+    limit = given.limit or (float(CALL_SECONDS) if given.call else float("inf"))
+    return run_stages(chosen, given.out, given.work, limit, settings)
+
+
+def run_stages(stages: Mapping[str, Stage], out: Path, work: Path, limit: float, words: Sequence[str] = ()) -> int:
+    """Runs the stages one after another within `limit` seconds, and writes the results after each.
+
+    Returns 1 if a stage was not ok, else 0.
+    """
+    out, work = out.resolve(), work.resolve()
+    (work / "logs").mkdir(parents=True, exist_ok=True)
+    out.mkdir(parents=True, exist_ok=True)
+    until = time.monotonic() + limit
+    environment = environment_of(work)
+    results: dict[str, dict[str, Any]] = {}
+    for name, stage in stages.items():
+        most = min(float(stage.seconds), until - time.monotonic() - 2 * GRACE_SECONDS)
+        results[name] = run_stage(name, stage, most, work, environment, words)
+        write(results, out, work)
+        print(line(name, results[name]), flush=True)
+    return int(any(result["result"] != "ok" for result in results.values()))
+
+
+def environment_of(work: Path) -> dict[str, str]:
+    """Returns the environment of the stages: no hub, caches in `work`, and Ray counts a card that it may not see.
+
+    Where Ray is missing, the packed packages are unpacked first.
+    """
+    site, here = work / "site", os.environ
+    paths = [str(ROOT), *filter(None, [here.get("PYTHONPATH")])]
+    program = here.get("PATH", "")
+    if importlib.util.find_spec("ray") is None and SITE.exists():
+        if not (site / "unpacked").exists():
+            with tarfile.open(SITE) as archive:
+                archive.extractall(site, filter="tar")
+            (site / "unpacked").touch()
+        paths, program = [str(site), *paths], f"{site / 'bin'}{os.pathsep}{program}"
+    card = {"RAY_OVERRIDE_RESOURCES": json.dumps({"GPU": len(cards())})} if cards() else {}
+    own = {"PYTHONPATH": os.pathsep.join(paths), "PATH": program, "ASYNC_FLOWRL_CACHE": str(work / "cache")}
+    return {**card, **here, **own, **dict(each.split("=") for each in FIXED.split())}
+
+
+def cards() -> list[str]:
+    """Returns memory, temperature, power and clock of every card as nvidia-smi tells them; empty without it."""
+    if (program := shutil.which("nvidia-smi")) is None:
+        return []
+    query = "--query-gpu=memory.used,temperature.gpu,power.draw,clocks.sm"
+    said = subprocess.run([program, query, "--format=csv,noheader"], capture_output=True, text=True, timeout=60)
+    return said.stdout.splitlines() if said.returncode == 0 else []
+
+
+def run_stage(
+    name: str, stage: Stage, most: float, work: Path, environment: Mapping[str, str], words: Sequence[str]
+) -> dict[str, Any]:
+    """Runs one stage for at most `most` seconds; returns its result, its lines, and what it left on the card."""
+    if most < LEAST_SECONDS:
+        return {"result": "skipped: no time was left", "seconds": 0.0, "limit": max(most, 0.0), "lines": [], "card": []}
+    answer, log = work / f"{name}.json", work / "logs" / f"{name}.log"
+    answer.unlink(missing_ok=True)
+    command = [sys.executable, "-m", "benchmarks.gpu_first_hour.task", stage.place, str(answer), str(work)]
+    began = time.monotonic()
+    ended = run_within([*command, str(most), *words], most, log, environment, ROOT)
+    lines = json.loads(answer.read_text()) if answer.exists() else []
+    failed = [each["what"] for each in lines if each.get("ok") is False]
+    kinds = {each.get("kind") for each in lines}
+    if ended.code is None:
+        result = f"hangs: not done within {most:.0f} s"
+    elif kinds.intersection(MEMORY_ERRORS) or ended.code == KILLED:
+        result = "out of memory" if ended.code != KILLED else "killed (SIGKILL), as Linux does where memory is short"
+    elif ended.code != 0:
+        result = f"failed: {', '.join(failed) or f'exit code {ended.code}'}"
+    else:
+        result = "ok" if lines else "failed: it said nothing"
+    seconds = round(time.monotonic() - began, 1)
+    told = {"result": result, "seconds": seconds, "limit": most, "lines": lines, "card": cards()}
+    return told | ({"left_over": ended.left_over} if ended.left_over and ended.code is not None else {})
+
+
+def line(name: str, result: Mapping[str, Any]) -> str:
+    """Returns the result as a row in Markdown: verdicts that are not ok first, then errors and measurements."""
+    said = sorted(result["lines"], key=lambda each: each.get("ok") is not False)
+    shown = "; ".join(f"{each['what']} {short({key: each[key] for key in each if key != 'what'})}" for each in said)
+    left = f"; left over: {', '.join(result['left_over'])}" if "left_over" in result else ""
+    cells = (name, result["result"], f"{result['seconds']:.0f}", f"{result['limit']:.0f}", shown + left)
+    return "| " + " | ".join(cell.replace("|", "/") for cell in (*cells, "; ".join(result["card"]))) + " |"
+
+
+def short(value: Any) -> str:
+    """Returns a value as a row shows it, with three digits."""
+    if isinstance(value, float):
+        return f"{value:.3g}"
+    if isinstance(value, dict):
+        return "(" + ", ".join(f"{key} {short(each)}" for key, each in value.items()) + ")"
+    return str(value)[:200].replace("\n", " ")
+
+
+def write(results: Mapping[str, Mapping[str, Any]], out: Path, work: Path) -> None:
+    """Writes stages.json, stages.md and logs.tar.gz: all logs, and of runs everything but weights and images."""
+    (out / "stages.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    rows = "\n".join(line(name, result) for name, result in results.items())
+    (out / "stages.md").write_text(HEAD + rows + "\n", encoding="utf-8")
+    with tarfile.open(out / "logs.tar.gz", "w:gz") as archive:
+        for folder in ("logs", "runs"):
+            if (work / folder).exists():
+                archive.add(work / folder, folder, filter=lambda each: None if each.name.endswith(HEAVY) else each)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

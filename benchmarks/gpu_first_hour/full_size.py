@@ -1,0 +1,179 @@
+"""Stages `full` and `compiled`: memory against the plan and speed of a rollout worker, then of a trainer rank.
+
+Both run in this process, one after the other, with Qwen-Image of full size and random weights (random_qwen.py).
+"""
+
+import gc
+import time
+from collections.abc import Callable, Sequence
+from statistics import median
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from async_flowrl.config.compose import compose_config
+from async_flowrl.config.schema import Config
+from async_flowrl.memory.processes import MARGIN_SHARE, Footprint, plan_memory
+from async_flowrl.observability.flops import device_peak
+from async_flowrl.observability.mfu import utilisation
+from async_flowrl.rollout.worker import RolloutWorker
+from async_flowrl.run.prepare import Prepared, prepare
+from async_flowrl.tickets.arithmetic import trained_steps
+from async_flowrl.training.messages import StepPlan, TrainRequest, UpdateStats
+from async_flowrl.training.worker import TrainerWorker
+from async_flowrl.types import POLICY, Conditioning, Span, Trajectory, Wording
+from benchmarks.gpu_first_hour.random_qwen import real_card, settings, sizes_here
+from benchmarks.gpu_first_hour.task import Task
+from benchmarks.single_workers import meta, tickets
+from checkpoint_engine import Publisher
+
+GIB = 2**30
+ROUNDS = 1
+"""Measured rounds; one more before them is not counted."""
+SHOWN_KERNELS = 12
+Figures = dict[str, Any]
+HOST_WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
+
+
+def full(task: Task) -> None:
+    measured(task)
+
+
+def compiled(task: Task) -> None:
+    measured(task, "rollout.compile=true", "trainer.compile=true")
+
+
+def measured(task: Task, *further: str) -> None:
+    """Says plan, peak and speed of both pools. The peak is not ok if it exceeds the plan with its margin."""
+    words = [*settings(task.work, sizes_here()), "placement=separate", *further, *task.words]
+    prepared = prepare(compose_config("one_step_off", [*words, f"output_dir={task.work / 'none'}"]))
+    plan = plan_memory(prepared.at_largest)
+    rollout, trajectories, negatives = rolled_out(prepared, ROUNDS)
+    report(task, "rollout worker", rollout, plan.rollout, images(prepared.config))
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    trainer = trained(prepared, trajectories, negatives, ROUNDS)
+    report(task, "trainer rank", trainer, plan.trainer, images(prepared.config))
+
+
+def report(task: Task, pool: str, worked: Figures, plan: Footprint, count: int) -> None:
+    """Says the figures of one pool; only a real card gives the peak a verdict."""
+    planned, seconds, flops = sum(plan.parts.values()), worked["seconds"], worked["flops"]
+    task.say(
+        pool,
+        ok=worked["peak_gib"] * GIB <= planned * (1 + MARGIN_SHARE) if real_card() else None,
+        planned_gib=planned / GIB,
+        images_per_second=count / seconds,
+        mfu=utilisation(flops, seconds, device_peak()) if flops else None,
+        **worked,
+        parts_gib={name: size / GIB for name, size in plan.parts.items()},
+    )
+
+
+def rolled_out(prepared: Prepared, rounds: int) -> tuple[Figures, list[Trajectory], dict[Wording, Conditioning]]:
+    """Generates one step's tickets `rounds` times on a worker that holds all versions it can need.
+
+    Returns the measurements, the trajectories of the last round, and the encoded negative prompts.
+    """
+    config, before = prepared.config, begun()
+    worker = RolloutWorker(config, prepared.model, 0, "rollout-0")
+    worker.load()
+    deliver(worker, config.live_versions)
+    requests = [prepared.requests.request(ticket) for ticket in tickets(config, 0)]
+    spans: list[Span] = []
+    trajectories: list[Trajectory] = []
+
+    def generate() -> None:
+        spans.clear()
+        trajectories.clear()
+        for request in requests:
+            answer, _, trajectory = worker.generate(request)
+            spans.extend(answer.spans)
+            trajectories.extend([trajectory] if trajectory is not None else [])
+
+    negatives: dict[Wording, Conditioning] = {}
+    if config.rollout.true_cfg_scale > 1:
+        texts = [each.negative_wording(config.rollout.negative_prompt) for each in prepared.requests.train]
+        negatives = dict(zip(dict.fromkeys(texts), worker.engine.encode(list(dict.fromkeys(texts))), strict=True))
+    return figures(generate, rounds, before, spans), trajectories, negatives
+
+
+def deliver(worker: RolloutWorker, versions: int) -> None:
+    """Delivers `versions` versions, all with the weights that the worker was loaded with."""
+    weights = {name: tensor.detach().cpu() for name, tensor in worker.engine.live_tensors().items()}
+    publisher = Publisher(weights, alpha=worker.receiver.alpha, rank=worker.receiver.rank)
+    for version in range(versions):
+        publisher.stage(version)
+        publisher.seal(version)
+        worker.receiver.receive(*publisher.payload(version))
+
+
+def trained(
+    prepared: Prepared, trajectories: Sequence[Trajectory], negatives: dict[Wording, Conditioning], rounds: int
+) -> Figures:
+    """Trains a single rank on the same trajectories in every round, as if they were new."""
+    config, before = prepared.config, begun()
+    worker = TrainerWorker(config, prepared.model, 0, "trainer-0")
+    worker.load()
+    worker.sender.stage(0, POLICY)
+    worker.update.set_negatives(negatives)
+    plan = StepPlan(rows=images(config) * trained_steps(config))
+    spans: list[Span] = []
+    steps = iter(range(rounds + 2))
+
+    def update() -> None:
+        spans.clear()
+        step = next(steps)
+        metas = tuple(meta(config, ticket) for ticket in tickets(config, step))
+        stats = worker.train(TrainRequest(step, metas, begins=plan, finishes=True), *trajectories)
+        spans.extend(stats.spans if isinstance(stats, UpdateStats) else ())
+
+    return figures(update, rounds, before, spans)
+
+
+def images(config: Config) -> int:
+    """Returns the number of images per training step."""
+    return config.prompts_per_step * config.group_size
+
+
+def begun() -> int:
+    """Resets the peak counter; returns the bytes in use now, 0 on a CPU."""
+    if not torch.cuda.is_available():
+        return 0
+    torch.cuda.reset_peak_memory_stats()
+    return torch.cuda.memory_allocated()
+
+
+def figures(work: Callable[[], Any], rounds: int, before: int, spans: Sequence[Span]) -> Figures:
+    """Returns median seconds of a round, its FLOPs (from the `spans` that it fills), and the peak above `before` bytes.
+
+    A first round is not counted; one more is done under the profiler.
+    """
+    taken, cuda = [], torch.cuda.is_available()
+    for _ in range(rounds + 1):
+        began = time.perf_counter()
+        work()
+        if cuda:
+            torch.cuda.synchronize()
+        taken.append(time.perf_counter() - began)
+    told = {"seconds": median(taken[1:]), "flops": sum(span.flops or 0.0 for span in spans)}
+    told |= {"peak_gib": (torch.cuda.max_memory_allocated() - before) / GIB if cuda else 0.0}
+    told |= {"reserved_gib": torch.cuda.max_memory_reserved() / GIB if cuda else 0.0}
+    return {**told, "profiled": profiled(work)}
+
+
+def profiled(work: Callable[[], Any]) -> dict[str, Any]:
+    """Does the work once more under torch.profiler: milliseconds of the longest kernels, and the host's waits."""
+    if not real_card():
+        return {}
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
+        work()
+        torch.cuda.synchronize()
+    averages = seen.key_averages()
+    kernels = sorted(averages, key=lambda each: -each.self_device_time_total)[:SHOWN_KERNELS]
+    return {
+        "kernels_ms": {each.key[:80]: each.self_device_time_total / 1000 for each in kernels},
+        "host_waits": {each.key: each.count for each in averages if each.key in HOST_WAITS},
+    }
