@@ -1,10 +1,10 @@
-"""Helpers for asyncio: background tasks whose failures are always raised, waits with a time limit, and retries.
+"""Helpers for asyncio: background tasks whose failures are always raised, and waits with a time limit.
 
 All time comes from the running loop, so tests can use a loop with virtual time.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any, TypeVar
 
@@ -140,31 +140,3 @@ async def together(*coroutines: Coroutine[Any, Any, T]) -> list[T]:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks)
-
-
-async def retry(
-    attempt: Callable[[], Awaitable[T]],
-    *,
-    times: int,
-    backoff: float,
-    on: tuple[type[Exception], ...],
-    failed: Callable[[int, Exception], None] | None = None,
-) -> T:
-    """Awaits `attempt()` up to `times` times; after errors in `on` it pauses backoff, 2·backoff, … seconds.
-
-    `failed(n, error)` is called after each failed attempt, n from 1. The last error is raised, with a note. Raises
-    ValueError for `times` below 1.
-    """
-    if times < 1:
-        raise ValueError(f"retry needs times >= 1, got {times}")
-    for count in range(1, times + 1):
-        try:
-            return await attempt()
-        except on as error:
-            if failed is not None:
-                failed(count, error)
-            if count == times:
-                error.add_note(f"attempt {count} of {times}")
-                raise
-        await asyncio.sleep(backoff * 2 ** (count - 1))
-    raise AssertionError("unreachable: the last attempt returns or raises")

@@ -64,11 +64,3 @@ def weight_metrics(log_ratio_nats: Tensor) -> dict[str, Tensor]:
 def effective_sample_size(mean_weight: float, mean_squared_weight: float) -> float:
     """Returns (mean w)² / mean(w²) of the importance weights w before truncation, a share in (0, 1]."""
     return mean_weight * mean_weight / mean_squared_weight
-
-
-def gradient_kept(kept: float, nonzero: float) -> float:
-    """Returns the share of rows with nonzero advantage whose gradient is not cut by clip or mask; 1 without such rows.
-
-    `kept` and `nonzero` are the sums or means of the metrics of the same names.
-    """
-    return kept / nonzero if nonzero > 0 else 1.0

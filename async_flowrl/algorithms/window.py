@@ -144,11 +144,6 @@ def check_levels(config: AlgorithmConfig, num_inference_steps: int) -> None:
         )
 
 
-def window_start(train_steps: Sequence[int]) -> int:
-    """Returns the step index that names a window in the metrics `window/<start>/...`: its first trained step."""
-    return train_steps[0]
-
-
 def check_window(config: AlgorithmConfig, num_inference_steps: int) -> None:
     """Raises ValueError if the window's settings do not suit `num_inference_steps` denoising steps."""
     low, high = step_range(config, num_inference_steps)

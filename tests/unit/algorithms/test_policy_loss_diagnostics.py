@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from async_flowrl.algorithms.correction import effective_sample_size, gradient_kept
+from async_flowrl.algorithms.correction import effective_sample_size
 from tests.unit.algorithms.algorithm_cases import Network, frozen, policy_gradient, rows
 from tests.unit.algorithms.policy_networks import ADVANTAGES, STEPS, D, networks, ours, statistics
 
@@ -118,10 +118,9 @@ def test_cps_weights_are_those_of_the_density_in_either_form() -> None:
     assert torch.allclose(one, two, atol=1e-9)
 
 
-def test_effective_sample_size_and_gradient_kept() -> None:
+def test_effective_sample_size() -> None:
     assert effective_sample_size(1.0, 1.0) == 1.0
     assert effective_sample_size(0.25, 0.25) == 0.25
-    assert gradient_kept(3.0, 4.0) == 0.75 and gradient_kept(0.0, 0.0) == 1.0
     torch.manual_seed(0)
     for divergence in (0.07, 0.66):
         log_weight = -divergence + (2 * divergence) ** 0.5 * torch.randn(400_000, dtype=torch.float64)

@@ -2,16 +2,13 @@
 
 import asyncio
 import pickle
-from collections.abc import Callable, Coroutine
 from contextlib import suppress
-from typing import Any
 
 import pytest
 
 from separation.supervise import (
     DeadlineExceeded,
     deadline,
-    retry,
     supervised,
     together,
 )
@@ -222,47 +219,6 @@ def test_deadline_passes_results_own_timeouts_and_cancellations() -> None:
             await task
 
     run_virtual(main())
-
-
-def _failing(
-    times: int, error: Callable[[], Exception]
-) -> tuple[Callable[[], Coroutine[Any, Any, float]], list[float]]:
-    at: list[float] = []
-
-    async def attempt() -> float:
-        at.append(now())
-        if len(at) <= times:
-            raise error()
-        return now()
-
-    return attempt, at
-
-
-def test_retry_backs_off_and_reports_each_failure() -> None:
-    attempt, at = _failing(3, lambda: Boom("again"))
-    heard: list[int] = []
-
-    async def main() -> float:
-        return await retry(attempt, times=4, backoff=2, on=(Boom,), failed=lambda count, _: heard.append(count))
-
-    assert run_virtual(main()) == 2 + 4 + 8
-    assert at == [0, 2, 6, 14]
-    assert heard == [1, 2, 3]
-
-
-def test_retry_gives_up_with_the_last_error() -> None:
-    attempt, at = _failing(9, lambda: Boom("again"))
-    with pytest.raises(Boom) as caught:
-        run_virtual(retry(attempt, times=2, backoff=1, on=(Boom,)))
-    assert len(at) == 2
-    assert caught.value.__notes__ == ["attempt 2 of 2"]
-
-
-def test_retry_leaves_other_errors_alone() -> None:
-    attempt, at = _failing(9, lambda: ValueError("not transient"))
-    with pytest.raises(ValueError, match="not transient"):
-        run_virtual(retry(attempt, times=5, backoff=1, on=(Boom,)))
-    assert len(at) == 1
 
 
 def test_together_raises_the_first_failure_and_waits_for_the_others() -> None:
