@@ -129,7 +129,7 @@ def of_the_model(work: Path, sizes: Sizes, name: str, dtype: torch.dtype, device
     def network() -> Sequence[Tensor]:
         parameters.gradients.zero_()
         velocity = policy.velocity(latents, sigma, prompt, None, how)
-        velocity.square().mean().backward()  # type: ignore[no-untyped-call]
+        velocity.square().mean().backward()
         return velocity, parameters.gradients.clone()
 
     def optimizer_step() -> Sequence[Tensor]:
