@@ -13,7 +13,6 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from async_flowrl.config.compose import compose_config
-from async_flowrl.config.schema import Config
 from async_flowrl.memory.processes import MARGIN_SHARE, Footprint, plan_memory
 from async_flowrl.observability.flops import device_peak
 from async_flowrl.observability.mfu import utilisation
@@ -29,33 +28,29 @@ from benchmarks.single_workers import meta, tickets
 from checkpoint_engine import Publisher
 
 GIB = 2**30
-ROUNDS = 1
-"""Measured rounds; one more before them is not counted."""
-SHOWN_KERNELS = 12
+ROUNDS, SHOWN_KERNELS = 1, 12
+"""Measured rounds, after one that is not counted; kernels that are listed."""
 Figures = dict[str, Any]
 HOST_WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
 
 
-def full(task: Task) -> None:
-    measured(task)
-
-
 def compiled(task: Task) -> None:
-    measured(task, "rollout.compile=true", "trainer.compile=true")
+    full(task, "rollout.compile=true", "trainer.compile=true")
 
 
-def measured(task: Task, *further: str) -> None:
+def full(task: Task, *further: str) -> None:
     """Says plan, peak and speed of both pools. The peak is not ok if it exceeds the plan with its margin."""
     words = [*settings(task.work, sizes_here()), "placement=separate", *further, *task.words]
     prepared = prepare(compose_config("one_step_off", [*words, f"output_dir={task.work / 'none'}"]))
     plan = plan_memory(prepared.at_largest)
+    count = prepared.config.prompts_per_step * prepared.config.group_size
     rollout, trajectories, negatives = rolled_out(prepared, ROUNDS)
-    report(task, "rollout worker", rollout, plan.rollout, images(prepared.config))
+    report(task, "rollout worker", rollout, plan.rollout, count)
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     trainer = trained(prepared, trajectories, negatives, ROUNDS)
-    report(task, "trainer rank", trainer, plan.trainer, images(prepared.config))
+    report(task, "trainer rank", trainer, plan.trainer, count)
 
 
 def report(task: Task, pool: str, worked: Figures, plan: Footprint, count: int) -> None:
@@ -119,7 +114,7 @@ def trained(
     worker.load()
     worker.sender.stage(0, POLICY)
     worker.update.set_negatives(negatives)
-    plan = StepPlan(rows=images(config) * trained_steps(config))
+    plan = StepPlan(rows=config.prompts_per_step * config.group_size * trained_steps(config))
     spans: list[Span] = []
     steps = iter(range(rounds + 2))
 
@@ -131,11 +126,6 @@ def trained(
         spans.extend(stats.spans if isinstance(stats, UpdateStats) else ())
 
     return figures(update, rounds, before, spans)
-
-
-def images(config: Config) -> int:
-    """Returns the number of images per training step."""
-    return config.prompts_per_step * config.group_size
 
 
 def begun() -> int:

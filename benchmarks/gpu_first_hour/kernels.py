@@ -6,6 +6,7 @@ the network with its LoRA, AdamW, and the exact sum of gradients.
 
 import gc
 import multiprocessing
+import resource
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from async_flowrl.config.compose import compose_config
 from async_flowrl.config.schema import Config
 from async_flowrl.doctor import features
+from async_flowrl.doctor.facts import Asked, facts
 from async_flowrl.policies.kernels import repeatable_kernels
 from async_flowrl.policies.lora import add_lora, lora_parameters
 from async_flowrl.policies.registry import DTYPES, load_policy, resolve_model
@@ -28,20 +30,22 @@ from async_flowrl.tickets.request import sampling
 from async_flowrl.training.flat import FlatParameters
 from async_flowrl.training.optimizer import Optimizer
 from async_flowrl.types import ByteArray
-from benchmarks.gpu_first_hour.random_qwen import HEAD_DIM, Sizes, real_card, settings, sizes_here
+from benchmarks.gpu_first_hour.random_qwen import HEAD_DIM, Sizes, settings, sizes_here
 from benchmarks.gpu_first_hour.task import Task
+from separation.ray_internals import gpus_here
 
-ROWS = 4
-"""Images in a batch."""
-TEXT_TOKENS = 128
+ROWS, TEXT_TOKENS = 4, 128
+"""Images in a batch, and tokens of a prompt."""
 Work = Callable[[], Sequence[Tensor]]
 """Function that computes tensors from inputs that are equal in every call."""
 
 
 def kernels(task: Task) -> None:
-    """Says the versions, then for each kind of work whether its bits repeat. A refused kernel is not ok."""
-    cards = [torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count())] if real_card() else ["no card"]
-    task.say("versions", software=features.software(), cards=cards)
+    """Says versions and machine, then for each kind of work whether its bits repeat. A refused kernel is not ok."""
+    here, locked = facts(Asked()), resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    machine = {name: here[name] for name in ("cores", "memory", "shm", "gpus")} | {"locked_memory": locked}
+    seen = {"torch": torch.cuda.device_count(), "ray": gpus_here()}
+    task.say("machine", software=features.software(), machine=machine, cards=seen)
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as other:
         elsewhere = other.submit(all_digests, task.work, 1)
         twice = all_digests(task.work, 2)
@@ -129,7 +133,7 @@ def of_the_model(work: Path, sizes: Sizes, name: str, dtype: torch.dtype, device
     def network() -> Sequence[Tensor]:
         parameters.gradients.zero_()
         velocity = policy.velocity(latents, sigma, prompt, None, how)
-        velocity.square().mean().backward()  # type: ignore[no-untyped-call]
+        velocity.square().mean().backward()
         return velocity, parameters.gradients.clone()
 
     def optimizer_step() -> Sequence[Tensor]:

@@ -69,7 +69,7 @@ class Task:
         return "; ".join([why, f"left over: {', '.join(ended.left_over) or 'nothing'}", *lines[-1:]])[:400]
 
     def train(
-        self, name: str, *words: str, most: float = 120.0, prefix: Sequence[str] = (), **environment: str
+        self, name: str, *words: str, most: float = float("inf"), prefix: Sequence[str] = (), **environment: str
     ) -> dict[str, Any] | None:
         """Trains one_step_off with the settings `words` in a process of its own and says what came out.
 
