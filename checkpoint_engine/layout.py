@@ -202,9 +202,9 @@ def as_bytes(buffer: Tensor | ByteArray) -> ByteArray:
     return array
 
 
-def padded(size: int) -> int:
+def padded(size: int, alignment: int = ALIGNMENT_BYTES) -> int:
     """Returns the offset at which a tensor after `size` bytes begins."""
-    return -(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+    return -(-size // alignment) * alignment
 
 
 @lru_cache(MAX_CACHED_LAYOUTS)
