@@ -8,7 +8,7 @@ there is no second communicator of NCCL, which could wait for the first in a cir
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -19,17 +19,13 @@ from checkpoint_engine.base import Header
 from checkpoint_engine.digest import ByteArray
 from checkpoint_engine.errors import TransferFailed
 from checkpoint_engine.incremental import Sealing
-from checkpoint_engine.layout import ALIGNMENT_BYTES, Entry, Layout, blocks, padded, row_bytes
+from checkpoint_engine.layout import ALIGNMENT_BYTES, Entry, Layout, blocks, padded
 from checkpoint_engine.sealed import SealedVersions
 from checkpoint_engine.side_stream import SideStream, on
 from checkpoint_engine.spot_check import check_sample, sample
 
 UNDER_WAY = 2
 """Number of buckets under way: one is put into its place while the next one comes."""
-MAX_CACHED_SHARES = 256
-"""Largest number of shares of which the layout is remembered."""
-MAX_TAG = 1 << 30
-"""Numbers of messages begin again from 0 after so many."""
 
 
 def shard_rows(rows: int, shards: int, index: int) -> range:
@@ -41,13 +37,12 @@ def shard_rows(rows: int, shards: int, index: int) -> range:
     return range(min(index * size, rows), min((index + 1) * size, rows))
 
 
-@lru_cache(MAX_CACHED_SHARES)
 def shard_layout(layout: Layout, shards: int, index: int, alignment: int = ALIGNMENT_BYTES) -> Layout:
     """Returns the layout of one rank's share: the same names, and of each tensor this rank's rows."""
     entries, offset = [], 0
     for entry in layout.entries:
         rows = len(shard_rows(entry.shape[0], shards, index))
-        nbytes = rows * row_bytes(entry)
+        nbytes = rows * entry.nbytes // max(1, entry.shape[0])
         entries.append(Entry(entry.name, (rows, *entry.shape[1:]), entry.dtype, offset, nbytes))
         offset = padded(offset + nbytes, alignment)
     return Layout(tuple(entries), offset)
@@ -76,10 +71,11 @@ class Gather:
         A bucket has at most `bucket_bytes` of all ranks together, or is one larger tensor.
         """
         self.layout, self.rank, self._group = layout, group.rank(), group
-        size = group.size()
-        self._shares = [shard_layout(layout, size, rank, alignment) for rank in range(size)]
+        self._shares = [shard_layout(layout, group.size(), rank, alignment) for rank in range(group.size())]
         self._buckets = _buckets(layout, bucket_bytes)
-        self._spans = [[_span(share, bucket) for share in self._shares] for bucket in self._buckets]
+        ends = [(bucket[0], bucket[-1]) for bucket in self._buckets]
+        self._spans = [[(own.entries[a].offset, own.entries[z].end) for own in self._shares] for a, z in ends]
+        """By bucket and rank: first byte of the bucket in the rank's share, and the one behind it."""
         self._count = 0
 
     def share(self, flat: Tensor, ready: Any = None) -> Share:
@@ -118,7 +114,7 @@ class Gather:
         for rank, layout in enumerate(self._shares):
             rows = [shard_rows(len(tensor), len(self._shares), rank) for tensor in whole]
             views = [tensor[own.start : own.stop] for tensor, own in zip(whole, rows, strict=True)]
-            expected = share.sample.cpu() if rank == 0 else torch.empty_like(sample(layout, views))
+            expected = torch.empty_like(sample(layout, views)) if rank else share.sample.cpu()
             if rank:
                 _settle(self._started("recv", expected.view(torch.uint8), rank, len(self._buckets)))
             check_sample(layout, f"{title}, of rank {rank}", expected, views)
@@ -173,15 +169,14 @@ class Gather:
         What is left over of a gather that failed has another tag, so that it is never taken for a later one.
         """
         tag = self._count * (len(self._buckets) + 1) + number
-        return getattr(self._group, what)([piece], peer, tag % MAX_TAG) if len(piece) else None
+        return getattr(self._group, what)([piece], peer, tag) if len(piece) else None
 
 
 class GatheredVersions(SealedVersions):
-    """The versions of a stream of which each rank has some rows; the first rank has the newest ones whole."""
+    """The versions of a stream of which each rank has some rows; the first rank retains the newest one whole."""
 
-    def __init__(self, gather: Gather, stream: str, *, retain: int = 1, pinned: bool = False) -> None:
-        """`pinned`: the first rank's host memory is page-locked, for a device of the kind that the rows lie on."""
-        super().__init__(gather.layout, stream, retain=retain, pinned=pinned)
+    def __init__(self, gather: Gather, stream: str) -> None:
+        super().__init__(gather.layout, stream, retain=1)
         self._gather = gather
 
     def gather(self, version: int, share: Share) -> Header | None:
@@ -189,26 +184,25 @@ class GatheredVersions(SealedVersions):
 
         Raises TransferFailed or WeightsMismatch (`Gather.take`).
         """
-        if self._gather.rank:
-            return self._gather.send(share)
-        return self._taken(version, share, self._end).header
+        return self._gathered(version, share, self._end)[0]
 
     def recall(self, version: int, share: Share) -> tuple[Header | None, ByteArray | None]:
         """Gathers a version once more, which is not retained; returns header and bytes uint8 [nbytes], or (None, None).
 
         The first rank has them, the others have none. Raises as `gather`.
         """
-        if self._gather.rank:
-            return self._gather.send(share), None
-        work = self._taken(version, share, None)
-        return work.header, work.data
+        return self._gathered(version, share, None)
 
-    def _taken(self, version: int, share: Share, done: Callable[[Sealing, Header | None], None] | None) -> Sealing:
+    def _gathered(
+        self, version: int, share: Share, done: Callable[[Sealing, Header | None], None] | None
+    ) -> tuple[Header | None, ByteArray | None]:
+        if self._gather.rank:
+            self._gather.send(share)
+            return None, None
         buffer = self._buffers.take()
         work = Sealing(self.draft(version), buffer.data, done)
         self._gather.take(share, work, buffer.views)
-        work.finish()
-        return work
+        return work.finish(), work.data
 
 
 def _buckets(layout: Layout, nbytes: int) -> list[range]:
@@ -221,15 +215,10 @@ def _buckets(layout: Layout, nbytes: int) -> list[range]:
     return [*buckets, range(first, len(layout.entries))]
 
 
-def _span(share: Layout, bucket: range) -> tuple[int, int]:
-    """Returns the first byte of a bucket in a share, and the one behind it."""
-    return share.entries[bucket[0]].offset, share.entries[bucket[-1]].end
-
-
 def _settle(receipt: Any) -> None:
     """Waits for a piece. Raises TransferFailed."""
-    if receipt is not None:
-        try:
+    try:
+        if receipt is not None:
             receipt.wait()
-        except RuntimeError as error:
-            raise TransferFailed(f"a gather failed: {str(error).splitlines()[0][:300]}") from error
+    except RuntimeError as error:
+        raise TransferFailed(f"a gather failed: {str(error).splitlines()[0][:300]}") from error

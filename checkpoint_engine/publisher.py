@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from checkpoint_engine.base import Header
-from checkpoint_engine.digest import ByteArray
 from checkpoint_engine.errors import TransferFailed, VersionGone, WeightsMismatch
 from checkpoint_engine.host_buffers import HostBuffer
 from checkpoint_engine.incremental import Sealing
@@ -74,7 +73,6 @@ class Publisher(SealedVersions):
         self._free = list(range(MAX_STAGED_VERSIONS))
         self._staged: dict[int, _Staged] = {}
         self._sealing: set[int] = set()
-        self._opened: dict[int, Sealing] = {}
 
     def stage(self, version: int, tensors: Mapping[str, Tensor] | None = None, *, deadline: float = 120.0) -> None:
         """Copies the live tensors, or `tensors` of the same layout, aside as `version`; on return they may change.
@@ -106,7 +104,7 @@ class Publisher(SealedVersions):
         Two threads may seal the same version. Raises VersionGone if the version is neither staged nor retained, and
         WeightsMismatch, which names the tensor, if the staged bytes differ from the sample of the live tensors.
         """
-        return (self._opened.pop(version, None) or self.begin(version)).finish()
+        return self.begin(version).finish()
 
     def begin(self, version: int) -> Sealing:
         """Returns a Sealing, by which the caller digests the version during a transfer; raises as `seal` does.
@@ -167,26 +165,8 @@ class Publisher(SealedVersions):
             self._sealing.discard(version)
             self._changed.notify_all()
 
-    def piece(self, version: int, start: int, size: int) -> tuple[Header | None, ByteArray]:
-        """Returns the bytes uint8 [n] of a version from byte `start` on, at most `size`; with the last ones its header.
-
-        The bytes must not be changed. The version need not be sealed: each piece is digested before it is returned, so
-        that the next one is digested while this one is sent, and the last one seals the version. Raises as `seal`.
-        """
-        work = self._opened.get(version) or self.begin(version)
-        if work.header is None:
-            self._opened[version] = work
-        piece = work.data[start : start + size]
-        end = start + piece.shape[0]
-        work.feed(end)
-        if end < work.data.shape[0]:
-            return None, piece
-        return work.header or self.seal(version), piece
-
     def clear(self) -> None:
         """Drops every version, sealed or staged, so that a run can publish again from an earlier version."""
-        while self._opened:
-            self._opened.popitem()[1].drop()
         with self._changed:
             self._free += [staged.slot for staged in self._staged.values()]
             self._staged.clear()

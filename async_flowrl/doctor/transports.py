@@ -124,7 +124,7 @@ def alone(transport: str, size: float) -> Finding:
     except EngineError as error:
         return failed(name, error, ADVICE[transport])
     finally:
-        sender.close()
+        sender.abort()
     figures = {"open_seconds": opening, "send_seconds": sending}
     return Finding(
         name, OK, f"opened in {opening:.2f} s, {size:g} MB sealed and sent in {sending:.2f} s", figures=figures

@@ -27,7 +27,6 @@ from async_flowrl.tickets.table import State, TicketTable
 from async_flowrl.training.checkpoint import read_checkpoint
 from async_flowrl.training.checkpoint_manifest import DamagedCheckpoint
 from async_flowrl.types import ACTIVATE
-from checkpoint_engine.digest import joined_digest
 from separation.group import Worker
 from separation.supervise import deadline
 
@@ -42,12 +41,10 @@ async def finish(run: Run, ctx: Context) -> dict[str, Any]:
     config, directory, pools = ctx.config, run.directory, run.ledgers.pools
     average = config.trainer.ema_decay is not None
     async with deadline(config.deadlines.update, "update: the weights at the end of the run"):
-        if run.trainers.sharded:
-            digest = joined_digest(await run.trainers.all("weights_digest"))
+        digest, arrays = await run.trainers.weights.digest(), await run.trainers.weights.tensors(average=average)
+        if arrays is None:
             tensors = last_weights(directory, ctx.table.step, digest, average=average)
         else:
-            digest = await run.trainers.first.call("weights_digest")
-            arrays = await run.trainers.first.call("tensors", average)
             tensors = {name: torch.from_numpy(value.copy()) for name, value in arrays.items()}
     outcome = Outcome(
         wall_seconds=pools.wall_seconds,

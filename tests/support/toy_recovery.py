@@ -29,7 +29,6 @@ from async_flowrl.run.recovery import Run, restore, train_with_recovery
 from async_flowrl.run.stopping import StopRequest
 from async_flowrl.tickets.request import RequestBuilder
 from async_flowrl.types import Prompt
-from checkpoint_engine.digest import joined_digest
 from checkpoint_engine.transports import OBJECT_STORE
 from separation.group import WorkerDied
 from separation.virtual import run_virtual
@@ -135,10 +134,7 @@ async def controller(config: Config, root: Path, outside: Outside) -> None:
         finally:
             if beside is not None:
                 beside.cancel()
-        if trainers.sharded:
-            digest = joined_digest(await trainers.all("weights_digest"))
-        else:
-            digest = await trainers.first.call("weights_digest")
+        digest = await trainers.weights.digest()
         summary = {"steps": ctx.table.step, "max_staleness": config.max_staleness, "weights_digest": digest}
         directory.write_summary(summary)
 
