@@ -10,6 +10,7 @@ from async_flowrl.training.worker import TrainerWorker
 from async_flowrl.types import POLICY, ByteArray
 from benchmarks.disturbed import Disturbance
 from checkpoint_engine import Header, Publisher
+from checkpoint_engine.gather import GatheredVersions, Share
 
 
 class LatePublisher(Publisher):
@@ -29,21 +30,28 @@ class LatePublisher(Publisher):
         header, data = super().payload(version)
         return header, super().payload(0)[1] if self.frozen and version > 0 else data
 
-    def piece(self, version: int, start: int, size: int) -> tuple[Header | None, ByteArray]:
-        header, data = super().piece(version, start, size)
-        if self.frozen and version > 0:  # also of a version that is sent before it is sealed
-            return header, super().piece(0, start, size)[1]
-        return header, data
+
+class LateVersions(GatheredVersions):
+    """Gathers late."""
+
+    disturbance: Disturbance
+
+    def gather(self, version: int, share: Share) -> Header | None:
+        self.disturbance.wait("publish", "publish", version)
+        return super().gather(version, share)
+
+
+LATE = {Publisher: LatePublisher, GatheredVersions: LateVersions}
 
 
 def late(sender: PublishedStreams, disturbance: Disturbance) -> PublishedStreams:
     """Makes the publishers of a sender late ones; returns the sender."""
     for publisher in filter(None, (sender.policy, sender.ema)):
-        if type(publisher) is Publisher:
+        if type(publisher) in LATE:
             made: Any = publisher
             made.disturbance = disturbance
             made.frozen = disturbance.freeze_publish and publisher.stream == POLICY
-            made.__class__ = LatePublisher
+            made.__class__ = LATE[type(publisher)]
     return sender
 
 

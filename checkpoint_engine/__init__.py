@@ -10,11 +10,9 @@ from checkpoint_engine.base import (
     Ack,
     Activation,
     DeliveryOptions,
-    DeliveryStats,
     Draft,
     Header,
     ReceiverEndpoint,
-    SenderEndpoint,
 )
 from checkpoint_engine.binding_proof import (
     CANARY_VERSION,
@@ -30,15 +28,12 @@ from checkpoint_engine.errors import (
     EngineError,
     TransferCorrupted,
     TransferFailed,
-    Verdict,
     VersionGone,
     WeightsMismatch,
-    verdict,
 )
 from checkpoint_engine.layout import Layout
 from checkpoint_engine.publisher import Publisher
 from checkpoint_engine.receiver import Receiver
-from checkpoint_engine.shards import ShardedHeader, ShardReceiver
 
 __all__ = [
     "CANARY_VERSION",
@@ -48,7 +43,6 @@ __all__ = [
     "Activation",
     "Delivery",
     "DeliveryOptions",
-    "DeliveryStats",
     "Draft",
     "EngineError",
     "Header",
@@ -57,12 +51,8 @@ __all__ = [
     "Publisher",
     "Receiver",
     "ReceiverEndpoint",
-    "SenderEndpoint",
-    "ShardReceiver",
-    "ShardedHeader",
     "TransferCorrupted",
     "TransferFailed",
-    "Verdict",
     "VersionGone",
     "WeightsMismatch",
     "base_digest",
@@ -70,6 +60,5 @@ __all__ = [
     "canary_tensors",
     "check_binding",
     "tensor_probe",
-    "verdict",
     "weights_digest",
 ]

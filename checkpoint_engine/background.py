@@ -1,10 +1,8 @@
 """The work of a delivery that goes on in the background: its first error ends the delivery; closing ends the work."""
 
 import asyncio
-from collections.abc import Awaitable, Coroutine
-from typing import Any, TypeVar
-
-T = TypeVar("T")
+from collections.abc import Coroutine
+from typing import Any
 
 
 class Background:
@@ -66,18 +64,6 @@ class Background:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             self.fail(error)
-
-
-async def in_time(call: Awaitable[T], seconds: float | None) -> T:
-    """Returns the call's result. Raises TimeoutError, which names the call, after `seconds`; None is no deadline."""
-    try:
-        async with asyncio.timeout(seconds) as scope:
-            return await call
-    except TimeoutError as error:
-        if not scope.expired():
-            raise
-        what = getattr(call, "__qualname__", "the sender")
-        raise TimeoutError(f"{what} was not done within its deadline of {seconds:g} s") from error
 
 
 def _seen(ended: "asyncio.Future[Any]") -> None:

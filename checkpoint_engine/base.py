@@ -81,7 +81,10 @@ class Activation:
 
 
 class SenderEndpoint(Protocol):
-    """The sender as a Delivery calls it; behind it is a `Publisher` in this process, a thread or another machine."""
+    """The sender as a Delivery calls it; behind it is a `Publisher` in this process, a thread or another machine.
+
+    It limits its own waits, with errors that name who is late.
+    """
 
     async def stage(self, version: int) -> None:
         """Copies the tensors aside as `version`; returns when they may change again."""
@@ -91,7 +94,10 @@ class SenderEndpoint(Protocol):
         ...
 
     async def payload(self, version: int) -> Any:
-        """Returns a version's bytes or a reference to them. Raises VersionGone if the version is not retained."""
+        """Returns a version's bytes or a reference to them, for which it may wait until the sender is free.
+
+        Raises VersionGone if the version is not retained.
+        """
 
     async def hold(self, version: int) -> None:
         """Retains a version, regardless of newer ones, until `release` is called for it."""
@@ -118,13 +124,13 @@ class ReceiverEndpoint(Protocol):
 class DeliveryOptions:
     """Options of a Delivery.
 
-    `retries`: further attempts to send a version to a receiver. `deadline`: seconds that one call of the sender or a
-    receiver may take; None if the endpoints limit their own waits, with errors that name who is late. `retain`: number
-    of newest sealed versions that a new receiver can ask for. `max_fan_out` and `node_fan_out`: see fanout.py.
+    `retries`: further attempts to send a version to a receiver. `deadline`: seconds that one call of a receiver may
+    take. `retain`: number of newest sealed versions that a new receiver can ask for. `max_fan_out` and `node_fan_out`:
+    see fanout.py.
     """
 
     retries: int = 3
-    deadline: float | None = 30.0
+    deadline: float = 30.0
     retain: int = 2
     max_fan_out: int = MAX_FAN_OUT
     node_fan_out: int = NODE_FAN_OUT

@@ -22,8 +22,8 @@ from checkpoint_engine.base import RING, Ack, Draft
 from checkpoint_engine.errors import TransferFailed, WeightsMismatch
 from checkpoint_engine.incremental import Intake, Sealing, trailer, trailer_bytes
 from checkpoint_engine.process_group import POLL_SECONDS, SENDER, Epoch, Limit, Link
-from checkpoint_engine.publisher import Publisher
 from checkpoint_engine.receiver import Receiver
+from checkpoint_engine.sealed import SealedVersions
 from checkpoint_engine.side_stream import SideStream, concrete, on
 
 
@@ -157,7 +157,7 @@ class Member:
 class CollectiveSender:
     """The sending process's side: serves the store and broadcasts a publisher's versions; see GroupSender."""
 
-    def __init__(self, publisher: Publisher, member: Member, *, host: str = "127.0.0.1") -> None:
+    def __init__(self, publisher: SealedVersions, member: Member, *, host: str = "127.0.0.1") -> None:
         self._publisher, self._member, self._host = publisher, member, host
         self._server: TCPStore | None = None
 
@@ -189,10 +189,6 @@ class CollectiveSender:
     def abort(self) -> None:
         self._member.abort()
 
-    def close(self) -> None:
-        self._member.abort()
-        self._server = None
-
 
 class CollectiveReceiver:
     """A receiving process's side: takes broadcasts for a Receiver, which verifies them; see GroupReceiver."""
@@ -213,9 +209,6 @@ class CollectiveReceiver:
         return self._member.take(self._receiver.expect(draft, slot))
 
     def abort(self) -> None:
-        self._member.abort()
-
-    def close(self) -> None:
         self._member.abort()
 
 

@@ -10,11 +10,11 @@ async_flowrl/controller/weights.py uses it. It runs in one asyncio loop and take
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any
 
-from checkpoint_engine.background import Background, in_time
+from checkpoint_engine.background import Background
 from checkpoint_engine.base import (
     EVALUATION,
     RING,
@@ -26,12 +26,10 @@ from checkpoint_engine.base import (
     SenderEndpoint,
 )
 from checkpoint_engine.collective_delivery import CollectiveBroadcast
-from checkpoint_engine.errors import MemberBusy, Verdict, VersionGone, error_names, verdict
+from checkpoint_engine.errors import MemberBusy, Verdict, VersionGone, verdict
 from checkpoint_engine.receiver_queue import Job, QueueEvents, ReceiverQueue, planned
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 
 class Delivery:
@@ -44,18 +42,10 @@ class Delivery:
         replace: Callable[[str, BaseException], Coroutine[Any, Any, None]],
         options: DeliveryOptions | None = None,
         broadcast: CollectiveBroadcast | None = None,
-        ahead: Callable[[int, Sequence[ReceiverEndpoint]], Awaitable[None]] | None = None,
-        on_close: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
-        """`replace(name, error)` is awaited after a receiver was given up; its successor must be added by `join`.
-
-        `ahead(version, idle receivers)` is awaited before a version is sealed: it may send bytes that a receiver's
-        `receive`, which is called in any case, then need not wait for. `on_close()` is awaited at the end of `close`;
-        it must end what the sender has begun and nobody waits for any more.
-        """
+        """`replace(name, error)` is awaited after a receiver was given up; its successor must be added by `join`."""
         self.stats = DeliveryStats()
         self._sender, self._replace, self._broadcast = sender, replace, broadcast
-        self._ahead, self._on_close = ahead, on_close
         self._options = options or DeliveryOptions()
         self._background, self._now = Background(), asyncio.get_running_loop().time
         self._queues: dict[str, ReceiverQueue] = {}
@@ -73,6 +63,7 @@ class Delivery:
         )
         self._listeners: list[Callable[[str, Ack], None]] = []
         self._sealing = asyncio.Lock()
+        self._sealed = asyncio.Condition(self._sealing)
 
     @property
     def receivers(self) -> tuple[str, ...]:
@@ -87,7 +78,7 @@ class Delivery:
         """Returns when the version is staged, so that the tensors may change; delivery goes on in the background."""
         self._background.check()
         start = self._now()
-        await self._call(self._sender.stage(version))
+        await self._sender.stage(version)
         self.stats.stall_seconds += self._now() - start
         self._staged.add(version)
         self._background.start(self._deliver(version), f"deliver-{version}")
@@ -102,9 +93,9 @@ class Delivery:
             header = self._retained.pop(version, None) or self._headers.get(version)
             if header is None:
                 raise VersionGone(f"version {version} can't be evaluated, only {sorted(self._headers)} are retained")
-            await self._call(self._sender.hold(version))
+            await self._sender.hold(version)
             before, self._evaluated = self._evaluated, header
-            jobs = await self._enqueue(header, EVALUATION, list(self._queues.values()))
+            jobs = self._enqueue(header, EVALUATION, list(self._queues.values()))
         self._background.start(self._settle_evaluated(jobs, before), f"evaluate-{version}")
 
     async def keep(self, version: int) -> None:
@@ -112,15 +103,15 @@ class Delivery:
         async with self._sealing:
             if version not in self._headers:
                 raise VersionGone(f"version {version} can't be kept, only {sorted(self._headers)} are retained")
-            await self._call(self._sender.hold(version))
+            await self._sender.hold(version)
             self._retained[version] = self._headers[version]
 
     async def restore(self, version: int) -> None:
         """Stages, seals and retains a version for a later `place` alone: older than those that are published."""
         async with self._sealing:
-            await self._call(self._sender.stage(version))
-            header = await self._call(self._sender.seal(version))
-            await self._call(self._sender.hold(version))
+            await self._sender.stage(version)
+            header = await self._sender.seal(version)
+            await self._sender.hold(version)
             self._retained[version] = header
 
     async def join(self, receiver: ReceiverEndpoint, versions: Iterable[int] = ()) -> bool:
@@ -144,9 +135,9 @@ class Delivery:
             jobs = []
             for version in wanted:
                 if (header := self._headers.get(version)) is not None:
-                    jobs += await self._enqueue(header, RING, [queue])
+                    jobs += self._enqueue(header, RING, [queue])
             if self._evaluated is not None:
-                jobs += await self._enqueue(self._evaluated, EVALUATION, [queue])
+                jobs += self._enqueue(self._evaluated, EVALUATION, [queue])
         return await self._settle(jobs)
 
     async def leave(self, name: str) -> None:
@@ -165,14 +156,12 @@ class Delivery:
         await self._background.drain()
 
     async def close(self) -> None:
-        """Cancels all deliveries, and what was sent ahead of them or is passed on, and waits until they have ended."""
+        """Cancels all deliveries, and what is fetched or passed on for them, and waits until they have ended."""
         queues = [queue.task for queue in self._queues.values()]
         for name in list(self._queues):
             await self.leave(name)
         await asyncio.gather(*queues, return_exceptions=True)
         await self._background.close()
-        if self._on_close is not None:
-            await self._on_close()
         if self._broadcast is not None:
             await self._broadcast.close()
 
@@ -181,11 +170,10 @@ class Delivery:
         async with self._sealing:
             queues = list(self._queues.values())
             results = await self._send_to_all(version, queues)
-            await self._send_ahead(version, [queue.endpoint for queue in queues if queue.idle])
             header = await self._seal(version)
             holders = self._acknowledge(header, queues, results)
             left = [queue for queue in queues if not isinstance(results.get(queue.name), Ack)]
-            jobs = await self._enqueue(header, RING, left, holders)
+            jobs = self._enqueue(header, RING, left, holders)
         await self._settle(jobs)
         self.stats.publishes += 1
         self.stats.bytes += header.nbytes
@@ -210,19 +198,12 @@ class Delivery:
             raise stopping[0]
         return results
 
-    async def _send_ahead(self, version: int, idle: Sequence[ReceiverEndpoint]) -> None:
-        if self._ahead is None:
-            return
-        try:
-            await self._call(self._ahead(version, idle))
-        except TimeoutError as error:  # a receiver that hangs is found by the deadline of its own `receive`
-            logger.warning("version %d is sealed before a receiver has its bytes: %s", version, error)
-
     async def _seal(self, version: int) -> Header:
-        header = self._headers[version] = await self._call(self._sender.seal(version))
+        header = self._headers[version] = await self._sender.seal(version)
         self._staged.discard(version)
         for old in sorted(self._headers)[: -self._options.retain]:
             del self._headers[old]
+        self._sealed.notify_all()
         return header
 
     def _acknowledge(
@@ -235,13 +216,14 @@ class Delivery:
         holders: dict[str, tuple[ReceiverEndpoint, Job]] = {}
         for queue in queues:
             if isinstance(ack := results.get(queue.name), Ack):
-                job = Job(header, RING, None, asyncio.get_running_loop().create_future())
+                future = asyncio.get_running_loop().create_future
+                job = Job(header, RING, payload=future(), done=future())
                 queue.acknowledge(job, ack)
                 if self._broadcast is not None and self._broadcast.has_leaders(len(queues)):
                     holders.setdefault(queue.endpoint.node, (queue.endpoint, job))
         return holders
 
-    async def _enqueue(
+    def _enqueue(
         self,
         header: Header,
         slot: str,
@@ -251,13 +233,7 @@ class Delivery:
         """Puts a version into the queues. `holders` (by node) have it already and pass it on within their nodes."""
         if not queues:
             return []
-        try:
-            payload = await self._payload(header)
-        except Exception as error:
-            if "VersionGone" in error_names(error) and slot == RING and header.version not in self._headers:
-                return []  # replaced by newer ones during the call
-            raise
-        jobs = planned(header, slot, payload, queues, holders, self._options)
+        jobs = planned(header, slot, self._payload(header), queues, holders, self._options)
         for queue in queues:
             if self._queues.get(queue.name) is queue:
                 queue.put(jobs[queue.name])
@@ -265,12 +241,21 @@ class Delivery:
                 jobs[queue.name].settle(False)
         return list(jobs.values())
 
-    async def _payload(self, header: Header) -> Any:
-        return await self._call(self._sender.payload(header.version))
+    def _payload(self, header: Header) -> "asyncio.Future[Any]":
+        payload = asyncio.ensure_future(self._sender.payload(header.version))
+        self._background.add(payload)
+        return payload
 
     async def _superseded(self, job: Job) -> bool:
-        async with self._sealing:  # A sender drops a version when it seals a newer one, before its header is here.
-            return job.slot == RING and job.header.version not in self._headers
+        """Returns whether newer versions take the place of one that the sender has dropped, perhaps before it has
+        sealed the newest of them, for which this waits up to a receiver's deadline."""
+        if job.slot != RING:
+            return False
+        try:
+            async with asyncio.timeout(self._options.deadline), self._sealed:
+                return await self._sealed.wait_for(lambda: job.header.version not in self._headers)
+        except TimeoutError:
+            return False
 
     async def _settle(self, jobs: Sequence[Job]) -> bool:
         """Waits for all jobs; returns True if all were acknowledged. Raises an error that must stop the run."""
@@ -281,7 +266,7 @@ class Delivery:
     async def _settle_evaluated(self, jobs: Sequence[Job], before: Header | None) -> None:
         await self._settle(jobs)
         if before is not None and self._evaluated is not None and before.version != self._evaluated.version:
-            await self._call(self._sender.release(before.version))
+            await self._sender.release(before.version)
 
     def _acknowledged(self, name: str, ack: Ack) -> None:
         for listener in self._listeners:
@@ -293,6 +278,3 @@ class Delivery:
             del self._queues[queue.name]
         self._background.start(self._replace(queue.name, error), f"replace-{queue.name}")
         queue.abandon()
-
-    async def _call(self, call: Awaitable[T]) -> T:
-        return await in_time(call, self._options.deadline)

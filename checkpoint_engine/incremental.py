@@ -73,14 +73,6 @@ class Sealing:
             if done is not None:
                 done(self, self.header)
 
-    def drop(self) -> None:
-        """Gives the version up, which frees its staging slot; in place of `finish`."""
-        if self._copy is not None:
-            self._copy.wait(self.data.shape[0])
-        done, self._done = self._done, None
-        if done is not None:
-            done(self, None)
-
     def _sealed(self) -> Header:
         total = self.data.shape[0]
         while self._digests.end < total:

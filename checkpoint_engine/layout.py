@@ -1,12 +1,9 @@
 """Layout of many named tensors in one flat byte buffer, the form in which a version is sent and stored."""
 
-import math
-import pickle
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
-from functools import cached_property, lru_cache
-from typing import Any
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -21,8 +18,6 @@ ALIGNMENT_BYTES = 256
 BLOCK_BYTES = 1 << 20
 """Bytes that are copied and digested at a time: they fit the cache of one CPU core, so that the digest does not read
 them from memory again, and they are enough to release Python's global lock for."""
-MAX_CACHED_LAYOUTS = 64
-"""Largest number of layouts that are kept after they arrived from another process, to be found again."""
 
 
 @dataclass(frozen=True)
@@ -63,17 +58,8 @@ class Layout:
         return cls(tuple(entries), offset)
 
     def __hash__(self) -> int:
-        """Two numbers are enough: a layout is looked up in caches for every bucket, and a model has 2,000 entries."""
+        """Two numbers are enough: a layout is looked up in caches for every version, and a model has 2,000 entries."""
         return hash((self.nbytes, len(self.entries)))
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """A layout is pickled and found again as one string of bytes: it is in every header, and a model has 2,000
-        entries, so that making them anew would take longer than the call that brings a header."""
-        return _unpacked, (self._packed,)
-
-    @cached_property
-    def _packed(self) -> bytes:
-        return pickle.dumps((self.nbytes, [(e.name, e.shape, e.dtype, e.offset, e.nbytes) for e in self.entries]))
 
     @cached_property
     def hash(self) -> str:
@@ -156,18 +142,6 @@ class RunningDigests:
             self._finished.append(state.digest())
             self._state = None
 
-    def skip_to(self, end: int) -> None:
-        """Passes over the padding up to byte `end`, which no digest covers; does nothing if `end` was reached before.
-
-        Raises ValueError if bytes of a tensor lie before `end` that have not been fed.
-        """
-        if end <= self._end:
-            return
-        left = next((entry for entry in self._entries[len(self._finished) :] if entry.nbytes), None)
-        if left is not None and left.offset < end:
-            raise ValueError(f"bytes {self._end} to {end} are no padding: {left.name} lies in them")
-        self._end = end
-
     def finish(self) -> tuple[bytes, ...]:
         """Returns the digests of all tensors. Raises ValueError if not all bytes have been fed."""
         if len(self._finished) < len(self._entries):
@@ -189,11 +163,6 @@ def dtype_of(entry: Entry) -> torch.dtype:
     return kind
 
 
-def row_bytes(entry: Entry) -> int:
-    """Returns the size in bytes of one index of the tensor's first dimension."""
-    return math.prod(entry.shape[1:]) * dtype_of(entry).itemsize
-
-
 def as_bytes(buffer: Tensor | ByteArray) -> ByteArray:
     """Returns a host buffer as array uint8 [n], without a copy. Raises ValueError if it is not contiguous uint8 [n]."""
     array = buffer.numpy() if isinstance(buffer, Tensor) else buffer
@@ -202,16 +171,9 @@ def as_bytes(buffer: Tensor | ByteArray) -> ByteArray:
     return array
 
 
-def padded(size: int) -> int:
+def padded(size: int, alignment: int = ALIGNMENT_BYTES) -> int:
     """Returns the offset at which a tensor after `size` bytes begins."""
-    return -(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-
-
-@lru_cache(MAX_CACHED_LAYOUTS)
-def _unpacked(packed: bytes) -> Layout:
-    """Returns the layout that was pickled so; the same object for the same bytes."""
-    nbytes, entries = pickle.loads(packed)
-    return Layout(tuple(Entry(*entry) for entry in entries), nbytes)
+    return -(-size // alignment) * alignment
 
 
 def _nearest(name: str, names: "Mapping[str, Entry] | set[str]") -> str:

@@ -1,10 +1,9 @@
 """Publisher is the sending end of one stream, i.e. of one sequence of versions of the same named tensors.
 
-It runs in a sending process, i.e. in one trainer rank, or in all of them if each has a share of the tensors. It copies
-the tensors aside as a version, seals the version (computes its digests), and keeps it for sending.
+It runs in the sending process, i.e. in one trainer rank. It copies the tensors aside as a version, seals the version
+(computes its digests), and keeps it for sending.
 """
 
-import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from checkpoint_engine.base import Draft, Header
-from checkpoint_engine.digest import ByteArray
+from checkpoint_engine.base import Header
 from checkpoint_engine.errors import TransferFailed, VersionGone, WeightsMismatch
-from checkpoint_engine.host_buffers import HostBuffer, HostBuffers
+from checkpoint_engine.host_buffers import HostBuffer
 from checkpoint_engine.incremental import Sealing
 from checkpoint_engine.layout import Layout
+from checkpoint_engine.sealed import SealedVersions
 from checkpoint_engine.side_stream import HostCopy, SideStream, recorded
 from checkpoint_engine.spot_check import check_sample, sample
 from checkpoint_engine.together import Together
@@ -37,15 +36,15 @@ class _Staged:
     """CUDA event after the copy into the slot; None for tensors in host memory."""
 
 
-class Publisher:
+class Publisher(SealedVersions):
     """Publishes one stream of versions of the same named tensors.
 
     Two threads may use it at the same time: one calls `stage`, the other one everything else.
 
     Tensors in host memory are staged in the buffer that is sent later. Tensors on a GPU are staged in one of two slots
-    on that GPU; a transport that reads GPU memory sends them from there. Sealed versions are kept in host memory
-    (pinned for a GPU): the newest `retain` ones, for resends and new receivers, and those that `hold` names. On a GPU
-    the second thread has a CUDA stream of its own, so it never waits for work that the first thread has queued.
+    on that GPU; a transport that reads GPU memory sends them from there. Sealed versions are kept in host memory, which
+    is pinned for a GPU. On a GPU the second thread has a CUDA stream of its own, so it never waits for work that the
+    first thread has queued.
     """
 
     def __init__(
@@ -62,29 +61,18 @@ class Publisher:
 
         `alpha` and `rank` are those of LoRA tensors, as in Draft. Raises ValueError for retain < 1.
         """
-        if retain < 1:
-            raise ValueError(f"a publisher retains at least 1 version, got retain={retain}")
-        self.layout = Layout.of(tensors, dtypes)
-        self.stream, self.alpha, self.rank, self.retain = stream, alpha, rank, retain
+        layout = Layout.of(tensors, dtypes)
         self._tensors = dict(tensors)
         self._device = next(iter(tensors.values())).device
         on_host = self._device.type == "cpu"
+        super().__init__(layout, stream, alpha=alpha, rank=rank, retain=retain, pinned=not on_host)
         self._side = SideStream.of(self._device)
         self._slots = [] if on_host else [self.layout.empty(self._device).zero_() for _ in range(MAX_STAGED_VERSIONS)]
         self._views = [list(self.layout.views(slot).values()) for slot in self._slots]
-        self._buffers = HostBuffers(self.layout, pinned=not on_host)
         self._buffers.reserve(MAX_STAGED_VERSIONS if on_host else 1)
         self._free = list(range(MAX_STAGED_VERSIONS))
         self._staged: dict[int, _Staged] = {}
-        self._sealed: dict[int, tuple[Header, ByteArray]] = {}
         self._sealing: set[int] = set()
-        self._opened: dict[int, Sealing] = {}
-        self._retained_longer: set[int] = set()
-        self._changed = threading.Condition()
-
-    def draft(self, version: int) -> Draft:
-        """Returns the description of a version of this stream, without digests."""
-        return Draft(self.stream, version, self.layout, self.alpha, self.rank)
 
     def stage(self, version: int, tensors: Mapping[str, Tensor] | None = None, *, deadline: float = 120.0) -> None:
         """Copies the live tensors, or `tensors` of the same layout, aside as `version`; on return they may change.
@@ -116,7 +104,7 @@ class Publisher:
         Two threads may seal the same version. Raises VersionGone if the version is neither staged nor retained, and
         WeightsMismatch, which names the tensor, if the staged bytes differ from the sample of the live tensors.
         """
-        return (self._opened.pop(version, None) or self.begin(version)).finish()
+        return self.begin(version).finish()
 
     def begin(self, version: int) -> Sealing:
         """Returns a Sealing, by which the caller digests the version during a transfer; raises as `seal` does.
@@ -126,10 +114,7 @@ class Publisher:
         with self._changed:
             self._changed.wait_for(lambda: version not in self._sealing)
             if version in self._sealed:
-                header, data = self._sealed[version]
-                work = Sealing(header, data, None)
-                work.header = header
-                return work
+                return super().begin(version)
             staged = self._staged.pop(version, None)
             if staged is None:
                 raise VersionGone(f"version {version} of stream {self.stream} is neither staged nor retained")
@@ -171,10 +156,7 @@ class Publisher:
         )
 
     def _end(self, work: Sealing, header: Header | None) -> None:
-        if header is not None:
-            with self._changed:
-                self._sealed[header.version] = (header, work.data)
-                self._evict()
+        super()._end(work, header)
         self._sealing_ends(work.draft.version)
         self._buffers.reserve(1)
 
@@ -183,62 +165,12 @@ class Publisher:
             self._sealing.discard(version)
             self._changed.notify_all()
 
-    def payload(self, version: int) -> tuple[Header, ByteArray]:
-        """Returns header and bytes uint8 [nbytes] of a retained version; the bytes must not be changed.
-
-        Raises VersionGone if the version is not retained.
-        """
-        with self._changed:
-            if version not in self._sealed:
-                raise VersionGone(
-                    f"version {version} of stream {self.stream} is not retained, only {sorted(self._sealed)} are"
-                )
-            return self._sealed[version]
-
-    def piece(self, version: int, start: int, size: int) -> tuple[Header | None, ByteArray]:
-        """Returns the bytes uint8 [n] of a version from byte `start` on, at most `size`; with the last ones its header.
-
-        The bytes must not be changed. The version need not be sealed: each piece is digested before it is returned, so
-        that the next one is digested while this one is sent, and the last one seals the version. Raises as `seal`.
-        """
-        work = self._opened.get(version) or self.begin(version)
-        if work.header is None:
-            self._opened[version] = work
-        piece = work.data[start : start + size]
-        end = start + piece.shape[0]
-        work.feed(end)
-        if end < work.data.shape[0]:
-            return None, piece
-        return work.header or self.seal(version), piece
-
-    def retained(self) -> tuple[int, ...]:
-        """Returns the sealed versions that can be sent, oldest first."""
-        with self._changed:
-            return tuple(sorted(self._sealed))
-
-    def hold(self, version: int) -> None:
-        """Retains a sealed version until `release`, regardless of newer ones. Raises VersionGone if it is dropped."""
-        with self._changed:
-            if version not in self._sealed:
-                raise VersionGone(f"version {version} of stream {self.stream} is not retained and can't be held")
-            self._retained_longer.add(version)
-
-    def release(self, version: int) -> None:
-        """Ends a `hold`; the version is dropped unless it is among the newest `retain`."""
-        with self._changed:
-            self._retained_longer.discard(version)
-            self._evict()
-
     def clear(self) -> None:
         """Drops every version, sealed or staged, so that a run can publish again from an earlier version."""
-        while self._opened:
-            self._opened.popitem()[1].drop()
         with self._changed:
             self._free += [staged.slot for staged in self._staged.values()]
             self._staged.clear()
-            self._sealed.clear()
-            self._retained_longer.clear()
-            self._changed.notify_all()
+        super().clear()
 
     def _sources(self, tensors: Mapping[str, Tensor]) -> list[Tensor]:
         sources = []
@@ -274,9 +206,3 @@ class Publisher:
         with self._changed:
             self._free.append(slot)
             self._changed.notify_all()
-
-    def _evict(self) -> None:
-        """Drops versions that need not be retained; a payload that was returned before stays valid while it is used."""
-        newest = sorted(self._sealed)[-self.retain :]
-        for version in self._sealed.keys() - set(newest) - self._retained_longer:
-            del self._sealed[version]

@@ -108,7 +108,8 @@ class Receiver:
             return intake.accept(header)
         finally:
             if not intake.retained:
-                self.give_back(intake.storage)
+                with self._lock:
+                    self._spare.append(intake.storage)
 
     def expect(self, draft: Draft, slot: str = RING) -> Intake:
         """Returns the Intake of a version that arrives piece by piece. Raises WeightsMismatch if it does not fit."""
@@ -116,18 +117,14 @@ class Receiver:
         with self._lock:
             storage = self._spare.pop() if self._spare else None
         if storage is None:  # Without the lock: it takes long to pin a whole model, and tickets need `activate` then.
+            pinned = self.slot_device.type == "cpu" and self.device.type == "cuda"  # for copies to a GPU from there
             with on(self.side):
-                storage = self._slot()
+                storage = self.layout.empty(self.slot_device, pinned=pinned)
         with self._lock:
             read = self._read.pop(storage.data_ptr(), None)
         if self.side is not None:
             self.side.wait(read)
         return Intake(draft, storage, slot, self._accept, side=self.side)
-
-    def _slot(self) -> Tensor:
-        """Returns new memory for one version: uint8 [nbytes], page-locked if it is copied to a GPU from there."""
-        pinned = self.slot_device.type == "cpu" and self.device.type == "cuda"
-        return self.layout.empty(self.slot_device, pinned=pinned)
 
     def check(self, draft: Draft, slot: str = RING) -> None:
         """Raises WeightsMismatch, which names the tensor, if a version does not fit; ValueError for an unknown slot."""
@@ -139,11 +136,6 @@ class Receiver:
         difference = self.layout.difference(draft.layout)
         if difference:
             raise WeightsMismatch(f"{_title(draft)} doesn't fit the receiver: {difference}")
-
-    def give_back(self, storage: Tensor) -> None:
-        """Reuses the storage of an Intake that was not accepted, and into which nothing writes any more."""
-        with self._lock:
-            self._spare.append(storage)
 
     def _accept(self, header: Header, intake: Intake) -> Ack:
         self._check_digests(header, intake.digests)

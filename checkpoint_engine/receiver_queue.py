@@ -1,7 +1,7 @@
 """ReceiverQueue sends versions to one receiver, in order; delivery.py has one queue per receiver.
 
 A version is sent until the receiver acknowledges it or all retries have failed; then the receiver must be replaced.
-A version that the sender has dropped for newer ones, while its payload came in pieces, is left out.
+A version that the sender has dropped for newer ones, before its payload was fetched, is left out.
 """
 
 import asyncio
@@ -30,7 +30,8 @@ class Job:
 
     header: Header
     slot: str
-    payload: Any
+    payload: "asyncio.Future[Any]"
+    """The sender's payload, which may still have to be fetched: one for all receivers of a version."""
     done: "asyncio.Future[bool]"
     parent: "tuple[ReceiverEndpoint, Job] | None" = None
     """The receiver that passes the payload on (see fanout.py), and its job; None: `payload` is used."""
@@ -59,8 +60,8 @@ class QueueEvents:
     """Called if the receiver must be replaced, with the last error."""
     failed: Callable[[BaseException], None]
     """Called with an error that must stop the run."""
-    payload: Callable[[Header], Awaitable[Any]]
-    """Returns the sender's payload of a version once more, after the one of a job was lost with its node."""
+    payload: Callable[[Header], "asyncio.Future[Any]"]
+    """Fetches the sender's payload of a version once more, after the one of a job was lost with its node."""
     superseded: Callable[["Job"], Awaitable[bool]]
     """Returns True if newer versions have replaced the one of a job, so that nobody waits for it any more."""
     passing_on: Callable[["asyncio.Future[Any]"], None]
@@ -128,7 +129,7 @@ class ReceiverQueue:
         for attempt in range(self._options.retries + 1):
             self._stats.retries += attempt > 0
             if error is not None and "RefLost" in error_names(error) and job.parent is None:
-                await self._renew(job)  # not inside `try`: the receiver is not to blame for a sender that hangs
+                job.payload = self._events.payload(job.header)
             try:
                 payload = await self._payload(job)
                 async with asyncio.timeout(self._options.deadline):
@@ -151,21 +152,13 @@ class ReceiverQueue:
                 return None
         return error
 
-    async def _renew(self, job: Job) -> None:
-        """Gives the job the payload that the sender has now, if it still has the version."""
-        try:
-            job.payload = await self._events.payload(job.header)
-        except Exception as error:
-            if "VersionGone" not in error_names(error):
-                raise
-
     async def _payload(self, job: Job) -> Any:
         """Returns the payload from the parent in the fan-out tree once, and otherwise the sender's payload.
 
         The sender's payload outlives the version: a parent that has gone on to newer ones (VersionGone) is no error.
         """
         if job.parent is None:
-            return job.payload
+            return await asyncio.shield(job.payload)
         (endpoint, parent), job.parent = job.parent, None
         why: object = "it was given up itself, or too slow"
         if await self._has_it(parent):
@@ -180,20 +173,19 @@ class ReceiverQueue:
                 why = repr(error)
         version = f"version {job.header.version} of stream {job.header.stream}"
         logger.warning("%s gets %s from the sender, not passed on by %s: %s", self.name, version, endpoint.name, why)
-        return job.payload
+        return await asyncio.shield(job.payload)
 
     async def _has_it(self, parent: Job) -> bool:
         """Returns True if the parent acknowledges in time; a slow parent must not delay all receivers below it."""
         seconds = (parent.depth + 1) * (RELAY_SECONDS + parent.header.nbytes / MIN_BYTES_PER_SECOND)
-        limit = self._options.deadline
-        await asyncio.wait([parent.done], timeout=seconds if limit is None else min(seconds, limit))
+        await asyncio.wait([parent.done], timeout=min(seconds, self._options.deadline))
         return parent.done.done() and parent.done.result()
 
 
 def planned(
     header: Header,
     slot: str,
-    payload: Any,
+    payload: "asyncio.Future[Any]",
     queues: Sequence[ReceiverQueue],
     holders: "Mapping[str, tuple[ReceiverEndpoint, Job]]",
     options: DeliveryOptions,

@@ -15,7 +15,7 @@ from async_flowrl.config.schema import Config
 from async_flowrl.controller.context import Context
 from async_flowrl.controller.fingerprint import config_hash, device_type, numerics
 from async_flowrl.controller.inputs import inputs_of
-from async_flowrl.controller.shard_checkpoints import DISK_ERRORS, write_shares
+from async_flowrl.controller.rank_weights import DISK_ERRORS
 from async_flowrl.controller.trainer import TrainerGroup
 from async_flowrl.observability.run_directory import RunDirectory
 from async_flowrl.tickets.request import RequestBuilder
@@ -82,10 +82,7 @@ class Checkpoints:
         if version in self.saved:
             return
         async with deadline(self.config.deadlines.update, f"update: the trainer's copy for checkpoint {version}"):
-            if self.trainers.sharded:
-                await self.trainers.all("snapshot")
-            else:
-                await self.trainers.first.call("snapshot")
+            await self.trainers.weights.snapshot()
         controller = self.controller_part(ctx, version)()
         self._writing = asyncio.create_task(self._write(version, controller), name=f"checkpoint {version}")
 
@@ -132,11 +129,7 @@ class Checkpoints:
         directory, spare = str(self.directory.checkpoints), self.spare()
         try:
             async with deadline(self.config.deadlines.update, f"update: writing checkpoint {version}"):
-                if self.trainers.sharded:
-                    ranks = self.trainers.workers.workers
-                    await write_shares(ranks, directory, controller, self.config.save.keep, spare)
-                else:
-                    await self.trainers.first.call("save", version, directory, controller, spare, lane="save")
+                await self.trainers.weights.save(version, directory, controller, self.config.save.keep, spare)
         except WorkerFailed as error:
             if error.kind not in DISK_ERRORS:
                 raise

@@ -6,7 +6,9 @@ calls two phases. In the first (`add_up`) the ranks wait for each other, and no 
 """
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
+from typing import Any
 
 from async_flowrl.controller.context import Context
 from async_flowrl.controller.handed import HandedGroup
@@ -37,12 +39,18 @@ def planned_parts(groups: Sequence[HandedGroup]) -> dict[int, int]:
 
 
 async def add_up(
-    ctx: Context, workers: Sequence[Worker], sums: Sums, groups: Sequence[HandedGroup], *, measures: bool
+    ctx: Context,
+    workers: Sequence[Worker],
+    sums: Sums,
+    groups: Sequence[HandedGroup],
+    *,
+    measures: bool,
+    training: AbstractAsyncContextManager[Any],
 ) -> list[Summed]:
     """Has the ranks add up their sums and returns each rank's answer.
 
-    `measures` is True if it is measured, on the first part of a group, how far the step moves the policy. Raises
-    NotThePlan if a part is missing or is in two sums, and the errors of the ranks.
+    `measures` is True if it is measured, on the first part of a group, how far the step moves the policy. `training` is
+    the context of the call. Raises NotThePlan if a part is missing or is in two sums, and the errors of the ranks.
     """
     trained = [group for group in groups if group.meta is not None]
     planned, step, plan = planned_parts(trained), sums.step, sums.plan
@@ -60,7 +68,7 @@ async def add_up(
         for rank in range(len(workers))
     ]
     probe = next((group for group in trained if group.meta and group.meta.selected), None) if measures else None
-    return await with_probe(ctx, workers, probe, requests)
+    return await with_probe(ctx, workers, probe, requests, training)
 
 
 async def take_step(ctx: Context, workers: Sequence[Worker], step: int) -> Stepped:

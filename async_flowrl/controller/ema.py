@@ -4,7 +4,6 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from async_flowrl.controller.endpoints import EmaEndpoint
-from async_flowrl.controller.shard_endpoints import ShardedEmaEndpoint
 from checkpoint_engine import Ack, Delivery, DeliveryOptions, ReceiverEndpoint
 
 
@@ -18,15 +17,14 @@ class EmaWeights:
 
     def __init__(
         self,
-        sender: EmaEndpoint | ShardedEmaEndpoint,
+        sender: EmaEndpoint,
         *,
         options: DeliveryOptions,
         replace: Callable[[str, BaseException], Coroutine[Any, Any, None]],
         acknowledged: Callable[[str, Ack], None],
     ) -> None:
         self._sender = sender
-        on_close = sender.close if isinstance(sender, ShardedEmaEndpoint) else None
-        self.delivery = Delivery(self._sender, replace=replace, options=options, on_close=on_close)
+        self.delivery = Delivery(self._sender, replace=replace, options=options)
         self.delivery.on_ack(acknowledged)
         self._current: int | None = None
 

@@ -4,17 +4,20 @@ The classes implement the protocols SenderEndpoint and ReceiverEndpoint of check
 describe the methods, by calls of the workers that hold the tensors.
 """
 
-from collections.abc import Callable
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager
 from typing import Any
 
 from async_flowrl.config.schema import Config
 from async_flowrl.controller.context import Observer
 from async_flowrl.controller.kept_state import is_kept
-from async_flowrl.controller.sender_errors import sender_errors
+from async_flowrl.controller.sender_errors import SenderFailed, answers_of, sender_errors
 from async_flowrl.types import EMA, POLICY
-from checkpoint_engine import RING, Ack, Draft, Header
+from checkpoint_engine import CANARY_VERSION, RING, Ack, Draft, Header, VersionGone
 from checkpoint_engine.process_group import Epoch
 from separation.group import Worker
+from separation.supervise import together
 
 DELIVERIES, CONTROL = "sync", "control"
 """Lanes (threads of a worker) for deliveries, and for aborting a collective operation that blocks another lane."""
@@ -25,35 +28,40 @@ PUBLISHING = "publish"
 class TrainerEndpoint:
     """The first trainer rank as the sender of one stream, i.e. of one sequence of versions: POLICY or EMA.
 
-    Its calls raise SenderLost if the rank has died, SenderFailed if it raises an exception.
+    Its calls raise SenderLost if a rank has died, SenderFailed if it raises an exception, and SenderLate if it has not
+    answered within `deadlines.publish`.
     """
 
     def __init__(
         self,
-        rank: Worker,
+        ranks: Sequence[Worker],
         config: Config,
         transport: str,
         on_sealed: Callable[[Header], None],
         *,
         stream: str = POLICY,
     ) -> None:
-        """`on_sealed` is called with every version's header before a receiver can acknowledge the version."""
-        self._rank, self._config = rank, config
+        """`ranks` are all trainer ranks.
+
+        `on_sealed` is called with every version's header before a receiver can acknowledge the version.
+        """
+        self._first, self._ranks, self._config = ranks[0], ranks[:1], config
         self._transport, self._on_sealed, self._stream = transport, on_sealed, stream
 
     async def stage(self, version: int) -> None:
-        await self._call("stage", version, self._stream, lane="main")
+        await self._all("sender.stage", version, self._stream, lane="main")
 
     async def seal(self, version: int) -> Header:
-        header: Header = await self._call(f"{self._stream}.seal", version)
+        header = await self._seal(version)
         self._on_sealed(header)
         return header
 
+    async def _seal(self, version: int) -> Header:
+        header: Header = await self._call(f"{self._stream}.seal", version)
+        return header
+
     async def payload(self, version: int) -> Any:
-        with sender_errors():
-            method = f"sender.{self._stream}.payload"
-            _, (reference,) = await self._rank.call_split(method, version, returns=2, lane=PUBLISHING)
-        return reference
+        return await self._split(f"sender.{self._stream}.payload", version)
 
     async def hold(self, version: int) -> None:
         """Retains the version until `release`, also in the rank's state, from which a new rank could send it."""
@@ -62,11 +70,23 @@ class TrainerEndpoint:
 
     async def release(self, version: int) -> None:
         await self._call(f"{self._stream}.release", version)
-        with sender_errors():
-            await self._rank.call("versions.let_go", self._stream, version, lane=PUBLISHING)
+        await self._all("versions.let_go", self._stream, version)
+
+    async def canary(self) -> tuple[Header, Any, dict[str, Any]]:
+        """Has random weights made under version -1; returns their header, their bytes, and the probe of the network.
+
+        (checkpoint_engine/binding_proof.py) The bytes are a reference into the object store.
+        """
+        probes = await self._all("sender.canary", lane="main")
+        header = await self._seal(CANARY_VERSION)
+        return header, await self.payload(CANARY_VERSION), probes[0]
+
+    async def canary_again(self) -> Any:
+        """Returns the canary's bytes once more, after the node that held them is lost."""
+        return await self._split("sender.canary_again", lane="main")
 
     async def address(self) -> tuple[str, int]:
-        address: tuple[str, int] = await self._call("collective.address", self._transport, self._rank.node)
+        address: tuple[str, int] = await self._call("collective.address", self._transport, self._first.node)
         return address
 
     async def draft(self, version: int) -> Draft:
@@ -76,33 +96,124 @@ class TrainerEndpoint:
     # The failure of a collective is not the rank's: the version then goes by the object store.
 
     async def open_group(self, epoch: Epoch, rank: int) -> None:
-        await self._rank.call("sender.collective.sender.open", epoch, rank, lane=PUBLISHING)
+        await self._first.call("sender.collective.sender.open", epoch, rank, lane=PUBLISHING)
 
     async def ready(self, epoch: int, draft: Draft) -> None:
-        await self._rank.call("sender.collective.sender.ready", epoch, draft, lane=PUBLISHING)
+        await self._first.call("sender.collective.sender.ready", epoch, draft, lane=PUBLISHING)
 
     async def send(self, draft: Draft) -> None:
-        await self._rank.call("sender.collective.sender.send", draft, lane=PUBLISHING)
+        await self._first.call("sender.collective.sender.send", draft, lane=PUBLISHING)
 
     async def abort_group(self) -> None:
-        await self._rank.call("sender.collective.abort", lane=CONTROL)
+        await self._first.call("sender.collective.abort", lane=CONTROL)
 
-    async def _call(self, method: str, *arguments: Any, lane: str = PUBLISHING) -> Any:
+    async def _call(self, method: str, *arguments: Any) -> Any:
+        """Calls a method of the first rank's sender."""
+        method = f"sender.{method}"
+        async with self._answers([self._first.name], method):
+            return await self._first.call(method, *arguments, lane=PUBLISHING)
+
+    async def _split(self, method: str, *arguments: Any, lane: str = PUBLISHING) -> Any:
+        """Calls a method of the first rank that returns a header and bytes; returns a reference to the bytes."""
+        async with self._answers([self._first.name], method):
+            _, (reference,) = await self._first.call_split(method, *arguments, returns=2, lane=lane)
+        return reference
+
+    async def _all(self, method: str, *arguments: Any, lane: str = PUBLISHING) -> list[Any]:
+        """Calls a method of all ranks that take part in sending; returns their answers."""
+        return await self._together(method, [rank.call(method, *arguments, lane=lane) for rank in self._ranks])
+
+    async def _together(self, method: str, calls: Sequence[Coroutine[Any, Any, Any]]) -> list[Any]:
+        waiting = [rank.name for rank in self._ranks]
+
+        async def answered(name: str, call: Coroutine[Any, Any, Any]) -> Any:
+            answer = await call
+            waiting.remove(name)
+            return answer
+
+        async with self._answers(waiting, method):
+            return await together(*(answered(rank.name, call) for rank, call in zip(self._ranks, calls, strict=True)))
+
+    @asynccontextmanager
+    async def _answers(self, waiting: Sequence[str], method: str) -> AsyncIterator[None]:
         with sender_errors():
-            return await self._rank.call(f"sender.{method}", *arguments, lane=lane)
+            async with answers_of(waiting, method, self._config.deadlines.publish):
+                yield
 
     async def _keep(self, version: int, *, lane: str) -> None:
         """Has the rank copy the version to host memory, as a part of its state, if that is kept (kept_state.py)."""
         if is_kept(self._config):
-            with sender_errors():
-                await self._rank.call("versions.keep", self._stream, version, lane=lane)
+            await self._all("versions.keep", self._stream, version, lane=lane)
+
+
+class GatheredEndpoint(TrainerEndpoint):
+    """The first trainer rank as the sender of versions of which every rank keeps some rows.
+
+    One gather brings a version to the first rank, right after it is staged and beside the next step. The first rank
+    retains the newest one; an older one, for a receiver that is late, is gathered once more between two calls to train.
+    """
+
+    def __init__(
+        self,
+        ranks: Sequence[Worker],
+        config: Config,
+        transport: str,
+        on_sealed: Callable[[Header], None],
+        *,
+        stream: str = POLICY,
+        training: asyncio.Lock,
+        gathering: asyncio.Lock,
+    ) -> None:
+        """`training` is held during every call to train, and `gathering` during every gather, of any stream."""
+        super().__init__(ranks, config, transport, on_sealed, stream=stream)
+        self._ranks, self._training, self._gathering = ranks, training, gathering
+        self._sealed: tuple[int, Header] | None = None
+
+    async def _seal(self, version: int) -> Header:
+        if self._sealed is None or self._sealed[0] != version:
+            async with self._gathering:
+                headers = await self._all("sender.gather", version, self._stream)
+            self._sealed = version, headers[0]
+        return self._sealed[1]
+
+    async def draft(self, version: int) -> Draft:
+        return await self._seal(version)
+
+    async def payload(self, version: int) -> Any:
+        try:
+            return await super().payload(version)
+        except SenderFailed as error:
+            if error.exception != VersionGone.__name__:
+                raise
+        async with self._training, self._gathering:
+            return await self._recall(version)
+
+    async def hold(self, version: int) -> None:
+        """Has every rank keep its rows in host memory until `release`."""
+        await self._keep(version, lane=PUBLISHING)
+
+    async def release(self, version: int) -> None:
+        await self._all("versions.let_go", self._stream, version)
+
+    async def _recall(self, version: int) -> Any:
+        method, arguments = "sender.recall", (version, self._stream)
+        others = [rank.call(method, *arguments) for rank in self._ranks[1:]]
+        first = self._first.call_split(method, *arguments, returns=2)
+        answers = await self._together(method, [first, *others])
+        return answers[0][1][0]
+
+    async def _keep(self, version: int, *, lane: str) -> None:
+        await self._all("versions.keep", self._stream, version, lane=lane)
 
 
 class EmaEndpoint(TrainerEndpoint):
     """The sender of the EMA. A version is staged and sealed by `retain`, before its delivery."""
 
-    def __init__(self, rank: Worker, config: Config, on_sealed: Callable[[Header], None]) -> None:
-        super().__init__(rank, config, "", on_sealed, stream=EMA)
+    def __init__(
+        self, ranks: Sequence[Worker], config: Config, on_sealed: Callable[[Header], None], **locks: asyncio.Lock
+    ) -> None:
+        super().__init__(ranks, config, "", on_sealed, stream=EMA, **locks)
+        self._headers: dict[int, Header] = {}
 
     async def retain(self, version: int) -> None:
         """Stages and seals the EMA as it was at `version`, and retains it until `release`."""
@@ -115,6 +226,19 @@ class EmaEndpoint(TrainerEndpoint):
     async def stage(self, version: int) -> None:
         """Does nothing: `retain` has staged this version, and the trainer's EMA has changed since."""
 
+    async def release(self, version: int) -> None:
+        del self._headers[version]
+        await super().release(version)
+
+    async def _seal(self, version: int) -> Header:
+        if version not in self._headers:
+            self._headers[version] = await super()._seal(version)
+        return self._headers[version]
+
+
+class GatheredEmaEndpoint(EmaEndpoint, GatheredEndpoint):
+    """The sender of an EMA of which every rank keeps some rows."""
+
 
 class RolloutEndpoint:
     """One rollout worker as a receiver. Each receipt is recorded as a span (a timed event) by `observer`."""
@@ -125,13 +249,9 @@ class RolloutEndpoint:
 
     async def receive(self, header: Header, payload: Any, slot: str = RING) -> Ack:
         began = self._observer.now()
-        ack = await self._received(header, payload, slot)
+        ack: Ack = await self._deliver("receiver.receive", header, payload, slot)
         ended = self._observer.now()
         self._observer.event("span", worker=self.name, name="receive", start=began, end=ended, version=header.version)
-        return ack
-
-    async def _received(self, header: Header, payload: Any, slot: str) -> Ack:
-        ack: Ack = await self._deliver("receiver.receive", header, payload, slot)
         return ack
 
     async def relay(self, header: Header, slot: str = RING) -> Any:

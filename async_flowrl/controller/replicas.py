@@ -5,7 +5,7 @@ A replica is the trainer ranks that hold one copy of the base together. trainer.
 
 import asyncio
 from collections.abc import AsyncIterator, Iterable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -32,6 +32,8 @@ class Replica:
     """The numbers of its ranks."""
     size: int
     """Number of all trainer ranks."""
+    training: AbstractAsyncContextManager[Any] = field(default_factory=nullcontext)
+    """Context of every call in which its ranks train."""
     by_group: bool = False
     """As `RankPosition.by_group`."""
     begun: bool = False
@@ -91,7 +93,7 @@ async def with_trajectories(
         tried = [group.refs for group in groups]
         try:
             async with deadline(seconds, f"update: {method} {describe(groups[0].tickets[0])}"):
-                return await _called([workers[rank] for rank in replica.ranks], method, needed())
+                return await _called([workers[rank] for rank in replica.ranks], method, needed(), replica.training)
         except RefLost as lost:
             if len(groups) == 1:
                 await make_group_again(ctx, groups[0], lost, tried[0])
@@ -109,6 +111,7 @@ async def with_probe(
     workers: Sequence[Worker],
     probe: HandedGroup | None,
     requests: Sequence[TrainRequest],
+    training: AbstractAsyncContextManager[Any],
 ) -> list[Any]:
     """Calls `add_up` on the ranks, one request per worker, with the trajectories of the probe's first part.
 
@@ -124,7 +127,7 @@ async def with_probe(
         refs = [tried[index] for index in which]
         try:
             async with deadline(update_seconds(ctx.config, 1), f"update: end of step {requests[0].step}"):
-                return await _called(workers, "add_up", [(request, refs) for request in requests])
+                return await _called(workers, "add_up", [(request, refs) for request in requests], training)
         except RefLost as lost:
             if probe is None:
                 raise
@@ -132,7 +135,10 @@ async def with_probe(
 
 
 async def _called(
-    workers: Sequence[Worker], method: str, calls: Sequence[tuple[TrainRequest, Sequence[Any]]]
+    workers: Sequence[Worker],
+    method: str,
+    calls: Sequence[tuple[TrainRequest, Sequence[Any]]],
+    training: AbstractAsyncContextManager[Any],
 ) -> list[Any]:
     """Calls the method on all workers at once. Several workers first confirm that their trajectories have arrived.
 
@@ -141,7 +147,10 @@ async def _called(
     """
     if len(workers) > 1 and any(refs for _, refs in calls):
         await together(*(w.call(ARRIVED, *refs) for w, (_, refs) in zip(workers, calls, strict=True)))
-    return await together(*(w.call(method, request, *refs) for w, (request, refs) in zip(workers, calls, strict=True)))
+    async with training:
+        return await together(
+            *(worker.call(method, request, *refs) for worker, (request, refs) in zip(workers, calls, strict=True))
+        )
 
 
 @asynccontextmanager

@@ -1,5 +1,6 @@
 """The point from which an attempt goes on: which checkpoint, and what differs between it and the run now."""
 
+import json
 import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -7,16 +8,16 @@ from typing import Any
 
 from async_flowrl.config.check import ConfigError
 from async_flowrl.config.schema import Config
+from async_flowrl.config.sections.tune import FULL
 from async_flowrl.controller.fingerprint import config_hash, device_type, differences, numerics
 from async_flowrl.controller.inputs import inputs_of, other_inputs, other_prompts
 from async_flowrl.controller.kept_state import KeptState
-from async_flowrl.controller.shard_checkpoints import check_shares
 from async_flowrl.data.curriculum import UNKNOWN, read_outcomes
 from async_flowrl.observability.run_directory import RunDirectory
 from async_flowrl.tickets.request import RequestBuilder
-from async_flowrl.training.checkpoint import held_versions_of, read_controller
+from async_flowrl.training.checkpoint import check_ranks, held_versions_of, read_controller
 from async_flowrl.training.checkpoint_folder import find_checkpoint, written
-from async_flowrl.training.checkpoint_manifest import DamagedCheckpoint, verify_checkpoint
+from async_flowrl.training.checkpoint_manifest import TRAINER, DamagedCheckpoint, verify_checkpoint
 
 logger = logging.getLogger(__name__)
 
@@ -104,6 +105,21 @@ def find_resume(requests: RequestBuilder, directory: RunDirectory, *, shares: bo
     if sentences and config.resume != "force":
         raise ConfigError(f"{'; and '.join(sentences)}. resume=force goes on all the same")
     return replace(resume, forced=tuple(sentences), notes=tuple(other_inputs(resume.controller["inputs"], now)))
+
+
+def check_shares(config: Config, path: Path) -> None:
+    """Raises ConfigError, one sentence, if the ranks that wrote a checkpoint shared the weights in another way.
+
+    With `trainer.shard=auto` it is not known yet how the ranks of this run will; they look themselves.
+    """
+    trainer = config.trainer
+    if config.tune != FULL or (trainer.shard == "auto" and trainer.num_workers > 1):
+        return
+    ranks = trainer.num_workers if trainer.shard == "full" and trainer.num_workers > 1 else None
+    try:
+        check_ranks(path, json.loads((path / TRAINER).read_text()), ranks)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
 
 
 def check_base_weights(config: Config, resume: Resume, base_digest: str) -> Resume:

@@ -20,17 +20,13 @@ UNLIMITED_FAN_OUT = 1 << 30
 """Number of receivers that the sender serves itself, larger than any pool: no receiver passes a version on."""
 
 
-def delivery_options(config: Config, stream: str, *, sharded: bool = False) -> DeliveryOptions:
-    """Returns the options with which the versions of `stream` are delivered to the rollout workers, or only announced.
-
-    `sharded` means that every trainer rank sends the buckets of its own share. Each answer of a rank and the calls of
-    each receiver then have deadlines of their own (shard_endpoints.py).
-    """
-    limit = None if sharded else config.deadlines.publish
-    options = DeliveryOptions(retries=config.checkpoint_engine.retries, deadline=limit, retain=config.live_versions)
+def delivery_options(config: Config, stream: str) -> DeliveryOptions:
+    """Returns the options with which the versions of `stream` are delivered to the rollout workers, or announced."""
+    options = DeliveryOptions(
+        retries=config.checkpoint_engine.retries, deadline=config.deadlines.publish, retain=config.live_versions
+    )
     announced = config.placement == SHARED and stream == POLICY
-    direct = announced or sharded
-    return replace(options, max_fan_out=UNLIMITED_FAN_OUT, node_fan_out=UNLIMITED_FAN_OUT) if direct else options
+    return replace(options, max_fan_out=UNLIMITED_FAN_OUT, node_fan_out=UNLIMITED_FAN_OUT) if announced else options
 
 
 def occupy(ctx: Context, ranks: Iterable[int], *, trains: bool) -> None:

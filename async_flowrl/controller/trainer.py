@@ -25,6 +25,7 @@ from async_flowrl.controller.collect import Stepped, Sums, add_up, take_step
 from async_flowrl.controller.context import Context, book_span
 from async_flowrl.controller.handed import HandedGroup, hand_over
 from async_flowrl.controller.owners import Owners, idle_ranks, repeating_ranks
+from async_flowrl.controller.rank_weights import ReplicatedWeights, ShardedWeights
 from async_flowrl.controller.replicas import MAX_GROUPS_PER_CALL, Replica, failing_as_one, with_trajectories
 from async_flowrl.controller.shared import occupy, update_seconds
 from async_flowrl.controller.step_metrics import StepStatistics
@@ -44,9 +45,8 @@ class TrainerGroup:
         self.workers, self.algorithm = workers, algorithm
         self.layout: Layout | None = None
         """Layout that the ranks get when they load; None means the settings of the configuration."""
-        self.sharded = False
-        """True if each rank has a share of the trained weights (tune=full, shard=full). Known when they have loaded.
-        The ranks then add up gradients part by part (`RankPosition.by_group`)."""
+        self.weights = ReplicatedWeights(workers)
+        """How the ranks have the trained weights. Known when they have loaded."""
         self._waited = self._idle_since = 0.0
         """Seconds of this step in which no rank trained, as groups were not ready, and when the last call ended."""
         self._arrange(1)
@@ -61,21 +61,24 @@ class TrainerGroup:
 
         Logs a warning if some ranks have nothing to train, or must compute parts that another rank has.
         """
-        self.sharded = config.tune == FULL and ranks_per_replica > 1
+        sharded = config.tune == FULL and ranks_per_replica > 1
+        self.weights = (ShardedWeights if sharded else ReplicatedWeights)(self.workers)
         self._arrange(ranks_per_replica)
         groups = config.prompts_per_step // config.trainer.updates_per_batch
         parts = len(cut(self._most_selected(config), config.trainer.micro_batch_size))
         at_once = min(groups, MAX_GROUPS_PER_CALL) if config.hand_over == "batch" else 1
         doubt = idle_ranks(len(self.workers.workers), groups, parts)
-        if doubt := doubt or repeating_ranks(ranks_per_replica, at_once, parts, by_group=self.sharded):
+        if doubt := doubt or repeating_ranks(ranks_per_replica, at_once, parts, by_group=self.weights.by_group):
             logger.warning("%s", doubt)
 
     def _arrange(self, per_replica: int) -> None:
         """Makes the replicas anew, of `per_replica` ranks each."""
-        ranks, by_group = len(self.workers.workers), self.sharded
+        ranks, by_group = len(self.workers.workers), self.weights.by_group
         self._owners = Owners(ranks, per_replica, by_group=by_group)
         starts = range(0, ranks, per_replica)
-        self._replicas = [Replica(range(start, start + per_replica), ranks, by_group=by_group) for start in starts]
+        self._replicas = [
+            Replica(range(start, start + per_replica), ranks, self.weights.training, by_group) for start in starts
+        ]
         self._attempts = 0
         """Number of attempts at optimizer steps so far; it numbers them."""
         self._freed = asyncio.Event()
@@ -275,10 +278,12 @@ class TrainerGroup:
         for replica in self._replicas:
             self._book_state(ctx, replica, "busy")
         workers = self.workers.workers
-        summed = await add_up(ctx, workers, sums, groups, measures=self._measures)
+        training = self.weights.training
+        summed = await add_up(ctx, workers, sums, groups, measures=self._measures, training=training)
         if (overflow := summed[0].overflow) is not None:
             return overflow
-        return await take_step(ctx, workers, sums.step)
+        async with training:
+            return await take_step(ctx, workers, sums.step)
 
     def _plan(self, ctx: Context, group: HandedGroup, update: int, groups: int) -> StepPlan:
         """Returns the plan of an optimizer step of `groups` groups; its rows count skipped groups, too."""

@@ -14,18 +14,12 @@ from async_flowrl.config.schema import Config
 from async_flowrl.controller.context import Observer, Signal
 from async_flowrl.controller.corruption import CorruptionWatch
 from async_flowrl.controller.ema import EmaWeights
-from async_flowrl.controller.endpoints import EmaEndpoint, TrainerEndpoint
+from async_flowrl.controller.endpoints import TrainerEndpoint
 from async_flowrl.controller.own_versions import endpoint_of
 from async_flowrl.controller.sender_errors import SenderLost
-from async_flowrl.controller.shard_endpoints import (
-    ShardedEmaEndpoint,
-    ShardedRolloutEndpoint,
-    ShardedTrainerEndpoint,
-    sharded_sender,
-)
 from async_flowrl.controller.shared import delivery_options
 from async_flowrl.controller.trainer import TrainerGroup
-from async_flowrl.controller.worker_proof import WorkerProof, in_time
+from async_flowrl.controller.worker_proof import WorkerProof
 from async_flowrl.tickets.table import TicketTable
 from async_flowrl.types import EMA, POLICY
 from checkpoint_engine import EVALUATION, Ack, Delivery, Header
@@ -55,6 +49,7 @@ class PublishedWeights:
     """Digest of the base weights, which all workers hold."""
     held: Collection[int] = ()
     """Versions that an earlier attempt has published, and whose evaluation is not made yet."""
+    sender: TrainerEndpoint = field(init=False)
     delivery: Delivery = field(init=False)
     proof: WorkerProof = field(init=False)
     ema: EmaWeights | None = None
@@ -68,12 +63,8 @@ class PublishedWeights:
     _sealed: dict[int, asyncio.Event] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.proof = WorkerProof(self, self.trainers, self.transport)
-
-    @property
-    def sharded(self) -> bool:
-        """True if every trainer rank sends its own share of the weights."""
-        return self.trainers.sharded
+        self.sender = self.trainers.weights.sender(self.config, self.transport, self.sealed)
+        self.proof = WorkerProof(self, self.sender, self.transport)
 
     async def publish_first(self) -> None:
         """Checks all present workers with the canary, then publishes the versions that the first tickets name.
@@ -133,9 +124,7 @@ class PublishedWeights:
     async def retain_for_evaluation(self, version: int) -> None:
         """Retains the EMA as it is now, under the number `version`; without an EMA, the version itself."""
         if self.ema is not None:
-            retained = self.ema.retain(version)
-            what = f"the average at version {version}"
-            await (retained if self.sharded else in_time(self.config, what, retained))
+            await self.ema.retain(version)
             return
         if version < self._first:
             return  # `publish_first` has retained it
@@ -198,42 +187,24 @@ class PublishedWeights:
     async def _start(self) -> None:
         """Makes the canary, the sender and the deliveries of the policy and of its EMA."""
         config = self.config
-        sender: TrainerEndpoint | ShardedTrainerEndpoint
-        if self.sharded:
-            sender = await sharded_sender(self.trainers.workers.workers, config, self.sealed)
-            await self.proof.begin(sender)
-        else:
-            await self.proof.begin()
-            sender = TrainerEndpoint(self.trainers.first, config, self.transport, self.sealed)
+        await self.proof.begin()
         broadcast = None
-        if isinstance(sender, TrainerEndpoint) and self.transport != OBJECT_STORE:
+        if self.transport != OBJECT_STORE:
             broadcast = CollectiveBroadcast(
-                sender,
+                self.sender,
                 name=self.transport,
                 setup_seconds=config.checkpoint_engine.setup_seconds,
                 ready_seconds=config.checkpoint_engine.ready_seconds,
                 sender_seconds=config.deadlines.publish,
                 max_members=config.checkpoint_engine.max_members,
             )
-        options = delivery_options(config, POLICY, sharded=self.sharded)
-        ahead, on_close = (
-            (sender.send_ahead, sender.close) if isinstance(sender, ShardedTrainerEndpoint) else (None, None)
-        )
-        self.delivery = Delivery(
-            sender,
-            replace=self._give_up,
-            options=options,
-            broadcast=broadcast,
-            ahead=ahead,
-            on_close=on_close,
-        )
+        options = delivery_options(config, POLICY)
+        self.delivery = Delivery(self.sender, replace=self._give_up, options=options, broadcast=broadcast)
         self.delivery.on_ack(self._acknowledged)
         if config.trainer.ema_decay is not None:
             self.ema = EmaWeights(
-                await sharded_sender(self.trainers.workers.workers, config, self._sent, ShardedEmaEndpoint)
-                if self.sharded
-                else EmaEndpoint(self.trainers.first, config, self._sent),
-                options=delivery_options(config, EMA, sharded=self.sharded),
+                self.trainers.weights.average_sender(config, self._sent),
+                options=delivery_options(config, EMA),
                 replace=self._give_up,
                 acknowledged=self._acknowledged,
             )
@@ -251,8 +222,7 @@ class PublishedWeights:
             await self._join(worker, [])
 
     async def _join(self, worker: Worker, versions: list[int]) -> None:
-        kind = ShardedRolloutEndpoint if self.sharded else endpoint_of(self.config)
-        end = kind(worker, self.observer, self.transport)
+        end = endpoint_of(self.config)(worker, self.observer, self.transport)
         await self.delivery.join(end, versions)
         if self.ema is not None:
             await self.ema.join(end)

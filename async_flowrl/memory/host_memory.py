@@ -26,14 +26,12 @@ def in_shares(config: Config) -> bool:
 def host_bytes(config: Config, model: Sizes) -> int:
     """Returns the bytes that a trainer rank pins: an offloaded base, or with tune=full versions that are sent.
 
-    A LoRA's versions are small and left out.
+    A LoRA's versions are small and left out. The first rank alone sends; what it gathers from shares is not pinned.
     """
     if not model.full:
         return base_share(config, model) if config.trainer.cpu_offload else 0
-    shares = in_shares(config)
-    # With shares, each rank also keeps its share of the canary, which it sends to workers that join later.
-    versions = sent_versions(config) + shares
-    return versions * pinned_bytes(-(-model.version_bytes // (config.trainer.num_workers if shares else 1)))
+    version = model.version_bytes if in_shares(config) else pinned_bytes(model.version_bytes)
+    return sent_versions(config) * version
 
 
 def sent_versions(config: Config) -> int:
@@ -41,8 +39,11 @@ def sent_versions(config: Config) -> int:
 
     For each stream these are the newest `live_versions`, one that is being sealed, and one that is held for its
     evaluation. If the policy itself is evaluated, because there is no EMA, one more can be held for the next evaluation
-    before the first is released.
+    before the first is released. Of versions in shares, they are the newest one of each stream, one that is being
+    gathered, and of both streams together one that is gathered once more.
     """
+    if in_shares(config):
+        return 2 * streams(config) + 1
     held_twice = config.trainer.ema_decay is None and config.evaluate.every > 0
     return streams(config) * (config.live_versions + 2) + held_twice
 

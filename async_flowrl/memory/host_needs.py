@@ -14,7 +14,7 @@ PROCESS_BYTES = 700_000_000
 RETAINED = 2
 """States of a LoRA that its first rank (training/snapshots.py) and the controller (controller/kept_state.py) retain."""
 SENT = "versions to send"
-"""Name of the buffers from which a trainer rank on a GPU sends whole weights."""
+"""Name of the buffers from which a trainer rank sends whole weights."""
 
 
 @dataclass(frozen=True)
@@ -78,11 +78,13 @@ def shared_bytes(config: Config, plan: ProcessPlan, *, on_gpus: bool) -> int:
 def trainer_parts(config: Config, plan: ProcessPlan, *, on_gpus: bool) -> dict[str, int]:
     """Returns name of a part → bytes of the host memory of a trainer worker, without the process itself.
 
-    A trainer worker on a GPU has only pinned buffers in host memory, one on a CPU everything.
+    A trainer worker on a GPU has only pinned buffers in host memory, one on a CPU everything. Whole versions that are
+    gathered from shares are beside the rank's own.
     """
     if on_gpus and config.trainer.gpus_per_worker > 0:
         return {SENT if plan.model.full else "offloaded base": plan.host}
-    return {"weights, optimizer and versions": on_host(plan.trainer)}
+    sent = {SENT: plan.host} if in_shares(config) else {}
+    return {"weights, optimizer and versions": on_host(plan.trainer), **sent}
 
 
 def kept_bytes(config: Config, plan: ProcessPlan) -> int:

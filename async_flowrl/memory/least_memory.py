@@ -15,8 +15,8 @@ SUM_BYTES = 8
 def least_of_rank(config: Config, model: Sizes, *, on_gpu: bool, sends: bool, copies: bool) -> int:
     """Returns the bytes that a trainer rank certainly needs; of a LoRA only a base that it offloads is counted.
 
-    `sends` is for a rank that sends versions, `copies` for one that copies its state for a checkpoint, at least at the
-    end of the run. With shares, these are bytes of a share.
+    `sends` is for the rank that sends versions, `copies` for one that copies its state for a checkpoint, at least at
+    the end of the run. With shares, these are bytes of a share, and the rank that sends has one whole version.
     """
     if not model.full:
         return base_share(config, model) if on_gpu and config.trainer.cpu_offload else 0
@@ -24,9 +24,11 @@ def least_of_rank(config: Config, model: Sizes, *, on_gpu: bool, sends: bool, co
     whole = 3 * vector + kept if copies else 0  # the masters and both moments of Adam
     if not on_gpu:
         whole += 4 * vector + SUM_BYTES * model.adapter_parameters + kept  # the same, and the gradient
-    elif sends:
+    elif sends and not in_shares(config):
         whole += kept
-    return whole // (config.trainer.num_workers if in_shares(config) else 1)
+    if not in_shares(config):
+        return whole
+    return whole // config.trainer.num_workers + (model.version_bytes if sends else 0)
 
 
 def least_of_rollout(config: Config, model: Sizes, *, on_gpu: bool) -> int:

@@ -86,7 +86,7 @@ def needs_on(config: Config, hosts: Hosts, node: NodeProcesses) -> list[Need]:
 
 def rank_need(config: Config, hosts: Hosts, plan: ProcessPlan, rank: int) -> Need:
     """Returns the need of a trainer rank, or with `placement=shared` of the process that samples and trains."""
-    on_gpu, copies, sends = on_gpus(config, hosts, TRAINER), rank < copying_ranks(config), _sends(config, rank)
+    on_gpu, copies, sends = on_gpus(config, hosts, TRAINER), rank < copying_ranks(config), rank == 0
     shared = config.placement == SHARED
     planned = (shared_parts if shared else trainer_parts)(config, plan, on_gpus=on_gpu)
     parts = {name: size for name, size in planned.items() if sends or name != SENT}
@@ -113,11 +113,6 @@ def total_need(config: Config, hosts: Hosts, node: NodeProcesses) -> int:
 def gib(size: int) -> str:
     """Returns bytes in GiB, with three digits."""
     return f"{size / GIB:,.0f}" if size >= 100 * GIB else f"{size / GIB:.3g}"
-
-
-def _sends(config: Config, rank: int) -> bool:
-    """Whether a rank has buffers to send from: the first one alone sends weights that lie in no shares."""
-    return rank == 0 or in_shares(config)
 
 
 def _written(config: Config, plan: ProcessPlan) -> int:

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 from async_flowrl.algorithms.registry import build_algorithm
 from async_flowrl.config.schema import Config
 from async_flowrl.config.sharding import is_sharded
-from async_flowrl.controller.stored_weights import weights_in_store
 from async_flowrl.memory.full_shares import of_one_rank
 from async_flowrl.memory.host_memory import (
     FLOAT32_BYTES,
@@ -26,7 +25,7 @@ from async_flowrl.memory.host_memory import (
     streams,
 )
 from async_flowrl.memory.sizes import Sizes
-from async_flowrl.tickets.arithmetic import stored_bytes, ticket_bytes
+from async_flowrl.tickets.arithmetic import SENT_VERSIONS, stored_bytes, ticket_bytes
 
 if TYPE_CHECKING:
     from async_flowrl.memory.meta_model import MetaModel
@@ -141,7 +140,7 @@ def plan_memory(config: Config) -> MemoryPlan:
     sampling_bytes = sampling_peak(config, model)
     activations = remembered_training_peak(config)
     shapes = model.policy.shapes(config.rollout.resolution)
-    sent = weights_in_store(config, model.version_bytes, shares=in_shares(config))
+    sent = SENT_VERSIONS * model.version_bytes
     processes = plan_processes(config, model, activations, sampling_bytes)
     return MemoryPlan(
         model=model,
@@ -185,9 +184,10 @@ def trainer_footprint(config: Config, model: Sizes, activations: int = 0) -> Foo
     trainer, vector = config.trainer, model.adapter_parameters * FLOAT32_BYTES
     joined = trainer.num_workers > 1 or trainer.cpu_offload
     sharded = joined and is_sharded(config)
-    # `versions`: those retained, and two slots per stream from which versions are sent. `masters`, float32: the moving
-    # averages, a warm start, and a copy of the live values while a version replaces them.
-    versions = config.live_versions + 2 * streams(config)
+    # `versions`: those retained, and two slots per stream from which versions are sent; shares are gathered in host
+    # memory. `masters`, float32: the moving averages, a warm start, and a copy of the live values while a version
+    # replaces them.
+    versions = config.live_versions + (0 if in_shares(config) else 2 * streams(config))
     masters = moving_averages(config) + (config.lora.path is not None) + 1
     if model.full:
         whole = _full_parts(config, model, activations, versions, masters)

@@ -90,7 +90,7 @@ def on_the_host(plan: MemoryPlan, config: Config) -> list[str]:
         f"each rollout worker keeps its versions in {plan.ring / GIB:.1f} GiB of host memory, pinned where it has a GPU"
     )
     return [
-        f"{who} also pins {plan.host / GIB:.1f} GiB of host memory for versions to be sent",
+        f"the first trainer rank also pins {plan.host / GIB:.1f} GiB of host memory for versions to be sent",
         f"{who} copies {plan.snapshot / GIB:.1f} GiB to host memory for each checkpoint, until it is written",
         *([ring] if plan.ring else []),
     ]

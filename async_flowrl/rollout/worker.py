@@ -39,7 +39,7 @@ from async_flowrl.types import (
     Span,
     Trajectory,
 )
-from checkpoint_engine import CANARY_VERSION, RING, Activation, Receiver, ShardReceiver
+from checkpoint_engine import CANARY_VERSION, RING, Activation, Receiver
 from checkpoint_engine import EVALUATION as EVALUATION_SLOT
 from checkpoint_engine.ends import ReceivingEnd
 from separation.numa import bind
@@ -74,7 +74,6 @@ class RolloutWorker:
         self.engine: RolloutEngine
         self.receiver: Receiver
         self.collective: ReceivingEnd
-        self.shards: ShardReceiver
 
     def load(self) -> dict[str, str]:
         """Loads the model and returns {"base_digest": digest of the base weights}; the trainer's must be equal."""
@@ -105,7 +104,6 @@ class RolloutWorker:
             on_host=self.config.versions_on_host,
         )
         self.collective = ReceivingEnd(self.receiver)
-        self.shards = ShardReceiver(self.receiver)
         return {"base_digest": self.base_digest}
 
     def prove(self, version: int) -> dict[str, Tensor]:

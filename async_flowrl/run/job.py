@@ -53,7 +53,6 @@ from async_flowrl.run.recovery import Ledgers, Run, restore, train_with_recovery
 from async_flowrl.run.stopping import StopRequest, listening
 from async_flowrl.run.transport import choose_transport
 from async_flowrl.training.checkpoint_folder import checkpoint_step, find_checkpoint
-from checkpoint_engine.transports import OBJECT_STORE
 from separation.group import WorkerDied, WorkerFailed
 from separation.placement import ResourcesMissing, StoreTooSmall
 from separation.supervise import deadline
@@ -180,8 +179,8 @@ async def train_until(ending: Ending, resume: Resume, display: Display) -> dict[
             transport = await choose_transport(config, groups[TRAINER].workers[0])
             await ready_nodes(prepared, groups, memory)
             info = await load_pools(config, groups, trainers)
-            check_stored(prepared, info["trainable_parameters"], shares=trainers.sharded)
-            transport = OBJECT_STORE if trainers.sharded else transport  # shares of several ranks go by it alone
+            check_stored(prepared, info["trainable_parameters"])
+            transport = trainers.weights.transport(config, transport)
             resume = compared(prepared, directory, resume, info)
             async with deadline(config.deadlines.load, "load: negative prompts, and the checkpoint to go on from"):
                 negatives = await encode_negatives(prepared, groups[ROLLOUT].workers[0])

@@ -15,7 +15,6 @@ from async_flowrl.config.shared import SHARED
 from async_flowrl.controller.admission import check_base, load_rollout
 from async_flowrl.controller.replicas import MAX_GROUPS_PER_CALL
 from async_flowrl.controller.shared import update_seconds
-from async_flowrl.controller.stored_weights import weights_in_store
 from async_flowrl.controller.trainer import TrainerGroup
 from async_flowrl.observability.console import console_of, show_what_can_be_shown
 from async_flowrl.policies.registry import DTYPES
@@ -23,7 +22,7 @@ from async_flowrl.run.nodes import look_at_nodes
 from async_flowrl.run.pools import as_two, outline, pools
 from async_flowrl.run.prepare import Prepared, doubts_of
 from async_flowrl.run.transport import refusal
-from async_flowrl.tickets.arithmetic import shape, stored_bytes
+from async_flowrl.tickets.arithmetic import SENT_VERSIONS, shape, stored_bytes
 from async_flowrl.types import Conditioning, Wording
 from checkpoint_engine.transports import NCCL, PYNCCL, resolve_transport
 from separation.cluster import check_results, cluster
@@ -130,14 +129,14 @@ async def open_cluster(prepared: Prepared, logs: Path) -> AsyncIterator[Mapping[
                 last.enter_context(ctrl_c_ignored())
 
 
-def check_stored(prepared: Prepared, trained: int, *, shares: bool = False) -> None:
+def check_stored(prepared: Prepared, trained: int) -> None:
     """Raises StoreTooSmall if the cluster cannot store all that waits, now that `trained` parameters are known.
 
     `open_cluster` has counted the tickets alone. Weights on their way are added, and the state that is kept of the
-    trainer. `shares` means that each rank has a share of the trained weights.
+    trainer.
     """
     config = prepared.config
-    sent = weights_in_store(config, trained * DTYPES[prepared.model.dtype].itemsize, shares=shares)
+    sent = SENT_VERSIONS * trained * DTYPES[prepared.model.dtype].itemsize
     check_results(config.runtime.backend, stored_bytes(prepared.at_largest, prepared.shapes, trained) + sent)
 
 

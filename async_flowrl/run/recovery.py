@@ -233,14 +233,13 @@ async def restore(
 ) -> Resume:
     """Loads the checkpoint of `resume` into every trainer rank and removes later checkpoints of the run.
 
-    If the ranks have shares of the weights, each first verifies its own; if one is damaged, the checkpoint that
+    Ranks that have shares of the weights verify them first, each its own; if one is damaged, the checkpoint that
     `another` returns is loaded instead. Returns the point from which the run goes on. Without a checkpoint path it does
     nothing.
     """
     if resume.path is None:
         return resume
-    if trainers.sharded:
-        resume = await with_sound_shares(trainers, resume, another)
+    resume = await with_sound_shares(trainers, resume, another)
     await trainers.all("restore", str(resume.path), tuple(sorted(resume.held)))
     drop_newer(directory.checkpoints, resume.version)
     return resume
@@ -252,7 +251,7 @@ async def with_sound_shares(trainers: TrainerGroup, resume: Resume, another: Cal
     Raises the errors of `another`, and WorkerFailed if it finds none, or if a share of that one is damaged, too.
     """
     try:
-        await trainers.all("saving.verify", str(resume.path))
+        await trainers.weights.verify(str(resume.path))
     except WorkerFailed as error:
         if error.kind != DamagedCheckpoint.__name__:
             raise
@@ -260,7 +259,7 @@ async def with_sound_shares(trainers: TrainerGroup, resume: Resume, another: Cal
         resume = await asyncio.to_thread(another)
         if resume.path is None:
             raise
-        await trainers.all("saving.verify", str(resume.path))
+        await trainers.weights.verify(str(resume.path))
     return resume
 
 

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-_ALIGN_ELEMENTS = 64
+ALIGN_ELEMENTS = 64
 """Tensors start at multiples of this many elements (256 bytes), as in rollout workers, because matrix products round
 differently on memory that is not aligned."""
 _CHUNK_ELEMENTS = 1 << 20
@@ -140,7 +140,7 @@ def padded(shapes: Mapping[str, torch.Size]) -> tuple[dict[str, int], int]:
     offsets, end = dict[str, int](), 0
     for name, shape in shapes.items():
         offsets[name] = end
-        end += -(-shape.numel() // _ALIGN_ELEMENTS) * _ALIGN_ELEMENTS
+        end += -(-shape.numel() // ALIGN_ELEMENTS) * ALIGN_ELEMENTS
     return offsets, end
 
 

@@ -10,7 +10,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from async_flowrl.policies.base import Policy
 from async_flowrl.training.fsdp import World
-from checkpoint_engine.shards import shard_rows
+from checkpoint_engine.gather import shard_rows
 
 
 def shard_trained(policy: Policy, trained: set[nn.Parameter], world: World, device: torch.device) -> str:

@@ -103,10 +103,10 @@ class Versions:
         self._kept = dict(kept)
 
     def sendable(self, stream: str, version: int) -> Tensor | None:
-        """Returns the weights of a version of a stream, on the device of the weights; None if they are not here."""
-        flat = self._retained.get(version) if stream == POLICY else self.ema if version == self.newest else None
-        flat = self._kept.get((stream, version)) if flat is None else flat
-        return None if flat is None else flat.to(self._parameters.values.device)
+        """Returns the weights of a version of a stream, where they lie; None if they are not here."""
+        if (kept := self._kept.get((stream, version))) is not None:
+            return kept
+        return self._retained.get(version) if stream == POLICY else self.ema if version == self.newest else None
 
     def changed_share(self) -> float | None:
         """Returns the share of elements that differ between the newest version and the one before it.

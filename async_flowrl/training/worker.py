@@ -40,12 +40,12 @@ from async_flowrl.training.checkpoint import (
 from async_flowrl.training.flat import FlatParameters
 from async_flowrl.training.forward_passes import UpdateInputs
 from async_flowrl.training.fsdp import World, prefetch
+from async_flowrl.training.gathered_streams import GatheredStreams
 from async_flowrl.training.messages import Layout, Manifest, Summed, TrainRequest, UpdateStats
 from async_flowrl.training.optimizer import Optimizer
 from async_flowrl.training.publishing import PublishedStreams
 from async_flowrl.training.rank_model import ModelInputs, load_model
 from async_flowrl.training.rank_state import RankState
-from async_flowrl.training.shard_publishing import ShardedStreams
 from async_flowrl.training.shard_saving import ShardSaving
 from async_flowrl.training.sharded_parameters import ShardedParameters
 from async_flowrl.training.snapshots import Snapshots
@@ -154,7 +154,7 @@ class TrainerWorker:
     def _new_sender(self) -> PublishedStreams:
         made_of = self.config, self.policy
         if isinstance(self.parameters, ShardedParameters):
-            return ShardedStreams(*made_of, self.parameters, self.versions)
+            return GatheredStreams(*made_of, self.parameters, self.versions)
         return PublishedStreams(*made_of, self.parameters, self.versions)
 
     def _inputs(self) -> UpdateInputs:

@@ -8,9 +8,9 @@ from torch import Tensor
 from async_flowrl.training.checkpoint import RANKS, Checkpoint, read_checkpoint
 from async_flowrl.training.checkpoint_folder import checkpoint_step, find_checkpoint
 from async_flowrl.verify.files import Broken, RunFiles
-from checkpoint_engine import Draft, Layout, ShardedHeader, weights_digest
+from checkpoint_engine import Draft, Layout, weights_digest
 from checkpoint_engine.digest import joined_digest
-from checkpoint_engine.shards import shard_rows, share_digests
+from checkpoint_engine.gather import shard_rows
 
 
 def digests(run: RunFiles) -> str:
@@ -63,9 +63,6 @@ def _check_last_version(name: str, checkpoint: Checkpoint, run: RunFiles) -> Non
             raise Broken(f"{name}: version {version} is not its masters rounded to {tensor.dtype}, at {tensor_name}")
     layout = Layout.of(kept)
     draft = Draft("policy", version, layout, lora.get("alpha"), lora.get("rank"))
-    header = draft.sealed(layout.digests(layout.packed(kept)))
-    if (ranks := checkpoint.trainer.get(RANKS)) is not None:
-        header = ShardedHeader.sealed_from(draft, share_digests(layout, ranks, torch.from_numpy(layout.packed(kept))))
-    digest = header.digest
+    digest = draft.sealed(layout.digests(layout.packed(kept))).digest
     if {digest} != run.sent.get(("policy", version)):
         raise Broken(f"{name} holds other bytes as version {version} ({digest[:16]}) than were sent")

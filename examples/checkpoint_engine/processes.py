@@ -116,7 +116,8 @@ class ProcessSender:
     def close(self) -> None:
         """Ends the store at which the group's members meet; call it after closing the delivery."""
         if self._group is not None:
-            self._group.close()
+            self._group.abort()
+            self._group = None
 
     @property
     def _sender(self) -> CollectiveSender:
@@ -197,7 +198,7 @@ def serve(connections: Channel, receiver: Receiver, *, member: Member | None = N
         yield ended
     finally:
         if service.group is not None:
-            service.group.close()
+            service.group.abort()
 
 
 def _answer(connection: Connection, service: _Service, ended: threading.Event) -> None:

@@ -43,11 +43,13 @@ DAMAGES = ("flip", "truncate", "remove")
 CELLS: dict[str, tuple[str, ...]] = {
     "rank: update": ("kill",),
     "rank: publish": ("kill",),
+    "rank: gathers once more": ("kill",),
     "rank: snapshot": ("kill",),
     "rank: writes its share": ("kill", "torn", "full"),
     "first rank: ends a checkpoint": ("kill", "torn", "full"),
     "rank: comes back": ("kill",),
     "all ranks": ("kill",),
+    "rollout: receives": ("kill", "hang", "corrupt", "truncate"),
     "rollout: forgets": ("kill", "hang"),
     "controller": ("kill", "kill twice"),
     "newest share": DAMAGES,
@@ -66,7 +68,7 @@ class ShareSchedule(RecoverySchedule):
 
     def fault(self, worker: str, method: str, number: int) -> str | None:
         fault = super().fault(worker, method, number)
-        if fault not in DAMAGES or not worker.startswith("trainer"):  # a delivery to a rollout worker may be truncated
+        if fault not in DAMAGES or not worker.startswith("trainer"):  # a delivery to a rollout worker may be damaged
             return fault
         assert self.root is not None
         spoil_share(written(self.root / "checkpoints")[0], self.spoilt_rank, fault)
@@ -83,7 +85,7 @@ def make_schedule(seed: int) -> ShareSchedule:
     """A random configuration with one fault of the cell that it is this seed's turn to hit, and perhaps others."""
     rng = random.Random(f"shares {seed}")
     place, fault = PAIRS[seed % len(PAIRS)]
-    k = rng.choice([0, 1, 1, 2])
+    k = rng.choice([1, 2] if place == "rank: gathers once more" else [0, 1, 1, 2])
     config = toy_config(
         k,
         hand_over=rng.choice(["batch", "stream"]),
@@ -116,7 +118,12 @@ def place_fault(schedule: ShareSchedule, place: str, fault: str, rng: random.Ran
     if place == "rank: update":
         schedule.calls[rng.choice(UPDATE), rng.randint(1, STEPS * ranks)] = (place, fault)
     elif place == "rank: publish":
-        schedule.calls[rng.choice(["trainer:stage", "trainer:piece"]), rng.randint(1, STEPS * ranks)] = (place, fault)
+        schedule.calls[rng.choice(["trainer:stage", "trainer:gather"]), rng.randint(1, STEPS * ranks)] = (place, fault)
+    elif place == "rank: gathers once more":
+        schedule.calls["rollout:receive", 4 * schedule.workers[0] + 1] = ("rollout: receives", "kill")
+        schedule.calls["trainer:recall", rng.randint(1, ranks)] = (place, fault)
+    elif place == "rollout: receives":
+        schedule.calls["rollout:receive", rng.randint(1, STEPS)] = (place, fault)
     elif place == "rank: snapshot":
         schedule.calls["trainer:snapshot", rng.randint(1, saves * ranks)] = (place, fault)
     elif place == "rank: writes its share":

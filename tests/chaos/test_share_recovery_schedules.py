@@ -19,7 +19,7 @@ FEW = SEEDS[: len(PAIRS) : 3]
 def test_every_run_goes_on_from_the_last_sound_checkpoint(
     seeds: range, record_property: Callable[[str, object], None]
 ) -> None:
-    """`python -m tests.chaos.share_recovery_schedules 0 105` prints the table."""
+    """`python -m tests.chaos.share_recovery_schedules 0 130` prints the table."""
     ended = [outcome(seed) for seed in seeds]
     record_property("coverage", report(ended))
     assert [(each.seed, each.wrong) for each in ended if each.wrong] == []

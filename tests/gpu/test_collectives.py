@@ -57,7 +57,7 @@ def test_the_ranks_are_connected_while_the_group_is_made(transport: str) -> None
     member._make = counting
     sender.open(Epoch(1, "secret", *sender.address(), 1, 60.0, 60.0))
     assert sent == [1]
-    sender.close()
+    sender.abort()
 
 
 def rank_of(number: int, transport: str, mode: str, ours: Connection) -> None:

@@ -61,7 +61,7 @@ def test_open_broadcast_abort_and_open_again(make: Callable[[], Member]) -> None
         sender.abort()
         with pytest.raises(TransferFailed, match="before the members were ready"):
             sender.send(header)
-    sender.close()
+    sender.abort()
 
 
 @LINKS
@@ -79,7 +79,7 @@ def test_a_broadcast_sends_the_staged_bytes_and_seals_them_meanwhile(make: Calla
     header, data = publisher.payload(0)
     assert member._buffer is None, "nothing is copied"
     assert header == publisher.draft(0).sealed(publisher.layout.digests(data))
-    sender.close()
+    sender.abort()
 
 
 def test_bytes_that_arrive_on_the_device_are_digested_bucket_by_bucket_and_kept() -> None:

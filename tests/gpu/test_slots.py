@@ -43,7 +43,7 @@ def test_a_version_leaves_from_where_it_was_staged(transport: str, monkeypatch: 
     assert header == publisher.draft(0).sealed(publisher.layout.digests(data))
     sender.send(header)
     assert sent[1] != slot.data_ptr(), "sealed before: from host memory"
-    sender.close()
+    sender.abort()
 
 
 def test_a_slot_is_not_staged_into_while_its_last_buckets_are_under_way(
@@ -68,7 +68,7 @@ def test_a_slot_is_not_staged_into_while_its_last_buckets_are_under_way(
     sender.send(publisher.draft(0))
     publisher.stage(2, deadline=0.0)
     assert publisher.retained() == (0,)
-    sender.close()
+    sender.abort()
 
 
 def test_a_slot_is_free_again_after_a_broadcast_that_failed(transport: str) -> None:
@@ -95,7 +95,7 @@ def test_what_is_staged_is_checked_on_the_device_before_it_leaves(transport: str
     assert publisher.retained() == ()
     publisher.stage(1)
     sender.send(publisher.draft(1))
-    sender.close()
+    sender.abort()
 
 
 def test_a_copy_to_the_host_that_went_wrong_is_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,7 +177,7 @@ def test_a_delivery_does_not_wait_for_what_others_have_queued(transport: str) ->
             lane.start()
             lane.join()
     assert not behind and receiver.held() == (("policy", 0, "ring"),)
-    sender.close()
+    sender.abort()
 
 
 @pytest.mark.real_gpu
@@ -194,4 +194,4 @@ def test_a_delivery_ends_while_the_default_stream_is_busy(transport: str) -> Non
     receiver.receive(*publisher.payload(0))
     assert not queued.query(), "the delivery waited for the default stream"
     assert receiver.held() == (("policy", 0, "ring"),)
-    sender.close()
+    sender.abort()

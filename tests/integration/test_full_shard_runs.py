@@ -3,6 +3,8 @@
 import os
 import shutil
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ from async_flowrl.training.checkpoint import read_checkpoint
 from async_flowrl.verify import verify
 from tests.integration.forked_ranks import train_with_forked_ranks
 from tests.integration.lonely import MESSAGE
-from tests.integration.runs import DELAYS, Run, finish, start, train, train_here_on_ray, wait_until
+from tests.integration.runs import DELAYS, TINY, Run, finish, start, train, train_here_on_ray, wait_until
 from tests.integration.whole_weights import Received, base_of, check_all_changed_and_delivered, watched_receivers, whole
 
 SHARDED = (
@@ -219,6 +221,35 @@ def test_a_killed_process(tmp_path: Path, victim: str) -> None:
     assert again.digest == Run(calm).digest and again.digests[-1] == Run(calm).digests[-1]
     back = [event["step"] for event in again.events if event["event"] == "rollback"]
     assert bool(back) == (victim != "rollout-0"), "a trainer rank's death goes back to the checkpoint"
+    assert [row for row in verify(folder) if not row[1]] == []
+
+
+KILLS = """
+import sys
+from pathlib import Path
+from async_flowrl import main
+from tests.support.killed_trainer import Kill
+kills = [Kill(2, 1, "gathering", 0.5), Kill(3, 0, "gathering", 0.5)]
+given = dict(kills=kills, notes=Path({notes!r}))
+sys.exit(main.main({{
+    "async_flowrl.training.worker:TrainerWorker": ("tests.support.killed_trainer:KilledTrainer", given),
+}}))
+"""
+
+
+@pytest.mark.slow
+def test_ranks_killed_in_a_gather(tmp_path: Path) -> None:
+    """First the other rank, then the one that gathers; versions are published again, and with the same bits."""
+    settings = (*SHARDED, "total_steps=4", "console=quiet")
+    calm, folder, notes = tmp_path / "calm", tmp_path / "run", tmp_path / "kills"
+    assert start(calm, "one_step_off", *settings).wait(timeout=300) == 0
+    command = [sys.executable, "-c", KILLS.format(notes=str(notes)), "--config-name", "one_step_off", *TINY, *settings]
+    ended = subprocess.run([*command, f"output_dir={folder}"], stderr=subprocess.PIPE, timeout=600)
+    assert ended.returncode == 0, ended.stderr.decode()[-2000:]
+    assert notes.read_text().splitlines() == ["2 1 gathering", "3 0 gathering"]
+    again = Run(folder)
+    assert len([event for event in again.events if event["event"] == "rollback"]) == 2
+    assert again.digest == Run(calm).digest and again.digests[-1] == Run(calm).digests[-1]
     assert [row for row in verify(folder) if not row[1]] == []
 
 

@@ -18,7 +18,7 @@ from async_flowrl.policies.registry import load_policy, resolve_model
 from async_flowrl.policies.stored import StoredWeights
 from async_flowrl.training.checkpoint import read_checkpoint
 from async_flowrl.types import EMA, POLICY
-from checkpoint_engine import Header, Receiver, ShardReceiver
+from checkpoint_engine import Header, Receiver
 from checkpoint_engine.layout import as_bytes
 from tests.integration.runs import Run
 
@@ -39,15 +39,11 @@ class Received:
 @contextmanager
 def watched_receivers() -> Iterator[Received]:
     """Records what receivers get and activate."""
-    found, receive, take, activate = Received(), Receiver.receive, ShardReceiver.take, Receiver.activate
+    found, receive, activate = Received(), Receiver.receive, Receiver.activate
 
     def received(self: Receiver, header: Header, buffer: Any, slot: str = "ring") -> Any:
         found.add(self, header.stream, header.version, as_bytes(buffer).nbytes)
         return receive(self, header, buffer, slot)
-
-    def taken(self: ShardReceiver, version: int, shard: int, start: int, data: Any) -> None:
-        take(self, version, shard, start, data)
-        found.add(self._receiver, self._of(version).draft.stream, version, data.nbytes)
 
     def activated(self: Receiver, stream: str, version: int, *, slot: str = "ring") -> str:
         digest = activate(self, stream, version, slot=slot)
@@ -57,7 +53,6 @@ def watched_receivers() -> Iterator[Received]:
 
     with (
         mock.patch.object(Receiver, "receive", received),
-        mock.patch.object(ShardReceiver, "take", taken),
         mock.patch.object(Receiver, "activate", activated),
     ):
         yield found

@@ -1,12 +1,14 @@
 """Planted faults in weights that lie in shares on several trainer ranks (tune=full with trainer.shard=full)."""
 
+from contextlib import nullcontext
 from typing import Any
 
-from tests.mutants.mutation import Mutant, nothing
-from tests.unit.checkpoint_engine.test_engine_share_binding import rows_swapped
+from tests.mutants.mutation import Mutant, after, nothing
+from tests.unit.checkpoint_engine.test_engine_gather import rows_swapped
 
-BINDING = "tests.unit.checkpoint_engine.test_engine_share_binding"
-SHARDS = "checkpoint_engine.shards"
+GATHER, GATHERS = "checkpoint_engine.gather:Gather", "tests.unit.checkpoint_engine.test_engine_gather"
+LATE = "tests.unit.test_late_receivers"
+WEIGHTS = "async_flowrl.controller.rank_weights:ShardedWeights"
 MANIFEST, SAVING = "async_flowrl.training.checkpoint_manifest", "async_flowrl.training.shard_saving"
 CHECKPOINT, RECOVERY = "tests.unit.training.test_shard_checkpoint", "tests.unit.test_share_recovery"
 
@@ -27,18 +29,46 @@ def the_first_choice(with_sound_shares: Any) -> Any:
     return fault
 
 
+def trains_beside(weights: Any, pool: Any) -> None:
+    weights.training = nullcontext()
+
+
+def number_of_the_bucket_alone(started: Any) -> Any:
+    def fault(gather: Any, what: str, piece: Any, peer: int, number: int) -> Any:
+        count, gather._count = gather._count, 0
+        try:
+            return started(gather, what, piece, peer, number)
+        finally:
+            gather._count = count
+
+    return fault
+
+
 SHARE_FAULTS = (
     Mutant(
-        "two tensors of one shape take each other's rows",
-        {f"{SHARDS}:_places": rows_swapped},
-        f"{BINDING}:test_every_tensor_gets_its_own_rows",
+        "the gather puts two tensors of one shape into each other's place",
+        {f"{GATHER}._place": rows_swapped, "checkpoint_engine.gather:check_sample": nothing},
+        f"{GATHERS}:test_every_tensor_gets_its_own_rows",
         raises=("WeightsMismatch",),
     ),
     Mutant(
-        "a version in shares is retained before it is verified",
-        {f"{SHARDS}:_UnderWay.check": nothing},
-        f"{BINDING}:test_a_version_that_is_damaged_or_torn_is_not_retained",
+        "the rows that were gathered are not compared with the ranks' samples",
+        {"checkpoint_engine.gather:check_sample": nothing},
+        f"{GATHERS}:test_rows_that_change_after_the_version_was_made_are_named",
+        arguments={"rank": 1},
         raises=("Failed",),
+    ),
+    Mutant(
+        "rows of a gather that was given up are taken for those of the next one",
+        {f"{GATHER}._started": number_of_the_bucket_alone},
+        f"{GATHERS}:test_ranks_that_are_not_at_the_same_gather_end_it_and_mix_no_rows",
+        raises=("Failed", "WeightsMismatch"),
+    ),
+    Mutant(
+        "an older version is gathered once more while the ranks train",
+        {f"{WEIGHTS}.__init__": after(trains_beside)},
+        f"{LATE}:test_a_receiver_killed_while_step_n_plus_2_trains_gets_version_n",
+        arguments={"k": 1, "hand_over": "batch"},
     ),
     Mutant(
         "the digest of a share is not compared",

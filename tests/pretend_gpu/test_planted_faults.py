@@ -100,7 +100,7 @@ def test_a_group_that_takes_longer_than_its_deadline(monkeypatch: pytest.MonkeyP
     assert time.monotonic() - began < 60 * PATIENCE, "it waited for NCCL"
     monkeypatch.setenv("PRETEND_NCCL_SETUP", "0")
     sender.open(epoch(sender, 2, members=1))
-    sender.close()
+    sender.abort()
 
 
 def epoch(sender: CollectiveSender, number: int, *, members: int) -> Epoch:

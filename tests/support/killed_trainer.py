@@ -24,6 +24,8 @@ PHASES: Mapping[str, tuple[str, ...]] = {
     "copy": ("kept_state",),
 }
 """Phase → the calls of a trainer rank that it consists of. Copy and publishing happen on the first rank only."""
+GATHERING: Mapping[str, tuple[str, ...]] = {"gathering": ("sender.gather",)}
+"""The same of ranks that have some rows of every tensor each."""
 ON_FIRST = ("publishing", "copy")
 DEFAULT_SECONDS = 0.02
 """Taken for the length of a call that has not been made in this process."""
@@ -104,15 +106,14 @@ def watched(trainer: TrainerWorker, killer: Killer) -> None:
     @wraps(load)
     def loading(*args: Any, **kwargs: Any) -> Any:
         told = load(*args, **kwargs)
-        for phase, names in PHASES.items():
+        for phase, names in (PHASES | GATHERING).items():
             for path in names:
                 owner: Any = trainer
                 *parts, name = path.split(".")
-                if parts and not hasattr(trainer, "sender"):
-                    continue
                 for part in parts:
-                    owner = getattr(owner, part)
-                around(owner, name, phase)
+                    owner = getattr(owner, part, None)
+                if hasattr(owner, name):
+                    around(owner, name, phase)
         return told
 
     trainer.load = loading  # type: ignore[method-assign]

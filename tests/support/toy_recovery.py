@@ -29,8 +29,8 @@ from async_flowrl.run.prepare import Prepared
 from async_flowrl.run.recovery import Run, restore, train_with_recovery, with_unevaluated
 from async_flowrl.run.stopping import StopRequest
 from async_flowrl.tickets.request import RequestBuilder
+from async_flowrl.training.checkpoint_manifest import TRAINER
 from async_flowrl.types import Prompt
-from checkpoint_engine.digest import joined_digest
 from checkpoint_engine.transports import OBJECT_STORE
 from separation.group import WorkerDied
 from separation.virtual import run_virtual
@@ -137,10 +137,8 @@ async def controller(config: Config, root: Path, outside: Outside) -> None:
         finally:
             if beside is not None:
                 beside.cancel()
-        if trainers.sharded:
-            digest = joined_digest(await trainers.all("weights_digest"))
-        else:
-            digest = await trainers.first.call("weights_digest")
+        last = directory.checkpoints / f"step_{ctx.table.step}" / TRAINER
+        digest = json.loads(last.read_text())["weights_digest"]
         summary = {"steps": ctx.table.step, "max_staleness": config.max_staleness, "weights_digest": digest}
         directory.write_summary(summary)
 

@@ -12,7 +12,7 @@ from async_flowrl.config.sections.tune import FULL
 from async_flowrl.seeds import generator
 from async_flowrl.types import EMA, EVALUATION, POLICY, RolloutReport, RolloutRequest, Trajectory
 from checkpoint_engine import EVALUATION as EVALUATION_SLOT
-from checkpoint_engine import RING, Receiver, ShardReceiver, binding_probe
+from checkpoint_engine import RING, Receiver, binding_probe
 from tests.support.toy_weights import LORA, SIZE, toy_lora, toy_tensors
 
 
@@ -20,8 +20,6 @@ class ToyRollout:
     """Makes images [1, 1, SIZE] whose bytes are computed from the live weights and the image's noise."""
 
     receiver: Receiver
-    shards: ShardReceiver
-    """Takes versions that lie in shares on several trainer ranks."""
 
     def __init__(self, config: Config, index: int, name: str) -> None:
         self.config, self.name = config, name
@@ -36,7 +34,6 @@ class ToyRollout:
         streams = (POLICY,) if self.config.trainer.ema_decay is None else (POLICY, EMA)
         lora: Mapping[str, Any] = {} if self.config.tune == FULL else LORA
         self.receiver = Receiver(self.tensors, streams=streams, capacity=self.config.max_staleness + 1, **lora)
-        self.shards = ShardReceiver(self.receiver)
         return {"base_digest": "toy"}
 
     def prove(self, version: int) -> Any:

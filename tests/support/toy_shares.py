@@ -26,12 +26,21 @@ from async_flowrl.training.fsdp import World
 from async_flowrl.training.shard_checkpoint import Parts, _load, whole_parts
 from async_flowrl.training.shard_reader import SafeReader
 from async_flowrl.training.shard_saving import ShardSaving, Written
-from checkpoint_engine import CANARY_VERSION, Layout, binding_probe, canary_tensors, weights_digest
+from async_flowrl.types import POLICY
+from checkpoint_engine import (
+    CANARY_VERSION,
+    Header,
+    Publisher,
+    VersionGone,
+    binding_probe,
+    canary_tensors,
+    weights_digest,
+)
 from checkpoint_engine.digest import tensor_bytes
-from checkpoint_engine.shards import shard_rows
+from checkpoint_engine.gather import shard_rows
 from tests.support.failing_disk import failing_disk
 from tests.support.toy_trainer import ToyTrainer
-from tests.support.toy_weights import SIZE, ToySender, toy_lora, toy_tensors
+from tests.support.toy_weights import SIZE, ToySender, copied, toy_lora, toy_tensors
 
 SHAPES: Mapping[str, tuple[int, ...]] = {
     **{name: tuple(tensor.shape) for name, tensor in toy_tensors().items()},
@@ -109,17 +118,42 @@ class ToySaving(ShardSaving):
 
 
 class ToyShareSender(ToySender):
-    """Publishes a rank's rows, in place of `training.shard_publishing.ShardedStreams`."""
+    """Gathers the ranks' rows and publishes them, in place of `training.gathered_streams.GatheredStreams`."""
 
     trainer: "ToyShareTrainer"
 
-    def whole_layout(self) -> Layout:
-        return Layout.of(toy_tensors())
+    def __init__(self, retained: Mapping[int, Any], averages: Mapping[str, Any]) -> None:
+        super().__init__(toy_tensors(), retained, averages, 1, {})
+        self.staged: dict[tuple[str, int], Mapping[str, Tensor]] = {}
+
+    def stage(self, version: int, stream: str) -> None:
+        self.staged = {key: rows for key, rows in self.staged.items() if key[1] >= version - 2}
+        self.staged[stream, version] = copied(self.weights(stream, version))
+
+    def gather(self, version: int, stream: str) -> Header | None:
+        if self.trainer.world.rank:
+            return None
+        publisher: Publisher = getattr(self, stream)
+        publisher.stage(version, self._whole([rank.sender.staged[stream, version] for rank in self.trainer.peers()]))
+        return publisher.seal(version)
+
+    def recall(self, version: int, stream: str) -> Any:
+        rows = [rank.sender.weights(stream, version) for rank in self.trainer.peers()]
+        if None in rows:
+            raise VersionGone(f"version {version} of stream {stream} is not kept any more")
+        if self.trainer.world.rank:
+            return None, None
+        layout = self.policy.layout
+        data = layout.packed(self._whole(rows))
+        return getattr(self, stream).draft(version).sealed(layout.digests(data)), data
 
     def canary(self) -> dict[str, Tensor]:
-        whole = canary_tensors(self.whole_layout(), 1)
-        self.policy.stage(CANARY_VERSION, {name: self.trainer.own(tensor) for name, tensor in whole.items()})
+        whole = canary_tensors(self.policy.layout, 1)
+        self.staged[POLICY, CANARY_VERSION] = {name: self.trainer.own(tensor) for name, tensor in whole.items()}
         return binding_probe(toy_lora(whole))
+
+    def _whole(self, rows: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+        return {name: torch.cat([of_rank[name] for of_rank in rows]) for name in rows[0]}
 
 
 class ToyShareTrainer(ToyTrainer):
@@ -129,7 +163,7 @@ class ToyShareTrainer(ToyTrainer):
         ranks = config.trainer.num_workers
         self.world = World(index, ranks, per_replica=ranks, by_group=True)
         super().__init__(config, index, name)
-        sender = ToyShareSender(self.tensors, self.retained, self.averages, config.live_versions, {})
+        sender = ToyShareSender(self.retained, self.averages)
         sender.trainer = self
         self.sender = self.versions = sender
         nothing: Any = None  # toy ranks have no process group

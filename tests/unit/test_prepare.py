@@ -128,7 +128,7 @@ def test_the_state_of_a_lora_is_on_its_way_to_the_controller(tmp_path: Path) -> 
 def test_the_store_must_hold_it_when_the_trained_parameters_are_known(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The cluster is asked again. The state and the weights on their way need room, shares less."""
+    """The cluster is asked again. The state and the weights on their way need room."""
     monkeypatch.setattr("separation.ray_cluster.living_resources", lambda: [{"object_store_memory": 1e8}])
     found = prepared(tmp_path, "trainer.num_workers=2")
     check_stored(found, trained=1_000_000)
@@ -138,4 +138,3 @@ def test_the_store_must_hold_it_when_the_trained_parameters_are_known(
     check_stored(prepared(tmp_path, *whole), trained=4_000_000)
     with pytest.raises(StoreTooSmall, match=r"results and weights lie in the object store"):
         check_stored(prepared(tmp_path, *whole), trained=20_000_000)
-    check_stored(prepared(tmp_path, *whole, "checkpoint_engine.bucket_bytes=65536"), trained=20_000_000, shares=True)

@@ -15,7 +15,6 @@ from async_flowrl.algorithms.registry import build_algorithm
 from async_flowrl.config.check import ConfigError
 from async_flowrl.config.schema import Config
 from async_flowrl.controller.resume import START, Resume
-from async_flowrl.controller.shard_checkpoints import write_shares
 from async_flowrl.controller.trainer import TrainerGroup
 from async_flowrl.run.launch import load_trainer
 from async_flowrl.run.recovery import with_sound_shares
@@ -93,7 +92,7 @@ def test_toy_ranks_with_shares_train_what_one_rank_trains(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize(
     ("rank", "method", "number"),
-    [(1, "train", 5), (1, "piece", 4), (1, "write", 2), (0, "end", 2)],
+    [(1, "train", 5), (1, "gather", 4), (1, "write", 2), (0, "end", 2)],
 )
 def test_the_death_of_one_rank_takes_all_of_them_back_to_the_last_checkpoint(
     rank: int, method: str, number: int, tmp_path: Path
@@ -209,7 +208,7 @@ async def two_checkpoints(folder: Path, fault: Fault) -> TrainerGroup:
         for worker in groups["trainer"].workers:
             worker.target.retained[version] = copied(worker.target.tensors)
         await trainers.all("snapshot")
-        await write_shares(trainers.workers.workers, str(folder), {"version": version}, 9, ())
+        await trainers.weights.save(version, str(folder), {"version": version}, 9, ())
     return trainers
 
 

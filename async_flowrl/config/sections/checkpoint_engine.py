@@ -19,8 +19,8 @@ class CheckpointEngineConfig:
     ready_seconds: float = setting(10.0, above=0)
     """Seconds within which each member of a group must answer that it is ready for the next version."""
     bucket_bytes: int = setting(64 << 20, at_least=256)
-    """Bytes that a trainer rank sends at a time where each has a share of the weights (tune=full, trainer.shard=full);
-    these go by the object store, whatever `transport` says."""
+    """Bytes of all trainer ranks together that the first one gathers at a time where each rank has a share of the
+    weights (tune=full, trainer.shard=full). It sends from host memory, so `transport` is not nccl or pynccl then."""
     max_members: int = setting(64, at_least=1)
     """Rollout workers in one group of a collective transport, at most. If there are more, only one worker of each node
     is a member; it passes every version on to the others through the node's memory."""

@@ -97,7 +97,7 @@ class _Files(dict[str, float]):
         return torch.zeros(())
 
 
-def _new_group(own: Any, backend: str) -> Any:
+def _new_group(own: Any, backend: str, **_: Any) -> Any:
     """Returns a group of all ranks that answers at once, too, in place of one of `backend`."""
     with unset_fake_temporarily():
         return own(backend="fake")

@@ -10,7 +10,6 @@ import torch
 
 from async_flowrl.algorithms.window import draw_window
 from async_flowrl.config.schema import Config
-from async_flowrl.memory.host_memory import in_shares as weights_in_shares
 from async_flowrl.plan.rehearsal.cards import Card
 from async_flowrl.plan.rehearsal.ledger import Ledger, Phase
 from async_flowrl.plan.rehearsal.model import FakeModel
@@ -18,8 +17,7 @@ from async_flowrl.plan.rehearsal.process import rehearsed_process
 from async_flowrl.rollout.worker import RolloutWorker
 from async_flowrl.tickets.request import sampling
 from async_flowrl.types import EMA, POLICY, TRAIN, Prompt, RolloutRequest
-from checkpoint_engine import EVALUATION, RING, Draft, Header, ShardedHeader
-from checkpoint_engine.shards import shard_layout
+from checkpoint_engine import EVALUATION, RING, Draft, Header
 
 Receive = Callable[[str, int, str], object]
 """Receives a version: (stream, version, slot)."""
@@ -99,8 +97,7 @@ def deliver(worker: RolloutWorker, config: Config) -> tuple[int, Any]:
     Returns the newest version, and an object whose lifetime is that of the memory of a version that is arriving.
     """
     streams = (POLICY,) if config.trainer.ema_decay is None else (POLICY, EMA)
-    received = in_shares if weights_in_shares(config) else at_once
-    receive, expect = received(worker, config)
+    receive, expect = at_once(worker)
     for version in range(config.live_versions + 1):
         for stream in streams:
             receive(stream, version, RING)
@@ -108,7 +105,7 @@ def deliver(worker: RolloutWorker, config: Config) -> tuple[int, Any]:
     return config.live_versions, expect(streams[-1], version)
 
 
-def at_once(worker: RolloutWorker, config: Config) -> tuple[Receive, Expect]:
+def at_once(worker: RolloutWorker) -> tuple[Receive, Expect]:
     """Returns functions by which the worker receives a version whose bytes are all zero, and begins to receive one."""
     receiver, layout = worker.receiver, worker.receiver.layout
     data = np.zeros(layout.nbytes, np.uint8)
@@ -121,26 +118,6 @@ def at_once(worker: RolloutWorker, config: Config) -> tuple[Receive, Expect]:
         lambda stream, version, slot: receiver.receive(header(stream, version), data, slot),
         lambda stream, version: receiver.expect(header(stream, version)),
     )
-
-
-def in_shares(worker: RolloutWorker, config: Config) -> tuple[Receive, Expect]:
-    """As `at_once`, of versions whose shares come from all trainer ranks, bucket by bucket."""
-    receiver, shards, ranks = worker.receiver, worker.shards, config.trainer.num_workers
-    layouts = [shard_layout(receiver.layout, ranks, index) for index in range(ranks)]
-    bucket = np.zeros(config.checkpoint_engine.bucket_bytes, np.uint8)
-    digests = tuple(layout.digests(np.zeros(layout.nbytes, np.uint8)) for layout in layouts)
-
-    def draft(stream: str, version: int) -> Draft:
-        return Draft(stream, version, receiver.layout, receiver.alpha, receiver.rank)
-
-    def receive(stream: str, version: int, slot: str) -> None:
-        shards.begin(draft(stream, version), ranks, slot)
-        for index, layout in enumerate(layouts):
-            for start in range(0, layout.nbytes, len(bucket)):
-                shards.take(version, index, start, bucket[: layout.nbytes - start])
-        shards.finish(ShardedHeader.sealed_from(draft(stream, version), digests))
-
-    return receive, lambda stream, version: shards.begin(draft(stream, version), ranks)
 
 
 def ticket_request(config: Config, version: int) -> RolloutRequest:

@@ -20,7 +20,6 @@ from async_flowrl.tickets.arithmetic import trained_steps
 from async_flowrl.tickets.request import sampling
 from async_flowrl.training.messages import GroupMeta, StepPlan, TrainRequest
 from async_flowrl.training.parts import cut
-from async_flowrl.training.shard_publishing import ShardedStreams
 from async_flowrl.training.update_metrics import UpdateMetrics
 from async_flowrl.training.worker import TrainerWorker
 from async_flowrl.types import Trajectory
@@ -48,7 +47,7 @@ class RankRehearsal:
     """Pinned host memory for an offloaded base; 0 without `trainer.cpu_offload`."""
     version_bytes: int
     share_bytes: int
-    """Bytes of a version that this rank sends: all of them, or those of its rows if the ranks share the weights."""
+    """Bytes of a version that this rank has: all of them, or those of its rows if the ranks share the weights."""
     base_parameters: int
     frozen_bytes: int
     """Bytes of the weights that are not trained; a process that samples, too, has them once (`placement=shared`)."""
@@ -75,8 +74,7 @@ def rehearse_trainer(config: Config, model: FakeModel, card: Card) -> RankRehear
             worker.train(request, *[trajectory] * (len(request.metas) + len(request.probe_tickets)))
         with ledger.phase("delivery"):
             worker.sender.stage(worker.versions.newest)
-        sender, share = worker.sender, worker.sender.policy.layout
-        whole = sender.whole_layout() if isinstance(sender, ShardedStreams) else share
+        version_bytes = worker.sender.policy.layout.nbytes
         samples = min(len(request.metas[0].selected), config.trainer.micro_batch_size)
         rows = samples * (config.trainer.timesteps_per_forward or trained_steps(config))
         return RankRehearsal(
@@ -85,8 +83,8 @@ def rehearse_trainer(config: Config, model: FakeModel, card: Card) -> RankRehear
             rows=rows,
             **_counts(worker, config),
             host_bytes=host,
-            version_bytes=whole.nbytes,
-            share_bytes=share.nbytes,
+            version_bytes=version_bytes,
+            share_bytes=version_bytes // (world if worker.world.by_group else 1),
             base_parameters=int(info["base_parameters"]),
             frozen_bytes=sum(each.nbytes for each in worker.policy.transformer.parameters() if not each.requires_grad),
             adapter_parameters=int(info["trainable_parameters"]),

@@ -116,4 +116,4 @@ async def linked(*, link: Callable[[], TorchLink] | None = None, width: int = 51
         await made.delivery.close()
         made.sender.close()
         for end in made.ends:
-            end.group.close()
+            end.group.abort()

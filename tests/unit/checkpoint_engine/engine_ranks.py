@@ -74,5 +74,5 @@ def deliver(delivered: list[str], stop: threading.Event) -> None:
         sender.send(header)
         accepting.join()
         delivered.append(receiver.activate("policy", version))
-    taking.close()
-    sender.close()
+    taking.abort()
+    sender.abort()

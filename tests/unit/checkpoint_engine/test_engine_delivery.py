@@ -10,11 +10,10 @@ from checkpoint_engine import (
     Publisher,
     TransferCorrupted,
     TransferFailed,
-    Verdict,
     VersionGone,
     WeightsMismatch,
-    verdict,
 )
+from checkpoint_engine.errors import Verdict, verdict
 from checkpoint_engine.receiver_queue import ReceiverQueue
 from separation.virtual import run_virtual
 from tests.unit.checkpoint_engine.engine_parts import ALPHA, RANK, Gone, lora, resealed

@@ -84,8 +84,8 @@ def test_a_stranger_with_another_secret_cannot_join_and_disturbs_nobody() -> Non
     assert len(errors) == 1 and "epoch 1 could not be opened as rank 1" in errors[0]
     with pytest.raises(TransferFailed, match="before the members were ready"):
         strange.take(receiver.expect(publisher.draft(1)))
-    taking.close()
-    sender.close()
+    taking.abort()
+    sender.abort()
 
 
 def test_every_run_has_a_secret_of_its_own_and_every_epoch_a_prefix() -> None:
@@ -130,7 +130,7 @@ def test_two_engines_deliver_at_once_in_one_process() -> None:
             await delivery.close()
             sender.close()
             for receiver in receivers:
-                receiver.group.close()
+                receiver.group.abort()
         assert not dist.is_initialized(), "no default group was made"
 
     asyncio.run(asyncio.wait_for(main(), SECONDS))
@@ -148,7 +148,7 @@ def test_opening_a_group_that_nobody_else_joins_ends_by_abort_or_deadline() -> N
     header, _ = sealed(publisher, 0)
     with pytest.raises(TransferFailed, match="not a member of epoch 2"):
         sender.ready(2, header)
-    sender.close()
+    sender.abort()
 
 
 def test_auto_is_the_object_store_without_a_gpu_and_other_names_are_refused() -> None:

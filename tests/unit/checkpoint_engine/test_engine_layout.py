@@ -97,34 +97,6 @@ def test_digests_taken_piece_by_piece_are_those_of_the_whole(step: int) -> None:
     assert running.finish() == whole == layout.digests(data)
 
 
-def test_a_layout_that_arrives_again_is_the_same_object() -> None:
-    tensors = lora(width=8) | {"half": torch.arange(7, dtype=torch.bfloat16), "none": torch.zeros(0, 3)}
-    layout = Layout.of(tensors)
-    first, again = (pickle.loads(pickle.dumps(layout)) for _ in range(2))
-    assert first is again == layout and first is not layout and first.hash == layout.hash
-    other = pickle.loads(pickle.dumps(Layout.of(tensors | {"half": torch.arange(8)})))
-    assert other != layout and layout.difference(other) == "half has shape [8], expected [7]"
-
-
-def test_padding_need_not_be_digested_and_nothing_else_can_be_left_out() -> None:
-    layout = Layout.of({"a": torch.zeros(3), "b": torch.zeros(0), "c": torch.zeros(300), "d": torch.zeros(0)})
-    data = np.random.default_rng(1).integers(0, 256, layout.nbytes, dtype=np.uint8)
-    running = RunningDigests(layout)
-    for entry in layout.entries:
-        running.skip_to(entry.offset)
-        if entry.nbytes:
-            with pytest.raises(ValueError, match=f"are no padding: {entry.name} lies in them"):
-                running.skip_to(entry.offset + 1)
-        running.feed(data[entry.offset : entry.offset + entry.nbytes // 2])
-        if entry.nbytes:
-            with pytest.raises(ValueError, match=f"are no padding: {entry.name} lies in them"):
-                running.skip_to(layout.nbytes)
-        running.feed(data[entry.offset + entry.nbytes // 2 : entry.end])
-    running.skip_to(layout.nbytes)
-    running.skip_to(0)
-    assert running.end == layout.nbytes and running.finish() == layout.digests(data)
-
-
 def test_large_tensors_are_digested_in_blocks_with_the_same_result() -> None:
     layout = Layout.of({"w": torch.empty(2 * BLOCK_BYTES + 5, dtype=torch.uint8)})
     data = np.random.default_rng(2).integers(0, 256, layout.nbytes, dtype=np.uint8)

@@ -60,7 +60,7 @@ def test_a_group_above_the_limit_has_one_member_per_node_and_everyone_gets_the_v
             await delivery.close()
             sender.close()
             for end in ends:
-                end.group.close()
+                end.group.abort()
         assert [member.name for member in broadcast._members] == ["r0", "r3"]
         assert ends[3].passed_on == [0, 1] and ends[0].passed_on == ([] if deaf else [0, 1])
         assert delivery.stats.fallbacks == (4 if deaf else 0), "the sender serves whoever a leader fails"

@@ -107,20 +107,24 @@ def test_leaving_in_the_middle_of_a_transfer_hangs_nothing() -> None:
     run_virtual(main())
 
 
-def test_a_sender_that_hangs_when_it_is_asked_again_is_named_and_no_receiver_is_replaced() -> None:
+def test_a_sender_that_is_late_when_it_is_asked_again_is_named_and_no_receiver_is_replaced() -> None:
+    class Late(Exception):
+        pass
+
     async def main() -> None:
         rig = Rig(deadline=5.0)
         serve = rig.sender.payload
 
-        async def hangs(version: int) -> Any:
+        async def late(version: int) -> Any:
             if rig.sender.served:
-                await asyncio.sleep(1e5)
+                await asyncio.sleep(50.0)  # A sender limits its own waits.
+                raise Late
             return await serve(version)
 
-        rig.sender.payload = hangs  # type: ignore[method-assign]
+        rig.sender.payload = late  # type: ignore[method-assign]
         await rig.join("w0", failing(1, lambda: RefLost("a value is gone")))
         await rig.delivery.publish(0)
-        with pytest.raises(TimeoutError, match=r"hangs was not done within its deadline of 5 s"):
+        with pytest.raises(Late):
             await rig.delivery.drain()
         assert rig.replaced == [] and rig.delivery.stats.replaced == 0
         await rig.delivery.close()

@@ -120,7 +120,7 @@ def test_staged_bytes_that_are_not_those_of_tensors_together_are_named(victim: s
     assert buffer is not None
     buffer.views[sorted(SHAPES).index(victim)].add_(1.0)
     with pytest.raises(WeightsMismatch, match=f"version 0 .* {victim} begins"):
-        publisher.piece(0, 0, publisher.layout.nbytes)
+        publisher.seal(0)
     assert publisher.retained() == ()
     for version in (0, 1):
         publisher.stage(version, deadline=0.0)  # its place was freed

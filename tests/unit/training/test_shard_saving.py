@@ -1,14 +1,12 @@
 """Tests of checkpoints in shares by two real ranks, one of which cannot write for a while."""
 
 import asyncio
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from async_flowrl.controller.shard_checkpoints import DISK_ERRORS, write_shares
+from async_flowrl.controller.rank_weights import DISK_ERRORS, ShardedWeights
 from async_flowrl.policies.registry import resolve_model
 from async_flowrl.training.checkpoint import read_checkpoint
 from async_flowrl.training.checkpoint_folder import find_checkpoint
@@ -32,15 +30,17 @@ async def on_full_disks(folder: Path) -> None:
         await join_process_group(pool, timeout=300)
         await together(*(rank.call("load") for rank in pool.workers))
         for refused in (0, 1):
-            await on_a_full_disk(pool.workers, refused, folder / f"full for rank {refused}")
+            await on_a_full_disk(pool, refused, folder / f"full for rank {refused}")
     finally:
         await pool.close()
 
 
-async def on_a_full_disk(ranks: Sequence[Any], refused: int, directory: Path) -> None:
+async def on_a_full_disk(pool: ProcessPool, refused: int, directory: Path) -> None:
+    ranks, weights = pool.workers, ShardedWeights(pool)
+
     async def write() -> None:
-        await together(*(rank.call("snapshot") for rank in ranks))
-        await write_shares(ranks, str(directory), {"version": 0}, 2, ())
+        await weights.snapshot()
+        await weights.save(0, str(directory), {"version": 0}, 2, ())
 
     await ranks[refused].call("limit", FULL)
     with pytest.raises(WorkerFailed, match="a trainer rank cannot write its share of a checkpoint") as raised:

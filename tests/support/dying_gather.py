@@ -1,0 +1,28 @@
+"""DyingGather is a trainer rank whose process is killed within a gather of its rows."""
+
+from typing import Any
+
+from async_flowrl.training.gathered_streams import GatheredStreams
+from async_flowrl.training.worker import TrainerWorker
+from tests.support.process_pool import die
+
+
+class DyingGather(TrainerWorker):
+    def next_version(self) -> None:
+        """Makes a version of other weights, as a training step does."""
+        self.parameters.values.data.add_(1.0)
+        self.parameters.changed()
+        self.versions.retain(self.versions.newest + 1)
+
+    def die_in(self, bucket: int) -> None:
+        """The process ends in this bucket of the next gather, when the bucket before it is on its way."""
+        assert isinstance(self.sender, GatheredStreams)
+        gather: Any = self.sender._gather
+        started = gather._started
+
+        def dying(what: str, piece: Any, peer: int, number: int) -> Any:
+            if number == bucket:
+                die()
+            return started(what, piece, peer, number)
+
+        gather._started = dying
