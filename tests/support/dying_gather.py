@@ -2,8 +2,11 @@
 
 from typing import Any
 
+import numpy as np
+
 from async_flowrl.training.gathered_streams import GatheredStreams
 from async_flowrl.training.worker import TrainerWorker
+from tests.support import trainer_rig as rig
 from tests.support.process_pool import die
 
 
@@ -13,6 +16,10 @@ class DyingGather(TrainerWorker):
         self.parameters.values.data.add_(1.0)
         self.parameters.changed()
         self.versions.retain(self.versions.newest + 1)
+
+    def weights(self) -> dict[str, np.ndarray]:
+        """Returns this rank's rows of the trained weights by name, float32."""
+        return rig.weights(self)
 
     def die_in(self, bucket: int) -> None:
         """The process ends in this bucket of the next gather, when the bucket before it is on its way."""

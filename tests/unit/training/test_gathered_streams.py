@@ -69,7 +69,7 @@ class Site:
         return await together(*(rank.call(method, *arguments, lane=lane) for rank in self.ranks.workers))
 
     async def masters(self) -> dict[str, np.ndarray[Any, Any]]:
-        shares = await self.all("tensors")
+        shares = await self.all("weights")
         return {name: np.concatenate([share[name] for share in shares]) for name in shares[0]}
 
 
