@@ -36,7 +36,7 @@ from tests.support.toy_pool import ListObserver
 
 RANKS, TENSORS, SECONDS, WARM_UP = 2, 64, 120.0, 3
 """The first publishes do not count: until then both ends take memory that is new. SECONDS limits one delivery."""
-COPIES = {"ranks": 6, "store": 2, "receiver": 3}
+COPIES = {"ranks": 4, "store": 2, "receiver": 3}
 """Upper bound of the copies of a version in the ranks, in the object store, and in a receiver."""
 SECTION = "delivery"
 """Name of the part of a page that gets the report, as its two markers have it."""

@@ -132,6 +132,38 @@ def test_a_sender_that_is_late_when_it_is_asked_again_is_named_and_no_receiver_i
     run_virtual(main())
 
 
+@pytest.mark.parametrize("newer", [True, False])
+def test_a_version_that_the_sender_has_dropped_before_its_successor_is_sealed_is_waited_for(newer: bool) -> None:
+    """As a trainer drops it that has made the next version and not published it yet; without one it is an error."""
+
+    async def main() -> None:
+        rig = Rig(deadline=5.0, capacity=1)
+        await rig.join("w0")
+        await rig.delivery.publish(0)
+        await rig.delivery.drain()
+        serve = rig.sender.payload
+
+        async def gone(version: int) -> Any:
+            if version == 0:
+                raise VersionGone("version 0 is not kept any more")
+            return await serve(version)
+
+        rig.sender.payload = gone  # type: ignore[method-assign]
+        joining = asyncio.ensure_future(rig.delivery.join(rig.end("late"), [0]))
+        await asyncio.sleep(1.0)
+        if newer:
+            await rig.delivery.publish(1)
+            assert not await joining, "version 0 never came"
+            await rig.delivery.drain()
+            assert rig.held("late") == [1] and rig.replaced == []
+        else:
+            with pytest.raises(VersionGone):
+                await joining
+        await rig.delivery.close()
+
+    run_virtual(main())
+
+
 @pytest.mark.chaos
 @pytest.mark.parametrize("seed", range(40))
 def test_any_schedule_of_faults_and_churn_ends_with_everyone_served(seed: int) -> None:
