@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from async_flowrl.plan.rehearsal.cards import Assumptions
+from async_flowrl.plan.cards import Assumptions
 from benchmarks.page import between_markers
 
 COLUMNS = (

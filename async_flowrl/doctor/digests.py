@@ -20,7 +20,6 @@ from async_flowrl.config.schema import Config
 from async_flowrl.config.sections.trainer import TrainerConfig
 from async_flowrl.doctor.model import configuration, model_overrides
 from async_flowrl.doctor.setting import Setting
-from async_flowrl.memory.meta_model import conditioning
 from async_flowrl.policies.base import Policy
 from async_flowrl.policies.kernels import repeatable_kernels
 from async_flowrl.policies.lora import add_lora, lora_modules, lora_parameters
@@ -149,7 +148,8 @@ def network(config: Config, policy: Policy, parameters: FlatParameters, device: 
 
 def text(policy: Policy) -> Iterator[tuple[str, Tensor]]:
     """Names of a prompt's conditioning, with tensors on the meta device that give the shapes."""
-    yield from conditioning(policy).items()  # type: ignore[arg-type]
+    shapes = policy.conditioning_shapes()  # type: ignore[attr-defined]
+    yield from ((name, torch.zeros(shape, device="meta")) for name, shape in shapes.items())
 
 
 def optimizer_step(config: TrainerConfig, parameters: FlatParameters) -> Work:

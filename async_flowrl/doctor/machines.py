@@ -8,7 +8,7 @@ from typing import Any
 from async_flowrl.config.schema import Config
 from async_flowrl.doctor.findings import FAILED, OK, WARNING, Finding
 from async_flowrl.doctor.needs import Needs
-from async_flowrl.memory.host_needs import Process
+from async_flowrl.memory.host import Process
 from separation.group import PoolSpec
 from separation.placement import holds, needs_of, share_of_node, totals
 

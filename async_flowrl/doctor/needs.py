@@ -4,8 +4,9 @@ from dataclasses import dataclass
 
 from async_flowrl.config.reward_pools import scoring_pools
 from async_flowrl.config.schema import Config
-from async_flowrl.memory.host_memory import in_shares
-from async_flowrl.memory.host_needs import PROCESS_BYTES, Process, kept_bytes, training_processes
+from async_flowrl.config.sections.tune import FULL
+from async_flowrl.config.sharding import in_shares
+from async_flowrl.memory.host import KEPT_BY_CONTROLLER, PROCESS_BYTES, Process, training_processes
 from async_flowrl.memory.processes import MemoryPlan, plan_memory
 
 FOLDER_BYTES = 200_000_000
@@ -38,9 +39,9 @@ def needs_of(config: Config, *, on_gpus: bool) -> Needs:
     """Returns the needs of a run. Raises ValueError if the model's shapes cannot be known without its weights."""
     plan = plan_memory(config)
     processes = [
-        *training_processes(config, plan, on_gpus=on_gpus),
+        *training_processes(config, plan.model, on_gpus=on_gpus),
         *(Process(pool.name, pool.workers, PROCESS_BYTES) for pool in scoring_pools(config)),
-        Process("controller", 1, PROCESS_BYTES + kept_bytes(config, plan)),
+        Process("controller", 1, PROCESS_BYTES + KEPT_BY_CONTROLLER * plan.snapshot * (config.tune != FULL)),
     ]
     return Needs(
         processes=tuple(processes),

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from async_flowrl.plan.rehearsal.cards import Assumptions
+from async_flowrl.plan.cards import Assumptions
 from benchmarks.share_ends import SendingRank, TakingWorker, whole_layout
 from benchmarks.share_report import predicted
 from benchmarks.shares import main
