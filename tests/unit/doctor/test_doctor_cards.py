@@ -12,7 +12,7 @@ from async_flowrl.doctor.cards import devices
 from async_flowrl.doctor.findings import FAILED, OK, SKIPPED, WARNING
 from async_flowrl.doctor.machines import GIB, Machine, parts_of
 from async_flowrl.doctor.needs import needs_of
-from async_flowrl.memory.host_needs import PROCESS_BYTES
+from async_flowrl.memory.host import PROCESS_BYTES
 from separation.group import PoolSpec
 
 LARGE, SMALL = 80 * GIB, 2**20

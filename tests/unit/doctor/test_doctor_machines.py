@@ -25,7 +25,7 @@ from async_flowrl.doctor.machines import (
 from async_flowrl.doctor.needs import Needs
 from async_flowrl.doctor.network import broadcast_finding, clock_finding
 from async_flowrl.doctor.start import Wanted, marked, modules_of, reached, told_here
-from async_flowrl.memory.host_needs import Process
+from async_flowrl.memory.host import Process
 from separation.cluster_probe import Node, Offset
 
 GB = 10**9
