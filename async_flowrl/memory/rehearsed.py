@@ -5,7 +5,7 @@ A process remembers what it has rehearsed, by configuration.
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -13,6 +13,7 @@ from async_flowrl.config.quiet import quieter
 from async_flowrl.config.schema import Config
 
 if TYPE_CHECKING:
+    from async_flowrl.memory.rehearsal.ledger import Phase
     from async_flowrl.memory.rehearsal.rollout import RolloutRehearsal
     from async_flowrl.memory.rehearsal.trainer import RankRehearsal
     from async_flowrl.memory.sizes import Sizes
@@ -120,5 +121,5 @@ def sampling_bytes(config: Config) -> int:
     return _peak(phases) - phases["sample"].resident
 
 
-def _peak(phases: Any) -> int:
+def _peak(phases: "Mapping[str, Phase]") -> int:
     return max(phase.peak for name, phase in phases.items() if name != "load")

@@ -93,7 +93,7 @@ def rehearse_trainer(config: Config, model: FakeModel, *, kernels: bool = True) 
         return RankRehearsal(
             phases=ledger.phases,
             sizes=sizes_of(worker, model, int(info["base_parameters"])),
-            shapes=worker.policy.shapes(config.rollout.resolution),
+            shapes=cast("Any", worker.policy).shapes(config.rollout.resolution),
             layout=str(info["layout"]),
             rows=rows,
             **_counts(worker, config),

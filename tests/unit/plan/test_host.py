@@ -108,7 +108,8 @@ def test_enough_memory_is_not_mentioned_and_too_little_free_is_a_warning_with_a_
     need = sum(needed(config(), node(1e12)))
     assert check_hosts(config(), on(node(2 * need), node(2 * need, need))) == []
     (warning,) = check_hosts(config(), on(node(2 * need), node(2 * need, need - 1)))
-    assert "10.0.0.1" in warning and "2 × rollout worker 7.63" in warning and "max_staleness=0 mode=stream would" in warning
+    assert "10.0.0.1" in warning and "2 × rollout worker 7.63" in warning
+    assert "max_staleness=0 mode=stream would" in warning
 
 
 def test_a_node_that_cannot_hold_its_processes_is_refused() -> None:
