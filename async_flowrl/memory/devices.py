@@ -162,18 +162,30 @@ def refusal(title: str, config: Config, device: Device) -> str:
 def remedy(title: str, config: Config, device: Device, *, lasting: bool = False) -> str:
     """Returns a clause with a setting that makes a process fit its device, or else the one that saves most.
 
-    `lasting` leaves out activations, and settings that only they depend on.
+    `lasting` leaves out activations, and settings that only they depend on. Otherwise settings that reduce what lasts
+    are taken to leave activations as they are.
     """
 
-    def needed(config: Config) -> int:
-        planned = footprint(title, config, lasting=lasting)
-        return planned.resident if lasting else planned.total
+    def resident(changed: Config) -> int:
+        return footprint(title, changed, lasting=True).resident
 
-    changes = [*([] if lasting else passing_changes(title, config)), *lasting_changes(title, config)]
-    found = best(changes, config, needed, device.available)
-    if found is None:
+    def total(changed: Config) -> int:
+        return footprint(title, changed).total
+
+    found: list[tuple[str, int] | None] = []
+    if lasting:
+        found.append(best(lasting_changes(title, config), config, resident, device.available))
+    else:
+        found.append(best(passing_changes(title, config), config, total, device.available))
+        if found[0] is None or found[0][1] > device.available:
+            beside = total(config) - resident(config)
+            found.append(
+                best(lasting_changes(title, config), config, lambda each: resident(each) + beside, device.available)
+            )
+    named = min((each for each in found if each is not None), key=lambda each: each[1], default=None)
+    if named is None:
         return "no single setting would make it need less"
-    words, size = found
+    words, size = named
     verb = "it would fit with" if size <= device.available else "it would need less, though not little enough, with"
     return f"{verb} {words} ({size / GIB:.3g} GiB)"
 

@@ -80,10 +80,10 @@ def rehearse_trainer(config: Config, model: FakeModel, *, kernels: bool = True) 
         ledger.phases["load"].peak -= host
         with ledger.phase("settle"):
             settle(worker, config)
-        request, trajectory = update_request(worker, config)
+            if world > 1:  # The sum over all ranks has memory of its own from the end of the first step on.
+                update(worker, config)
         with ledger.phase("update"), mock.patch.object(UpdateMetrics, "span", _spans(ledger)):
-            cast("Any", worker.update).set_negatives({NEGATIVE: trajectory.conditioning})
-            worker.train(request, *[trajectory] * len(request.metas))
+            request = update(worker, config)
         with ledger.phase("delivery"):
             worker.sender.stage(worker.versions.newest)
         sender, share = worker.sender, worker.sender.policy.layout
@@ -162,6 +162,14 @@ def settle(worker: TrainerWorker, config: Config) -> None:
     worker.optimizer.step(0.0, 1.0)
 
 
+def update(worker: TrainerWorker, config: Config) -> TrainRequest:
+    """Trains one group; returns the request."""
+    request, trajectory = update_request(worker, config)
+    cast("Any", worker.update).set_negatives({NEGATIVE: trajectory.conditioning})
+    worker.train(request, trajectory)
+    return request
+
+
 def update_request(worker: TrainerWorker, config: Config) -> tuple[TrainRequest, Trajectory]:
     """Returns a request to train one group, and its trajectory.
 
@@ -193,7 +201,7 @@ def update_request(worker: TrainerWorker, config: Config) -> tuple[TrainRequest,
         sampling=sampling(config),
         owners=tuple(range(len(cut(selected, config.trainer.micro_batch_size)))),
     )
-    return TrainRequest(config.live_versions, (meta,), StepPlan(rows=1), True), trajectory
+    return TrainRequest(worker.versions.newest, (meta,), StepPlan(rows=1), True), trajectory
 
 
 def _selected(worker: TrainerWorker, config: Config) -> list[int]:
