@@ -44,7 +44,7 @@ def best(
     If none is enough, it is the change that needs least; None if no change makes it less. Changes that the checks of a
     run's start refuse are left out. `needed` returns bytes.
     """
-    least, found = needed(config), None
+    least, smallest = needed(config), None
     for change in changes:
         changed = applied(change, config)
         try:
@@ -53,7 +53,7 @@ def best(
         except ValueError:
             continue
         if (size := needed(changed)) < least:
-            least, found = size, (in_words(change), size)
+            least, smallest = size, (in_words(change), size)
             if size <= available:
                 break
-    return found
+    return smallest

@@ -172,17 +172,17 @@ def remedy(title: str, config: Config, device: Device, *, lasting: bool = False)
     def total(changed: Config) -> int:
         return footprint(title, changed).total
 
-    found: list[tuple[str, int] | None] = []
+    remedies: list[tuple[str, int] | None] = []
     if lasting:
-        found.append(best(lasting_changes(title, config), config, resident, device.available))
+        remedies.append(best(lasting_changes(title, config), config, resident, device.available))
     else:
-        found.append(best(passing_changes(title, config), config, total, device.available))
-        if found[0] is None or found[0][1] > device.available:
+        remedies.append(best(passing_changes(title, config), config, total, device.available))
+        if remedies[0] is None or remedies[0][1] > device.available:
             beside = total(config) - resident(config)
-            found.append(
+            remedies.append(
                 best(lasting_changes(title, config), config, lambda each: resident(each) + beside, device.available)
             )
-    named = min((each for each in found if each is not None), key=lambda each: each[1], default=None)
+    named = min((each for each in remedies if each is not None), key=lambda each: each[1], default=None)
     if named is None:
         return "no single setting would make it need less"
     words, size = named

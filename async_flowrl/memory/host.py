@@ -174,9 +174,9 @@ def compared(config: Config, hosts: Hosts, node: NodeProcesses) -> str | None:
     rows = Counter(f"{title} {size / GIB:.3g}" for title, size in needs_on(config, hosts, node))
     listed = "; ".join(row if count == 1 else f"{count} × {row}" for row, count in rows.items())
     has = memory.total + memory.swap if refused else memory.free
-    found = best([fresh_images(config)], config, needed, has)
+    saved = best([fresh_images(config)], config, needed, has)
     less = (
-        f"{found[0]} would need {found[1] / GIB:.3g}, fewer workers on a node less" if found else "fewer workers help"
+        f"{saved[0]} would need {saved[1] / GIB:.3g}, fewer workers on a node less" if saved else "fewer workers help"
     )
     where = "of memory and swap space" if refused else "of memory free"
     sentence = (
