@@ -4,7 +4,6 @@ A process remembers what it has rehearsed, by configuration.
 """
 
 import logging
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
     from async_flowrl.policies.base import Shapes
 
 NONE, FULL = "none", "full"
-"""Values of `trainer.gradient_checkpointing` that are rehearsed; the peaks of the others lie between."""
+"""Values of `trainer.gradient_checkpointing` with which the sizes of a model are rehearsed."""
 _remembered: dict[str, Any] = {}
 
 
@@ -101,18 +100,8 @@ def _once(config: Config, side: str, rehearse: Callable[..., Any]) -> Any:
 
 
 def training_peak(config: Config) -> int:
-    """Returns the most bytes that a lone trainer rank holds after it was loaded.
-
-    With every k-th block checkpointed, each such block saves an equal share of what checkpointing saves in all; the
-    first saves nothing, because one block at a time is recomputed.
-    """
-    how = config.trainer.gradient_checkpointing
-    if how in (NONE, FULL):
-        return _peak(rehearsed_rank(config, how).phases)
-    most, least = (_peak(rehearsed_rank(config, each).phases) for each in (NONE, FULL))
-    blocks = rehearsed_rank(config, NONE).sizes.blocks
-    checkpointed = math.ceil(blocks / int(how.removeprefix("every_")))
-    return most - round((most - least) * (checkpointed - 1) / max(1, blocks - 1))
+    """Returns the most bytes that a lone trainer rank holds after it was loaded."""
+    return _peak(rehearsed_rank(config, config.trainer.gradient_checkpointing).phases)
 
 
 def sampling_bytes(config: Config) -> int:
