@@ -1,4 +1,4 @@
-"""What this project reads from Ray's private modules, all of it here; tested with Ray 2.50 and 2.60.
+"""Every use of Ray's private modules in this project; tested with Ray 2.50 and 2.60.
 
 Drain notices, free resources by node, the GPUs of this machine, and the import path of workers.
 """

@@ -24,3 +24,8 @@ def ranks_per_replica(config: Config, ranks: int, *, sharded: bool) -> int:
     if trainer.shard == "auto" and trainer.workers_per_node and trainer.workers_per_node > 1:
         return trainer.workers_per_node
     return (trainer.shard_size or ranks) if trainer.shard == "hybrid" else ranks
+
+
+def in_shares(config: Config) -> bool:
+    """Returns True if each trainer rank has a share of what it trains (tune=full with trainer.shard=full)."""
+    return config.tune == "full" and config.trainer.num_workers > 1 and is_sharded(config)

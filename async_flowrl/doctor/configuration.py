@@ -7,15 +7,15 @@ from pathlib import Path
 
 import torch
 
-from async_flowrl.config import pool_names, reward_pools, shared
+from async_flowrl.config import pool_names, reward_pools, sharding, shared
 from async_flowrl.config.check import ConfigError
 from async_flowrl.config.schema import Config
 from async_flowrl.doctor import features, nodes
 from async_flowrl.doctor.facts import Asked, facts
 from async_flowrl.doctor.findings import FAILED, OK, SKIPPED, WARNING, Finding, failed, verdict
 from async_flowrl.doctor.nodes import GB, GIB, Machine
-from async_flowrl.memory import devices, host_memory, host_needs, layout
-from async_flowrl.memory.host_needs import PROCESS_BYTES, Process
+from async_flowrl.memory import devices, host, layout
+from async_flowrl.memory.host import PROCESS_BYTES, Process
 from async_flowrl.memory.processes import MemoryPlan, plan_memory
 from async_flowrl.run.launch import check_machine
 from async_flowrl.run.nodes import OUR_CODE, marked
@@ -152,8 +152,8 @@ def device_finding(config: Config, wanted: Sequence[PoolSpec], machines: Sequenc
 def host_processes(config: Config, plan: MemoryPlan, *, on_gpus: bool) -> list[Process]:
     """Returns the run's processes with their host memory, without object stores and models of rewards."""
     scoring = (Process(pool.name, pool.workers, PROCESS_BYTES) for pool in reward_pools.scoring_pools(config))
-    controller = Process("controller", 1, PROCESS_BYTES + host_needs.kept_bytes(config, plan))
-    return [*host_needs.training_processes(config, plan, on_gpus=on_gpus), *scoring, controller]
+    kept = PROCESS_BYTES + host.KEPT_BY_CONTROLLER * plan.snapshot * (config.tune == "lora")
+    return [*host.training_processes(config, plan.model, on_gpus=on_gpus), *scoring, Process("controller", 1, kept)]
 
 
 def memory_finding(planned: Sequence[Process], machines: Sequence[Machine]) -> Finding:
@@ -181,7 +181,7 @@ def disk_findings(config: Config, plan: MemoryPlan, here: Machine, machines: Seq
     It holds the kept checkpoints, one more being written, a best one, and the weights of both.
     """
     folder, best = run_folder(config), config.save.best is not None
-    checkpoint = plan.snapshot * (config.trainer.num_workers if host_memory.in_shares(config) else 1)
+    checkpoint = plan.snapshot * (config.trainer.num_workers if sharding.in_shares(config) else 1)
     size = FOLDER_BYTES + (1 + best) * plan.adapter_bytes + (config.save.keep + 1 + best) * checkpoint
     disk = here.facts["disks"][folder]
     said = f"{folder}: {size / GB:.2f} GB planned, {disk['free'] / GB:.1f} free"

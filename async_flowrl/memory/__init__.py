@@ -1,1 +1,1 @@
-"""What each process of a run will hold, on its device and on its host, and whether that fits."""
+"""Memory of each process of a run, on its device and on its host, by plan, and whether it fits."""

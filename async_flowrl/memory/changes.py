@@ -1,51 +1,59 @@
-"""Change is a setting that would make a process smaller, as a refusal or a warning names it."""
+"""Settings that make a run smaller, as a refusal names them."""
 
+from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
-from dataclasses import dataclass
 from typing import Any
 
 from async_flowrl.config.check import check
 from async_flowrl.config.schema import Config, mode_name
 from async_flowrl.tickets.arithmetic import check_batching
 
+Change = Mapping[str, Any]
+"""Configuration key → its new value; all of them are set together."""
 
-@dataclass(frozen=True)
-class Change:
-    """Setting that reduces memory: a configuration key and its new value."""
 
-    key: str
-    value: Any
-    also: tuple["Change", ...] = ()
-    """Further settings that must change with it."""
+def in_words(change: Change) -> str:
+    """Returns the change as words of a command line."""
+    values = {key: str(value).lower() if isinstance(value, bool) else value for key, value in change.items()}
+    return " ".join(f"{key}={value}" for key, value in values.items())
 
-    def __str__(self) -> str:
-        value = str(self.value).lower() if isinstance(self.value, bool) else self.value
-        return " ".join([f"{self.key}={'null' if value is None else value}", *map(str, self.also)])
 
-    def applied(self, config: Config) -> Config:
-        """Returns a copy of the configuration with this setting."""
-        changed = deepcopy(config)
-        for other in self.also:
-            changed = other.applied(changed)
-        *path, name = self.key.split(".")
+def applied(change: Change, config: Config) -> Config:
+    """Returns a copy of the configuration with these settings."""
+    changed = deepcopy(config)
+    for key, value in change.items():
+        *path, name = key.split(".")
         owner: Any = changed
         for part in path:
             owner = getattr(owner, part)
-        setattr(owner, name, self.value)
-        return changed
-
-    def accepted(self, config: Config) -> bool:
-        """Returns whether the configuration with this setting passes the checks of a run's start."""
-        changed = self.applied(config)
-        try:
-            check(changed)
-            check_batching(changed)
-        except ValueError:
-            return False
-        return True
+        setattr(owner, name, value)
+    return changed
 
 
 def fresh_images(config: Config) -> Change:
     """Returns `max_staleness=0`, by which fewer versions are live; if `mode` is set, with the name that it has then."""
-    named = () if config.mode is None else (Change("mode", mode_name(0, config.hand_over)),)
-    return Change("max_staleness", 0, named)
+    mode = {} if config.mode is None else {"mode": mode_name(0, config.hand_over)}
+    return {"max_staleness": 0, **mode}
+
+
+def best(
+    changes: Iterable[Change], config: Config, needed: Callable[[Config], int], available: int
+) -> tuple[str, int] | None:
+    """Returns in words the first change with which `needed` is at most `available`, and what it is then.
+
+    If none is enough, it is the change that needs least; None if no change makes it less. Changes that the checks of a
+    run's start refuse are left out. `needed` returns bytes.
+    """
+    least, smallest = needed(config), None
+    for change in changes:
+        changed = applied(change, config)
+        try:
+            check(changed)
+            check_batching(changed)
+        except ValueError:
+            continue
+        if (size := needed(changed)) < least:
+            least, smallest = size, (in_words(change), size)
+            if size <= available:
+                break
+    return smallest

@@ -4,39 +4,35 @@ Process titles (`TRAINER`, `ROLLOUT`, `ALL`, `ONE`) name a kind
 of process or several that share a device.
 """
 
+import logging
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
 from async_flowrl.config.check import ConfigError
 from async_flowrl.config.reward_pools import is_scoring_pool
 from async_flowrl.config.schema import Config
 from async_flowrl.config.sections.tune import FULL
 from async_flowrl.config.shared import SHARED
-from async_flowrl.memory.changes import Change, fresh_images
-from async_flowrl.memory.meta_model import MetaModel, build_meta_model
-from async_flowrl.memory.peaks import remembered_training_peak, sampling_peak
+from async_flowrl.memory.changes import Change, best, fresh_images
 from async_flowrl.memory.processes import (
     MARGIN_SHARE,
     RUNTIME_BYTES,
     Footprint,
     beside,
     in_one,
-    rollout_footprint,
-    rollout_ranks,
-    trainer_footprint,
+    lasting_rollout,
+    lasting_trainer,
+    planned_rollout,
+    planned_trainer,
 )
 from async_flowrl.memory.seats import reward_seats
-from async_flowrl.memory.unplanned import or_warning
-from async_flowrl.rollout.vllm_omni.settings import FAMILIES as VLLM_FAMILIES
-from async_flowrl.rollout.vllm_omni.settings import MAX_RANK, spread_sizes
+
+logger = logging.getLogger(__name__)
 
 GIB = 2**30
 MEMORY_WARNING_SHARE = 0.9
 """Share of a process's device memory above which planned memory leads to a warning."""
-MAX_SETTINGS_SHOWN = 3
-"""Most settings that a message names."""
 
 TRAINER, ROLLOUT = "a trainer rank", "a rollout worker"
 """Process titles: a process of each kind alone."""
@@ -60,30 +56,30 @@ def check_devices(config: Config, memory: Mapping[str, int]) -> list[str]:
 
     `memory` is pool → bytes of its smallest device; a pool that is missing is not checked. Raises ConfigError if
     weights, optimizer and versions alone exceed the device, unless `allow_oom` is set. Any other failure, such as a
-    model that cannot be planned, becomes a warning, because the run may still succeed.
+    model that cannot be rehearsed, becomes a warning, because the run may still succeed.
     """
-    return or_warning("the devices' memory", lambda: compared(config, memory))
-
-
-def compared(config: Config, memory: Mapping[str, int]) -> list[str]:
-    """Compares like `check_devices`, but raises every failure of the planner."""
-    warnings = compared_rewards(config, memory)
-    memory = {pool: size for pool, size in memory.items() if not is_scoring_pool(pool)}
-    model = build_meta_model(config)
-    for title, device in titled_devices(config, memory).items():
-        if footprint(title, config, model, device).resident > device.available:
-            sentence = refusal(title, config, model, device)
-            if not config.allow_oom:
-                raise ConfigError(f"{sentence}; allow_oom=true tries anyway")
-            warnings.append(sentence)
-    if warnings:
-        return warnings
-    sampling, training = sampling_peak(config, model), remembered_training_peak(config)
-    for title, device in titled_devices(config, memory).items():
-        whole = footprint(title, config, model, device, training=training, sampling=sampling)
-        if whole.total > MEMORY_WARNING_SHARE * device.available:
-            warnings.append(tight(title, whole, device.available))
+    try:
+        warnings = compared_rewards(config, memory)
+        pools = {pool: size for pool, size in memory.items() if not is_scoring_pool(pool)}
+        for title, device in titled_devices(config, pools).items():
+            warnings += compared(title, config, device)
+    except ConfigError:
+        raise
+    except Exception as error:
+        logger.info("no plan of the devices' memory", exc_info=True)
+        return [f"the devices' memory was not compared with a plan: {type(error).__name__}: {error}"]
     return warnings
+
+
+def compared(title: str, config: Config, device: Device) -> list[str]:
+    """Compares like `check_devices`, for one kind of process; raises every failure of the planner."""
+    if footprint(title, config, lasting=True).resident > device.available:
+        sentence = refusal(title, config, device)
+        if not config.allow_oom:
+            raise ConfigError(f"{sentence}; allow_oom=true tries anyway")
+        return [sentence]
+    whole = footprint(title, config)
+    return [tight(title, whole, device.available)] if whole.total > MEMORY_WARNING_SHARE * device.available else []
 
 
 def compared_rewards(config: Config, memory: Mapping[str, int]) -> list[str]:
@@ -140,108 +136,96 @@ def titled_devices(config: Config, memory: Mapping[str, int]) -> dict[str, Devic
     return {titles[pool]: Device(size, round(size * min(1.0, shares[pool]))) for pool, size in memory.items()}
 
 
-def footprint(
-    title: str, config: Config, model: MetaModel, device: Device, *, training: int = 0, sampling: int = 0
-) -> Footprint:
-    """Returns the planned memory of a process; `training` and `sampling` are the peak bytes of its activations."""
-    trainer = trainer_footprint(config, model, training)
-    rollout = rollout_footprint(config, model, sampling)
+def footprint(title: str, config: Config, *, lasting: bool = False) -> Footprint:
+    """Returns the planned memory of a process; `lasting` leaves out activations. Raises as `plan_memory`."""
+    of_trainer, of_rollout = (lasting_trainer, lasting_rollout) if lasting else (planned_trainer, planned_rollout)
     if title == TRAINER:
-        return trainer
+        return of_trainer(config)
     if title == ROLLOUT:
-        return rollout
+        return of_rollout(config)
     if title == ONE:
-        return in_one(trainer, rollout, full=model.full)
-    return beside(trainer, rollout, config.rollout.num_workers)
+        return in_one(of_trainer(config), of_rollout(config), full=config.tune == FULL)
+    return beside(of_trainer(config), of_rollout(config), config.rollout.num_workers)
 
 
-def refusal(title: str, config: Config, model: MetaModel, device: Device) -> str:
-    """Returns the clause for a process whose lasting parts exceed its device: their sizes, and up to three settings.
-
-    The settings make the process fit; if no single one does, they are those that help most.
-    """
-    held, available = footprint(title, config, model, device), device.available
+def refusal(title: str, config: Config, device: Device) -> str:
+    """Returns the clause for a process whose lasting parts exceed its device: their sizes, and what would help."""
+    held, available = footprint(title, config, lasting=True), device.available
     resident = {name: size for name, size in held.parts.items() if size and name in held.lasting}
     parts = ", ".join(f"{name} {size / GIB:.3g}" for name, size in resident.items())
-    left = {
-        change: footprint(title, change.applied(config), scaled(change, config, model), device).resident
-        for change in changes(title, config, model)
-        if change.accepted(config)
-    }
-    smaller = sorted((change for change in left if left[change] < held.resident), key=lambda c: left[c])
-    fitting = [change for change in left if left[change] <= available]
-    chosen = [*fitting, *(change for change in smaller if change not in fitting)][:MAX_SETTINGS_SHOWN]
-    verb = "it would fit with" if fitting else "it would need less, though not little enough, with"
-    advice = ", ".join(f"{change} ({left[change] / GIB:.3g} GiB)" for change in chosen)
     return (
         f"{title} holds {held.resident / GIB:.3g} GiB of weights, optimizer and versions alone "
-        f"({parts}), its device has {available / GIB:.3g} GiB; "
-        + (f"{verb} {advice}" if chosen else "no single setting would make it need less")
+        f"({parts}), its device has {available / GIB:.3g} GiB; {remedy(title, config, device, lasting=True)}"
     )
 
 
-def changes(title: str, config: Config, model: MetaModel) -> Sequence[Change]:
-    """Returns settings that reduce the lasting memory of a process, those that cost least speed or accuracy first."""
-    trainer, rollout = config.trainer, config.rollout
-    savings = []
-    full = config.tune == FULL
+def remedy(title: str, config: Config, device: Device, *, lasting: bool = False) -> str:
+    """Returns a clause with a setting that makes a process fit its device, or else the one that saves most.
+
+    `lasting` leaves out activations, and settings that only they depend on. Otherwise settings that reduce what lasts
+    are taken to leave activations as they are.
+    """
+
+    def resident(changed: Config) -> int:
+        return footprint(title, changed, lasting=True).resident
+
+    def total(changed: Config) -> int:
+        return footprint(title, changed).total
+
+    remedies: list[tuple[str, int] | None] = []
+    if lasting:
+        remedies.append(best(lasting_changes(title, config), config, resident, device.available))
+    else:
+        remedies.append(best(passing_changes(title, config), config, total, device.available))
+        if remedies[0] is None or remedies[0][1] > device.available:
+            beside = total(config) - resident(config)
+            remedies.append(
+                best(lasting_changes(title, config), config, lambda each: resident(each) + beside, device.available)
+            )
+    named = min((each for each in remedies if each is not None), key=lambda each: each[1], default=None)
+    if named is None:
+        return "no single setting would make it need less"
+    words, size = named
+    verb = "it would fit with" if size <= device.available else "it would need less, though not little enough, with"
+    return f"{verb} {words} ({size / GIB:.3g} GiB)"
+
+
+def lasting_changes(title: str, config: Config) -> Iterator[Change]:
+    """Yields settings that reduce the lasting memory of a process, those that cost least speed or accuracy first."""
+    trainer, rollout, full = config.trainer, config.rollout, config.tune == FULL
     if title != ROLLOUT:
-        savings += _shared(config)
+        if trainer.num_workers > 1 and trainer.shard != "full" and not trainer.cpu_offload:
+            yield {"trainer.shard": "full"}
+        if trainer.shard != "none":
+            yield {"trainer.num_workers": 2 * trainer.num_workers}
     if title != TRAINER:
         left = {"resident": ("offload", "cached"), "offload": ("cached",), "cached": ()}[rollout.text_encoder]
-        savings += [Change("rollout.text_encoder", where) for where in left]
+        yield from ({"rollout.text_encoder": where} for where in left)
     if title != ROLLOUT and not trainer.cpu_offload and not full:
-        savings.append(Change("trainer.cpu_offload", True))
-    if title != ROLLOUT and full and trainer.num_workers > 1 and trainer.shard != "full":
-        savings.append(Change("trainer.num_workers", 1))  # A single rank needs no buffer for the sum of other ranks.
+        yield {"trainer.cpu_offload": True}
     if config.model.dtype == "float32":
-        savings.append(Change("model.dtype", "bfloat16"))
+        yield {"model.dtype": "bfloat16"}
     if config.lora.rank > 1 and not full:
-        savings.append(Change("lora.rank", config.lora.rank // 2))
+        yield {"lora.rank": config.lora.rank // 2}
     if config.max_staleness > 0:
-        savings.append(fresh_images(config))
-    if title == ROLLOUT and not full:
-        savings += _spread(config, model)
-    return savings
+        yield fresh_images(config)
 
 
-def _spread(config: Config, model: MetaModel) -> list[Change]:
-    """Returns changes that spread the network of a rollout worker over more GPUs, as far as vllm-omni can do that."""
-    if model.family not in VLLM_FAMILIES or config.lora.rank > MAX_RANK:
-        return []
-    network: Any = model.policy.transformer
-    sizes = spread_sizes(model.family, network.config).values()
-    return [
-        Change("rollout.engine", "vllm_omni", (Change("rollout.gpus_per_worker", gpus),))
-        for gpus in (2, 4, 8)
-        if gpus > rollout_ranks(config) and not any(size % gpus for size in sizes)
-    ]
-
-
-def _shared(config: Config) -> list[Change]:
-    """Returns changes that let more trainer ranks share the base."""
-    trainer, savings = config.trainer, []
-    if trainer.num_workers > 1 and trainer.shard != "full" and not trainer.cpu_offload:
-        savings.append(Change("trainer.shard", "full"))
-    if trainer.shard != "none":
-        savings.append(Change("trainer.num_workers", 2 * trainer.num_workers))
-    return savings
-
-
-def scaled(change: Change, config: Config, model: MetaModel) -> MetaModel:
-    """Returns the model's sizes after a change, computed without building the model again."""
-    if change.key == "lora.rank":
-        return replace(model, adapter_parameters=model.adapter_parameters * change.value // config.lora.rank)
-    if change.key != "model.dtype":
-        return model
-    blocks = tuple(size // 2 for size in model.block_bytes)
-    return replace(
-        model,
-        block_bytes=blocks,
-        root_bytes=model.root_bytes // 2,
-        buffer_bytes=model.buffer_bytes // 2,
-        itemsize=model.itemsize // 2,
-    )
+def passing_changes(title: str, config: Config) -> Iterator[Change]:
+    """Yields settings that reduce the activations of a process, those that cost least speed first."""
+    trainer, rollout = config.trainer, config.rollout
+    if title != ROLLOUT:
+        if trainer.gradient_checkpointing != "full":
+            yield {"trainer.gradient_checkpointing": "full"}
+        if trainer.micro_batch_size > 1:
+            yield {"trainer.micro_batch_size": 1}
+    if title != TRAINER:
+        if rollout.tickets_per_batch > 1:
+            yield {"rollout.tickets_per_batch": 1}
+        if (rollout.batch_size or config.images_per_ticket) > 1:
+            yield {"rollout.batch_size": 1}
+        if not rollout.vae_tiling:
+            yield {"rollout.vae_tiling": True}
 
 
 def tight(title: str, footprint: Footprint, available: int) -> str:

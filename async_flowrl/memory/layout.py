@@ -12,6 +12,7 @@ from async_flowrl.config.reward_pools import is_scoring_pool
 from async_flowrl.config.schema import Config
 from async_flowrl.config.sections.tune import FULL
 from async_flowrl.config.shared import SHARED
+from async_flowrl.memory.devices import GIB, MEMORY_WARNING_SHARE, ROLLOUT, footprint, titled_devices
 from async_flowrl.training.messages import Layout
 
 logger = logging.getLogger(__name__)
@@ -59,7 +60,7 @@ def resolved(config: Config, memory: Mapping[str, int]) -> Chosen:
         return _chosen(layout, asked, why)
     except Exception as error:  # The run may start even if the planner cannot plan its model.
         logger.info("no plan of the trainer's layout", exc_info=True)
-        why = f"the model cannot be planned ({type(error).__name__}: {error}), and this needs least memory"
+        why = f"the model cannot be rehearsed ({type(error).__name__}: {error}), and this needs least memory"
         return _chosen(_filled(config, _shared(config), "full"), asked, why)
 
 
@@ -69,39 +70,21 @@ def fitting(config: Config, memory: Mapping[str, int]) -> tuple[Layout, str]:
     `memory` is pool → bytes of its smallest device. A layout fits if its planned memory, activations included, is at
     most MEMORY_WARNING_SHARE of the device. Raises the errors of the planner.
     """
-    # These import model code, which a driver without GPUs does not need.
-    from async_flowrl.memory.devices import MEMORY_WARNING_SHARE, ROLLOUT, TRAINER, footprint, titled_devices
-    from async_flowrl.memory.meta_model import build_meta_model
-    from async_flowrl.memory.peaks import remembered_training_peak, sampling_peak
-
     pools = {pool: size for pool, size in memory.items() if not is_scoring_pool(pool)}
     devices = {title: device for title, device in titled_devices(config, pools).items() if title != ROLLOUT}
     ((title, device),) = devices.items()
-    model = build_meta_model(config)
-    sampling = sampling_peak(config, model) if title != TRAINER else 0
-    peaks: dict[str, int] = {}
+    most = MEMORY_WARNING_SHARE * device.available
     tried: list[tuple[Layout, int]] = []
     for layout in candidates(config):
-        now, how = with_layout(config, layout), layout.gradient_checkpointing
-        held = footprint(title, now, model, device).resident
-        if held <= device.available and how not in peaks:
-            peaks[how] = remembered_training_peak(now)
-        whole = footprint(title, now, model, device, training=peaks.get(how, 0), sampling=sampling)
-        total = whole.total if held <= device.available else max(held, whole.total)
-        tried.append((layout, total))
-        if held <= device.available and total <= MEMORY_WARNING_SHARE * device.available:
+        tried.append((layout, footprint(title, with_layout(config, layout)).total))
+        if tried[-1][1] <= most:
             break
-    # Activations are not counted if the weights alone do not fit, so totals may be equal; the last of them is then
-    # taken, because it checkpoints most.
-    least = min(reversed(tried), key=lambda one: one[1])
-    layout, total = tried[-1] if tried[-1][1] <= MEMORY_WARNING_SHARE * device.available else least
+    layout, total = tried[-1] if tried[-1][1] <= most else min(tried, key=lambda one: one[1])
     return layout, _why(title, tried, layout, total, device.available)
 
 
 def _why(title: str, tried: list[tuple[Layout, int]], layout: Layout, total: int, available: int) -> str:
     """Returns in words the planned memory of the chosen layout, and of the next cheaper one, which does not fit."""
-    from async_flowrl.memory.devices import GIB, MEMORY_WARNING_SHARE
-
     needs = f"{title} is planned to need {total / GIB:.3g} of {available / GIB:.3g} GiB, activations included"
     dearer = [one for one in tried if one[0] != layout]
     if total > MEMORY_WARNING_SHARE * available:

@@ -1,42 +1,39 @@
 """Memory plan: device memory of a trainer rank and of a rollout worker, and bytes in the object store.
 
-`plan_memory` makes it. Weights, adapter (LoRA), optimizer and versions are counted from shapes. Activations are counted
-by running the network on the meta device, forward and backward, with the run's resolution, micro-batch, guidance and
-checkpointing.
+`plan_memory` makes it. What lasts (weights, adapter, optimizer, versions) is counted from sizes. Activations are what a
+rehearsal of the workers (memory/rehearsed.py) holds beside that at its peak.
 """
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
 
+from async_flowrl.algorithms.ema import samples_from_average
 from async_flowrl.algorithms.registry import build_algorithm
 from async_flowrl.config.schema import Config
-from async_flowrl.config.sharding import is_sharded
-from async_flowrl.memory.full_shares import of_one_rank
-from async_flowrl.memory.host_memory import (
-    FLOAT32_BYTES,
-    base_share,
-    host_bytes,
-    in_shares,
-    moving_averages,
-    received_versions,
-    ring_bytes,
-    snapshot_bytes,
-    streams,
+from async_flowrl.config.sharding import in_shares, is_sharded, ranks_per_replica
+from async_flowrl.memory.rehearsed import (
+    alone,
+    model_sizes,
+    rehearsed_rollout,
+    rehearsed_shapes,
+    sampling_bytes,
+    training_peak,
 )
 from async_flowrl.memory.sizes import Sizes
 from async_flowrl.tickets.arithmetic import SENT_VERSIONS, stored_bytes, ticket_bytes
+from checkpoint_engine.pinned_memory import pinned_bytes
 
-if TYPE_CHECKING:
-    from async_flowrl.memory.meta_model import MetaModel
-
+FLOAT32_BYTES = 4
 INT64_BYTES = 8
 MARGIN_SHARE = 0.10
 """Share added for memory that the allocator cannot use (fragments between blocks); an estimate, not measured."""
 RUNTIME_BYTES = 1_500_000_000
 """Bytes added per process for CUDA context, workspaces of libraries and communicators; an estimate, not measured."""
-MAX_GATHERED_BLOCKS = 3
-"""Blocks that FSDP holds whole at once: the one that computes, the next one, and the buffer it is gathered in."""
+GATHERED_BLOCKS = 3
+"""Blocks that FSDP2 holds whole at once: the one that computes, the next one, and the buffer it is gathered in."""
+REDUCED_BLOCKS = 2
+"""Blocks whose gradient is whole at once, in the dtype that is computed in and as the input of a reduce-scatter."""
 
 
 PASSING = ("activations", "gathered blocks")
@@ -89,16 +86,8 @@ def in_one(trainer: Footprint, rollout: Footprint, *, full: bool) -> Footprint:
 
 
 @dataclass(frozen=True)
-class Peaks:
-    """Peak bytes of the tensors that exist only during training or sampling (activations)."""
-
-    training: int
-    sampling: int
-
-
-@dataclass(frozen=True)
-class ProcessPlan:
-    """Memory that the processes of a configuration need. All sizes are in bytes."""
+class MemoryPlan:
+    """Memory that a configuration needs. All sizes are in bytes."""
 
     model: Sizes
     trainer: Footprint
@@ -109,69 +98,60 @@ class ProcessPlan:
     """Versions that a rollout worker keeps in host memory; 0 if it keeps them on its device."""
     snapshot: int
     """Copy in host memory of what a checkpoint holds, on each trainer rank that writes one."""
-
-
-@dataclass(frozen=True)
-class MemoryPlan(ProcessPlan):
-    """Memory that a configuration needs, with what lies in the object store."""
-
-    model: "MetaModel"
     ticket_bytes: int
     """Images and trajectory of one ticket in the object store."""
     payload: int
     """Most that lies in the object store at the same time: tickets, a state that is kept, and weights."""
     sent_weights: int
     """The weights among that, on their way to rollout workers."""
-    adapter_bytes: int
-    """One version."""
-    peaks: Peaks
+
+    @property
+    def adapter_bytes(self) -> int:
+        """Bytes of one version."""
+        return self.model.version_bytes
 
 
 def plan_memory(config: Config) -> MemoryPlan:
     """Plans the memory of a configuration with a layout (see `trainer_footprint`).
 
-    Raises ValueError if the model cannot be built without weights.
+    Raises ValueError if the model cannot be built without weights, and the errors of a rehearsal.
     """
-    # These import model code, which a driver that plans by the headers of files (node_memory.py) does not need.
-    from async_flowrl.memory.meta_model import build_meta_model
-    from async_flowrl.memory.peaks import remembered_training_peak, sampling_peak
-
-    model = build_meta_model(config)
-    sampling_bytes = sampling_peak(config, model)
-    activations = remembered_training_peak(config)
-    shapes = model.policy.shapes(config.rollout.resolution)
+    model, shapes = model_sizes(config), rehearsed_shapes(config)
     sent = SENT_VERSIONS * model.version_bytes
-    processes = plan_processes(config, model, activations, sampling_bytes)
     return MemoryPlan(
         model=model,
-        trainer=processes.trainer,
-        rollout=processes.rollout,
-        host=processes.host,
-        ring=processes.ring,
-        snapshot=processes.snapshot,
+        trainer=planned_trainer(config),
+        rollout=planned_rollout(config),
+        host=host_bytes(config, model),
+        ring=ring_bytes(config, model),
+        snapshot=snapshot_bytes(config, model),
         ticket_bytes=ticket_bytes(config, shapes),
         payload=stored_bytes(config, shapes, model.adapter_parameters) + sent,
         sent_weights=sent,
-        adapter_bytes=model.version_bytes,
-        peaks=Peaks(activations, sampling_bytes),
     )
 
 
-def plan_processes(
-    config: Config, model: Sizes, training: int = 0, sampling: int = 0, *, pinned: bool = True
-) -> ProcessPlan:
-    """Returns the memory of each process; `training` and `sampling` are the peak bytes of activations.
+def planned_trainer(config: Config) -> Footprint:
+    """Returns the memory of a trainer rank. Raises as `plan_memory`."""
+    model = model_sizes(config)
+    lasting = trainer_footprint(alone(config), model).resident
+    return trainer_footprint(config, model, max(0, training_peak(config) - lasting))
 
-    `pinned` is as for `ring_bytes`.
-    """
-    return ProcessPlan(
-        model=model,
-        trainer=trainer_footprint(config, model, training),
-        rollout=rollout_footprint(config, model, sampling),
-        host=host_bytes(config, model),
-        ring=ring_bytes(config, model, pinned=pinned),
-        snapshot=snapshot_bytes(config, model),
-    )
+
+def planned_rollout(config: Config) -> Footprint:
+    """Returns the memory of a rollout worker. Raises as `plan_memory`."""
+    vae = rehearsed_rollout(config).vae_parameters
+    return rollout_footprint(config, replace(model_sizes(config), vae_parameters=vae), sampling_bytes(config))
+
+
+def lasting_trainer(config: Config) -> Footprint:
+    """Returns the memory of a trainer rank without activations. Raises as `plan_memory`."""
+    return trainer_footprint(config, model_sizes(config))
+
+
+def lasting_rollout(config: Config) -> Footprint:
+    """Returns the memory of a rollout worker without activations and VAE. Raises as `plan_memory`."""
+    return rollout_footprint(config, model_sizes(config))
 
 
 def trainer_footprint(config: Config, model: Sizes, activations: int = 0) -> Footprint:
@@ -191,7 +171,7 @@ def trainer_footprint(config: Config, model: Sizes, activations: int = 0) -> Foo
     masters = moving_averages(config) + (config.lora.path is not None) + 1
     if model.full:
         whole = _full_parts(config, model, activations, versions, masters)
-        return Footprint(of_one_rank(whole, model, trainer.num_workers) if sharded else whole)
+        return Footprint(_share(whole, model, trainer.num_workers) if sharded else whole)
     parts = {
         "base weights": model.base_bytes + model.buffer_bytes,
         "adapter and its gradient": 2 * vector,
@@ -202,7 +182,7 @@ def trainer_footprint(config: Config, model: Sizes, activations: int = 0) -> Foo
     }
     if sharded:
         parts["base weights"] = model.buffer_bytes + (0 if trainer.cpu_offload else base_share(config, model))
-        parts["gathered blocks"] = model.root_bytes + MAX_GATHERED_BLOCKS * max(model.block_bytes)
+        parts["gathered blocks"] = model.root_bytes + GATHERED_BLOCKS * model.block_bytes
     return Footprint(parts)
 
 
@@ -234,6 +214,25 @@ def _full_parts(config: Config, model: Sizes, activations: int, versions: int, m
     }
 
 
+def _share(parts: Mapping[str, int], model: Sizes, ranks: int) -> dict[str, int]:
+    """Returns the parts of one of `ranks` ranks that share what they train, name → bytes; `parts` are those of all.
+
+    FSDP2 keeps the trained weights in float32 beside the masters, and frozen weights in their own dtype. There is a
+    single buffer for the sum of the gradients.
+    """
+    trained, frozen = model.adapter_parameters, model.base_bytes - model.version_bytes
+    counted = {"base weights", "activations", "sum of the gradients"}
+    shares = {name: math.ceil(size / ranks) for name, size in parts.items() if name not in counted}
+    blocks = GATHERED_BLOCKS + REDUCED_BLOCKS * (1 + FLOAT32_BYTES / model.itemsize)
+    return {
+        "base weights": model.buffer_bytes + math.ceil((frozen + FLOAT32_BYTES * trained) / ranks),
+        **shares,
+        "sum of the gradients": math.ceil(2 * FLOAT32_BYTES * trained / ranks),
+        "activations": parts["activations"],
+        "gathered blocks": model.root_bytes + math.ceil(blocks * model.block_bytes),
+    }
+
+
 def rollout_footprint(config: Config, model: Sizes, activations: int = 0) -> Footprint:
     """Returns the memory of a rollout worker; `activations` is the peak of its activations in bytes.
 
@@ -260,3 +259,84 @@ def rollout_footprint(config: Config, model: Sizes, activations: int = 0) -> Foo
 def rollout_ranks(config: Config) -> int:
     """Returns the number of GPUs among which one rollout worker's network is divided."""
     return max(1, int(config.rollout.gpus_per_worker)) if config.rollout.engine == "vllm_omni" else 1
+
+
+def base_share(config: Config, model: Sizes) -> int:
+    """Returns the bytes of one rank's share of a frozen base that is shared."""
+    return -(-model.base_bytes // ranks_per_replica(config, config.trainer.num_workers, sharded=True))
+
+
+def host_bytes(config: Config, model: Sizes, *, certain: bool = False) -> int:
+    """Returns the bytes that a trainer rank pins: an offloaded base, or with tune=full versions that are sent.
+
+    A LoRA's versions are small and left out. The first rank alone sends; what it gathers from shares is not pinned.
+    `certain` leaves out room for versions that may never be held.
+    """
+    if not model.full:
+        return base_share(config, model) if config.trainer.cpu_offload else 0
+    if in_shares(config):
+        return (1 if certain else sent_versions(config)) * model.version_bytes
+    return (kept_versions(config) if certain else sent_versions(config)) * pinned_bytes(model.version_bytes)
+
+
+def sent_versions(config: Config) -> int:
+    """Returns the largest number of versions for which a sending rank has buffers.
+
+    For each stream these are the newest `live_versions`, one that is being sealed, and one that is held for its
+    evaluation. If the policy itself is evaluated, because there is no EMA, one more can be held for the next evaluation
+    before the first is released. Of versions in shares, they are the newest one of each stream, one that is being
+    gathered, and of both streams together one that is gathered once more.
+    """
+    if in_shares(config):
+        return 2 * streams(config) + 1
+    held_twice = config.trainer.ema_decay is None and config.evaluate.every > 0
+    return streams(config) * (config.live_versions + 2) + held_twice
+
+
+def kept_versions(config: Config) -> int:
+    """Returns the number of versions that are kept at the same time once they have been made."""
+    return min(config.live_versions, config.total_steps)
+
+
+def received_versions(config: Config) -> int:
+    """Returns the versions that a rollout worker has room for beside the live one.
+
+    The ring of each stream has one slot for each version that a ticket may name. There is one slot for evaluation, and
+    one version is being received.
+    """
+    return streams(config) * config.live_versions + 1 + 1
+
+
+def ring_bytes(config: Config, model: Sizes, *, pinned: bool = True, certain: bool = False) -> int:
+    """Returns the bytes of the versions that a rollout worker keeps in host memory.
+
+    `pinned` is for a worker with a GPU, where a small version takes more than its own size; `certain` is as for
+    `host_bytes`.
+    """
+    if not config.versions_on_host:
+        return 0
+    versions = kept_versions(config) if certain else received_versions(config)
+    return versions * (pinned_bytes(model.version_bytes) if pinned else model.version_bytes)
+
+
+def snapshot_bytes(config: Config, model: Sizes) -> int:
+    """Returns the bytes of the copy that a trainer rank makes of the state for a checkpoint.
+
+    The state is the masters and both Adam moments in float32, the moving averages if there are any, and all kept
+    versions. A rank that has a share of it copies only that share.
+    """
+    whole = (
+        3 + moving_averages(config)
+    ) * model.adapter_parameters * FLOAT32_BYTES + config.live_versions * model.version_bytes
+    return -(-whole // (config.trainer.num_workers if in_shares(config) else 1))
+
+
+def streams(config: Config) -> int:
+    """Returns the number of streams: the policy, and its moving average (EMA) if there is one."""
+    return 2 if config.trainer.ema_decay is not None else 1
+
+
+def moving_averages(config: Config) -> int:
+    """Returns the number of moving averages of the trained weights: for evaluations, and that rollouts sample from."""
+    averaged = samples_from_average(config.algorithm.name, config.algorithm.old_policy_decay)
+    return streams(config) - 1 + averaged

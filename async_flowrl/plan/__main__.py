@@ -28,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         words.remove("--fit")
         return fit(words)
     if "--rehearse" in words:
-        from async_flowrl.plan.rehearsal.command import main as rehearse
+        from async_flowrl.plan.rehearse import main as rehearse
 
         words.remove("--rehearse")
         return rehearse(words)

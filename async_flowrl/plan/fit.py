@@ -8,25 +8,27 @@ import argparse
 import json
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
 from async_flowrl.config.check import ConfigError, check
 from async_flowrl.config.compose import compose_config
+from async_flowrl.config.reward_pools import HELD_OUT, scoring_pools, workers_key
+from async_flowrl.config.reward_pools import SHARED as SHARED_REWARD
 from async_flowrl.config.schema import Config
+from async_flowrl.config.sections.reward import RewardTerm
 from async_flowrl.config.sections.tune import FULL
 from async_flowrl.config.shared import SHARED
-from async_flowrl.memory.devices import MEMORY_WARNING_SHARE
 from async_flowrl.memory.largest import at_largest
-from async_flowrl.memory.layout import AUTO
-from async_flowrl.memory.meta_model import MetaModel, build_meta_model
-from async_flowrl.memory.peaks import sampling_peak, training_peak
-from async_flowrl.memory.processes import Footprint, in_one, rollout_footprint, trainer_footprint
+from async_flowrl.memory.layout import on_devices, resolved
+from async_flowrl.memory.processes import Footprint, in_one, planned_rollout, planned_trainer
 from async_flowrl.memory.seats import describe_pools, gpus_taken, reward_seats
-from async_flowrl.plan.fit_layouts import candidates
+from async_flowrl.rewards.served import served_terms
 from async_flowrl.tickets.arithmetic import check_batching
 
 GIB = 2**30
+Staff = Mapping[str, int]
+"""Reward pool of a single term that has GPUs (`reward/X`, `held_out/X`) → its workers."""
 RECIPES = ("sd35_ocr", "qwen_image_ocr", "flux_pickscore")
 
 
@@ -79,51 +81,17 @@ class Answer:
     """Workers of the reward pools and servers that have GPUs, in words; empty if there are none."""
 
 
-class Recipe:
-    """Recipe with a cache: its network is built once, and peaks of activations are counted once for each setting.
-
-    Raises ConfigError for a recipe that cannot work on any machine.
-    """
-
-    def __init__(self, experiment: str, overrides: Sequence[str] = ()) -> None:
-        self.experiment = experiment
-        self.words = [f"experiment={experiment}", *overrides]
-        self.plain = compose_config("one_step_off", self.words)
-        check(self.plain)
-        self._model: MetaModel | None = None
-        self._training: dict[tuple[int, str], int] = {}
-        self._sampling: dict[int, int] = {}
-
-    def footprints(self, config: Config, device: int) -> tuple[Footprint, Footprint]:
-        """Returns the memory of a trainer rank and of a rollout worker on devices of `device` bytes."""
-        if self._model is None:
-            self._model = build_meta_model(config)
-        trainer, chunk = config.trainer, config.rollout.batch_size or config.images_per_ticket
-        size = trainer.micro_batch_size, trainer.gradient_checkpointing
-        if chunk not in self._sampling:
-            self._sampling[chunk] = sampling_peak(config, self._model)
-        if size not in self._training:  # Checkpointing cannot be removed from a network, so this takes a new one.
-            self._training[size] = training_peak(config, build_meta_model(config))
-        tried = [trainer_footprint(each, self._model, self._training[size]) for each in with_layouts(config)]
-        trained = next((one for one in tried if one.total <= MEMORY_WARNING_SHARE * device), tried[-1])
-        return trained, rollout_footprint(config, self._model, self._sampling[chunk])
-
-
-def with_layouts(config: Config) -> list[Config]:
-    """Returns the configuration with each value that `trainer.shard=auto` may have, cheapest first."""
-    trainer = config.trainer
-    if trainer.shard != AUTO or trainer.num_workers == 1:
-        return [config]
-    return [replace(config, trainer=replace(trainer, shard=shard)) for shard in ("none", "full")]
-
-
-def answer(recipe: Recipe, hardware: Hardware) -> Answer:
+def answer(experiment: str, hardware: Hardware, overrides: Sequence[str] = ()) -> Answer:
     """Returns the first candidate that fits, or else the one that lacks the least memory.
 
     The answer has no words if every candidate is refused by the checks or takes more devices than the hardware has.
+    Raises ConfigError for a recipe that cannot work on any machine.
     """
+    recipe = [f"experiment={experiment}", *overrides]
+    plain = compose_config("one_step_off", recipe)
+    check(plain)
     answers: list[Answer] = []
-    for words in candidates(recipe.words, recipe.plain, hardware.devices):
+    for words in candidates(recipe, plain, hardware.devices):
         try:
             config = compose_config(words[0].removeprefix("--config-name "), words[1:])
             check(config)
@@ -133,21 +101,22 @@ def answer(recipe: Recipe, hardware: Hardware) -> Answer:
             continue
         if gpus_taken(config) > hardware.devices:
             continue
-        answers.append(judged(recipe, hardware, words, config))
+        answers.append(judged(experiment, hardware, words, config))
         if answers[-1].fits:
             return answers[-1]
     if not answers:
-        return Answer(recipe.experiment, hardware.name, False, (), 0.0, 0.0, hardware.gib)
+        return Answer(experiment, hardware.name, False, (), 0.0, 0.0, hardware.gib)
     return min(answers, key=lambda one: one.missing)
 
 
-def judged(recipe: Recipe, hardware: Hardware, words: Sequence[str], config: Config) -> Answer:
+def judged(experiment: str, hardware: Hardware, words: Sequence[str], config: Config) -> Answer:
     """Returns the answer for one candidate: `words` are its arguments, and `config` is their configuration."""
     device = round(hardware.gib * GIB)
-    trainer, rollout = recipe.footprints(config, device)
+    config = resolved(config, on_devices(config, device)).applied(config)
+    trainer, rollout = planned_trainer(config), planned_rollout(config)
     missing, lacking = max(shortages(config, trainer, rollout, device))
     return Answer(
-        recipe.experiment,
+        experiment,
         hardware.name,
         missing <= 0,
         tuple(words),
@@ -174,6 +143,147 @@ def shortages(config: Config, trainer: Footprint, rollout: Footprint, device: in
         yield rollout.total - device * min(1.0, shares[1]), "rollout worker"
     for seat in reward_seats(config):
         yield seat.footprint.total - device * min(1.0, seat.gpus), seat.title
+
+
+def candidates(words: Sequence[str], plain: Config, devices: int) -> Iterator[list[str]]:
+    """Yields the arguments of `async-flowrl train` to try: for each layout the plain recipe, then with more savings.
+
+    `words` are the overrides that make the recipe, whose configuration is `plain`.
+    """
+    for staff in staffs(plain):
+        for layout in layouts(words, plain, devices, staff):
+            saved: list[str] = []
+            yield layout
+            for saving in savings(plain):
+                saved.append(saving)
+                yield [*layout, *saved]
+
+
+def staffs(config: Config) -> Iterator[Staff]:
+    """Yields the workers of each reward pool of a single term: first as configured, then one per pool.
+
+    One worker per pool is slower but needs fewer GPUs.
+    """
+    configured = {p.name: p.workers for p in scoring_pools(config) if p.name != SHARED_REWARD and p.gpus_per_worker > 0}
+    yield configured
+    if any(count > 1 for count in configured.values()):
+        yield dict.fromkeys(configured, 1)
+
+
+def layouts(words: Sequence[str], config: Config, devices: int, staff: Staff) -> Iterator[list[str]]:
+    """Yields the arguments for each split of the devices into rollout and trainer workers, even splits first.
+
+    The reward pools of `staff` and the reward servers get their GPUs first; trainer and rollout get all that are left.
+    The last layout has `placement=shared`, with as many processes as fit. A layout with a single process is tried only
+    if no smaller `staff` follows or if `shared` is the recipe's own placement, which then has no other layout. With
+    `devices` of 1, all pools share that device.
+    """
+    if devices == 1:
+        yield from _one_device(words, config, staff)
+        return
+    if config.placement != SHARED:
+        for trainer, rollout in splits(config, devices, staff):
+            yield ["--config-name one_step_off", *words, *_counts(config, trainer, rollout, staff)]
+    together = replace(config, placement=SHARED)
+    fewest = 1 if config.placement == SHARED or max(staff.values(), default=1) == 1 else 2
+    for each in range(devices, fewest - 1, -1):
+        if gpus_taken(with_workers(together, each, each, staff)) <= devices:
+            yield _shared(words, config, _counts(config, each, each, staff))
+            return
+
+
+def splits(config: Config, devices: int, staff: Staff) -> list[tuple[int, int]]:
+    """Returns (trainer ranks, rollout workers) that fit the devices and leave no room for one more, even splits first.
+
+    The shared reward pool has as many workers as the rollout pool. So if its workers have whole GPUs, the sum of
+    trainer and rollout devices differs between splits.
+    """
+
+    def fits(trainer: int, rollout: int) -> bool:
+        return gpus_taken(with_workers(config, trainer, rollout, staff)) <= devices
+
+    fitting = {
+        (trainer, rollout)
+        for trainer in range(1, devices)
+        for rollout in range(1, devices - trainer + 1)
+        if fits(trainer, rollout)
+    }
+    largest = [(t, r) for t, r in fitting if (t + 1, r) not in fitting and (t, r + 1) not in fitting]
+    return sorted(largest, key=lambda split: (-min(split), -sum(split), split))
+
+
+def savings(config: Config) -> Iterator[str]:
+    """Yields settings that reduce memory, in the order in which they are added."""
+    yield "rollout.text_encoder=cached"
+    yield "rollout.batch_size=1"
+    if config.trainer.gradient_checkpointing != "full":
+        yield "trainer.gradient_checkpointing=full"
+    yield "trainer.micro_batch_size=1"
+    yield "trainer.shard=full"
+    yield "trainer.cpu_offload=true"
+
+
+def with_workers(config: Config, trainer: int, rollout: int, staff: Staff) -> Config:
+    """Returns the configuration with these numbers of workers; the shared reward pool has as many as rollout has."""
+
+    def staffed(terms: Mapping[str, RewardTerm], prefix: str) -> dict[str, RewardTerm]:
+        return {
+            name: replace(term, workers=staff.get(f"{prefix}/{name}", term.workers)) for name, term in terms.items()
+        }
+
+    held_out = replace(config.evaluate.reward, terms=staffed(config.evaluate.reward.terms, HELD_OUT))
+    return replace(
+        config,
+        trainer=replace(config.trainer, num_workers=trainer),
+        rollout=replace(config.rollout, num_workers=rollout),
+        reward=replace(config.reward, num_workers=rollout, terms=staffed(config.reward.terms, SHARED_REWARD)),
+        evaluate=replace(config.evaluate, reward=held_out),
+    )
+
+
+def _one_device(words: Sequence[str], config: Config, staff: Staff) -> Iterator[list[str]]:
+    """Yields the arguments for one device, of which each reward pool and server has its share, if any.
+
+    One process samples and trains on all that is left (`placement=shared`).
+    """
+    pools = scoring_pools(with_workers(config, 1, 1, staff))
+    seated = sum(pool.workers * pool.gpus_per_worker for pool in pools)
+    seated += sum(serve.gpus * serve.replicas for _, serve in served_terms(config))
+    if seated >= 1:
+        return
+    given = [*_numbers(1), *_staff(config, 1, staff)]
+    given += [f"{pool}.gpus_per_worker={1 - seated:g}" for pool in ("trainer", "rollout")] if seated else []
+    yield _shared(words, config, given)
+
+
+def _shared(words: Sequence[str], config: Config, given: Sequence[str]) -> list[str]:
+    placement = [] if config.placement == SHARED else [f"placement={SHARED}"]
+    return ["--config-name one_step_off", words[0], *placement, *words[1:], *given]
+
+
+def _numbers(workers: int) -> list[str]:
+    return [f"{pool}.num_workers={workers}" for pool in ("rollout", "trainer", "reward")]
+
+
+def _counts(config: Config, trainer: int, rollout: int, staff: Staff) -> list[str]:
+    """Returns the settings of numbers of workers that are not the recipe's own."""
+    given = {
+        "rollout.num_workers": (rollout, config.rollout.num_workers),
+        "trainer.num_workers": (trainer, config.trainer.num_workers),
+        "reward.num_workers": (rollout, config.reward.num_workers),
+    }
+    counts = [f"{key}={value}" for key, (value, usual) in given.items() if value != usual]
+    return [*counts, *_staff(config, rollout, staff)]
+
+
+def _staff(config: Config, shared: int, staff: Staff) -> list[str]:
+    """Returns the settings of `staff` that differ from the recipe with `shared` workers in the shared reward pool."""
+    now = replace(config, reward=replace(config.reward, num_workers=shared))
+    return [
+        f"{workers_key(pool.name)}={staff[pool.name]}"
+        for pool in scoring_pools(now)
+        if pool.name in staff and pool.workers != staff[pool.name]
+    ]
 
 
 def markdown(answers: Sequence[Answer]) -> str:
@@ -208,8 +318,7 @@ def main(arguments: Sequence[str]) -> int:
     experiments = [word for word in given.words if "=" not in word]
     overrides = [word for word in given.words if "=" in word]
     try:
-        recipes = [Recipe(experiment, overrides) for experiment in experiments or RECIPES]
-        answers = [answer(recipe, hardware) for recipe in recipes for hardware in HARDWARE]
+        answers = [answer(name, hardware, overrides) for name in experiments or RECIPES for hardware in HARDWARE]
     except (ConfigError, ValueError) as error:
         sys.stderr.write(f"plan: {error}\n")
         return 2

@@ -1,4 +1,4 @@
-"""What a run has measured, from the records in its directory: tickets, updates, scores, deliveries and steps.
+"""Measurements of a run, from the records in its directory: tickets, updates, scores, deliveries and steps.
 
 Only files are read: neither the model nor the rewards of the run's configuration are imported.
 """

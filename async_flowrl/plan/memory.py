@@ -12,9 +12,9 @@ from async_flowrl.config.check import ConfigError, check
 from async_flowrl.config.compose import DEFAULT, compose_config
 from async_flowrl.config.resolution import in_pixels, parse_resolution
 from async_flowrl.config.schema import Config
+from async_flowrl.config.sharding import in_shares
 from async_flowrl.config.shared import SHARED
-from async_flowrl.memory.devices import ONE, ROLLOUT, TRAINER, Device, enough_gpus, refusal, seat_for
-from async_flowrl.memory.host_memory import in_shares
+from async_flowrl.memory.devices import GIB, ONE, ROLLOUT, TRAINER, Device, enough_gpus, remedy, seat_for
 from async_flowrl.memory.largest import at_largest
 from async_flowrl.memory.layout import Chosen, on_devices, resolved
 from async_flowrl.memory.processes import (
@@ -27,11 +27,7 @@ from async_flowrl.memory.processes import (
     rollout_ranks,
 )
 from async_flowrl.memory.seats import describe_gpus, gpus_taken, reward_seats
-from async_flowrl.plan.fitting import advice
-from async_flowrl.plan.placed_memory import by_placement, describe_placements
 from separation.table import format_table
-
-GIB = 2**30
 
 
 @dataclass(frozen=True)
@@ -60,7 +56,7 @@ def describe(plan: MemoryPlan, config: Config, device_gib: float) -> str:
     GiB are 2**30 bytes; MB and GB are powers of ten.
     """
     model = plan.model
-    whole = f"{config.model.path}: {model.base_parameters / 1e9:.2f} B parameters in {len(model.block_bytes)} blocks"
+    whole = f"{config.model.path}: {model.base_parameters / 1e9:.2f} B parameters in {model.blocks} blocks"
     what = "full weights: {} M trained" if model.full else "LoRA of {} M parameters"
     trained = f"{what.format(f'{model.adapter_parameters / 1e6:.1f}')}, {plan.adapter_bytes / 1e6:.0f} MB per version"
     sections = [f"{whole}, {trained}", f"images of {in_pixels(parse_resolution(config.rollout.resolution))}", ""]
@@ -118,15 +114,11 @@ def processes(plan: MemoryPlan, config: Config) -> list[Process]:
 
 
 def verdict(plan: MemoryPlan, config: Config, device_gib: float) -> list[str]:
-    """Returns a sentence per kind of process on whether it fits devices of `device_gib` GiB, and two on the devices.
-
-    These say how many are taken, and whether other placements would fit them.
-    """
-    sentences = [judged(process, plan, config, device_gib) for process in processes(plan, config)]
-    return [*sentences, describe_gpus(config), describe_placements(plan, config, device_gib)]
+    """Returns a sentence per kind of process on whether it fits devices of `device_gib` GiB, and one on the devices."""
+    return [*(judged(each, config, device_gib) for each in processes(plan, config)), describe_gpus(config)]
 
 
-def judged(process: Process, plan: MemoryPlan, config: Config, device_gib: float) -> str:
+def judged(process: Process, config: Config, device_gib: float) -> str:
     """Returns a sentence on whether the process fits, and if not, on settings that help."""
     footprint, available = process.footprint, process.available(device_gib)
     whole = f"{device_gib:g} GiB"
@@ -137,11 +129,11 @@ def judged(process: Process, plan: MemoryPlan, config: Config, device_gib: float
     if left >= 0:
         return f"a {process.title} fits {part}a device of {whole}, {left:.1f} GiB left{process.caveat}"
     return f"a {process.title} does not fit {part}{whole}, {-left:.1f} GiB are missing: " + cure(
-        process, plan, config, Device(round(device_gib * GIB), available)
+        process, config, Device(round(device_gib * GIB), available)
     )
 
 
-def cure(process: Process, plan: MemoryPlan, config: Config, device: Device) -> str:
+def cure(process: Process, config: Config, device: Device) -> str:
     """Returns a clause with settings that make the process fit, or come nearest to it, or more of a device."""
     footprint = process.footprint
     if not process.kind:
@@ -150,9 +142,8 @@ def cure(process: Process, plan: MemoryPlan, config: Config, device: Device) -> 
     larger = f"a device of {math.ceil(footprint.total / GIB / share)} GiB"
     if footprint.total <= device.memory:
         larger = f"{enough_gpus(footprint.total, device.memory):g} of the device"
-    if footprint.resident <= device.available:
-        return f"{advice(process.kind, config, plan.model, plan.peaks, device)}, or with {larger}"
-    return f"{refusal(process.kind, config, plan.model, device)}; as it is, it takes {larger}"
+    lasting = footprint.resident > device.available
+    return f"{remedy(process.kind, config, device, lasting=lasting)}, or with {larger}"
 
 
 def as_json(plan: MemoryPlan, config: Config, device_gib: float) -> dict[str, Any]:
@@ -174,7 +165,6 @@ def as_json(plan: MemoryPlan, config: Config, device_gib: float) -> dict[str, An
         "sent_weights": plan.sent_weights,
         "adapter_bytes": plan.adapter_bytes,
         "devices": gpus_taken(config),
-        "placements": {placed.placement: asdict(placed) for placed in by_placement(plan, config, device_gib)},
         "fits": all(process.footprint.total <= process.available(device_gib) for process in processes(plan, config)),
     }
 

@@ -1,5 +1,6 @@
 """Base class of model families on a diffusers pipeline: loads them, or builds them without weights for plans."""
 
+import inspect
 from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -24,6 +25,8 @@ class PipelineFamily:
     """diffusers' class name of the pipeline."""
     transformer: ClassVar[str]
     """diffusers' class name of the transformer."""
+    layer_keys: ClassVar[tuple[str, ...]] = ("num_layers",)
+    """Keys of the transformer's configuration that are numbers of blocks."""
     usual_guidance: tuple[float, float]
     usual_steps: int
 
@@ -91,37 +94,23 @@ class PipelineFamily:
             max_sequence_length=max_sequence_length,
         )
 
-    def on_meta(
-        self,
-        transformer: Mapping[str, Any],
-        vae: Mapping[str, Any],
-        *,
-        dtype: torch.dtype,
-        max_sequence_length: int | None = None,
-    ) -> PipelinePolicy:
-        """Returns a policy on the meta device, from the configurations of transformer and VAE; it needs no memory.
+    def stacks(self, transformer: Mapping[str, Any]) -> dict[str, int]:
+        """Returns name → number of the blocks that are alike, for a plan; empty if a class does not name them.
 
-        Its network and VAE compute only shapes and dtypes. It has no schedule and no text encoders.
+        `transformer` is the network's configuration.
         """
         import diffusers
 
-        from async_flowrl.policies.loading import quiet
+        usual = inspect.signature(getattr(diffusers, self.transformer).__init__).parameters
+        return {
+            key: int(transformer.get(key, usual[key].default))
+            for key in self.layer_keys
+            if key in transformer or key in usual
+        }
 
-        kind = getattr(diffusers, self.transformer)
-        with quiet(), torch.device("meta"):
-            network = kind.from_config(dict(transformer)).requires_grad_(False).eval()
-            decoder = getattr(diffusers, vae["_class_name"]).from_config(dict(vae)).requires_grad_(False).eval()
-        for tensor in [*network.parameters(), *decoder.parameters()]:
-            tensor.data = tensor.data.to(dtype)
-        stock = getattr(diffusers, self.pipeline)
-        pipeline = SimpleNamespace(
-            transformer=network,
-            scheduler=None,
-            vae=decoder,
-            vae_scale_factor=self.scale_factor(vae),
-            _unpack_latents=getattr(stock, "_unpack_latents", None),
-        )
-        return self.around(pipeline, dtype, max_sequence_length=max_sequence_length)
+    def with_stacks(self, transformer: Mapping[str, Any], stacks: Mapping[str, int]) -> dict[str, Any]:
+        """Returns the network's configuration with other numbers of blocks."""
+        return {**transformer, **stacks}
 
     @staticmethod
     def scale_factor(vae: Mapping[str, Any]) -> int:

@@ -93,3 +93,12 @@ class SD3Family(PipelineFamily):
     usual_guidance = 4.5, 0.0
     # The default of StableDiffusion3Pipeline.__call__, diffusers 0.40.
     usual_steps = 28
+
+    def stacks(self, transformer: Mapping[str, Any]) -> dict[str, int]:
+        """The first blocks of SD3.5-medium have two attentions, the others, and all of other models, have one."""
+        dual, whole = tuple(transformer.get("dual_attention_layers", ())), super().stacks(transformer)["num_layers"]
+        return {"dual": len(dual), "single": whole - len(dual)} if dual == tuple(range(len(dual))) else {}
+
+    def with_stacks(self, transformer: Mapping[str, Any], stacks: Mapping[str, int]) -> dict[str, Any]:
+        dual = tuple(range(stacks["dual"]))
+        return {**transformer, "num_layers": sum(stacks.values()), "dual_attention_layers": dual}

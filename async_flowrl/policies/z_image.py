@@ -84,6 +84,7 @@ class ZImageFamily(PipelineFamily):
 
     policy = ZImagePolicy
     pipeline, transformer = "ZImagePipeline", "ZImageTransformer2DModel"
+    layer_keys = ("n_layers",)
     # For Z-Image-Turbo, from the example of ZImagePipeline.__call__, diffusers 0.40.
     usual_guidance = 1.0, 0.0
     usual_steps = 8

@@ -9,6 +9,7 @@ from async_flowrl.config.pool_names import ROLLOUT, TRAINER
 from async_flowrl.config.reward_pools import is_scoring_pool, scoring_pools
 from async_flowrl.config.schema import Config
 from async_flowrl.controller.trainer import TrainerGroup
+from async_flowrl.memory.devices import check_devices
 from async_flowrl.memory.layout import resolved
 from async_flowrl.observability.terminal import say
 from async_flowrl.observability.wrapped import named_lines
@@ -26,8 +27,6 @@ async def compare_devices(config: Config, memory: Mapping[str, int]) -> None:
     device is too small.
     """
     if memory:
-        from async_flowrl.memory.devices import check_devices  # imports model code
-
         for sentence in await asyncio.to_thread(check_devices, config, memory):
             logger.warning("%s", sentence)
 

@@ -1,6 +1,6 @@
 """Check of the nodes' host memory before models are loaded; run/job.py calls `ready_nodes`.
 
-The plan (memory/node_memory.py) says what the processes need, each node says what it has, and one worker counts the
+The plan (memory/host.py) says what the processes need, each node says what it has, and one worker counts the
 elements of the model's files by their headers. Where any of that fails, the run goes on without the check.
 """
 
@@ -11,8 +11,7 @@ from typing import Any
 
 from async_flowrl.config.pool_names import ROLLOUT, TRAINER
 from async_flowrl.controller.download import download_model, loaders, model_of
-from async_flowrl.memory.node_memory import check_hosts
-from async_flowrl.memory.nodes import Hosts, NodeProcesses
+from async_flowrl.memory.host import Hosts, NodeProcesses, check_hosts
 from async_flowrl.run.prepare import Prepared
 from separation.group import PoolSpec, WorkerFailed, WorkerGroup
 from separation.node_memory import NodeMemory, node_memory

@@ -20,6 +20,8 @@ workers that join later; the one under way; and one that is evaluated, the movin
 
 Not counted are copies on further nodes, and versions that wait for a worker which takes longer than a step for one, or
 which joins while the run goes on."""
+HELD = 2
+"""Versions that are kept for evaluations: of one that is under way, and of the next one."""
 
 
 def shape(config: Config) -> Shape:
@@ -106,11 +108,11 @@ def stored_bytes(config: Config, shapes: Shapes, trained: int = 0) -> int:
 def state_bytes(config: Config, trained: int) -> int:
     """Returns the bytes of the trainer's state that the controller keeps, with versions counted as float32.
 
-    They are masters, two moments, the versions that may be asked for, one that is kept for an evaluation, and moving
+    They are masters, two moments, the versions that may be asked for, those that are kept for evaluations, and moving
     averages. The result is 0 for whole weights, of which no state is kept.
     """
     if config.tune == FULL:
         return 0
     averaged = samples_from_average(config.algorithm.name, config.algorithm.old_policy_decay)
-    vectors = 3 + config.live_versions + 1 + averaged + 2 * (config.trainer.ema_decay is not None)
+    vectors = 3 + config.live_versions + HELD + averaged + (config.trainer.ema_decay is not None)
     return _FLOAT_BYTES * vectors * trained

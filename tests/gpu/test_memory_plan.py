@@ -11,18 +11,16 @@ import torch
 
 from async_flowrl.config.compose import compose_config
 from async_flowrl.config.schema import Config
-from async_flowrl.memory.footprint import fused_attention
-from async_flowrl.memory.host_memory import sent_versions
-from async_flowrl.memory.processes import Footprint, plan_memory
-from async_flowrl.plan.rehearsal.cards import card_of
-from async_flowrl.plan.rehearsal.estimate import peak
-from async_flowrl.plan.rehearsal.model import FakeModel, conditioning
-from async_flowrl.plan.rehearsal.rollout import deliver, rehearse_rollout, ticket_request
-from async_flowrl.plan.rehearsal.trainer import rehearse_trainer, settle, update_request
+from async_flowrl.memory.processes import Footprint, plan_memory, sent_versions
+from async_flowrl.memory.rehearsal.model import FakeModel, conditioning
+from async_flowrl.memory.rehearsal.rollout import deliver, rehearse_rollout, ticket_request
+from async_flowrl.memory.rehearsal.trainer import rehearse_trainer, settle, update_request
+from async_flowrl.plan.estimate import peak
 from async_flowrl.policies.registry import resolve_model
 from async_flowrl.rollout.worker import RolloutWorker
 from async_flowrl.training.worker import TrainerWorker
 from checkpoint_engine import Publisher
+from tests.support.fused_attention import fused_attention
 
 pytestmark = [
     pytest.mark.gpu,
@@ -101,11 +99,11 @@ def alone(rehearse: Callable[[Config], int], config: Config) -> int:
 
 
 def rehearsed_trainer(config: Config) -> int:
-    return peak(rehearse_trainer(config, FakeModel.of(config), card_of("H100")).phases.values()).peak
+    return peak(rehearse_trainer(config, FakeModel.of(config)).phases.values()).peak
 
 
 def rehearsed_rollout(config: Config) -> int:
-    return peak(rehearse_rollout(config, FakeModel.of(config), card_of("H100")).phases.values()).peak
+    return peak(rehearse_rollout(config, FakeModel.of(config)).phases.values()).peak
 
 
 def peak_of(work: Callable[[], None]) -> int:

@@ -12,7 +12,7 @@ from async_flowrl.doctor import __main__ as doctor
 from async_flowrl.doctor import configuration
 from async_flowrl.doctor import facts as told
 from async_flowrl.doctor.configuration import host_processes
-from async_flowrl.memory.host_needs import PROCESS_BYTES, Process
+from async_flowrl.memory.host import PROCESS_BYTES, Process
 from async_flowrl.memory.processes import plan_memory
 
 LOCAL = ("runtime.backend=local", "total_steps=1", "evaluate.before_training=false", "model.tiny.layers=1")

@@ -71,9 +71,8 @@ from dataclasses import replace
 import async_flowrl.run.job, separation.ray_cluster
 from async_flowrl.config.compose import compose_config
 from async_flowrl.memory.layout import resolved
-from async_flowrl.memory.node_memory import check_hosts
+from async_flowrl.memory.host import Hosts, NodeProcesses, check_hosts
 from async_flowrl.policies.stored import StoredElements
-from async_flowrl.memory.nodes import Hosts, NodeProcesses
 from async_flowrl.run.prepare import prepare
 from separation.node_memory import node_memory
 prepared = prepare(compose_config(overrides=sys.argv[1:]))

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from async_flowrl.config.compose import compose_config
 from async_flowrl.config.schema import Config
-from async_flowrl.memory.nodes import Hosts, NodeProcesses
+from async_flowrl.memory.host import Hosts, NodeProcesses
 from async_flowrl.policies.stored import FILE
 from async_flowrl.run import hosts
 from async_flowrl.run.hosts import look_at, own_node, ready_nodes

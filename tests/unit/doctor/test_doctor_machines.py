@@ -20,7 +20,7 @@ from async_flowrl.doctor.configuration import (
 from async_flowrl.doctor.facts import Asked
 from async_flowrl.doctor.findings import FAILED, OK, WARNING, Finding
 from async_flowrl.doctor.nodes import Machine, broadcast_finding, clock_finding, machine_finding, same_findings
-from async_flowrl.memory.host_needs import Process
+from async_flowrl.memory.host import Process
 from async_flowrl.memory.processes import plan_memory
 from separation.cluster_probe import Offset
 

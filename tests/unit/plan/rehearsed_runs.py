@@ -4,11 +4,11 @@ from functools import cache
 
 from async_flowrl.config.compose import compose_config
 from async_flowrl.config.schema import Config
-from async_flowrl.plan.rehearsal.cards import card_of
-from async_flowrl.plan.rehearsal.command import rehearse
-from async_flowrl.plan.rehearsal.model import FakeModel
-from async_flowrl.plan.rehearsal.report import Rehearsal
-from async_flowrl.plan.rehearsal.rollout import RolloutRehearsal, rehearse_rollout
+from async_flowrl.memory.rehearsal.model import FakeModel
+from async_flowrl.memory.rehearsal.rollout import RolloutRehearsal, rehearse_rollout
+from async_flowrl.plan.cards import card_of
+from async_flowrl.plan.rehearse import rehearse
+from async_flowrl.plan.report import Rehearsal
 
 
 def shallow(*overrides: str) -> Config:
@@ -23,4 +23,4 @@ def rehearsed(*overrides: str, card: str = "H100") -> Rehearsal:
 
 def worker_alone(*overrides: str) -> RolloutRehearsal:
     config = shallow(*overrides)
-    return rehearse_rollout(config, FakeModel.of(config), card_of("H100"))
+    return rehearse_rollout(config, FakeModel.of(config))

@@ -9,27 +9,44 @@ from async_flowrl.config.check import check
 from async_flowrl.config.compose import compose_config
 from async_flowrl.config.reward_pools import scoring_pools
 from async_flowrl.config.schema import Config
+from async_flowrl.memory.layout import Chosen
 from async_flowrl.memory.processes import Footprint
 from async_flowrl.memory.seats import gpus_by_pool, gpus_taken, reward_seats
 from async_flowrl.plan import fit
-from async_flowrl.plan.fit import Hardware, Recipe, answer
-from async_flowrl.plan.fit_layouts import candidates, layouts, splits, staffs
+from async_flowrl.plan.fit import Answer, Hardware, candidates, layouts, splits, staffs
+from async_flowrl.training.messages import Layout
 
 GIB = 2**30
 PICK = "+evaluate.reward.terms={pick: {name: pickscore, workers: 2, gpus_per_worker: 1}}"
 """A held-out judge with two GPUs of its own."""
 
 
-class Sized(Recipe):
-    """A recipe of given footprints, in GiB: what saves memory is only the micro-batch."""
+def words_of(experiment: str, *overrides: str) -> list[str]:
+    return [f"experiment={experiment}", *overrides]
 
-    def footprints(self, config: Config, device: int) -> tuple[Footprint, Footprint]:
-        trainer = 10 + 4 * config.trainer.micro_batch_size
-        return Footprint({"all": trainer * GIB}), Footprint({"all": 16 * GIB})
+
+def plain(experiment: str, *overrides: str) -> Config:
+    return compose_config("one_step_off", words_of(experiment, *overrides))
+
+
+def answer(experiment: str, kind: Hardware, overrides: Sequence[str] = ()) -> Answer:
+    return fit.answer(experiment, kind, overrides)
+
+
+@pytest.fixture(autouse=True)
+def sized(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Footprints are given, in GiB: what saves memory is only the micro-batch."""
+
+    def trainer(config: Config) -> Footprint:
+        return Footprint({"all": (10 + 4 * config.trainer.micro_batch_size) * GIB})
+
+    monkeypatch.setattr(fit, "planned_trainer", trainer)
+    monkeypatch.setattr(fit, "planned_rollout", lambda config: Footprint({"all": 16 * GIB}))
+    monkeypatch.setattr(fit, "resolved", lambda config, memory: Chosen(Layout.named(config.trainer), ()))
 
 
 def test_the_table_gives_the_first_command_that_fits_or_what_is_missing() -> None:
-    found = {kind.name: answer(Sized("sd35_ocr"), kind) for kind in fit.HARDWARE}
+    found = {kind.name: answer("sd35_ocr", kind) for kind in fit.HARDWARE}
     assert found["4 x 80 GB"].words == ("--config-name one_step_off", "experiment=sd35_ocr")
     assert found["2 x 24 GB"].fits and found["2 x 24 GB"].words[-1] == "trainer.micro_batch_size=1"
     assert not found["1 x 24 GB"].fits and found["1 x 24 GB"].missing > 5
@@ -47,7 +64,7 @@ def test_what_is_missing_is_missing_of_a_share_of_a_device() -> None:
     def lacks(rollout_share: float, reward_share: float) -> tuple[float, str]:
         shares = [f"rollout.gpus_per_worker={rollout_share}", f"reward.gpus_per_worker={reward_share}"]
         config = compose_config("one_step_off", [*words, *shares])
-        found = fit.judged(Sized("sd35_ocr"), kind, words, config)
+        found = fit.judged("sd35_ocr", kind, words, config)
         assert found.fits == (found.missing <= 0)
         assert found.fits or f"{found.missing:.1f} GiB are missing: {found.lacking} |" in fit.markdown([found])
         return found.missing, found.lacking
@@ -59,7 +76,7 @@ def test_what_is_missing_is_missing_of_a_share_of_a_device() -> None:
 
 
 def test_servers_of_a_judge_have_devices_of_their_own_in_the_table() -> None:
-    found = [answer(Sized("qwen_image_ocr_vlm"), kind) for kind in fit.HARDWARE]
+    found = [answer("qwen_image_ocr_vlm", kind) for kind in fit.HARDWARE]
     words = {one.hardware: one.words for one in found}
     assert words["2 x 80 GB"] == ()
     for kind in ("4 x 80 GB", "8 x 80 GB"):
@@ -68,8 +85,7 @@ def test_servers_of_a_judge_have_devices_of_their_own_in_the_table() -> None:
 
 
 def test_one_device_is_shared_with_the_rewards_seat() -> None:
-    recipe = Recipe("flux_pickscore")
-    (words,) = layouts(recipe.words, recipe.plain, 1, {})
+    (words,) = layouts(words_of("flux_pickscore"), plain("flux_pickscore"), 1, {})
     assert placement(words) == "shared"
     assert gpus_taken(composed(words)) == 1 and reward_seats(composed(words))[0].gpus == 0.1
     assert gpus_taken(compose_config("one_step_off", ["experiment=flux_pickscore"])) == 8
@@ -93,11 +109,11 @@ def pools(words: Sequence[str]) -> dict[str, int]:
 
 
 def test_a_held_out_pool_has_its_seats_before_the_others_share_what_is_left() -> None:
-    found = {kind.name: answer(Sized("sd35_ocr", [PICK]), kind) for kind in fit.HARDWARE}
+    found = {kind.name: answer("sd35_ocr", kind, [PICK]) for kind in fit.HARDWARE}
     assert pools(found["8 x 80 GB"].words) == {"trainer": 3, "rollout": 3, "held_out/pick": 2}
     assert pools(found["4 x 80 GB"].words) == {"trainer": 1, "rollout": 1, "held_out/pick": 2}
     # Three devices would be one too few for both of its workers, and two are too few for two pools beside one.
-    three = answer(Sized("sd35_ocr", [PICK]), Hardware("3 x 80 GB", 79, 3))
+    three = answer("sd35_ocr", Hardware("3 x 80 GB", 79, 3), [PICK])
     assert pools(three.words) == {"trainer": 1, "rollout": 1, "held_out/pick": 1}
     assert "evaluate.reward.terms.pick.workers=1" in three.words
     assert pools(found["2 x 80 GB"].words) == {"shared": 1, "held_out/pick": 1}
@@ -105,31 +121,32 @@ def test_a_held_out_pool_has_its_seats_before_the_others_share_what_is_left() ->
     page = fit.markdown([found["8 x 80 GB"], found["1 x 80 GB"]])
     assert "reward.num_workers=3` (held_out/pick 2) |" in page and "it takes more devices" in page
     assert f"train --config-name one_step_off experiment=sd35_ocr '{PICK}' rollout" in page, "a shell can read it"
-    assert answer(Sized("sd35_ocr"), Hardware("3 x 80 GB", 79, 3)).seats == ""
+    assert answer("sd35_ocr", Hardware("3 x 80 GB", 79, 3)).seats == ""
 
 
 def test_workers_that_a_term_takes_from_the_shared_pool_do_not_grow_with_the_devices() -> None:
     """Without `workers` a term's pool has as many as `reward.num_workers`, which is set to that of rollout workers."""
     term = "+evaluate.reward.terms={pick: {name: pickscore, gpus_per_worker: 0.5}}"
     own = "+reward.terms.judge={name: pickscore, gpus_per_worker: 1, workers: 1}"
-    recipe = Sized("sd35_ocr", ["reward.num_workers=2", term, own])
-    many = answer(recipe, Hardware("2 nodes x 8 x 80 GB", 79, 8, 2))
+    overrides = ["reward.num_workers=2", term, own]
+    many = answer("sd35_ocr", Hardware("2 nodes x 8 x 80 GB", 79, 8, 2), overrides)
     assert pools(many.words) == {"trainer": 7, "rollout": 7, "reward/judge": 1, "held_out/pick": 2}
     assert many.seats == "reward/judge 1, held_out/pick 2 x 0.5"
 
 
 def test_splits_are_even_and_leave_no_device_idle() -> None:
-    plain = Recipe("sd35_ocr").plain
-    assert splits(plain, 5, {})[:2] == [(2, 3), (3, 2)] and all(sum(split) == 5 for split in splits(plain, 5, {}))
-    seated = Recipe("sd35_ocr", ["reward.gpus_per_worker=1"]).plain
+    usual = plain("sd35_ocr")
+    assert splits(usual, 5, {})[:2] == [(2, 3), (3, 2)] and all(sum(split) == 5 for split in splits(usual, 5, {}))
+    seated = plain("sd35_ocr", "reward.gpus_per_worker=1")
     # Each rollout worker brings a reward worker with a GPU of its own along.
     assert splits(seated, 8, {}) == [(4, 2), (2, 3), (6, 1)]
     assert splits(seated, 2, {}) == []
 
 
 def test_one_device_holds_a_held_out_pool_with_a_share() -> None:
-    recipe = Recipe("sd35_ocr", ["+evaluate.reward.terms={pick: {name: pickscore, workers: 2, gpus_per_worker: 0.1}}"])
-    plans = [words for staff in staffs(recipe.plain) for words in layouts(recipe.words, recipe.plain, 1, staff)]
+    given = "sd35_ocr", "+evaluate.reward.terms={pick: {name: pickscore, workers: 2, gpus_per_worker: 0.1}}"
+    recipe = plain(*given)
+    plans = [words for staff in staffs(recipe) for words in layouts(words_of(*given), recipe, 1, staff)]
     configs = [composed(words) for words in plans]
     assert [config.placement for config in configs] == ["shared"] * 2
     found = [(config.trainer.gpus_per_worker, config.rollout.gpus_per_worker, gpus_taken(config)) for config in configs]
@@ -137,29 +154,22 @@ def test_one_device_holds_a_held_out_pool_with_a_share() -> None:
     assert [scoring_pools(config)[-1].workers for config in configs] == [2, 1]
 
 
-class OneBase(Recipe):
-    """A recipe whose processes have nothing but a base of 50 GiB: a card of 79 GiB holds one, not two."""
-
-    def footprints(self, config: Config, device: int) -> tuple[Footprint, Footprint]:
-        base = Footprint({"base weights": 50 * GIB})
-        return base, base
-
-
-def test_one_card_has_one_base_and_several_cards_one_pool_after_the_splits() -> None:
-    """The memory of `placement=shared` counts a base once."""
-    recipe = OneBase("sd35_ocr")
-    one = answer(recipe, Hardware("1 x 80 GB", 79, 1))
+def test_one_card_has_one_base_and_several_cards_one_pool_after_the_splits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A card of 79 GiB holds one base of 50 GiB, not two; the memory of `placement=shared` counts a base once."""
+    for side in ("planned_trainer", "planned_rollout"):
+        monkeypatch.setattr(fit, side, lambda config: Footprint({"base weights": 50 * GIB}))
+    one = answer("sd35_ocr", Hardware("1 x 80 GB", 79, 1))
     assert one.fits and placement(one.words) == "shared"
-    tried = list(layouts(recipe.words, recipe.plain, 4, {}))
+    tried = list(layouts(words_of("sd35_ocr"), plain("sd35_ocr"), 4, {}))
     assert [placement(words) for words in tried] == ["separate"] * (len(tried) - 1) + ["shared"]
     assert pools(tried[-1]) == {"shared": 4}
-    small = answer(recipe, Hardware("1 x 24 GB", 24, 1))
+    small = answer("sd35_ocr", Hardware("1 x 24 GB", 24, 1))
     assert not small.fits and small.lacking == "process that samples and trains"
 
 
 def test_a_recipe_of_one_pool_takes_all_devices() -> None:
     """Each of its processes is a trainer rank and a rollout worker: as a split, they would be half as many."""
-    found = {kind.name: answer(Sized("qwen_image_8x80gb_shared"), kind) for kind in fit.HARDWARE[2:]}
+    found = {kind.name: answer("qwen_image_8x80gb_shared", kind) for kind in fit.HARDWARE[2:]}
     assert found["8 x 80 GB"].words == ("--config-name one_step_off", "experiment=qwen_image_8x80gb_shared")
     assert [pools(found[name].words) for name in ("1 x 80 GB", "2 x 80 GB", "4 x 80 GB", "2 nodes x 8 x 80 GB")] == [
         {"shared": count} for count in (1, 2, 4, 16)
@@ -167,8 +177,7 @@ def test_a_recipe_of_one_pool_takes_all_devices() -> None:
 
 
 def test_fewer_held_out_workers_are_tried_after_everything_that_saves_memory() -> None:
-    plain = Recipe("sd35_ocr", [PICK])
-    tried = list(candidates(plain.words, plain.plain, 4))
+    tried = list(candidates(words_of("sd35_ocr", PICK), plain("sd35_ocr", PICK), 4))
     few = ["evaluate.reward.terms.pick.workers=1" in words for words in tried]
     assert few == sorted(few) and 0 < sum(few) < len(few)
 
@@ -192,7 +201,6 @@ def test_a_recipe_that_cannot_be_read_is_refused(
 def test_the_command_takes_overrides_of_all_recipes(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fit, "Recipe", Sized)
     monkeypatch.setattr(fit, "HARDWARE", (Hardware("4 x 80 GB", 79, 4),))
     assert fit.main(["--json", "sd35_ocr", PICK]) == 0
     (row,) = json.loads(capsys.readouterr().out)

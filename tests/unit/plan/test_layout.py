@@ -8,11 +8,11 @@ import pytest
 
 from async_flowrl.config.compose import compose_config
 from async_flowrl.config.schema import Config
-from async_flowrl.memory import meta_model, peaks
+from async_flowrl.memory import processes, rehearsed
 from async_flowrl.memory.devices import GIB, MEMORY_WARNING_SHARE
 from async_flowrl.memory.layout import Chosen, resolved
-from async_flowrl.memory.meta_model import build_meta_model
-from async_flowrl.memory.processes import trainer_footprint
+from async_flowrl.memory.processes import planned_trainer, trainer_footprint
+from async_flowrl.memory.rehearsed import alone, model_sizes
 from async_flowrl.plan import __main__ as command
 from async_flowrl.training.messages import Layout
 
@@ -30,21 +30,21 @@ def config(*overrides: str) -> Config:
 
 @pytest.fixture
 def counted(monkeypatch: pytest.MonkeyPatch) -> Callable[[Config, Layout], int]:
-    """Bytes of the smallest device that a rank of a layout does not fill; networks are built once."""
-    model = build_meta_model(config())
-    monkeypatch.setattr(meta_model, "build_meta_model", lambda config: model)
-    monkeypatch.setattr(peaks, "sampling_peak", lambda config, model: 0)
-    monkeypatch.setattr(peaks, "remembered_training_peak", peak)
+    """Bytes of the smallest device that a rank of a layout does not fill."""
+    model = model_sizes(config())
+    monkeypatch.setattr(processes, "model_sizes", lambda config: model)
+    monkeypatch.setattr(processes, "training_peak", peak)
 
     def needed(given: Config, wanted: Layout) -> int:
         now = replace(given, trainer=wanted.applied(given.trainer))
-        return int(trainer_footprint(now, model, peak(now)).total / MEMORY_WARNING_SHARE) + 2
+        return int(planned_trainer(now).total / MEMORY_WARNING_SHARE) + 2
 
     return needed
 
 
 def peak(config: Config) -> int:
-    return PEAKS[config.trainer.gradient_checkpointing] * GIB
+    lasting = trainer_footprint(alone(config), model_sizes(config)).resident
+    return lasting + PEAKS[config.trainer.gradient_checkpointing] * GIB
 
 
 def test_as_few_blocks_are_checkpointed_as_fit(counted: Callable[[Config, Layout], int]) -> None:
@@ -76,14 +76,14 @@ def test_ranks_share_the_base_where_nothing_else_fits(counted: Callable[[Config,
 
 def test_whole_weights_are_shared_by_all_ranks_where_one_cannot_hold_them() -> None:
     by_node = config("tune=full", "model.tiny.layers=4", "trainer.num_workers=4", "trainer.workers_per_node=2", AUTO)
-    size = trainer_footprint(replace(by_node, trainer=WHOLE.applied(by_node.trainer)), build_meta_model(by_node)).total
+    size = planned_trainer(replace(by_node, trainer=WHOLE.applied(by_node.trainer))).total
     assert resolved(by_node, {"trainer": 2 * size}).layout.shard == "none"
     found = resolved(by_node, {"trainer": size // 4})
     assert (found.layout.shard, found.layout.shard_size) == ("full", None), "hybrid is for a frozen base"
 
 
 def test_without_gpus_and_where_nothing_is_auto_nothing_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(meta_model, "build_meta_model", lambda config: pytest.fail("planned"))
+    monkeypatch.setattr(rehearsed, "_once", lambda *_: pytest.fail("planned"))
     found = resolved(config("trainer.num_workers=2", AUTO), {})
     assert found.layout == WHOLE and "no GPU" in found.reasons[0]
     fixed = config("trainer.shard=full", "trainer.num_workers=2")
@@ -91,11 +91,11 @@ def test_without_gpus_and_where_nothing_is_auto_nothing_is_planned(monkeypatch: 
 
 
 def test_a_model_that_cannot_be_planned_gets_what_needs_least(monkeypatch: pytest.MonkeyPatch) -> None:
-    def unknown(config: Config) -> None:
+    def unknown(*_: object) -> None:
         raise ValueError("no shapes")
 
-    monkeypatch.setattr(meta_model, "build_meta_model", unknown)
-    found = resolved(config("trainer.num_workers=2", AUTO), {"trainer": 1 << 40})
+    monkeypatch.setattr(rehearsed, "_once", unknown)
+    found = resolved(config("trainer.num_workers=2", "lora.rank=3", AUTO), {"trainer": 1 << 40})
     assert found.layout == Layout("full", None, "full") and "ValueError: no shapes" in found.reasons[0]
 
 

@@ -1,6 +1,5 @@
 """Tests of the memory plan against the bytes of real tensors."""
 
-import json
 import os
 import subprocess
 import sys
@@ -13,19 +12,19 @@ from torch import nn
 
 from async_flowrl.config.compose import compose_config
 from async_flowrl.config.schema import Config
-from async_flowrl.memory.footprint import Allocations, fused_attention
-from async_flowrl.memory.meta_model import MetaModel, build_meta_model
-from async_flowrl.memory.peaks import training_peak
-from async_flowrl.memory.processes import host_bytes, plan_memory, trainer_footprint
+from async_flowrl.memory.processes import host_bytes, plan_memory, planned_trainer, trainer_footprint
+from async_flowrl.memory.rehearsal.allocations import Allocations
+from async_flowrl.memory.rehearsal.model import FakeModel
+from async_flowrl.memory.rehearsal.trainer import rehearse_trainer
+from async_flowrl.memory.rehearsed import alone, model_sizes, rehearsed_shapes, training_peak
 from async_flowrl.plan import __main__ as planner
 from async_flowrl.plan.memory import describe
 from async_flowrl.policies.architectures import KNOWN
-from async_flowrl.policies.lora import add_lora, lora_parameters
-from async_flowrl.policies.sd3 import SD3Policy
 from async_flowrl.tickets.arithmetic import ticket_bytes
 from async_flowrl.training.exact import ExactSum
 from async_flowrl.training.fsdp import World
-from tests.support.families import NAMES, adapted, how
+from tests.support.families import NAMES, how
+from tests.support.fused_attention import fused_attention
 from tests.support.shared_models import SharedModels
 
 ROOT = Path(__file__).parents[3]
@@ -49,7 +48,7 @@ def test_the_recipes_are_planned_from_their_published_shapes(name: str) -> None:
     assert plan.trainer.parts["base weights"] == plan.rollout.parts["base weights"] == 2 * RECIPES[name] + buffers
     sharded = trainer_footprint(replace(config, trainer=replace(config.trainer, shard="full")), plan.model)
     assert sharded.parts["base weights"] == -(-2 * RECIPES[name] // config.trainer.num_workers) + buffers
-    assert sharded.parts["gathered blocks"] > max(plan.model.block_bytes)
+    assert sharded.parts["gathered blocks"] > plan.model.block_bytes
     assert "fits a device of 79 GiB" in describe(plan, config, 79.0)
     assert plan.trainer.total < plan.rollout.total < 79 * 2**30
 
@@ -59,7 +58,7 @@ def test_what_does_not_fit_is_said_with_what_to_change(capsys: pytest.CaptureFix
     small = ["model.tiny.layers=4", "rollout.resolution=128"]
     assert planner.main(["--memory", *plain, *small, "--device", "1"]) == 0
     said = capsys.readouterr().out
-    assert "a trainer rank does not fit 1 GiB" in said and "trainer.gradient_checkpointing=full" in said
+    assert "a trainer rank does not fit 1 GiB" in said and "with trainer.micro_batch_size=1 (" in said
     deep = [*plain, "model.tiny.layers=6"]
     kept, less, least = (activations(*deep, f"trainer.gradient_checkpointing={how}") for how in CHECKPOINTED)
     assert least < kept / 3 and 0.4 * kept < less < 0.7 * kept
@@ -68,60 +67,36 @@ def test_what_does_not_fit_is_said_with_what_to_change(capsys: pytest.CaptureFix
 
 
 def activations(*overrides: str) -> int:
-    config = compose_config("one_step_off", list(overrides))
-    return training_peak(config, build_meta_model(config))
-
-
-def test_every_placement_is_judged_on_the_same_devices(capsys: pytest.CaptureFixture[str]) -> None:
-    """A process with one base takes more than each of two separate ones and less than both together."""
-    plain = ["model=tiny_sd3", "model.tiny.layers=3", "model.tiny.heads=16", "trainer.micro_batch_size=8"]
-    assert planner.main(["--memory", *plain, "--json"]) == 0
-    placed = json.loads(capsys.readouterr().out)["placements"]
-    (shared,) = placed["shared"]["processes"].values()
-    separate = placed["separate"]["processes"].values()
-    assert max(separate) < shared < sum(separate)
-    assert all(each["fits"] for each in placed.values())
-    between = (shared + max(separate)) / 2 / 2**30
-    assert planner.main(["--memory", *plain, "--device", f"{between}"]) == 0
-    said = capsys.readouterr().out
-    assert ": separate fits (trainer rank" in said and "; shared does not fit (process with one base" in said
-    sharded = ["trainer.num_workers=2", "trainer.shard=full", "placement=shared", "rollout.num_workers=2"]
-    assert planner.main(["--memory", *plain, *sharded]) == 2
-    assert "trainer.shard must be none or auto" in capsys.readouterr().err
+    return planned_trainer(compose_config("one_step_off", list(overrides))).parts["activations"]
 
 
 @pytest.mark.parametrize(
     ("family", "checkpointing"),
     [
-        *((name, "full") for name in NAMES),
         ("qwen_image", "none"),
-        *(pytest.param(name, "none", marks=pytest.mark.slow) for name in NAMES if name != "qwen_image"),
+        ("sd3", "full"),
         *(pytest.param(name, "every_2", marks=pytest.mark.slow) for name in NAMES),
+        *(pytest.param(name, "none", marks=pytest.mark.slow) for name in NAMES if name != "qwen_image"),
     ],
 )
-def test_meta_counts_what_a_real_run_allocates(family: str, checkpointing: str) -> None:
-    """The same update on the meta device and on real tensors of the same tiny model."""
+def test_a_few_blocks_tell_the_peak_of_all(family: str, checkpointing: str) -> None:
+    """The same model rehearsed whole, of six blocks a stack."""
     config = compose_config("one_step_off", ["model=tiny" if family == "qwen_image" else f"model=tiny_{family}"])
-    config.model.tiny.heads, config.lora.rank = 4, 4
+    config.model.tiny.layers, config.model.tiny.heads, config.lora.rank = 6, 4, 4
     config.rollout.guidance_scale = how(family).guidance_scale
-    config.rollout.resolution, config.trainer.micro_batch_size = 128, 2
+    config.rollout.resolution, config.trainer.micro_batch_size = 64, 2
     config.trainer.gradient_checkpointing = checkpointing
-    planned = build_meta_model(config)
-    real = adapted(family)
-    for parameter in real.transformer.parameters():
-        assert parameter.dtype == torch.float32
-    live = MetaModel(real, 0, (), 0, 0, 0, 0)  # type: ignore[arg-type]
-    assert planned.adapter_parameters == sum(p.numel() for p in lora_parameters(real.transformer).values())
-    training_peak(config, live, device="cpu")  # what is made once and kept, rotary tables say, is made before
-    counted, expected = training_peak(config, planned), training_peak(config, live, device="cpu")
-    assert counted == pytest.approx(expected, rel=0.03)
+    whole = rehearse_trainer(alone(config), FakeModel.of(config), kernels=False)
+    peak = max(phase.peak for name, phase in whole.phases.items() if name != "load")
+    assert training_peak(config) == pytest.approx(peak, rel=0.03)
+    assert model_sizes(config) == whole.sizes
 
 
 @pytest.mark.parametrize("tune", ["lora", "full"])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_sum_of_the_gradients_is_planned_as_a_rank_holds_it(tune: str, ranks: int) -> None:
     config = compose_config("one_step_off", ["model=tiny", f"tune={tune}", f"trainer.num_workers={ranks}"])
-    model = build_meta_model(config)
+    model = model_sizes(config)
     planned = trainer_footprint(config, model).parts["sum of the gradients"]
     total = ExactSum(model.adapter_parameters, torch.device("cpu"))
     total.reduce(World(0, ranks))
@@ -131,7 +106,7 @@ def test_the_sum_of_the_gradients_is_planned_as_a_rank_holds_it(tune: str, ranks
 
 def test_each_stream_of_whole_weights_pins_its_versions() -> None:
     config = compose_config("one_step_off", ["model=tiny", "tune=full", "trainer.ema_decay=null", "evaluate.every=0"])
-    model = build_meta_model(config)
+    model = model_sizes(config)
     alone = host_bytes(config, model)
     config.evaluate.every = 10
     assert host_bytes(config, model) == alone + alone // (config.live_versions + 2), "the next one to be evaluated"
@@ -139,32 +114,10 @@ def test_each_stream_of_whole_weights_pins_its_versions() -> None:
     assert host_bytes(config, model) == 2 * alone > 0
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-def test_a_published_model_at_full_size_takes_what_is_planned() -> None:
-    """SD3.5-medium in bfloat16 with the recipe's adapter, at 384 px: 7 GB, a minute. Values do not matter."""
-    from diffusers import SD3Transformer2DModel
-
-    config = recipe("sd35_ocr", "trainer.micro_batch_size=1", "trainer.gradient_checkpointing=none")
-    planned = build_meta_model(config)
-    with torch.device("meta"):
-        network = SD3Transformer2DModel.from_config(dict(KNOWN[config.model.path].transformer)).eval()
-    network = network.to(torch.bfloat16).to_empty(device="cpu").requires_grad_(False)
-    for tensor in [*network.parameters(), *network.buffers()]:
-        tensor.fill_(0.01)
-    policy = SD3Policy(
-        network, None, side=16, dtype=torch.bfloat16, max_sequence_length=config.model.max_sequence_length
-    )
-    assert planned.base_bytes == sum(p.numel() * p.element_size() for p in network.parameters())
-    add_lora(network, config.lora, policy, seed=0)
-    expected = training_peak(config, MetaModel(policy, 0, (), 0, 0, 0, 0), device="cpu")
-    assert training_peak(config, planned) == pytest.approx(expected, rel=0.01)
-
-
 RESIDENT = """
 import torch
 from diffusers import FluxTransformer2DModel
-from async_flowrl.memory.footprint import Allocations, fused_attention
+from async_flowrl.memory.rehearsal.allocations import Allocations
 torch.set_num_threads(1)
 model = FluxTransformer2DModel(num_layers=2, num_single_layers=3, num_attention_heads=8, attention_head_dim=64,
     axes_dims_rope=(16, 24, 24), joint_attention_dim=64, pooled_projection_dim=64).requires_grad_(False)
@@ -233,7 +186,7 @@ def test_a_tickets_bytes_are_those_of_its_arrays(shared_models: SharedModels) ->
     made = DiffusersEngine(shared_models.tiny).generate(request(16))
     assert made.trajectory is not None
     arrays = [made.images, made.trajectory.latents, made.trajectory.log_probs]
-    told = ticket_bytes(config, build_meta_model(config).policy.shapes(config.rollout.resolution))
+    told = ticket_bytes(config, rehearsed_shapes(config))
     text = (128 - len(made.trajectory.conditioning["prompt_embeds"])) * 32 * 4
     assert told - text == sum(a.nbytes for a in [*arrays, *made.trajectory.conditioning.values()])
 

@@ -5,10 +5,10 @@ import pytest
 from async_flowrl.config.check import ConfigError
 from async_flowrl.config.compose import compose_config
 from async_flowrl.config.schema import Config
-from async_flowrl.memory import devices
+from async_flowrl.memory import rehearsed
 from async_flowrl.memory.devices import check_devices
-from async_flowrl.memory.meta_model import build_meta_model
-from async_flowrl.memory.processes import plan_memory, rollout_footprint, trainer_footprint
+from async_flowrl.memory.processes import lasting_rollout, lasting_trainer, plan_memory
+from async_flowrl.memory.rehearsed import model_sizes
 
 GIB = 2**30
 
@@ -21,8 +21,7 @@ def small(*overrides: str) -> Config:
 
 def lasting(config: Config) -> tuple[int, int]:
     """Bytes that last of a trainer rank and of a rollout worker, without the activations, which take long to count."""
-    model = build_meta_model(config)
-    return trainer_footprint(config, model).resident, rollout_footprint(config, model).resident
+    return lasting_trainer(config).resident, lasting_rollout(config).resident
 
 
 def test_a_device_smaller_than_what_lasts_is_refused_with_what_would_make_it_fit() -> None:
@@ -36,7 +35,7 @@ def test_a_device_smaller_than_what_lasts_is_refused_with_what_would_make_it_fit
     said = str(refused.value)
     assert "a trainer rank holds" in said and "base weights" in said and "optimizer" in said
     assert "it would fit with trainer.shard=full (" in said and "allow_oom=true tries anyway" in said
-    assert said.count(" GiB)") == 3
+    assert said.count(" GiB)") == 1
     with pytest.raises(ConfigError, match=r"a rollout worker holds .* rollout.text_encoder=offload"):
         check_devices(config, {**enough, "rollout": worker - 1})
 
@@ -98,7 +97,7 @@ def test_threads_of_one_process_share_its_device() -> None:
 def test_whether_ranks_shard_is_asked_of_the_whole_device_as_the_trainer_does() -> None:
     """A rank with .8 of a device that the base takes half of holds it whole."""
     config = small("trainer.num_workers=2", "trainer.gpus_per_worker=0.8", "lora.rank=1")
-    base = build_meta_model(config).base_bytes
+    base = model_sizes(config).base_bytes
     (tight,) = check_devices(config, {"trainer": 2 * base})
     assert f"base weights {base / GIB:.3g}" in tight and "gathered" not in tight
 
@@ -109,12 +108,10 @@ def test_a_model_that_cannot_be_planned_is_said_and_runs() -> None:
     assert "was not compared with a plan" in warning
 
 
-def test_a_network_that_fails_on_the_meta_device_is_said_and_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_network_that_fails_in_the_rehearsal_is_said_and_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     def reads_a_value(*_: object) -> int:
-        raise NotImplementedError("Cannot copy out of meta tensor; no data!")
+        raise NotImplementedError("no value")
 
-    monkeypatch.setattr(devices, "sampling_peak", reads_a_value)
-    (warning,) = check_devices(small(), {"trainer": 80 * GIB})
-    assert warning.endswith(
-        "was not compared with a plan: NotImplementedError: Cannot copy out of meta tensor; no data!"
-    )
+    monkeypatch.setattr(rehearsed, "_once", reads_a_value)
+    (warning,) = check_devices(small("lora.rank=3"), {"trainer": 80 * GIB})
+    assert warning.endswith("was not compared with a plan: NotImplementedError: no value")

@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,14 +11,16 @@ from async_flowrl.config.check import ConfigError
 from async_flowrl.config.compose import compose_config
 from async_flowrl.config.schema import Config
 from async_flowrl.config.sections.reward import RewardTerm
+from async_flowrl.memory import processes
 from async_flowrl.memory.devices import ROLLOUT, Device, check_devices, refusal
-from async_flowrl.memory.footprint import Allocations, fused_attention
-from async_flowrl.memory.meta_model import MetaModel
 from async_flowrl.memory.processes import rollout_footprint
+from async_flowrl.memory.rehearsal.allocations import Allocations
 from async_flowrl.memory.seats import describe_gpus, gpus_taken, reward_seats
+from async_flowrl.memory.sizes import Sizes
 from async_flowrl.plan import memory
 from async_flowrl.rewards.clip import VIT_H, memory_gib
 from async_flowrl.rewards.registry import memory_gib as said_gib
+from tests.support.fused_attention import fused_attention
 
 GIB = 2**30
 
@@ -135,20 +136,21 @@ def test_the_memory_plan_shows_known_and_unknown_rewards(capsys: pytest.CaptureF
     assert "it needs a whole device of 5 GiB, with reward.gpus_per_worker=1" in said
 
 
-def large_model() -> MetaModel:
-    """Qwen-Image's bytes without its network."""
-    blocks = (int(0.63 * GIB),) * 60
-    policy: Any = SimpleNamespace(transformer=SimpleNamespace(config={"num_attention_heads": 24}))
-    return MetaModel(policy, 20, blocks, 0, 421_900_000, 8_292_166_656, 126_900_000, itemsize=2, family="qwen_image")
+def large_model() -> Sizes:
+    """Qwen-Image's sizes."""
+    return Sizes(20_300_000_000, 60, int(0.63 * GIB), 0, 421_900_000, 8_292_166_656, 126_900_000, 0, 2, full=False)
 
 
-def test_a_card_that_base_and_encoders_overflow_is_told_what_would_do_and_not_a_smaller_batch() -> None:
-    config = compose_config("one_step_off", ["lora.rank=64"])
-    said = refusal(ROLLOUT, config, large_model(), Device(24 * GIB, 24 * GIB))
+def test_a_card_that_base_and_encoders_overflow_is_told_what_would_do_and_not_a_smaller_batch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(processes, "model_sizes", lambda config: large_model())
+    config = compose_config("one_step_off", ["lora.rank=64", "model.dtype=bfloat16"])
+    said = refusal(ROLLOUT, config, Device(24 * GIB, 24 * GIB))
     assert "base weights 37.8" in said and "text encoders 15.4" in said and "batch" not in said
-    assert "though not little enough, with rollout.engine=vllm_omni rollout.gpus_per_worker=8" in said
-    said = refusal(ROLLOUT, config, large_model(), Device(48 * GIB, 48 * GIB))
-    assert "it would fit with rollout.text_encoder=offload" in said and "rollout.text_encoder=cached" in said
+    assert "though not little enough, with rollout.text_encoder=offload (" in said
+    said = refusal(ROLLOUT, config, Device(48 * GIB, 48 * GIB))
+    assert "it would fit with rollout.text_encoder=offload (" in said
 
 
 def test_tensor_parallel_changes_what_a_gpu_holds_and_how_many_there_are() -> None:

@@ -10,11 +10,11 @@ import torch
 from safetensors.torch import save_file
 
 from async_flowrl.config.compose import compose_config
-from async_flowrl.memory.meta_model import build_meta_model
-from async_flowrl.memory.sizes import Sizes, StoredSizes
+from async_flowrl.memory.processes import plan_memory
+from async_flowrl.memory.sizes import Sizes, stored_sizes
 from async_flowrl.policies.registry import resolve_model
 from async_flowrl.policies.stored import FILE, StoredWeights, stored_elements
-from tests.support.families import NAMES, model_config
+from tests.support.families import NAMES, how, model_config
 
 
 def sizes(of: Sizes) -> dict[str, Any]:
@@ -22,31 +22,32 @@ def sizes(of: Sizes) -> dict[str, Any]:
         "base_bytes",
         "version_bytes",
         "text_parameters",
-        "vae_parameters",
+        "block_bytes",
         "adapter_parameters",
         "itemsize",
         "full",
     )
     counted = {name: getattr(of, name) for name in names}
-    return {**counted, "largest block": max(of.block_bytes), "beside": pytest.approx(of.root_bytes, rel=0.01)}
+    return {**counted, "beside": pytest.approx(of.root_bytes, rel=0.01)}
 
 
 @pytest.mark.parametrize("family", NAMES)
 def test_the_headers_of_the_files_say_the_sizes_of_the_network(family: str) -> None:
     given = compose_config("one_step_off", ["tune=full", "model.dtype=bfloat16"])
     given.model = replace(model_config(family), dtype="bfloat16")
+    given.rollout.guidance_scale = how(family).guidance_scale
     model = resolve_model(given.model)
     stored = stored_elements(model.path, model.revision)
-    by_header, real = StoredSizes.of(given, stored, itemsize=2), build_meta_model(given)
+    by_header, real = stored_sizes(given, stored, itemsize=2), plan_memory(given).model
     assert sizes(by_header) == sizes(real) and by_header.adapter_parameters > 0
     assert by_header.root_bytes == pytest.approx(real.root_bytes, rel=0.01)
-    assert StoredSizes.of(replace(given, tune="lora"), stored, itemsize=2).adapter_parameters == 0
+    assert stored_sizes(replace(given, tune="lora"), stored, itemsize=2).adapter_parameters == 0
 
 
 def test_frozen_parameters_are_in_no_version() -> None:
     given = compose_config("one_step_off", ["tune=full", "full.freeze=[proj_out.*]", "model.dtype=bfloat16"])
     stored = stored_elements(resolve_model(given.model).path)
-    assert sizes(StoredSizes.of(given, stored, itemsize=2)) == sizes(build_meta_model(given))
+    assert sizes(stored_sizes(given, stored, itemsize=2)) == sizes(plan_memory(given).model)
 
 
 def test_second_copies_of_a_part_are_counted_once(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Tests of the lengths of prompts in plans: padding as in the run's batches, memory of the longest, mean durations."""
+"""Tests of the length of the longest prompt in plans."""
 
 from pathlib import Path
 
@@ -7,8 +7,8 @@ import pytest
 from async_flowrl.config.compose import compose_config
 from async_flowrl.config.schema import Config
 from async_flowrl.memory.processes import plan_memory
-from async_flowrl.memory.text_lengths import BYTES_PER_TOKEN, USUAL_TOKENS, TextLengths, text_lengths, tokens_of
-from async_flowrl.plan.size_costs import size_costs
+from async_flowrl.memory.rehearsed import sampling_bytes, training_peak
+from async_flowrl.memory.text_lengths import BYTES_PER_TOKEN, USUAL_TOKENS, longest_prompt, tokens_of
 from async_flowrl.types import Prompt
 
 LONG = round(300 * BYTES_PER_TOKEN)
@@ -30,25 +30,16 @@ def test_a_prompt_counts_by_its_bytes_and_token_ids_by_their_number() -> None:
     assert tokens_of(Prompt(0, "", token_ids=tuple(range(500)))) == 500
 
 
-def test_batches_pad_to_their_longest_prompt_in_the_order_in_which_the_run_takes_them(tmp_path: Path) -> None:
-    """By length: 128 and 128, then 200 and 300. By number it would be 300 and 300."""
-    lengths = [10, LONG, 10, round(200 * BYTES_PER_TOKEN)]
-    whole = ("total_steps=1", "ticket_size=null")
-    assert text_lengths(configured(tmp_path, lengths, *whole)) == TextLengths(300, (128 + 128 + 200 + 300) / 4)
-    batched = configured(tmp_path, lengths, *whole, "rollout.tickets_per_batch=2")
-    assert text_lengths(batched) == TextLengths(300, (128 + 128 + 300 + 300) / 4)
-
-
 def test_without_the_file_or_with_short_prompts_they_are_the_usual_ones(tmp_path: Path) -> None:
-    assert text_lengths(configured(tmp_path, [10, 20, 30])) == TextLengths()
+    assert longest_prompt(configured(tmp_path, [10, 20, 30])) == USUAL_TOKENS
     config = configured(tmp_path, [10])
     config.data.train = str(tmp_path / "none.txt")
-    assert text_lengths(config) == TextLengths(USUAL_TOKENS, USUAL_TOKENS)
+    assert longest_prompt(config) == USUAL_TOKENS
 
 
 def test_a_file_that_was_written_again_is_read_again(tmp_path: Path) -> None:
-    assert text_lengths(configured(tmp_path, [10, LONG])).longest == 300
-    assert text_lengths(configured(tmp_path, [10, 2 * LONG])).longest == 600
+    assert longest_prompt(configured(tmp_path, [10, LONG])) == 300
+    assert longest_prompt(configured(tmp_path, [10, 2 * LONG])) == 600
 
 
 def test_a_relative_path_is_that_of_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -57,7 +48,7 @@ def test_a_relative_path_is_that_of_the_working_directory(tmp_path: Path, monkey
         config = configured(tmp_path / name, [10, length])
         monkeypatch.chdir(tmp_path / name)
         config.data.train = "prompts.txt"
-        assert text_lengths(config).longest == (USUAL_TOKENS if name == "short" else 300)
+        assert longest_prompt(config) == (USUAL_TOKENS if name == "short" else 300)
 
 
 @pytest.mark.parametrize(
@@ -68,17 +59,7 @@ def test_memory_is_planned_for_the_longest_prompt(tmp_path: Path, family: str, g
     few, many = (tmp_path / name for name in ("few", "many"))
     few.mkdir()
     many.mkdir()
-    short = plan_memory(configured(few, [10, 20], family=family))
-    long = plan_memory(configured(many, [10, LONG], family=family))
-    assert (long.peaks.sampling > short.peaks.sampling) is grows
-    assert (long.peaks.training > short.peaks.training) is grows
-    assert (long.ticket_bytes > short.ticket_bytes) is grows
-
-
-def test_durations_are_of_the_mean_padded_prompt_and_not_of_the_longest(tmp_path: Path) -> None:
-    config = configured(tmp_path, [10, 10, 10, LONG], "total_steps=1")
-    ((size, cost),) = size_costs(config).costs.items()
-    assert size == config.rollout.resolution and 0.4 < cost < 0.9
-    assert "and the longest prompt" in size_costs(config).sentence()
-    batched = configured(tmp_path, [10, 10, 10, LONG], "total_steps=1", "rollout.tickets_per_batch=2")
-    assert cost < size_costs(batched).mean < 1.0, "with the long one another is padded"
+    short, long = configured(few, [10, 20], family=family), configured(many, [10, LONG], family=family)
+    assert (sampling_bytes(long) > sampling_bytes(short)) is grows
+    assert (training_peak(long) > training_peak(short)) is grows
+    assert (plan_memory(long).ticket_bytes > plan_memory(short).ticket_bytes) is grows

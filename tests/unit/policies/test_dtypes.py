@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from async_flowrl.config.sections.model import ModelConfig, TinyConfig
-from async_flowrl.memory.meta_model import architecture
+from async_flowrl.memory.rehearsal.model import architecture
 from async_flowrl.policies.dtypes import dtype_of_files
 from async_flowrl.policies.registry import resolve_model
 from async_flowrl.policies.tiny.build import build_tiny

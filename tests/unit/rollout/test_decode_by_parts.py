@@ -6,9 +6,8 @@ import torch
 
 from async_flowrl.config.check import ConfigError, check
 from async_flowrl.config.compose import compose_config
-from async_flowrl.memory.meta_model import build_meta_model
-from async_flowrl.memory.peaks import sampling_peak
 from async_flowrl.memory.processes import rollout_footprint
+from async_flowrl.memory.rehearsed import model_sizes, sampling_bytes
 from async_flowrl.policies.registry import load_policy, resolve_model
 from async_flowrl.rollout.diffusers_engine import DiffusersEngine
 from async_flowrl.rollout.registry import decode_by_parts
@@ -52,9 +51,9 @@ def test_plans_count_images_tiles_and_encoders() -> None:
     peaks = {}
     for more in ((), ("rollout.vae_slicing=true",), ("rollout.vae_slicing=true", "rollout.vae_tiling=true")):
         config = compose_config("one_step_off", [*words, *more])
-        peaks[len(more)] = sampling_peak(config, build_meta_model(config))
+        peaks[len(more)] = sampling_bytes(config)
     assert peaks[0] > 2 * peaks[1] and peaks[1] > 1.3 * peaks[2]
-    model = build_meta_model(config)
+    model = model_sizes(config)
     text = model.text_parameters * model.itemsize
     parts = {}
     for where in ("resident", "offload", "cached"):

@@ -4,10 +4,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from async_flowrl.config.schema import Config
-from async_flowrl.plan.rehearsal.cards import Roofline
-from async_flowrl.plan.rehearsal.ledger import Phase
-from async_flowrl.plan.rehearsal.rollout import RolloutRehearsal
-from async_flowrl.plan.rehearsal.trainer import RankRehearsal
+from async_flowrl.memory.rehearsal.ledger import Phase
+from async_flowrl.memory.rehearsal.rollout import RolloutRehearsal
+from async_flowrl.memory.rehearsal.trainer import RankRehearsal
+from async_flowrl.plan.cards import Roofline
 
 
 @dataclass(frozen=True)
@@ -34,24 +34,21 @@ class Estimate:
     """Bytes that a rank sends in collectives per training step."""
 
 
-def estimate(
-    config: Config, rank: RankRehearsal, rollout: RolloutRehearsal, roofline: Roofline, mean_cost: float = 1.0
-) -> Estimate:
+def estimate(config: Config, rank: RankRehearsal, rollout: RolloutRehearsal, roofline: Roofline) -> Estimate:
     """Estimates the configuration's durations with its numbers of workers, on the card of `roofline`.
 
-    `mean_cost` is the mean FLOPs of a group in relation to those of the largest images, which were rehearsed; passes
-    are taken to be shorter in that ratio.
+    All images count as the largest ones with the longest prompt, which were rehearsed.
     """
     tickets = config.prompts_per_step * config.group_size // config.images_per_ticket
     repeats = rollout.passes / rollout.run
     batch = sum(
-        phase.seconds(roofline) * (repeats if name in ("denoise", "sample") else 1.0)
+        seconds(phase, roofline) * (repeats if name in ("denoise", "sample") else 1.0)
         for name, phase in rollout.phases.items()
         if name in ("denoise", "sample", "decode")
     )
-    ticket = batch * mean_cost / rollout.tickets
-    flops = (rollout.phases["denoise"].flops * repeats + rollout.phases["decode"].flops) * mean_cost / rollout.tickets
-    forward, backward = (_once(roofline, rank.phases[name]) * mean_cost for name in ("forward", "backward"))
+    ticket = batch / rollout.tickets
+    flops = (rollout.phases["denoise"].flops * repeats + rollout.phases["decode"].flops) / rollout.tickets
+    forward, backward = (_once(roofline, rank.phases[name]) for name in ("forward", "backward"))
     optimizer = _once(roofline, rank.phases["optimizer"])
     per_pass = rank.phases["forward"].flops / rank.phases["forward"].entered
     per_update = per_pass + rank.phases["backward"].flops / rank.phases["backward"].entered
@@ -66,16 +63,21 @@ def estimate(
         delivery=roofline.delivery(rank.version_bytes, rank.share_bytes),
         activation=activation,
         ticket_flops=flops,
-        update_flops=(micro_batches * per_update + passes * per_pass) * mean_cost,
+        update_flops=micro_batches * per_update + passes * per_pass,
         update_sent=(micro_batches + passes) * sent["forward"]
         + micro_batches * sent["backward"]
         + rank.optimizer_steps * sent["optimizer"],
     )
 
 
+def seconds(phase: Phase, roofline: Roofline) -> float:
+    """Returns the estimated seconds of all kernels of a phase on the roofline's card, without collectives."""
+    return sum(roofline.kernel(*kernel) * times for kernel, times in phase.kernels.items())
+
+
 def _once(roofline: Roofline, phase: Phase) -> float:
     """Returns the mean seconds per entry of the phase, collectives included."""
-    return (phase.seconds(roofline) + roofline.collective(phase.sent)) / phase.entered
+    return (seconds(phase, roofline) + roofline.collective(phase.sent)) / phase.entered
 
 
 def peak(phases: Iterable[Phase]) -> Phase:

@@ -1,4 +1,7 @@
-"""Rehearsal of a trainer rank: its real code on fake tensors, with loading, one update, and staging of a version."""
+"""Rehearsal of a trainer rank: its real code on fake tensors, with loading, one update, and staging of a version.
+
+The measurement of an optimizer step's KL is left out.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,10 +15,13 @@ from torch.distributed.tensor import DTensor
 
 from async_flowrl.algorithms.window import draw_window
 from async_flowrl.config.schema import Config
-from async_flowrl.plan.rehearsal.cards import Card
-from async_flowrl.plan.rehearsal.ledger import Ledger, Phase
-from async_flowrl.plan.rehearsal.model import FakeModel, conditioning
-from async_flowrl.plan.rehearsal.process import rehearsed_process
+from async_flowrl.config.sections.tune import FULL
+from async_flowrl.memory.rehearsal.ledger import Ledger, Phase
+from async_flowrl.memory.rehearsal.model import FakeModel, conditioning
+from async_flowrl.memory.rehearsal.process import rehearsed_process
+from async_flowrl.memory.sizes import Sizes
+from async_flowrl.policies.base import Shapes
+from async_flowrl.policies.tuning import tuning_of
 from async_flowrl.tickets.arithmetic import trained_steps
 from async_flowrl.tickets.request import sampling
 from async_flowrl.training.messages import GroupMeta, StepPlan, TrainRequest
@@ -33,6 +39,9 @@ class RankRehearsal:
 
     phases: dict[str, Phase]
     """Name → phase: load, settle, behaviour, reference, forward, backward, optimizer, delivery, update (the rest)."""
+    sizes: Sizes
+    shapes: Shapes
+    """Shapes of a ticket's arrays."""
     layout: str
     """How the ranks hold the base weights, in words."""
     rows: int
@@ -48,17 +57,19 @@ class RankRehearsal:
     version_bytes: int
     share_bytes: int
     """Bytes of a version that this rank has: all of them, or those of its rows if the ranks share the weights."""
-    base_parameters: int
     frozen_bytes: int
     """Bytes of the weights that are not trained; a process that samples, too, has them once (`placement=shared`)."""
-    adapter_parameters: int
 
 
-def rehearse_trainer(config: Config, model: FakeModel, card: Card) -> RankRehearsal:
-    """Rehearses rank 0 of the configuration's ranks in steady state, with optimizer state and all versions."""
+def rehearse_trainer(config: Config, model: FakeModel, *, kernels: bool = True) -> RankRehearsal:
+    """Rehearses rank 0 of the configuration's ranks in steady state, with optimizer state and all versions.
+
+    `kernels` is as for Ledger.
+    """
+    config = replace(config, algorithm=replace(config.algorithm, kl_probe_images=0, max_kl_per_update=None))
     world = config.trainer.num_workers
     joined = world > 1 or config.trainer.cpu_offload
-    ledger = Ledger(card, world)
+    ledger = Ledger(world, kernels=kernels)
     with rehearsed_process(model, ledger, joined=joined):
         worker = TrainerWorker(config, model.resolved, 0, "trainer-0")
         with ledger.phase("load"):
@@ -68,27 +79,55 @@ def rehearse_trainer(config: Config, model: FakeModel, card: Card) -> RankRehear
         ledger.phases["load"].peak -= host
         with ledger.phase("settle"):
             settle(worker, config)
-        request, trajectory = update_request(worker, config)
+            if world > 1:  # The sum over all ranks has memory of its own from the end of the first step on.
+                update(worker, config)
         with ledger.phase("update"), mock.patch.object(UpdateMetrics, "span", _spans(ledger)):
-            cast("Any", worker.update).set_negatives({NEGATIVE: trajectory.conditioning})
-            worker.train(request, *[trajectory] * (len(request.metas) + len(request.probe_tickets)))
+            request = update(worker, config)
         with ledger.phase("delivery"):
             worker.sender.stage(worker.versions.newest)
         version_bytes = worker.sender.policy.layout.nbytes
         samples = min(len(request.metas[0].selected), config.trainer.micro_batch_size)
-        rows = samples * (config.trainer.timesteps_per_forward or trained_steps(config))
+        rows = samples * _columns(config)
         return RankRehearsal(
             phases=ledger.phases,
+            sizes=sizes_of(worker, model, int(info["base_parameters"])),
+            shapes=cast("Any", worker.policy).shapes(config.rollout.resolution),
             layout=str(info["layout"]),
             rows=rows,
             **_counts(worker, config),
             host_bytes=host,
             version_bytes=version_bytes,
             share_bytes=version_bytes // (world if worker.world.by_group else 1),
-            base_parameters=int(info["base_parameters"]),
             frozen_bytes=sum(each.nbytes for each in worker.policy.transformer.parameters() if not each.requires_grad),
-            adapter_parameters=int(info["trainable_parameters"]),
         )
+
+
+def sizes_of(worker: TrainerWorker, model: FakeModel, base_parameters: int) -> Sizes:
+    """Returns the sizes of a worker's model, without its VAE; blocks and root are those of a lone rank."""
+    policy, itemsize = worker.policy, model.dtype.itemsize
+    lora = (
+        set() if worker.config.tune == FULL else set(tuning_of(worker.config).parameters(policy.transformer).values())
+    )
+    blocks = [sum(p.numel() for p in block.parameters() if p not in lora) for block in policy.blocks]
+    return Sizes(
+        base_parameters=base_parameters,
+        blocks=len(blocks),
+        block_bytes=itemsize * max(blocks),
+        root_bytes=itemsize * (base_parameters - sum(blocks)),
+        adapter_parameters=sum(
+            part.numel() for part in tuning_of(worker.config).parameters(policy.transformer).values()
+        ),
+        text_parameters=model.known.text_parameters,
+        vae_parameters=0,
+        buffer_bytes=sum(buffer.nbytes for buffer in policy.transformer.buffers()),
+        itemsize=itemsize,
+        full=worker.config.tune == FULL,
+    )
+
+
+def _columns(config: Config) -> int:
+    """Returns the denoising steps of an image in one forward pass."""
+    return config.trainer.timesteps_per_forward or trained_steps(config)
 
 
 def _spans(ledger: Ledger) -> Any:
@@ -121,20 +160,29 @@ def settle(worker: TrainerWorker, config: Config) -> None:
     worker.optimizer.step(0.0, 1.0)
 
 
+def update(worker: TrainerWorker, config: Config) -> TrainRequest:
+    """Trains one group; returns the request."""
+    request, trajectory = update_request(worker, config)
+    cast("Any", worker.update).set_negatives({NEGATIVE: trajectory.conditioning})
+    worker.train(request, trajectory)
+    return request
+
+
 def update_request(worker: TrainerWorker, config: Config) -> tuple[TrainRequest, Trajectory]:
     """Returns a request to train one group, and its trajectory.
 
-    The group has one micro-batch for every rank, or fewer if the algorithm trains on fewer of its images.
+    The group has one micro-batch for every rank, or fewer if the algorithm trains on fewer of its images, and is
+    trained at as many denoising steps as one forward pass has.
     """
     size, steps = config.group_size, config.rollout.num_inference_steps
     drawn = draw_window(config.algorithm, num_inference_steps=steps, seed=config.seed, step=0, group=0)
     points = {point for step in drawn.train_steps if drawn.noise_steps for point in (step, step + 1)} or {steps}
-    policy = worker.policy
+    policy, trained = worker.policy, drawn.train_steps[: _columns(config)]
     trajectory = Trajectory(
         latents=np.zeros((size, len(points), *policy.latent_shape(config.rollout.resolution)), np.float32),
         points=tuple(sorted(points)),
-        train_steps=drawn.train_steps,
-        log_probs=np.zeros((size, len(drawn.train_steps)), np.float32),
+        train_steps=trained,
+        log_probs=np.zeros((size, len(trained)), np.float32),
         sigmas=np.linspace(1.0, 0.0, steps + 1, dtype=np.float32),
         conditioning=conditioning(policy),
     )
@@ -151,10 +199,7 @@ def update_request(worker: TrainerWorker, config: Config) -> tuple[TrainRequest,
         sampling=sampling(config),
         owners=tuple(range(len(cut(selected, config.trainer.micro_batch_size)))),
     )
-    request = TrainRequest(config.live_versions, (meta,), StepPlan(rows=1), True)
-    if config.trainer.num_workers > 1:
-        request = replace(request, probe=meta, probe_tickets=(0,))
-    return request, trajectory
+    return TrainRequest(worker.versions.newest, (meta,), StepPlan(rows=1), True), trajectory
 
 
 def _selected(worker: TrainerWorker, config: Config) -> list[int]:
@@ -177,7 +222,7 @@ def _counts(worker: TrainerWorker, config: Config) -> dict[str, int]:
     """
     trainer, algorithm = config.trainer, worker.algorithm
     selected = len(algorithm.select(_advantages(config)))
-    columns = trained_steps(config) // (trainer.timesteps_per_forward or trained_steps(config))
+    columns = trained_steps(config) // _columns(config)
     parts = -(-selected // trainer.micro_batch_size)
     groups, updates = config.prompts_per_step, trainer.updates_per_batch
     later = groups - groups // updates

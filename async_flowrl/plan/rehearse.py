@@ -16,21 +16,18 @@ from async_flowrl.config.quiet import quieter
 from async_flowrl.config.schema import Config
 from async_flowrl.memory.largest import at_largest
 from async_flowrl.memory.layout import on_devices, resolved
-from async_flowrl.plan.rehearsal import by_card
-from async_flowrl.plan.rehearsal.cards import CARDS, Card, Roofline
-from async_flowrl.plan.rehearsal.estimate import estimate
-from async_flowrl.plan.rehearsal.model import FakeModel
-from async_flowrl.plan.rehearsal.report import Rehearsal, as_json, describe
-from async_flowrl.plan.rehearsal.rollout import rehearse_rollout
-from async_flowrl.plan.rehearsal.trainer import rehearse_trainer
-from async_flowrl.plan.size_costs import size_costs
+from async_flowrl.memory.rehearsal.model import FakeModel
+from async_flowrl.memory.rehearsal.whole import whole_rank, whole_rollout
+from async_flowrl.plan import by_card
+from async_flowrl.plan.cards import CARDS, Card, Roofline
+from async_flowrl.plan.estimate import estimate
+from async_flowrl.plan.report import Rehearsal, as_json, describe
 from async_flowrl.tickets.arithmetic import check_batching
 
 
 def rehearse(config: Config, card: Card) -> Rehearsal:
     """Runs a trainer rank and a rollout worker on fake tensors. Raises ValueError if that is not possible."""
     check_batching(config)
-    sizes = size_costs(config)
     config = at_largest(config)
     if config.rollout.engine != "diffusers":
         raise ValueError(f"only rollout.engine=diffusers can be rehearsed, got {config.rollout.engine}")
@@ -40,9 +37,8 @@ def rehearse(config: Config, card: Card) -> Rehearsal:
         raise ValueError("a warm start is not rehearsed, it needs the memory of one more version: leave lora.path out")
     config = resolved(config, on_devices(config, int(card.memory))).applied(config)
     model, roofline = FakeModel.of(config), Roofline(card)
-    rank = rehearse_trainer(config, model, card)
-    rollout = rehearse_rollout(config, model, card)
-    return Rehearsal(config, roofline, rank, rollout, estimate(config, rank, rollout, roofline, sizes.mean), sizes)
+    rank, rollout = whole_rank(config, model), whole_rollout(config, model)
+    return Rehearsal(config, roofline, rank, rollout, estimate(config, rank, rollout, roofline))
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -11,9 +11,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
 
-from async_flowrl.memory.footprint import Allocations
+from async_flowrl.memory.rehearsal.allocations import Allocations
 from async_flowrl.observability.flops import FORMULAS
-from async_flowrl.plan.rehearsal.cards import Card, Roofline
 
 _ALLOCATING = ("empty", "detach", "lift_fresh", "alias", "_to_copy_meta", "is_pinned", "set_", "record_stream")
 """Prefixes of the names of operations that run no kernel. Views run none either."""
@@ -53,25 +52,16 @@ class Phase:
     def flops(self) -> float:
         return sum(flops * times for (flops, _, _), times in self.kernels.items())
 
-    def seconds(self, roofline: Roofline) -> float:
-        """Returns the estimated seconds of all kernels on the roofline's card, without collectives."""
-        return sum(roofline.kernel(*kernel) * times for kernel, times in self.kernels.items())
-
-    def arithmetic(self, roofline: Roofline) -> float:
-        """Returns the seconds of those kernels that arithmetic limits, not memory traffic or launches."""
-        bound = ((kernel, times) for kernel, times in self.kernels.items() if roofline.is_arithmetic(*kernel))
-        return sum(roofline.kernel(*kernel) * times for kernel, times in bound)
-
 
 class Ledger(Allocations):  # type: ignore[no-untyped-call]
-    """Context that counts one rank of `world` ranks on `card`, by phase.
+    """Context that counts one rank of `world` ranks, by phase; without `kernels` its memory alone, which is faster.
 
     Code that reads a number from a fake tensor gets 1, or True.
     """
 
-    def __init__(self, card: Card, world: int = 1) -> None:
+    def __init__(self, world: int = 1, *, kernels: bool = True) -> None:
         super().__init__()
-        self.card, self.world = card, world
+        self.world, self.kernels = world, kernels
         self.phases: dict[str, Phase] = {}
         self._open: list[Phase] = []
         self._aside = False
@@ -112,7 +102,7 @@ class Ledger(Allocations):  # type: ignore[no-untyped-call]
         if func is torch.ops.prim.device.default:  # the most frequent of all, and no kernel
             return args[0].device if isinstance(args[0], FakeTensor) else func(*args, **(kwargs or {}))
         out = super().__torch_dispatch__(func, types, args, kwargs)
-        if self._open and not self._aside:
+        if self.kernels and self._open and not self._aside:
             self._book(func, args, kwargs or {}, out)
         return out
 

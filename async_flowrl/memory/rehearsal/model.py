@@ -1,8 +1,9 @@
 """Policies of fake tensors for a rehearsal: a model at full size with shapes, dtypes and storages, but no weights."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -12,12 +13,12 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from async_flowrl.config.schema import Config
-from async_flowrl.memory.meta_model import architecture
-from async_flowrl.memory.text_lengths import text_lengths
-from async_flowrl.policies.architectures import Architecture
+from async_flowrl.memory.text_lengths import longest_prompt
+from async_flowrl.policies.architectures import KNOWN, Architecture
 from async_flowrl.policies.pipeline import PipelinePolicy
 from async_flowrl.policies.pipeline_family import PipelineFamily, structure
-from async_flowrl.policies.registry import DTYPES, ResolvedModel, load_family
+from async_flowrl.policies.registry import DTYPES, ResolvedModel, load_family, resolve_model
+from async_flowrl.policies.stored import configuration, elements_in
 from async_flowrl.types import Conditioning, Resolution, Wording
 
 Aside = Callable[[], AbstractContextManager[None]]
@@ -41,7 +42,7 @@ class FakeModel:
         family = load_family(known.family)
         if not isinstance(family, PipelineFamily):
             raise ValueError(f"model.family {known.family} cannot be rehearsed: it is no PipelineFamily")
-        length, tokens = config.model.max_sequence_length, text_lengths(config).longest
+        length, tokens = config.model.max_sequence_length, longest_prompt(config)
         return cls(known, family, ResolvedModel(config.model.path, known.family, None, dtype, length), tokens)
 
     @property
@@ -52,6 +53,25 @@ class FakeModel:
     def text_bytes(self) -> int:
         """Bytes of all text encoders."""
         return self.known.text_parameters * self.dtype.itemsize
+
+    def shortened(self, fewest: int, period: int) -> "list[tuple[int, FakeModel]]":
+        """Returns models with fewer blocks, each with a weight: what is linear in blocks is the weighted sum of theirs.
+
+        The first has of each stack of blocks that are alike at least `fewest`, by a multiple of `period` less than all;
+        in each of the others one stack has `period` blocks more. Stacks of few blocks stay whole.
+        """
+        stacks = self.family.stacks(self.known.transformer)
+        short = {name: fewest + (blocks - fewest) % period for name, blocks in stacks.items()}
+        long = {name: blocks for name, blocks in stacks.items() if blocks > short[name] + period}
+        short = {name: short[name] if name in long else blocks for name, blocks in stacks.items()}
+        weights = {name: (blocks - short[name]) // period for name, blocks in long.items()}
+        longer = [(weights[name], self._with({**short, name: short[name] + period})) for name in long]
+        return [(1 - sum(weights.values()), self._with(short) if long else self), *longer]
+
+    def _with(self, stacks: Mapping[str, int]) -> "FakeModel":
+        return replace(
+            self, known=replace(self.known, transformer=self.family.with_stacks(self.known.transformer, stacks))
+        )
 
     def load_policy(
         self, aside: Aside, model: ResolvedModel, *, dtype: str, device: str | torch.device, parts: str
@@ -112,6 +132,26 @@ class FakeModel:
             image_processor=VaeImageProcessor(vae_scale_factor=factor),
             _unpack_latents=getattr(getattr(diffusers, self.family.pipeline), "_unpack_latents", None),
         )
+
+
+def architecture(config: Config) -> tuple[Architecture, str]:
+    """Returns the model's architecture and the name of the dtype that it computes in.
+
+    Raises ValueError if the model is neither known nor a local folder.
+    """
+    path = config.model.path
+    if path in KNOWN:
+        known = KNOWN[path]
+        return known, known.dtype if config.model.dtype == "auto" else config.model.dtype
+    resolved = resolve_model(config.model)
+    folder = Path(resolved.path)
+    if not folder.is_dir():
+        raise ValueError(
+            f"the architecture of {path} is not among those known ({', '.join(KNOWN)}); give a local folder to plan it"
+        )
+    transformer, vae = (configuration(resolved.path, part) for part in ("transformer", "vae"))
+    text = sum(sum(elements_in(file).values()) for file in sorted(folder.glob("text_encoder*/*.safetensors")))
+    return Architecture(resolved.family, transformer, vae, text, resolved.dtype), resolved.dtype
 
 
 def rehearsed(policy: PipelinePolicy) -> PipelinePolicy:

@@ -5,9 +5,9 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from async_flowrl.config.messages import unknown_name
-from async_flowrl.plan.rehearsal.cards import CARDS, Card, Roofline, card_of
-from async_flowrl.plan.rehearsal.estimate import estimate
-from async_flowrl.plan.rehearsal.report import GIB, Rehearsal
+from async_flowrl.plan.cards import CARDS, Card, Roofline, card_of
+from async_flowrl.plan.estimate import estimate
+from async_flowrl.plan.report import GIB, Rehearsal
 from separation.table import format_table
 
 ALL = "all"
@@ -31,9 +31,7 @@ def cards_of(names: str) -> list[Card]:
 def on(card: Card, done: Rehearsal) -> Rehearsal:
     """Returns the rehearsal with the estimate for another card; the counts are the same on every card."""
     roofline = Roofline(card, done.roofline.given)
-    return replace(
-        done, roofline=roofline, estimate=estimate(done.config, done.rank, done.rollout, roofline, done.sizes.mean)
-    )
+    return replace(done, roofline=roofline, estimate=estimate(done.config, done.rank, done.rollout, roofline))
 
 
 def lacking(done: Rehearsal) -> float:

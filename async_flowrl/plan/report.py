@@ -8,12 +8,11 @@ from typing import Any
 from async_flowrl.config.schema import Config
 from async_flowrl.config.sections.tune import FULL
 from async_flowrl.config.shared import SHARED
-from async_flowrl.plan.rehearsal.cards import Roofline
-from async_flowrl.plan.rehearsal.estimate import Estimate, peak
-from async_flowrl.plan.rehearsal.ledger import Phase
-from async_flowrl.plan.rehearsal.rollout import RolloutRehearsal
-from async_flowrl.plan.rehearsal.trainer import RankRehearsal
-from async_flowrl.plan.size_costs import SizeCosts
+from async_flowrl.memory.rehearsal.ledger import Phase
+from async_flowrl.memory.rehearsal.rollout import RolloutRehearsal
+from async_flowrl.memory.rehearsal.trainer import RankRehearsal
+from async_flowrl.plan.cards import Roofline
+from async_flowrl.plan.estimate import Estimate, peak, seconds
 from separation.table import format_table
 
 GIB = 2**30
@@ -32,7 +31,6 @@ class Rehearsal:
     rank: RankRehearsal
     rollout: RolloutRehearsal
     estimate: Estimate
-    sizes: SizeCosts
 
     @property
     def shared(self) -> bool:
@@ -71,9 +69,9 @@ def describe(done: Rehearsal) -> str:
     trained = "full weights, trained" if config.tune == FULL else "LoRA of"
     shared = f", {rank.share_bytes / 1e6:.0f} MB of it on each rank" * (rank.share_bytes < rank.version_bytes)
     lines = [
-        f"{config.model.path}: {rank.base_parameters / 1e9:.2f} B parameters, "
-        f"{trained} {rank.adapter_parameters / 1e6:.1f} M, {rank.version_bytes / 1e6:.0f} MB per version{shared}; "
-        "shapes only, nothing was computed",
+        f"{config.model.path}: {rank.sizes.base_parameters / 1e9:.2f} B parameters, "
+        f"{trained} {rank.sizes.adapter_parameters / 1e6:.1f} M, {rank.version_bytes / 1e6:.0f} MB per version"
+        f"{shared}; shapes only, nothing was computed",
         "",
         f"trainer rank ({rank.layout}), micro-batch of {rank.rows} rows",
         table(rank.phases, done.roofline),
@@ -89,7 +87,6 @@ def describe(done: Rehearsal) -> str:
         *fits(done),
         "",
         *sentences(done),
-        *filter(None, [done.sizes.sentence()]),
         "",
         f"Estimated for {card.name} by arithmetic; it takes for granted:",
         *(f"- {sentence}" for sentence in done.roofline.given.sentences(card)),
@@ -107,7 +104,7 @@ def table(phases: Mapping[str, Phase], roofline: Roofline) -> str:
             str(phase.entered),
             str(phase.kernels.total()),
             f"{phase.flops / 1e12:.3g}",
-            f"{phase.seconds(roofline):.3g}",
+            f"{seconds(phase, roofline):.3g}",
             ", ".join(f"{name.strip('_')} {size / 1e9:.3g} GB" for name, size in sorted(phase.collectives.items())),
         )
         for phase in phases.values()
@@ -160,10 +157,6 @@ def as_json(done: Rehearsal) -> dict[str, Any]:
         "peak": {title.replace(" ", "_"): phase.peak for title, phase in done.peaks().items()},
         "fits": all(phase.peak <= card.memory for phase in done.peaks().values()),
         "estimate": asdict(done.estimate),
-        "sizes": [
-            {"resolution": size, "share": share, "cost": done.sizes.costs[size]}
-            for size, share in done.sizes.shares.items()
-        ],
         "card": asdict(card),
         "assumptions": done.roofline.given.sentences(card),
     }
@@ -175,13 +168,16 @@ def _phases(phases: Mapping[str, Phase], roofline: Roofline) -> dict[str, dict[s
 
 def _phase(phase: Phase, roofline: Roofline) -> dict[str, Any]:
     """Returns the phase as a dictionary, with the number and the seconds of its kernels but not each kernel."""
-    seconds, arithmetic = phase.seconds(roofline), phase.arithmetic(roofline)
+    arithmetic = sum(
+        roofline.kernel(*kernel) * times for kernel, times in phase.kernels.items() if roofline.is_arithmetic(*kernel)
+    )
+    whole = seconds(phase, roofline)
     return {
         **asdict(replace(phase, kernels=Counter())),
         "kernels": phase.kernels.total(),
         "flops": phase.flops,
         "collectives": dict(phase.collectives),
-        "seconds": seconds,
+        "seconds": whole,
         "arithmetic": arithmetic,
-        "traffic": seconds - arithmetic,
+        "traffic": whole - arithmetic,
     }

@@ -7,7 +7,7 @@ because a torch without CUDA cannot run a backward pass on fake `cuda` tensors.
 
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -22,8 +22,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from async_flowrl.algorithms import dpo
 from async_flowrl.algorithms.base import MicroBatch
-from async_flowrl.plan.rehearsal.ledger import Ledger
-from async_flowrl.plan.rehearsal.model import FakeModel
+from async_flowrl.memory.rehearsal.ledger import Ledger
+from async_flowrl.memory.rehearsal.model import FakeModel
+from async_flowrl.observability.flops import Meter
 from async_flowrl.policies import one_base
 from async_flowrl.training import base_weights, exact, fsdp, full_shards, rank_model
 from async_flowrl.training.snapshots import Snapshots
@@ -32,7 +33,7 @@ from checkpoint_engine import receiver
 
 @contextmanager
 def rehearsed_process(model: FakeModel, ledger: Ledger, *, joined: bool) -> Iterator[None]:
-    """Context in which this process acts as rank 0 of the ledger's ranks, on its card, and the ledger counts.
+    """Context in which this process acts as rank 0 of the ledger's ranks, and the ledger counts.
 
     `joined`: whether the ranks form a process group. Raises RuntimeError if this process is in a process group already.
     """
@@ -77,9 +78,12 @@ def _stand_ins(model: FakeModel, ledger: Ledger) -> list[tuple[Any, str, Any]]:
         (one_base, "load_policy", load_policy),
         (one_base, "base_digest", lambda _: ""),
         (receiver, "in_host_memory", partial(_in_host_memory, ledger)),
+        (exact, "_CHUNK", dict.fromkeys(exact._CHUNK, exact._CHUNK["cuda"])),
         (exact, "_read", lambda _: exact.Account()),
         (exact.Account, "holds", lambda *_: True),
         (dpo, "pairs", _pairs),
+        (Meter, "measure", lambda *_: nullcontext()),
+        (Meter, "flops", lambda *_: None),
         (Snapshots, "begin", lambda _: 0),  # It copies to host memory, in a thread that knows no fake tensors.
     ]
 

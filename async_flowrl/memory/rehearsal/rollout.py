@@ -10,10 +10,9 @@ import torch
 
 from async_flowrl.algorithms.window import draw_window
 from async_flowrl.config.schema import Config
-from async_flowrl.plan.rehearsal.cards import Card
-from async_flowrl.plan.rehearsal.ledger import Ledger, Phase
-from async_flowrl.plan.rehearsal.model import FakeModel
-from async_flowrl.plan.rehearsal.process import rehearsed_process
+from async_flowrl.memory.rehearsal.ledger import Ledger, Phase
+from async_flowrl.memory.rehearsal.model import FakeModel
+from async_flowrl.memory.rehearsal.process import rehearsed_process
 from async_flowrl.rollout.worker import RolloutWorker
 from async_flowrl.tickets.request import sampling
 from async_flowrl.types import EMA, POLICY, TRAIN, Prompt, RolloutRequest
@@ -44,17 +43,21 @@ class RolloutRehearsal:
     run: int
     """Forward passes of the rehearsed ticket."""
     version_bytes: int
+    vae_parameters: int
 
 
-def rehearse_rollout(config: Config, model: FakeModel, card: Card) -> RolloutRehearsal:
-    """Rehearses a worker in steady state: all its slots for versions are full, and one more is being received."""
+def rehearse_rollout(config: Config, model: FakeModel, *, kernels: bool = True) -> RolloutRehearsal:
+    """Rehearses a worker in steady state: all its slots for versions are full, and one more is being received.
+
+    `kernels` is as for Ledger.
+    """
     if config.rollout.text_encoder == "cached":
         # A visit before the network is loaded, or in its place; no ticket of the steady state waits for one.
         config = replace(config, rollout=replace(config.rollout, text_encoder="offload"))
         model = replace(model, known=replace(model.known, text_parameters=0))
     tickets, chunk = config.rollout.tickets_per_batch, config.rollout.batch_size or config.images_per_ticket
     config = as_one_ticket(config)
-    ledger = Ledger(card)
+    ledger = Ledger(kernels=kernels)
     with rehearsed_process(model, ledger, joined=False):
         worker = RolloutWorker(config, model.resolved, 0, "rollout-0")
         with ledger.phase("load"):
@@ -78,6 +81,7 @@ def rehearse_rollout(config: Config, model: FakeModel, card: Card) -> RolloutReh
             passes=chunks * config.rollout.num_inference_steps,
             run=chunks * STEPS,
             version_bytes=worker.receiver.layout.nbytes,
+            vae_parameters=sum(part.numel() for part in worker.engine.policy._whole("plan").vae.parameters()),  # type: ignore[attr-defined]
         )
 
 

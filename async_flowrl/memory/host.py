@@ -1,0 +1,203 @@
+"""Host memory of a run's processes, and its comparison with the nodes before models are loaded.
+
+Counted are the bytes of tensors that last, by the headers of the model's files, without activations, object store and
+models of rewards.
+"""
+
+import logging
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from async_flowrl.config.check import ConfigError
+from async_flowrl.config.elastic import bounds
+from async_flowrl.config.pool_names import ROLLOUT, TRAINER
+from async_flowrl.config.schema import Config
+from async_flowrl.config.sections.tune import FULL
+from async_flowrl.config.sharding import in_shares
+from async_flowrl.config.shared import SHARED
+from async_flowrl.memory.changes import best, fresh_images
+from async_flowrl.memory.processes import (
+    host_bytes,
+    in_one,
+    ring_bytes,
+    rollout_footprint,
+    snapshot_bytes,
+    trainer_footprint,
+)
+from async_flowrl.memory.sizes import Sizes, stored_sizes
+from async_flowrl.policies.registry import DTYPES
+from async_flowrl.policies.stored import StoredElements
+from separation.node_memory import NodeMemory
+
+logger = logging.getLogger(__name__)
+
+GIB = 2**30
+PROCESS_BYTES = 700_000_000
+"""Host memory of a process without its model: Python, torch and diffusers; `ps` shows 530 to 710 MB on a CPU."""
+KEPT_BY_RANK, KEPT_BY_CONTROLLER = 4, 3
+"""Most copies of a LoRA's state at a time: on its first rank two that are retained, one as files, and one part after
+the other that is made contiguous for them (training/checkpoint.py); on the controller two, and one that comes."""
+
+
+@dataclass(frozen=True)
+class NodeProcesses:
+    """A node and the processes of the run on it."""
+
+    address: str
+    memory: NodeMemory
+    workers: Mapping[str, tuple[int, ...]]
+    """Pool → indices of its workers there."""
+    controller: bool
+    """True if the process that started the run is there."""
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """All nodes of a run on which it has workers, and the model that the workers load."""
+
+    nodes: tuple[NodeProcesses, ...]
+    stored: StoredElements
+    devices: Mapping[str, int]
+    """Pool → bytes of memory of its smallest device. Pools without GPUs are missing, and rollout workers of vllm_omni,
+    which plan their devices themselves."""
+
+
+@dataclass(frozen=True)
+class Process:
+    """`count` processes of a pool with which a run can start, each of which needs `bytes` of host memory."""
+
+    pool: str
+    count: int
+    bytes: int
+    per_node: int = 1
+    """Number of the processes that one node must hold (`workers_per_node`)."""
+    later: int = 0
+    """Number of further processes that may join while the run goes on, in a pool with `max_workers`."""
+    copies: int = 0
+    """Number of the processes that copy their state to host memory, which is not in `bytes`."""
+    copy: int = 0
+    """Bytes of such a copy."""
+
+    @property
+    def total(self) -> int:
+        """Bytes of all processes of the pool at the start of the run."""
+        return self.count * self.bytes + self.copies * self.copy
+
+    @property
+    def on_a_node(self) -> int:
+        """Bytes that one node must have for its processes of the pool, if those that copy are on it."""
+        return self.per_node * self.bytes + min(self.per_node, self.copies) * self.copy
+
+
+def training_processes(config: Config, model: Sizes, *, on_gpus: bool) -> list[Process]:
+    """Returns the trainer ranks and rollout workers; with `placement=shared`, the processes that are both."""
+    trainer, rollout = config.trainer, config.rollout
+    of_rank, of_rollout = ((on_gpus and pool.gpus_per_worker > 0) for pool in (trainer, rollout))
+    copies = {"copies": copying_ranks(config), "copy": copied_bytes(config, model)}
+    first, other = (rank_bytes(config, model, on_gpu=of_rank, sends=sends) for sends in (True, False))
+    rank = PROCESS_BYTES + other + (first - other) // trainer.num_workers  # so that the total is right
+    pool = SHARED if config.placement == SHARED else TRAINER
+    ranks = Process(pool, trainer.num_workers, rank, trainer.workers_per_node or 1, **copies)
+    if config.placement == SHARED:
+        return [ranks]
+    least, most = bounds(rollout)
+    worker = PROCESS_BYTES + rollout_bytes(config, model, on_gpu=of_rollout)
+    return [ranks, Process(ROLLOUT, least, worker, rollout.workers_per_node or 1, later=most - least)]
+
+
+def rank_bytes(config: Config, model: Sizes, *, on_gpu: bool, sends: bool = True, certain: bool = False) -> int:
+    """Returns the bytes of a trainer rank, with `placement=shared` of a process that samples too, without its copy.
+
+    `sends` is for a rank that sends versions. A rank on a GPU has only pinned buffers in host memory, one on a CPU
+    everything. `certain` is as for `host_bytes`.
+    """
+    shared = config.placement == SHARED
+    if on_gpu:
+        pinned = host_bytes(config, model, certain=certain) if sends or not model.full else 0
+        return pinned + (rollout_bytes(config, model, on_gpu=True, certain=certain) if shared else 0)
+    trainer = trainer_footprint(config, model)
+    if not shared:
+        gathered = host_bytes(config, model, certain=certain) if sends and model.full and in_shares(config) else 0
+        return trainer.resident + gathered
+    both = in_one(trainer, rollout_footprint(config, model), full=model.full)
+    return both.resident + ring_bytes(config, model, pinned=False, certain=certain)
+
+
+def rollout_bytes(config: Config, model: Sizes, *, on_gpu: bool, certain: bool = False) -> int:
+    """Returns the bytes of a rollout worker.
+
+    On a GPU it has versions in host memory with `rollout.versions_on=host`, the text encoder with
+    `rollout.text_encoder=offload`, and with `cached` the network while an encoder is on the GPU. `certain` is as for
+    `host_bytes`.
+    """
+    ring = ring_bytes(config, model, pinned=on_gpu, certain=certain)
+    if not on_gpu:
+        return ring + rollout_footprint(config, model).resident
+    aside = {"resident": 0, "offload": model.text_parameters * model.itemsize, "cached": model.base_bytes}
+    return ring + aside[config.rollout.text_encoder]
+
+
+def copying_ranks(config: Config) -> int:
+    """Returns the number of trainer ranks that copy their state: all if each has a share of what it trains, else 1."""
+    return config.trainer.num_workers if in_shares(config) else 1
+
+
+def copied_bytes(config: Config, model: Sizes) -> int:
+    """Returns the bytes of the copies of its state on a rank that makes them."""
+    return snapshot_bytes(config, model) * (1 if config.tune == FULL else KEPT_BY_RANK)
+
+
+def check_hosts(config: Config, hosts: Hosts) -> list[str]:
+    """Returns a warning for each node with less free memory than its processes will take.
+
+    Raises ConfigError for a node that has not even so much memory and swap space, unless `allow_oom` is set. Any other
+    failure becomes a warning, because the run may still succeed.
+    """
+    try:
+        return [sentence for node in hosts.nodes if (sentence := compared(config, hosts, node)) is not None]
+    except ConfigError:
+        raise
+    except Exception as error:
+        logger.info("no plan of the nodes' memory", exc_info=True)
+        return [f"the nodes' memory was not compared with a plan: {error}"]
+
+
+def compared(config: Config, hosts: Hosts, node: NodeProcesses) -> str | None:
+    """Returns a sentence on a node without enough free memory, else None. Raises ConfigError as `check_hosts` does."""
+
+    def needed(config: Config) -> int:
+        return sum(size for _, size in needs_on(config, hosts, node))
+
+    memory, need = node.memory, needed(config)
+    refused = need > memory.total + memory.swap
+    if not refused and need <= memory.free:
+        return None
+    rows = Counter(f"{title} {size / GIB:.3g}" for title, size in needs_on(config, hosts, node))
+    listed = "; ".join(row if count == 1 else f"{count} × {row}" for row, count in rows.items())
+    has = memory.total + memory.swap if refused else memory.free
+    saved = best([fresh_images(config)], config, needed, has)
+    less = (
+        f"{saved[0]} would need {saved[1] / GIB:.3g}, fewer workers on a node less" if saved else "fewer workers help"
+    )
+    where = "of memory and swap space" if refused else "of memory free"
+    sentence = (
+        f"node {node.address} has {has / GIB:.3g} GiB {where}, and the processes of this run on it need at least "
+        f"{need / GIB:.3g}: {listed}; {less}"
+    )
+    if refused and not config.allow_oom:
+        raise ConfigError(f"{sentence}; allow_oom=true tries anyway")
+    return sentence
+
+
+def needs_on(config: Config, hosts: Hosts, node: NodeProcesses) -> Iterator[tuple[str, int]]:
+    """Yields name and bytes of each process on a node that holds a part of the model."""
+    model = stored_sizes(config, hosts.stored, DTYPES[config.model.dtype].itemsize)
+    for rank in node.workers.get(TRAINER, ()):
+        size = rank_bytes(config, model, on_gpu=TRAINER in hosts.devices, sends=rank == 0, certain=True)
+        yield "trainer rank", size + copied_bytes(config, model) * (rank < copying_ranks(config))
+    if config.placement != SHARED:
+        own = config.rollout.engine == "vllm_omni" and config.rollout.gpus_per_worker > 0
+        for _ in node.workers.get(ROLLOUT, ()):
+            on_gpu = own or ROLLOUT in hosts.devices
+            yield "rollout worker", rollout_bytes(config, model, on_gpu=on_gpu, certain=True)

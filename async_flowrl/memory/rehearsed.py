@@ -1,0 +1,114 @@
+"""Memory of a configuration's activations, by a rehearsal of its workers on fake tensors; importing it loads no model.
+
+A process remembers what it has rehearsed, by configuration.
+"""
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, cast
+
+from async_flowrl.config.quiet import quieter
+from async_flowrl.config.schema import Config
+
+if TYPE_CHECKING:
+    from async_flowrl.memory.rehearsal.ledger import Phase
+    from async_flowrl.memory.rehearsal.rollout import RolloutRehearsal
+    from async_flowrl.memory.rehearsal.trainer import RankRehearsal
+    from async_flowrl.memory.sizes import Sizes
+    from async_flowrl.policies.base import Shapes
+
+NONE, FULL = "none", "full"
+"""Values of `trainer.gradient_checkpointing` with which the sizes of a model are rehearsed."""
+_remembered: dict[str, Any] = {}
+
+
+def alone(config: Config) -> Config:
+    """Returns the configuration with a lone trainer rank that holds everything, without what cannot be rehearsed."""
+    trainer = replace(
+        config.trainer,
+        num_workers=1,
+        shard="none",
+        shard_size=None,
+        workers_per_node=None,
+        cpu_offload=False,
+        compile=False,
+    )
+    return replace(
+        config,
+        trainer=trainer,
+        rollout=replace(config.rollout, engine="diffusers", compile=False),
+        lora=replace(config.lora, path=None),
+        placement="separate",
+        runtime=replace(config.runtime, numa_binding=False),
+    )
+
+
+def rehearsed_rank(config: Config, how: str) -> "RankRehearsal":
+    """Returns a lone trainer rank with `trainer.gradient_checkpointing=how`, as it is rehearsed or was before.
+
+    Raises ValueError if the model's architecture is not known.
+    """
+    from async_flowrl.memory.rehearsal.whole import whole_rank
+
+    config = alone(config)
+    config = replace(config, trainer=replace(config.trainer, gradient_checkpointing=how))
+    return _once(config, "trainer", whole_rank)  # type: ignore[no-any-return]
+
+
+def rehearsed_rollout(config: Config) -> "RolloutRehearsal":
+    """Returns a rollout worker with a few of the blocks, as it is rehearsed or was before.
+
+    Without gradients its activations are those of one block. Raises ValueError as `rehearsed_rank`.
+    """
+    from async_flowrl.memory.rehearsal.whole import short_rollout
+
+    return _once(alone(config), "rollout", short_rollout)  # type: ignore[no-any-return]
+
+
+def model_sizes(config: Config) -> "Sizes":
+    """Returns the sizes of the configuration's model without its VAE. Raises ValueError as `rehearsed_rank`."""
+    from async_flowrl.memory.rehearsal.model import architecture
+
+    key = f"sizes {architecture(config)} {config.model!r} {config.lora!r} {config.tune} {config.full!r}"
+    if key not in _remembered:
+        _remembered[key] = rehearsed_rank(config, _usual(config)).sizes
+    return cast("Sizes", _remembered[key])
+
+
+def rehearsed_shapes(config: Config) -> "Shapes":
+    """Returns the shapes of a ticket's arrays. Raises ValueError as `rehearsed_rank`."""
+    return rehearsed_rank(config, _usual(config)).shapes
+
+
+def _usual(config: Config) -> str:
+    """Returns the checkpointing with which a rank is rehearsed in any case."""
+    how = config.trainer.gradient_checkpointing
+    return how if how == NONE else FULL
+
+
+def _once(config: Config, side: str, rehearse: Callable[..., Any]) -> Any:
+    from async_flowrl.memory.rehearsal.model import FakeModel
+
+    model = FakeModel.of(config)
+    key = f"{side} {model.known} {model.planned_tokens} {config!r}"
+    if key not in _remembered:
+        # The package's warnings are about values, and fake tensors have none.
+        with quieter("async_flowrl", logging.ERROR):
+            _remembered[key] = rehearse(config, model, kernels=False)
+    return _remembered[key]
+
+
+def training_peak(config: Config) -> int:
+    """Returns the most bytes that a lone trainer rank holds after it was loaded."""
+    return _peak(rehearsed_rank(config, config.trainer.gradient_checkpointing).phases)
+
+
+def sampling_bytes(config: Config) -> int:
+    """Returns the most bytes that a rollout worker holds beside its weights and versions."""
+    phases = rehearsed_rollout(config).phases
+    return _peak(phases) - phases["sample"].resident
+
+
+def _peak(phases: "Mapping[str, Phase]") -> int:
+    return max(phase.peak for name, phase in phases.items() if name != "load")

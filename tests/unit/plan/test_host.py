@@ -1,0 +1,134 @@
+"""Tests of the host memory of a run's processes and its comparison with made-up nodes."""
+
+from dataclasses import replace
+
+import pytest
+
+from async_flowrl.config.check import ConfigError
+from async_flowrl.config.compose import compose_config
+from async_flowrl.config.schema import Config
+from async_flowrl.memory.host import (
+    KEPT_BY_RANK,
+    Hosts,
+    NodeProcesses,
+    check_hosts,
+    copied_bytes,
+    needs_on,
+    rank_bytes,
+    rollout_bytes,
+)
+from async_flowrl.memory.sizes import Sizes, stored_sizes
+from async_flowrl.policies.stored import StoredElements
+from checkpoint_engine.pinned_memory import pinned_bytes
+from separation.node_memory import NodeMemory
+
+GIB = 2**30
+ELEMENTS, TEXT = 2_048_000_000, 1_000_000_000
+"""Of the network, of which 40 % are in each of two blocks, and of the text encoders. A version fills whole pages."""
+STORED = StoredElements({"layers.0.weight": 819_200_000, "layers.1.weight": 819_200_000, "proj": 409_600_000}, TEXT, 0)
+VERSION = 2 * ELEMENTS
+"""Bytes of a version in bfloat16."""
+
+
+def config(*overrides: str) -> Config:
+    """Two trainer ranks and two rollout workers on GPUs that train whole weights, one step off."""
+    given = ["tune=full", "trainer.num_workers=2", "rollout.num_workers=2", "max_staleness=1", "evaluate.every=0"]
+    gpus = ["trainer.gpus_per_worker=1", "rollout.gpus_per_worker=1"]
+    return compose_config("one_step_off", [*given, *gpus, "model.dtype=bfloat16", "trainer.shard=none", *overrides])
+
+
+def sizes(given: Config) -> Sizes:
+    return stored_sizes(given, STORED, 2)
+
+
+def node(total: float, free: float | None = None, **workers: tuple[int, ...]) -> NodeProcesses:
+    """A node with so many bytes; without `workers` all of them are on it, and one for rewards."""
+    there = workers or {"trainer": (0, 1), "rollout": (0, 1), "reward/color": (0,)}
+    memory = NodeMemory("a", round(total), round(total if free is None else free))
+    return NodeProcesses("10.0.0.1", memory, there, controller=True)
+
+
+def on(*nodes: NodeProcesses, gpus: bool = True) -> Hosts:
+    return Hosts(nodes, STORED, {"trainer": 80 * GIB, "rollout": 80 * GIB} if gpus else {})
+
+
+def needed(given: Config, of: NodeProcesses, *, gpus: bool = True) -> list[int]:
+    return [size for _, size in needs_on(given, on(of, gpus=gpus), of)]
+
+
+def test_on_gpus_the_host_holds_versions_and_the_copy_for_a_checkpoint() -> None:
+    """The first rank alone sends and copies whole weights: two versions, the masters and both moments."""
+    copy = 12 * ELEMENTS + 2 * VERSION
+    assert needed(config(), node(1e12)) == [2 * VERSION + copy, 0, 2 * VERSION, 2 * VERSION]
+    assert needed(config("total_steps=1"), node(1e12)) == [VERSION + copy, 0, VERSION, VERSION]
+    planned = config()
+    assert rank_bytes(planned, sizes(planned), on_gpu=True) == 4 * VERSION, "with two under way"
+    assert rollout_bytes(planned, sizes(planned), on_gpu=True) == 4 * VERSION
+
+
+def test_in_shares_every_rank_sends_and_copies_its_own() -> None:
+    whole = 2 * VERSION + 12 * ELEMENTS + 2 * VERSION
+    assert needed(config("trainer.shard=full"), node(1e12, trainer=(0, 1))) == [whole // 2] * 2
+
+
+@pytest.mark.parametrize(("where", "aside"), [("resident", 0), ("offload", 2 * TEXT), ("cached", VERSION)])
+def test_text_encoders_that_share_a_gpu_take_turns_from_host_memory(where: str, aside: int) -> None:
+    given = config(f"rollout.text_encoder={where}")
+    assert needed(given, node(1e12, rollout=(0,))) == [2 * VERSION + aside]
+
+
+def test_an_offloaded_base_is_a_share_of_each_rank() -> None:
+    given = config("tune=lora", "trainer.cpu_offload=true", "trainer.shard=full")
+    assert needed(given, node(1e12, trainer=(0, 1))) == [VERSION // 2] * 2
+
+
+def test_a_process_that_samples_and_trains_is_counted_once() -> None:
+    given = config("placement=shared", "max_staleness=0", "mode=stream")
+    both = needed(given, node(1e12, trainer=(0, 1), rollout=(0, 1)))
+    assert both == [VERSION + 12 * ELEMENTS + VERSION + VERSION, VERSION]
+
+
+def test_on_a_cpu_everything_is_in_host_memory() -> None:
+    """Masters, gradient, moments, sums, the network, and versions of the weights."""
+    by_parameter = 2 + 4 + 4 + 8 + 2 * 8 + (2 + 2) * 2
+    assert needed(config(), node(1e12, trainer=(1,)), gpus=False) == [by_parameter * ELEMENTS]
+    small = Hosts((node(1.0),), replace(STORED, transformer={"blocks.0.a": 300_000_000}), {})
+    given = config()
+    model = stored_sizes(given, small.stored, 2)
+    assert rollout_bytes(given, model, on_gpu=True) == 4 * pinned_bytes(model.version_bytes)
+
+
+def test_the_first_rank_of_a_lora_counts_the_states_that_are_retained_and_written() -> None:
+    given = config("tune=lora")
+    model = replace(sizes(given), adapter_parameters=1000)
+    assert copied_bytes(given, model) == KEPT_BY_RANK * (3 * 4 + 2 * 2) * 1000
+
+
+def test_enough_memory_is_not_mentioned_and_too_little_free_is_a_warning_with_a_remedy() -> None:
+    need = sum(needed(config(), node(1e12)))
+    assert check_hosts(config(), on(node(2 * need), node(2 * need, need))) == []
+    (warning,) = check_hosts(config(), on(node(2 * need), node(2 * need, need - 1)))
+    assert "10.0.0.1" in warning and "2 × rollout worker 7.63" in warning
+    assert "max_staleness=0 mode=stream would" in warning
+
+
+def test_a_node_that_cannot_hold_its_processes_is_refused() -> None:
+    given, need = config(), sum(needed(config(), node(1e12)))
+    with pytest.raises(ConfigError, match="allow_oom=true tries anyway"):
+        check_hosts(given, on(node(1e12), node(need - 1)))
+    short = node(need - 10)
+    assert len(check_hosts(given, on(replace(short, memory=replace(short.memory, swap=10))))) == 1
+    given.allow_oom = True
+    assert len(check_hosts(given, on(node(need - 1)))) == 1
+
+
+def test_many_small_processes_on_a_small_machine_are_not_refused() -> None:
+    given = config("runtime.backend=ray", "tune=lora", "model.dtype=float32")
+    here = node(8e9, trainer=(0, 1), rollout=tuple(range(8)), reward=(0, 1))
+    small = Hosts((here,), StoredElements({"blocks.0.a": 100_000}, 0, 0), {})
+    assert check_hosts(given, small) == check_hosts(replace(given, tune="full"), small) == []
+
+
+def test_a_model_that_cannot_be_planned_is_a_warning() -> None:
+    (warning,) = check_hosts(config("full.freeze=[nothing.*]"), on(node(1e12)))
+    assert "full.freeze: 'nothing.*' matches no" in warning
