@@ -66,9 +66,12 @@ def test_on_gpus_the_host_holds_versions_and_the_copy_for_a_checkpoint() -> None
     assert rollout_bytes(planned, sizes(planned), on_gpu=True) == 4 * VERSION
 
 
-def test_in_shares_every_rank_sends_and_copies_its_own() -> None:
-    whole = 2 * VERSION + 12 * ELEMENTS + 2 * VERSION
-    assert needed(config("trainer.shard=full"), node(1e12, trainer=(0, 1))) == [whole // 2] * 2
+def test_in_shares_every_rank_copies_its_own_and_the_first_one_sends() -> None:
+    copy = (12 * ELEMENTS + 2 * VERSION) // 2
+    assert needed(config("trainer.shard=full"), node(1e12, trainer=(0, 1))) == [VERSION + copy, copy]
+    planned = config("trainer.shard=full")
+    assert rank_bytes(planned, sizes(planned), on_gpu=True) == 3 * VERSION, "newest, gathered, gathered once more"
+    assert rank_bytes(planned, sizes(planned), on_gpu=True, sends=False) == 0
 
 
 @pytest.mark.parametrize(("where", "aside"), [("resident", 0), ("offload", 2 * TEXT), ("cached", VERSION)])

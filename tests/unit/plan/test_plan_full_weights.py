@@ -68,7 +68,7 @@ def test_a_share_is_what_a_rank_of_four_holds(dtype: str) -> None:
     assert plan.trainer.resident < whole.trainer.resident / 3
     assert plan.trainer.parts["gathered blocks"] > plan.model.block_bytes
     assert plan.rollout == whole.rollout
-    assert plan.host == 5 * whole.host // 8, "on the first rank"
+    assert plan.host == 5 * plan.model.version_bytes, "on the first rank"
     assert plan.snapshot == -(-whole.snapshot // 4)
     assert "each trainer rank copies" in describe(plan, config, 79) and "the first" in describe(whole, of_one, 79)
     assert plan.sent_weights == whole.sent_weights == 3 * plan.adapter_bytes <= plan.payload
