@@ -38,8 +38,8 @@ from async_flowrl.training.messages import Manifest, StepPlan, Summed, TrainRequ
 from async_flowrl.training.parts import RankPosition, parts_of
 from async_flowrl.types import Prompt, RolloutReport, RolloutRequest, Scores, Trajectory
 from checkpoint_engine import RING, Ack, Header, Layout, binding_probe, canary_tensors
-from separation.virtual import VirtualPool, VirtualWorker, run_virtual
 from tests.support.toy_weights import ToySender, toy_lora, toy_tensors
+from tests.support.virtual import VirtualPool, VirtualWorker, run_virtual
 
 WORKERS = (10, 30, 100, 300, 1000)
 STEPS, WARM_UP_STEPS = 6, 2

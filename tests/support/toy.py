@@ -27,12 +27,12 @@ from async_flowrl.loop import run
 from async_flowrl.tickets.request import RequestBuilder
 from async_flowrl.tickets.table import TicketTable
 from async_flowrl.types import Prompt
-from separation.virtual import run_virtual
 from tests.support.toy_growth import ToyGrowth
 from tests.support.toy_pool import Fault, ListObserver, Timing, ToyPool, World, no_fault
 from tests.support.toy_reward import ToyReward
 from tests.support.toy_rollout import ToyRollout
 from tests.support.toy_trainer import ToyTrainer
+from tests.support.virtual import run_virtual
 
 TEXTS = tuple(f"prompt {index}" for index in range(5))
 """Training prompts of a toy run, all of one length."""

@@ -14,8 +14,8 @@ import numpy as np
 
 from async_flowrl.types import EVALUATION
 from separation.group import RefLost, WorkerDied, WorkerFailed, seated
-from separation.virtual import VirtualPool, VirtualWorker
 from tests.support.failing_disk import Torn
+from tests.support.virtual import VirtualPool, VirtualWorker
 
 SLOW_FACTOR = 100.0
 """Factor on the duration of a call with the fault "slow"."""

@@ -33,9 +33,9 @@ from async_flowrl.training.checkpoint_manifest import TRAINER
 from async_flowrl.types import Prompt
 from checkpoint_engine.transports import OBJECT_STORE
 from separation.group import WorkerDied
-from separation.virtual import run_virtual
 from tests.support.toy import toy_groups
 from tests.support.toy_pool import Fault, ToyPool, World
+from tests.support.virtual import run_virtual
 
 Groups = Mapping[str, ToyPool]
 PROMPTS = [Prompt(index, f"prompt {index}") for index in range(5)]

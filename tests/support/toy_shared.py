@@ -19,13 +19,13 @@ from async_flowrl.run.pools import SUB_POOLS
 from async_flowrl.shared.turns import patience
 from async_flowrl.shared.worker import SharedRollout
 from separation.cohosted import SubGroup, Successors
-from separation.virtual import run_virtual
 from tests.support.toy import TEXTS, Disturbance, ToyRun, toy_config, trained_on
 from tests.support.toy_pool import Fault, ListObserver, Timing, ToyPool, ToyWorker, World, name_of, no_fault
 from tests.support.toy_recovery import toy_ranks_meet
 from tests.support.toy_reward import ToyReward
 from tests.support.toy_rollout import ToyRollout
 from tests.support.toy_trainer import ToyTrainer
+from tests.support.virtual import run_virtual
 
 SAMPLING = ("generate", "generate/evaluation", "generate_together")
 TRAINING = ("train", "train_last", "proximal")

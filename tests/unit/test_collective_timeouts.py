@@ -12,7 +12,7 @@ from async_flowrl.controller.replicas import MAX_GROUPS_PER_CALL
 from async_flowrl.controller.trainer import TrainerGroup
 from async_flowrl.run.launch import load_trainer
 from separation.group import WorkerGroup
-from separation.virtual import run_virtual
+from tests.support.virtual import run_virtual
 
 
 class Listener:

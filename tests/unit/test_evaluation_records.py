@@ -62,8 +62,8 @@ def test_a_reward_worker_that_dies_over_held_out_terms_is_replaced() -> None:
 
 
 def test_the_baseline_is_an_evaluation_of_its_own_with_its_own_setting() -> None:
-    from separation.virtual import run_virtual
     from tests.support.toy import Context, ToySteps, toy_run
+    from tests.support.virtual import run_virtual
 
     class WithBaseline(ToySteps):
         async def before_training(self, ctx: Context) -> None:

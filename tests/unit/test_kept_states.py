@@ -9,7 +9,6 @@ import pytest
 
 from async_flowrl.controller.kept_state import MOST, DamagedState, KeptState, KeptStates
 from async_flowrl.tickets.table import EVALUATION
-from separation.virtual import run_virtual
 from tests.chaos.recovery_schedules import STEPS
 from tests.support.toy_pool import ListObserver, Timing, World, once
 from tests.support.toy_recovery import (
@@ -23,6 +22,7 @@ from tests.support.toy_recovery import (
     toy_ranks_meet,
 )
 from tests.support.toy_trainer import ToyTrainer
+from tests.support.virtual import run_virtual
 from tests.unit.recovery_runs import check_equal, config, go
 
 

@@ -10,7 +10,7 @@ from async_flowrl.controller.download import download_model, loaders
 from async_flowrl.policies.registry import ResolvedModel
 from separation.group import Worker
 from separation.supervise import DeadlineExceeded
-from separation.virtual import run_virtual
+from tests.support.virtual import run_virtual
 
 HUB = ResolvedModel("Qwen/Qwen-Image", "qwen_image", "0123abcd", "bfloat16")
 LOCAL = ResolvedModel("/models/qwen", "qwen_image", None, "bfloat16")

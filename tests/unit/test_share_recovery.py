@@ -23,7 +23,6 @@ from async_flowrl.training.checkpoint_folder import written
 from async_flowrl.training.checkpoint_manifest import DamagedCheckpoint
 from async_flowrl.verify import verify
 from separation.group import WorkerFailed
-from separation.virtual import run_virtual
 from tests.chaos.share_recovery_schedules import IN_SHARES, STEPS, undisturbed
 from tests.support.toy import toy_config, toy_groups
 from tests.support.toy_pool import Fault, ListObserver, Timing, World, no_fault
@@ -42,6 +41,7 @@ from tests.support.toy_recovery import (
 )
 from tests.support.toy_shares import spoil_share
 from tests.support.toy_weights import copied
+from tests.support.virtual import run_virtual
 
 Call = tuple[str, str, int]
 """A worker's name, a method, and the number of the call."""

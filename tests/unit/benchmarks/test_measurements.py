@@ -7,7 +7,8 @@ import pytest
 from async_flowrl.config.compose import compose_config
 from async_flowrl.config.schema import Config
 from async_flowrl.run.prepare import prepare
-from benchmarks import controller, payload, profile, single_workers
+from benchmarks import controller, profile, single_workers
+from tests.unit.benchmarks import image_payload as payload
 
 
 def test_the_controller_serves_every_ticket() -> None:

@@ -10,7 +10,7 @@ from checkpoint_engine.base import Draft
 from checkpoint_engine.collective_delivery import CollectiveBroadcast
 from checkpoint_engine.errors import MemberBusy, TransferFailed
 from checkpoint_engine.process_group import Epoch
-from separation.virtual import run_virtual
+from tests.support.virtual import run_virtual
 from tests.unit.checkpoint_engine.engine_parts import ALPHA, RANK, ends, lora
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from checkpoint_engine import Delivery, DeliveryOptions, Header, Layout, Publisher, Receiver, WeightsMismatch
 from checkpoint_engine.digest import ByteArray
 from checkpoint_engine.layout import Entry
-from separation.virtual import run_virtual
+from tests.support.virtual import run_virtual
 from tests.unit.checkpoint_engine.engine_parts import ALPHA, RANK, End, Sender, blank, flipped, freeze, lora, resealed
 
 FIRST, VICTIM, LAST = "block.0.lora_A.weight", "block.1.lora_A.weight", "block.2.lora_B.weight"

@@ -15,7 +15,7 @@ from checkpoint_engine import (
 )
 from checkpoint_engine.errors import Verdict, verdict
 from checkpoint_engine.receiver_queue import ReceiverQueue
-from separation.virtual import run_virtual
+from tests.support.virtual import run_virtual
 from tests.unit.checkpoint_engine.engine_parts import ALPHA, RANK, Gone, lora, resealed
 from tests.unit.checkpoint_engine.engine_virtual import Rig, failing, hang
 

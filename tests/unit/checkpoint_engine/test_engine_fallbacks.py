@@ -13,7 +13,7 @@ from checkpoint_engine import EVALUATION, RING, Ack, Delivery, Header, Publisher
 from checkpoint_engine.base import Draft
 from checkpoint_engine.collective_delivery import MAX_FAILURES_IN_A_ROW, CollectiveBroadcast
 from checkpoint_engine.process_group import Epoch
-from separation.virtual import run_virtual
+from tests.support.virtual import run_virtual
 from tests.unit.checkpoint_engine.engine_parts import ALPHA, RANK, End, Sender, blank
 from tests.unit.checkpoint_engine.engine_virtual import Rig
 

@@ -8,7 +8,7 @@ import pytest
 
 from checkpoint_engine import EVALUATION, VersionGone
 from separation.group import RefLost
-from separation.virtual import run_virtual
+from tests.support.virtual import run_virtual
 from tests.unit.checkpoint_engine.engine_parts import Gone, flipped
 from tests.unit.checkpoint_engine.engine_virtual import Rig, failing, hang
 

@@ -9,7 +9,7 @@ import pytest
 from checkpoint_engine import TransferFailed
 from checkpoint_engine.fanout import depth, parents
 from separation.group import RefLost
-from separation.virtual import run_virtual
+from tests.support.virtual import run_virtual
 from tests.unit.checkpoint_engine.engine_parts import Gone
 from tests.unit.checkpoint_engine.engine_virtual import Rig, failing
 

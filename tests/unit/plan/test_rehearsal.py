@@ -116,7 +116,7 @@ def test_shares_of_the_whole_model_are_rehearsed() -> None:
     assert shares.version_bytes == whole.version_bytes == whole.share_bytes
     assert shares.share_bytes == pytest.approx(shares.version_bytes / 4, rel=0.02)
     held = shares.phases["forward"].resident / whole.phases["forward"].resident
-    # With shares there are copies of the masters for FSDP2, but no second sum of the gradients and no slots to send from.
+    # With shares there are copies of the masters for FSDP2, but no second sum of the gradients, and no slots to send.
     assert 0.15 < held < 1 / 4
     once = {name: Counter(shares.phases[name].collectives) for name in ("forward", "backward", "optimizer")}
     trained = 4 * shares.sizes.adapter_parameters

@@ -13,8 +13,8 @@ from separation.cluster import cluster
 from separation.group import PoolSpec, WorkerDied
 from separation.processes import alive, descendants, identity, kill_remaining, machine, process_of
 from separation.rendezvous import rank_environment
-from separation.virtual import run_virtual
 from separation.worker_process import resolve, thread_environment
+from tests.support.virtual import run_virtual
 
 TOY = "tests.unit.separation.toy:Toy"
 

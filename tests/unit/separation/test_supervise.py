@@ -12,7 +12,7 @@ from separation.supervise import (
     supervised,
     together,
 )
-from separation.virtual import run_virtual
+from tests.support.virtual import run_virtual
 
 
 class Boom(Exception):

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from separation.virtual import Deadlock, HorizonReached, Livelock, VirtualTimeLoop, run_virtual
+from tests.support.virtual import Deadlock, HorizonReached, Livelock, VirtualTimeLoop, run_virtual
 
 
 async def _trace() -> list[tuple[str, float]]:
