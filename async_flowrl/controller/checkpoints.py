@@ -13,8 +13,7 @@ from typing import Any
 from async_flowrl.config.curves import checkpoint_due
 from async_flowrl.config.schema import Config
 from async_flowrl.controller.context import Context
-from async_flowrl.controller.fingerprint import config_hash, device_type, numerics
-from async_flowrl.controller.inputs import inputs_of
+from async_flowrl.controller.fingerprint import config_hash, device_type, inputs_of, numerics
 from async_flowrl.controller.rank_weights import DISK_ERRORS
 from async_flowrl.controller.trainer import TrainerGroup
 from async_flowrl.observability.run_directory import RunDirectory

@@ -217,11 +217,7 @@ ATTEMPT_FAULTS = (
     ),
     Mutant(
         "a term that a group lacks counts as 0 for it",
-        {
-            "async_flowrl.controller.group_advantages:_there": lambda there: (
-                lambda scores, name: list(range(len(scores)))
-            )
-        },
+        {"async_flowrl.controller.training_groups:_there": lambda there: lambda scores, name: list(range(len(scores)))},
         "tests.unit.test_optional_terms:test_a_group_has_no_part_in_the_statistics_of_a_term_that_it_lacks",
         arguments={"permute": False},
     ),
