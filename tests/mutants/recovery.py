@@ -195,6 +195,7 @@ ATTEMPT_FAULTS = (
         {f"{CHECKPOINTS}:Checkpoints._write": after(count_as_saved)},
         f"{SAVED}:test_the_last_checkpoint_is_insisted_on",
         arguments={"misses": 1},
+        raises=("FileNotFoundError",),
     ),
     Mutant(
         "missed checkpoints are never an error",
@@ -208,6 +209,7 @@ ATTEMPT_FAULTS = (
         {f"{CHECKPOINTS}:Checkpoints.insist": lambda insist: lambda checkpoints, *args: checkpoints.save(*args)},
         f"{SAVED}:test_the_last_checkpoint_is_insisted_on",
         arguments={"misses": 2},
+        raises=("FileNotFoundError",),
     ),
     Mutant(
         "a resume asks an optional term again that had failed",
