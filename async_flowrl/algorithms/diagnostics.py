@@ -14,6 +14,8 @@ from async_flowrl.config.sections.algorithm import AlgorithmConfig
 
 MIN_EFFECTIVE_SAMPLE_SIZE = 0.5
 MIN_GRADIENT_KEPT = 0.8
+MAX_KEPT_BY_SIGN = 1.5
+"""Largest quotient of the shares of kept gradients of good and of bad images without a warning."""
 MAX_QUIET_NATS_PER_ELEMENT = 2e-3
 """Largest KL of an update, in nats per latent element, without a warning. In the glyphs example (1,024 elements), runs
 with 1 nat per image were stable, and runs with 3 to 4 nats were not."""
@@ -102,6 +104,13 @@ def warnings(
             f"an update moved the policy by {metrics['kl_per_update']:.1f} nats per image (kl_per_update), more than "
             f"the {survived:.1f} up to which runs of a small model were stable, counted per latent element: set "
             "algorithm.max_kl_per_update, or take a smaller trainer.learning_rate"
+        )
+    shares = [metrics[key] for sign in ("positive", "negative") if (key := f"gradient_kept/{sign}") in metrics]
+    if len(shares) == 2 and max(shares) > MAX_KEPT_BY_SIGN * min(shares):
+        sentences.append(
+            f"clip and mask keep {shares[0]:.0%} of the gradients of images better than their group, {shares[1]:.0%} of "
+            "the others, so training is one-sided: set a larger algorithm.correction_threshold, or a smaller "
+            "max_staleness, algorithm.max_kl_per_update or trainer.learning_rate"
         )
     if kept < MIN_GRADIENT_KEPT:
         sentences.append(

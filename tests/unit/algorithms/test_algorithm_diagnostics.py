@@ -38,6 +38,14 @@ def test_warnings() -> None:
     assert "only 0.79 of the gradients" in message
 
 
+def test_gradients_of_good_images_alone_are_said() -> None:
+    shares = {"gradient_kept/positive": 0.98, "gradient_kept/negative": 0.06}
+    (message,) = warnings(shares, correction="mask", kept=0.9)
+    assert "98%" in message and "6%" in message and "algorithm.correction_threshold" in message
+    assert warnings(shares | {"gradient_kept/negative": 0.66}, correction="mask", kept=0.9) == []
+    assert warnings({"gradient_kept/positive": 0.5}, correction="none", kept=0.9) == []
+
+
 def test_an_update_beyond_what_runs_survived() -> None:
     (message,) = warnings({"kl_per_update": 3.14}, correction="none", kept=1.0, elements=1024)
     assert "3.1 nats per image" in message and "algorithm.max_kl_per_update" in message
