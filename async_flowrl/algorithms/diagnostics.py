@@ -108,9 +108,9 @@ def warnings(
     shares = [metrics[key] for sign in ("positive", "negative") if (key := f"gradient_kept/{sign}") in metrics]
     if len(shares) == 2 and max(shares) > MAX_KEPT_BY_SIGN * min(shares):
         sentences.append(
-            f"clip and mask keep {shares[0]:.0%} of the gradients of images better than their group, {shares[1]:.0%} of "
-            "the others, so training is one-sided: set a larger algorithm.correction_threshold, or a smaller "
-            "max_staleness, algorithm.max_kl_per_update or trainer.learning_rate"
+            f"clip and mask keep {shares[0]:.0%} of the gradients of images better than their group and "
+            f"{shares[1]:.0%} of the others, so training is one-sided: set a larger algorithm.correction_threshold, or "
+            "a smaller max_staleness, algorithm.max_kl_per_update or trainer.learning_rate"
         )
     if kept < MIN_GRADIENT_KEPT:
         sentences.append(

@@ -43,6 +43,8 @@ class Checkpoints:
     requests: RequestBuilder = field(kw_only=True)
     base_digest: str = field(kw_only=True)
     """Digest of the base weights that all workers have loaded."""
+    schedules: str = field(kw_only=True)
+    """Digest of the noise levels of all image sizes."""
     spare: Callable[[], Sequence[int]] = field(default=lambda: (), kw_only=True)
     """Returns the versions whose checkpoints must be kept besides the newest checkpoints."""
     misses: int = 0
@@ -99,6 +101,7 @@ class Checkpoints:
             "numerics": numerics(self.config, device_type(self.device)),
             "inputs": self._inputs,
             "base_digest": self.base_digest,
+            "schedules": self.schedules,
             "curriculum": curriculum,
         }
 

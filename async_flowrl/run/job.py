@@ -21,7 +21,7 @@ from async_flowrl.config.pool_names import ROLLOUT, TRAINER
 from async_flowrl.config.schema import Config
 from async_flowrl.controller.fingerprint import inputs_of
 from async_flowrl.controller.kept_state import is_kept
-from async_flowrl.controller.resume import Resume, check_base_weights, find_resume, warn_of_differences
+from async_flowrl.controller.resume import Resume, check_model, find_resume, warn_of_differences
 from async_flowrl.controller.reward_servers import ServerLost, serving
 from async_flowrl.controller.score_log import forget_scores
 from async_flowrl.controller.trainer import TrainerGroup
@@ -196,6 +196,7 @@ async def train_until(ending: Ending, resume: Resume, display: Display) -> dict[
                     ledgers,
                     stop,
                     info["base_digest"],
+                    info["schedules"],
                     info["device"],
                     transport,
                     negatives,
@@ -215,7 +216,7 @@ def compared(prepared: Prepared, directory: RunDirectory, resume: Resume, info: 
 
     `info` is what `load_pools` returned.
     """
-    resume = check_base_weights(prepared.config, resume, info["base_digest"])
+    resume = check_model(prepared.config, resume, info)
     warn_of_differences(prepared.config, resume, info["device"])
     return with_unevaluated(prepared.config, resume, EvaluationLog(directory.evaluations))
 

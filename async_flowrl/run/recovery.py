@@ -77,6 +77,8 @@ class Run:
     stop: StopRequest
     base_digest: str
     """Checksum of the base weights; a new trainer rank must report the same."""
+    schedules: str
+    """Digest of the noise levels of all image sizes."""
     device: str
     """Device of the trainer ranks as torch names it, e.g. `cpu` or `cuda:0`."""
     transport: str
@@ -309,6 +311,7 @@ def context_of(run: Run, resume: Resume) -> Context:
         run.device,
         requests=requests,
         base_digest=run.base_digest,
+        schedules=run.schedules,
         saved=saved,
         spare=records.spare,
     )

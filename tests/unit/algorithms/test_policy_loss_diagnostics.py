@@ -130,7 +130,7 @@ def test_effective_sample_size() -> None:
 
 
 def kept_by_sign(algorithm: Any, kl: float, *, images: int = 400) -> tuple[float, float]:
-    """Shares of rows with A > 0 and A < 0 that keep their gradient, where the policy has moved by `kl` nats per step."""
+    """Shares of rows with A > 0 and A < 0 that keep their gradient; the policy has moved by `kl` nats per step."""
     generator = torch.Generator().manual_seed(29)
     batch = rows([1] * images, [1.0, -1.0] * (images // 2), tokens=64, channels=16)
     mean, shift, noise = (torch.randn(batch.latents.shape, generator=generator) for _ in range(3))
