@@ -73,12 +73,19 @@ def clip_of_means(config: AlgorithmConfig, elements: int) -> float | None:
 
 
 def warnings(
-    metrics: Mapping[str, float], *, correction: str, kept: float, clip: float | None = None, elements: int = 0
+    metrics: Mapping[str, float],
+    *,
+    correction: str,
+    kept: float,
+    clip: float | None = None,
+    elements: int = 0,
+    guidance: float = 1.0,
 ) -> list[str]:
     """Returns one sentence per problem that the metrics of a training step show, with advice; usually none.
 
-    `kept` is the share of gradients that clip and mask leave, `clip` the value of `clip_of_means`, and `elements` the
-    number of latent elements, or 0 to leave out the check of `kl_per_update`.
+    `kept` is the share of gradients that clip and mask leave, `clip` the value of `clip_of_means`, `elements` the
+    number of latent elements, or 0 to leave out the check of `kl_per_update`, and `guidance` the scale w of
+    u + w (c - u).
     """
     sentences = []
     gap = metrics.get("behaviour_gap", 0.0)
@@ -91,6 +98,7 @@ def warnings(
             f"{clip:.1e} by which algorithm.clip_range lets an update move them: let both pools compute alike "
             "(deterministic=true, one kind of GPU, rollout.compile as trainer.compile, model.attention_backend that "
             f"both have) or in model.dtype=float32{'' if correction == 'rollout_tis' else weights}"
+            + (f"; rollout.true_cfg_scale={guidance:g} widens it several times" if guidance > 1 else "")
         )
     size = sample_size(metrics)
     if correction in BETTER_THAN and size is not None and size < MIN_EFFECTIVE_SAMPLE_SIZE:

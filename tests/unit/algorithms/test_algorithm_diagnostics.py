@@ -60,6 +60,8 @@ def test_a_gap_between_engines_as_large_as_the_clip_range() -> None:
     (message,) = warnings({"behaviour_gap": 3e-5}, correction="rollout_tis", kept=1.0, clip=1e-5)
     assert "rollout_tis" not in message and message.endswith("model.dtype=float32")
     assert warnings({"behaviour_gap": 9e-6}, correction="none", kept=1.0, clip=1e-5) == []
+    (message,) = warnings({"behaviour_gap": 3e-5}, correction="none", kept=1.0, clip=1e-5, guidance=4.5)
+    assert "rollout.true_cfg_scale=4.5" in message
     assert warnings({"behaviour_gap": 3e-5}, correction="none", kept=1.0, clip=None) == []
 
 
