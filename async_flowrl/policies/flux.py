@@ -106,6 +106,7 @@ class FluxFamily(PipelineFamily):
 
     policy = FluxPolicy
     pipeline, transformer = "FluxPipeline", "FluxTransformer2DModel"
+    tokenizer = "tokenizer_2"
     layer_keys = ("num_layers", "num_single_layers")
     # The defaults of FluxPipeline.__call__, diffusers 0.40.
     usual_guidance = 1.0, 3.5

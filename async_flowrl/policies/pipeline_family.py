@@ -27,6 +27,10 @@ class PipelineFamily:
     """diffusers' class name of the transformer."""
     layer_keys: ClassVar[tuple[str, ...]] = ("num_layers",)
     """Keys of the transformer's configuration that are numbers of blocks."""
+    tokenizer: ClassVar[str] = "tokenizer"
+    """Folder of the tokenizer whose limit cuts long prompts."""
+    text_tokens: ClassVar[int] = 512
+    """Default of the pipeline's `max_sequence_length`."""
     usual_guidance: tuple[float, float]
     usual_steps: int
 
@@ -82,6 +86,13 @@ class PipelineFamily:
             pipeline=pipeline,
             max_sequence_length=max_sequence_length,
         )
+
+    def framed(self, tokenizer: Any, text: str, limit: int) -> tuple[str, int, int]:
+        """Returns the text that is tokenised for a prompt, where the prompt begins in it, and how many tokens are read.
+
+        `limit` is `max_sequence_length`. Here it is the prompt alone, and tokens for begin and end take places.
+        """
+        return text, 0, limit - int(tokenizer.num_special_tokens_to_add())
 
     def around(self, pipeline: Any, dtype: torch.dtype, *, max_sequence_length: int | None = None) -> PipelinePolicy:
         """Returns the policy of a loaded diffusers pipeline."""

@@ -138,11 +138,22 @@ class QwenImageFamily(PipelineFamily):
     usual_guidance = 4.0, 0.0
     usual_steps = 50
 
-    def check_token_ids(self, prompts: Sequence[Prompt], path: str, *, revision: str | None) -> None:
+    def framed(self, tokenizer: Any, text: str, limit: int) -> tuple[str, int, int]:
+        """The prompt stands in a template, whose beginning is left out of the limit."""
+        bare = self._bare(tokenizer)
+        template = bare.prompt_template_encode
+        return template.format(text), template.index("{}"), bare.prompt_template_encode_start_idx + limit
+
+    @staticmethod
+    def _bare(tokenizer: Any) -> Any:
+        """Returns a pipeline that has only a tokenizer."""
         from diffusers import QwenImagePipeline
+
+        return QwenImagePipeline(scheduler=None, vae=None, text_encoder=None, tokenizer=tokenizer, transformer=None)
+
+    def check_token_ids(self, prompts: Sequence[Prompt], path: str, *, revision: str | None) -> None:
         from transformers import Qwen2Tokenizer
 
-        tokenizer = Qwen2Tokenizer.from_pretrained(path, subfolder="tokenizer", revision=revision)
-        bare = QwenImagePipeline(scheduler=None, vae=None, text_encoder=None, tokenizer=tokenizer, transformer=None)
+        bare = self._bare(Qwen2Tokenizer.from_pretrained(path, subfolder="tokenizer", revision=revision))
         encoder = configuration(path, "text_encoder", revision)
         check_ids(bare, prompts, int(encoder.get("text_config", encoder)["vocab_size"]))

@@ -34,8 +34,7 @@ class SanaPolicy(PipelinePolicy):
         The text encoder reads the prompt after the instruction that is the default of the diffusers pipeline; the
         pipeline then removes the instruction's embeddings.
         """
-        call = inspect.signature(type(self._whole("encode prompts")).__call__)
-        return self._read(text, call.parameters["complex_human_instruction"].default)
+        return self._read(text, instruction_of(type(self._whole("encode prompts"))))
 
     def _encode_negative(self, text: str) -> Conditioning:
         return self._read(text, None)
@@ -82,6 +81,12 @@ class SanaPolicy(PipelinePolicy):
         return SanaFamily.scale_factor(vae) * int(transformer["patch_size"])
 
 
+def instruction_of(pipeline: Any) -> list[str]:
+    """Returns the lines that a diffusers pipeline of this class puts before every prompt."""
+    lines: list[str] = inspect.signature(pipeline.__call__).parameters["complex_human_instruction"].default
+    return lines
+
+
 class SanaFamily(PipelineFamily):
     """Loads SANA or SANA-1.5 from a diffusers folder or a hub name."""
 
@@ -90,6 +95,15 @@ class SanaFamily(PipelineFamily):
     # The defaults of SanaPipeline.__call__, diffusers 0.40.
     usual_guidance = 4.5, 0.0
     usual_steps = 20
+    text_tokens = 300
+
+    def framed(self, tokenizer: Any, text: str, limit: int) -> tuple[str, int, int]:
+        """The instruction stands before the prompt, and what it takes is added to the limit."""
+        from diffusers import SanaPipeline
+
+        instruction = "\n".join(instruction_of(SanaPipeline))
+        own, special = len(tokenizer.encode(instruction)), int(tokenizer.num_special_tokens_to_add())
+        return instruction + text, len(instruction), own + limit - 2 - special
 
     @staticmethod
     def scale_factor(vae: Mapping[str, Any]) -> int:

@@ -90,6 +90,7 @@ class SD3Family(PipelineFamily):
 
     policy = SD3Policy
     pipeline, transformer = "StableDiffusion3Pipeline", "SD3Transformer2DModel"
+    tokenizer, text_tokens = "tokenizer_3", 256
     usual_guidance = 4.5, 0.0
     # The default of StableDiffusion3Pipeline.__call__, diffusers 0.40.
     usual_steps = 28

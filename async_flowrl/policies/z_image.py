@@ -88,3 +88,9 @@ class ZImageFamily(PipelineFamily):
     # For Z-Image-Turbo, from the example of ZImagePipeline.__call__, diffusers 0.40.
     usual_guidance = 1.0, 0.0
     usual_steps = 8
+
+    def framed(self, tokenizer: Any, text: str, limit: int) -> tuple[str, int, int]:
+        """The prompt stands in a chat template, whose tokens count."""
+        chat = [{"role": "user", "content": text}]
+        whole = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True, enable_thinking=True)
+        return whole, whole.index(text), limit
