@@ -22,8 +22,7 @@ from PIL import Image, ImageDraw, ImageFont
 from async_flowrl.config.compose import read_config
 from async_flowrl.config.guidance import guidance_refusal
 from async_flowrl.config.resolution import asked_resolution, configured, height_width
-from async_flowrl.config.schema import Config
-from async_flowrl.config.sections.model import ModelConfig
+from async_flowrl.config.schema import Config, ModelConfig
 from async_flowrl.config.settings import MAX_SEED
 from async_flowrl.observability.images import fitted, within
 from async_flowrl.policies import lora_file, trained_file, whole_file

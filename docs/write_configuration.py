@@ -44,8 +44,7 @@ In the tables, *default* is the schema's, *values* are those that are accepted (
 - `rounding`: the same mathematics in other shapes or another order, so the last bits differ; a resume warns.
 - `nothing`: not a bit of the weights depends on it, and a resume may change it.
 
-This page is made from `async_flowrl/config/schema.py` and `async_flowrl/config/sections/` by
-`python docs/write_configuration.py`.
+This page is made from `async_flowrl/config/schema.py` by `python docs/write_configuration.py`.
 """
 
 

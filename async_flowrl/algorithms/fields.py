@@ -7,7 +7,7 @@ use all of them.
 from collections.abc import Mapping
 from dataclasses import fields
 
-from async_flowrl.config.sections.algorithm import AlgorithmConfig
+from async_flowrl.config.schema import AlgorithmConfig
 
 NOISY = ("flow_grpo", "dance_grpo", "mix_grpo", "grpo_guard", "flow_dppo")
 """Algorithms that train on noisy denoising steps; for the others denoising adds no noise."""

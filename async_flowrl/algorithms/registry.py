@@ -20,8 +20,7 @@ from async_flowrl.algorithms.sde import cps_std, step_stds, validate_schedule
 from async_flowrl.algorithms.window import check_levels, check_window, possible_steps, trains_on_final_images
 from async_flowrl.config.messages import check_options, in_one_line, unknown_name
 from async_flowrl.config.own_code import import_named
-from async_flowrl.config.schema import Config
-from async_flowrl.config.sections.algorithm import AlgorithmConfig
+from async_flowrl.config.schema import AlgorithmConfig, Config
 
 BUILT_IN: dict[str, type] = {
     cls.name: cls for cls in (FlowGRPO, DanceGRPO, MixGRPO, GRPOGuard, FlowDPPO, DiffusionNFT, DPO)

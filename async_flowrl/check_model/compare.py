@@ -32,7 +32,7 @@ from async_flowrl.check_model.rows import (
 )
 from async_flowrl.check_model.stock import Inputs, Stock, record, watched
 from async_flowrl.config.messages import in_one_line
-from async_flowrl.config.sections.tune import LoraConfig
+from async_flowrl.config.schema import LoraConfig
 from async_flowrl.generate import Settings, open_pipeline
 from async_flowrl.policies import lora_file
 from async_flowrl.policies.base import Policy

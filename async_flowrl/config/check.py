@@ -16,8 +16,7 @@ from async_flowrl.config.nodes import node_obstacle
 from async_flowrl.config.removed import removed
 from async_flowrl.config.resolution import configured
 from async_flowrl.config.reward_pools import scoring_pools
-from async_flowrl.config.schema import Config
-from async_flowrl.config.sections.tune import LORA
+from async_flowrl.config.schema import LORA, Config
 from async_flowrl.config.settings import settings
 from async_flowrl.config.shared import shared_obstacle
 

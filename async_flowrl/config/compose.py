@@ -24,8 +24,7 @@ from async_flowrl.config.messages import first_line, unknown_name
 from async_flowrl.config.paths import config_dir
 from async_flowrl.config.removed import removed
 from async_flowrl.config.resolution import normalised
-from async_flowrl.config.schema import Config
-from async_flowrl.config.sections.reward import RewardTerm
+from async_flowrl.config.schema import Config, RewardTerm
 from async_flowrl.config.term_overrides import parse, replacing_terms
 
 logger = logging.getLogger(__name__)

@@ -1,7 +1,6 @@
 """Bounds of an elastic rollout pool, i.e. of one whose size may change during a run, and the checks of these bounds."""
 
-from async_flowrl.config.schema import Config
-from async_flowrl.config.sections.rollout import RolloutConfig
+from async_flowrl.config.schema import Config, RolloutConfig
 
 
 def elastic(rollout: RolloutConfig) -> bool:

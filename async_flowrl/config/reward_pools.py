@@ -7,8 +7,7 @@ Terms share one pool; a term that sets workers, gpus_per_worker or threads has a
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from async_flowrl.config.schema import Config
-from async_flowrl.config.sections.reward import RewardConfig, RewardTerm
+from async_flowrl.config.schema import Config, RewardConfig, RewardTerm
 
 SHARED = "reward"
 """Name of the shared pool, and prefix of those of trained terms."""

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from async_flowrl.config.sections.reward import RewardTerm, ServeConfig
+from async_flowrl.config.schema import RewardTerm, ServeConfig
 from async_flowrl.data.store import digest_of
 from async_flowrl.rewards.served import command_of
 from async_flowrl.tickets.request import RequestBuilder

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from async_flowrl.config.check import ConfigError
-from async_flowrl.config.schema import Config
-from async_flowrl.config.sections.tune import FULL
+from async_flowrl.config.schema import FULL, Config
 from async_flowrl.controller.fingerprint import config_hash, device_type, differences, numerics
 from async_flowrl.controller.inputs import inputs_of, other_inputs, other_prompts
 from async_flowrl.controller.kept_state import KeptState

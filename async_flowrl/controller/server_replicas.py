@@ -5,7 +5,7 @@ reward_servers.py updates it. A replica is one server; its index is that of its 
 
 from dataclasses import dataclass, field
 
-from async_flowrl.config.sections.reward import ServeConfig
+from async_flowrl.config.schema import ServeConfig
 from async_flowrl.rewards.served import Addresses
 from separation.group import WorkerGroup
 

@@ -19,8 +19,7 @@ from typing import Any
 import numpy as np
 
 from async_flowrl.algorithms.base import Algorithm
-from async_flowrl.config.schema import Config
-from async_flowrl.config.sections.tune import FULL
+from async_flowrl.config.schema import FULL, Config
 from async_flowrl.controller.collect import Stepped, Sums, add_up, take_step
 from async_flowrl.controller.context import Context, book_span
 from async_flowrl.controller.handed import HandedGroup, hand_over

@@ -11,10 +11,7 @@ from pathlib import Path
 from async_flowrl.config.compose import read_config
 from async_flowrl.config.guidance import guidance_refusal
 from async_flowrl.config.resolution import asked_resolution
-from async_flowrl.config.schema import Config
-from async_flowrl.config.sections.data import DataConfig
-from async_flowrl.config.sections.reward import RewardConfig, RewardTerm
-from async_flowrl.config.sections.tune import LORA
+from async_flowrl.config.schema import LORA, Config, DataConfig, RewardConfig, RewardTerm
 from async_flowrl.config.settings import MAX_SEED
 from async_flowrl.data.load import load_data
 from async_flowrl.generate import run_of, usual

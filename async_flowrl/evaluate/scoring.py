@@ -3,7 +3,7 @@
 import asyncio
 from concurrent.futures import Executor
 
-from async_flowrl.config.sections.reward import RewardConfig
+from async_flowrl.config.schema import RewardConfig
 from async_flowrl.controller.context import Servers
 from async_flowrl.controller.scoring import without_server
 from async_flowrl.rewards.combine import combined

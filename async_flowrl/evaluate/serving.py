@@ -12,9 +12,7 @@ from typing import Any, cast
 
 import torch
 
-from async_flowrl.config.schema import Config
-from async_flowrl.config.sections.evaluate import HeldOutConfig
-from async_flowrl.config.sections.reward import RewardTerm, ServeConfig
+from async_flowrl.config.schema import Config, HeldOutConfig, RewardTerm, ServeConfig
 from async_flowrl.controller.context import NoServers, Servers
 from async_flowrl.controller.reward_servers import server_pools, serving
 from async_flowrl.evaluate.job import Job

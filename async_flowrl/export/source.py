@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from async_flowrl.config.compose import read_config
-from async_flowrl.config.schema import Config
-from async_flowrl.config.sections.model import ModelConfig
+from async_flowrl.config.schema import Config, ModelConfig
 from async_flowrl.generate import run_of
 from async_flowrl.policies import lora_file, lora_formats
 from async_flowrl.policies.lora import lora_parameters

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 
 from async_flowrl.config.check import ConfigError
 from async_flowrl.config.reward_pools import is_scoring_pool
-from async_flowrl.config.schema import Config
-from async_flowrl.config.sections.tune import FULL
+from async_flowrl.config.schema import FULL, Config
 from async_flowrl.config.shared import SHARED
 from async_flowrl.memory.changes import Change, best, fresh_images
 from async_flowrl.memory.processes import (

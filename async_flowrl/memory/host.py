@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from async_flowrl.config.check import ConfigError
 from async_flowrl.config.elastic import bounds
 from async_flowrl.config.pool_names import ROLLOUT, TRAINER
-from async_flowrl.config.schema import Config
-from async_flowrl.config.sections.tune import FULL
+from async_flowrl.config.schema import FULL, Config
 from async_flowrl.config.sharding import in_shares
 from async_flowrl.config.shared import SHARED
 from async_flowrl.memory.changes import best, fresh_images

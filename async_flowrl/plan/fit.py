@@ -15,9 +15,7 @@ from async_flowrl.config.check import ConfigError, check
 from async_flowrl.config.compose import compose_config
 from async_flowrl.config.reward_pools import HELD_OUT, scoring_pools, workers_key
 from async_flowrl.config.reward_pools import SHARED as SHARED_REWARD
-from async_flowrl.config.schema import Config
-from async_flowrl.config.sections.reward import RewardTerm
-from async_flowrl.config.sections.tune import FULL
+from async_flowrl.config.schema import FULL, Config, RewardTerm
 from async_flowrl.config.shared import SHARED
 from async_flowrl.memory.largest import at_largest
 from async_flowrl.memory.layout import on_devices, resolved

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from async_flowrl.config.check import check_fields
 from async_flowrl.config.messages import did_you_mean
-from async_flowrl.config.sections.tune import LoraConfig
+from async_flowrl.config.schema import LoraConfig
 from async_flowrl.policies import lora_file
 from async_flowrl.policies.base import Policy
 from async_flowrl.policies.lora_layer import ADAPTER, compute_copies, compute_dtype, peft_config

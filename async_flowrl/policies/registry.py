@@ -12,7 +12,7 @@ import torch
 
 from async_flowrl.config.check import check_fields
 from async_flowrl.config.messages import first_line, in_one_line, unknown_name
-from async_flowrl.config.sections.model import ModelConfig
+from async_flowrl.config.schema import ModelConfig
 from async_flowrl.policies.base import Policy, PolicyFamily, Shapes
 from async_flowrl.policies.download import download, hub_file
 from async_flowrl.policies.dtypes import dtype_of_files

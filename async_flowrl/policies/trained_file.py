@@ -9,8 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from async_flowrl.config.schema import Config
-from async_flowrl.config.sections.tune import FULL
+from async_flowrl.config.schema import FULL, Config
 from async_flowrl.policies import lora_file, whole_file
 from async_flowrl.policies.lora_apply import apply_lora, weights_file
 from async_flowrl.policies.registry import ResolvedModel

@@ -10,8 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from async_flowrl.config.schema import Config
-from async_flowrl.config.sections.tune import FULL, LoraConfig
+from async_flowrl.config.schema import FULL, Config, LoraConfig
 from async_flowrl.policies import lora
 from async_flowrl.policies.base import Policy
 from async_flowrl.policies.freeze import trained_names

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from async_flowrl.config.sections.reward import RewardTerm
+from async_flowrl.config.schema import RewardTerm
 from async_flowrl.rewards.composite import weighted_total
 from async_flowrl.types import Scores
 

@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 
 from async_flowrl.config.messages import in_one_line
-from async_flowrl.config.schema import Config
-from async_flowrl.config.sections.reward import RewardConfig, RewardTerm
+from async_flowrl.config.schema import Config, RewardConfig, RewardTerm
 from async_flowrl.rewards.base import RewardError
 from async_flowrl.rewards.call import Attempts
 from async_flowrl.rewards.composite import CompositeReward, Term

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 from async_flowrl.config.messages import check_options, unknown_name
 from async_flowrl.config.own_code import import_named
-from async_flowrl.config.sections.reward import RewardConfig, RewardTerm
+from async_flowrl.config.schema import RewardConfig, RewardTerm
 from async_flowrl.rewards.base import Reward
 from async_flowrl.rewards.call import Attempts
 from async_flowrl.rewards.composite import CompositeReward, Term

@@ -5,8 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from async_flowrl.config.schema import Config
-from async_flowrl.config.sections.reward import RewardTerm, ServeConfig
+from async_flowrl.config.schema import Config, RewardTerm, ServeConfig
 
 PLACEHOLDERS = ("{port}", "{host}", "{token_file}")
 HTTP_NAME = "http"

@@ -11,7 +11,7 @@ import sys
 import time
 from pathlib import Path
 
-from async_flowrl.config.sections.reward import ServeConfig
+from async_flowrl.config.schema import ServeConfig
 from async_flowrl.rewards.served import command_of, filled
 from separation.program import Program
 

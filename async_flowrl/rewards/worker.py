@@ -10,7 +10,7 @@ from typing import cast
 
 import numpy as np
 
-from async_flowrl.config.sections.reward import RewardConfig, RewardTerm
+from async_flowrl.config.schema import RewardConfig, RewardTerm
 from async_flowrl.rewards.composite import CompositeReward
 from async_flowrl.rewards.held_out import HeldOutScores, build_held_out, score_held_out
 from async_flowrl.rewards.registry import attempts_of, build_reward

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from async_flowrl.algorithms import sde
-from async_flowrl.config.sections.tune import LoraConfig
+from async_flowrl.config.schema import LoraConfig
 from async_flowrl.observability.flops import Meter
 from async_flowrl.policies.base import Policy
 from async_flowrl.policies.tuning import LoraTuning, Tuning

@@ -7,7 +7,7 @@ with Summed if the step must begin again. A part is a micro-batch of a group's i
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 
-from async_flowrl.config.sections.trainer import TrainerConfig
+from async_flowrl.config.schema import TrainerConfig
 from async_flowrl.types import Sampling, Span, Trajectory, Wording
 
 

@@ -8,8 +8,7 @@ from torch import Tensor, nn
 
 from async_flowrl.algorithms.registry import check_schedule
 from async_flowrl.config.resolution import in_pixels
-from async_flowrl.config.schema import Config
-from async_flowrl.config.sections.tune import FULL
+from async_flowrl.config.schema import FULL, Config
 from async_flowrl.config.sharding import is_sharded, ranks_per_replica
 from async_flowrl.policies.base import Policy
 from async_flowrl.policies.kernels import compile_blocks

@@ -16,8 +16,7 @@ import torch
 from async_flowrl.algorithms.base import Algorithm
 from async_flowrl.algorithms.registry import build_algorithm
 from async_flowrl.config.resolution import configured
-from async_flowrl.config.schema import Config
-from async_flowrl.config.sections.tune import FULL
+from async_flowrl.config.schema import FULL, Config
 from async_flowrl.observability.flops import device_peak
 from async_flowrl.policies.base import Policy
 from async_flowrl.policies.kernels import repeatable_kernels

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from async_flowrl.algorithms import sde
-from async_flowrl.config.schema import Config
-from async_flowrl.config.sections.tune import LoraConfig
+from async_flowrl.config.schema import Config, LoraConfig
 from async_flowrl.policies.base import Policy
 from async_flowrl.policies.lora import add_lora
 from async_flowrl.policies.registry import load_policy, resolve_model

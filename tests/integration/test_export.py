@@ -12,8 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from async_flowrl import export as exporting
-from async_flowrl.config.sections.model import ModelConfig
-from async_flowrl.config.sections.tune import LoraConfig
+from async_flowrl.config.schema import LoraConfig, ModelConfig
 from async_flowrl.export import export, save_lora
 from async_flowrl.policies.lora import lora_parameters
 from async_flowrl.policies.lora_apply import apply_lora

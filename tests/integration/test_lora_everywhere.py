@@ -13,8 +13,7 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from async_flowrl.config.sections.model import ModelConfig
-from async_flowrl.config.sections.tune import LoraConfig
+from async_flowrl.config.schema import LoraConfig, ModelConfig
 from async_flowrl.export.merged import write_merged
 from async_flowrl.policies import lora_file, lora_formats
 from async_flowrl.policies.base import Policy

@@ -14,11 +14,7 @@ from typing import Any, cast
 from async_flowrl.algorithms.registry import build_algorithm
 from async_flowrl.config.elastic import elastic
 from async_flowrl.config.reward_pools import scoring_pools
-from async_flowrl.config.schema import Config
-from async_flowrl.config.sections.evaluate import EvaluateConfig
-from async_flowrl.config.sections.reward import RewardConfig, RewardTerm
-from async_flowrl.config.sections.runtime import DeadlinesConfig
-from async_flowrl.config.sections.tune import FULL
+from async_flowrl.config.schema import FULL, Config, DeadlinesConfig, EvaluateConfig, RewardConfig, RewardTerm
 from async_flowrl.controller.build import build_context
 from async_flowrl.controller.context import Context
 from async_flowrl.controller.evaluation import EvaluationResult, Evaluations

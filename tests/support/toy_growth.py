@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from async_flowrl.config.elastic import bounds
-from async_flowrl.config.sections.rollout import RolloutConfig
+from async_flowrl.config.schema import RolloutConfig
 from separation.group import Departure, NoSeat, Worker
 from tests.support.toy_pool import REBUILD_SECONDS, ToyPool, ToyWorker
 

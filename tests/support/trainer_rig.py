@@ -10,8 +10,7 @@ import numpy as np
 import torch
 
 from async_flowrl.algorithms.window import draw_window
-from async_flowrl.config.schema import Config
-from async_flowrl.config.sections.reward import RewardTerm
+from async_flowrl.config.schema import Config, RewardTerm
 from async_flowrl.policies.registry import load_policy, resolve_model
 from async_flowrl.policies.tuning import tuning_of
 from async_flowrl.rollout.diffusers_engine import DiffusersEngine

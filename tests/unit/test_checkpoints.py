@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from async_flowrl.config.check import ConfigError
-from async_flowrl.config.sections.runtime import LimitsConfig
+from async_flowrl.config.schema import LimitsConfig
 from async_flowrl.controller.checkpoints import SaveFailed
 from async_flowrl.training.checkpoint_folder import written
 from async_flowrl.training.checkpoint_manifest import DamagedCheckpoint

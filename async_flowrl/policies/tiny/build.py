@@ -16,7 +16,7 @@ from pkgutil import resolve_name
 
 from async_flowrl.config.check import check_fields
 from async_flowrl.config.messages import unknown_name
-from async_flowrl.config.sections.model import TinyConfig
+from async_flowrl.config.schema import TinyConfig
 from async_flowrl.seeds import untouched_rng
 
 TINY = {

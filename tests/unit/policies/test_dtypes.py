@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from async_flowrl.config.sections.model import ModelConfig, TinyConfig
+from async_flowrl.config.schema import ModelConfig, TinyConfig
 from async_flowrl.memory.rehearsal.model import architecture
 from async_flowrl.policies.dtypes import dtype_of_files
 from async_flowrl.policies.registry import resolve_model

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from async_flowrl.config.sections.reward import RewardConfig, RewardTerm, ServeConfig
+from async_flowrl.config.schema import RewardConfig, RewardTerm, ServeConfig
 from async_flowrl.rewards.endpoint import ServerError, retry_after
 from async_flowrl.rewards.http import HTTP
 from async_flowrl.rewards.registry import build_reward, check_prompts, check_rewards, is_deterministic

@@ -14,7 +14,7 @@ from typing import Any, cast
 import psutil
 import pytest
 
-from async_flowrl.config.sections.reward import RewardTerm, ServeConfig
+from async_flowrl.config.schema import RewardTerm, ServeConfig
 from async_flowrl.controller.context import NoServers
 from async_flowrl.controller.reward_servers import SERVERS, RewardServers
 from async_flowrl.controller.server_replicas import Replicas, ServerLost

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from async_flowrl.config.sections.model import ModelConfig
+from async_flowrl.config.schema import ModelConfig
 from async_flowrl.policies.registry import ResolvedModel, resolve_model
 from async_flowrl.rollout import embedding_files, stored_embeddings
 from async_flowrl.rollout.embedding_files import DIGEST_BYTES, EmbeddingFiles, encoder_digest

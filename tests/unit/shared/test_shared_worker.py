@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from async_flowrl.config.schema import Config
-from async_flowrl.config.sections.tune import FULL
+from async_flowrl.config.schema import FULL, Config
 from async_flowrl.policies.registry import resolve_model
 from async_flowrl.rollout.worker import RolloutWorker
 from async_flowrl.shared.worker import SharedWorker

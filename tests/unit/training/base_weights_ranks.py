@@ -9,7 +9,7 @@ import torch
 import torch.multiprocessing as processes
 from torch.distributed.tensor import DTensor
 
-from async_flowrl.config.sections.tune import LoraConfig
+from async_flowrl.config.schema import LoraConfig
 from async_flowrl.memory.rehearsal.allocations import Allocations
 from async_flowrl.policies.lora import add_lora, lora_parameters
 from async_flowrl.policies.registry import load_policy, resolve_model

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from async_flowrl.config.sections.model import ModelConfig
+from async_flowrl.config.schema import ModelConfig
 from async_flowrl.policies.registry import DTYPES, resolve_model
 from async_flowrl.policies.stored import StoredWeights
 from async_flowrl.training.base_weights import base_tensors
