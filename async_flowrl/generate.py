@@ -19,8 +19,8 @@ import numpy as np
 import torch
 from PIL import Image, ImageDraw, ImageFont
 
+from async_flowrl.config.check import guidance_refusal
 from async_flowrl.config.compose import read_config
-from async_flowrl.config.guidance import guidance_refusal
 from async_flowrl.config.resolution import asked_resolution, configured, height_width
 from async_flowrl.config.schema import Config, ModelConfig
 from async_flowrl.config.settings import MAX_SEED

@@ -11,6 +11,8 @@ from async_flowrl.config.settings import FREE, MAX_SEED, NOTHING, ROUNDING, sett
 
 LORA, FULL = "lora", "full"
 """The values of `tune`."""
+SHARED = "shared"
+"""Value of `placement`, and name of the pool in which each worker then samples and trains."""
 
 
 @dataclass
@@ -137,6 +139,19 @@ class RolloutConfig:
     """Guidance scale that distilled models (FLUX) take as a network input; 0 for models without this input."""
     negative_prompt: str = " "
     """Negative prompt of classifier-free guidance, for prompts that have none of their own."""
+
+    @property
+    def elastic(self) -> bool:
+        """Whether the number of workers may change during a run."""
+        return self.min_workers is not None or self.max_workers is not None
+
+    @property
+    def worker_bounds(self) -> tuple[int, int]:
+        """The smallest and the largest number of workers."""
+        return (
+            self.num_workers if self.min_workers is None else self.min_workers,
+            self.num_workers if self.max_workers is None else self.max_workers,
+        )
 
 
 SDE_TYPES = ("sde", "dance_sde", "cps", "ode")
@@ -691,6 +706,33 @@ class Config:
         """Whether rollout workers keep their versions in host memory (`rollout.versions_on`)."""
         where = self.rollout.versions_on
         return where == "host" or (where == "auto" and self.tune == FULL)
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether the ranks of a process group share the base, and with tune=full all weights.
+
+        `trainer.shard=auto` was replaced by what it means on the run's devices (memory/layout.py) before; where nobody
+        has done that, each rank holds all.
+        """
+        return self.trainer.cpu_offload or self.trainer.shard in ("full", "hybrid")
+
+    @property
+    def in_shares(self) -> bool:
+        """Whether each trainer rank has a share of what it trains (tune=full with trainer.shard=full)."""
+        return self.tune == FULL and self.trainer.num_workers > 1 and self.is_sharded
+
+    def ranks_per_replica(self, ranks: int, *, sharded: bool) -> int:
+        """Returns how many of `ranks` share one copy of the base; 1 if it is not sharded.
+
+        With `trainer.shard=auto` these are the ranks of one node, if `trainer.workers_per_node` is above 1, so that
+        blocks are gathered inside a node.
+        """
+        if not sharded:
+            return 1
+        trainer = self.trainer
+        if trainer.shard == "auto" and trainer.workers_per_node and trainer.workers_per_node > 1:
+            return trainer.workers_per_node
+        return (trainer.shard_size or ranks) if trainer.shard == "hybrid" else ranks
 
 
 def mode_name(max_staleness: int, hand_over: str) -> str:

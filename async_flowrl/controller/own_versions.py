@@ -7,8 +7,7 @@ its rank has not made the version, e.g. in a process that has just joined, the b
 
 from typing import Any
 
-from async_flowrl.config.schema import Config
-from async_flowrl.config.shared import SHARED
+from async_flowrl.config.schema import SHARED, Config
 from async_flowrl.controller.endpoints import RolloutEndpoint
 from async_flowrl.types import POLICY
 from checkpoint_engine import RING, Ack, Header

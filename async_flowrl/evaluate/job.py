@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from async_flowrl.config.check import guidance_refusal
 from async_flowrl.config.compose import read_config
-from async_flowrl.config.guidance import guidance_refusal
 from async_flowrl.config.resolution import asked_resolution
 from async_flowrl.config.schema import LORA, Config, DataConfig, RewardConfig, RewardTerm
 from async_flowrl.config.settings import MAX_SEED

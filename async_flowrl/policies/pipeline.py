@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from async_flowrl.config.guidance import guidance_refusal
+from async_flowrl.config.check import guidance_refusal
 from async_flowrl.config.resolution import in_pixels
 from async_flowrl.policies.base import Shapes
 from async_flowrl.policies.guidance import apart, guided_velocity

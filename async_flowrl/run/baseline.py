@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from async_flowrl.config.guidance import guidance_refusal
+from async_flowrl.config.check import guidance_refusal
 from async_flowrl.config.schema import Config
 from async_flowrl.policies.registry import load_family
 from async_flowrl.tickets.request import evaluation_sampling

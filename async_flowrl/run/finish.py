@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from async_flowrl.config.pool_names import ROLLOUT
+from async_flowrl.config.pools import ROLLOUT
 from async_flowrl.config.schema import Config
 from async_flowrl.controller.context import Context
 from async_flowrl.observability.evaluation_summary import summarise_evaluations

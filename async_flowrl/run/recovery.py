@@ -15,7 +15,7 @@ from math import prod
 
 from async_flowrl.config import exit_codes
 from async_flowrl.config.curves import checkpoint_due
-from async_flowrl.config.pool_names import ROLLOUT, TRAINER
+from async_flowrl.config.pools import ROLLOUT, TRAINER
 from async_flowrl.config.schema import Config
 from async_flowrl.controller.admission import check_base, load_rollout
 from async_flowrl.controller.after_step import AfterStep

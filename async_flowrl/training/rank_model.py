@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from async_flowrl.algorithms.registry import check_schedule
 from async_flowrl.config.resolution import in_pixels
 from async_flowrl.config.schema import FULL, Config
-from async_flowrl.config.sharding import is_sharded, ranks_per_replica
 from async_flowrl.policies.base import Policy
 from async_flowrl.policies.kernels import compile_blocks
 from async_flowrl.policies.one_base import OneBase
@@ -105,8 +104,8 @@ def _lay_out(inputs: ModelInputs, policy: Policy, trained: set[nn.Parameter], wo
     Returns the world with the ranks per replica, and how the ranks hold the base, in words.
     """
     config, device, offload = inputs.config, inputs.device, inputs.config.trainer.cpu_offload
-    sharded = world.joined and is_sharded(config)
-    per_replica = ranks_per_replica(config, world.size, sharded=sharded)
+    sharded = world.joined and config.is_sharded
+    per_replica = config.ranks_per_replica(world.size, sharded=sharded)
     world = replace(world, per_replica=per_replica, by_group=sharded and config.tune == FULL)
     if world.by_group:
         layout = shard_trained(policy, trained, world, device)
