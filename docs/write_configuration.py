@@ -9,7 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
-from async_flowrl.algorithms.fields import USED_BY
+from async_flowrl.algorithms.registry import USED_BY
 from async_flowrl.config.schema import Config
 from async_flowrl.config.settings import WEIGHTS, rule_of
 

@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from PIL import Image
 
-from async_flowrl.rewards.device import check_model_options, choose_device
-from async_flowrl.rewards.weights import FailedLoad, check_path, loading
+from async_flowrl.rewards.weights import FailedLoad, check_model_options, check_path, choose_device, loading
 from async_flowrl.types import ByteArray
 
 if TYPE_CHECKING:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from async_flowrl.rewards.clip import Clip, memory_gib
-from async_flowrl.rewards.device import check_model_options
+from async_flowrl.rewards.weights import check_model_options
 from async_flowrl.types import ByteArray, FloatArray, Prompt
 
 

@@ -20,10 +20,10 @@ from async_flowrl.rewards.served import HTTP_NAME, check_serve
 from async_flowrl.types import Prompt
 
 REWARDS = {
-    "jpeg_compressibility": "async_flowrl.rewards.jpeg:jpeg_compressibility",
-    "jpeg_incompressibility": "async_flowrl.rewards.jpeg:jpeg_incompressibility",
+    "jpeg_compressibility": "async_flowrl.rewards.image_statistics:jpeg_compressibility",
+    "jpeg_incompressibility": "async_flowrl.rewards.image_statistics:jpeg_incompressibility",
     "ocr": "async_flowrl.rewards.ocr:OCR",
-    "color": "async_flowrl.rewards.color:Color",
+    "color": "async_flowrl.rewards.image_statistics:Color",
     "sharpness": "async_flowrl.rewards.image_statistics:sharpness",
     "colorfulness": "async_flowrl.rewards.image_statistics:colorfulness",
     "clip_score": "async_flowrl.rewards.clip_score:ClipScore",

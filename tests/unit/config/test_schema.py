@@ -10,7 +10,7 @@ from typing import Any, get_args, get_origin
 
 import pytest
 
-from async_flowrl.algorithms.fields import USED_BY
+from async_flowrl.algorithms.registry import USED_BY
 from async_flowrl.config.check import ConfigError, check, check_fields
 from async_flowrl.config.schema import Config, RewardConfig, RewardTerm, ServeConfig
 from async_flowrl.config.settings import BOUNDS, NOTHING, ROUNDING, WEIGHTS, Rule, rule_of, setting, settings

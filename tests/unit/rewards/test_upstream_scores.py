@@ -19,8 +19,7 @@ from transformers import CLIPConfig, CLIPImageProcessorPil, CLIPModel, CLIPToken
 
 from async_flowrl.rewards.aesthetic import Aesthetic
 from async_flowrl.rewards.clip_score import ClipScore
-from async_flowrl.rewards.hps import HPSv2, HPSv21, clean, prepared
-from async_flowrl.rewards.open_clip_weights import to_transformers
+from async_flowrl.rewards.hps import HPSv2, HPSv21, clean, prepared, to_transformers
 from async_flowrl.rewards.pickscore import PickScore
 from async_flowrl.types import ByteArray, Prompt
 from tests.support.hub import COMMIT, serving
