@@ -14,8 +14,8 @@ from async_flowrl.controller.context import Context
 from async_flowrl.controller.handed import HandedGroup
 from async_flowrl.controller.replicas import with_probe
 from async_flowrl.controller.shared import update_seconds
-from async_flowrl.training.manifests import check_plan
 from async_flowrl.training.messages import Manifest, StepPlan, Summed, TrainRequest, UpdateStats
+from async_flowrl.training.parts import check_plan
 from separation.group import Worker
 from separation.supervise import deadline, together
 

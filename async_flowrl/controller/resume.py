@@ -15,8 +15,13 @@ from async_flowrl.data.curriculum import UNKNOWN, read_outcomes
 from async_flowrl.observability.run_directory import RunDirectory
 from async_flowrl.tickets.request import RequestBuilder
 from async_flowrl.training.checkpoint import check_ranks, held_versions_of, read_controller
-from async_flowrl.training.checkpoint_folder import find_checkpoint, written
-from async_flowrl.training.checkpoint_manifest import TRAINER, DamagedCheckpoint, verify_checkpoint
+from async_flowrl.training.checkpoint_folder import (
+    TRAINER,
+    DamagedCheckpoint,
+    find_checkpoint,
+    verify_checkpoint,
+    written,
+)
 
 logger = logging.getLogger(__name__)
 

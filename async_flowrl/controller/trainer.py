@@ -28,8 +28,7 @@ from async_flowrl.controller.rank_weights import ReplicatedWeights, ShardedWeigh
 from async_flowrl.controller.replicas import MAX_GROUPS_PER_CALL, Replica, failing_as_one, with_trajectories
 from async_flowrl.controller.shared import occupy, update_seconds
 from async_flowrl.controller.step_metrics import StepStatistics
-from async_flowrl.training.merged_stats import merged
-from async_flowrl.training.messages import Layout, StepPlan, Summed, TrainRequest, UpdateStats, is_replayed
+from async_flowrl.training.messages import Layout, StepPlan, Summed, TrainRequest, UpdateStats, is_replayed, merged
 from async_flowrl.training.parts import cut
 from separation.group import Worker, WorkerGroup
 from separation.supervise import deadline, together

@@ -16,8 +16,7 @@ from async_flowrl.policies.lora_apply import weights_file
 from async_flowrl.policies.lora_file import LoraFile
 from async_flowrl.policies.registry import resolve_model
 from async_flowrl.training.checkpoint import Checkpoint, read_checkpoint
-from async_flowrl.training.checkpoint_folder import checkpoint_step, find_checkpoint
-from async_flowrl.training.checkpoint_manifest import MANIFEST
+from async_flowrl.training.checkpoint_folder import MANIFEST, checkpoint_step, find_checkpoint
 from async_flowrl.types import FloatArray
 
 PEFT = "peft"

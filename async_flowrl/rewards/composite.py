@@ -9,10 +9,12 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
+from typing import Any, cast
 
 from async_flowrl.config.schema import RewardTerm
 from async_flowrl.rewards.base import PointwiseReward, Reward, RewardError
 from async_flowrl.rewards.call import Attempts, check_size, score_term
+from async_flowrl.rewards.served import Addresses
 from async_flowrl.types import ByteArray, Prompt, Scores, Span
 
 
@@ -95,6 +97,13 @@ class CompositeReward:
             failed={name: result.failure for name, result in results.items() if result.failure is not None},
             retries={name: result.retries for name, result in results.items() if result.retries},
         )
+
+
+def connect(terms: Iterable[Term], servers: Mapping[str, Addresses]) -> None:
+    """Passes the addresses of the run's servers, by term, to the terms that use them."""
+    for term in terms:
+        if (address := servers.get(term.name)) is not None:
+            cast("Any", term.reward).connect(address.urls, address.token)
 
 
 def weighted_total(

@@ -42,8 +42,7 @@ from async_flowrl.run.launch import Negatives, load_trainer, send_negatives
 from async_flowrl.run.prepare import Prepared
 from async_flowrl.run.stopping import StopRequest
 from async_flowrl.training.checkpoint import held_versions
-from async_flowrl.training.checkpoint_folder import checkpoint_step, drop_newer, written
-from async_flowrl.training.checkpoint_manifest import DamagedCheckpoint
+from async_flowrl.training.checkpoint_folder import DamagedCheckpoint, checkpoint_step, drop_newer, written
 from async_flowrl.types import EMA, POLICY
 from separation.cohosted import SubGroup
 from separation.group import Worker, WorkerDied, WorkerFailed, WorkerGroup

@@ -23,7 +23,6 @@ from async_flowrl.policies.kernels import repeatable_kernels
 from async_flowrl.policies.loading import ONE_AT_A_TIME
 from async_flowrl.policies.one_base import OneBase
 from async_flowrl.policies.registry import ResolvedModel
-from async_flowrl.training.changed_share import ChangedShare
 from async_flowrl.training.checkpoint import (
     Checkpoint,
     Files,
@@ -39,15 +38,12 @@ from async_flowrl.training.checkpoint import (
 from async_flowrl.training.flat import FlatParameters
 from async_flowrl.training.forward_passes import UpdateInputs
 from async_flowrl.training.fsdp import World, prefetch
-from async_flowrl.training.gathered_streams import GatheredStreams
 from async_flowrl.training.messages import Layout, Manifest, Summed, TrainRequest, UpdateStats
 from async_flowrl.training.optimizer import Optimizer
-from async_flowrl.training.publishing import PublishedStreams
+from async_flowrl.training.publishing import GatheredStreams, PublishedStreams
 from async_flowrl.training.rank_model import ModelInputs, load_model
-from async_flowrl.training.rank_state import RankState
-from async_flowrl.training.shard_saving import ShardSaving
-from async_flowrl.training.sharded_parameters import ShardedParameters
-from async_flowrl.training.snapshots import Snapshots
+from async_flowrl.training.sharded import ShardedParameters, ShardSaving
+from async_flowrl.training.snapshots import RankState, Snapshots
 from async_flowrl.training.update import Update
 from async_flowrl.training.versions import Versions
 from async_flowrl.types import Resolution, Trajectory
@@ -55,6 +51,33 @@ from checkpoint_engine import weights_digest
 from separation.numa import bind
 
 logger = logging.getLogger(__name__)
+
+MIN_CHANGED_SHARE = 0.01
+"""A step that changes a smaller share of what is trained, as it is computed with, is worth a warning."""
+
+
+class ChangedShare:
+    """Adds the share to a step's metrics, and warns once in a run if it is small."""
+
+    def __init__(self, dtype: str) -> None:
+        """`dtype` is `model.dtype`, for the warning."""
+        self._dtype, self._warned = dtype, False
+
+    def added(self, stats: UpdateStats, share: float | None) -> UpdateStats:
+        """Returns the statistics with the share; without a step or a share, as they are."""
+        if stats.skipped or share is None:
+            return stats
+        if share < MIN_CHANGED_SHARE and not self._warned:
+            self._warned = True
+            logger.warning(
+                "step %d changed only %.2g %% of the trained values as rollouts compute with them (%s): the float32 "
+                "masters moved, but most of that is lost in rounding until it adds up; consider a larger "
+                "trainer.learning_rate, or model.dtype=float32",
+                stats.step,
+                100 * share,
+                self._dtype,
+            )
+        return replace(stats, metrics={**stats.metrics, "adapter/changed_share": share})
 
 
 class TrainerWorker:
