@@ -4,7 +4,7 @@ The doctor (async_flowrl/doctor) uses `survey` to check the nodes before a run.
 """
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -47,47 +47,41 @@ class Offset:
     within: float
 
 
-class _Probe:
-    """An actor that reserves no CPU, so it also starts on a node where a run holds all CPUs."""
+def _run(place: str, *arguments: Any) -> Any:
+    return resolve(place)(*arguments)
 
-    def run(self, place: str, *arguments: Any) -> Any:
-        return resolve(place)(*arguments)
 
-    def clock(self) -> float:
-        return time.time()
-
-    def fetch(self, refs: Sequence[Any]) -> tuple[float, int]:
-        """Returns the seconds until the object is in this node's object store, and the number of its bytes."""
-        began = time.perf_counter()
-        (values,) = ray.get(list(refs))
-        return time.perf_counter() - began, int(values.nbytes)
+def _fetch(refs: Sequence[Any]) -> float:
+    """Returns the seconds until the object is in this node's object store."""
+    began = time.perf_counter()
+    ray.get(list(refs))
+    return time.perf_counter() - began
 
 
 class Survey:
-    """A survey of one cluster, with an actor on every node. Methods return node id → the value or the error."""
+    """A survey of one cluster by tasks on its nodes. Methods return node id → the value or the error."""
 
     def __init__(self, nodes: Sequence[Node], seconds: float) -> None:
         """`seconds` is the time limit for the answer of a node."""
         self.nodes, self._seconds = nodes, seconds
-        self._probes = {node.id: _started_on(node.id) for node in nodes}
 
     def run(self, place: str, *arguments: Any) -> dict[str, Any]:
         """Returns the result of `pkg.module:function` on every node."""
-        return self._answers({node: probe.run.remote(place, *arguments) for node, probe in self._probes.items()})
+        return self._answers({node.id: _started(node.id, _run, place, *arguments) for node in self.nodes})
 
     def clocks(self) -> dict[str, Offset | Exception]:
         """Returns the offset of every node's clock from this process's clock.
 
         The node's time is compared with the middle between question and answer.
         """
-        return {node: self._offset(probe) for node, probe in self._probes.items()}
+        return {node.id: self._offset(node.id) for node in self.nodes}
 
-    def _offset(self, probe: Any) -> Offset | Exception:
+    def _offset(self, node: str) -> Offset | Exception:
         """Returns the clock's offset of one node by the quickest of CLOCK_ROUNDS answers, or the error."""
         offsets: list[Offset] = []
         for _ in range(CLOCK_ROUNDS):
             asked = time.time()
-            answer = self._answers({"": probe.clock.remote()})[""]
+            answer = self._answers({node: _started(node, _run, "time:time")})[node]
             if isinstance(answer, Exception):
                 return answer
             answered = time.time()
@@ -100,13 +94,7 @@ class Survey:
         All nodes fetch at the same time.
         """
         ref = ray.put(np.zeros(nbytes, dtype=np.uint8))
-        answers = self._answers({node: probe.fetch.remote([ref]) for node, probe in self._probes.items()})
-        return {node: each if isinstance(each, Exception) else each[0] for node, each in answers.items()}
-
-    def close(self) -> None:
-        """Kills the actors."""
-        for probe in self._probes.values():
-            ray.kill(probe)
+        return self._answers({node.id: _started(node.id, _fetch, [ref]) for node in self.nodes})
 
     def _answers(self, refs: Mapping[str, Any]) -> dict[str, Any]:
         """Returns every node's answer; an exception for a node that fails or is late."""
@@ -137,11 +125,7 @@ def survey(address: str, *, nodes: int = 1, wait: float = 0.0, seconds: float = 
     try:
         while len(nodes_now := living()) < nodes and time.monotonic() < until:
             time.sleep(_POLL_SECONDS)
-        looked = Survey(nodes_now, seconds)
-        try:
-            yield looked
-        finally:
-            looked.close()
+        yield Survey(nodes_now, seconds)
     finally:
         connection.close()
 
@@ -167,6 +151,7 @@ def living() -> list[Node]:
     return sorted(nodes, key=lambda node: node.name)
 
 
-def _started_on(node: str) -> Any:
+def _started(node: str, function: Callable[..., Any], *arguments: Any) -> Any:
+    """Returns the ref of the result of a task on the node. It reserves no CPU, because a run may hold all of them."""
     here = NodeAffinitySchedulingStrategy(node, soft=False)
-    return ray.remote(num_cpus=0, max_restarts=0)(_Probe).options(scheduling_strategy=here).remote()
+    return ray.remote(function).options(num_cpus=0, max_retries=0, scheduling_strategy=here).remote(*arguments)

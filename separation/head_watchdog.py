@@ -95,7 +95,7 @@ def settle_in(fenced: bool) -> str:
     """
     if fenced:
         seconds = FENCE_SHARE_OF_PATIENCE * ray_patience()
-        threading.Thread(target=keep_in_touch, args=(*head(), seconds, end_itself), name="fence", daemon=True).start()
+        threading.Thread(target=keep_in_touch, args=(*head(), seconds, end), name="fence", daemon=True).start()
     return node_address()
 
 
@@ -135,17 +135,13 @@ def unreachable(host: str, port: int, seconds: float) -> str | None:
     return None
 
 
-def end_itself(why: str) -> None:
-    end(f"{why}: this worker ends itself")
-
-
 def end(why: str) -> None:
     """Ends this process and the processes that it has started at once, even if other threads of it are blocked.
 
     The reason is written to the log first, in a thread with a time limit, because the disk may be full or unreachable.
     """
     try:
-        telling = threading.Thread(target=tell, args=(why,), name="last words", daemon=True)
+        telling = threading.Thread(target=tell, args=(f"{why}: this worker ends itself",), daemon=True)
         telling.start()
         telling.join(LAST_WORDS_SECONDS)
         for process in descendants(os.getpid()):

@@ -4,7 +4,7 @@ Control groups limit containers and Slurm jobs. This module does not import torc
 """
 
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,18 +16,10 @@ NAMESPACE = Path("/proc/self/ns/cgroup")
 """Link that names the namespace of this process's control groups; a container usually has one of its own."""
 
 
-@dataclass(frozen=True)
-class GroupFiles:
-    """Names of the files of a control group."""
-
-    limit: str
-    used: str
-    caches: tuple[str, ...]
-    """Entries of memory.stat with the caches of files, which count as used and which Linux frees on demand."""
-
-
-CGROUP_2 = GroupFiles("memory.max", "memory.current", ("inactive_file", "active_file"))
-CGROUP_1 = GroupFiles("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file"))
+CGROUP_2 = ("memory.max", "memory.current", "inactive_file", "active_file")
+CGROUP_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file", "total_active_file")
+"""Names of a control group's files of limit and use, and of the entries of memory.stat with the caches of files, which
+count as used and which Linux frees on demand."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +65,7 @@ def own_place() -> str:
     return " ".join([namespace, *(str(folder) for folder, _ in control_groups())])
 
 
-def control_groups() -> Iterator[tuple[Path, GroupFiles]]:
+def control_groups() -> Iterator[tuple[Path, Sequence[str]]]:
     """Yields the folders of this process's control groups and their parents, with the names of the files to read.
 
     The roots are always included, because a container sees its own group as the root.
@@ -87,22 +79,22 @@ def control_groups() -> Iterator[tuple[Path, GroupFiles]]:
         yield from ((root.joinpath(*parts[:depth]), files) for depth in range(len(parts) + 1))
 
 
-def limit_of(group: Path, files: GroupFiles) -> int | None:
+def limit_of(group: Path, files: Sequence[str]) -> int | None:
     """Returns a group's limit in bytes; None if it has none or cannot be read."""
     try:
-        most = (group / files.limit).read_text().strip()
+        most = (group / files[0]).read_text().strip()
     except OSError:
         return None
     return int(most) if most.isdigit() else None
 
 
-def left_in(group: Path, files: GroupFiles) -> int | None:
+def left_in(group: Path, files: Sequence[str]) -> int | None:
     """Returns the bytes that processes of a group can still take; None if it has no limit or cannot be read."""
     if (limit := limit_of(group, files)) is None:
         return None
     try:
-        taken = int((group / files.used).read_text())
+        taken = int((group / files[1]).read_text())
         stat = dict(line.split(maxsplit=1) for line in (group / "memory.stat").read_text().splitlines())
     except OSError:
         return None
-    return max(0, limit - taken + sum(int(stat.get(entry, 0)) for entry in files.caches))
+    return max(0, limit - taken + sum(int(stat.get(entry, 0)) for entry in files[2:]))

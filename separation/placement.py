@@ -82,31 +82,16 @@ def reserve(pools: Sequence[PoolSpec], exists: Resources) -> list[Reservation]:
         raise ValueError(f"pool names must differ, got {', '.join(spec.name for spec in pools)}")
     reservations: list[Reservation] = []
     for spec in sorted(pools, key=lambda spec: not spec.process_group):
-        if spec.workers_per_node is not None:
-            reservations.append(_by_node(spec, exists, spec.workers_per_node))
+        needs, each = needs_of(spec, exists), spec.workers_per_node or 1
+        if spec.process_group or spec.workers_per_node is not None:
+            bundles = (share_of_node(needs, each),) * (spec.num_workers // each)
+            seats = tuple(Seat(spec.name, index, index // each, needs) for index in range(spec.num_workers))
+            reservations.append(Reservation(spec.name, bundles, seats, apart=spec.workers_per_node is not None))
         else:
-            reservations += [_process_group(spec, exists)] if spec.process_group else _singles(spec, exists)
+            for index in range(spec.least):
+                seat = Seat(spec.name, index, 0, needs)
+                reservations.append(Reservation(f"{spec.name}-{index}", (needs,), (seat,)))
     return reservations
-
-
-def _process_group(spec: PoolSpec, exists: Resources) -> Reservation:
-    needs = needs_of(spec, exists)
-    seats = tuple(Seat(spec.name, index, index, needs) for index in range(spec.num_workers))
-    return Reservation(spec.name, (needs,) * spec.num_workers, seats)
-
-
-def _by_node(spec: PoolSpec, exists: Resources, each: int) -> Reservation:
-    needs = needs_of(spec, exists)
-    seats = tuple(Seat(spec.name, index, index // each, needs) for index in range(spec.num_workers))
-    return Reservation(spec.name, (share_of_node(needs, each),) * (spec.num_workers // each), seats, apart=True)
-
-
-def _singles(spec: PoolSpec, exists: Resources) -> list[Reservation]:
-    needs = needs_of(spec, exists)
-    return [
-        Reservation(f"{spec.name}-{index}", (needs,), (Seat(spec.name, index, 0, needs),))
-        for index in range(spec.least)
-    ]
 
 
 def own_cluster(pools: Sequence[PoolSpec], cores: int) -> tuple[int, dict[str, float]]:
@@ -243,16 +228,8 @@ def shortage(
     ]
     tables = [format_table(("pool", "workers", "each", "all"), asked_rows), format_table(header, rows)]
     if len(nodes) > 1 and free is None:
-        tables.append(seating([(one.bundles, _workers(one), one.apart) for one in reservations], nodes))
+        tables.append(seating(reservations, nodes))
     return "\n".join([f"{headline}:", *tables])
-
-
-def _workers(reservation: Reservation) -> list[str]:
-    """Returns one text per bundle with the names of its workers."""
-    names: list[list[str]] = [[] for _ in reservation.bundles]
-    for seat in reservation.seats:
-        names[seat.bundle].append(f"{seat.pool}-{seat.index}")
-    return [", ".join(each) for each in names]
 
 
 def _text(resources: Resources) -> str:
@@ -281,27 +258,24 @@ def address_of(node: Resources) -> str:
     return next((name for name in names if not name.startswith("__")), "?")
 
 
-def seating(groups: Sequence[tuple[Sequence[Resources], Sequence[str], bool]], nodes: Sequence[Resources]) -> str:
-    """Returns a table of the workers on each node, and of those without room, if bundles took the first fitting nodes.
-
-    Each group consists of its bundles, the names of each bundle's workers, and whether its bundles must be on different
-    nodes.
-    """
+def seating(reservations: Sequence[Reservation], nodes: Sequence[Resources]) -> str:
+    """Returns a table of the workers on each node, and of those without room, if each took the first node with room."""
     left = [dict(node) for node in nodes]
     placed: list[list[str]] = [[] for _ in nodes]
     nowhere: list[str] = []
-    for bundles, workers, apart in groups:
-        used: set[int] = set()
-        for bundle, names in zip(bundles, workers, strict=True):
-            fits = (index for index, node in enumerate(left) if holds(node, bundle) and not (apart and index in used))
-            if (index := next(fits, None)) is None:
-                nowhere.append(names)
+    for reservation in reservations:
+        free = set(range(len(nodes)))
+        for number, bundle in enumerate(reservation.bundles):
+            workers = [f"{seat.pool}-{seat.index}" for seat in reservation.seats if seat.bundle == number]
+            index = next((index for index in sorted(free) if holds(left[index], bundle)), None)
+            if index is None:
+                nowhere += workers
                 continue
-            used.add(index)
-            placed[index].append(names)
+            free -= {index} if reservation.apart else set()
+            placed[index] += workers
             for name, amount in bundle.items():
                 left[index][name] -= amount
-    asked = list(dict.fromkeys(name for bundles, _, _ in groups for bundle in bundles for name in bundle))
+    asked = list(totals(bundle for reservation in reservations for bundle in reservation.bundles))
     rows = [
         (address_of(node), ", ".join(f"{node.get(name, 0):g} {name}" for name in asked), ", ".join(names))
         for node, names in zip(nodes, placed, strict=True)

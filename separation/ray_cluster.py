@@ -50,7 +50,7 @@ from separation.processes import (
     sigterm_ours_alone,
 )
 from separation.ray_internals import free_by_node, job_config, keep_terminal_clear
-from separation.ray_pool import START_SECONDS, RayGroup, RayGrowth, ReservedSeat, Seats
+from separation.ray_pool import START_SECONDS, ElasticRayGroup, RayGroup, ReservedSeat, Seats
 from separation.supervise import together
 
 log = logging.getLogger(__name__)
@@ -220,12 +220,14 @@ class RaySession:
         reserved = await self._take(reservations, nodes, start_deadline)
         for spec in self._pools:
             seated = [reserved[spec.name, index] for index in range(spec.least)]
-            seats = Seats(needs_of(spec, exists), spec.most, self._placement_groups) if spec.elastic else None
-            if seats is not None:
+            if spec.elastic:
+                seats = Seats(needs_of(spec, exists), spec.most, self._placement_groups)
                 seated = [seats.adopt(seat.group) for seat in seated] + await seats.available(START_SECONDS)
-            group = RayGroup(spec, seated, start_deadline=start_deadline, log_dir=log_dir, seats=seats)
-            group.growth = RayGrowth(group, seats) if seats is not None else None
-            self._groups[spec.name] = group
+                self._groups[spec.name] = ElasticRayGroup(
+                    spec, seated, start_deadline=start_deadline, log_dir=log_dir, seats=seats
+                )
+            else:
+                self._groups[spec.name] = RayGroup(spec, seated, start_deadline=start_deadline, log_dir=log_dir)
         await together(*(group.start() for group in self._groups.values()))
         return {**self._groups}
 

@@ -2,7 +2,7 @@
 
 Ray does not restart them when they die, because a restarted process would lack its state and still have the old name.
 Instead `RayGroup.replace` makes a new worker with a new name. Each worker has a seat, a share of a placement group;
-in an elastic pool, whose size may change, every seat is a placement group of its own (Seats, RayGrowth).
+in an elastic pool, whose size may change, every seat is a placement group of its own (Seats, ElasticRayGroup).
 """
 
 import asyncio
@@ -20,7 +20,18 @@ from ray import exceptions
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from separation.group import Departure, Growth, NoSeat, PoolSpec, Ref, RefLost, Worker, WorkerDied, WorkerFailed
+from separation.group import (
+    VISIBLE_DEVICES,
+    Departure,
+    Growth,
+    NoSeat,
+    PoolSpec,
+    Ref,
+    RefLost,
+    Worker,
+    WorkerDied,
+    WorkerFailed,
+)
 from separation.local import Lane
 from separation.node_checks import code_of, compare_code
 from separation.pending_calls import CallTable, pick_lane, settle
@@ -28,7 +39,7 @@ from separation.placement import Resources
 from separation.processes import alive, descendants, kill, process_of
 from separation.ray_internals import draining
 from separation.supervise import deadline, together
-from separation.worker_process import ProcessHost, RemoteError, Surroundings
+from separation.worker_process import ProcessHost, RemoteError
 
 T = TypeVar("T")
 
@@ -266,6 +277,8 @@ class RayWorker:
         """Creates the actor at the seat, with one concurrency group per lane; Ray never restarts it."""
         share = dict(seat.share)
         owns_gpu = share.get("GPU", 0) > 0
+        # Ray has set the visible GPUs of a worker that owns one. Newer versions of it show all GPUs to the others.
+        hidden = {} if owns_gpu else {VISIBLE_DEVICES: ""}
         lanes = dict.fromkeys((*self._spec.lanes, _WATCH), 1)
         options = ray.remote(concurrency_groups=lanes)(ProcessHost).options(
             num_cpus=share.pop("CPU", 0),
@@ -280,7 +293,8 @@ class RayWorker:
         return options.remote(
             self.name,
             threads=self._spec.threads,
-            surroundings=Surroundings(dict(self._spec.environment), owns_gpu, self._spec.allocator if owns_gpu else ""),
+            environment={**self._spec.environment, **hidden},
+            allocator=self._spec.allocator if owns_gpu else "",
             log_file=str(self._log) if self._log else None,
         )
 
@@ -328,10 +342,9 @@ class RayWorker:
 
 
 class RayGroup:
-    """A pool of RayWorkers; implements `WorkerGroup` (group.py).
+    """A pool of RayWorkers of fixed size; implements `WorkerGroup` (group.py).
 
-    In a pool of fixed size, the successor of a worker takes the same seat, `reserved[index]`. An elastic pool has
-    `seats`: its workers may join and leave, and a successor may get another seat.
+    The successor of a worker takes the same seat, `reserved[index]`.
     """
 
     def __init__(
@@ -341,14 +354,12 @@ class RayGroup:
         *,
         start_deadline: float,
         log_dir: Path | None = None,
-        seats: Seats | None = None,
     ) -> None:
         self.spec = spec
         self.growth: Growth | None = None
-        several = seats is not None or sum(bool(node["Alive"]) for node in ray.nodes()) > 1
+        several = spec.elastic or sum(bool(node["Alive"]) for node in ray.nodes()) > 1
         self._code = code_of(spec.same_code) if several else None
         self._reserved = dict(enumerate(reserved))
-        self._seats = seats
         self._log_dir = log_dir
         self._start_deadline = start_deadline
         self._incarnations = dict.fromkeys(self._reserved, 0)
@@ -365,45 +376,16 @@ class RayGroup:
         old.kill()
         async with deadline(self._start_deadline, f"replacing {old.name}"):
             await old.gone()
-            if self._seats is not None:
-                self._reserved[index] = await self._seats.successor(self._reserved[index])
+            self._reserved[index] = await self._seat_after(self._reserved[index])
             self._incarnations[index] += 1
             fresh = self._hosts[index] = self._create(index)
             self.workers[[worker.index for worker in self.workers].index(index)] = fresh
             await fresh.build()
         return fresh
 
-    def seat(self, index: int) -> ReservedSeat:
-        return self._reserved[index]
-
-    async def add(self, seat: ReservedSeat) -> Worker:
-        """Adds one more worker on a seat of its own and returns it, built; several may be added at the same time.
-
-        Its index is the lowest that is free. Raises as `start` does; the seat is still taken then.
-        """
-        index = next(index for index in range(self.spec.most) if index not in self._hosts)
-        self._reserved[index] = seat
-        self._incarnations[index] = self._incarnations.get(index, -1) + 1
-        fresh = self._hosts[index] = self._create(index)
-        try:
-            async with deadline(self._start_deadline, f"starting {fresh.name}"):
-                await fresh.build()
-        except BaseException:
-            fresh.kill()
-            del self._hosts[index], self._reserved[index]
-            raise
-        self.workers.append(fresh)
-        self.workers.sort(key=lambda worker: worker.index)
-        return fresh
-
-    async def remove(self, index: int) -> None:
-        """Kills the worker with this index, if there is one, removes it from the pool and gives its seat back."""
-        if (host := self._hosts.pop(index, None)) is None:
-            return
-        host.kill()
-        self.workers[:] = [worker for worker in self.workers if worker.index != index]
-        if self._seats is not None:
-            await self._seats.give_back(self._reserved.pop(index))
+    async def _seat_after(self, seat: ReservedSeat) -> ReservedSeat:
+        """Returns the seat for the successor of the worker that had this one."""
+        return seat
 
     async def fetch(self, ref: Ref) -> Any:
         if not isinstance(ref, ray.ObjectRef):
@@ -437,17 +419,40 @@ class RayGroup:
         return f"no process yet: {', '.join(waiting)}" if waiting else f"pid {os.getpid()} waits for their factories"
 
 
-class RayGrowth:
-    """Implements `Growth` (group.py), whose docstrings describe the methods, for a RayGroup."""
+class ElasticRayGroup(RayGroup):
+    """A pool whose workers may join and leave, and whose successors may get other seats; implements `Growth`, too."""
 
-    def __init__(self, pool: RayGroup, seats: Seats) -> None:
-        self._pool, self._seats = pool, seats
+    def __init__(
+        self,
+        spec: PoolSpec,
+        reserved: Sequence[ReservedSeat],
+        *,
+        start_deadline: float,
+        log_dir: Path | None,
+        seats: Seats,
+    ) -> None:
+        super().__init__(spec, reserved, start_deadline=start_deadline, log_dir=log_dir)
+        self.growth, self._seats = self, seats
 
     async def seat(self) -> ReservedSeat:
         return await self._seats.next()
 
     async def fill(self, seat: ReservedSeat) -> Worker:
-        return await self._pool.add(seat)
+        """The worker's index is the lowest that is free."""
+        index = next(index for index in range(self.spec.most) if index not in self._hosts)
+        self._reserved[index] = seat
+        self._incarnations[index] = self._incarnations.get(index, -1) + 1
+        fresh = self._hosts[index] = self._create(index)
+        try:
+            async with deadline(self._start_deadline, f"starting {fresh.name}"):
+                await fresh.build()
+        except BaseException:
+            fresh.kill()
+            del self._hosts[index], self._reserved[index]
+            raise
+        self.workers.append(fresh)
+        self.workers.sort(key=lambda worker: worker.index)
+        return fresh
 
     async def give_back(self, seat: ReservedSeat) -> None:
         await self._seats.give_back(seat)
@@ -455,7 +460,7 @@ class RayGrowth:
     async def departures(self, known: Collection[str]) -> Sequence[Departure]:
         while True:
             ending = await self._seats.departing()
-            sitting = [(worker, self._pool.seat(worker.index).node) for worker in self._pool.workers]
+            sitting = [(worker, self._reserved[worker.index].node) for worker in self.workers]
             departures = [
                 Departure(worker, ending[node])
                 for worker, node in sitting
@@ -466,7 +471,13 @@ class RayGrowth:
             await asyncio.sleep(POLL_SECONDS)
 
     async def release(self, index: int) -> None:
-        await self._pool.remove(index)
+        if (host := self._hosts.pop(index, None)) is not None:
+            host.kill()
+            self.workers[:] = [worker for worker in self.workers if worker.index != index]
+            await self._seats.give_back(self._reserved.pop(index))
+
+    async def _seat_after(self, seat: ReservedSeat) -> ReservedSeat:
+        return await self._seats.successor(seat)
 
 
 def translate(error: BaseException, worker: str, method: str) -> BaseException:

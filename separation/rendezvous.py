@@ -6,7 +6,6 @@ TCP store on a free port that the system picks, and keeps it open, so that no ot
 
 import os
 import socket
-from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -19,24 +18,6 @@ GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 """Environment variable with the name of gloo's network interface."""
 _stores: dict[int, Any] = {}
 """Port → TCP store that this process has opened as rank 0; it must stay referenced to stay open."""
-
-
-def rank_environment(*, rank: int, world: int, address: str, port: int, timeout: float) -> dict[str, str]:
-    """Returns the variables that `join` needs, with the names of torchrun; `timeout` is in seconds.
-
-    LOCAL_RANK is 0, because each rank sees only its own devices. Raises ValueError for a rank outside 0..world - 1.
-    """
-    if not 0 <= rank < world:
-        raise ValueError(f"rank must be in 0..{world - 1}, got {rank}")
-    return {
-        "MASTER_ADDR": address,
-        "MASTER_PORT": str(port),
-        "RANK": str(rank),
-        "WORLD_SIZE": str(world),
-        "LOCAL_RANK": "0",
-        "LOCAL_WORLD_SIZE": "1",
-        "PROCESS_GROUP_TIMEOUT": str(timeout),
-    }
 
 
 def open_store(world: int, timeout: float) -> int:
@@ -57,26 +38,30 @@ def sum_ranks(values: Any) -> None:
         dist.all_reduce(values)
 
 
-def join(environment: Mapping[str, str], device: str | None = None) -> None:
+def join(rank: int, world: int, address: str, port: int, timeout: float, device: str | None = None) -> None:
     """Joins the default group as a rank, with nccl and gloo on "cuda", gloo on "cpu"; None: cuda if it is available.
 
-    Raises RuntimeError if the process is in a group already, and DistStoreError if a rank is missing after
-    PROCESS_GROUP_TIMEOUT seconds, which is also the time-out of the group's collectives.
+    `address` and `port` are those of rank 0's store. The environment gets torchrun's variables; LOCAL_RANK is 0,
+    because each rank sees only its own devices. `timeout`, in seconds, is that of joining and of every collective.
+
+    Raises ValueError for a rank outside 0..world - 1, RuntimeError if the process is in a group already, and
+    DistStoreError if a rank is missing when the time is over.
     """
     import torch
     import torch.distributed as dist
     from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
+    if not 0 <= rank < world:
+        raise ValueError(f"rank must be in 0..{world - 1}, got {rank}")
     if dist.is_initialized():
         raise RuntimeError("this process is in a process group already: leave() it first")
-    os.environ.update(environment)
-    if GLOO_INTERFACE not in os.environ and (interface := interface_towards(environment["MASTER_ADDR"])):
+    os.environ.update(MASTER_ADDR=address, MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world))
+    os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
+    if GLOO_INTERFACE not in os.environ and (interface := interface_towards(address)):
         os.environ[GLOO_INTERFACE] = interface
-    rank, world, port = (int(environment[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
-    limit = timedelta(seconds=float(environment["PROCESS_GROUP_TIMEOUT"]))
+    limit = timedelta(seconds=timeout)
     # Rank 0 is a client of its own store, too.
-    opens = rank == 0 and port not in _stores
-    store = TCPStore(environment["MASTER_ADDR"], port, world, opens, limit, wait_for_workers=False)
+    store = TCPStore(address, port, world, rank == 0 and port not in _stores, limit, wait_for_workers=False)
     on_gpu = torch.cuda.is_available() if device is None else device.startswith("cuda")
     if on_gpu:
         torch.cuda.set_device(0)
@@ -133,10 +118,7 @@ async def join_process_group(group: WorkerGroup, *, timeout: float) -> None:
         port = await master.call("separation.rendezvous:open_store", world, timeout)
         await together(
             *(
-                worker.call(
-                    "separation.rendezvous:join",
-                    rank_environment(rank=rank, world=world, address=master.node, port=port, timeout=timeout),
-                )
+                worker.call("separation.rendezvous:join", rank, world, master.node, port, timeout)
                 for rank, worker in enumerate(group.workers)
             )
         )

@@ -13,12 +13,10 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from separation.group import VISIBLE_DEVICES
 from separation.processes import identity
 
 ALLOCATOR_NAMES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
@@ -98,32 +96,19 @@ class Host:
         return method_or_function
 
 
-@dataclass(frozen=True)
-class Surroundings:
-    """Settings of the environment of a worker's process, apart from its numbers of threads."""
-
-    environment: Mapping[str, str]
-    owns_gpu: bool
-    allocator: str = ""
-    """Settings of torch's memory allocator, used if no variable of ALLOCATOR_NAMES is set; empty sets nothing."""
-
-    def variables(self) -> dict[str, str]:
-        """Returns the variables that replace existing values.
-
-        Ray has already set the visible GPUs of a worker that owns one. A worker that owns none must not see any, but
-        newer versions of Ray let it see all GPUs, so they are hidden here.
-        """
-        hidden = {} if self.owns_gpu else {VISIBLE_DEVICES: ""}
-        return {**self.environment, **hidden}
-
-
 class ProcessHost(Host):
-    """A Host in a process of its own; it sets the environment and redirects the output to `log_file`."""
+    """A Host in a process of its own; it sets the environment and redirects the output to `log_file`.
 
-    def __init__(self, name: str, *, threads: int, surroundings: Surroundings, log_file: str | None) -> None:
-        os.environ.update({**thread_environment(threads), **surroundings.variables()})
-        if surroundings.allocator and not any(name in os.environ for name in ALLOCATOR_NAMES):
-            os.environ[ALLOCATOR_NAMES[0]] = surroundings.allocator
+    `allocator` holds settings of torch's memory allocator, used if no variable of ALLOCATOR_NAMES is set; empty sets
+    nothing.
+    """
+
+    def __init__(
+        self, name: str, *, threads: int, environment: Mapping[str, str], allocator: str, log_file: str | None
+    ) -> None:
+        os.environ.update({**thread_environment(threads), **environment})
+        if allocator and not any(name in os.environ for name in ALLOCATOR_NAMES):
+            os.environ[ALLOCATOR_NAMES[0]] = allocator
         super().__init__(name, threads=threads)
         if log_file is not None:
             redirect_output(Path(log_file))

@@ -14,6 +14,8 @@ from async_flowrl.config.schema import AlgorithmConfig
 
 MIN_EFFECTIVE_SAMPLE_SIZE = 0.5
 MIN_GRADIENT_KEPT = 0.8
+MAX_KEPT_BY_SIGN = 1.5
+"""Largest quotient of the shares of kept gradients of good and of bad images without a warning."""
 MAX_QUIET_NATS_PER_ELEMENT = 2e-3
 """Largest KL of an update, in nats per latent element, without a warning. In the glyphs example (1,024 elements), runs
 with 1 nat per image were stable, and runs with 3 to 4 nats were not."""
@@ -71,12 +73,19 @@ def clip_of_means(config: AlgorithmConfig, elements: int) -> float | None:
 
 
 def warnings(
-    metrics: Mapping[str, float], *, correction: str, kept: float, clip: float | None = None, elements: int = 0
+    metrics: Mapping[str, float],
+    *,
+    correction: str,
+    kept: float,
+    clip: float | None = None,
+    elements: int = 0,
+    guidance: float = 1.0,
 ) -> list[str]:
     """Returns one sentence per problem that the metrics of a training step show, with advice; usually none.
 
-    `kept` is the share of gradients that clip and mask leave, `clip` the value of `clip_of_means`, and `elements` the
-    number of latent elements, or 0 to leave out the check of `kl_per_update`.
+    `kept` is the share of gradients that clip and mask leave, `clip` the value of `clip_of_means`, `elements` the
+    number of latent elements, or 0 to leave out the check of `kl_per_update`, and `guidance` the scale w of
+    u + w (c - u).
     """
     sentences = []
     gap = metrics.get("behaviour_gap", 0.0)
@@ -89,6 +98,7 @@ def warnings(
             f"{clip:.1e} by which algorithm.clip_range lets an update move them: let both pools compute alike "
             "(deterministic=true, one kind of GPU, rollout.compile as trainer.compile, model.attention_backend that "
             f"both have) or in model.dtype=float32{'' if correction == 'rollout_tis' else weights}"
+            + (f"; rollout.true_cfg_scale={guidance:g} widens it several times" if guidance > 1 else "")
         )
     size = sample_size(metrics)
     if correction in BETTER_THAN and size is not None and size < MIN_EFFECTIVE_SAMPLE_SIZE:
@@ -102,6 +112,13 @@ def warnings(
             f"an update moved the policy by {metrics['kl_per_update']:.1f} nats per image (kl_per_update), more than "
             f"the {survived:.1f} up to which runs of a small model were stable, counted per latent element: set "
             "algorithm.max_kl_per_update, or take a smaller trainer.learning_rate"
+        )
+    shares = [metrics[key] for sign in ("positive", "negative") if (key := f"gradient_kept/{sign}") in metrics]
+    if len(shares) == 2 and max(shares) > MAX_KEPT_BY_SIGN * min(shares):
+        sentences.append(
+            f"clip and mask keep {shares[0]:.0%} of the gradients of images better than their group and "
+            f"{shares[1]:.0%} of the others, so training is one-sided: set a larger algorithm.correction_threshold, or "
+            "a smaller max_staleness, algorithm.max_kl_per_update or trainer.learning_rate"
         )
     if kept < MIN_GRADIENT_KEPT:
         sentences.append(

@@ -27,6 +27,9 @@ from async_flowrl.config.schema import AlgorithmConfig
 ROLLOUT_TIS = "rollout_tis"
 """Value of `algorithm.correction`: importance weights from the log-probs that the rollout recorded. They correct for
 staleness and for differences between the engines, and need no behaviour prediction."""
+USUAL_KL_PER_ELEMENT = 0.3 / 1024
+"""KL of an update in nats per latent element that stands for `algorithm.max_kl_per_update` where it is null; the bound
+of the glyphs recipe (docs/algorithms.md, trust region)."""
 MIN_GAUSSIAN_STD = 0.05
 """Smallest std of a cps step; below it the density is so sharp that KL, weights and masks from it are useless."""
 
@@ -53,6 +56,8 @@ class PolicyGradient(GroupAdvantages, ABC):
     predicts: Collection[str] = ("log_prob", "mean", "std")
     needs_proximal_mean = False
     """True if the surrogate uses `mean` of the proximal policy's prediction."""
+    reach = 1.0
+    """Default of `correction_threshold` ÷ KL of one update. `build_algorithm` sets it (`reach_of`, registry.py)."""
 
     def __init__(self, config: AlgorithmConfig, *, correction: str) -> None:
         super().__init__(config)
@@ -113,6 +118,8 @@ class PolicyGradient(GroupAdvantages, ABC):
             loss, kept = loss * factor, kept & (factor != 0)
             metrics |= more
         metrics["kept"] = kept.double()
+        for sign, rows in (("positive", advantages > 0), ("negative", advantages < 0)):
+            metrics |= {f"kept_{sign}": (kept & rows).double(), sign: rows.double()}
         if (kl := self._kl(batch, current, proximal, reference)) is not None:
             loss = loss + self.config.kl_coef * kl
             metrics["kl"] = kl.detach()
@@ -170,7 +177,7 @@ class PolicyGradient(GroupAdvantages, ABC):
         distance = elements * divergence(now["mean"], behaviour["mean"], now["std"])
         moved = now["log_prob"] - behaviour["log_prob"]
         weight_log = self._nats(proximal["log_prob"] - behaviour["log_prob"], batch, current)
-        keep = divergence_mask(distance, moved, batch.advantages, self.config.correction_threshold)
+        keep = divergence_mask(distance, moved, batch.advantages, self.threshold(elements))
         metrics = {
             "behaviour_divergence": distance,
             "behaviour_log_ratio": weight_log,
@@ -182,6 +189,12 @@ class PolicyGradient(GroupAdvantages, ABC):
         if self.correction == "tis":
             return importance_weight(weight_log, self.config.tis_cap), metrics
         return torch.ones_like(weight_log), metrics
+
+    def threshold(self, elements: int) -> float:
+        """Returns the divergence in nats per denoising step at which the mask begins, for latents of `elements`."""
+        if self.config.correction_threshold is not None:
+            return self.config.correction_threshold
+        return self.reach * (self.config.max_kl_per_update or USUAL_KL_PER_ELEMENT * elements)
 
     def _kl(
         self, batch: MicroBatch, current: Prediction, proximal: Prediction, reference: Prediction | None

@@ -16,7 +16,7 @@ from async_flowrl.algorithms.dpo import DPO
 from async_flowrl.algorithms.flow_dppo import FlowDPPO
 from async_flowrl.algorithms.flow_grpo import DanceGRPO, FlowGRPO, MixGRPO
 from async_flowrl.algorithms.grpo_guard import GRPOGuard
-from async_flowrl.algorithms.policy_gradient import MIN_GAUSSIAN_STD, check_density, uses_density
+from async_flowrl.algorithms.policy_gradient import MIN_GAUSSIAN_STD, PolicyGradient, check_density, uses_density
 from async_flowrl.algorithms.sde import cps_std, step_stds, validate_schedule
 from async_flowrl.algorithms.window import check_levels, check_window, possible_steps, trains_on_final_images
 from async_flowrl.config.messages import check_options, in_one_line, unknown_name
@@ -50,6 +50,8 @@ def build_algorithm(run: Config) -> Algorithm:
     algorithm = cast(
         "Algorithm", _built(factory, config, correction) if own else factory(config, correction=correction)
     )
+    if isinstance(algorithm, PolicyGradient):
+        algorithm.reach = reach_of(run)
     _check_algorithm(algorithm, config, max_staleness=max_staleness, hand_over=run.hand_over)
     _check_steps(algorithm, config, final=final)
     return algorithm
@@ -58,6 +60,17 @@ def build_algorithm(run: Config) -> Algorithm:
 def resolve_correction(config: AlgorithmConfig, max_staleness: int) -> str:
     """Returns `algorithm.correction`; if it is null, "none" for max_staleness of at most 1 and "mask" above."""
     return config.correction or ("none" if max_staleness <= 1 else "mask")
+
+
+def reach_of(run: Config) -> float:
+    """Returns KL per denoising step at which `correction=mask` begins by default ÷ KL of one update per image.
+
+    Between Gaussians of one std, sqrt(KL) is a distance, so n updates move the policy by at most n² times the KL of
+    one. n counts the optimizer steps between the oldest sample's version and the last step of its batch. A denoising
+    step gets twice its equal share, because the shares differ (in the glyphs example by a factor of 2).
+    """
+    updates = (run.max_staleness + 1) * run.trainer.updates_per_batch - 1
+    return 2.0 * updates**2 / max(1, run.rollout.num_inference_steps - 1)
 
 
 def check_schedule(config: AlgorithmConfig, sigmas: Tensor, *, max_staleness: int) -> None:

@@ -1,11 +1,77 @@
 """Admission of a rollout worker to the run: it loads its model, its base weights are compared, its live ones proven."""
 
 import asyncio
+from collections.abc import Awaitable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
-from async_flowrl.controller.context import Context
+from async_flowrl.config.schema import Config
+from async_flowrl.controller.context import Attempt, Context
 from async_flowrl.controller.download import download_model, loaders, model_of
-from separation.group import Worker
-from separation.supervise import deadline
+from async_flowrl.controller.endpoints import RolloutEndpoint, TrainerEndpoint
+from checkpoint_engine import CANARY_VERSION, Header, check_binding
+from checkpoint_engine.errors import Verdict, verdict
+from separation.group import RefLost, Worker, WorkerDied
+from separation.supervise import DeadlineExceeded, deadline
+
+T = TypeVar("T")
+
+
+@dataclass
+class Canary:
+    """Random weights; a new worker must compute the same with them as the trainer before it serves."""
+
+    header: Header
+    payload: Any
+    """A reference to the weights' bytes in the object store."""
+    probe: dict[str, Any]
+    """Results of the trainer's network with these weights (checkpoint_engine/binding_proof.py)."""
+
+
+@dataclass
+class WorkerProof:
+    """Sends the canary to new rollout workers and compares what they make of it; `begin` must be called first."""
+
+    attempt: Attempt
+    sender: TrainerEndpoint
+    transport: str
+    canary: Canary = field(init=False)
+
+    async def begin(self) -> None:
+        """Has the trainer make the canary. Raises SenderLost, SenderFailed or SenderLate."""
+        self.canary = Canary(*await self.sender.canary())
+
+    async def of(self, worker: Worker) -> None:
+        """Delivers the canary to the worker and compares the results of its network with the trainer's.
+
+        Raises WeightsMismatch, which names the module that differs, WorkerDied or DeadlineExceeded of the worker, and
+        SenderLost, SenderFailed or SenderLate of a trainer rank.
+        """
+        await self._deliver(worker)
+        proof = await in_time(self.attempt.config, f"proof of {worker.name}", worker.call("prove", CANARY_VERSION))
+        check_binding(self.canary.probe, proof, who=worker.name)
+
+    async def _deliver(self, worker: Worker) -> None:
+        config = self.attempt.config
+        end, retries = RolloutEndpoint(worker, self.attempt.observer, self.transport), config.checkpoint_engine.retries
+        for attempt in range(retries + 1):
+            try:
+                received = end.receive(self.canary.header, self.canary.payload)
+                await in_time(config, f"canary to {worker.name}", received)
+                return
+            except Exception as error:
+                if verdict(error) is not Verdict.RESEND or isinstance(error, DeadlineExceeded):
+                    raise
+                if attempt == retries:
+                    raise WorkerDied(worker.name, f"given up, the canary does not arrive: {error}") from error
+                if isinstance(error, RefLost):
+                    self.canary.payload = await self.sender.canary_again()
+
+
+async def in_time(config: Config, what: str, call: Awaitable[T]) -> T:
+    """Returns the call's result. Raises DeadlineExceeded, which names `what`, after `deadlines.publish`."""
+    async with deadline(config.deadlines.publish, f"publish: {what}"):
+        return await call
 
 
 class StartError(RuntimeError):

@@ -171,7 +171,10 @@ class AfterStep:
         correction = resolve_correction(ctx.config.algorithm, ctx.config.max_staleness)
         clip = clip_of_means(ctx.config.algorithm, self.latent_elements)
         share, elements = kept / total if total else 1.0, self.latent_elements
-        for sentence in warnings(line, correction=correction, kept=share, clip=clip, elements=elements):
+        guidance = ctx.config.rollout.true_cfg_scale
+        for sentence in warnings(
+            line, correction=correction, kept=share, clip=clip, elements=elements, guidance=guidance
+        ):
             kind = re.sub(r"[\d.]+(e[+-]\d+)?", "", sentence)
             if kind not in self.warned:
                 self.warned.add(kind)

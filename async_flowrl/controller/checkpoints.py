@@ -13,8 +13,7 @@ from typing import Any
 from async_flowrl.config.curves import checkpoint_due
 from async_flowrl.config.schema import Config
 from async_flowrl.controller.context import Context
-from async_flowrl.controller.fingerprint import config_hash, device_type, numerics
-from async_flowrl.controller.inputs import inputs_of
+from async_flowrl.controller.fingerprint import config_hash, device_type, inputs_of, numerics
 from async_flowrl.controller.rank_weights import DISK_ERRORS
 from async_flowrl.controller.trainer import TrainerGroup
 from async_flowrl.observability.run_directory import RunDirectory
@@ -44,6 +43,8 @@ class Checkpoints:
     requests: RequestBuilder = field(kw_only=True)
     base_digest: str = field(kw_only=True)
     """Digest of the base weights that all workers have loaded."""
+    schedules: str = field(kw_only=True)
+    """Digest of the noise levels of all image sizes."""
     spare: Callable[[], Sequence[int]] = field(default=lambda: (), kw_only=True)
     """Returns the versions whose checkpoints must be kept besides the newest checkpoints."""
     misses: int = 0
@@ -100,6 +101,7 @@ class Checkpoints:
             "numerics": numerics(self.config, device_type(self.device)),
             "inputs": self._inputs,
             "base_digest": self.base_digest,
+            "schedules": self.schedules,
             "curriculum": curriculum,
         }
 

@@ -1,21 +1,108 @@
 """Context is the state that the controller's coroutines share during one attempt, i.e. one start or recovery of a run.
 
-controller/build.py makes it. The protocols in this file describe its parts.
+build.py makes it. The protocols in this file describe its parts.
 """
 
 import asyncio
-from collections.abc import Callable, Collection, Mapping
+from collections import Counter, defaultdict
+from collections.abc import AsyncIterator, Callable, Collection, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from async_flowrl.config.schema import Config
-from async_flowrl.controller.departures import Arrivals, Departures
-from async_flowrl.controller.reward_calls import RewardCalls
 from async_flowrl.controller.score_log import ScoreLog
 from async_flowrl.tickets.request import RequestBuilder
 from async_flowrl.tickets.table import TicketTable
-from async_flowrl.types import Span
+from async_flowrl.types import Scores, Span
 from separation.group import Worker, WorkerGroup
+
+
+@dataclass
+class Departures:
+    """The rollout workers of one attempt that must leave because their nodes are taken away: a set of names."""
+
+    _deadlines: dict[str, float] = field(default_factory=dict)
+    """Worker → time on the loop's clock at which it must have left; infinity if nobody said when its node ends."""
+    _time_outs: dict[str, asyncio.Timeout] = field(default_factory=dict)
+    """Worker that serves now → time-out of its service (the body of `in_time`)."""
+
+    def __contains__(self, worker: str) -> bool:
+        return worker in self._deadlines
+
+    @property
+    def names(self) -> frozenset[str]:
+        """The names of all workers that were announced during this attempt, also of those that have left."""
+        return frozenset(self._deadlines)
+
+    def announce(self, worker: str, seconds: float) -> None:
+        """Records that the worker gets no more tickets, and has `seconds` (infinity: no limit) for its own."""
+        self._deadlines[worker] = asyncio.get_running_loop().time() + seconds
+        self._apply_deadline(worker)
+
+    @asynccontextmanager
+    async def in_time(self, worker: str) -> AsyncIterator[None]:
+        """Context manager for the time in which a worker serves tickets, one at a time for each worker.
+
+        If the worker has been announced, or is announced meanwhile, the body is cancelled at its deadline, and the
+        context manager ends without an error. Errors of the body are raised unchanged.
+        """
+        scope = asyncio.timeout(None)
+        self._time_outs[worker] = scope
+        try:
+            async with scope:
+                self._apply_deadline(worker)
+                yield
+        except TimeoutError:
+            if not scope.expired():
+                raise
+        finally:
+            del self._time_outs[worker]
+
+    def _apply_deadline(self, worker: str) -> None:
+        deadline, scope = self._deadlines.get(worker), self._time_outs.get(worker)
+        if deadline is not None and deadline < float("inf") and scope is not None:
+            scope.reschedule(deadline)
+
+
+@dataclass
+class Arrivals:
+    """The workers that have come during the run and do not serve, or not yet. Those that serve are not in it."""
+
+    starting: int = 0
+    """Number of processes that are being started; they have no names yet."""
+    under_way: set[str] = field(default_factory=set)
+    """Names of the workers that are loading the model and then receive the published weights."""
+    refused: set[str] = field(default_factory=set)
+    """Names of the workers that cannot serve, as loading failed for example, and still occupy a place in the pool."""
+
+    def __contains__(self, worker: str) -> bool:
+        return worker in self.under_way or worker in self.refused
+
+
+@dataclass
+class RewardCalls:
+    """Counts retries and failures for the training groups scored since the last start or recovery of the run.
+
+    Scores that were read from scores.jsonl are not counted.
+    """
+
+    _retries: dict[int, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
+    _failures: dict[int, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
+
+    def add(self, step: int, scores: Scores) -> None:
+        """Adds the retries and failures of one group of `step`."""
+        self._retries[step].update(scores.retries)
+        self._failures[step].update(scores.failed.keys())
+
+    def pop(self, step: int) -> dict[str, float]:
+        """Removes and returns the step's counts: metric name → count, without zeros.
+
+        The names are `reward/<term>/retries` and `reward/<term>/failures`.
+        """
+        counts = {"retries": self._retries.pop(step, Counter()), "failures": self._failures.pop(step, Counter())}
+        return {f"reward/{term}/{what}": n for what, by_term in counts.items() for term, n in sorted(by_term.items())}
+
 
 TICKETS_PER_WORKER = 2
 """Tickets a worker may have: the one it makes, and the next, so that it need not wait for an answer and a call."""

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
-from async_flowrl.config.schema import Config
+from async_flowrl.config.schema import SHARED, Config
 from async_flowrl.controller.context import Observer
 from async_flowrl.controller.kept_state import is_kept
 from async_flowrl.controller.sender_errors import SenderFailed, answers_of, sender_errors
@@ -274,3 +274,28 @@ class RolloutEndpoint:
 
     async def _deliver(self, method: str, *arguments: Any) -> Any:
         return await self.worker.call(method, *arguments, lane=DELIVERIES)
+
+
+class OwnVersions(RolloutEndpoint):
+    """Receiver in a process that also trains (`placement=shared`), which takes versions from its own trainer rank.
+
+    All ranks step by the same exact sum, so each makes every version itself. A version is announced, and its digest
+    compared with the first rank's; the bytes are sent only if the rank has not made it, e.g. after it has just joined.
+    """
+
+    async def receive(self, header: Header, payload: Any, slot: str = RING) -> Ack:
+        """Delivers the version and returns the worker's acknowledgement.
+
+        Raises WeightsMismatch if the process's own trainer rank has made other weights of this version, and the errors
+        of RolloutEndpoint.
+        """
+        if header.stream == POLICY:
+            own: Ack | None = await self._deliver("keep_own", header, slot)
+            if own is not None:
+                return own
+        return await super().receive(header, payload, slot)
+
+
+def endpoint_of(config: Config) -> type[RolloutEndpoint]:
+    """Returns the class of the rollout workers' receiving ends for this `config`."""
+    return OwnVersions if config.placement == SHARED else RolloutEndpoint

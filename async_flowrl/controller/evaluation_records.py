@@ -12,7 +12,7 @@ from async_flowrl.config.curves import best_curve, evaluation_due
 from async_flowrl.config.schema import Config, RewardTerm
 from async_flowrl.controller.context import Observer
 from async_flowrl.controller.evaluation import EvaluationResult
-from async_flowrl.controller.inputs import reward_sources
+from async_flowrl.controller.fingerprint import reward_sources
 from async_flowrl.observability.evaluations import (
     DIVERSITY,
     HELD_OUT,
@@ -197,7 +197,7 @@ def samples_of(result: EvaluationResult) -> list[Sample]:
 def record_of(config: Config, result: EvaluationResult, files: Mapping[str, str]) -> Evaluation:
     """Returns the record of a result; curves without any score are left out.
 
-    `files` maps terms that have a source file of the user or a server to a digest (`reward_sources` in inputs.py).
+    `files` maps terms that have a source file of the user or a server to a digest (`reward_sources` in fingerprint.py).
     """
     scored = list(zip(result.indices, result.scores, strict=True))
     terms, held_out = config.reward.terms, config.evaluate.reward.terms

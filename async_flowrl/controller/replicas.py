@@ -1,6 +1,6 @@
 """Replica, one replica of the trainer for the controller, and the calls that pass trajectories to its ranks.
 
-A replica is the trainer ranks that hold one copy of the base together. trainer.py and collect.py use this file.
+A replica is the trainer ranks that hold one copy of the base together. trainer.py uses this file.
 """
 
 import asyncio
@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from async_flowrl.controller.context import Context
-from async_flowrl.controller.handed import HandedGroup, make_group_again, until_whole
 from async_flowrl.controller.shared import update_seconds
+from async_flowrl.controller.training_groups import HandedGroup, make_group_again, until_whole
 from async_flowrl.tickets.table import describe
 from async_flowrl.training.messages import TrainRequest
 from async_flowrl.training.parts import RankPosition, cut, tickets_for, tickets_of

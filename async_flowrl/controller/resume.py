@@ -2,14 +2,22 @@
 
 import json
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from async_flowrl.config.check import ConfigError
 from async_flowrl.config.schema import FULL, Config
-from async_flowrl.controller.fingerprint import config_hash, device_type, differences, numerics
-from async_flowrl.controller.inputs import inputs_of, other_inputs, other_prompts
+from async_flowrl.controller.fingerprint import (
+    config_hash,
+    device_type,
+    differences,
+    inputs_of,
+    numerics,
+    other_inputs,
+    other_prompts,
+)
 from async_flowrl.controller.kept_state import KeptState
 from async_flowrl.data.curriculum import UNKNOWN, read_outcomes
 from async_flowrl.observability.run_directory import RunDirectory
@@ -126,20 +134,24 @@ def check_shares(config: Config, path: Path) -> None:
         raise ConfigError(str(error)) from error
 
 
-def check_base_weights(config: Config, resume: Resume, base_digest: str) -> Resume:
-    """Compares the digest of the loaded base weights with the checkpoint's; returns `resume` if they are equal.
+def check_model(config: Config, resume: Resume, info: Mapping[str, Any]) -> Resume:
+    """Compares digests of the base weights and of the noise schedules with the checkpoint's; returns `resume`.
 
-    Raises ConfigError if they differ; with resume=force the difference is added to `Resume.forced` instead.
+    `info` is what a trainer rank reported when it loaded the model. Raises ConfigError if they differ; with
+    resume=force the difference is added to `Resume.forced` instead.
     """
-    if resume.path is None or resume.controller["base_digest"] == base_digest:
-        return resume
-    sentence = (
-        f"{resume.path} was made on other base weights than model.path={config.model.path} has now: "
-        f"{resume.controller['base_digest'][:12]} before, {base_digest[:12]} now"
-    )
-    if config.resume != "force":
-        raise ConfigError(f"{sentence}. resume=force goes on all the same")
-    return replace(resume, forced=(*resume.forced, sentence))
+    kinds = {"base_digest": "base weights", "schedules": "noise levels (scheduler_config.json, or diffusers)"}
+    for key, what in kinds.items() if resume.path is not None else ():
+        before, now = str(resume.controller.get(key, "none")), str(info[key])
+        if before != now:
+            sentence = (
+                f"{resume.path} was made with other {what} than model.path={config.model.path} has now: "
+                f"{before[:12]} before, {now[:12]} now"
+            )
+            if config.resume != "force":
+                raise ConfigError(f"{sentence}. resume=force goes on all the same")
+            resume = replace(resume, forced=(*resume.forced, sentence))
+    return resume
 
 
 def with_outcomes(requests: RequestBuilder, resume: Resume) -> RequestBuilder:

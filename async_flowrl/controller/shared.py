@@ -1,6 +1,6 @@
 """The controller's side of `placement=shared`: options of deliveries, the tickets under way, and deadlines of calls.
 
-own_versions.py describes how a worker takes a version that it has made itself.
+`OwnVersions` (endpoints.py) describes how a worker takes a version that it has made itself.
 """
 
 import asyncio

@@ -1,11 +1,12 @@
 """StepStatistics makes the line of metrics.jsonl of one step, from its groups' rewards and its optimizer steps."""
 
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
 from async_flowrl.algorithms.diagnostics import WindowGroup, sample_size, window_metrics
-from async_flowrl.controller.term_metrics import term_metrics
+from async_flowrl.observability.extras import extra_means
 from async_flowrl.tickets.table import Ticket
 from async_flowrl.training.messages import UpdateStats
 from async_flowrl.types import Scores
@@ -97,3 +98,38 @@ class StepStatistics:
     def _sample_size(line: dict[str, float]) -> dict[str, float]:
         size = sample_size(line)
         return {} if size is None else {"effective_sample_size": size}
+
+
+def term_metrics(groups: Sequence[Scores]) -> dict[str, float]:
+    """Returns metric name → value, for one Scores per group.
+
+    Means of a term leave out the groups that lack it; `missing` counts these. `zero_std_ratio` is the share of groups
+    whose images all have exactly the same score. A numeric extra of a term gets its mean, `reward/<term>/<extra>`.
+    """
+    by_term: dict[str, list[tuple[float, ...]]] = defaultdict(list)
+    missing: Counter[str] = Counter()
+    for scores in groups:
+        missing.update(scores.failed.keys())
+        for name, values in scores.by_term.items():
+            by_term[name].append(values)
+    line: dict[str, float] = {}
+    for name, each in by_term.items():
+        flat = [value for values in each for value in values]
+        line[f"reward/{name}/mean"] = float(np.mean(flat))
+        line[f"reward/{name}/std"] = float(np.std(flat))
+        line[f"reward/{name}/group_std"] = float(np.mean([np.std(values) for values in each]))
+        line[f"reward/{name}/zero_std_ratio"] = sum(len(set(values)) == 1 for values in each) / len(each)
+    line |= {f"reward/{name}/missing": count for name, count in sorted(missing.items())}
+    means = extra_means(scores.extras for scores in groups)
+    line |= {f"reward/{term}/{name}": mean for term, by_name in means.items() for name, mean in by_name.items()}
+    return line | seconds_per_group(groups)
+
+
+def seconds_per_group(groups: Sequence[Scores]) -> dict[str, float]:
+    """Returns `timing/score/<term>`: seconds of a group's last call for the term in its worker, mean over groups."""
+    took: dict[str, list[float]] = defaultdict(list)
+    for scores in groups:
+        last = {span.name: span.end - span.start for span in scores.spans if span.name.startswith("score/")}
+        for name, seconds in last.items():
+            took[f"timing/{name}"].append(seconds)
+    return {key: float(np.mean(each)) for key, each in sorted(took.items())}

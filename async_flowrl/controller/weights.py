@@ -6,27 +6,92 @@ effect in its network as in the trainer's.
 """
 
 import asyncio
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
 from async_flowrl.config.schema import Config
+from async_flowrl.controller.admission import WorkerProof
 from async_flowrl.controller.context import Observer, Signal
-from async_flowrl.controller.corruption import CorruptionWatch
-from async_flowrl.controller.ema import EmaWeights
-from async_flowrl.controller.endpoints import TrainerEndpoint
-from async_flowrl.controller.own_versions import endpoint_of
+from async_flowrl.controller.endpoints import EmaEndpoint, TrainerEndpoint, endpoint_of
 from async_flowrl.controller.sender_errors import SenderLost
 from async_flowrl.controller.shared import delivery_options
 from async_flowrl.controller.trainer import TrainerGroup
-from async_flowrl.controller.worker_proof import WorkerProof
 from async_flowrl.tickets.table import TicketTable
 from async_flowrl.types import EMA, POLICY
-from checkpoint_engine import EVALUATION, Ack, Delivery, Header
+from checkpoint_engine import EVALUATION, Ack, Delivery, DeliveryOptions, Header, ReceiverEndpoint
 from checkpoint_engine.collective_delivery import CollectiveBroadcast
+from checkpoint_engine.errors import error_names
 from checkpoint_engine.transports import OBJECT_STORE
 from separation.group import Worker, WorkerDied, WorkerGroup
 from separation.supervise import DeadlineExceeded
+
+MAX_CORRUPTED_WORKERS_IN_A_ROW = 3
+"""Workers given up over corrupted weights without a new version anywhere; with so many the sender is at fault."""
+
+
+class CorruptedVersion(RuntimeError):
+    """Raised if too many workers receive damaged weights, so that the sender is at fault and no replacement helps."""
+
+
+@dataclass
+class CorruptionWatch:
+    """Counts the workers that were given up over damaged weights since a new version last arrived."""
+
+    newest: int = -1
+    """Highest version that any worker has acknowledged; -1 for none."""
+    given_up: int = 0
+    """Workers given up over damaged weights since `newest` was acknowledged for the first time."""
+
+    def acknowledged(self, version: int) -> None:
+        if version > self.newest:
+            self.newest, self.given_up = version, 0
+
+    def gave_up(self, error: BaseException) -> None:
+        """Counts the worker if `error` is TransferCorrupted; raises CorruptedVersion if there are now too many."""
+        self.given_up += "TransferCorrupted" in error_names(error)
+        if self.given_up >= MAX_CORRUPTED_WORKERS_IN_A_ROW:
+            raise CorruptedVersion(
+                f"{self.given_up} workers in a row received damaged weights, however often they were sent; nothing "
+                f"newer than version {self.newest} has arrived anywhere: {error}"
+            ) from error
+
+
+class EmaWeights:
+    """Retains the EMA of a version when it is due for evaluation, and delivers it when its evaluation begins.
+
+    `replace` is awaited with the name of a worker to which the EMA cannot be delivered, and the error; `acknowledged`
+    is called with a worker's name and its acknowledgement.
+    PublishedWeights (weights.py) uses this class.
+    """
+
+    def __init__(
+        self,
+        sender: EmaEndpoint,
+        *,
+        options: DeliveryOptions,
+        replace: Callable[[str, BaseException], Coroutine[Any, Any, None]],
+        acknowledged: Callable[[str, Ack], None],
+    ) -> None:
+        self._sender = sender
+        self.delivery = Delivery(self._sender, replace=replace, options=options)
+        self.delivery.on_ack(acknowledged)
+        self._current: int | None = None
+
+    async def retain(self, version: int) -> None:
+        """Keeps a copy of the EMA as it is now, as `version`, on the trainer ranks."""
+        await self._sender.retain(version)
+
+    async def deliver(self, version: int) -> None:
+        """Starts the delivery of the retained `version` to all workers and releases the version before it."""
+        before, self._current = self._current, version
+        await self.delivery.publish(version)
+        if before is not None:
+            await self._sender.release(before)
+
+    async def join(self, receiver: ReceiverEndpoint) -> None:
+        """Adds a worker and delivers the current version to it, if there is one."""
+        await self.delivery.join(receiver, [] if self._current is None else [self._current])
 
 
 @dataclass

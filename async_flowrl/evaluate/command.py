@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from async_flowrl.config import exit_codes
-from async_flowrl.controller.server_replicas import ServerLost
+from async_flowrl.controller.reward_servers import ServerLost
 from async_flowrl.evaluate.job import job_of
 from async_flowrl.evaluate.measure import evaluate
 from async_flowrl.evaluate.show import table, write

@@ -75,7 +75,7 @@ class FluxPolicy(PipelinePolicy):
             guidance = torch.full_like(sigma, sampling.guidance_scale)
         out = self.transformer(
             hidden_states=latents.to(self._dtype),
-            timestep=sigma,
+            timestep=self._time(sigma),
             guidance=guidance,
             encoder_hidden_states=embeds,
             pooled_projections=self._rows(branches, "pooled_prompt_embeds", len(latents)),

@@ -113,8 +113,14 @@ class PipelinePolicy(ABC):
     ) -> None:
         """`side` is the side of an image token in pixels, `dtype` that of the network's inputs.
 
-        `max_sequence_length` is the longest prompt in tokens; None means the pipeline's default.
+        `max_sequence_length` is the longest prompt in tokens; None means the pipeline's default. Raises ValueError for
+        a scheduler that draws noise of its own.
         """
+        if scheduler is not None and scheduler.config.get("stochastic_sampling"):
+            raise ValueError(
+                "scheduler_config.json of the model has stochastic_sampling=true, with which diffusers draws new noise "
+                "in every step; this project draws its noise from named seeds (algorithm.sde_type): set it to false"
+            )
         self.transformer = transformer
         self._scheduler, self._side, self._dtype, self._pipeline = scheduler, side, dtype, pipeline
         self._config = cast("Any", transformer).config
@@ -188,6 +194,14 @@ class PipelinePolicy(ABC):
                 raise ValueError(f"the model's scheduler gives no schedule that falls from 1 to 0: {sigmas.tolist()}")
             self._schedules[key] = sigmas
         return self._schedules[key].clone()
+
+    def _time(self, sigma: Tensor) -> Tensor:
+        """Returns the time that the stock pipeline gives its network at the noise levels `sigma` [B], in its dtype.
+
+        The stock pipelines round 1000 sigma to the network's dtype and divide by 1000, which in bfloat16 is often one
+        unit in the last place from sigma. In float32 it is sigma to within one such unit, and sigma itself is used.
+        """
+        return sigma if self._dtype == torch.float32 else (1000 * sigma).to(self._dtype) / 1000
 
     def _set_schedule(self, steps: int, tokens: int) -> None:
         """Sets evenly spaced levels, shifted by the number of image tokens, as most pipelines do."""

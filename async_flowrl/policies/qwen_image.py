@@ -90,7 +90,7 @@ class QwenImagePolicy(PipelinePolicy):
         embeds, mask = padded_texts(branches, len(latents) // len(branches), self._dtype)
         out = self.transformer(
             hidden_states=latents.to(self._dtype),
-            timestep=sigma,
+            timestep=self._time(sigma),
             encoder_hidden_states=embeds,
             encoder_hidden_states_mask=mask,
             img_shapes=[[(1, *self._grid(sampling.resolution))]] * len(latents),

@@ -67,7 +67,7 @@ class ZImagePolicy(PipelinePolicy):
         texts = [branch["prompt_embeds"].to(self._dtype) for branch in branches]
         out = self.transformer(
             list(latents.to(self._dtype).unsqueeze(2).unbind(0)),
-            1 - sigma,
+            (1000 - 1000 * sigma) / 1000,
             [text for text in texts for _ in range(each)],
             return_dict=False,
         )[0]

@@ -10,14 +10,15 @@ from typing import Any
 from async_flowrl.config.pools import ROLLOUT
 from async_flowrl.config.schema import Config
 from async_flowrl.controller.context import Context
-from async_flowrl.observability.evaluation_summary import summarise_evaluations
+from async_flowrl.observability.evaluation_summary import best_row, summarise_evaluations
+from async_flowrl.observability.evaluations import Evaluation
 from async_flowrl.observability.events import Event, effective, read_events
 from async_flowrl.observability.pool_size import places
 from async_flowrl.observability.run_directory import RunDirectory
 from async_flowrl.observability.summary import Outcome, last_attempt, summarise
 from async_flowrl.observability.timeline import write_timeline
+from async_flowrl.policies.registry import ResolvedModel
 from async_flowrl.policies.trained_file import save
-from async_flowrl.run.best import export_best
 from async_flowrl.run.prepare import Prepared
 from async_flowrl.run.recovery import Run
 from async_flowrl.tickets.table import State, TicketTable
@@ -148,3 +149,24 @@ def ticket_counts(table: TicketTable) -> dict[str, int]:
         "retried": table.retried,
         "duplicate": table.duplicates,
     }
+
+
+def export_best(
+    config: Config, model: ResolvedModel, directory: RunDirectory, history: Sequence[Evaluation]
+) -> Path | None:
+    """Writes the weights with which the best version was evaluated to lora_best/ or transformer_best/.
+
+    Returns the folder, or None if no evaluations can be compared. With `trainer.ema_decay` these weights are the moving
+    average. Raises DamagedCheckpoint or OSError if the checkpoint of the version cannot be read.
+    """
+    row = best_row(config, history)
+    if row is None:
+        return None
+    version = row["version"]
+    tensors = read_checkpoint(directory.checkpoints / f"step_{version}").tensors
+    if config.trainer.ema_decay is not None:
+        evaluated = tensors["ema"]
+    else:
+        prefix = f"{version}/"
+        evaluated = {n.removeprefix(prefix): t for n, t in tensors["retained"].items() if n.startswith(prefix)}
+    return save(directory.best(config.tune), dict(evaluated), config, model)

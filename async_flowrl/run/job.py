@@ -5,6 +5,7 @@ async_flowrl/main.py calls it. This is the only file that uses every part of the
 
 import asyncio
 import logging
+import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -18,12 +19,11 @@ from async_flowrl.config import exit_codes
 from async_flowrl.config.check import ConfigError
 from async_flowrl.config.pools import ROLLOUT, TRAINER
 from async_flowrl.config.schema import Config
-from async_flowrl.controller.inputs import inputs_of
+from async_flowrl.controller.fingerprint import inputs_of
 from async_flowrl.controller.kept_state import is_kept
-from async_flowrl.controller.resume import Resume, check_base_weights, find_resume, warn_of_differences
-from async_flowrl.controller.reward_servers import serving
+from async_flowrl.controller.resume import Resume, check_model, find_resume, warn_of_differences
+from async_flowrl.controller.reward_servers import ServerLost, serving
 from async_flowrl.controller.score_log import forget_scores
-from async_flowrl.controller.server_replicas import ServerLost
 from async_flowrl.controller.trainer import TrainerGroup
 from async_flowrl.observability.console import Display, open_display
 from async_flowrl.observability.evaluations import EvaluationLog
@@ -47,7 +47,6 @@ from async_flowrl.run.launch import (
     open_cluster,
     send_negatives,
 )
-from async_flowrl.run.logs import end_log, log_to
 from async_flowrl.run.prepare import OUR_OWN, Prepared, Workers, doubts_of, prepare
 from async_flowrl.run.recovery import Ledgers, Run, restore, train_with_recovery, with_unevaluated
 from async_flowrl.run.stopping import StopRequest, listening
@@ -197,6 +196,7 @@ async def train_until(ending: Ending, resume: Resume, display: Display) -> dict[
                     ledgers,
                     stop,
                     info["base_digest"],
+                    info["schedules"],
                     info["device"],
                     transport,
                     negatives,
@@ -216,7 +216,7 @@ def compared(prepared: Prepared, directory: RunDirectory, resume: Resume, info: 
 
     `info` is what `load_pools` returned.
     """
-    resume = check_base_weights(prepared.config, resume, info["base_digest"])
+    resume = check_model(prepared.config, resume, info)
     warn_of_differences(prepared.config, resume, info["device"])
     return with_unevaluated(prepared.config, resume, EvaluationLog(directory.evaluations))
 
@@ -294,3 +294,23 @@ def innermost(error: BaseException) -> BaseException:
 def _fail(message: object, code: int) -> int:
     say(f"async_flowrl: {message}\n", sys.stderr)
     return code
+
+
+def log_to(path: Path) -> None:
+    """Writes all log records to the file `path`, and warnings without a traceback to the terminal."""
+    handler = logging.FileHandler(path)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    console = logging.StreamHandler()
+    console.setLevel(logging.WARNING)
+    console.setFormatter(logging.Formatter("%(levelname)s: %(message)s"))
+    console.addFilter(lambda record: record.exc_info is None)
+    logging.basicConfig(level=logging.INFO, handlers=[handler, console], force=True)
+
+
+def end_log(folder: Path) -> None:
+    """Closes the log files in a folder, because the process may go on with something else or move the folder."""
+    root, place = logging.getLogger(), os.path.abspath(folder)
+    for handler in list(root.handlers):
+        if isinstance(handler, logging.FileHandler) and os.path.dirname(handler.baseFilename) == place:
+            root.removeHandler(handler)
+            handler.close()

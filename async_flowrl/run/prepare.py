@@ -10,7 +10,7 @@ from typing import Any
 
 from async_flowrl.algorithms.base import Algorithm
 from async_flowrl.algorithms.registry import build_algorithm
-from async_flowrl.config.check import ConfigError
+from async_flowrl.config.check import ConfigError, guidance_refusal
 from async_flowrl.config.resolution import at_size, configured, height_width, in_words, pixels
 from async_flowrl.config.schema import FULL, Config
 from async_flowrl.data.load import Data, load_data
@@ -19,15 +19,21 @@ from async_flowrl.data.store import Prompts
 from async_flowrl.policies import lora_file
 from async_flowrl.policies.base import Shapes
 from async_flowrl.policies.checked import unchecked
-from async_flowrl.policies.registry import ResolvedModel, check_prompts_of, load_policy, resolve_model, shapes_of
+from async_flowrl.policies.registry import (
+    ResolvedModel,
+    check_prompts_of,
+    load_family,
+    load_policy,
+    resolve_model,
+    shapes_of,
+)
 from async_flowrl.rewards.held_out import check_held_out, check_held_out_prompts
 from async_flowrl.rewards.registry import check_rewards, prompt_check
 from async_flowrl.rollout.vllm_omni.settings import check_model
-from async_flowrl.run.baseline import baseline_sampling
 from async_flowrl.run.early import refuse_early
 from async_flowrl.tickets.arithmetic import check_batching, shape
-from async_flowrl.tickets.request import RequestBuilder
-from async_flowrl.types import Resolution
+from async_flowrl.tickets.request import RequestBuilder, evaluation_sampling
+from async_flowrl.types import Resolution, Sampling
 
 SIZES_SHOWN = 4
 """Largest number of image sizes that messages list one by one."""
@@ -202,3 +208,38 @@ def ends_before_its_epochs(prepared: Prepared) -> str | None:
     if config.total_steps >= steps:
         return None
     return f"epochs={config.epochs} would take {steps} steps; total_steps={config.total_steps} ends the run before"
+
+
+def baseline_sampling(config: Config, family: str) -> Sampling | None:
+    """Returns the model family's usual denoising steps and guidance, unless `evaluate.baseline_*` set others.
+
+    Returns None without `evaluate.baseline`. The tiny model has no usual settings; its evaluations' settings are used.
+    Raises ValueError for an `evaluate.baseline_guidance` that the family's networks cannot have; which kind of guidance
+    it is depends on the family.
+    """
+    if not config.evaluate.baseline:
+        return None
+    evaluate, sampling = config.evaluate, evaluation_sampling(config)
+    embedded = sampling.guidance_scale > 0
+    if config.model.path != "tiny":
+        usual = load_family(family)
+        true_cfg_scale, guidance_scale = usual.usual_guidance
+        embedded = guidance_scale > 0
+        sampling = replace(
+            sampling,
+            num_inference_steps=usual.usual_steps,
+            true_cfg_scale=true_cfg_scale,
+            guidance_scale=guidance_scale,
+        )
+    if evaluate.baseline_steps is not None:
+        sampling = replace(sampling, num_inference_steps=evaluate.baseline_steps)
+    if evaluate.baseline_guidance is not None:
+        sampling = _guided(sampling, evaluate.baseline_guidance, embedded)
+    return sampling
+
+
+def _guided(sampling: Sampling, scale: float, embedded: bool) -> Sampling:
+    """Returns `sampling` with `evaluate.baseline_guidance=scale`; `embedded`: it is an input of the network."""
+    if refusal := guidance_refusal("evaluate.baseline_guidance", scale, embedded=embedded):
+        raise ValueError(refusal)
+    return replace(sampling, guidance_scale=scale) if embedded else replace(sampling, true_cfg_scale=scale)

@@ -9,7 +9,7 @@ generated again, identically.
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 
@@ -22,7 +22,6 @@ from async_flowrl.controller.after_step import AfterStep
 from async_flowrl.controller.build import build_context
 from async_flowrl.controller.checkpoints import Checkpoints
 from async_flowrl.controller.context import Context
-from async_flowrl.controller.deaths import dead_among
 from async_flowrl.controller.download import download_model, loaders
 from async_flowrl.controller.evaluation_records import EvaluationRecords
 from async_flowrl.controller.kept_state import KeptState, KeptStates
@@ -77,6 +76,8 @@ class Run:
     stop: StopRequest
     base_digest: str
     """Checksum of the base weights; a new trainer rank must report the same."""
+    schedules: str
+    """Digest of the noise levels of all image sizes."""
     device: str
     """Device of the trainer ranks as torch names it, e.g. `cpu` or `cuda:0`."""
     transport: str
@@ -309,6 +310,7 @@ def context_of(run: Run, resume: Resume) -> Context:
         run.device,
         requests=requests,
         base_digest=run.base_digest,
+        schedules=run.schedules,
         saved=saved,
         spare=records.spare,
     )
@@ -336,3 +338,19 @@ def context_of(run: Run, resume: Resume) -> Context:
     for worker in [worker for group in run.groups.values() for worker in group.workers]:
         ledgers.events.event("worker", worker=worker.name, pid=worker.pid, node=worker.node)
     return replace(ctx, score_log=score_log, stop_requested=run.stop, servers=run.servers)
+
+
+DEATH_DETECTION_SECONDS = 2.0
+"""Time within which the death of one rank must show after another rank has failed because of it."""
+
+
+async def dead_among(workers: Sequence[Worker]) -> list[Worker]:
+    """Returns those of the workers whose death shows within DEATH_DETECTION_SECONDS; returns as soon as one has."""
+    watches = {asyncio.create_task(worker.watch()): worker for worker in workers}
+    try:
+        done, _ = await asyncio.wait(watches, timeout=DEATH_DETECTION_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+        return [watches[task] for task in done if isinstance(task.exception(), WorkerDied)]
+    finally:
+        for task in watches:
+            task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # nobody else asks for it
+            task.cancel()

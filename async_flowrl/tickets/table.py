@@ -9,12 +9,11 @@ fixes its step, its group, and the version that makes it, max(0, step - max_stal
 There is no other queue or counter of tickets. A method raises Refused for a call that breaks a rule; that ends the run.
 """
 
+import heapq
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
-from async_flowrl.tickets.checks import check_acknowledged, check_handed, check_made_with, check_start
-from async_flowrl.tickets.pending import PendingTickets
 from async_flowrl.tickets.ticket import (
     EVALUATION,
     EVALUATION_EVERY_TICKETS,
@@ -27,6 +26,54 @@ from async_flowrl.tickets.ticket import (
     Ticket,
     describe,
 )
+
+
+class PendingTickets:
+    """The PENDING tickets of a table.
+
+    The table adds each ticket that becomes PENDING; one that becomes something else is dropped when it is first of its
+    queue. So a queue may still contain tickets that were started, and a ticket that is made again may be in it twice.
+    """
+
+    def __init__(self, training: Mapping[int, Ticket], evaluation: Mapping[int, Ticket]) -> None:
+        """Both mappings are the table's own, ordinal → ticket; what has left them is no longer PENDING."""
+        self._tickets = {TRAIN: training, EVALUATION: evaluation}
+        self._ordinals: dict[tuple[str, int], list[int]] = defaultdict(list)
+        """(kind, version) → heap of ordinals."""
+
+    def add(self, ticket: Ticket) -> None:
+        heapq.heappush(self._ordinals[ticket.kind, ticket.version], ticket.ordinal)
+
+    def first(self, kind: str, versions: Iterable[int]) -> Ticket | None:
+        """Returns the ticket with the lowest ordinal among those of one of these versions, or None."""
+        tickets, first = self._tickets[kind], None
+        for version in versions:
+            heap = self._ordinals.get((kind, version), [])
+            while heap and not (heap[0] in tickets and tickets[heap[0]].state is State.PENDING):
+                heapq.heappop(heap)
+            if heap and (first is None or heap[0] < first.ordinal):
+                first = tickets[heap[0]]
+        return first
+
+    def any(self) -> bool:
+        return any(self.first(kind, [version]) for kind, version in list(self._ordinals))
+
+    def at_most(self, versions: Iterable[int]) -> int:
+        """Returns an upper bound of `count`: a ticket started out of order counts until it is first of its queue."""
+        return sum(len(self._ordinals.get((TRAIN, version), ())) for version in versions)
+
+    def count(self, versions: Iterable[int]) -> int:
+        """Returns the number of training tickets of these versions."""
+        tickets = self._tickets[TRAIN]
+        heaps = [self._ordinals.get((TRAIN, version), ()) for version in versions]
+        ordinals = {ordinal for heap in heaps for ordinal in heap if ordinal in tickets}
+        return sum(tickets[ordinal].state is State.PENDING for ordinal in ordinals)
+
+    def forget(self, kind: str, *, before: int | None = None) -> None:
+        """Removes the queues of a kind, those of versions lower than `before` if that is given."""
+        for key in [key for key in self._ordinals if key[0] == kind and (before is None or key[1] < before)]:
+            del self._ordinals[key]
+
 
 __all__ = ["EVALUATION", "FINAL", "TRAIN", "Held", "Refused", "Shape", "State", "Ticket", "TicketTable", "describe"]
 
@@ -294,3 +341,40 @@ class TicketTable:
         if state is State.PENDING:
             self._pending.add(ticket)
         self._on_change(ticket)
+
+
+def check_start(ticket: Ticket, worker: str, versions: Collection[int]) -> None:
+    """Raises Refused unless the ticket is PENDING and `versions`, those that the worker holds, have its own."""
+    if ticket.state is not State.PENDING or ticket.version not in versions:
+        raise Refused(f"{worker} may not start {describe(ticket)}: it holds versions {sorted(versions)}")
+
+
+def check_acknowledged(worker: str, version: int, digest: str, digests: Mapping[int, str]) -> None:
+    """Raises Refused if the worker verified `version` with another digest than the published one."""
+    if digests.get(version) != digest:
+        raise Refused(
+            f"{worker} acknowledged version {version} with digest {digest}, but {digests.get(version)} was published"
+        )
+
+
+def check_made_with(ticket: Ticket, version: int, digest: str, digests: Mapping[int, str]) -> None:
+    """Raises Refused if a ticket's images were made with other weights (`version`, `digest`) than its version's."""
+    if version != ticket.version:
+        raise Refused(f"{describe(ticket)} came back labelled version {version}")
+    if digest != digests.get(version):
+        raise Refused(
+            f"{describe(ticket)} was made with weights {digest}, but version {version} is {digests.get(version)}"
+        )
+
+
+def check_handed(ticket: Ticket, step: int, max_staleness: int, digests: Mapping[int, str]) -> None:
+    """Raises Refused if a ticket that goes to the trainer in `step` is not READY, is too old, or has other weights."""
+    if ticket.state is not State.READY:
+        raise Refused(f"{describe(ticket)} is not ready")
+    if not 0 <= step - ticket.version <= max_staleness:
+        raise Refused(f"{describe(ticket)} is {step - ticket.version} versions old; the bound is {max_staleness}")
+    if ticket.digest != digests.get(ticket.version):
+        raise Refused(
+            f"{describe(ticket)} was made with weights {ticket.digest}, which this run did not publish as version "
+            f"{ticket.version}"
+        )

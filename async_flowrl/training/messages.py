@@ -253,7 +253,12 @@ def arrived(*payloads: object) -> None:
 
 _NAMES = {"ratio": "ratio/mean"}
 """Name of an algorithm's metric → its name in metrics.jsonl, if they differ."""
-_COUNTS = ("kept", "nonzero")
+_SHARES = {
+    "gradient_kept/positive": ("kept_positive", "positive"),
+    "gradient_kept/negative": ("kept_negative", "negative"),
+}
+"""Name in metrics.jsonl → an algorithm's counts of rows of which it is the quotient."""
+_COUNTS = {"kept", "nonzero", *(name for pair in _SHARES.values() for name in pair)}
 
 
 def merged(ranks: Sequence[UpdateStats]) -> UpdateStats:
@@ -306,6 +311,9 @@ def _means(parts: Sequence[PartStats], denominator: int) -> dict[str, float]:
             means["loss"] = total / denominator
         elif name not in _COUNTS:
             means[_NAMES.get(name, name)] = total / sum(part.rows for part in having)
+    for share, (some, of) in _SHARES.items():
+        if rows := sum(part.sums.get(of, 0.0) for part in parts):
+            means[share] = sum(part.sums[some] for part in parts) / rows
     return means
 
 

@@ -4,6 +4,7 @@ Several ranks read the base weights together (`stream_base`): only rank 0 opens 
 than its share and one whole tensor.
 """
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -56,6 +57,8 @@ class RankModel:
     layout: str
     """How the ranks hold the base, in words."""
     base_digest: str
+    schedules: str
+    """Digest of the noise levels of all image sizes."""
     base_parameters: int
 
 
@@ -72,7 +75,7 @@ def load_model(inputs: ModelInputs, world: World) -> RankModel:
     if one_base is not None:
         one_base.lend(policy.transformer, trained=tuning.parameters(policy.transformer))
     policy.check(sampling(config))
-    _check_schedules(config, policy, inputs.sizes)
+    schedules = _checked_schedules(config, policy, inputs.sizes)
     base = dict(policy.transformer.named_parameters())
     count = sum(parameter.numel() for parameter in base.values())
     digest = _digest(inputs, world, base)
@@ -85,7 +88,7 @@ def load_model(inputs: ModelInputs, world: World) -> RankModel:
     world, layout = _lay_out(inputs, policy, set(tuning.parameters(policy.transformer).values()), world)
     # Read after `_lay_out`, which replaces the parameters of the base by other objects if there are several ranks.
     trained = tuning.parameters(policy.transformer)
-    return RankModel(policy, trained, dtypes, world, layout, digest, count)
+    return RankModel(policy, trained, dtypes, world, layout, digest, schedules, count)
 
 
 def _digest(inputs: ModelInputs, world: World, base: Mapping[str, Tensor]) -> str:
@@ -95,7 +98,9 @@ def _digest(inputs: ModelInputs, world: World, base: Mapping[str, Tensor]) -> st
     return digest_of_stored(inputs.model, world, set(base)) if world.joined else base_digest(base)
 
 
-def _check_schedules(config: Config, policy: Policy, sizes: Sequence[Resolution]) -> None:
+def _checked_schedules(config: Config, policy: Policy, sizes: Sequence[Resolution]) -> str:
+    """Returns the digest of the noise levels. Raises ValueError for levels that the algorithm cannot use."""
+    digest = hashlib.sha256()
     for resolution in sizes:
         sigmas = policy.sigmas(config.rollout.num_inference_steps, resolution)
         try:
@@ -103,6 +108,8 @@ def _check_schedules(config: Config, policy: Policy, sizes: Sequence[Resolution]
         except ValueError as error:
             where = f"images of {in_pixels(resolution)}: " if len(sizes) > 1 else ""
             raise ValueError(f"{where}{error}") from error
+        digest.update(sigmas.numpy().tobytes())
+    return digest.hexdigest()
 
 
 def _lay_out(inputs: ModelInputs, policy: Policy, trained: set[nn.Parameter], world: World) -> tuple[World, str]:

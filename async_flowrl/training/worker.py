@@ -160,6 +160,7 @@ class TrainerWorker:
         peak = self.config.hardware.peak_tflops
         return {
             "base_digest": loaded.base_digest,
+            "schedules": loaded.schedules,
             "layout": loaded.layout,
             "ranks_per_replica": self.world.per_replica,
             "base_parameters": loaded.base_parameters,

@@ -14,7 +14,7 @@ from async_flowrl.config.schema import Config
 from async_flowrl.policies.registry import resolve_model
 from async_flowrl.rollout.worker import RolloutWorker
 from async_flowrl.training.worker import TrainerWorker
-from separation.rendezvous import join, leave, rank_environment
+from separation.rendezvous import join, leave
 from tests.support import trainer_rig as rig
 from tests.support.families import NAMES, model_config
 from tests.support.ports import free_port
@@ -34,7 +34,7 @@ def other_kernels_afterwards() -> Iterator[None]:
 @pytest.fixture
 def group() -> Iterator[None]:
     """A process group of this process alone, over NCCL."""
-    join(rank_environment(rank=0, world=1, address="127.0.0.1", port=free_port(), timeout=60.0))
+    join(0, 1, "127.0.0.1", free_port(), timeout=60.0)
     try:
         yield
     finally:

@@ -18,5 +18,5 @@ def test_a_node_that_is_too_small_is_refused_before_a_model_is_loaded(
     config = compose_config("one_step_off", [*LOCAL, "tune=full", f"output_dir={tmp_path / 'run'}"])
     assert program.train(config, {}) == 2
     (said,) = (line for line in capsys.readouterr().err.splitlines() if line.startswith("async_flowrl: "))
-    assert "node 127.0.0.1 has 9.31e-07 GiB of memory, and the processes of this run on it need at least 0." in said
-    assert "trainer rank" in said and "rollout worker" in said and "allow_oom=true tries anyway" in said
+    for words in ("node 127.0.0.1 has 9.31e-07 GiB", "trainer rank", "rollout worker", "allow_oom=true tries anyway"):
+        assert words in said

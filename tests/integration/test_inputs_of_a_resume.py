@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from async_flowrl.config.compose import compose_config
 from async_flowrl.config.schema import RewardTerm, ServeConfig, TinyConfig
-from async_flowrl.controller.inputs import reward_sources
+from async_flowrl.controller.fingerprint import reward_sources
 from async_flowrl.policies.tiny.build import build_tiny
 from async_flowrl.run.job import run as run_config
 from async_flowrl.verify import verify
@@ -114,7 +114,7 @@ def test_an_edited_held_out_reward_begins_its_curve_anew(
     assert "has changed" not in capfd.readouterr().err
 
 
-def test_a_resume_on_other_base_weights_is_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_resume_on_another_schedule_or_base_is_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     model = tmp_path / "model"
     shutil.copytree(build_tiny(TinyConfig(layers=1)), model)
 
@@ -123,14 +123,24 @@ def test_a_resume_on_other_base_weights_is_refused(tmp_path: Path, capfd: pytest
         return run_config(compose_config("one_step_off", [*LOCAL, *small, *overrides]))
 
     assert run("total_steps=1") == 0
+    scheduler = model / "scheduler" / "scheduler_config.json"
+    text = scheduler.read_text()
+    scheduler.write_text(json.dumps(json.loads(text) | {"shift_terminal": 0.1}))
+    capfd.readouterr()
+    assert run("total_steps=2", "resume=auto") == 2
+    assert "scheduler_config.json" in capfd.readouterr().err
+    scheduler.write_text(json.dumps(json.loads(text) | {"stochastic_sampling": True}))
+    assert run("total_steps=2", "resume=auto") == 2
+    assert "stochastic_sampling" in capfd.readouterr().err
+    scheduler.write_text(text)
     (file,) = (model / "transformer").glob("*.safetensors")
     save_file({name: tensor * 1.5 for name, tensor in load_file(file).items()}, file)
     capfd.readouterr()
     assert run("total_steps=2", "resume=auto") == 2
-    assert "was made on other base weights than model.path=" in capfd.readouterr().err
+    assert "was made with other base weights than model.path=" in capfd.readouterr().err
     assert run("total_steps=2", "resume=force") == 0
     warnings = json.loads((tmp_path / "run" / "summary.json").read_text())["warnings"]
-    assert any("was made on other base weights" in sentence for sentence in warnings)
+    assert any("was made with other base weights" in sentence for sentence in warnings)
 
 
 def test_another_server_behind_a_held_out_reward_is_another_source(tmp_path: Path) -> None:

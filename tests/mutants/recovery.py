@@ -195,6 +195,7 @@ ATTEMPT_FAULTS = (
         {f"{CHECKPOINTS}:Checkpoints._write": after(count_as_saved)},
         f"{SAVED}:test_the_last_checkpoint_is_insisted_on",
         arguments={"misses": 1},
+        raises=("FileNotFoundError",),
     ),
     Mutant(
         "missed checkpoints are never an error",
@@ -208,6 +209,7 @@ ATTEMPT_FAULTS = (
         {f"{CHECKPOINTS}:Checkpoints.insist": lambda insist: lambda checkpoints, *args: checkpoints.save(*args)},
         f"{SAVED}:test_the_last_checkpoint_is_insisted_on",
         arguments={"misses": 2},
+        raises=("FileNotFoundError",),
     ),
     Mutant(
         "a resume asks an optional term again that had failed",
@@ -217,11 +219,7 @@ ATTEMPT_FAULTS = (
     ),
     Mutant(
         "a term that a group lacks counts as 0 for it",
-        {
-            "async_flowrl.controller.group_advantages:_there": lambda there: (
-                lambda scores, name: list(range(len(scores)))
-            )
-        },
+        {"async_flowrl.controller.training_groups:_there": lambda there: lambda scores, name: list(range(len(scores)))},
         "tests.unit.test_optional_terms:test_a_group_has_no_part_in_the_statistics_of_a_term_that_it_lacks",
         arguments={"permute": False},
     ),

@@ -8,9 +8,9 @@ from tests.mutants.mutation import Fault, Mutant, after, before
 from tests.support.float_sum import FloatSum
 
 TICKETS = "async_flowrl.tickets.table"
-PENDING = "async_flowrl.tickets.pending:PendingTickets.first"
+PENDING = "async_flowrl.tickets.table:PendingTickets.first"
 DISPATCH, TRAINER = "async_flowrl.controller.dispatch", "async_flowrl.controller.trainer"
-HANDED = "async_flowrl.controller.handed"
+HANDED = "async_flowrl.controller.training_groups"
 SCORING = "async_flowrl.controller.scoring"
 RECEIVER = "checkpoint_engine.receiver:Receiver"
 LOOP, HAND_OVER = "tests.unit.test_loop", "tests.unit.test_hand_over"

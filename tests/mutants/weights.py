@@ -118,7 +118,7 @@ WEIGHT_FAULTS = (
     ),
     Mutant(
         "a replacement serves without proof",
-        {"async_flowrl.controller.worker_proof:WorkerProof.of": nothing_awaited},
+        {"async_flowrl.controller.admission:WorkerProof.of": nothing_awaited},
         f"{FAULTS}:test_a_worker_that_computes_with_other_modules_never_serves",
         arguments={"name": "rollout-0.1"},
         raises=("Failed",),

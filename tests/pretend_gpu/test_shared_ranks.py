@@ -17,10 +17,9 @@ from pretended.report import RACE, SYNC, Seen, seen, watched
 from async_flowrl.config.schema import Config
 from async_flowrl.controller.owners import Owners
 from async_flowrl.policies.registry import resolve_model
-from async_flowrl.shared.lane import TrainingLane
-from async_flowrl.shared.worker import SharedWorker
+from async_flowrl.shared.worker import SharedWorker, TrainingLane
 from async_flowrl.training.messages import StepPlan, TrainRequest
-from separation.rendezvous import join, rank_environment
+from separation.rendezvous import join
 from tests.pretend_gpu.test_shared_lane import in_a_thread, ticket_under_way, waited_for
 from tests.support import trainer_rig as rig
 from tests.support.ports import free_port
@@ -42,7 +41,7 @@ def joined(rank: int, port: int, config: Config) -> SharedWorker:
     """The worker of a rank, in the process group of all."""
     worker = SharedWorker(config, resolve_model(config.model), rank, f"shared-{rank}")
     in_a_thread(worker.rollout.load)
-    join(rank_environment(rank=rank, world=RANKS, address="127.0.0.1", port=port, timeout=120.0))
+    join(rank, RANKS, "127.0.0.1", port, timeout=120.0)
     worker.trainer.load()
     return worker
 

@@ -130,7 +130,7 @@ async def controller(config: Config, root: Path, outside: Outside) -> None:
     resume = await restore(trainers, directory, resume, lambda: find_resume(prepared.requests, directory, shares=True))
     with opened(prepared, directory, resume) as ledgers:
         digest, device = info["base_digest"], info["device"]
-        run = Run(prepared, directory, groups, trainers, ledgers, outside.stop, digest, device, OBJECT_STORE, {})
+        run = Run(prepared, directory, groups, trainers, ledgers, outside.stop, digest, "", device, OBJECT_STORE, {})
         beside = asyncio.ensure_future(outside.disturb(outside, groups)) if outside.disturb else None
         try:
             ctx = await train_with_recovery(run, resume)

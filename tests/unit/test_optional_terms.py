@@ -10,8 +10,8 @@ import pytest
 
 from async_flowrl.algorithms.registry import build_algorithm
 from async_flowrl.config.schema import RewardTerm
-from async_flowrl.controller.group_advantages import group_advantages
-from async_flowrl.controller.term_metrics import term_metrics
+from async_flowrl.controller.step_metrics import term_metrics
+from async_flowrl.controller.training_groups import group_advantages
 from async_flowrl.observability.summary import skipped, warnings_of
 from async_flowrl.rewards.base import RewardError
 from async_flowrl.types import Failure, Prompt, Scores

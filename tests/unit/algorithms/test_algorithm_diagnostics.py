@@ -38,6 +38,14 @@ def test_warnings() -> None:
     assert "only 0.79 of the gradients" in message
 
 
+def test_gradients_of_good_images_alone_are_said() -> None:
+    shares = {"gradient_kept/positive": 0.98, "gradient_kept/negative": 0.06}
+    (message,) = warnings(shares, correction="mask", kept=0.9)
+    assert "98%" in message and "6%" in message and "algorithm.correction_threshold" in message
+    assert warnings(shares | {"gradient_kept/negative": 0.66}, correction="mask", kept=0.9) == []
+    assert warnings({"gradient_kept/positive": 0.5}, correction="none", kept=0.9) == []
+
+
 def test_an_update_beyond_what_runs_survived() -> None:
     (message,) = warnings({"kl_per_update": 3.14}, correction="none", kept=1.0, elements=1024)
     assert "3.1 nats per image" in message and "algorithm.max_kl_per_update" in message
@@ -52,6 +60,8 @@ def test_a_gap_between_engines_as_large_as_the_clip_range() -> None:
     (message,) = warnings({"behaviour_gap": 3e-5}, correction="rollout_tis", kept=1.0, clip=1e-5)
     assert "rollout_tis" not in message and message.endswith("model.dtype=float32")
     assert warnings({"behaviour_gap": 9e-6}, correction="none", kept=1.0, clip=1e-5) == []
+    (message,) = warnings({"behaviour_gap": 3e-5}, correction="none", kept=1.0, clip=1e-5, guidance=4.5)
+    assert "rollout.true_cfg_scale=4.5" in message
     assert warnings({"behaviour_gap": 3e-5}, correction="none", kept=1.0, clip=None) == []
 
 

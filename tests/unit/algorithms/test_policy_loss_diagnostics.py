@@ -127,3 +127,41 @@ def test_effective_sample_size() -> None:
         weight = log_weight.exp()
         measured = effective_sample_size(float(weight.mean()), float(weight.square().mean()))
         assert measured == pytest.approx(math.exp(-2 * divergence), rel=0.05)
+
+
+def kept_by_sign(algorithm: Any, kl: float, *, images: int = 400) -> tuple[float, float]:
+    """Shares of rows with A > 0 and A < 0 that keep their gradient; the policy has moved by `kl` nats per step."""
+    generator = torch.Generator().manual_seed(29)
+    batch = rows([1] * images, [1.0, -1.0] * (images // 2), tokens=64, channels=16)
+    mean, shift, noise = (torch.randn(batch.latents.shape, generator=generator) for _ in range(3))
+    std, elements = torch.full((images,), 0.5), batch.latents[0].numel()
+    shift *= (2 * kl * 0.25 / shift.square().sum(dim=(1, 2), keepdim=True)).sqrt()
+    sampled = mean + 0.5 * noise
+
+    def predicted(center: torch.Tensor) -> dict[str, torch.Tensor]:
+        log_prob = -(sampled - center).double().square().sum(dim=(1, 2)) / (2 * 0.25 * elements)
+        return {"log_prob": log_prob, "mean": center, "std": std}
+
+    metrics = algorithm.loss(batch, predicted(mean + shift), None, predicted(mean), None).metrics
+    assert metrics["behaviour_divergence"].mean() == pytest.approx(kl, rel=1e-3)
+    shares = [float(metrics[f"kept_{sign}"].sum() / metrics[sign].sum()) for sign in ("positive", "negative")]
+    return shares[0], shares[1]
+
+
+def test_by_default_the_mask_keeps_what_bounded_updates_of_the_allowed_age_can_reach() -> None:
+    """Two updates of 20 nats are 40 to 80 nats away, 10 to 20 in each of four noisy steps."""
+    fields: dict[str, Any] = {"correction": "mask", "max_staleness": 2, "max_kl_per_update": 20.0}
+    default = policy_gradient(**fields)
+    assert default.threshold(1024) == 2 * 20.0 * 2**2 / 4
+    for kl in (10.0, 20.0):
+        assert kept_by_sign(default, kl) == (1.0, 1.0)
+        positive, negative = kept_by_sign(policy_gradient(**fields, correction_threshold=0.66), kl)
+        assert positive > 0.97 and negative < 0.1
+    assert kept_by_sign(default, 50.0)[1] < 0.1
+    twice = policy_gradient(**fields, updates_per_batch=2)
+    assert twice.threshold(1024) == 2 * 20.0 * 5**2 / 4
+
+
+def test_without_a_bound_the_mask_follows_the_size_of_the_latent() -> None:
+    algorithm = policy_gradient(correction="mask", max_staleness=2)
+    assert algorithm.threshold(1024) == pytest.approx(0.6) and algorithm.threshold(65_536) == pytest.approx(64 * 0.6)

@@ -7,7 +7,7 @@ import pytest
 from async_flowrl.config.compose import compose_config
 from async_flowrl.config.schema import Config
 from async_flowrl.run.prepare import prepare
-from benchmarks import controller, profile, single_workers
+from benchmarks import controller, single_workers
 from tests.unit.benchmarks import image_payload as payload
 
 
@@ -48,15 +48,6 @@ def test_single_workers_beside_bare_loops() -> None:
     found = single_workers.compare(prepare(tiny("rollout.num_inference_steps=3", "output_dir=nowhere")), rounds=1)
     assert min(found.seconds.values()) > 0
     assert "rollout worker ÷ bare loop" in single_workers.markdown(found)
-
-
-def test_the_profile_adds_up() -> None:
-    pools = profile.profile(prepare(tiny("rollout.num_inference_steps=3", "output_dir=nowhere")), rounds=1)
-    assert {"transformer", "VAE decode"} < set(pools["rollout"])
-    assert {"transformer", "backward", profile.PROBE, "micro-batches from trajectories"} < set(pools["trainer"])
-    for seconds in pools.values():
-        assert sum(seconds.values()) == pytest.approx(2 * seconds["total"])
-        assert min(seconds.values()) >= 0
 
 
 def test_bytes_of_a_ticket_in_the_object_store() -> None:

@@ -1,12 +1,13 @@
 """Tests of workers that may share a device, and of the variables that the pools' environments may set."""
 
+import os
 from dataclasses import replace
 
 import pytest
 
 from async_flowrl.config.check import TAKEN, ConfigError, check, environment_refusal, may_share, nccl_obstacle
 from async_flowrl.config.compose import compose_config
-from separation.rendezvous import rank_environment
+from separation.rendezvous import GLOO_INTERFACE, join, leave, open_store
 from separation.worker_process import thread_environment
 
 SHARED = {
@@ -113,5 +114,12 @@ def test_threads_of_one_process_have_one_environment() -> None:
 
 
 def test_every_variable_that_pools_set_themselves_is_taken() -> None:
-    ranks = rank_environment(rank=0, world=1, address="", port=1, timeout=1)
-    assert {*thread_environment(1), *ranks} - {"PROCESS_GROUP_TIMEOUT"} <= TAKEN.keys()
+    before = dict(os.environ)
+    try:
+        join(0, 1, "127.0.0.1", open_store(1, 60.0), 60.0, device="cpu")
+        ranks = os.environ.keys() - before.keys() - {GLOO_INTERFACE}
+    finally:
+        leave()
+        os.environ.clear()
+        os.environ.update(before)
+    assert "RANK" in ranks and {*thread_environment(1), *ranks} <= TAKEN.keys()

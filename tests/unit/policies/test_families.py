@@ -23,7 +23,7 @@ from async_flowrl.policies.registry import family_of
 from async_flowrl.rollout.diffusers_engine import DiffusersEngine
 from async_flowrl.training.fsdp import checkpoint_blocks
 from async_flowrl.types import EVALUATION, Sampling
-from tests.support.families import TEXT, N, adapted, conditioning, how, latents, model_config, policy_of
+from tests.support.families import TEXT, N, adapted, conditioning, how, latents, model_config, pipeline_of, policy_of
 from tests.support.tiny import randomise, request, tensors
 
 
@@ -184,6 +184,33 @@ def test_bfloat16_computes_there_and_returns_float32(plain: Policy, family: str)
         )
     assert found.dtype == torch.float32
     assert 0 < (found - exact).abs().max() < 0.3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_network_sees_the_stock_pipelines_times(family: str, dtype: torch.dtype) -> None:
+    """Over 25 steps: in bfloat16 rounding 1000 sigma and dividing by 1000 is not always the rounded sigma."""
+    policy, pipeline = policy_of(family, dtype=str(dtype).removeprefix("torch.")), pipeline_of(family).to(dtype)
+    seen: dict[str, list[Tensor]] = {"theirs": [], "ours": []}
+
+    def listening(name: str) -> Any:
+        def heard(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            seen[name].append(kwargs.get("timestep", args[1] if len(args) > 1 else None)[0].to(dtype))
+
+        return heard
+
+    policy.transformer.register_forward_pre_hook(listening("ours"), with_kwargs=True)
+    pipeline.transformer.register_forward_pre_hook(listening("theirs"), with_kwargs=True)
+    length = model_config(family).max_sequence_length
+    texts = {} if length is None else {"max_sequence_length": length}
+    options = family_of(pipeline).guidance_arguments(how(family)) | texts
+    pipeline(TEXT, height=32, width=32, num_inference_steps=25, output_type="latent", **options)
+    positive, _ = conditioning(policy)
+    with torch.no_grad():
+        for sigma in policy.sigmas(25, 32)[:-1]:
+            policy.velocity(latents(policy), sigma.expand(N), positive, None, how(family))
+    assert len(seen["ours"]) == len(seen["theirs"]) == 25
+    tolerance = 0.0 if dtype == torch.bfloat16 else 2e-7 * max(float(time) for time in seen["theirs"])
+    assert max((one - other).abs().item() for one, other in zip(*seen.values(), strict=True)) <= tolerance
 
 
 def test_the_flops_counter_sees_what_torch_sees(policy: Policy, family: str) -> None:

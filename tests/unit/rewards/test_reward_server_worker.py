@@ -16,8 +16,7 @@ import pytest
 
 from async_flowrl.config.schema import RewardTerm, ServeConfig
 from async_flowrl.controller.context import NoServers
-from async_flowrl.controller.reward_servers import SERVERS, RewardServers
-from async_flowrl.controller.server_replicas import Replicas, ServerLost
+from async_flowrl.controller.reward_servers import SERVERS, Replicas, RewardServers, ServerLost
 from async_flowrl.observability.run_directory import RunDirectory
 from async_flowrl.rewards import served
 from async_flowrl.rewards.base import RewardError

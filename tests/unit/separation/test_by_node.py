@@ -58,7 +58,7 @@ def test_what_fits_is_not_refused() -> None:
 
 
 def test_a_table_says_nowhere_only_of_what_has_no_room() -> None:
-    table = seating([([{"GPU": 1}, {"GPU": 1}], ["a", "b"], True)], [{"GPU": 2.0}, {"GPU": 2.0} | B])
+    table = seating(plan(trainer(2, 1), nodes=[{"GPU": 2.0}]), [{"GPU": 2.0, "CPU": 9.0}, {"GPU": 2.0, "CPU": 9.0} | B])
     assert "nowhere" not in table and table.splitlines()[1].startswith("?") and "10.0.0.2" in table
     assert address_of({"node:__internal_head__": 1.0} | A) == "10.0.0.1"
 

@@ -12,7 +12,7 @@ import pytest
 from separation.cluster import cluster
 from separation.group import PoolSpec, WorkerDied
 from separation.processes import alive, descendants, identity, kill_remaining, machine, process_of
-from separation.rendezvous import rank_environment
+from separation.rendezvous import join
 from separation.worker_process import resolve, thread_environment
 from tests.support.virtual import run_virtual
 
@@ -79,8 +79,6 @@ def test_kill_remaining_ends_processes_of_this_machine() -> None:
     assert process_of(child.pid, created, machine()) is None and descendants(child.pid) == []
 
 
-def test_rank_environment_has_torchruns_names() -> None:
-    environment = rank_environment(rank=1, world=2, address="10.0.0.1", port=29500, timeout=30)
-    assert (environment["RANK"], environment["WORLD_SIZE"], environment["MASTER_ADDR"]) == ("1", "2", "10.0.0.1")
-    with pytest.raises(ValueError, match=r"rank must be in 0\.\.1, got 2"):
-        rank_environment(rank=2, world=2, address="10.0.0.1", port=1, timeout=30)
+def test_a_rank_outside_the_world_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"0\.\.1, got 2"):
+        join(2, 2, "10.0.0.1", port=1, timeout=30)

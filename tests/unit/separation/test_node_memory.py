@@ -14,12 +14,12 @@ def _groups_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "OWN_CGROUPS", tmp_path / "own")
 
 
-def group(folder: Path, names: memory.GroupFiles, limit: int, used: int, files: int) -> None:
+def group(folder: Path, names: tuple[str, ...], limit: int, used: int, files: int) -> None:
     """Writes the files of a group. Of the caches of files, a third are those that Linux has not used for a while."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / names.limit).write_text(f"{limit}\n")
-    (folder / names.used).write_text(f"{used}\n")
-    inactive, active = names.caches
+    (folder / names[0]).write_text(f"{limit}\n")
+    (folder / names[1]).write_text(f"{used}\n")
+    inactive, active = names[2:]
     (folder / "memory.stat").write_text(
         f"anon 1\n{inactive} {files // 3}\nfile_dirty 7\n{active} {files - files // 3}\n"
     )
@@ -43,7 +43,7 @@ def test_memory_is_what_a_control_group_leaves(tmp_path: Path) -> None:
     ],
 )
 def test_memory_is_what_the_group_of_a_job_leaves(
-    own: str, folder: str, names: memory.GroupFiles, tmp_path: Path
+    own: str, folder: str, names: tuple[str, ...], tmp_path: Path
 ) -> None:
     (tmp_path / "own").write_text(own)
     group(tmp_path / folder, names, 1_000_000, 400_000, 30_000)

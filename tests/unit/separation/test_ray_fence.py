@@ -79,7 +79,7 @@ def test_its_end_is_at_once_and_said_whatever_other_threads_wait_for() -> None:
         "end('no head')"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
-    assert (done.returncode, done.stderr) == (1, "no head\n")
+    assert (done.returncode, done.stderr) == (1, "no head: this worker ends itself\n")
 
 
 @pytest.mark.parametrize("log", ["on a full disk", "which takes nothing more"])

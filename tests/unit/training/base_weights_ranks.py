@@ -15,7 +15,7 @@ from async_flowrl.policies.lora import add_lora, lora_parameters
 from async_flowrl.policies.registry import load_policy, resolve_model
 from async_flowrl.training.fsdp import World, shard
 from async_flowrl.training.rank_model import base_tensors, digest_of_stored, stream_base
-from separation.rendezvous import join, leave, rank_environment
+from separation.rendezvous import join, leave
 from tests.support.families import model_config
 from tests.support.forked import METHOD
 from tests.support.ports import free_port
@@ -31,7 +31,7 @@ def streamed(cases: list[tuple[str, str]], folder: Path) -> list[dict[tuple[str,
 
 def _rank(rank: int, port: int, cases: list[tuple[str, str]], folder: str) -> None:
     torch.set_num_threads(1)
-    join(rank_environment(rank=rank, world=2, address="127.0.0.1", port=port, timeout=240.0), device="cpu")
+    join(rank, 2, "127.0.0.1", port, timeout=240.0, device="cpu")
     found = {case: _load(*case) for case in cases}
     (Path(folder) / f"rank{rank}.pkl").write_bytes(pickle.dumps(found))
     leave()

@@ -20,7 +20,7 @@ from async_flowrl.training.exact import FIRST_EXPONENT, ExactSum
 from async_flowrl.training.messages import TrainRequest, UpdateStats, merged
 from async_flowrl.training.parts import cut, tickets_for, tickets_of
 from async_flowrl.training.worker import TrainerWorker
-from separation.rendezvous import join, leave, rank_environment
+from separation.rendezvous import join, leave
 from tests.support import trainer_rig as rig
 from tests.support.float_sum import FloatSum
 from tests.support.forked import METHOD
@@ -69,14 +69,13 @@ def _measured(by_rank: list[Outcome]) -> list[Outcome]:
 
 def _rank(rank: int, world: int, port: int, folder: str) -> None:
     torch.set_num_threads(1)
-    environment = rank_environment(rank=rank, world=world, address="127.0.0.1", port=port, timeout=240.0)
     outcomes: list[Outcome] = []
     jobs, mutants, narrow = pickle.loads((Path(folder) / "jobs.pkl").read_bytes())
     for index, job in enumerate(jobs):
         update.ExactSum = FloatSum if index in mutants else ExactSum
         worker = TrainerWorker(job[0], resolve_model(job[0].model), rank, f"trainer-{rank}")
         if not outcomes:
-            join(environment)
+            join(rank, world, "127.0.0.1", port, timeout=240.0)
         outcomes.append(_train(worker, job, NARROW if index in narrow else FIRST_EXPONENT))
     (Path(folder) / f"rank{rank}.pkl").write_bytes(pickle.dumps(outcomes))
     leave()
