@@ -13,9 +13,7 @@ from torch import Tensor
 from async_flowrl.algorithms.base import Algorithm, Diverges
 from async_flowrl.algorithms.diffusion_nft import DiffusionNFT
 from async_flowrl.algorithms.dpo import DPO
-from async_flowrl.algorithms.flow_dppo import FlowDPPO
-from async_flowrl.algorithms.flow_grpo import DanceGRPO, FlowGRPO, MixGRPO
-from async_flowrl.algorithms.grpo_guard import GRPOGuard
+from async_flowrl.algorithms.flow_grpo import DanceGRPO, FlowDPPO, FlowGRPO, GRPOGuard, MixGRPO
 from async_flowrl.algorithms.policy_gradient import MIN_GAUSSIAN_STD, PolicyGradient, check_density, uses_density
 from async_flowrl.algorithms.sde import cps_std, step_stds, validate_schedule
 from async_flowrl.algorithms.window import check_levels, check_window, possible_steps, trains_on_final_images

@@ -38,8 +38,8 @@ from async_flowrl.policies import lora_file
 from async_flowrl.policies.base import Policy
 from async_flowrl.policies.checked import in_diffusers, pipeline_class
 from async_flowrl.policies.lora import add_lora, lora_parameters
-from async_flowrl.policies.lora_apply import apply_lora
 from async_flowrl.policies.registry import DTYPES, ResolvedModel, load_family, resolve_model
+from async_flowrl.policies.trained_file import apply_lora
 from async_flowrl.seeds import derive, generator
 from async_flowrl.types import Sampling
 

@@ -13,7 +13,7 @@ from typing import Any, cast
 
 from async_flowrl.config.schema import RewardTerm
 from async_flowrl.rewards.base import PointwiseReward, Reward, RewardError
-from async_flowrl.rewards.call import Attempts, check_size, score_term
+from async_flowrl.rewards.call import Attempts, TermScores, check_size, score_term
 from async_flowrl.rewards.served import Addresses
 from async_flowrl.types import ByteArray, Prompt, Scores, Span
 
@@ -84,8 +84,7 @@ class CompositeReward:
         """
         start = time.time()
         terms = [term for term in self.terms if only is None or term.name in only]
-        calls = (score_term(t.name, t.reward, t.pointwise, prompt, images, executor, self.attempts) for t in terms)
-        results = dict(zip((term.name for term in terms), await asyncio.gather(*calls), strict=True))
+        results = await scored_terms(terms, prompt, images, executor, self.attempts)
         by_term = {name: result.scores for name, result in results.items() if result.failure is None}
         spans = [result.span for result in results.values()]
         whole = Span("score", start, time.time())
@@ -97,6 +96,14 @@ class CompositeReward:
             failed={name: result.failure for name, result in results.items() if result.failure is not None},
             retries={name: result.retries for name, result in results.items() if result.retries},
         )
+
+
+async def scored_terms(
+    terms: Sequence[Term], prompt: Prompt, images: ByteArray, executor: Executor, attempts: Attempts
+) -> dict[str, TermScores]:
+    """Returns term → its scores of images uint8 [n, H, W, 3], or its failure; all terms are scored concurrently."""
+    calls = (score_term(t.name, t.reward, t.pointwise, prompt, images, executor, attempts) for t in terms)
+    return dict(zip((term.name for term in terms), await asyncio.gather(*calls), strict=True))
 
 
 def connect(terms: Iterable[Term], servers: Mapping[str, Addresses]) -> None:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, ClassVar
 
 from async_flowrl.config.messages import unknown_name
-from async_flowrl.rewards.endpoint import Bounds, Endpoint, ServerError, checked_urls
+from async_flowrl.rewards.endpoint import LIMITS, Bounds, Endpoint, ServerError, check_numbers, checked_urls
 from async_flowrl.rewards.http_contract import SHOWN_CHARACTERS, ContractError, dumps, encode_image, is_number, loads
 from async_flowrl.rewards.ocr import normalise, text_score
 from async_flowrl.types import ByteArray, Prompt
@@ -50,6 +50,13 @@ PLACEHOLDERS = ("prompt", "target", "min", "max", "answers", "count")
 MAX_REPLY_BYTES = 4 * 2**20
 MAX_TOP_LOGPROBS = 20
 """Limit of OpenAI, and of vLLM unless it is started with another one."""
+NUMBERS = (
+    ("temperature", 0.0, 2.0),
+    ("min_mass", 0.0, 1.0),
+    ("max_tokens", 1, math.inf),
+    ("top_logprobs", 1, MAX_TOP_LOGPROBS),
+)
+"""Numeric options besides LIMITS, as in LIMITS."""
 LOGPROB_ROUNDING = 1e-3
 """Tolerance above 0 for log-probabilities, because servers round them."""
 _NUMBER = re.compile(r"[\s*_:]*(-?\d+(?:\.\d+)?)(?![\d.]*\d)")
@@ -236,7 +243,12 @@ class VLMJudge:
             raise ValueError("the vlm_judge reward needs model, the name that the server has for it")
         _check_mode(self.mode, self.images, self.after)
         self._tokens = MAX_TOKENS[self.mode] if self.max_tokens is None else self.max_tokens
-        _check_numbers(asdict(self) | {"max_tokens": self._tokens})
+        check_numbers("vlm_judge", vars(self) | {"max_tokens": self._tokens}, (*LIMITS, *NUMBERS))
+        if self.deadline < self.timeout:
+            raise ValueError(
+                f"the vlm_judge reward's deadline={self.deadline:g} is shorter than one attempt, "
+                f"timeout={self.timeout:g}"
+            )
         self._group = self.images == GROUP
         self._template = self.prompt_template or (GROUP_TEMPLATE if self._group else TEMPLATES[self.mode])
         self._needs_target = "target" in _placeholders(self._template, self.mode) or self.mode == TRANSCRIBE
@@ -411,30 +423,6 @@ def _placeholders(template: str, mode: str) -> set[str]:
             f"the vlm_judge reward's prompt_template must contain {{prompt}} or {{target}}, got {template!r}"
         )
     return names
-
-
-def _check_numbers(options: Mapping[str, Any]) -> None:
-    """Raises ValueError for a numeric option that is not a number, or is out of its range."""
-    for name, low, high in (
-        ("temperature", 0.0, 2.0),
-        ("min_mass", 0.0, 1.0),
-        ("timeout", 0.001, math.inf),
-        ("deadline", 0.001, math.inf),
-        ("retries", 0, math.inf),
-        ("concurrency", 1, math.inf),
-        ("max_tokens", 1, math.inf),
-        ("top_logprobs", 1, MAX_TOP_LOGPROBS),
-    ):
-        value, whole = options[name], isinstance(low, int)
-        if isinstance(value, bool) or not isinstance(value, int if whole else int | float) or not low <= value <= high:
-            kind = "a whole number" if whole else "a number"
-            limit = f"of at least {low:g}" if high == math.inf else f"from {low:g} to {high:g}"
-            raise ValueError(f"the vlm_judge reward's {name} must be {kind} {limit}, got {value!r}")
-    if options["deadline"] < options["timeout"]:
-        raise ValueError(
-            f"the vlm_judge reward's deadline={options['deadline']:g} is shorter than one attempt, "
-            f"timeout={options['timeout']:g}"
-        )
 
 
 def _rising(given: Sequence[float]) -> tuple[float, float]:

@@ -21,18 +21,11 @@ ALIGNMENT_BYTES = 512
 """Alignment of each tensor in a slab; torch's allocators align tensors to at least 64 bytes."""
 
 
-class Residence(Protocol):
-    """A place of the text encoders."""
-
-    def visit(self) -> AbstractContextManager[None]:
-        """Returns a context manager; inside, the text encoders are on the device."""
-        ...
-
-
 class Resident:
     """The text encoders stay on the device."""
 
     def visit(self) -> AbstractContextManager[None]:
+        """Returns a context manager; inside, the text encoders are on the device."""
         return nullcontext()
 
 
@@ -101,7 +94,7 @@ class Encoder(Protocol):
 class PolicyEncoder:
     """Computes embeddings with the policy's text encoders, which `residence` brings to the device once per call."""
 
-    def __init__(self, policy: Policy, residence: Residence) -> None:
+    def __init__(self, policy: Policy, residence: Resident | Offloaded) -> None:
         self._policy, self._residence = policy, residence
 
     def encode(self, asked: Sequence[Asked]) -> list[Conditioning]:

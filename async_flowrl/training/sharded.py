@@ -6,7 +6,7 @@ norms and counts are added up over the ranks in the order of their numbers, so a
 
 import math
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -31,7 +31,7 @@ from async_flowrl.training.checkpoint_folder import (
     end_checkpoint,
     verify_share,
 )
-from async_flowrl.training.flat import FlatParameters, padded
+from async_flowrl.training.flat import FlatParameters, moved_to, padded
 from async_flowrl.training.fsdp import World, let_go
 from async_flowrl.training.shard_checkpoint import Parts, Shapes, read_shards, write_shards
 from checkpoint_engine import weights_digest
@@ -64,7 +64,7 @@ class ShardedParameters(FlatParameters):
         gradients = self.named(self.gradients)
         for name, view in self.named(self.values.data).items():
             view.copy_(self._locals[name])
-            hook = _moved_to(gradients[name])
+            hook = moved_to(gradients[name], local_of)
             parameters[name].register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
     @property
@@ -110,17 +110,6 @@ class ShardedParameters(FlatParameters):
 def local_of(parameter: Tensor) -> Tensor:
     """Returns this rank's share of FSDP2's parameter, in its memory."""
     return cast("DTensor", parameter.detach()).to_local()
-
-
-def _moved_to(gradient: Tensor) -> Callable[[Tensor], None]:
-    """Returns a hook that adds a parameter's new gradient, summed over the ranks, to `gradient` and frees it."""
-
-    def hook(parameter: Tensor) -> None:
-        if parameter.grad is not None:
-            gradient.add_(local_of(parameter.grad))
-            parameter.grad = None
-
-    return hook
 
 
 def shard_trained(policy: Policy, trained: set[nn.Parameter], world: World, device: torch.device) -> str:

@@ -56,30 +56,6 @@ MIN_CHANGED_SHARE = 0.01
 """A step that changes a smaller share of what is trained, as it is computed with, is worth a warning."""
 
 
-class ChangedShare:
-    """Adds the share to a step's metrics, and warns once in a run if it is small."""
-
-    def __init__(self, dtype: str) -> None:
-        """`dtype` is `model.dtype`, for the warning."""
-        self._dtype, self._warned = dtype, False
-
-    def added(self, stats: UpdateStats, share: float | None) -> UpdateStats:
-        """Returns the statistics with the share; without a step or a share, as they are."""
-        if stats.skipped or share is None:
-            return stats
-        if share < MIN_CHANGED_SHARE and not self._warned:
-            self._warned = True
-            logger.warning(
-                "step %d changed only %.2g %% of the trained values as rollouts compute with them (%s): the float32 "
-                "masters moved, but most of that is lost in rounding until it adds up; consider a larger "
-                "trainer.learning_rate, or model.dtype=float32",
-                stats.step,
-                100 * share,
-                self._dtype,
-            )
-        return replace(stats, metrics={**stats.metrics, "adapter/changed_share": share})
-
-
 class TrainerWorker:
     """One rank of the trainer; `load` must be called first.
 
@@ -124,7 +100,7 @@ class TrainerWorker:
         self.sender: PublishedStreams
         """The sending end of the weights, on the first rank only, or on each if it has a share of them."""
         self._state: RankState
-        self._changes = ChangedShare(config.model.dtype)
+        self._warned_of_rounding = False
 
     def load(self, layout: Layout | None = None) -> dict[str, Any]:
         """Builds the model, the adapter and the optimizer, as a rank of the process group if this process joined one.
@@ -237,8 +213,24 @@ class TrainerWorker:
             self.versions.after_batch(stats.step, self.optimizer.steps)
             if self.world.rank == 0 and self.config.tune != FULL:
                 self.snapshots.begin()  # The controller fetches it with `kept_state`.
-            return self._changes.added(stats, self.versions.changed_share())
+            return self._with_changed_share(stats, self.versions.changed_share())
         return stats
+
+    def _with_changed_share(self, stats: UpdateStats, share: float | None) -> UpdateStats:
+        """Adds to the metrics the share of the trained values that a version changed; warns once if it is small."""
+        if stats.skipped or share is None:
+            return stats
+        if share < MIN_CHANGED_SHARE and not self._warned_of_rounding:
+            self._warned_of_rounding = True
+            logger.warning(
+                "step %d changed only %.2g %% of the trained values as rollouts compute with them (%s): the float32 "
+                "masters moved, but most of that is lost in rounding until it adds up; consider a larger "
+                "trainer.learning_rate, or model.dtype=float32",
+                stats.step,
+                100 * share,
+                self.config.model.dtype,
+            )
+        return replace(stats, metrics={**stats.metrics, "adapter/changed_share": share})
 
     def snapshot(self) -> int:
         """Begins to copy the state of a checkpoint to host memory (main lane); `save` writes it beside the next update.
