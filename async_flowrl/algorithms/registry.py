@@ -224,7 +224,7 @@ USED_BY: Mapping[str, tuple[str, ...]] = {
             *("sde_type", "noise_level", "window", "sde_window_size", "sde_window_range", "window_per"),
             *("window_interval", "window_decay", "window_interval_min", "window_decay_start", "window_decay_rate"),
             *("window_list", "clip_range", "clip_unit", "step_weight", "max_kl_per_update", "kl_probe_images"),
-            *("kl_form", "correction", "correction_threshold", "tis_cap"),
+            *("kl_form", "correction", "correction_threshold", "tis_cap", "zero_std_groups"),
         ),
         NOISY,
     ),

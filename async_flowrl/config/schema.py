@@ -230,6 +230,9 @@ class AlgorithmConfig:
     """Divide by the reward std of the whole batch instead of each group's. Needs hand_over=batch."""
     normalise: str = setting("std", choices=("std", "none"))
     """std: divide by the reward std. none: only subtract the mean (Dr.GRPO)."""
+    zero_std_groups: str = setting("count", choices=("count", "drop"))
+    """Groups whose images all have the same reward. count: they count in the mean over the rows of a step. drop: they
+    are not trained at all, their KL neither, and the mean is over the rows that are (flow_grpo's code)."""
     combine: str = setting("sum", choices=("sum", "per_reward"))
     """With several rewards: sum adds the weighted rewards, then normalises; per_reward normalises each, then adds them
     with their weights."""

@@ -56,6 +56,14 @@ class Sums:
     """Rank → the parts in its sum, as its last call reported them."""
 
 
+def divisor(ctx: Context, groups: Sequence[HandedGroup]) -> int | None:
+    """Returns the rows of the trained groups if the other groups do not count, else None (`TrainRequest.rows`)."""
+    if ctx.config.algorithm.zero_std_groups == "count":
+        return None
+    steps = len(ctx.requests.request(groups[0].tickets[0]).train_steps)
+    return sum(len(group.meta.selected) * steps for group in groups if group.meta is not None)
+
+
 def planned_parts(groups: Sequence[HandedGroup]) -> dict[int, int]:
     """Returns group number → number of its parts, for the groups that are trained."""
     return {group.meta.group: len(group.meta.owners) for group in groups if group.meta is not None}
@@ -86,6 +94,7 @@ async def add_up(
             None if rank in sums.manifests else plan,
             finishes=True,
             planned=tuple(planned.items()),
+            rows=divisor(ctx, groups),
             attempt=plan.attempt,
         )
         for rank in range(len(workers))
@@ -332,7 +341,8 @@ class TrainerGroup:
         trained = [group for group in groups if group.meta is not None]
         metas = tuple(group.meta for group in trained if group.meta)
         more = not finishes and (ctx.config.hand_over == "batch" or bool(ctx.table.ready_groups(step)))
-        request = TrainRequest(step, metas, begins, finishes, attempt=sums.plan.attempt, more=more)
+        rows = divisor(ctx, until_now) if finishes else None
+        request = TrainRequest(step, metas, begins, finishes, rows=rows, attempt=sums.plan.attempt, more=more)
         if trained:
             results = await with_trajectories(ctx, self.workers.workers, self._replicas[0], trained, "train", request)
         else:

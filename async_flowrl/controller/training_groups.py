@@ -31,7 +31,7 @@ class HandedGroup:
     advantages: tuple[float, ...]
     meta: GroupMeta | None
     """Description for the trainer ranks. None if the group is not trained: it has no scores, or all advantages are zero
-    and the algorithm's loss is then zero."""
+    and the algorithm's loss is then zero or `algorithm.zero_std_groups` is drop."""
     remaking: asyncio.Lock = field(default_factory=asyncio.Lock, compare=False, repr=False)
     """Held while its trajectories are made again, for all ranks that lack them."""
 
@@ -56,10 +56,11 @@ def hand_over(ctx: Context, algorithm: Algorithm, step: int, groups: Sequence[in
     seeds = [derive(ctx.config.seed, "permute", step, tickets[index][0].group) for index in scored]
     there = [each for each in scores if each is not None]
     values = dict(zip(scored, group_advantages(algorithm, ctx.config, there, seeds), strict=True))
+    skips = algorithm.vanishes_at_zero or ctx.config.algorithm.zero_std_groups == "drop"
     handed = []
     for index, of_group in enumerate(tickets):
         advantages = tuple(float(value) for value in values.get(index, ()))
-        trained = scores[index] is not None and (any(advantages) or not algorithm.vanishes_at_zero)
+        trained = scores[index] is not None and (any(advantages) or not skips)
         meta = _meta(ctx, algorithm, of_group, advantages) if trained else None
         handed.append(HandedGroup(of_group, scores[index], advantages, meta))
     return handed

@@ -15,6 +15,8 @@ from async_flowrl.policies.qwen_text import check_ids, encode_ids, padded_texts,
 from async_flowrl.policies.stored import configuration
 from async_flowrl.types import Conditioning, Prompt, Resolution, Sampling, TokenIds, Wording
 
+_TEXT_TOKENS = 512
+"""Default of QwenImagePipeline.__call__ for `max_sequence_length`; that of its `encode_prompt` alone is 1024."""
 _POSITIONS = 4096
 """Positions in each direction that diffusers' QwenEmbedRope has a table of."""
 _MLP = ("img_mlp.net.0.proj", "img_mlp.net.2", "txt_mlp.net.0.proj", "txt_mlp.net.2")
@@ -30,8 +32,10 @@ class QwenImagePolicy(PipelinePolicy):
     least_steps = 2
     has_system_prompt = True
 
-    def __init__(self, transformer: nn.Module, scheduler: Any, **options: Any) -> None:
-        super().__init__(transformer, scheduler, **options)
+    def __init__(
+        self, transformer: nn.Module, scheduler: Any, *, max_sequence_length: int | None = None, **options: Any
+    ) -> None:
+        super().__init__(transformer, scheduler, max_sequence_length=max_sequence_length or _TEXT_TOKENS, **options)
         skip_unused_lengths()
         if self._config.guidance_embeds:
             raise ValueError("Qwen-Image with embedded guidance (guidance_embeds=true) is not supported by diffusers")
@@ -45,7 +49,7 @@ class QwenImagePolicy(PipelinePolicy):
     @property
     def largest_grid(self) -> tuple[int, int]:
         """Image tokens have positions on both sides of 0, and text those that follow the largest of them."""
-        most = 2 * (_POSITIONS - self._text_tokens(1024))
+        most = 2 * (_POSITIONS - self._text_tokens(_TEXT_TOKENS))
         return most, most
 
     @torch.no_grad()
@@ -69,12 +73,13 @@ class QwenImagePolicy(PipelinePolicy):
 
     def _encode_ids(self, ids: TokenIds) -> Conditioning:
         pipeline = self._whole("encode prompts")
-        embeds = encode_ids(pipeline, ids)[: self._text_tokens(pipeline.tokenizer_max_length)]
+        embeds = encode_ids(pipeline, ids)[: self._text_tokens(_TEXT_TOKENS)]
         return {"prompt_embeds": embeds.float().cpu().numpy()}
 
     def conditioning_shapes(self) -> dict[str, tuple[int, ...]]:
         """Returns the shape for a prompt of `planned_tokens`; prompts are not padded."""
-        return {"prompt_embeds": (min(self.planned_tokens, self._text_tokens(1024)), self._config.joint_attention_dim)}
+        tokens = min(self.planned_tokens, self._text_tokens(_TEXT_TOKENS))
+        return {"prompt_embeds": (tokens, self._config.joint_attention_dim)}
 
     def latent_shape(self, resolution: Resolution) -> tuple[int, int]:
         """Returns (tokens, 64)."""

@@ -59,7 +59,7 @@ class StepPlan:
 
     rows: int
     """Number of rows (image × denoising step) of the step over all ranks; the sum of losses is divided by it. Groups
-    that are skipped count, so they weigh as much as groups with gradient zero."""
+    that are skipped count, so they weigh as much as groups with gradient zero. See `TrainRequest.rows`."""
     update: int = 0
     """Number of the optimizer step in its batch, from 0; from 1 on, every group needs proximal predictions."""
     attempt: int = 0
@@ -116,6 +116,9 @@ class TrainRequest:
     """For each group the positions of the tickets whose trajectories are passed; empty means all tickets."""
     planned: tuple[tuple[int, int], ...] | None = None
     """With `finishes`: (number, parts) of each group that all ranks have trained; None: those that this rank got."""
+    rows: int | None = None
+    """With `finishes`: the number of trained rows, by which the sum of losses is divided in place of `StepPlan.rows`;
+    None: that number is kept."""
     probe: GroupMeta | None = None
     """With `finishes`: the group on which every rank measures how far the step moves the policy. The trajectories of
     its first part are passed after all others. None: a rank that trains alone takes the lowest group that it got."""

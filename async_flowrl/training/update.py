@@ -287,6 +287,8 @@ class Update:
         step, plan, measured = self._begun("add_up"), self._plan, self._measured
         if request.attempt != plan.attempt:
             raise RuntimeError(f"step {step}: attempt {request.attempt} is added up, this rank began {plan.attempt}")
+        if request.rows is not None:
+            self._plan = replace(plan, rows=request.rows)
         if request.planned is not None:
             self._planned = self._account_of(step, request.planned)
         if request.probe is not None:

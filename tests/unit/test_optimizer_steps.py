@@ -1,11 +1,17 @@
 """Tests of the loop's optimizer steps: ranks share the groups, and a sum that overflows is made again."""
 
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
 import pytest
 
 from async_flowrl.training.messages import StepPlan, Summed, TrainRequest
+from async_flowrl.types import Prompt, Scores, Trajectory
 from tests.support.run_checks import STEPS
 from tests.support.toy import calm_run, toy_config, virtual
 from tests.support.toy_pool import Timing
+from tests.support.toy_reward import ToyReward
 from tests.support.toy_trainer import ToyTrainer
 from tests.unit.loop_runs import SHAKEN, run
 
@@ -25,6 +31,43 @@ def test_trainer_ranks_share_the_groups_and_fetch_no_more(hand_over: str, ranks:
     # Two tickets a group, each on one rank; and before the ranks say that nothing is measured, the probe's on all.
     assert sum(event["tickets"] for event in fetched) == STEPS * 4 * 2 + ranks * 2
     assert len(fetched) == STEPS * ranks
+
+
+@pytest.mark.parametrize("hand_over", ["batch", "stream"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_groups_without_spread_can_be_dropped_with_their_kl(
+    hand_over: str, ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The mean is then over the rows that are trained, known when the last group has come."""
+    divisors: dict[int, int | None] = {}
+    add_up, score_terms = ToyTrainer.add_up, ToyReward.score_terms
+
+    def counting(trainer: ToyTrainer, request: TrainRequest, *trajectories: Trajectory) -> Summed:
+        divisors[request.step] = request.rows
+        return add_up(trainer, request, *trajectories)
+
+    def flat(reward: ToyReward, only: Sequence[str] | None, prompt: Prompt, *images: Any) -> Scores:
+        found = score_terms(reward, only, prompt, *images)
+        if prompt.index % 2:
+            return found
+        return Scores((0.5,) * len(found.total), {name: (0.5,) * len(found.total) for name in found.by_term})
+
+    monkeypatch.setattr(ToyTrainer, "add_up", counting)
+    monkeypatch.setattr(ToyReward, "score_terms", flat)
+    trained: dict[str, dict[int, int]] = {}
+    for rule in ("count", "drop"):
+        changes = {"algorithm__zero_std_groups": rule, "algorithm__kl_coef": 0.1, "trainer__num_workers": ranks}
+        found = virtual(toy_config(1, hand_over=hand_over, **changes))
+        groups = {
+            (step, group) for worker in found.groups["trainer"].workers for step, group, _ in worker.target.trained
+        }
+        trained[rule] = Counter(step for step, _ in groups)
+        assert found.digest and len(found.observer.of("fetched")) == STEPS * ranks
+        if rule == "count":
+            assert set(divisors.values()) == {None} and set(trained[rule].values()) == {4}
+    per_group = 4 * (toy_config().rollout.num_inference_steps - 1)
+    assert divisors == {step: trained["drop"][step] * per_group for step in range(STEPS)}
+    assert 0 < sum(trained["drop"].values()) < 4 * STEPS
 
 
 def test_a_slow_trainer_rank_gets_less_of_groups_that_come_one_by_one() -> None:

@@ -294,7 +294,7 @@ OTHER: dict[str, Any] = {
     "window_decay_start": 5, "window_decay_rate": 0.2, "window_list": [1], "clip_range": 0.2, "clip_unit": "nats",
     "step_weight": "variance", "max_kl_per_update": 1.0, "kl_probe_images": 3, "kl_form": "exact", "correction": "mask",
     "correction_threshold": 0.5, "tis_cap": 3.0, "timestep_range": (0, 3), "kl_coef": 0.1, "adv_clip_max": 3.0,
-    "beta": 0.5, "advantage_mode": "binary", "old_policy_decay": "half",
+    "beta": 0.5, "advantage_mode": "binary", "old_policy_decay": "half", "zero_std_groups": "drop",
 }  # fmt: skip
 """Field → another value than its default."""
 

@@ -139,6 +139,17 @@ def test_token_ids_are_encoded_as_the_text_that_was_tokenised(policy: QwenImageP
     assert np.array_equal(words["prompt_embeds"], ids["prompt_embeds"])
 
 
+def test_a_prompt_is_cut_where_the_stock_pipeline_cuts_it(policy: QwenImagePolicy, pipeline: QwenImagePipeline) -> None:
+    """`QwenImagePipeline.__call__` takes 512 tokens, its `encode_prompt` alone 1024."""
+    usual = inspect.signature(type(pipeline).__call__).parameters["max_sequence_length"].default
+    text = " ".join(str(number) for number in range(700))
+    with torch.no_grad():
+        theirs, _ = pipeline.encode_prompt(text, max_sequence_length=usual)
+    for wording in (text, tuple(token_ids(text))):
+        ours = policy.encode([wording])[0]["prompt_embeds"]
+        assert ours.shape[0] == usual and np.allclose(ours, theirs[0].numpy(), atol=1e-5)
+
+
 def test_token_ids_with_another_system_prompt_and_a_shorter_length() -> None:
     short = load_policy(resolve_model(ModelConfig(max_sequence_length=9)), dtype="float32", device="cpu", parts="all")
     ids = tuple(token_ids("a long red line", system="Paint {badly}."))

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from async_flowrl.algorithms import sde
-from async_flowrl.training.messages import PartStats, StepPlan, UpdateStats, merged
+from async_flowrl.training.messages import PartStats, StepPlan, TrainRequest, UpdateStats, merged
 from async_flowrl.training.micro_batches import Group
 from async_flowrl.training.update import NonFiniteError
 from async_flowrl.types import Trajectory
@@ -70,6 +70,18 @@ def test_a_skipped_group_keeps_its_place_in_the_denominator(handed: list[list[ri
             worker.update.accumulate([meta], *tickets)
         gradients.append(rig.gradient(worker))
     assert torch.equal(gradients[0], gradients[1])
+
+
+def test_the_rows_of_the_last_call_divide_the_sum(handed: list[list[rig.Handed]]) -> None:
+    """Groups that are dropped do not count, and how many there are is known only at the end."""
+    (meta, tickets), digests = handed[0][0], []
+    for planned, rows in ((12, None), (24, 12), (24, None)):
+        worker = rig.trainer(rig.tiny_config())
+        request = TrainRequest(0, (meta,), begins=StepPlan(rows=planned), finishes=True, rows=rows)
+        stats = worker.train(request, *tickets)
+        assert isinstance(stats, UpdateStats) and stats.rows == (rows or planned)
+        digests.append((worker.parameters.fingerprint(), merged([stats]).metrics["grad_norm"]))
+    assert digests[0] == digests[1] and digests[0][1] == pytest.approx(2 * digests[2][1])
 
 
 def test_a_non_finite_group_stops_the_step_by_name(handed: list[list[rig.Handed]]) -> None:
