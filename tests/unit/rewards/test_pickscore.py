@@ -11,8 +11,7 @@ from transformers import CLIPConfig, CLIPImageProcessor, CLIPModel, CLIPProcesso
 
 from async_flowrl.config.schema import RewardConfig, RewardTerm
 from async_flowrl.policies.tiny.parts import clip_tokenizer
-from async_flowrl.rewards.clip import Clip
-from async_flowrl.rewards.pickscore import PickScore
+from async_flowrl.rewards.clip import Clip, PickScore
 from async_flowrl.rewards.registry import build_reward, check_rewards
 from async_flowrl.types import Prompt
 
