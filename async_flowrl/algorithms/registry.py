@@ -235,7 +235,10 @@ USED_BY: Mapping[str, tuple[str, ...]] = {
     "advantage_mode": ("diffusion_nft",),
     "old_policy_decay": ("diffusion_nft",),
 }
-"""Field → the built-in algorithms that use it; fields that all of them use are left out."""
+"""Field of the section → the built-in algorithms that use it; fields that all of them use are left out.
+
+A field without an effect must keep its default, so that no setting is ignored in silence. An algorithm of your own may
+use all of them."""
 SAYS_NOTHING = {"sde_type": "ode", "correction": "none", "kl_probe_images": 0}
 """Field → another value than its default that says no more than that it has no effect."""
 

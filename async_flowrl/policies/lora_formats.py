@@ -188,6 +188,10 @@ _NAMES_SINGLE = {"proj_out": "linear2", "norm.linear": "modulation_lin"}
 def _kohya_flux(source: LoraFile) -> dict[str, Tensor]:
     """Returns tensors named `lora_unet_<block>_<layer>.lora_down.weight`, `.lora_up.weight` and `.alpha`.
 
+    sd-scripts' network has one fused projection where diffusers has several, e.g. q, k and v. Their LoRAs become one
+    LoRA with the sum of their ranks: the A are stacked, the B are block-diagonal, and zeros stand for a projection
+    without LoRA. Alpha is multiplied by the same factor as the rank, so alpha / rank stays.
+
     Raises ValueError for a layer that has no name in this format, and for single blocks of another width than FLUX.1's.
     """
     tensors: dict[str, Tensor] = {}

@@ -1,4 +1,8 @@
-"""The meaning of `model.path`: the tiny model, a local folder, or a hub name. This module does not import torch."""
+"""The meaning of `model.path`: the tiny model, a local folder, or a hub name; and KNOWN, published models.
+
+The architectures in KNOWN are there so that `async-flowrl plan` needs neither their weights nor the network. This
+module does not import torch.
+"""
 
 import re
 from collections.abc import Mapping, Sequence

@@ -227,10 +227,10 @@ _BITS = {"F64": 64, "F32": 32, "F16": 16, "BF16": 16, "I64": 64, "I32": 32, "I16
 
 
 def dtype_of_files(path: str, revision: str | None) -> str:
-    """Returns `float32` or `bfloat16`, the dtype of the transformer's files of a local folder or of a hub model.
+    """Returns `float32` or `bfloat16`, in which most bytes of the transformer's files are stored (`model.dtype=auto`).
 
-    `revision` is None for a local folder. Raises ValueError, one sentence, if most bytes have another dtype, and if no
-    header can be read.
+    Only the headers of the safetensors files are read, for a hub model also over the network. `revision` is None for a
+    local folder. Raises ValueError, one sentence, if most bytes have another dtype, and if no header can be read.
     """
     try:
         sizes = _local(Path(path) / FOLDER) if revision is None else _hub(path, revision)

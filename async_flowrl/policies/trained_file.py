@@ -56,9 +56,10 @@ SHARD = "5GB"
 def save_whole(folder: Path, tensors: Mapping[str, Tensor], model: ResolvedModel) -> Path:
     """Writes a transformer in the dtype of `model` to `folder` (config.json, safetensors) and returns `folder`.
 
-    diffusers' `AutoModel.from_pretrained(folder)` loads it. The files are written to another folder, which is then
-    renamed, so `folder` is never incomplete; an older one is replaced. Raises ValueError for a tensor that is not in
-    the model or has another shape.
+    It has the trained `tensors`, and the base model's for all others (frozen parameters, saved buffers). diffusers'
+    `AutoModel.from_pretrained(folder)` loads it. The files are written to another folder, which is then renamed, so
+    `folder` is never incomplete; an older one is replaced. Raises ValueError for a tensor that is not in the model or
+    has another shape.
     """
     from huggingface_hub import save_torch_state_dict
 
@@ -121,10 +122,11 @@ _NAMED = re.compile(r"transformer\.(?P<module>.+)\.(lora_A|lora_B|lora\.down|lor
 
 
 def apply_lora(pipeline: Any, path: Path) -> None:
-    """Loads the LoRA at `path`, a file or folder, into the pipeline with `load_lora_weights`.
+    """Loads the LoRA at `path` (diffusers, PEFT, kohya or ComfyUI) into the pipeline with `load_lora_weights`.
 
-    A PEFT folder is converted first, because diffusers would load nothing from it. Raises ValueError, one sentence, if
-    the file cannot be read, and if the model lacks a layer that the LoRA adapts.
+    diffusers itself ignores tensors that it does not recognise, at most with a log line; here that is an error. A PEFT
+    folder is converted first, because diffusers would load nothing from it. Raises ValueError, one sentence, if the
+    file cannot be read, and if the model lacks a layer that the LoRA adapts.
     """
     file = weights_file(path)
     if file.name == lora_file.PEFT_WEIGHTS and (file.parent / lora_file.PEFT_CONFIG).is_file():

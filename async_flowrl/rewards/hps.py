@@ -1,6 +1,7 @@
 """The rewards `hpsv2` and `hpsv2.1`: how well people would like an image for its prompt, by a CLIP model.
 
-The model is a CLIP ViT-H/14 trained on people's choices between two images.
+The model is a CLIP ViT-H/14 trained on people's choices between two images. Its weights have open_clip's names, and are
+renamed for transformers' CLIPModel.
 """
 
 import html
