@@ -19,14 +19,13 @@ import numpy as np
 import torch
 from PIL import Image, ImageDraw, ImageFont
 
+from async_flowrl.config.check import guidance_refusal
 from async_flowrl.config.compose import read_config
-from async_flowrl.config.guidance import guidance_refusal
 from async_flowrl.config.resolution import asked_resolution, configured, height_width
-from async_flowrl.config.schema import Config
-from async_flowrl.config.sections.model import ModelConfig
+from async_flowrl.config.schema import Config, ModelConfig
 from async_flowrl.config.settings import MAX_SEED
 from async_flowrl.observability.images import fitted, within
-from async_flowrl.policies import lora_file, trained_file, whole_file
+from async_flowrl.policies import lora_file, trained_file
 from async_flowrl.policies.registry import DTYPES, family_of, load_family, load_pipeline, resolve_model, shapes_of
 from async_flowrl.tickets.request import sampling
 from async_flowrl.types import ByteArray, Sampling
@@ -64,7 +63,7 @@ def settings_of(trained: Path | None, model: str | None) -> Settings:
         if model in (None, used.model.path):
             return used
         return replace(used, model=replace(used.model, path=str(model), revision=None))
-    named = trained is not None and not whole_file.is_whole(trained)
+    named = trained is not None and not trained_file.is_whole(trained)
     base = model or (lora_file.base_of(trained) if trained is not None and named else None)
     if base is None:
         raise ValueError(
@@ -226,8 +225,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     path = given.lora or given.transformer
     trained = path.expanduser() if path is not None else None
     try:
-        if trained is not None and given.transformer is not None and not whole_file.is_whole(trained):
-            raise ValueError(f"--transformer {trained} is no transformer's folder with {whole_file.CONFIG} and weights")
+        if trained is not None and given.transformer is not None and not trained_file.is_whole(trained):
+            raise ValueError(
+                f"--transformer {trained} is no transformer's folder with {trained_file.CONFIG} and weights"
+            )
         if given.images < 1:
             raise ValueError(f"--images must be at least 1, got {given.images}")
         if not 0 <= given.seed <= MAX_SEED - given.images:

@@ -1,8 +1,10 @@
-"""Asynchronous copies of tensors from host to device.
+"""Copies of tensors between host and device for which the host waits as little as possible.
 
 The caller may drop a pinned (page-locked) buffer while its copy is still queued: torch's allocator for pinned memory
 reuses a buffer only after that copy is done.
 """
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -17,3 +19,17 @@ def upload(tensor: Tensor, device: torch.device) -> Tensor:
     if device.type != "cuda":
         return tensor.to(device)
     return (tensor if tensor.is_pinned() else tensor.pin_memory()).to(device, non_blocking=True)
+
+
+def download(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    """Returns copies of tensors of `device` in host memory, after one wait for all of them; for a CPU, the tensors."""
+    if device.type != "cuda":
+        return list(tensors)
+    copies = [tensor.to("cpu", non_blocking=True) for tensor in tensors]
+    wait(device)
+    return copies
+
+
+def wait(device: torch.device) -> None:
+    """Waits until all work is done that this thread has queued on its current stream of a CUDA device."""
+    torch.cuda.current_stream(device).synchronize()

@@ -23,9 +23,7 @@ import numpy as np
 import torch
 
 from async_flowrl.algorithms.registry import build_algorithm
-from async_flowrl.config.schema import Config
-from async_flowrl.config.sections.reward import RewardTerm
-from async_flowrl.config.sections.runtime import DeadlinesConfig
+from async_flowrl.config.schema import Config, DeadlinesConfig, RewardTerm
 from async_flowrl.controller.build import build_context
 from async_flowrl.controller.context import Context, Steps
 from async_flowrl.controller.trainer import TrainerGroup

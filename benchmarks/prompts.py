@@ -4,7 +4,7 @@ import sys
 import time
 from pathlib import Path
 
-from async_flowrl.config.sections.data import DataConfig
+from async_flowrl.config.schema import DataConfig
 from async_flowrl.data.load import load_data
 from async_flowrl.data.sampler import Sampler
 

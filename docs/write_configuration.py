@@ -9,7 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
-from async_flowrl.algorithms.fields import USED_BY
+from async_flowrl.algorithms.registry import USED_BY
 from async_flowrl.config.schema import Config
 from async_flowrl.config.settings import WEIGHTS, rule_of
 
@@ -44,8 +44,7 @@ In the tables, *default* is the schema's, *values* are those that are accepted (
 - `rounding`: the same mathematics in other shapes or another order, so the last bits differ; a resume warns.
 - `nothing`: not a bit of the weights depends on it, and a resume may change it.
 
-This page is made from `async_flowrl/config/schema.py` and `async_flowrl/config/sections/` by
-`python docs/write_configuration.py`.
+This page is made from `async_flowrl/config/schema.py` by `python docs/write_configuration.py`.
 """
 
 

@@ -1,6 +1,6 @@
 """Program runs a command in a process of its own, which ends when the worker process that started it has ended.
 
-The workers of reward servers use it (async_flowrl/rewards/server_worker.py).
+The workers of reward servers use it (async_flowrl/rewards/served.py).
 """
 
 import contextlib

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from async_flowrl.config.messages import unknown_name
-from async_flowrl.config.sections.algorithm import AlgorithmConfig
+from async_flowrl.config.schema import AlgorithmConfig
 
 FloatArray = npt.NDArray[np.float64]
 Groups = Sequence[FloatArray]

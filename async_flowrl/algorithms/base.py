@@ -17,7 +17,12 @@ from typing import Any, Protocol, TypedDict, cast, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
+
+from async_flowrl.algorithms.sde import expand
+from async_flowrl.seeds import derive, generator
+from async_flowrl.transfers import upload
 
 Velocity = Callable[[Tensor, Tensor], Tensor]
 """(latents [B, ...], sigma [B]) → the network's velocity [B, ...] under the active weights, with guidance; float32."""
@@ -167,3 +172,17 @@ class Diverges(Protocol):
         Its unit is nats, summed over all latent elements.
         """
         ...
+
+
+def draw(batch: MicroBatch, seeds: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Returns noise eps [B, ...] and x_t [B, ...] at the noise levels t = `batch.sigma` of the rows; both float32.
+
+    They depend only on `seeds` (one per row) and the batch, so predictions under different weights use the same x_t.
+    """
+    device, shape = batch.latents.device, batch.latents.shape[1:]
+    # The CPU draws, because generators of other devices would give other numbers.
+    sources = [generator(derive(seed, "noise")) for seed in seeds]
+    noise = torch.stack([torch.randn(shape, generator=source, dtype=torch.float32) for source in sources])
+    noise = upload(noise, device)
+    weight = expand(batch.sigma.float(), noise)
+    return noise, (1.0 - weight) * batch.latents.float() + weight * noise

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from async_flowrl.algorithms.correction import effective_sample_size
-from async_flowrl.config.sections.algorithm import AlgorithmConfig
+from async_flowrl.config.schema import AlgorithmConfig
 
 MIN_EFFECTIVE_SAMPLE_SIZE = 0.5
 MIN_GRADIENT_KEPT = 0.8

@@ -7,11 +7,10 @@ import torch
 from torch import Tensor
 
 from async_flowrl.algorithms.advantage import GroupAdvantages
-from async_flowrl.algorithms.base import LossOutput, MicroBatch, Prediction, Velocity
-from async_flowrl.algorithms.forward import draw
+from async_flowrl.algorithms.base import LossOutput, MicroBatch, Prediction, Velocity, draw
 from async_flowrl.algorithms.sde import expand, mean_over_latent
 from async_flowrl.config.messages import unknown_name
-from async_flowrl.config.sections.algorithm import AlgorithmConfig
+from async_flowrl.config.schema import AlgorithmConfig
 
 MIN_WEIGHT = 1e-5
 ADVANTAGE_MODES: dict[str, Callable[[Tensor], Tensor]] = {

@@ -6,10 +6,9 @@ import torch
 from torch.nn.functional import logsigmoid
 
 from async_flowrl.algorithms.advantage import GroupAdvantages
-from async_flowrl.algorithms.base import LossOutput, MicroBatch, Prediction, Velocity
-from async_flowrl.algorithms.forward import draw
+from async_flowrl.algorithms.base import LossOutput, MicroBatch, Prediction, Velocity, draw
 from async_flowrl.algorithms.sde import mean_over_latent
-from async_flowrl.config.sections.algorithm import AlgorithmConfig
+from async_flowrl.config.schema import AlgorithmConfig
 from async_flowrl.transfers import upload
 
 

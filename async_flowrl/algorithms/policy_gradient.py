@@ -22,7 +22,7 @@ from async_flowrl.algorithms.correction import (
     importance_weight,
     weight_metrics,
 )
-from async_flowrl.config.sections.algorithm import AlgorithmConfig
+from async_flowrl.config.schema import AlgorithmConfig
 
 ROLLOUT_TIS = "rollout_tis"
 """Value of `algorithm.correction`: importance weights from the log-probs that the rollout recorded. They correct for

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from async_flowrl.config.messages import unknown_name
-from async_flowrl.config.sections.algorithm import SDE_TYPES
+from async_flowrl.config.schema import SDE_TYPES
 
 FIRST_STEP_MIN_SIGMA = 1.0 - 1e-6
 """Noise level from which on `sde` divides by 1 - sigmas[1] instead of 1 - s, which is 0 in a schedule's first step."""

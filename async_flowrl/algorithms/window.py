@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from async_flowrl.config.sections.algorithm import AlgorithmConfig
+from async_flowrl.config.schema import AlgorithmConfig
 from async_flowrl.seeds import derive
 
 FINAL_ALGORITHMS = ("diffusion_nft", "dpo")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from async_flowrl.config import exit_codes
-from async_flowrl.config.sections.model import ModelConfig, TinyConfig
+from async_flowrl.config.schema import ModelConfig, TinyConfig
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -32,14 +32,14 @@ from async_flowrl.check_model.rows import (
 )
 from async_flowrl.check_model.stock import Inputs, Stock, record, watched
 from async_flowrl.config.messages import in_one_line
-from async_flowrl.config.sections.tune import LoraConfig
+from async_flowrl.config.schema import LoraConfig
 from async_flowrl.generate import Settings, open_pipeline
 from async_flowrl.policies import lora_file
 from async_flowrl.policies.base import Policy
 from async_flowrl.policies.checked import in_diffusers, pipeline_class
 from async_flowrl.policies.lora import add_lora, lora_parameters
-from async_flowrl.policies.lora_apply import apply_lora
 from async_flowrl.policies.registry import DTYPES, ResolvedModel, load_family, resolve_model
+from async_flowrl.policies.trained_file import apply_lora
 from async_flowrl.seeds import derive, generator
 from async_flowrl.types import Sampling
 

@@ -3,23 +3,17 @@
 Every error message is one sentence.
 """
 
+import math
 from collections.abc import Mapping
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
+from fnmatch import fnmatchcase
 from typing import Any, get_args, get_origin, get_type_hints
 
-from async_flowrl.config.devices import nccl_obstacle, ranks_on_one_device
-from async_flowrl.config.elastic import bounds, elastic_obstacle
-from async_flowrl.config.environment import environment_refusal
-from async_flowrl.config.guidance import guidance_refusal
 from async_flowrl.config.messages import unknown_name
-from async_flowrl.config.nodes import node_obstacle
-from async_flowrl.config.removed import removed
+from async_flowrl.config.pools import scoring_pools
 from async_flowrl.config.resolution import configured
-from async_flowrl.config.reward_pools import scoring_pools
-from async_flowrl.config.schema import Config
-from async_flowrl.config.sections.tune import LORA
+from async_flowrl.config.schema import LORA, SHARED, Config
 from async_flowrl.config.settings import settings
-from async_flowrl.config.shared import shared_obstacle
 
 
 class ConfigError(ValueError):
@@ -46,7 +40,7 @@ def check(config: Config) -> None:
 
 
 def check_fields(section: Any, prefix: str = "") -> None:
-    """Raises ConfigError for the first field whose value breaks its rule (settings.py).
+    """Raises ConfigError for the first field whose value breaks its rule (config/settings.py).
 
     `prefix` is the section's key with a dot, for messages; empty for the whole configuration.
     """
@@ -166,7 +160,7 @@ def _check_group_setup(config: Config) -> None:
 
     Setup runs on the lane (worker thread) that publishes, so calls that wait for it are limited by that deadline.
     """
-    _, workers = bounds(config.rollout)
+    _, workers = config.rollout.worker_bounds
     seconds = config.checkpoint_engine.setup_seconds + 0.1 * (workers + 1)
     transport = config.checkpoint_engine.transport
     if transport == "object_store" or (transport == "auto" and nccl_obstacle(config)):
@@ -241,3 +235,245 @@ def unknown_keys(values: Mapping[str, Any], schema: type[Any], prefix: str = "")
                 if isinstance(inner, Mapping):
                     sentences.extend(unknown_keys(inner, entry, f"{prefix}{key}.{name}."))
     return sentences
+
+
+REMOVED: Mapping[str, str] = {
+    "debug": "tests and benchmarks give a run other worker classes (benchmarks/disturbed.py)",
+    "limits.successors": "all trainer ranks are started again when one dies; limits.recoveries says how often",
+    "*reward.terms.*.serve.hung_calls": "a server hangs if its health path gives no 200 for serve.hung_seconds",
+    "*reward.terms.*.serve.requirements": "begin command with uv run --isolated --no-project --with-requirements FILE",
+}
+"""Configuration keys that are gone. Key (* is any name), or section with all its keys → what to do instead."""
+
+
+def removed(key: str) -> str | None:
+    """Returns a sentence if `key` or a section that it is in was removed, else None."""
+    parts = key.split(".")
+    names = (".".join(parts[:end]) for end in range(len(parts), 0, -1))
+    gone = next(((name, old) for name in names for old in REMOVED if fnmatchcase(name, old)), None)
+    return None if gone is None else f"configuration key {gone[0]} is gone: {REMOVED[gone[1]]}"
+
+
+SAME = ("num_workers", "workers_per_node", "gpus_per_worker", "threads")
+"""Settings that must be equal for trainer and rollout, because a process belongs to both pools."""
+
+
+def shared_obstacle(config: Config) -> str | None:
+    """Returns one sentence about what placement=shared cannot be combined with; None if nothing stands against it."""
+    if config.placement != SHARED:
+        return None
+    trainer, rollout = config.trainer, config.rollout
+    for key in SAME:
+        ours, theirs = getattr(trainer, key), getattr(rollout, key)
+        if ours != theirs:
+            return (
+                f"placement=shared has each process be a trainer rank and a rollout worker, so trainer.{key} and "
+                f"rollout.{key} must be equal, got {_said(ours)} and {_said(theirs)}"
+            )
+    for name in sorted(trainer.environment.keys() & rollout.environment.keys()):
+        if trainer.environment[name] != rollout.environment[name]:
+            return (
+                f"placement=shared has one process for both pools, and {name} is {trainer.environment[name]} in "
+                f"trainer.environment, {rollout.environment[name]} in rollout.environment"
+            )
+    if trainer.shard not in ("auto", "none") or trainer.cpu_offload:
+        given = "trainer.cpu_offload=true" if trainer.cpu_offload else f"trainer.shard={trainer.shard}"
+        return (
+            "placement=shared samples with the base that it trains on, so each process holds all of it: "
+            f"trainer.shard must be none or auto without trainer.cpu_offload, got {given}"
+        )
+    if rollout.elastic:
+        return (
+            "placement=shared has as many rollout workers as trainer ranks all the time: leave rollout.min_workers and "
+            "rollout.max_workers out"
+        )
+    if config.checkpoint_engine.transport not in ("object_store", "auto"):
+        return (
+            "placement=shared sends no versions, as each worker makes them itself: checkpoint_engine.transport must be "
+            f"object_store or auto, got {config.checkpoint_engine.transport}"
+        )
+    return None
+
+
+def _said(value: object) -> str:
+    return "null" if value is None else f"{value:g}" if isinstance(value, float) else f"{value}"
+
+
+def sharing_refusal(config: Config, workers: int) -> str | None:
+    """Returns the sentence with which the run would be refused with `placement=shared`; None if it would not be.
+
+    The run gets as many processes as `workers`. Settings that must be equal for both pools, and of which the number of
+    processes is one, do not count, because whoever takes the advice sets them.
+    """
+    try:
+        check(_shared_by(config, workers))
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
+def _shared_by(config: Config, workers: int) -> Config:
+    """Returns the configuration with processes that sample and train, which have the trainer's settings."""
+    trainer = replace(config.trainer, num_workers=workers, workers_per_node=None)
+    rollout = replace(config.rollout, **{key: getattr(trainer, key) for key in SAME})
+    return replace(config, placement=SHARED, trainer=trainer, rollout=rollout)
+
+
+def node_obstacle(config: Config) -> str | None:
+    """Returns one sentence about why workers_per_node or shard_size cannot have its value; None if nothing is wrong."""
+    for pool, section in (("trainer", config.trainer), ("rollout", config.rollout)):
+        each, workers = section.workers_per_node, section.num_workers
+        if each is None:
+            continue
+        given = f"{pool}.workers_per_node={each}"
+        if config.runtime.backend == "local":
+            return f"{given} places processes on nodes, and runtime.backend=local has threads of one process"
+        if workers % each:
+            least, most = max(1, workers // each) * each, -(-workers // each) * each
+            near = f"{least}" if least == most else f"{least} or {most}"
+            return f"{given} must divide {pool}.num_workers={workers}: with as many on every node, {near} workers fit"
+        if config.runtime.address is None and each < workers:
+            return (
+                f"{given} with {pool}.num_workers={workers} asks for {workers // each} nodes, and without "
+                "runtime.address the run has this machine alone: start Ray on the nodes and say runtime.address=auto"
+            )
+    trainer = config.trainer
+    size, each = trainer.shard_size, trainer.workers_per_node
+    if trainer.shard == "hybrid" and size and each and each % size:
+        return (
+            f"trainer.shard_size={size} must divide trainer.workers_per_node={each}: ranks that hold the base between "
+            "them would sit on two nodes"
+        )
+    return None
+
+
+def elastic_obstacle(config: Config) -> str | None:
+    """Returns one sentence about why min_workers or max_workers cannot have its value; None if nothing is wrong."""
+    rollout = config.rollout
+    if not rollout.elastic:
+        return None
+    (least, most), workers = rollout.worker_bounds, rollout.num_workers
+    key = "min_workers" if rollout.max_workers is None else "max_workers"
+    given = f"rollout.{key}={getattr(rollout, key)}"
+    if least > most:
+        return f"rollout.min_workers={least} must be at most rollout.max_workers={most}"
+    if least > workers:
+        return (
+            f"rollout.min_workers={least} must be at most rollout.num_workers={workers}, the size that is planned for"
+        )
+    if most < workers:
+        return (
+            f"rollout.max_workers={most} must be at least rollout.num_workers={workers}, the size that is planned for"
+        )
+    if config.runtime.backend == "local":
+        return f"{given} follows the nodes of a cluster, and runtime.backend=local has threads of one process"
+    if config.runtime.address is None:
+        return (
+            f"{given} follows the nodes of a cluster, and without runtime.address the run has this machine alone: "
+            "start Ray on the nodes and say runtime.address=auto"
+        )
+    if rollout.workers_per_node is not None:
+        return (
+            f"{given} seats worker by worker, and rollout.workers_per_node={rollout.workers_per_node} whole nodes at "
+            "the start: leave one of them out"
+        )
+    return None
+
+
+def nccl_obstacle(config: Config) -> str | None:
+    """Returns why NCCL cannot carry weights from the trainer to the rollout workers; None if nothing here prevents it.
+
+    The rank that sends and every rollout worker need a GPU each, all of them different, because NCCL refuses a group in
+    which two processes use the same one ("Duplicate GPU detected"). Whether NCCL is installed is checked elsewhere.
+    """
+    trainer, rollout = config.trainer.gpus_per_worker, config.rollout.gpus_per_worker
+    if config.runtime.backend == "local":
+        return "runtime.backend=local has all workers in one process"
+    if config.placement == "shared":
+        return "with placement=shared no weights are sent: each worker trains the weights that it samples with"
+    if config.versions_on_host:
+        return "rollout workers keep their versions in host memory (rollout.versions_on)"
+    if config.rollout.engine == "vllm_omni":
+        return "rollout.engine=vllm_omni receives weights in host memory"
+    for key, gpus in (("trainer.gpus_per_worker", trainer), ("rollout.gpus_per_worker", rollout)):
+        if gpus == 0:
+            return f"{key}=0 leaves its workers on the CPU"
+    if may_share(trainer, rollout):
+        return f"trainer.gpus_per_worker={trainer:g} and rollout.gpus_per_worker={rollout:g} fit on one device"
+    if config.rollout.worker_bounds[1] > 1 and may_share(rollout, rollout):
+        return f"rollout.gpus_per_worker={rollout:g} lets several rollout workers share a device"
+    return None
+
+
+def ranks_on_one_device(config: Config) -> str | None:
+    """Returns why two trainer ranks could be put on one GPU; None if they cannot be.
+
+    NCCL would refuse their process group.
+    """
+    gpus = config.trainer.gpus_per_worker
+    if config.trainer.num_workers > 1 and may_share(gpus, gpus):
+        ranks = f"two of the {config.trainer.num_workers} trainer ranks"
+        return f"trainer.gpus_per_worker={gpus:g} lets {ranks} share a device"
+    return None
+
+
+def may_share(one: float, other: float) -> bool:
+    """Returns True if two workers with these `gpus_per_worker` fit on one GPU; a share of 0 is a worker on the CPU.
+
+    The tolerance is for sums of decimal fractions, e.g. 0.7 + 0.3.
+    """
+    return min(one, other) > 0 and one + other <= 1 + 1e-9
+
+
+_THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
+_RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_START = ("LD_LIBRARY_PATH", "LD_PRELOAD", "PYTHONPATH", "PYTHONHASHSEED")
+_MALLOC = ("GLIBC_TUNABLES", "MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_")
+_CACHE = ("HF_HOME", "HF_HUB_CACHE")
+TAKEN: Mapping[str, str] = {
+    "CUDA_VISIBLE_DEVICES": "each worker is shown the GPUs of its seat (gpus_per_worker)",
+    "CUBLAS_WORKSPACE_CONFIG": "it follows from deterministic",
+    **dict.fromkeys(_THREADS, "it follows from the pool's threads"),
+    **dict.fromkeys(_RANKS, "trainer ranks get it when they meet"),
+    **dict.fromkeys(
+        (*_START, *_MALLOC), "it is read when a process starts, before it could be set: export it where Ray is started"
+    ),
+    **dict.fromkeys(_CACHE, "all pools of a node share one cache of the hub: export it where Ray is started"),
+}
+"""Variable that a configuration must not set → the reason."""
+
+
+def environment_refusal(key: str, environment: Mapping[str, str], backend: str) -> str | None:
+    """Returns one sentence about what is wrong with a pool's environment; None if nothing is.
+
+    `key` is the setting's name, for example rollout.environment; `backend` is runtime.backend.
+    """
+    if environment and backend == "local":
+        return (
+            f"{key} is for workers that are processes, got {', '.join(environment)} with runtime.backend=local, whose "
+            "workers are threads of this process: export it instead"
+        )
+    for name, value in environment.items():
+        if not name or set(name) & {"=", "\0"}:
+            return f"{key} has no name of an environment variable: {name!r}"
+        if name in TAKEN:
+            return f"{key} cannot set {name}: {TAKEN[name]}"
+        if value in ("True", "False"):
+            return (
+                f"{key}.{name} must be text, got {value}: write what is to be read, such as '1' or '{value.lower()}', "
+                "in quotes"
+            )
+    return None
+
+
+def guidance_refusal(key: str, scale: float, *, embedded: bool = False) -> str | None:
+    """Returns one sentence if the setting or option `key` cannot have the value `scale`; None if it can.
+
+    `embedded`: the model takes the scale as an input of its network. Else the guidance is classifier-free, and a scale
+    between 0 and 1 would weaken the prompt; the network is then called without guidance instead.
+    """
+    if embedded:
+        allowed, values = 0 < scale < math.inf, "above 0 for a model that takes guidance as an input"
+    else:
+        allowed, values = scale == 0 or 1 <= scale < math.inf, "above 1, or 0 or 1 for no guidance"
+    return None if allowed else f"{key} must be {values}, got {scale:g}"

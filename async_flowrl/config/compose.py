@@ -8,25 +8,24 @@ import copy
 import functools
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any, cast, get_args, get_type_hints
 
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException, ValidationError
 
-from async_flowrl.config.check import ConfigError, section_or_null, unknown_keys
+from async_flowrl.config.check import ConfigError, removed, section_or_null, unknown_keys
 from async_flowrl.config.messages import first_line, unknown_name
 from async_flowrl.config.paths import config_dir
-from async_flowrl.config.removed import removed
 from async_flowrl.config.resolution import normalised
-from async_flowrl.config.schema import Config
-from async_flowrl.config.sections.reward import RewardTerm
-from async_flowrl.config.term_overrides import parse, replacing_terms
+from async_flowrl.config.schema import Config, RewardTerm
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +68,7 @@ def composed(name: str, overrides: Sequence[str], folder: Path | None = None) ->
 
 
 def with_replaced_terms(name: str, overrides: Sequence[str], folder: Path | None = None) -> list[str]:
-    """Adds deletions before overrides that replace all terms of a reward (term_overrides.py). Raises ConfigError."""
+    """Adds deletions before overrides that replace all terms of a reward. Raises ConfigError."""
 
     def terms_of(key: str, others: Sequence[str]) -> list[str]:
         return list(OmegaConf.select(_composed(name.removesuffix(".yaml"), others, folder), key) or {})
@@ -247,6 +246,71 @@ def _expected(key: str) -> str | None:
     if isinstance(kind, type) and is_dataclass(kind):
         return f"a section with {', '.join(get_type_hints(kind))}"
     return WORDS.get(kind) or str(getattr(kind, "__name__", kind) if not get_args(kind) else kind)
+
+
+TERMS = ("reward.terms", "evaluate.reward.terms")
+"""Dictionaries of reward terms. An override that gives one whole replaces all its terms, where Hydra would merge both,
+so that the configuration's terms would silently be trained as well. To change single terms: `+reward.terms.NAME={...}`
+adds one, `reward.terms.NAME.weight=2` changes one, `~reward.terms.NAME` removes one.
+"""
+Terms = Callable[[str, Sequence[str]], Sequence[str]]
+"""A function (key, overrides) → names of the terms under the key in a configuration with these overrides."""
+
+
+@functools.lru_cache(maxsize=1024)
+def parse(override: str) -> Override:
+    """Returns an override of a command line, parsed. Raises HydraException if it cannot be parsed."""
+    (parsed,) = OverridesParser.create().parse_overrides([override])
+    return parsed
+
+
+def replacing_terms(overrides: Sequence[str], terms_of: Terms) -> list[str]:
+    """Returns the overrides for Hydra; before an override that replaces all terms come deletions of the old ones.
+
+    All overrides must be valid in Hydra's grammar.
+    """
+    written = list(overrides)
+    for key in TERMS:
+        written = _replacing(key, written, terms_of)
+    return written
+
+
+def _replacing(key: str, written: list[str], terms_of: Terms) -> list[str]:
+    parsed = [parse(each) for each in written]
+    own = [override for override in parsed if _under(key, override)]
+    if not own:
+        return written
+    others = [text for text, override in zip(written, parsed, strict=True) if override not in own]
+    whole = [override for override in own if override.key_or_group == key and _gives_terms(override)]
+    if not whole:
+        return [*others, *(_added(key, override) for override in own)]
+    plain = [text for text, override in zip(written, parsed, strict=True)
+             if not any(_under(each, override) for each in TERMS) and not override.is_sweep_override()]  # fmt: skip
+    deleted = [f"~{key}.{name}" for name in terms_of(key, plain)]
+    rest = [_added(key, each) for each in own if each not in whole and each.input_line not in deleted]
+    return [*others, *deleted, _as_addition(whole[-1], key), *rest]
+
+
+def _under(key: str, override: Override) -> bool:
+    return override.key_or_group == key or override.key_or_group.startswith(f"{key}.")
+
+
+def _gives_terms(override: Override) -> bool:
+    return not override.is_delete() and (override.is_sweep_override() or isinstance(override.value(), dict))
+
+
+def _added(key: str, override: Override) -> str:
+    """Rewrites `+reward.terms.ocr={...}`, because Hydra can only merge a term into the dictionary of all terms."""
+    line, name = str(override.input_line), override.key_or_group.removeprefix(f"{key}.")
+    if not (override.is_add() or override.is_force_add()) or "." in name or name == key:
+        return line
+    if override.is_sweep_override() or not isinstance(override.value(), dict):
+        return line
+    return f"+{key}={{{name}: {line.partition('=')[2]}}}"
+
+
+def _as_addition(override: Override, key: str) -> str:
+    return f"+{key}={str(override.input_line).partition('=')[2]}"
 
 
 ConfigStore.instance().store(name="schema", node=Config)

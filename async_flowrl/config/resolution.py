@@ -8,8 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from async_flowrl.config.schema import Config
-from async_flowrl.config.sections.rollout import RolloutConfig
+from async_flowrl.config.schema import Config, RolloutConfig
 from async_flowrl.types import Resolution
 
 FORMS = "an integer, pixels along each side of a square image, or [height, width]"

@@ -5,8 +5,7 @@ run/recovery.py calls `build_context`; tests call it for simulated runs.
 
 from collections.abc import Mapping
 
-from async_flowrl.config.pool_names import ROLLOUT
-from async_flowrl.config.reward_pools import scoring_pools
+from async_flowrl.config.pools import ROLLOUT, scoring_pools
 from async_flowrl.controller.context import Context, Observer, Signal, Steps
 from async_flowrl.controller.resume import START, Resume
 from async_flowrl.controller.trainer import TrainerGroup

@@ -9,8 +9,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
-from async_flowrl.config.schema import Config
-from async_flowrl.config.shared import SHARED
+from async_flowrl.config.schema import SHARED, Config
 from async_flowrl.controller.context import Observer
 from async_flowrl.controller.kept_state import is_kept
 from async_flowrl.controller.sender_errors import SenderFailed, answers_of, sender_errors

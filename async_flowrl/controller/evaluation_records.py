@@ -9,8 +9,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from async_flowrl.config.curves import best_curve, evaluation_due
-from async_flowrl.config.schema import Config
-from async_flowrl.config.sections.reward import RewardTerm
+from async_flowrl.config.schema import Config, RewardTerm
 from async_flowrl.controller.context import Observer
 from async_flowrl.controller.evaluation import EvaluationResult
 from async_flowrl.controller.fingerprint import reward_sources

@@ -16,8 +16,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from async_flowrl.config.schema import Config
-from async_flowrl.config.sections.reward import RewardTerm, ServeConfig
+from async_flowrl.config.schema import Config, RewardTerm, ServeConfig
 from async_flowrl.config.settings import ROUNDING, WEIGHTS, rule_of, settings
 from async_flowrl.data.store import digest_of
 from async_flowrl.rewards.served import command_of

@@ -7,7 +7,7 @@ import asyncio
 from collections.abc import Collection
 from dataclasses import replace
 
-from async_flowrl.config.reward_pools import held_out_by_pool, is_reward_pool
+from async_flowrl.config.pools import held_out_by_pool, is_reward_pool
 from async_flowrl.controller.context import Context, book_span
 from async_flowrl.controller.scoring import FAILURES, Free, reward_failed
 from async_flowrl.rewards.held_out import HeldOutScores, joined

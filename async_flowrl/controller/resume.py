@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from async_flowrl.config.check import ConfigError
-from async_flowrl.config.schema import Config
-from async_flowrl.config.sections.tune import FULL
+from async_flowrl.config.schema import FULL, Config
 from async_flowrl.controller.fingerprint import (
     config_hash,
     device_type,
@@ -24,8 +23,13 @@ from async_flowrl.data.curriculum import UNKNOWN, read_outcomes
 from async_flowrl.observability.run_directory import RunDirectory
 from async_flowrl.tickets.request import RequestBuilder
 from async_flowrl.training.checkpoint import check_ranks, held_versions_of, read_controller
-from async_flowrl.training.checkpoint_folder import find_checkpoint, written
-from async_flowrl.training.checkpoint_manifest import TRAINER, DamagedCheckpoint, verify_checkpoint
+from async_flowrl.training.checkpoint_folder import (
+    TRAINER,
+    DamagedCheckpoint,
+    find_checkpoint,
+    verify_checkpoint,
+    written,
+)
 
 logger = logging.getLogger(__name__)
 

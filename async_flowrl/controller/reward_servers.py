@@ -1,7 +1,7 @@
 """RewardServers starts, watches, restarts and stops the servers of reward terms with `serve`.
 
 `serving` is the entry point (run/job.py, evaluate/serving.py). Each term's servers are a pool; each worker of the pool
-runs one server process (rewards/server_worker.py) on its own GPUs. Servers start while the models are loaded. Their
+runs one server process (rewards/served.py) on its own GPUs. Servers start while the models are loaded. Their
 addresses are sent to all reward workers, and written to the arguments from which replaced reward workers are built.
 """
 
@@ -13,12 +13,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
-from async_flowrl.config.schema import Config
-from async_flowrl.config.sections.reward import ServeConfig
+from async_flowrl.config.schema import Config, ServeConfig
 from async_flowrl.controller.context import Observer, Signal
 from async_flowrl.observability.run_directory import RunDirectory
-from async_flowrl.rewards.served import Addresses, is_needed, served_terms, server_pool, term_key
-from async_flowrl.rewards.server_worker import GRACE_SECONDS, new_token
+from async_flowrl.rewards.served import (
+    GRACE_SECONDS,
+    Addresses,
+    is_needed,
+    new_token,
+    served_terms,
+    server_pool,
+    term_key,
+)
 from separation.group import PoolSpec, Worker, WorkerDied, WorkerFailed, WorkerGroup
 from separation.supervise import DeadlineExceeded, deadline, supervised, together
 
@@ -97,7 +103,7 @@ def server_pools(config: Config) -> list[PoolSpec]:
     return [
         PoolSpec(
             server_pool(term),
-            "async_flowrl.rewards.server_worker:ServerWorker",
+            "async_flowrl.rewards.served:ServerWorker",
             serve.replicas,
             arguments={
                 "serve": serve,

@@ -3,10 +3,10 @@
 import asyncio
 from collections.abc import Mapping, Sequence
 
-from async_flowrl.config.reward_pools import is_reward_pool, reward_pools
+from async_flowrl.config.pools import is_reward_pool, reward_pools
 from async_flowrl.controller.context import Context, Servers, book_span
 from async_flowrl.rewards.base import RewardError
-from async_flowrl.rewards.combine import combined
+from async_flowrl.rewards.composite import combined
 from async_flowrl.tickets.table import TRAIN, Ticket, describe
 from async_flowrl.types import Failure, Scores
 from separation.group import RefLost, WorkerDied, WorkerFailed

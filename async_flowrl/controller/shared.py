@@ -8,8 +8,7 @@ from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
-from async_flowrl.config.schema import Config
-from async_flowrl.config.shared import SHARED
+from async_flowrl.config.schema import SHARED, Config
 from async_flowrl.controller.context import TICKETS_PER_WORKER, Context
 from async_flowrl.types import POLICY
 from checkpoint_engine import DeliveryOptions

@@ -20,8 +20,7 @@ from typing import Any
 import numpy as np
 
 from async_flowrl.algorithms.base import Algorithm
-from async_flowrl.config.schema import Config
-from async_flowrl.config.sections.tune import FULL
+from async_flowrl.config.schema import FULL, Config
 from async_flowrl.controller.context import Context, book_span
 from async_flowrl.controller.owners import Owners, idle_ranks, repeating_ranks
 from async_flowrl.controller.rank_weights import ReplicatedWeights, ShardedWeights
@@ -29,10 +28,17 @@ from async_flowrl.controller.replicas import MAX_GROUPS_PER_CALL, Replica, faili
 from async_flowrl.controller.shared import occupy, update_seconds
 from async_flowrl.controller.step_metrics import StepStatistics
 from async_flowrl.controller.training_groups import HandedGroup, hand_over
-from async_flowrl.training.manifests import check_plan
-from async_flowrl.training.merged_stats import merged
-from async_flowrl.training.messages import Layout, Manifest, StepPlan, Summed, TrainRequest, UpdateStats, is_replayed
-from async_flowrl.training.parts import cut
+from async_flowrl.training.messages import (
+    Layout,
+    Manifest,
+    StepPlan,
+    Summed,
+    TrainRequest,
+    UpdateStats,
+    is_replayed,
+    merged,
+)
+from async_flowrl.training.parts import check_plan, cut
 from separation.group import Worker, WorkerGroup
 from separation.supervise import deadline, together
 

@@ -8,8 +8,7 @@ from async_flowrl.config import exit_codes
 from async_flowrl.config.check import ConfigError
 from async_flowrl.config.compose import compose_config
 from async_flowrl.config.paths import find_data
-from async_flowrl.config.sections.data import DataConfig
-from async_flowrl.config.sections.reward import RewardConfig
+from async_flowrl.config.schema import DataConfig, RewardConfig
 from async_flowrl.data.load import divided, evaluation_rows, open_split
 from async_flowrl.data.prompts import Keys
 from async_flowrl.data.show import Shown, page

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from async_flowrl.config.sections.data import CurriculumConfig
+from async_flowrl.config.schema import CurriculumConfig
 from async_flowrl.data.sampler import Indices, Sampler
 
 logger = logging.getLogger(__name__)

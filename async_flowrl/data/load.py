@@ -6,7 +6,7 @@ from pathlib import Path
 
 from async_flowrl.config.messages import unknown_name
 from async_flowrl.config.paths import find_data
-from async_flowrl.config.sections.data import DataConfig
+from async_flowrl.config.schema import DataConfig
 from async_flowrl.data.messages import PromptError
 from async_flowrl.data.prompts import Keys
 from async_flowrl.data.rows import Rows, TableRows, no_split, open_rows, split_files

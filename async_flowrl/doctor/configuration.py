@@ -7,9 +7,9 @@ from pathlib import Path
 
 import torch
 
-from async_flowrl.config import pool_names, reward_pools, sharding, shared
 from async_flowrl.config.check import ConfigError
-from async_flowrl.config.schema import Config
+from async_flowrl.config.pools import ROLLOUT, TRAINER, is_scoring_pool, scoring_pools
+from async_flowrl.config.schema import SHARED, Config
 from async_flowrl.doctor import features, nodes
 from async_flowrl.doctor.facts import Asked, facts
 from async_flowrl.doctor.findings import FAILED, OK, SKIPPED, WARNING, Finding, failed, verdict
@@ -132,10 +132,10 @@ def device_finding(config: Config, wanted: Sequence[PoolSpec], machines: Sequenc
     the workers start. vllm_omni plans its memory itself.
     """
     largest, smallest = 0, dict[str, int]()
-    planned = {pool_names.TRAINER, shared.SHARED, *(["rollout"] if config.rollout.engine != "vllm_omni" else [])}
+    planned = {TRAINER, SHARED, *([ROLLOUT] if config.rollout.engine != "vllm_omni" else [])}
     for spec in wanted:
         sizes = [int(gpu["memory"]) for one in nodes.room_for(spec, machines) for gpu in one.facts["gpus"]]
-        if sizes and spec.gpus_per_worker and (spec.name in planned or reward_pools.is_scoring_pool(spec.name)):
+        if sizes and spec.gpus_per_worker and (spec.name in planned or is_scoring_pool(spec.name)):
             largest, smallest[spec.name] = max(largest, *sizes), min(sizes)
     if not smallest:
         return Finding("devices", SKIPPED, "no pool of the plan gets a GPU", "nothing to plan")
@@ -151,7 +151,7 @@ def device_finding(config: Config, wanted: Sequence[PoolSpec], machines: Sequenc
 
 def host_processes(config: Config, plan: MemoryPlan, *, on_gpus: bool) -> list[Process]:
     """Returns the run's processes with their host memory, without object stores and models of rewards."""
-    scoring = (Process(pool.name, pool.workers, PROCESS_BYTES) for pool in reward_pools.scoring_pools(config))
+    scoring = (Process(pool.name, pool.workers, PROCESS_BYTES) for pool in scoring_pools(config))
     kept = PROCESS_BYTES + host.KEPT_BY_CONTROLLER * plan.snapshot * (config.tune == "lora")
     return [*host.training_processes(config, plan.model, on_gpus=on_gpus), *scoring, Process("controller", 1, kept)]
 
@@ -181,7 +181,7 @@ def disk_findings(config: Config, plan: MemoryPlan, here: Machine, machines: Seq
     It holds the kept checkpoints, one more being written, a best one, and the weights of both.
     """
     folder, best = run_folder(config), config.save.best is not None
-    checkpoint = plan.snapshot * (config.trainer.num_workers if sharding.in_shares(config) else 1)
+    checkpoint = plan.snapshot * (config.trainer.num_workers if config.in_shares else 1)
     size = FOLDER_BYTES + (1 + best) * plan.adapter_bytes + (config.save.keep + 1 + best) * checkpoint
     disk = here.facts["disks"][folder]
     said = f"{folder}: {size / GB:.2f} GB planned, {disk['free'] / GB:.1f} free"

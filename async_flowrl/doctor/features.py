@@ -12,10 +12,8 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from async_flowrl.config import reward_pools
-from async_flowrl.config.pool_names import ROLLOUT, TRAINER
-from async_flowrl.config.schema import Config
-from async_flowrl.config.shared import SHARED
+from async_flowrl.config.pools import ROLLOUT, TRAINER, held_out_by_pool, scoring_pools
+from async_flowrl.config.schema import SHARED, Config
 from async_flowrl.doctor.facts import PACKAGES, importable, version
 from async_flowrl.doctor.findings import FAILED, SKIPPED, WARNING, Finding, verdict
 from async_flowrl.doctor.nodes import GIB, Machine, room_for
@@ -95,7 +93,7 @@ def made_by_vllm_omni(config: Config) -> list[str]:
 
 def scored_by_hps(config: Config) -> list[str]:
     """Returns the reward pools with a term, trained or held out, that is one of HPS_REWARDS."""
-    held_out, pools = reward_pools.held_out_by_pool(config), reward_pools.scoring_pools(config)
+    held_out, pools = held_out_by_pool(config), scoring_pools(config)
     terms = {pool.name: {**pool.config(config.reward).terms, **held_out.get(pool.name, {})} for pool in pools}
     return [pool for pool, own in terms.items() if any((one.name or key) in HPS_REWARDS for key, one in own.items())]
 

@@ -8,18 +8,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from async_flowrl.config.check import guidance_refusal
 from async_flowrl.config.compose import read_config
-from async_flowrl.config.guidance import guidance_refusal
 from async_flowrl.config.resolution import asked_resolution
-from async_flowrl.config.schema import Config
-from async_flowrl.config.sections.data import DataConfig
-from async_flowrl.config.sections.reward import RewardConfig, RewardTerm
-from async_flowrl.config.sections.tune import LORA
+from async_flowrl.config.schema import LORA, Config, DataConfig, RewardConfig, RewardTerm
 from async_flowrl.config.settings import MAX_SEED
 from async_flowrl.data.load import load_data
 from async_flowrl.generate import run_of, usual
 from async_flowrl.observability.run_directory import RunDirectory
-from async_flowrl.policies import lora_file, trained_file, whole_file
+from async_flowrl.policies import lora_file, trained_file
 from async_flowrl.policies.registry import load_family, resolve_model
 from async_flowrl.rewards.registry import check_prompts, check_rewards
 from async_flowrl.tickets.request import evaluation_resolution
@@ -144,7 +141,7 @@ def _origin(given: Namespace) -> tuple[Config, Path]:
         if given.base is not None and given.base != config.model.path:
             config.model = replace(config.model, path=given.base, revision=None)
         return config, trained
-    base = given.base or (None if whole_file.is_whole(trained) else lora_file.base_of(trained))
+    base = given.base or (None if trained_file.is_whole(trained) else lora_file.base_of(trained))
     if base is None:
         raise ValueError(f"--base is needed: {trained} is not of a run, and does not say which model it is for")
     how = usual(base)

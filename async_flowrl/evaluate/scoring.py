@@ -3,11 +3,10 @@
 import asyncio
 from concurrent.futures import Executor
 
-from async_flowrl.config.sections.reward import RewardConfig
+from async_flowrl.config.schema import RewardConfig
 from async_flowrl.controller.context import Servers
 from async_flowrl.controller.scoring import without_server
-from async_flowrl.rewards.combine import combined
-from async_flowrl.rewards.composite import CompositeReward
+from async_flowrl.rewards.composite import CompositeReward, combined
 from async_flowrl.types import ByteArray, Prompt, Scores
 
 

@@ -8,18 +8,16 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 
-from async_flowrl.config.schema import Config
-from async_flowrl.config.sections.evaluate import HeldOutConfig
-from async_flowrl.config.sections.reward import RewardTerm, ServeConfig
+from async_flowrl.config.schema import Config, HeldOutConfig, RewardTerm, ServeConfig
 from async_flowrl.controller.context import NoServers, Servers
 from async_flowrl.controller.reward_servers import server_pools, serving
 from async_flowrl.evaluate.job import Job
-from async_flowrl.rewards.composite import CompositeReward
-from async_flowrl.rewards.served import Addresses, Connecting, served_terms
+from async_flowrl.rewards.composite import CompositeReward, connect
+from async_flowrl.rewards.served import Addresses, served_terms
 from separation.cluster import cluster
 from separation.group import VISIBLE_DEVICES
 
@@ -55,9 +53,7 @@ async def servers_of(job: Job, reward: CompositeReward, device: str) -> AsyncIte
     pools = [replace(pool, threads=threads) for pool in server_pools(config)]
 
     def told(addresses: Mapping[str, Addresses]) -> None:
-        for term in reward.terms:
-            if (address := addresses.get(term.name)) is not None:
-                cast("Connecting", term.reward).connect(address.urls, address.token)
+        connect(reward.terms, addresses)
 
     for name, _ in served_terms(config):
         logger.info("starting the server of the reward %s, its output is in %s", name, folder)

@@ -11,8 +11,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from async_flowrl.config.resolution import configured, in_pixels
-from async_flowrl.config.schema import Config
-from async_flowrl.config.sections.reward import RewardTerm
+from async_flowrl.config.schema import Config, RewardTerm
 from async_flowrl.export.pictures import CURVE, GRID, write_curve, write_grid
 from async_flowrl.export.source import PEFT, Source
 from async_flowrl.observability.evaluations import Evaluation, between, first_comparable, read_evaluations

@@ -14,7 +14,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from async_flowrl.config.sections.model import ModelConfig
+from async_flowrl.config.schema import ModelConfig
 from async_flowrl.policies.download import download
 from async_flowrl.policies.lora_file import LoraFile, modules_of
 from async_flowrl.policies.registry import resolve_model

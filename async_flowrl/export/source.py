@@ -8,17 +8,15 @@ import torch
 from torch import Tensor, nn
 
 from async_flowrl.config.compose import read_config
-from async_flowrl.config.schema import Config
-from async_flowrl.config.sections.model import ModelConfig
+from async_flowrl.config.schema import Config, ModelConfig
 from async_flowrl.generate import run_of
 from async_flowrl.policies import lora_file, lora_formats
 from async_flowrl.policies.lora import lora_parameters
-from async_flowrl.policies.lora_apply import weights_file
 from async_flowrl.policies.lora_file import LoraFile
 from async_flowrl.policies.registry import resolve_model
+from async_flowrl.policies.trained_file import weights_file
 from async_flowrl.training.checkpoint import Checkpoint, read_checkpoint
-from async_flowrl.training.checkpoint_folder import checkpoint_step, find_checkpoint
-from async_flowrl.training.checkpoint_manifest import MANIFEST
+from async_flowrl.training.checkpoint_folder import MANIFEST, checkpoint_step, find_checkpoint
 from async_flowrl.types import FloatArray
 
 PEFT = "peft"

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from async_flowrl.export.merged import IGNORED, TRANSFORMER
 from async_flowrl.export.source import Source
-from async_flowrl.policies import whole_file
+from async_flowrl.policies import trained_file
 from async_flowrl.policies.registry import resolve_model
 
 
@@ -22,7 +22,7 @@ def write_whole(source: Source, out: Path, what: str) -> Path:
     if target.exists():
         raise ValueError(f"{target} exists already; remove it or export elsewhere")
     model = resolve_model(source.model)
-    base = whole_file.base_folder(model, "all" if what == "pipeline" else "transformer")
+    base = trained_file.base_folder(model, "all" if what == "pipeline" else "transformer")
     copied = [each for each in base.parent.iterdir() if each != base] if what == "pipeline" else []
     needed = sum(file.stat().st_size for each in (base, *copied) for file in (each, *each.rglob("*")) if file.is_file())
     out.mkdir(parents=True, exist_ok=True)
@@ -34,4 +34,4 @@ def write_whole(source: Source, out: Path, what: str) -> Path:
             shutil.copytree(each, out / each.name, ignore=ignore, copy_function=shutil.copyfile, dirs_exist_ok=True)
         elif each.is_file() and each.suffix == ".json":
             shutil.copyfile(each, out / each.name)
-    return whole_file.save(target, source.whole, model)
+    return trained_file.save_whole(target, source.whole, model)

@@ -10,10 +10,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from async_flowrl.config.check import ConfigError
-from async_flowrl.config.reward_pools import is_scoring_pool
-from async_flowrl.config.schema import Config
-from async_flowrl.config.sections.tune import FULL
-from async_flowrl.config.shared import SHARED
+from async_flowrl.config.pools import is_scoring_pool
+from async_flowrl.config.schema import FULL, SHARED, Config
 from async_flowrl.memory.changes import Change, best, fresh_images
 from async_flowrl.memory.processes import (
     MARGIN_SHARE,

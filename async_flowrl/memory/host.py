@@ -10,12 +10,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from async_flowrl.config.check import ConfigError
-from async_flowrl.config.elastic import bounds
-from async_flowrl.config.pool_names import ROLLOUT, TRAINER
-from async_flowrl.config.schema import Config
-from async_flowrl.config.sections.tune import FULL
-from async_flowrl.config.sharding import in_shares
-from async_flowrl.config.shared import SHARED
+from async_flowrl.config.pools import ROLLOUT, TRAINER
+from async_flowrl.config.schema import FULL, SHARED, Config
 from async_flowrl.memory.changes import best, fresh_images
 from async_flowrl.memory.processes import (
     host_bytes,
@@ -101,7 +97,7 @@ def training_processes(config: Config, model: Sizes, *, on_gpus: bool) -> list[P
     ranks = Process(pool, trainer.num_workers, rank, trainer.workers_per_node or 1, **copies)
     if config.placement == SHARED:
         return [ranks]
-    least, most = bounds(rollout)
+    least, most = rollout.worker_bounds
     worker = PROCESS_BYTES + rollout_bytes(config, model, on_gpu=of_rollout)
     return [ranks, Process(ROLLOUT, least, worker, rollout.workers_per_node or 1, later=most - least)]
 
@@ -118,7 +114,7 @@ def rank_bytes(config: Config, model: Sizes, *, on_gpu: bool, sends: bool = True
         return pinned + (rollout_bytes(config, model, on_gpu=True, certain=certain) if shared else 0)
     trainer = trainer_footprint(config, model)
     if not shared:
-        gathered = host_bytes(config, model, certain=certain) if sends and model.full and in_shares(config) else 0
+        gathered = host_bytes(config, model, certain=certain) if sends and model.full and config.in_shares else 0
         return trainer.resident + gathered
     both = in_one(trainer, rollout_footprint(config, model), full=model.full)
     return both.resident + ring_bytes(config, model, pinned=False, certain=certain)
@@ -140,7 +136,7 @@ def rollout_bytes(config: Config, model: Sizes, *, on_gpu: bool, certain: bool =
 
 def copying_ranks(config: Config) -> int:
     """Returns the number of trainer ranks that copy their state: all if each has a share of what it trains, else 1."""
-    return config.trainer.num_workers if in_shares(config) else 1
+    return config.trainer.num_workers if config.in_shares else 1
 
 
 def copied_bytes(config: Config, model: Sizes) -> int:

@@ -2,8 +2,7 @@
 
 from async_flowrl.config.paths import find_data
 from async_flowrl.config.resolution import at_size, configured, largest
-from async_flowrl.config.schema import Config
-from async_flowrl.config.sections.data import DataConfig
+from async_flowrl.config.schema import Config, DataConfig
 from async_flowrl.data.load import Data, load_data
 from async_flowrl.types import Resolution
 

@@ -8,10 +8,8 @@ import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from async_flowrl.config.reward_pools import is_scoring_pool
-from async_flowrl.config.schema import Config
-from async_flowrl.config.sections.tune import FULL
-from async_flowrl.config.shared import SHARED
+from async_flowrl.config.pools import is_scoring_pool
+from async_flowrl.config.schema import FULL, SHARED, Config
 from async_flowrl.memory.devices import GIB, MEMORY_WARNING_SHARE, ROLLOUT, footprint, titled_devices
 from async_flowrl.training.messages import Layout
 

@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from async_flowrl.algorithms.ema import samples_from_average
 from async_flowrl.algorithms.registry import build_algorithm
 from async_flowrl.config.schema import Config
-from async_flowrl.config.sharding import in_shares, is_sharded, ranks_per_replica
 from async_flowrl.memory.rehearsed import (
     alone,
     model_sizes,
@@ -163,11 +162,11 @@ def trainer_footprint(config: Config, model: Sizes, activations: int = 0) -> Foo
     """
     trainer, vector = config.trainer, model.adapter_parameters * FLOAT32_BYTES
     joined = trainer.num_workers > 1 or trainer.cpu_offload
-    sharded = joined and is_sharded(config)
+    sharded = joined and config.is_sharded
     # `versions`: those retained, and two slots per stream from which versions are sent; shares are gathered in host
     # memory. `masters`, float32: the moving averages, a warm start, and a copy of the live values while a version
     # replaces them.
-    versions = config.live_versions + (0 if in_shares(config) else 2 * streams(config))
+    versions = config.live_versions + (0 if config.in_shares else 2 * streams(config))
     masters = moving_averages(config) + (config.lora.path is not None) + 1
     if model.full:
         whole = _full_parts(config, model, activations, versions, masters)
@@ -263,7 +262,7 @@ def rollout_ranks(config: Config) -> int:
 
 def base_share(config: Config, model: Sizes) -> int:
     """Returns the bytes of one rank's share of a frozen base that is shared."""
-    return -(-model.base_bytes // ranks_per_replica(config, config.trainer.num_workers, sharded=True))
+    return -(-model.base_bytes // config.ranks_per_replica(config.trainer.num_workers, sharded=True))
 
 
 def host_bytes(config: Config, model: Sizes, *, certain: bool = False) -> int:
@@ -274,7 +273,7 @@ def host_bytes(config: Config, model: Sizes, *, certain: bool = False) -> int:
     """
     if not model.full:
         return base_share(config, model) if config.trainer.cpu_offload else 0
-    if in_shares(config):
+    if config.in_shares:
         return (1 if certain else sent_versions(config)) * model.version_bytes
     return (kept_versions(config) if certain else sent_versions(config)) * pinned_bytes(model.version_bytes)
 
@@ -287,7 +286,7 @@ def sent_versions(config: Config) -> int:
     before the first is released. Of versions in shares, they are the newest one of each stream, one that is being
     gathered, and of both streams together one that is gathered once more.
     """
-    if in_shares(config):
+    if config.in_shares:
         return 2 * streams(config) + 1
     held_twice = config.trainer.ema_decay is None and config.evaluate.every > 0
     return streams(config) * (config.live_versions + 2) + held_twice
@@ -328,7 +327,7 @@ def snapshot_bytes(config: Config, model: Sizes) -> int:
     whole = (
         3 + moving_averages(config)
     ) * model.adapter_parameters * FLOAT32_BYTES + config.live_versions * model.version_bytes
-    return -(-whole // (config.trainer.num_workers if in_shares(config) else 1))
+    return -(-whole // (config.trainer.num_workers if config.in_shares else 1))
 
 
 def streams(config: Config) -> int:

@@ -4,10 +4,8 @@ import logging
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from async_flowrl.config.reward_pools import held_out_by_pool, scoring_pools
-from async_flowrl.config.schema import Config
-from async_flowrl.config.sections.reward import RewardTerm
-from async_flowrl.config.shared import SHARED
+from async_flowrl.config.pools import held_out_by_pool, scoring_pools
+from async_flowrl.config.schema import SHARED, Config, RewardTerm
 from async_flowrl.memory.processes import Footprint
 from async_flowrl.rewards.registry import memory_gib
 from async_flowrl.rewards.served import served_terms

@@ -4,8 +4,7 @@ import re
 from collections import Counter
 from dataclasses import dataclass
 
-from async_flowrl.config.schema import Config
-from async_flowrl.config.sections.tune import FULL
+from async_flowrl.config.schema import FULL, Config
 from async_flowrl.policies.freeze import trained_names
 from async_flowrl.policies.stored import StoredElements
 

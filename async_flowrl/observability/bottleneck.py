@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from async_flowrl.config.shared import SHARED
+from async_flowrl.config.schema import SHARED
 from async_flowrl.observability.events import Event, step_window
 from async_flowrl.observability.intervals import Interval, intersect, length
 from async_flowrl.observability.ledger import STATES, pool_of

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from async_flowrl.config.sections.monitor import MonitorConfig
+from async_flowrl.config.schema import MonitorConfig
 from async_flowrl.observability.trackers import ALIASES, Sample, Tensorboard, Wandb
 
 logger = logging.getLogger(__name__)

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from async_flowrl.config.reward_pools import scoring_pools
+from async_flowrl.config.pools import scoring_pools
 from async_flowrl.config.schema import Config
 from async_flowrl.observability.events import Event
 from async_flowrl.observability.ledger import place_of, pool_of

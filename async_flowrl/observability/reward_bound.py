@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from statistics import fmean
 
-from async_flowrl.config.reward_pools import is_reward_pool, workers_key
+from async_flowrl.config.pools import is_reward_pool, workers_key
 from async_flowrl.observability.intervals import Interval, intersect, length, subtract, union
 from async_flowrl.observability.ledger import pool_of
 from async_flowrl.observability.timeline import Track

@@ -13,8 +13,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from async_flowrl.config.check import ConfigError
-from async_flowrl.config.schema import Config
-from async_flowrl.config.sections.tune import FULL, LORA
+from async_flowrl.config.schema import FULL, LORA, Config
 
 LEFT_BY_A_START = {".hydra", ".lock", "config.yaml", "logs"}
 """Entries that a run writes before it starts to train."""

@@ -9,8 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from async_flowrl.config.schema import Config
-from async_flowrl.config.shared import SHARED
+from async_flowrl.config.schema import SHARED, Config
 from async_flowrl.observability.events import Event, effective
 from async_flowrl.observability.intervals import Interval, intersect, length, union
 from async_flowrl.observability.ledger import pool_of

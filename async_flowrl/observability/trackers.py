@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from async_flowrl.config.sections.monitor import MonitorConfig
+from async_flowrl.config.schema import MonitorConfig
 from async_flowrl.types import ByteArray
 
 VERSION_KEY = "evaluation/version"

@@ -13,12 +13,8 @@ from dataclasses import asdict, dataclass, replace
 
 from async_flowrl.config.check import ConfigError, check
 from async_flowrl.config.compose import compose_config
-from async_flowrl.config.reward_pools import HELD_OUT, scoring_pools, workers_key
-from async_flowrl.config.reward_pools import SHARED as SHARED_REWARD
-from async_flowrl.config.schema import Config
-from async_flowrl.config.sections.reward import RewardTerm
-from async_flowrl.config.sections.tune import FULL
-from async_flowrl.config.shared import SHARED
+from async_flowrl.config.pools import HELD_OUT, REWARD, scoring_pools, workers_key
+from async_flowrl.config.schema import FULL, SHARED, Config, RewardTerm
 from async_flowrl.memory.largest import at_largest
 from async_flowrl.memory.layout import on_devices, resolved
 from async_flowrl.memory.processes import Footprint, in_one, planned_rollout, planned_trainer
@@ -164,7 +160,7 @@ def staffs(config: Config) -> Iterator[Staff]:
 
     One worker per pool is slower but needs fewer GPUs.
     """
-    configured = {p.name: p.workers for p in scoring_pools(config) if p.name != SHARED_REWARD and p.gpus_per_worker > 0}
+    configured = {p.name: p.workers for p in scoring_pools(config) if p.name != REWARD and p.gpus_per_worker > 0}
     yield configured
     if any(count > 1 for count in configured.values()):
         yield dict.fromkeys(configured, 1)
@@ -236,7 +232,7 @@ def with_workers(config: Config, trainer: int, rollout: int, staff: Staff) -> Co
         config,
         trainer=replace(config.trainer, num_workers=trainer),
         rollout=replace(config.rollout, num_workers=rollout),
-        reward=replace(config.reward, num_workers=rollout, terms=staffed(config.reward.terms, SHARED_REWARD)),
+        reward=replace(config.reward, num_workers=rollout, terms=staffed(config.reward.terms, REWARD)),
         evaluate=replace(config.evaluate, reward=held_out),
     )
 

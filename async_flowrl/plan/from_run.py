@@ -20,10 +20,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from async_flowrl.config.reward_pools import reward_pools, workers_key
-from async_flowrl.config.schema import Config
-from async_flowrl.config.shared import SHARED
-from async_flowrl.config.shared_advice import sharing_refusal
+from async_flowrl.config.check import sharing_refusal
+from async_flowrl.config.pools import reward_pools, workers_key
+from async_flowrl.config.schema import SHARED, Config
 from async_flowrl.observability.summary import WARM_UP_STEPS
 from async_flowrl.plan.arguments import count, pair
 from async_flowrl.plan.measured import (

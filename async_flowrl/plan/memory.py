@@ -11,9 +11,7 @@ from typing import Any
 from async_flowrl.config.check import ConfigError, check
 from async_flowrl.config.compose import DEFAULT, compose_config
 from async_flowrl.config.resolution import in_pixels, parse_resolution
-from async_flowrl.config.schema import Config
-from async_flowrl.config.sharding import in_shares
-from async_flowrl.config.shared import SHARED
+from async_flowrl.config.schema import SHARED, Config
 from async_flowrl.memory.devices import GIB, ONE, ROLLOUT, TRAINER, Device, enough_gpus, remedy, seat_for
 from async_flowrl.memory.largest import at_largest
 from async_flowrl.memory.layout import Chosen, on_devices, resolved
@@ -81,7 +79,7 @@ def on_the_host(plan: MemoryPlan, config: Config) -> list[str]:
     if not plan.model.full:
         base = f"each trainer rank also pins {plan.host / GIB:.1f} GiB of host memory for its share of the base"
         return [base] if plan.host else []
-    who = "each trainer rank" if in_shares(config) else "the first trainer rank"
+    who = "each trainer rank" if config.in_shares else "the first trainer rank"
     ring = (
         f"each rollout worker keeps its versions in {plan.ring / GIB:.1f} GiB of host memory, pinned where it has a GPU"
     )

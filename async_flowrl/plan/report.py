@@ -5,9 +5,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from async_flowrl.config.schema import Config
-from async_flowrl.config.sections.tune import FULL
-from async_flowrl.config.shared import SHARED
+from async_flowrl.config.schema import FULL, SHARED, Config
 from async_flowrl.memory.rehearsal.ledger import Phase
 from async_flowrl.memory.rehearsal.rollout import RolloutRehearsal
 from async_flowrl.memory.rehearsal.trainer import RankRehearsal

@@ -1,4 +1,8 @@
-"""The LoRA on a policy's transformer: attach it, list its tensors, switch it off, load a saved one.
+"""The LoRA on a policy's transformer: its layer, and how it is attached, listed, switched off, and loaded.
+
+LoRA (arXiv 2106.09685, section 4.1) computes y = Wx + (alpha / rank) · B(Ax). The modules and names are PEFT's, which
+would cast x to float32 and pass over the activations four times more. `LoraLinear` computes in the dtype of W, with A
+and B cast to it (the trainer keeps them in float32), and adds B(Ax) to Wx inside one matrix product.
 
 A layout name is the name of a tensor in the exported LoRA file without its prefix, for example
 `transformer_blocks.0.attn.to_q.lora_A.weight`.
@@ -9,17 +13,58 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any, cast
 
+import peft
 import torch
-from peft.tuners.lora import LoraLayer
+from peft.tuners.lora import Linear, LoraLayer
 from torch import Tensor, nn
 
 from async_flowrl.config.check import check_fields
 from async_flowrl.config.messages import did_you_mean
-from async_flowrl.config.sections.tune import LoraConfig
+from async_flowrl.config.schema import LoraConfig
 from async_flowrl.policies import lora_file
 from async_flowrl.policies.base import Policy
-from async_flowrl.policies.lora_layer import ADAPTER, compute_copies, compute_dtype, peft_config
 from async_flowrl.seeds import derive, generator, untouched_rng
+
+ADAPTER = "default"
+"""Name of the PEFT adapter that a run trains."""
+
+
+class LoraLinear(Linear):  # type: ignore[misc]
+    """A linear layer with the PEFT adapter `default`; other adapters of the layer have no effect."""
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Returns y [..., out] for x [..., in], in the base layer's dtype."""
+        base: Tensor = self.base_layer(x)
+        if self.disable_adapters:
+            return base
+        a, b, scaling = _copies(self, base.dtype)
+        flat, hidden = base.flatten(0, -2), nn.functional.linear(x, a).flatten(0, -2)
+        # Without a graph, nobody else has Wx, and the sum may take its memory; the bits are the same.
+        out = torch.addmm(flat, hidden, b.t(), alpha=scaling, out=None if torch.is_grad_enabled() else flat)
+        return out.view(base.shape)
+
+
+def compute_copies(layer: nn.Module) -> tuple[Tensor, Tensor, float]:
+    """Returns (A [rank, in], B [out, rank], alpha / rank) with A and B in the dtype of the layer's base weights.
+
+    If the parameters already have that dtype, they are returned themselves, without a copy.
+    """
+    return _copies(layer, compute_dtype(layer))
+
+
+def _copies(layer: nn.Module, dtype: torch.dtype) -> tuple[Tensor, Tensor, float]:
+    live: Any = layer
+    # `nn.Module`'s attribute lookup takes as long as the matrix product of a small layer.
+    a, b = (live._modules[part]._modules[ADAPTER]._parameters["weight"] for part in ("lora_A", "lora_B"))
+    return a.to(dtype), b.to(dtype), float(live.scaling[ADAPTER])
+
+
+def compute_dtype(layer: nn.Module) -> torch.dtype:
+    """Returns the dtype of a layer's base weights."""
+    live: Any = layer
+    dtype: torch.dtype = live.get_base_layer().weight.dtype
+    return dtype
+
 
 _WRAPPERS = re.compile(r"(^|(?<=\.))(_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")
 """Parts that torch.compile, gradient checkpointing and FSDP insert into the names of modules."""
@@ -43,7 +88,11 @@ def attach_lora(transformer: nn.Module, config: LoraConfig, policy: Policy) -> N
     """Attaches the LoRA without initial values, also to a transformer on the meta device; raises as `add_lora`."""
     check_fields(config, "lora.")
     transformer.requires_grad_(False)
-    adapter = peft_config(config.rank, config.alpha, targeted_modules(transformer, config, policy))
+    targets = targeted_modules(transformer, config, policy)
+    adapter = peft.LoraConfig(
+        r=config.rank, lora_alpha=config.alpha, target_modules=targets, lora_dropout=0.0, bias="none"
+    )
+    adapter._register_custom_module({nn.Linear: LoraLinear})  # documented under PEFT's "custom models"
     # PEFT draws initial values in host memory, also where it then puts the layers on the meta device.
     shapes_only = all(parameter.is_meta for parameter in transformer.parameters())
     with untouched_rng(), torch.device("meta") if shapes_only else nullcontext():

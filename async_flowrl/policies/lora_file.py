@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as save_tensors
 from torch import Tensor
 
-from async_flowrl.config.sections.tune import LoraConfig
+from async_flowrl.config.schema import LoraConfig
 
 FILE_NAME = "pytorch_lora_weights.safetensors"
 """Name of the LoRA file in diffusers' format."""

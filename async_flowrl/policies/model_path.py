@@ -1,11 +1,105 @@
-"""The meaning of `model.path`: the tiny model, a local folder, or a hub name. This module does not import torch."""
+"""The meaning of `model.path`: the tiny model, a local folder, or a hub name; and KNOWN, published models.
+
+The architectures in KNOWN are there so that `async-flowrl plan` needs neither their weights nor the network. This
+module does not import torch.
+"""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from async_flowrl.config.messages import did_you_mean
-from async_flowrl.policies.architectures import KNOWN
+
+_VAE_16: Mapping[str, Any] = {
+    "_class_name": "AutoencoderKL",
+    "sample_size": 1024,
+    "down_block_types": ["DownEncoderBlock2D"] * 4,
+    "up_block_types": ["UpDecoderBlock2D"] * 4,
+    "block_out_channels": [128, 256, 512, 512],
+    "layers_per_block": 2,
+    "latent_channels": 16,
+    "scaling_factor": 1.5305,
+    "shift_factor": 0.0609,
+    "use_quant_conv": False,
+    "use_post_quant_conv": False,
+}
+CLIP_L, CLIP_G, T5_XXL = 123_060_480, 694_659_840, 4_762_310_656
+"""Number of parameters of text encoders: CLIP-L without its projection, OpenCLIP bigG, the encoder of T5 v1.1 XXL."""
+CLIP_L_PROJECTION = 768 * 768
+"""Number of parameters of CLIP-L's projection."""
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """The parts of a model that decide about memory and time."""
+
+    family: str
+    """Name of the model family in the registry."""
+    transformer: Mapping[str, Any]
+    """transformer/config.json, without values that are the class's defaults."""
+    vae: Mapping[str, Any]
+    """vae/config.json, likewise."""
+    text_parameters: int
+    """Number of parameters of all text encoders together."""
+    dtype: str = "bfloat16"
+    """Dtype of the transformer's files."""
+
+
+_QWEN_IMAGE = Architecture(
+    "qwen_image",
+    # The defaults of diffusers' class.
+    {},
+    {"_class_name": "AutoencoderKLQwenImage", "temperal_downsample": [False, True, True]},
+    # Parameters of Qwen2.5-VL-7B.
+    8_292_166_656,
+)
+_SD35: Mapping[str, Any] = {"sample_size": 128, "attention_head_dim": 64, "qk_norm": "rms_norm"}
+
+KNOWN: Mapping[str, Architecture] = {
+    "Qwen/Qwen-Image": _QWEN_IMAGE,
+    "Qwen/Qwen-Image-2512": _QWEN_IMAGE,
+    "stabilityai/stable-diffusion-3.5-medium": Architecture(
+        "sd3",
+        {
+            **_SD35,
+            "num_layers": 24,
+            "num_attention_heads": 24,
+            "caption_projection_dim": 1536,
+            "pos_embed_max_size": 384,
+            "dual_attention_layers": list(range(13)),
+        },
+        _VAE_16,
+        CLIP_L + CLIP_L_PROJECTION + CLIP_G + T5_XXL,
+    ),
+    "stabilityai/stable-diffusion-3.5-large": Architecture(
+        "sd3",
+        {
+            **_SD35,
+            "num_layers": 38,
+            "num_attention_heads": 38,
+            "caption_projection_dim": 2432,
+            "pos_embed_max_size": 192,
+        },
+        _VAE_16,
+        CLIP_L + CLIP_L_PROJECTION + CLIP_G + T5_XXL,
+    ),
+    "black-forest-labs/FLUX.1-dev": Architecture(
+        "flux",
+        {"guidance_embeds": True},
+        {**_VAE_16, "scaling_factor": 0.3611, "shift_factor": 0.1159},
+        CLIP_L + T5_XXL,
+    ),
+    "Tongyi-MAI/Z-Image-Turbo": Architecture(
+        # The text encoder is Qwen3-4B without its output head.
+        "z_image",
+        {},
+        {**_VAE_16, "scaling_factor": 0.3611, "shift_factor": 0.1159},
+        4_022_468_096,
+        "float32",
+    ),
+}
 
 TINY = "tiny"
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")

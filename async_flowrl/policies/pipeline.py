@@ -6,19 +6,81 @@ The file of a model family adds the shape of latents, the network's arguments, a
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar, cast
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from async_flowrl.config.guidance import guidance_refusal
-from async_flowrl.config.resolution import in_pixels
+from async_flowrl.config.check import guidance_refusal
+from async_flowrl.config.resolution import height_width, in_pixels, in_words, of_sides
 from async_flowrl.policies.base import Shapes
-from async_flowrl.policies.guidance import apart, guided_velocity
-from async_flowrl.policies.image_tokens import ImageTokens, grid_of
 from async_flowrl.policies.loading import TEXT_ENCODERS
 from async_flowrl.types import Conditioning, Resolution, Sampling, TokenIds, Wording
+
+
+@dataclass(frozen=True)
+class ImageTokens:
+    """The image tokens of a model."""
+
+    title: str
+    """Name of the model in messages."""
+    side: int
+    """Side of a token in pixels."""
+    size_step: int
+    """Image sides must be a multiple of this many pixels, too."""
+    largest: tuple[int, int] | None
+    """Most rows and columns for which the network has positions; None: any number of them."""
+
+
+def grid_of(resolution: Resolution, tokens: ImageTokens) -> tuple[int, int]:
+    """Returns rows and columns of the tokens of an image.
+
+    Raises ValueError, with the nearest size, if they are not whole, and for more than `tokens.largest`.
+    """
+    (height, width), step = height_width(resolution), math.lcm(tokens.side, tokens.size_step)
+    if height % step or width % step:
+        wanted = "a multiple" if isinstance(resolution, int) else "multiples"
+        nearest = of_sides(*(step * max(1, round(each / step)) for each in (height, width)))
+        raise ValueError(
+            f"resolution must be {wanted} of {step}, got {in_words(resolution)}, nearest: {in_words(nearest)}"
+        )
+    grid = height // tokens.side, width // tokens.side
+    if tokens.largest is not None and any(a > b for a, b in zip(grid, tokens.largest, strict=True)):
+        most = of_sides(*(tokens.side * each for each in tokens.largest))
+        raise ValueError(
+            f"resolution must be at most {in_words(most)} px for {tokens.title}, whose network has no positions beyond "
+            f"that, got {in_words(resolution)}"
+        )
+    return grid
+
+
+def guided_velocity(conditional: Tensor, unconditional: Tensor, scale: float) -> Tensor:
+    """Returns u + w (c - u) for velocities c (`conditional`) and u (`unconditional`), all [n, ...] of one dtype.
+
+    `scale` is w, as diffusers' `true_cfg_scale`; 1 gives c up to rounding. Classifier-free guidance, arXiv 2207.12598.
+    """
+    return unconditional + scale * (conditional - unconditional)
+
+
+def with_norm_of(conditional: Tensor, guided: Tensor) -> Tensor:
+    """Returns `guided` [..., channels], each token scaled to the norm that it has in `conditional`.
+
+    QwenImagePipeline does the same, but gives NaN for a token of zeros in `guided`; here it stays zero.
+    """
+    norm: Tensor = guided.norm(dim=-1, keepdim=True)
+    rescale: Tensor = conditional.norm(dim=-1, keepdim=True) / torch.where(norm > 0, norm, 1.0)
+    return guided * rescale
+
+
+def apart(positive: Mapping[str, Tensor], negative: Mapping[str, Tensor], device: torch.device) -> bool:
+    """Returns True if guidance needs two forward passes: on CUDA, for prompts of different lengths.
+
+    In one batch the shorter text would be padded and masked, and a mask prevents flash attention. Padding does not
+    change text positions, so the results are mathematically equal. On a CPU one batch costs no speed.
+    """
+    return device.type == "cuda" and any(positive[name].shape != negative[name].shape for name in positive)
 
 
 class PipelinePolicy(ABC):

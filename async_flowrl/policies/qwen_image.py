@@ -9,12 +9,9 @@ from torch import Tensor, nn
 
 from async_flowrl.config.resolution import height_width
 from async_flowrl.policies.base import JOINT_ATTENTION
-from async_flowrl.policies.chat_template import check_ids, encode_ids, system_prompt
-from async_flowrl.policies.guidance import with_norm_of
-from async_flowrl.policies.padding import padded_texts
-from async_flowrl.policies.pipeline import PipelinePolicy
+from async_flowrl.policies.pipeline import PipelinePolicy, with_norm_of
 from async_flowrl.policies.pipeline_family import PipelineFamily
-from async_flowrl.policies.qwen_text_lengths import skip_unused_lengths
+from async_flowrl.policies.qwen_text import check_ids, encode_ids, padded_texts, skip_unused_lengths, system_prompt
 from async_flowrl.policies.stored import configuration
 from async_flowrl.types import Conditioning, Prompt, Resolution, Sampling, TokenIds, Wording
 

@@ -3,17 +3,25 @@
 A run saves to lora/ or transformer/; `generate` and `evaluate` also load weights from elsewhere.
 """
 
+import inspect
+import logging
+import re
+import shutil
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from async_flowrl.config.schema import Config
-from async_flowrl.config.sections.tune import FULL
-from async_flowrl.policies import lora_file, whole_file
-from async_flowrl.policies.lora_apply import apply_lora, weights_file
-from async_flowrl.policies.registry import ResolvedModel
+from async_flowrl.config.messages import first_line
+from async_flowrl.config.quiet import quieter
+from async_flowrl.config.schema import FULL, Config
+from async_flowrl.policies import lora_file
+from async_flowrl.policies.download import download
+from async_flowrl.policies.registry import DTYPES, ResolvedModel
+from async_flowrl.policies.stored import FILE, FOLDER, StoredWeights
 
 
 def save(folder: Path, tensors: Mapping[str, Tensor], config: Config, model: ResolvedModel) -> Path:
@@ -22,19 +30,160 @@ def save(folder: Path, tensors: Mapping[str, Tensor], config: Config, model: Res
     `tensors` are by layout name (see policies/lora.py). Returns the path from which diffusers loads.
     """
     if config.tune == FULL:
-        return whole_file.save(folder, tensors, model)
+        return save_whole(folder, tensors, model)
     return lora_file.save(folder, tensors, alpha=config.lora.alpha, base=config.model.path)
 
 
 def check(path: Path) -> None:
     """Raises ValueError if `path` is neither the folder of a whole transformer nor a LoRA."""
-    if not whole_file.is_whole(path):
+    if not is_whole(path):
         weights_file(path)
 
 
 def apply(pipeline: Any, path: Path) -> None:
     """Loads the trained weights at `path` into a diffusers pipeline. Raises ValueError if they do not fit."""
-    if whole_file.is_whole(path):
-        whole_file.put_on(pipeline, path)
+    if is_whole(path):
+        put_on(pipeline, path)
     else:
         apply_lora(pipeline, path)
+
+
+CONFIG = "config.json"
+SHARD = "5GB"
+"""Largest size of one safetensors file."""
+
+
+def save_whole(folder: Path, tensors: Mapping[str, Tensor], model: ResolvedModel) -> Path:
+    """Writes a transformer in the dtype of `model` to `folder` (config.json, safetensors) and returns `folder`.
+
+    It has the trained `tensors`, and the base model's for all others (frozen parameters, saved buffers). diffusers'
+    `AutoModel.from_pretrained(folder)` loads it. The files are written to another folder, which is then renamed, so
+    `folder` is never incomplete; an older one is replaced. Raises ValueError for a tensor that is not in the model or
+    has another shape.
+    """
+    from huggingface_hub import save_torch_state_dict
+
+    dtype = DTYPES[model.dtype]
+    stored = StoredWeights(model.path, dtype=dtype, revision=model.revision)
+    _check_fits(folder, tensors, stored)
+    state = {name: tensors[name].to(dtype).contiguous() if name in tensors else stored[name] for name in sorted(stored)}
+    work, old = (folder.with_name(f".{folder.name}-{what}") for what in ("unfinished", "old"))
+    for left in (work, old):
+        shutil.rmtree(left, ignore_errors=True)
+    work.mkdir(parents=True)
+    shutil.copyfile(base_folder(model) / CONFIG, work / CONFIG)
+    pattern = FILE.replace(".safetensors", "{suffix}.safetensors")
+    with quieter(inspect.getfile(save_torch_state_dict), logging.WARNING):  # the logger is named after the file
+        save_torch_state_dict(state, work, filename_pattern=pattern, max_shard_size=SHARD)
+    for file in work.iterdir():
+        file.chmod(0o644)  # safetensors makes files that only their owner can read
+    if folder.exists():
+        folder.rename(old)
+    work.rename(folder)
+    shutil.rmtree(old, ignore_errors=True)
+    return folder
+
+
+def base_folder(model: ResolvedModel, parts: str = "transformer") -> Path:
+    """Returns the base model's transformer folder; of a hub model the files for `parts` are downloaded."""
+    path = Path(model.path) if model.revision is None else download(model.path, model.revision, parts)
+    return path / FOLDER
+
+
+def is_whole(path: Path) -> bool:
+    """Returns True if `path` is the folder of a whole transformer."""
+    return (path / CONFIG).is_file() and any(path.glob(f"{FILE.removesuffix('.safetensors')}*"))
+
+
+@torch.no_grad()
+def put_on(pipeline: Any, folder: Path) -> None:
+    """Overwrites the transformer's weights in a diffusers pipeline. Raises ValueError, one sentence, if names or
+    shapes differ."""
+    state = pipeline.transformer.state_dict()
+    dtype = next(pipeline.transformer.parameters()).dtype
+    stored = StoredWeights(str(folder.parent), dtype=dtype, folder=folder.name)
+    _check_fits(folder, stored, state)
+    if missing := sorted(state.keys() - stored.keys()):
+        raise ValueError(f"{folder} lacks {missing[0]} of {type(pipeline).__name__} ({len(missing)} tensors missing)")
+    for name, tensor in state.items():
+        tensor.copy_(stored[name])
+
+
+def _check_fits(folder: Path, tensors: Mapping[str, Tensor], model: Mapping[str, Tensor]) -> None:
+    for name in sorted(tensors):
+        if name not in model:
+            raise ValueError(f"{folder}: {name} is no tensor of the model")
+        if tensors[name].shape != model[name].shape:
+            shapes = f"{list(tensors[name].shape)}, expected {list(model[name].shape)}"
+            raise ValueError(f"{folder}: {name} is {shapes}")
+
+
+_NAMED = re.compile(r"transformer\.(?P<module>.+)\.(lora_A|lora_B|lora\.down|lora\.up|lora_down|lora_up)\.weight")
+
+
+def apply_lora(pipeline: Any, path: Path) -> None:
+    """Loads the LoRA at `path` (diffusers, PEFT, kohya or ComfyUI) into the pipeline with `load_lora_weights`.
+
+    diffusers itself ignores tensors that it does not recognise, at most with a log line; here that is an error. A PEFT
+    folder is converted first, because diffusers would load nothing from it. Raises ValueError, one sentence, if the
+    file cannot be read, and if the model lacks a layer that the LoRA adapts.
+    """
+    file = weights_file(path)
+    if file.name == lora_file.PEFT_WEIGHTS and (file.parent / lora_file.PEFT_CONFIG).is_file():
+        source = lora_file.read(file)
+        with tempfile.TemporaryDirectory() as work:
+            _load_lora(pipeline, lora_file.write(Path(work), source.tensors, alpha=source.alpha), path)
+    else:
+        _load_lora(pipeline, file, path)
+
+
+def weights_file(path: Path) -> Path:
+    """Returns the .safetensors file of a LoRA's path. Raises ValueError for no file, several, or a pickled one."""
+    if not path.exists():
+        raise ValueError(f"LoRA {path} does not exist")
+    if path.is_file():
+        if path.suffix != ".safetensors":
+            raise ValueError(f"LoRA {path} is not a .safetensors file; pickled weights are not read")
+        lora_file.header_of(path)
+        return path
+    for name in (lora_file.FILE_NAME, lora_file.PEFT_WEIGHTS):
+        if (path / name).is_file():
+            return weights_file(path / name)
+    files = sorted(path.glob("*.safetensors"))
+    if len(files) != 1:
+        held = f"{len(files)} .safetensors files" if files else "no .safetensors file"
+        raise ValueError(f"LoRA {path} holds {held}; give the file itself, or a folder with {lora_file.FILE_NAME}")
+    return weights_file(files[0])
+
+
+def _load_lora(pipeline: Any, file: Path, where: Path) -> None:
+    """Loads the LoRA file and checks that the pipeline uses all of it; `where` is the path for messages.
+
+    Raises ValueError if diffusers cannot load it, if it belongs to another pipeline, or if a layer is missing.
+    """
+    from async_flowrl.policies.loading import quiet
+
+    options = {"weight_name": file.name, "use_safetensors": True}
+    title = type(pipeline).__name__
+    try:
+        # The checks below replace diffusers' log lines about unknown names.
+        with quiet(), quieter("diffusers.loaders", logging.CRITICAL):
+            converted: Any = pipeline.lora_state_dict(str(file.parent), **options)
+            pipeline.load_lora_weights(str(file.parent), **options)
+    except (ValueError, RuntimeError, KeyError, AssertionError) as error:
+        raise ValueError(f"LoRA {where} cannot be loaded into {title}: {_reason(error)}") from error
+    if not pipeline.get_list_adapters():
+        first = min(converted, default="none at all")
+        raise ValueError(f"LoRA {where}: none of its tensors belong to {title}; their names are such as {first}")
+    wanted = {match["module"] for name in converted if (match := _NAMED.fullmatch(name))}
+    there = {name.removesuffix(".lora_A") for name, _ in pipeline.transformer.named_modules()}
+    if missing := sorted(wanted - there):
+        raise ValueError(
+            f"LoRA {where} adapts {len(missing)} of {len(wanted)} layers that {title} does not have, e.g. {missing[0]}"
+        )
+
+
+def _reason(error: BaseException) -> str:
+    """Returns an error's message in one line; torch names the first mismatch only in the second line."""
+    lines = [line.strip() for line in str(error).strip().splitlines()[:2]]
+    return " ".join(lines) if lines and lines[0].endswith(":") else first_line(error)

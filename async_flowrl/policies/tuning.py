@@ -5,98 +5,63 @@ the trained tensors and for the binding probe.
 """
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
-from async_flowrl.config.schema import Config
-from async_flowrl.config.sections.tune import FULL, LoraConfig
+from async_flowrl.config.schema import FULL, Config, LoraConfig
 from async_flowrl.policies import lora
 from async_flowrl.policies.base import Policy
 from async_flowrl.policies.freeze import trained_names
 from checkpoint_engine import LoraModule, binding_probe, tensor_probe
 
 
-class Tuning(Protocol):
-    """Choice of the trained tensors: a LoRA or the full weights. An object holds only settings, never tensors."""
+class LoraTuning:
+    """Trains a LoRA; the base model is frozen. An object holds only settings, never tensors."""
 
-    alpha: float | None
-    """Alpha of the LoRA, which is sent with every version; None without a LoRA."""
-    rank: int | None
-    """Rank of the LoRA; None without a LoRA."""
+    def __init__(self, config: LoraConfig) -> None:
+        self._config = config
+        self.alpha: float | None = config.alpha
+        """Alpha of the LoRA, which is sent with every version; None without a LoRA."""
+        self.rank: int | None = config.rank
+        """Rank of the LoRA; None without a LoRA."""
 
     def attach(self, policy: Policy, seed: int) -> None:
         """Makes the trained tensors require gradients and freezes all others; a LoRA is attached.
 
         Call it before torch.compile and FSDP. Raises ValueError as `check`.
         """
-        ...
-
-    def check(self, policy: Policy) -> None:
-        """Raises ValueError for names in `lora.targets` or `full.freeze` that the network does not have."""
-        ...
-
-    def warm_start(self, policy: Policy) -> None:
-        """Loads the LoRA of `lora.path`, if it is set; otherwise does nothing."""
-        ...
-
-    def parameters(self, transformer: nn.Module) -> dict[str, nn.Parameter]:
-        """Returns the trained tensors by layout name, sorted; torch.compile does not change the names."""
-        ...
-
-    def dtypes(self, transformer: nn.Module) -> dict[str, torch.dtype]:
-        """Returns by layout name the dtype in which the network uses a tensor; versions are sent in it, too."""
-        ...
-
-    def keep_compute_copies(self, transformer: nn.Module) -> None:
-        """Casts the trained tensors to `dtypes`; for rollout workers, whose tensors no optimizer updates."""
-        ...
-
-    def probe(self, transformer: nn.Module) -> dict[str, Tensor]:
-        """Returns the probe of the network's present tensors, with which `checkpoint_engine` proves their version."""
-        ...
-
-
-def tuning_of(config: Config) -> Tuning:
-    """Returns the object for `config.tune`."""
-    return FullTuning(config.full.freeze) if config.tune == FULL else LoraTuning(config.lora)
-
-
-class LoraTuning:
-    """Trains a LoRA; the base model is frozen. Methods are as in `Tuning`."""
-
-    def __init__(self, config: LoraConfig) -> None:
-        self._config = config
-        self.alpha: float | None = config.alpha
-        self.rank: int | None = config.rank
-
-    def attach(self, policy: Policy, seed: int) -> None:
         lora.add_lora(policy.transformer, self._config, policy, seed)
 
     def check(self, policy: Policy) -> None:
+        """Raises ValueError for names in `lora.targets` or `full.freeze` that the network does not have."""
         lora.targeted_modules(policy.transformer, self._config, policy)
 
     def warm_start(self, policy: Policy) -> None:
+        """Loads the LoRA of `lora.path`, if it is set; otherwise does nothing."""
         if self._config.path is not None:
             lora.load_warm_start(policy.transformer, self._config, policy)
 
     def parameters(self, transformer: nn.Module) -> dict[str, nn.Parameter]:
+        """Returns the trained tensors by layout name, sorted; torch.compile does not change the names."""
         return lora.lora_parameters(transformer)
 
     def dtypes(self, transformer: nn.Module) -> dict[str, torch.dtype]:
+        """Returns by layout name the dtype in which the network uses a tensor; versions are sent in it, too."""
         return lora.compute_dtypes(transformer)
 
     def keep_compute_copies(self, transformer: nn.Module) -> None:
+        """Casts the trained tensors to `dtypes`; for rollout workers, whose tensors no optimizer updates."""
         lora.keep_compute_copies(transformer)
 
     def probe(self, transformer: nn.Module) -> dict[str, Tensor]:
+        """Returns the probe of the network's present tensors, with which `checkpoint_engine` proves their version."""
         layers = lora.lora_layers(lora.lora_modules(transformer))
         return binding_probe({name: LoraModule(*parts) for name, parts in layers.items()})
 
 
 class FullTuning:
-    """Trains all parameters of the transformer, except those whose names match `freeze`. Methods are as in `Tuning`."""
+    """Trains all parameters of the transformer, except those that `freeze` names. Methods are as in LoraTuning."""
 
     def __init__(self, freeze: Sequence[str]) -> None:
         self._freeze = tuple(freeze)
@@ -127,3 +92,11 @@ class FullTuning:
 
     def probe(self, transformer: nn.Module) -> dict[str, Tensor]:
         return tensor_probe(self.parameters(transformer))
+
+
+Tuning = LoraTuning | FullTuning
+
+
+def tuning_of(config: Config) -> Tuning:
+    """Returns the object for `config.tune`."""
+    return FullTuning(config.full.freeze) if config.tune == FULL else LoraTuning(config.lora)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from async_flowrl.config.shared import SHARED
+from async_flowrl.config.schema import SHARED
 from async_flowrl.config.typed import resume_command, typed_command
 from async_flowrl.observability.bottleneck import step_pools
 from async_flowrl.observability.ledger import STATES

@@ -10,7 +10,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from async_flowrl.config.shared import SHARED
+from async_flowrl.config.schema import SHARED
 from async_flowrl.observability.evaluations import Evaluation, read_evaluations
 from async_flowrl.observability.events import Event, effective, read_events, step_window
 from async_flowrl.observability.intervals import Interval

@@ -6,7 +6,7 @@ A few windows of steps have exact bars; the whole run has shares of time, or exa
 from collections.abc import Sequence
 from typing import Any
 
-from async_flowrl.config.shared import SHARED
+from async_flowrl.config.schema import SHARED
 from async_flowrl.observability.events import Event
 from async_flowrl.observability.intervals import Interval, intersect, length
 from async_flowrl.observability.ledger import STATES, pool_of

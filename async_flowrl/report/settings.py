@@ -6,8 +6,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from async_flowrl.config.schema import Config
-from async_flowrl.config.sections.reward import RewardTerm
+from async_flowrl.config.schema import Config, RewardTerm
 from async_flowrl.report.records import Records
 
 TERM = asdict(RewardTerm())

@@ -1,14 +1,17 @@
-"""CLIP (Radford et al. 2021) for rewards: embeddings of images and of a prompt, computed by transformers' CLIPModel."""
+"""CLIP (Radford et al. 2021) for rewards: embeddings by transformers' CLIPModel, and `clip_score` and `pickscore`.
 
-from collections.abc import Callable, Iterator
+Both rewards are the cosine of an image's and its prompt's embedding, by a published model or by one that was trained on
+people's choices between two images.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from PIL import Image
 
-from async_flowrl.rewards.device import check_model_options, choose_device
-from async_flowrl.rewards.weights import FailedLoad, check_path, loading
-from async_flowrl.types import ByteArray
+from async_flowrl.rewards.weights import FailedLoad, check_model_options, check_path, check_pins, choose_device, loading
+from async_flowrl.types import ByteArray, FloatArray, Prompt
 
 if TYPE_CHECKING:
     import torch
@@ -195,3 +198,84 @@ def _unit(features: Any) -> "torch.Tensor":
     vectors: torch.Tensor = getattr(features, "pooler_output", features)
     unit: torch.Tensor = vectors / vectors.norm(dim=-1, keepdim=True)
     return unit
+
+
+class ClipScore:
+    """100 * cos(image, text) / `scale` (Hessel et al. 2021, "CLIPScore", without its factor 2.5 and its cut at 0).
+
+    `scale=1` gives the number that torchmetrics' CLIPScore averages, about 20 to 35 for images that fit; flow_grpo
+    trains on it divided by 30. Prompts are cut to 77 tokens and keep their end token (torchmetrics cuts off the end
+    token, too).
+    """
+
+    def __init__(
+        self,
+        model: str = "openai/clip-vit-large-patch14",
+        *,
+        revision: str | None = None,
+        scale: float = 1.0,
+        batch_size: int = 16,
+        device: str = "auto",
+    ) -> None:
+        check_model_options("CLIP score", device=device, batch_size=batch_size, scale=scale)
+        self._clip = Clip("CLIP score", model, None, revision, batch_size, device)
+        self._scale = scale
+
+    @staticmethod
+    def memory_gib(model: str = "openai/clip-vit-large-patch14", **options: Any) -> float | None:
+        """Returns the device memory of the CLIP model in GiB; None if its size is unknown."""
+        return memory_gib(model, **options)
+
+    def check(self, prompt: Prompt) -> None:
+        """Raises ValueError if the model is a local path that does not exist."""
+        self._clip.check()
+
+    def __call__(self, images: ByteArray, prompt: Prompt) -> Sequence[float]:
+        return [100.0 * cosine / self._scale for cosine in self._clip.cosines(images, prompt.text)]
+
+    def features(self, images: ByteArray) -> FloatArray:
+        """Returns embeddings float32 [n, d] of length 1, by which evaluations measure how different images are."""
+        import torch
+
+        with torch.inference_mode():
+            return torch.cat([batch.float().cpu() for batch in self._clip.image_embeddings(images)]).numpy()
+
+
+class PickScore:
+    """exp(logit_scale) * cos(image, text) / `scale` (Kirstain et al. 2023, "Pick-a-Pic", section 4).
+
+    flow_grpo trains on it divided by 26 and reports it with `scale=1`, about 20 to 24. `device="auto"` uses a GPU if
+    this process sees one; a reward worker does if it has `gpus_per_worker` above 0.
+    """
+
+    def __init__(
+        self,
+        model: str = "yuvalkirstain/PickScore_v1",
+        processor: str = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K",
+        *,
+        revision: str | None = None,
+        processor_revision: str | None = None,
+        scale: float = 26.0,
+        batch_size: int = 16,
+        device: str = "auto",
+    ) -> None:
+        check_model_options("PickScore", device=device, batch_size=batch_size, scale=scale)
+        if processor != model:
+            check_pins("PickScore", revision=(model, revision), processor_revision=(processor, processor_revision))
+        self._clip = Clip(
+            "PickScore", model, processor, revision, batch_size, device, processor_revision=processor_revision
+        )
+        self._scale = scale
+
+    @staticmethod
+    def memory_gib(model: str = "yuvalkirstain/PickScore_v1", **options: Any) -> float | None:
+        """Returns the device memory of the CLIP model in GiB; None if its size is unknown."""
+        return memory_gib(model, **options)
+
+    def check(self, prompt: Prompt) -> None:
+        """Raises ValueError if the model or the processor is a local path that does not exist."""
+        self._clip.check()
+
+    def __call__(self, images: ByteArray, prompt: Prompt) -> Sequence[float]:
+        factor = self._clip.logit_scale() / self._scale
+        return [factor * cosine for cosine in self._clip.cosines(images, prompt.text)]

@@ -5,13 +5,16 @@
 
 import asyncio
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
+from typing import Any, cast
 
+from async_flowrl.config.schema import RewardTerm
 from async_flowrl.rewards.base import PointwiseReward, Reward, RewardError
-from async_flowrl.rewards.call import Attempts, score_term
-from async_flowrl.rewards.results import check_size
+from async_flowrl.rewards.call import Attempts, TermScores, check_size, score_term
+from async_flowrl.rewards.served import Addresses
 from async_flowrl.types import ByteArray, Prompt, Scores, Span
 
 
@@ -81,8 +84,7 @@ class CompositeReward:
         """
         start = time.time()
         terms = [term for term in self.terms if only is None or term.name in only]
-        calls = (score_term(t.name, t.reward, t.pointwise, prompt, images, executor, self.attempts) for t in terms)
-        results = dict(zip((term.name for term in terms), await asyncio.gather(*calls), strict=True))
+        results = await scored_terms(terms, prompt, images, executor, self.attempts)
         by_term = {name: result.scores for name, result in results.items() if result.failure is None}
         spans = [result.span for result in results.values()]
         whole = Span("score", start, time.time())
@@ -96,15 +98,54 @@ class CompositeReward:
         )
 
 
+async def scored_terms(
+    terms: Sequence[Term], prompt: Prompt, images: ByteArray, executor: Executor, attempts: Attempts
+) -> dict[str, TermScores]:
+    """Returns term → its scores of images uint8 [n, H, W, 3], or its failure; all terms are scored concurrently."""
+    calls = (score_term(t.name, t.reward, t.pointwise, prompt, images, executor, attempts) for t in terms)
+    return dict(zip((term.name for term in terms), await asyncio.gather(*calls), strict=True))
+
+
+def connect(terms: Iterable[Term], servers: Mapping[str, Addresses]) -> None:
+    """Passes the addresses of the run's servers, by term, to the terms that use them."""
+    for term in terms:
+        if (address := servers.get(term.name)) is not None:
+            cast("Any", term.reward).connect(address.urls, address.token)
+
+
 def weighted_total(
     weights: Mapping[str, float], by_term: Mapping[str, tuple[float, ...]], images: int
 ) -> tuple[float, ...]:
     """Returns per image the weighted sum of the terms in `by_term`, added in the order of `weights`.
 
-    The fixed order keeps the sum bit-identical. Raises RewardError if a sum is beyond `results.MAX_SCORE`.
+    The fixed order keeps the sum bit-identical. Raises RewardError if a sum is beyond `call.MAX_SCORE`.
     """
     there = [name for name in weights if name in by_term]
     total = tuple(sum(weights[name] * by_term[name][image] for name in there) for image in range(images))
     for number in total:
         check_size("the weighted sum of the rewards", number)
     return total
+
+
+def combined(terms: Mapping[str, RewardTerm], parts: Sequence[Scores]) -> Scores:
+    """Returns one group's Scores from `parts`, each of which holds the scores of some of the `terms`.
+
+    Terms are ordered as in the configuration, so scores and totals are bit-identical to those of a single call. A term
+    that failed in one part and was scored in another keeps its score. A term that failed in several parts keeps the
+    last failure. Retries are added up.
+    """
+    if len(parts) == 1:
+        return parts[0]
+    by_name = {name: values for part in parts for name, values in part.by_term.items()}
+    by_term = {name: by_name[name] for name in terms if name in by_name}
+    failed = {name: failure for part in parts for name, failure in part.failed.items() if name not in by_name}
+    retries: Counter[str] = sum((Counter(part.retries) for part in parts), Counter())
+    images = len(next(iter(by_term.values()), ()))
+    return Scores(
+        total=weighted_total({name: term.weight for name, term in terms.items()}, by_term, images),
+        by_term=by_term,
+        spans=tuple(span for part in parts for span in part.spans),
+        extras={name: part.extras[name] for name in terms for part in parts if name in part.extras},
+        failed={name: failed[name] for name in terms if name in failed},
+        retries={name: retries[name] for name in terms if retries[name]},
+    )

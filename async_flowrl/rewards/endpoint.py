@@ -7,12 +7,13 @@ status and an unusable reply are raised at once as a ServerError. The rewards `h
 import asyncio
 import email.utils
 import logging
+import math
 import os
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import httpx
@@ -26,6 +27,14 @@ BACKOFF_SECONDS, MAX_BACKOFF_SECONDS = 0.25, 30.0
 """Seconds before the first retry, doubled for each further one, and the longest such pause."""
 PASSING = (408, 429)
 """Statuses below 500 after which the request is repeated."""
+LIMITS = (
+    ("timeout", 0.001, math.inf),
+    ("deadline", 0.001, math.inf),
+    ("retries", 0, math.inf),
+    ("concurrency", 1, math.inf),
+)
+"""Options of every reward with an Endpoint: name, least and greatest value; a whole least value asks for whole numbers.
+"""
 
 _clients: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, httpx.AsyncClient] = weakref.WeakKeyDictionary()
 
@@ -125,6 +134,16 @@ class Endpoint:
         if self._slots is None or self._slots[0] is not loop:
             self._slots = loop, asyncio.Semaphore(self._bounds.concurrency)
         return self._slots[1]
+
+
+def check_numbers(reward: str, options: Mapping[str, Any], ranges: Iterable[tuple[str, float, float]]) -> None:
+    """Raises ValueError for a numeric option that is not a number, or is out of its range (see LIMITS)."""
+    for name, low, high in ranges:
+        value, whole = options[name], isinstance(low, int)
+        if isinstance(value, bool) or not isinstance(value, int if whole else int | float) or not low <= value <= high:
+            kind = "a whole number" if whole else "a number"
+            limit = f"of at least {low:g}" if high == math.inf else f"from {low:g} to {high:g}"
+            raise ValueError(f"the {reward} reward's {name} must be {kind} {limit}, got {value!r}")
 
 
 def checked_urls(what: str, given: str | Sequence[str] | None, example: str, token_option: str) -> list[str]:

@@ -8,19 +8,17 @@ import asyncio
 import re
 from collections.abc import Collection, Iterable, Mapping
 from concurrent.futures import Executor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from async_flowrl.config.messages import in_one_line
-from async_flowrl.config.schema import Config
-from async_flowrl.config.sections.reward import RewardConfig, RewardTerm
-from async_flowrl.rewards.base import RewardError
+from async_flowrl.config.schema import Config, RewardConfig, RewardTerm
 from async_flowrl.rewards.call import Attempts
-from async_flowrl.rewards.composite import CompositeReward, Term
+from async_flowrl.rewards.composite import Term, scored_terms
 from async_flowrl.rewards.registry import build_reward, check_prompts, check_rewards
-from async_flowrl.types import ByteArray, Prompt, Scores, Span
+from async_flowrl.types import ByteArray, Prompt, Span
 
 RESERVED = ("reward", "diversity", "held_out")
 """Names that a held-out term must not have, as metrics.jsonl uses them; also those that begin with `diversity_`."""
@@ -94,27 +92,14 @@ async def score_held_out(
 ) -> HeldOutScores:
     """Scores images uint8 [n, H, W, 3] by the terms in `names`, concurrently and independently of each other.
 
-    A term whose scoring raises RewardError, or whose `features` fail, is in `failed`, without scores. Other exceptions
-    are raised when all terms have ended.
+    A term whose scoring raises RewardError, or whose `features` fail, is in `failed`, without scores.
     """
-    tries = attempts or Attempts()
     asked = [term for term in terms if term.name in names]
-    results = await asyncio.gather(
-        *(CompositeReward((term,), tries).score(prompt, images, executor) for term in asked), return_exceptions=True
-    )
-    by_term: dict[str, tuple[float, ...]] = {}
-    extras: dict[str, Mapping[str, tuple[float | str, ...]]] = {}
-    failed: dict[str, str] = {}
-    spans: list[Span] = []
-    for term, result in zip(asked, results, strict=True):
-        if isinstance(result, Scores):
-            by_term[term.name] = tuple(result.by_term[term.name])
-            extras |= result.extras
-            spans += [replace(span, name=f"score/{term.name}") for span in result.spans[:1]]
-        elif isinstance(result, RewardError):
-            failed[term.name] = str(result)
-        else:
-            raise result
+    results = await scored_terms(asked, prompt, images, executor, attempts or Attempts())
+    by_term = {name: result.scores for name, result in results.items() if result.failure is None}
+    extras = {name: results[name].extras for name in by_term if results[name].extras}
+    failed = {name: result.failure.reason for name, result in results.items() if result.failure is not None}
+    spans = tuple(results[name].span for name in by_term)
     featured = [term for term in asked if term.name in by_term and hasattr(term.reward, "features")]
     loop = asyncio.get_running_loop()
     distances: dict[str, float] = {}
@@ -130,7 +115,7 @@ async def score_held_out(
             continue
         if distance is not None:
             distances[term.name] = distance
-    return HeldOutScores(by_term, failed, tuple(spans), distances, extras=extras)
+    return HeldOutScores(by_term, failed, spans, distances, extras=extras)
 
 
 def joined(answers: Iterable[HeldOutScores]) -> HeldOutScores:

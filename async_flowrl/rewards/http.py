@@ -7,13 +7,16 @@ docs/rewards/http.md has the contract, the options, and what happens if a server
 import asyncio
 import functools
 import hashlib
+import math
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
+import httpx
+
 from async_flowrl.config.messages import unknown_name
-from async_flowrl.rewards.endpoint import Bounds, Endpoint, checked_urls
+from async_flowrl.rewards.endpoint import LIMITS, Bounds, Endpoint, check_numbers, checked_urls
 from async_flowrl.rewards.http_contract import (
     FORMATS,
     PATH,
@@ -64,10 +67,7 @@ class HTTP:
     def __post_init__(self) -> None:
         """Raises ValueError, one sentence, for an option outside its range."""
         _check_choices(self.batch, self.encoding)
-        for name in ("timeout", "deadline"):
-            _check_number(name, getattr(self, name), float, above=0)
-        for name, above in (("retries", -1), ("concurrency", 0), ("max_reply_bytes", 0)):
-            _check_number(name, getattr(self, name), int, above=above)
+        check_numbers("http", vars(self), (*LIMITS, ("max_reply_bytes", 1, math.inf)))
         bounds = Bounds(self.timeout, self.deadline, self.retries, self.max_reply_bytes, self.concurrency)
         self._endpoint = Endpoint(_endpoints(self.url), bounds, "token_env", self.token_env)
 
@@ -121,15 +121,11 @@ def results(reply: ScoreReply) -> list[Any]:
 def multipart(files: Sequence[bytes], prompt: Prompt, kind: str) -> tuple[bytes, str]:
     """Returns the contract's request as multipart/form-data (RFC 7578): body and content type."""
     fields = dumps({"version": VERSION, "prompts": [prompt_fields(prompt)]})
-    boundary = hashlib.sha256(b"".join(files)).hexdigest()
-    parts = [b'name="request"\r\nContent-Type: application/json\r\n\r\n' + fields]
-    parts += [
-        f'name="images"; filename="{index}.{kind}"\r\nContent-Type: image/{kind}\r\n\r\n'.encode() + file
-        for index, file in enumerate(files)
-    ]
-    head = f"--{boundary}\r\nContent-Disposition: form-data; ".encode()
-    body = b"".join(head + part + b"\r\n" for part in parts) + f"--{boundary}--\r\n".encode()
-    return body, f"multipart/form-data; boundary={boundary}"
+    images = [("images", (f"{index}.{kind}", file, f"image/{kind}")) for index, file in enumerate(files)]
+    # The boundary follows from the images, so that equal requests have equal bytes.
+    kind_of_body = f"multipart/form-data; boundary={hashlib.sha256(b''.join(files)).hexdigest()}"
+    parts = [("request", (None, fields, "application/json")), *images]
+    return httpx.Request("POST", "", files=parts, headers={"Content-Type": kind_of_body}).read(), kind_of_body
 
 
 def _endpoints(url: str | Sequence[str] | None) -> list[str]:
@@ -143,10 +139,3 @@ def _check_choices(batch: str, encoding: str) -> None:
         raise ValueError(unknown_name("the http reward's batch", str(batch), (GROUP, ONE_BY_ONE)))
     if encoding not in (*FORMATS, MULTIPART):
         raise ValueError(unknown_name("the http reward's encoding", str(encoding), (*FORMATS, MULTIPART)))
-
-
-def _check_number(name: str, value: object, kind: type, *, above: int) -> None:
-    allowed = (int, float) if kind is float else (int,)
-    if isinstance(value, bool) or not isinstance(value, allowed) or not above < value < float("inf"):
-        what = "a number above 0" if kind is float else f"an integer from {above + 1} on"
-        raise ValueError(f"the http reward's {name} must be {what}, got {value!r}")

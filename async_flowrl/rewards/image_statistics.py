@@ -1,10 +1,13 @@
-"""The rewards `sharpness` and `colorfulness`: formulas of an image's pixels, without weights and prompt."""
+"""Rewards that are formulas of an image's pixels, without weights: sharpness, colorfulness, color and the JPEG size."""
 
+import io
 from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
+from PIL import Image
 
+from async_flowrl.config.messages import unknown_name
 from async_flowrl.types import ByteArray, Prompt
 
 
@@ -33,3 +36,61 @@ def _colorfulness(image: npt.NDArray[np.float64]) -> float:
     spread = np.hypot(*(axis.std() for axis in opponents))
     distance = np.hypot(*(axis.mean() for axis in opponents))
     return float(spread + 0.3 * distance)
+
+
+CHANNELS = {"red": 0, "green": 1, "blue": 2}
+
+
+class Color:
+    """Scores an image by the mean of one colour channel minus the mean of the other two, from -1 to 1.
+
+    `channel` is red, green or blue for all prompts; with None, the first word of each prompt names the channel.
+    """
+
+    def __init__(self, channel: str | None = None) -> None:
+        if channel is not None and channel not in CHANNELS:
+            raise ValueError(unknown_name("channel", channel, CHANNELS))
+        self.channel = channel
+
+    def check(self, prompt: Prompt) -> None:
+        """Raises ValueError if the prompt's first word is needed and names no channel."""
+        self._channel(prompt)
+
+    def __call__(self, images: ByteArray, prompt: Prompt) -> Sequence[float]:
+        means = images.reshape(len(images), -1, 3).mean(axis=1, dtype=np.float64) / 255.0
+        named = means[:, self._channel(prompt)]
+        others = (means.sum(axis=1) - named) / 2.0
+        return [float(value) for value in named - others]
+
+    def _channel(self, prompt: Prompt) -> int:
+        word = self.channel or next(iter(prompt.text.lower().split()), "")
+        if word not in CHANNELS:
+            raise ValueError(unknown_name(f"the first word of prompt {prompt.text!r}", word, CHANNELS))
+        return CHANNELS[word]
+
+
+QUALITY = 95
+KILOBYTE = 1000
+
+
+def jpeg_kilobytes(images: ByteArray) -> list[float]:
+    """Returns the sizes of images uint8 [n, H, W, 3] as JPEG files at quality 95, in units of 1000 bytes."""
+    sizes = []
+    for image in images:
+        buffer = io.BytesIO()
+        Image.fromarray(image).save(buffer, format="JPEG", quality=QUALITY)
+        sizes.append(buffer.tell() / KILOBYTE)
+    return sizes
+
+
+def jpeg_incompressibility(images: ByteArray, prompt: Prompt) -> Sequence[float]:
+    """Returns the JPEG size in kilobytes: noise and detail score high."""
+    return jpeg_kilobytes(images)
+
+
+def jpeg_compressibility(images: ByteArray, prompt: Prompt) -> Sequence[float]:
+    """Returns minus the JPEG size in kilobytes: flat areas score high.
+
+    flow_grpo divides this reward by 500. To have the same scale here, set the term's weight to 1/500 = 0.002.
+    """
+    return [-size for size in jpeg_kilobytes(images)]

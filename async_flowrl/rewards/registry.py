@@ -12,7 +12,7 @@ from typing import Any, cast
 
 from async_flowrl.config.messages import check_options, unknown_name
 from async_flowrl.config.own_code import import_named
-from async_flowrl.config.sections.reward import RewardConfig, RewardTerm
+from async_flowrl.config.schema import RewardConfig, RewardTerm
 from async_flowrl.rewards.base import Reward
 from async_flowrl.rewards.call import Attempts
 from async_flowrl.rewards.composite import CompositeReward, Term
@@ -20,14 +20,14 @@ from async_flowrl.rewards.served import HTTP_NAME, check_serve
 from async_flowrl.types import Prompt
 
 REWARDS = {
-    "jpeg_compressibility": "async_flowrl.rewards.jpeg:jpeg_compressibility",
-    "jpeg_incompressibility": "async_flowrl.rewards.jpeg:jpeg_incompressibility",
+    "jpeg_compressibility": "async_flowrl.rewards.image_statistics:jpeg_compressibility",
+    "jpeg_incompressibility": "async_flowrl.rewards.image_statistics:jpeg_incompressibility",
     "ocr": "async_flowrl.rewards.ocr:OCR",
-    "color": "async_flowrl.rewards.color:Color",
+    "color": "async_flowrl.rewards.image_statistics:Color",
     "sharpness": "async_flowrl.rewards.image_statistics:sharpness",
     "colorfulness": "async_flowrl.rewards.image_statistics:colorfulness",
-    "clip_score": "async_flowrl.rewards.clip_score:ClipScore",
-    "pickscore": "async_flowrl.rewards.pickscore:PickScore",
+    "clip_score": "async_flowrl.rewards.clip:ClipScore",
+    "pickscore": "async_flowrl.rewards.clip:PickScore",
     "hpsv2": "async_flowrl.rewards.hps:HPSv2",
     "hpsv2.1": "async_flowrl.rewards.hps:HPSv21",
     "aesthetic": "async_flowrl.rewards.aesthetic:Aesthetic",

@@ -2,50 +2,196 @@
 
 It asks one question per image, or one per group, and reads a number from the answer in one of three ways (`mode`).
 docs/rewards/vlm_judge.md has all options, the scales, the costs and the ways in which a policy can exploit a judge.
+An unreadable reply raises JudgeError instead of scoring 0, because a broken judge must not look like a bad image.
 """
 
 import asyncio
+import base64
+import errno
+import hashlib
+import itertools
+import json
 import logging
+import math
+import os
 import re
+import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, BinaryIO, ClassVar
 
-from async_flowrl.rewards import vlm_judge_checks as checks
-from async_flowrl.rewards.endpoint import Bounds, Endpoint, ServerError
-from async_flowrl.rewards.http_contract import dumps
-from async_flowrl.rewards.ocr import normalise
-from async_flowrl.rewards.vlm_judge_cache import ReplyCache
-from async_flowrl.rewards.vlm_judge_reply import Answer, expected_value, score_after, scores_in, transcription_score
-from async_flowrl.rewards.vlm_judge_request import (
-    GROUP_TEMPLATE,
-    MAX_TOKENS,
-    PROBABILITIES,
-    SCORE,
-    TEMPLATES,
-    TRANSCRIBE,
-    Question,
-    digest_of,
-    png_url,
-)
+from async_flowrl.config.messages import unknown_name
+from async_flowrl.rewards.endpoint import LIMITS, Bounds, Endpoint, ServerError, check_numbers, checked_urls
+from async_flowrl.rewards.http_contract import SHOWN_CHARACTERS, ContractError, dumps, encode_image, is_number, loads
+from async_flowrl.rewards.ocr import normalise, text_score
 from async_flowrl.types import ByteArray, Prompt
 
 logger = logging.getLogger(__name__)
 
+SCORE, TRANSCRIBE, PROBABILITIES = "score", "transcribe", "probabilities"
+TEMPLATES = {
+    SCORE: "The image was made for this prompt:\n{prompt}\n\nHow well does it show what the prompt asks for? "
+    'Answer with JSON only, {"score": NUMBER}, from {min} (not at all) to {max} (perfectly).',
+    TRANSCRIBE: "Write down all the text that this image shows, and nothing else.",
+    PROBABILITIES: "The image was made for this prompt:\n{prompt}\n\nDoes it show what the prompt asks for? "
+    "Answer with one of: {answers}.",
+}
+"""Mode → default question; the names in braces are replaced (PLACEHOLDERS)."""
+GROUP_TEMPLATE = (
+    "These {count} images were made for one prompt:\n{prompt}\n\nHow well does each show what the prompt asks for? "
+    'Answer with JSON only, {"scores": [NUMBER, ...]}, one number per image in their order, from {min} (not at all) to '
+    "{max} (perfectly)."
+)
+MAX_TOKENS = {SCORE: 256, TRANSCRIBE: 512, PROBABILITIES: 4}
+"""Mode → default limit of the tokens of an answer."""
+ONE_BY_ONE, GROUP = "one_by_one", "group"
+PLACEHOLDERS = ("prompt", "target", "min", "max", "answers", "count")
 MAX_REPLY_BYTES = 4 * 2**20
+MAX_TOP_LOGPROBS = 20
+"""Limit of OpenAI, and of vLLM unless it is started with another one."""
+NUMBERS = (
+    ("temperature", 0.0, 2.0),
+    ("min_mass", 0.0, 1.0),
+    ("max_tokens", 1, math.inf),
+    ("top_logprobs", 1, MAX_TOP_LOGPROBS),
+)
+"""Numeric options besides LIMITS, as in LIMITS."""
+LOGPROB_ROUNDING = 1e-3
+"""Tolerance above 0 for log-probabilities, because servers round them."""
+_NUMBER = re.compile(r"[\s*_:]*(-?\d+(?:\.\d+)?)(?![\d.]*\d)")
+"""A number after a marker, also inside Markdown's asterisks."""
+_FENCE = re.compile(r"\A```(?:json)?\s*\n(.*)\n\s*```\Z", re.DOTALL)
+_PLACEHOLDER = re.compile(r"\{([a-z_]+)\}")
+
+
+Verdict = dict[str, float | str]
+"""One image's score under `score`, and the extras that are logged beside it."""
+
+
+class JudgeError(ContractError):
+    """Raised for a judge's answer without a usable score; the message is one sentence."""
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """One image's score, and the extras that are logged beside it."""
+class Answer:
+    """The part of a reply that is used and stored.
 
-    score: float
-    extras: Mapping[str, float | str]
+    `cut` is True if the text ended at max_tokens. `first` holds the likeliest first tokens with their natural
+    log-probabilities; it is empty if the server sends none.
+    """
 
-    @property
-    def result(self) -> dict[str, float | str]:
-        return {"score": self.score, **self.extras}
+    text: str
+    cut: bool
+    first: tuple[tuple[str, float], ...] = ()
+
+    @classmethod
+    def of(cls, content: bytes) -> "Answer":
+        """Reads the body of a reply. Raises ContractError if it is not a finished chat completion."""
+        reply = loads(content, "the reply")
+        try:
+            choice = reply["choices"][0]
+            message, reason = choice["message"], choice.get("finish_reason")
+            text = message.get("content")
+        except (KeyError, IndexError, TypeError, AttributeError) as error:
+            raise JudgeError(f"the reply is no chat completion: {_short(reply)}") from error
+        if reason not in ("stop", "length"):
+            raise JudgeError(f"the judge ended with finish_reason {reason!r}: {_short(message)}")
+        if not isinstance(text, str):
+            raise JudgeError(f"the judge gave no text: {_short(message)}")
+        return cls(text, reason == "length", _first_tokens(choice.get("logprobs")))
+
+
+def _first_tokens(logprobs: Any) -> tuple[tuple[str, float], ...]:
+    """Returns the alternatives at the first token that is not white space; empty without any. Raises JudgeError."""
+    content = logprobs.get("content") if isinstance(logprobs, Mapping) else None
+    try:
+        for position in content or ():
+            if position["token"].strip():
+                return tuple(_alternative(each["token"], each["logprob"]) for each in position["top_logprobs"])
+    except (KeyError, TypeError, AttributeError) as error:
+        raise JudgeError(f"the reply's logprobs are not those of a chat completion: {_short(content)}") from error
+    return ()
+
+
+def _alternative(token: object, logprob: Any) -> tuple[str, float]:
+    if not isinstance(token, str):
+        raise TypeError(token)
+    if logprob != -math.inf and not (is_number(logprob) and logprob <= LOGPROB_ROUNDING):
+        raise JudgeError(f"the reply has {logprob!r} where a log-probability was due")
+    return token, float(logprob)
+
+
+@dataclass
+class ReplyCache:
+    """The judge's replies on disk by a hash of the question, so that no question is asked twice.
+
+    An index of keys is in memory (about 200 bytes each). Each process appends JSON lines to a file of its own in the
+    folder, which needs no locks; network file systems may lack them. A killed process leaves at most one unfinished
+    line, which is ignored. If two files have the same key, the answer that was read first is used.
+    """
+
+    folder: Path
+    _places: dict[bytes, tuple[Path, int, int]] = field(default_factory=dict)
+    """Key → file, and offset and length of its line in bytes."""
+    _read: dict[Path, int] = field(default_factory=dict)
+    """File of another process → number of its bytes that are indexed in `_places`."""
+    _own: BinaryIO | None = None
+    _own_path: Path = Path()
+    _own_size: int = 0
+
+    def refresh(self) -> None:
+        """Indexes lines that other processes have added. Raises ValueError, which names the file, for a damaged one."""
+        for path in sorted(self.folder.glob("*.jsonl")):
+            start = self._read.get(path, 0)
+            if path != self._own_path and path.stat().st_size > start:
+                self._read[path] = self._index(path, start)
+
+    def _index(self, path: Path, start: int) -> int:
+        with path.open("rb") as file:
+            file.seek(start)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    break
+                try:
+                    key = bytes.fromhex(json.loads(line)["key"])
+                except (ValueError, KeyError, TypeError) as error:
+                    raise ValueError(f"{path}: byte {start} begins no kept reply; delete the file") from error
+                self._places.setdefault(key, (path, start, len(line)))
+                start += len(line)
+        return start
+
+    def get(self, key: bytes) -> Answer | None:
+        """Returns the stored answer; None if there is none."""
+        if key not in self._places:
+            return None
+        path, offset, length = self._places[key]
+        with path.open("rb") as file:
+            file.seek(offset)
+            kept: dict[str, Any] = json.loads(file.read(length))["answer"]
+        return Answer(kept["text"], kept["cut"], tuple((token, logprob) for token, logprob in kept["first"]))
+
+    def put(self, key: bytes, answer: Answer) -> None:
+        """Appends an answer to this process's file, which is created by the first call; call `sync` to make it durable.
+
+        Raises OSError if the answer cannot be written.
+        """
+        if self._own is None:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._own_path = self.folder / f"{uuid.uuid4().hex}.jsonl"
+            self._own = self._own_path.open("ab", buffering=0)
+        line = json.dumps({"key": key.hex(), "answer": asdict(answer)}, allow_nan=False).encode() + b"\n"
+        path, offset = self._own_path, self._own_size
+        if self._own.write(line) != len(line):
+            self._own.truncate(offset)
+            raise OSError(errno.ENOSPC, "no room for a judge's reply", str(path))
+        self._places.setdefault(key, (path, offset, len(line)))
+        self._own_size += len(line)
+
+    def sync(self) -> None:
+        """Returns once all answers of this process are on the disk."""
+        if self._own is not None:
+            os.fsync(self._own.fileno())
 
 
 @dataclass(eq=False)
@@ -70,14 +216,14 @@ class VLMJudge:
     normalise: bool = True
     answers: Mapping[str, float] = field(default_factory=lambda: {"yes": 1.0, "no": 0.0})
     min_mass: float = 0.5
-    images: str = checks.ONE_BY_ONE
+    images: str = ONE_BY_ONE
     structured: bool = True
     after: str | None = None
     """Text before the score in a free answer; the number after its last occurrence is read. None reads JSON."""
     temperature: float = 0.0
     seed: int | None = 0
     max_tokens: int | None = None
-    top_logprobs: int = checks.MAX_TOP_LOGPROBS
+    top_logprobs: int = MAX_TOP_LOGPROBS
     extra_body: Mapping[str, Any] = field(default_factory=dict)
     api_key_env: str | None = None
     version: str = ""
@@ -95,34 +241,21 @@ class VLMJudge:
         """Raises ValueError, one sentence, for an option outside its range."""
         if not self.model:
             raise ValueError("the vlm_judge reward needs model, the name that the server has for it")
-        checks.check_mode(self.mode, self.images, self.after)
-        tokens = MAX_TOKENS[self.mode] if self.max_tokens is None else self.max_tokens
-        checks.check_numbers(asdict(self) | {"max_tokens": tokens})
-        self._group = self.images == checks.GROUP
-        template = self.prompt_template or (GROUP_TEMPLATE if self._group else TEMPLATES[self.mode])
-        self._needs_target = "target" in checks.check_template(template, self.mode) or self.mode == TRANSCRIBE
-        self._values = checks.answers_of(self.answers)
-        self._question = self._asking(template, tokens)
+        _check_mode(self.mode, self.images, self.after)
+        self._tokens = MAX_TOKENS[self.mode] if self.max_tokens is None else self.max_tokens
+        check_numbers("vlm_judge", vars(self) | {"max_tokens": self._tokens}, (*LIMITS, *NUMBERS))
+        if self.deadline < self.timeout:
+            raise ValueError(
+                f"the vlm_judge reward's deadline={self.deadline:g} is shorter than one attempt, "
+                f"timeout={self.timeout:g}"
+            )
+        self._group = self.images == GROUP
+        self._template = self.prompt_template or (GROUP_TEMPLATE if self._group else TEMPLATES[self.mode])
+        self._needs_target = "target" in _placeholders(self._template, self.mode) or self.mode == TRANSCRIBE
+        self._values, self._bounds = _answers(self.answers), _rising(self.range)
         bounds = Bounds(self.timeout, self.deadline, self.retries, MAX_REPLY_BYTES, self.concurrency)
-        self._endpoint = Endpoint(checks.urls_of(self.base_url), bounds, "api_key_env", self.api_key_env)
+        self._endpoint = Endpoint(_urls(self.base_url), bounds, "api_key_env", self.api_key_env)
         self._cache = None if self.cache is None else ReplyCache(Path(self.cache).expanduser())
-
-    def _asking(self, template: str, max_tokens: int) -> Question:
-        return Question(
-            model=self.model,
-            template=template,
-            system=self.system,
-            mode=self.mode,
-            bounds=checks.bounds_of(self.range),
-            answers=tuple(self._values),
-            group=self._group,
-            structured=self.structured and self.after is None,
-            temperature=self.temperature,
-            seed=self.seed,
-            max_tokens=max_tokens,
-            top_logprobs=self.top_logprobs,
-            extra_body=dict(self.extra_body),
-        )
 
     def check(self, prompt: Prompt) -> None:
         """Raises ValueError if the judge needs a target and the prompt has none."""
@@ -132,18 +265,18 @@ class VLMJudge:
 
     def connect(self, urls: Sequence[str], token: str | None) -> None:
         """Replaces the URLs and the token by those of servers that the run has started; `/v1` is added to each URL."""
-        self._endpoint.connect(checks.urls_of([f"{url.rstrip('/')}/v1" for url in urls]), token)
+        self._endpoint.connect(_urls([f"{url.rstrip('/')}/v1" for url in urls]), token)
 
     def keep_in(self, folder: Path) -> None:
         """Stores replies in `judge_cache` of the run directory `folder`, unless `cache` names another folder."""
         if self._cache is None:
             self._cache = ReplyCache(folder / "judge_cache")
 
-    async def __call__(self, images: ByteArray, prompt: Prompt) -> list[dict[str, float | str]]:
+    async def __call__(self, images: ByteArray, prompt: Prompt) -> list[Verdict]:
         """Returns score and extras per image. Raises ServerError once all calls have ended; good replies are kept."""
         self.check(prompt)
         calls = [list(images)] if self._group else [[image] for image in images]
-        keys = [self._question.key(prompt, [digest_of(image) for image in call], self.version) for call in calls]
+        keys = [self._key(prompt, call) for call in calls]
         asked = dict(zip(keys, calls, strict=True))
         if self._cache is not None:
             await asyncio.to_thread(self._cache.refresh)
@@ -160,13 +293,13 @@ class VLMJudge:
             if isinstance(result, BaseException):
                 raise result
             verdicts[key] = result
-        return [verdict.result for key in keys for verdict in verdicts[key]]
+        return [verdict for key in keys for verdict in verdicts[key]]
 
     async def _judged(self, key: bytes, images: list[ByteArray], prompt: Prompt) -> list[Verdict]:
         kept = None if self._cache is None else self._cache.get(key)
         if kept is not None:
             return self._verdicts(kept, len(images), prompt, cached=True)
-        body = dumps(self._question.body(prompt, [png_url(image) for image in images]))
+        body = dumps(self._body(prompt, [png_url(image) for image in images]))
 
         def read(content: bytes) -> tuple[Answer, list[Verdict]]:
             answer = Answer.of(content)
@@ -187,20 +320,230 @@ class VLMJudge:
             self._cache = None
 
     def _verdicts(self, answer: Answer, count: int, prompt: Prompt, *, cached: bool) -> list[Verdict]:
-        said: dict[str, float | str] = {"text": answer.text, "cached": float(cached)}
+        said: Verdict = {"text": answer.text, "cached": float(cached)}
         if self.mode == TRANSCRIBE:
-            return [Verdict(transcription_score(answer, prompt.target or ""), said | {"cut": float(answer.cut)})]
+            return [said | {"score": _transcription_score(answer, prompt.target or ""), "cut": float(answer.cut)}]
         if self.mode == PROBABILITIES:
-            score, probabilities = expected_value(answer, self._values, min_mass=self.min_mass)
-            return [Verdict(score, said | {f"p.{_word(name)}": p for name, p in probabilities.items()})]
-        low, high = self._question.bounds
+            score, probabilities = _expected_value(answer, self._values, min_mass=self.min_mass)
+            named = {"p." + re.sub(r"[^\w.-]", "_", name): p for name, p in probabilities.items()}
+            return [said | {"score": score} | named]
+        low, high = self._bounds
         if self.after is not None:
-            scores = [score_after(answer, self.after, (low, high))]
+            scores = [_score_after(answer, self.after, self._bounds)]
         else:
-            scores = scores_in(answer, count, (low, high), group=self._group)
-        return [Verdict((score - low) / (high - low) if self.normalise else score, said) for score in scores]
+            scores = _scores_in(answer, count, self._bounds, group=self._group)
+        return [said | {"score": (score - low) / (high - low) if self.normalise else score} for score in scores]
+
+    def _body(self, prompt: Prompt, urls: Sequence[str]) -> dict[str, Any]:
+        """Returns the body of a chat completion request; `urls` are the URLs of its images.
+
+        `extra_body` replaces fields of it; the value None removes a field.
+        """
+        images = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+        asked = {"type": "text", "text": self._filled(prompt, len(urls))}
+        system = [{"role": "system", "content": self.system}] if self.system else []
+        body: dict[str, Any] = {
+            "model": self.model,
+            "messages": [*system, {"role": "user", "content": [*images, asked]}],
+            "temperature": self.temperature,
+            "max_tokens": self._tokens,
+            "seed": self.seed,
+        }
+        if self.mode == PROBABILITIES:
+            body |= {"logprobs": True, "top_logprobs": self.top_logprobs}
+        if self.mode == SCORE and self.structured and self.after is None:
+            body["response_format"] = self._format(len(urls))
+        return {name: value for name, value in (body | dict(self.extra_body)).items() if value is not None}
+
+    def _key(self, prompt: Prompt, images: Sequence[ByteArray]) -> bytes:
+        """Returns a 32-byte hash that is equal for the same question about the same images."""
+        digests = [hashlib.sha256(repr(image.shape).encode() + image.tobytes()).hexdigest() for image in images]
+        asked = json.dumps([self.version, self._body(prompt, digests)], sort_keys=True)
+        return hashlib.sha256(asked.encode()).digest()
+
+    def _filled(self, prompt: Prompt, count: int) -> str:
+        """Fills in the template in one pass, so braces in a prompt are not replaced."""
+        values = {
+            "prompt": prompt.text,
+            "target": prompt.target or "",
+            "min": f"{self._bounds[0]:g}",
+            "max": f"{self._bounds[1]:g}",
+            "answers": ", ".join(self._values),
+            "count": str(count),
+        }
+        return _PLACEHOLDER.sub(lambda match: values[match[1]], self._template)
+
+    def _format(self, count: int) -> dict[str, Any]:
+        number = {"type": "number", "minimum": self._bounds[0], "maximum": self._bounds[1]}
+        several = {"type": "array", "items": number, "minItems": count, "maxItems": count}
+        name, what = ("scores", several) if self._group else ("score", number)
+        schema = {"type": "object", "properties": {name: what}, "required": [name], "additionalProperties": False}
+        return {"type": "json_schema", "json_schema": {"name": "verdict", "strict": True, "schema": schema}}
 
 
-def _word(name: str) -> str:
-    """Returns an answer in the form of a metric name."""
-    return re.sub(r"[^\w.-]", "_", name)
+def png_url(image: ByteArray) -> str:
+    """Returns an image uint8 [H, W, 3] as a data URI; PNG is lossless."""
+    return "data:image/png;base64," + base64.b64encode(encode_image(image, "png")).decode()
+
+
+def _urls(given: str | Sequence[str] | None) -> list[str]:
+    """Returns the URLs of chat completions below `base_url`, empty for None. Raises ValueError for a wrong URL."""
+    what = "the vlm_judge reward's base_url"
+    urls = checked_urls(what, given, "http://127.0.0.1:8000/v1", "api_key_env")
+    for url in urls:
+        if url.endswith("/chat/completions"):
+            raise ValueError(f"{what} ends before /chat/completions, got {url!r}")
+    return [f"{url}/chat/completions" for url in urls]
+
+
+def _check_mode(mode: str, images: str, after: str | None) -> None:
+    """Raises ValueError for an unknown `mode` or `images`, and for combinations that do not work.
+
+    `images=group` needs mode=score; `after` needs mode=score and images=one_by_one.
+    """
+    for key, given, allowed in (("mode", mode, tuple(TEMPLATES)), ("images", images, (ONE_BY_ONE, GROUP))):
+        if given not in allowed:
+            raise ValueError(unknown_name(f"the vlm_judge reward's {key}", str(given), allowed))
+    if images == GROUP and mode != SCORE:
+        raise ValueError(f"the vlm_judge reward's images=group needs mode=score, got mode={mode}")
+    if after is not None and (not after.strip() or mode != SCORE or images == GROUP):
+        raise ValueError(
+            f"the vlm_judge reward's after is the text before the number in a free answer; it needs mode={SCORE} and "
+            f"images={ONE_BY_ONE}, got {after!r} with mode={mode} and images={images}"
+        )
+
+
+def _placeholders(template: str, mode: str) -> set[str]:
+    """Returns the names in single braces. Raises ValueError for unknown names, or if the prompt would be ignored."""
+    names = set(_PLACEHOLDER.findall(template))
+    for name in sorted(names - set(PLACEHOLDERS)):
+        raise ValueError(unknown_name("a name in braces in prompt_template", name, PLACEHOLDERS))
+    if mode != TRANSCRIBE and not names & {"prompt", "target"}:
+        raise ValueError(
+            f"the vlm_judge reward's prompt_template must contain {{prompt}} or {{target}}, got {template!r}"
+        )
+    return names
+
+
+def _rising(given: Sequence[float]) -> tuple[float, float]:
+    """Returns `range` as (low, high). Raises ValueError unless it is two finite rising numbers."""
+    numbers = [x for x in given if isinstance(x, int | float) and not isinstance(x, bool) and math.isfinite(x)]
+    if len(given) != 2 or len(numbers) != 2 or not numbers[0] < numbers[1]:
+        raise ValueError(f"the vlm_judge reward's range must be two rising numbers, got {list(given)!r}")
+    return float(numbers[0]), float(numbers[1])
+
+
+def _answers(given: Mapping[Any, Any]) -> dict[str, float]:
+    """Returns `answers` as text → finite number.
+
+    Raises ValueError for fewer than two answers, for wrong types, and if one answer begins with another one, since only
+    the first token is read.
+    """
+    for name in given:
+        if isinstance(name, bool):
+            raise ValueError(f"the vlm_judge reward's answers have {name} for a name: put yes and no in quotes")
+    answers = {str(name).strip(): value for name, value in given.items()}
+    if len(answers) < 2:
+        raise ValueError(f"the vlm_judge reward's answers must be two or more, got {dict(given)!r}")
+    for name, value in answers.items():
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise ValueError(f"the vlm_judge reward's answers must have finite numbers, got {name!r}: {value!r}")
+    names = sorted(name.casefold() for name in answers)
+    for shorter, longer in itertools.pairwise(names):
+        if longer.startswith(shorter) or not shorter:
+            raise ValueError(
+                f"the vlm_judge reward's answers {shorter!r} and {longer!r} begin alike, and only their first token is "
+                "read"
+            )
+    return {name: float(value) for name, value in answers.items()}
+
+
+def _scores_in(answer: Answer, count: int, bounds: tuple[float, float], *, group: bool) -> list[float]:
+    """Returns `count` numbers within `bounds`, read from JSON.
+
+    The answer is {"scores": [...]} for a group, else {"score": x} or a bare number. Raises JudgeError otherwise,
+    also for a bare number that was cut off: "1" may be the beginning of "10".
+    """
+    fenced = _FENCE.match(answer.text.strip())
+    try:
+        said = json.loads(fenced.group(1) if fenced else answer.text, parse_constant=_refuse)
+    except (ValueError, RecursionError):
+        cut = ", cut off at max_tokens" if answer.cut else ""
+        raise JudgeError(f"the judge's answer is no JSON{cut}: {_short(answer.text)}") from None
+    if answer.cut and not isinstance(said, dict | list):
+        raise JudgeError(f"the judge's answer is a number cut off at max_tokens: {_short(answer.text)}")
+    key = "scores" if group else "score"
+    if isinstance(said, dict):
+        if key not in said:
+            raise JudgeError(f"the judge's answer has no {key!r}: {_short(answer.text)}")
+        said = said[key]
+    values = said if group else [said]
+    if not isinstance(values, list) or len(values) != count:
+        raise JudgeError(f"the judge was asked for {count} scores and answered {_short(answer.text)}")
+    return [_bounded(value, bounds) for value in values]
+
+
+def _score_after(answer: Answer, marker: str, bounds: tuple[float, float]) -> float:
+    """Returns the number after the last `marker`, such as "Final Score: 4.5", with which some judges end their text.
+
+    Raises JudgeError if there is none, or if the text was cut off, since the number may then be incomplete.
+    """
+    _, marked, rest = answer.text.rpartition(marker)
+    number = _NUMBER.match(rest)
+    if answer.cut or not marked or number is None:
+        why = "is cut off at max_tokens" if answer.cut else f"has no number after {marker!r}"
+        raise JudgeError(f"the judge's answer {why}: {_short(answer.text[-SHOWN_CHARACTERS:])}")
+    return _bounded(float(number[1]), bounds)
+
+
+def _refuse(constant: str) -> None:
+    """Rejects NaN and infinity, which Python's parser accepts although JSON does not have them."""
+    raise ValueError(constant)
+
+
+def _bounded(value: object, bounds: tuple[float, float]) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise JudgeError(f"the judge answered {value!r} where a number was due")
+    low, high = bounds
+    if not low <= value <= high:
+        raise JudgeError(f"the judge answered {value!r}, outside of {low:g} .. {high:g}")
+    return float(value)
+
+
+def _transcription_score(answer: Answer, target: str) -> float:
+    """Returns the reward `ocr` of the transcription: max(0, 1 - edit distance / n) for a target of n characters.
+
+    A transcription that was cut off at max_tokens is scored if it has at least 2 n characters, since its edit distance
+    cannot fall below n any more. Raises JudgeError if it is shorter.
+    """
+    if answer.cut and len(normalise(answer.text)) < 2 * len(normalise(target)):
+        raise JudgeError(f"the transcription is cut off at max_tokens: {_short(answer.text)}")
+    return text_score(answer.text, target)
+
+
+def _expected_value(answer: Answer, values: Mapping[str, float], *, min_mass: float) -> tuple[float, dict[str, float]]:
+    """Returns the expected value of the listed answers, and each answer's probability among all tokens.
+
+    Tokens are compared without case and white space, so " Yes" and "yes" are added up. Raises JudgeError if the server
+    sends no log-probabilities, or if the listed answers together have less probability than `min_mass`.
+    """
+    if not answer.first:
+        raise JudgeError("the server sends no log-probabilities (logprobs, top_logprobs): mode=score needs none")
+    wanted = {name.casefold(): name for name in values}
+    probabilities = dict.fromkeys(values, 0.0)
+    for token, logprob in answer.first:
+        if (name := wanted.get(token.strip().casefold())) is not None:
+            probabilities[name] += math.exp(logprob)
+    mass = sum(probabilities.values())
+    if mass <= 0 or mass < min_mass:
+        likely = ", ".join(repr(token) for token, _ in answer.first[:5])
+        raise JudgeError(
+            f"the listed answers hold {mass:.3g} of the probability, less than min_mass={min_mass:g}; the likeliest "
+            f"tokens are {likely}"
+        )
+    return sum(probabilities[name] * value for name, value in values.items()) / mass, probabilities
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= SHOWN_CHARACTERS else text[:SHOWN_CHARACTERS] + " …"

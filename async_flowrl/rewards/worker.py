@@ -6,15 +6,14 @@ from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import MappingProxyType
-from typing import cast
 
 import numpy as np
 
-from async_flowrl.config.sections.reward import RewardConfig, RewardTerm
-from async_flowrl.rewards.composite import CompositeReward
+from async_flowrl.config.schema import RewardConfig, RewardTerm
+from async_flowrl.rewards.composite import CompositeReward, connect
 from async_flowrl.rewards.held_out import HeldOutScores, build_held_out, score_held_out
 from async_flowrl.rewards.registry import attempts_of, build_reward
-from async_flowrl.rewards.served import Addresses, Connecting
+from async_flowrl.rewards.served import Addresses
 from async_flowrl.types import ByteArray, Prompt, Scores
 
 
@@ -53,9 +52,7 @@ class RewardWorker:
 
     def connect(self, servers: Mapping[str, Addresses]) -> None:
         """Passes the addresses of the run's servers to the terms that use them."""
-        for term in (*self.reward.terms, *self.held_out):
-            if (address := servers.get(term.name)) is not None:
-                cast("Connecting", term.reward).connect(address.urls, address.token)
+        connect((*self.reward.terms, *self.held_out), servers)
 
     def score(self, prompt: Prompt, *images: ByteArray) -> Scores:
         """Returns the scores of one group by all terms.

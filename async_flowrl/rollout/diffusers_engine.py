@@ -8,17 +8,15 @@ import torch
 from torch import Tensor
 
 from async_flowrl.algorithms import sde
-from async_flowrl.config.sections.tune import LoraConfig
+from async_flowrl.config.schema import LoraConfig
 from async_flowrl.observability.flops import Meter
 from async_flowrl.policies.base import Policy
 from async_flowrl.policies.tuning import LoraTuning, Tuning
 from async_flowrl.rollout.base import Export, Rollout
-from async_flowrl.rollout.prompts import Encoder, PolicyEncoder, Prompts
-from async_flowrl.rollout.text_encoder import Offloaded, Resident
-from async_flowrl.rollout.transfers import download
+from async_flowrl.rollout.text_encoder import Encoder, Offloaded, PolicyEncoder, Prompts, Resident
 from async_flowrl.seeds import generator
 from async_flowrl.tickets.wordings import asked_of
-from async_flowrl.transfers import upload
+from async_flowrl.transfers import download, upload
 from async_flowrl.types import TRAIN, Conditioning, RolloutRequest, Span, Trajectory, Wording
 from checkpoint_engine import Activation
 

@@ -17,8 +17,7 @@ from torch import Tensor
 
 from async_flowrl.observability.flops import Meter
 from async_flowrl.policies.base import Policy
-from async_flowrl.policies.guidance import apart
-from async_flowrl.policies.pipeline import PipelinePolicy
+from async_flowrl.policies.pipeline import PipelinePolicy, apart
 from async_flowrl.rollout.base import Rollout
 from async_flowrl.rollout.diffusers_engine import DiffusersEngine
 from async_flowrl.types import Resolution, RolloutRequest, Sampling, Span

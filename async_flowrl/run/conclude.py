@@ -10,7 +10,7 @@ from typing import Any
 
 from async_flowrl.config import exit_codes
 from async_flowrl.config.resolution import written
-from async_flowrl.config.sections.tune import FULL
+from async_flowrl.config.schema import FULL
 from async_flowrl.config.typed import resume_command
 from async_flowrl.observability.evaluations import read_evaluations
 from async_flowrl.observability.mfu import mfu

@@ -5,8 +5,7 @@ import logging
 from collections.abc import Mapping
 from dataclasses import replace
 
-from async_flowrl.config.pool_names import ROLLOUT, TRAINER
-from async_flowrl.config.reward_pools import is_scoring_pool, scoring_pools
+from async_flowrl.config.pools import ROLLOUT, TRAINER, is_scoring_pool, scoring_pools
 from async_flowrl.config.schema import Config
 from async_flowrl.controller.trainer import TrainerGroup
 from async_flowrl.memory.devices import check_devices

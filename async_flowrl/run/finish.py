@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from async_flowrl.config.pool_names import ROLLOUT
+from async_flowrl.config.pools import ROLLOUT
 from async_flowrl.config.schema import Config
 from async_flowrl.controller.context import Context
 from async_flowrl.observability.evaluation_summary import best_row, summarise_evaluations
@@ -23,7 +23,7 @@ from async_flowrl.run.prepare import Prepared
 from async_flowrl.run.recovery import Run
 from async_flowrl.tickets.table import State, TicketTable
 from async_flowrl.training.checkpoint import read_checkpoint
-from async_flowrl.training.checkpoint_manifest import DamagedCheckpoint
+from async_flowrl.training.checkpoint_folder import DamagedCheckpoint
 from async_flowrl.types import ACTIVATE
 
 logger = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from async_flowrl.config.pool_names import ROLLOUT, TRAINER
+from async_flowrl.config.pools import ROLLOUT, TRAINER
 from async_flowrl.controller.download import download_model, loaders, model_of
 from async_flowrl.memory.host import Hosts, NodeProcesses, check_hosts
 from async_flowrl.run.prepare import Prepared

@@ -17,7 +17,7 @@ from typing import Any
 
 from async_flowrl.config import exit_codes
 from async_flowrl.config.check import ConfigError
-from async_flowrl.config.pool_names import ROLLOUT, TRAINER
+from async_flowrl.config.pools import ROLLOUT, TRAINER
 from async_flowrl.config.schema import Config
 from async_flowrl.controller.fingerprint import inputs_of
 from async_flowrl.controller.kept_state import is_kept

@@ -8,10 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from async_flowrl.config.check import ConfigError
-from async_flowrl.config.pool_names import ROLLOUT, TRAINER
-from async_flowrl.config.reward_pools import scoring_pools
-from async_flowrl.config.schema import Config
-from async_flowrl.config.shared import SHARED
+from async_flowrl.config.pools import ROLLOUT, TRAINER, scoring_pools
+from async_flowrl.config.schema import SHARED, Config
 from async_flowrl.controller.admission import check_base, load_rollout
 from async_flowrl.controller.replicas import MAX_GROUPS_PER_CALL
 from async_flowrl.controller.shared import update_seconds

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from async_flowrl.config.check import ConfigError
-from async_flowrl.config.pool_names import TRAINER
+from async_flowrl.config.pools import TRAINER
 from async_flowrl.config.schema import Config
 from async_flowrl.observability.terminal import say
 from async_flowrl.observability.wrapped import named_lines

@@ -6,10 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from async_flowrl.config.pool_names import ROLLOUT, TRAINER
-from async_flowrl.config.reward_pools import RewardPool, held_out_by_pool, scoring_pools
-from async_flowrl.config.schema import Config
-from async_flowrl.config.shared import SHARED
+from async_flowrl.config.pools import ROLLOUT, TRAINER, RewardPool, held_out_by_pool, scoring_pools
+from async_flowrl.config.schema import SHARED, Config
 from async_flowrl.controller.reward_servers import SERVERS, server_pools
 from async_flowrl.run.nodes import OUR_CODE
 from async_flowrl.tickets.wordings import upcoming

@@ -10,11 +10,9 @@ from typing import Any
 
 from async_flowrl.algorithms.base import Algorithm
 from async_flowrl.algorithms.registry import build_algorithm
-from async_flowrl.config.check import ConfigError
-from async_flowrl.config.guidance import guidance_refusal
+from async_flowrl.config.check import ConfigError, guidance_refusal
 from async_flowrl.config.resolution import at_size, configured, height_width, in_words, pixels
-from async_flowrl.config.schema import Config
-from async_flowrl.config.sections.tune import FULL
+from async_flowrl.config.schema import FULL, Config
 from async_flowrl.data.load import Data, load_data
 from async_flowrl.data.sampler import steps_for
 from async_flowrl.data.store import Prompts

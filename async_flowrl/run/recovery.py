@@ -15,7 +15,7 @@ from math import prod
 
 from async_flowrl.config import exit_codes
 from async_flowrl.config.curves import checkpoint_due
-from async_flowrl.config.pool_names import ROLLOUT, TRAINER
+from async_flowrl.config.pools import ROLLOUT, TRAINER
 from async_flowrl.config.schema import Config
 from async_flowrl.controller.admission import check_base, load_rollout
 from async_flowrl.controller.after_step import AfterStep
@@ -41,8 +41,7 @@ from async_flowrl.run.launch import Negatives, load_trainer, send_negatives
 from async_flowrl.run.prepare import Prepared
 from async_flowrl.run.stopping import StopRequest
 from async_flowrl.training.checkpoint import held_versions
-from async_flowrl.training.checkpoint_folder import checkpoint_step, drop_newer, written
-from async_flowrl.training.checkpoint_manifest import DamagedCheckpoint
+from async_flowrl.training.checkpoint_folder import DamagedCheckpoint, checkpoint_step, drop_newer, written
 from async_flowrl.types import EMA, POLICY
 from separation.cohosted import SubGroup
 from separation.group import Worker, WorkerDied, WorkerFailed, WorkerGroup

@@ -6,8 +6,7 @@ GPU nor a torch with CUDA. run/job.py calls `choose_transport`.
 
 import torch
 
-from async_flowrl.config.check import ConfigError
-from async_flowrl.config.devices import nccl_obstacle
+from async_flowrl.config.check import ConfigError, nccl_obstacle
 from async_flowrl.config.schema import Config
 from checkpoint_engine.transports import AUTO, OBJECT_STORE, resolve_transport
 from separation.group import Worker, WorkerFailed

@@ -11,7 +11,7 @@ from pathlib import Path
 from async_flowrl.config import exit_codes
 from async_flowrl.config.check import ConfigError, check_fields
 from async_flowrl.config.compose import DEFAULT, compose_config
-from async_flowrl.config.sections.reward import RewardConfig
+from async_flowrl.config.schema import RewardConfig
 from async_flowrl.data.prompts import quoted_target
 from async_flowrl.rewards.registry import build_reward
 from async_flowrl.rewards.weights import MissingPath

@@ -16,8 +16,8 @@ import numpy as np
 
 from async_flowrl.rewards import http_contract as contract
 from async_flowrl.rewards.base import RewardError
+from async_flowrl.rewards.call import Result, group_result
 from async_flowrl.rewards.http_contract import ContractError, Limits, ScoreReply, ScoreRequest
-from async_flowrl.rewards.results import Result, group_result
 from async_flowrl.serve_rewards.bodies import Room
 from async_flowrl.types import ByteArray, Prompt
 

@@ -8,8 +8,7 @@ import math
 from async_flowrl.algorithms.ema import samples_from_average
 from async_flowrl.algorithms.window import draw_window, trains_on_final_images
 from async_flowrl.config.resolution import parse_resolution, pixels
-from async_flowrl.config.schema import Config
-from async_flowrl.config.sections.tune import FULL
+from async_flowrl.config.schema import FULL, Config
 from async_flowrl.policies.base import Shapes
 from async_flowrl.tickets.table import Shape
 

@@ -3,7 +3,7 @@
 Folders of safetensors and JSON files, whose digests are checked on every read:
 
 checkpoints/step_N/
-    manifest.json            SHA-256 and size of every other file, format version (checkpoint_manifest.py)
+    manifest.json            SHA-256 and size of every other file, format version (checkpoint_folder.py)
     weights.safetensors      trained weights in float32, by layout name
     optimizer.safetensors    exp_avg/<name>, exp_avg_sq/<name>
     retained.safetensors     <version>/<name>: the last max_staleness + 1 versions, from which rollouts sample
@@ -26,13 +26,14 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load, load_file, save, save_file
 from torch import Tensor
 
-from async_flowrl.training.checkpoint_folder import begin_checkpoint, end_checkpoint
-from async_flowrl.training.checkpoint_manifest import (
+from async_flowrl.training.checkpoint_folder import (
     CONTROLLER,
     FOLDER,
     TRAINER,
     DamagedCheckpoint,
+    begin_checkpoint,
     complete,
+    end_checkpoint,
     manifest_digest,
     verify_checkpoint,
 )

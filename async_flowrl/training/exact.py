@@ -176,3 +176,21 @@ def _digits(value: int, count: int) -> list[int]:
 
 def _number(digits: list[int]) -> int:
     return sum(digit << _DIGIT_BITS * place for place, digit in enumerate(digits))
+
+
+class ShardSum(ExactSum):
+    """As ExactSum, of this rank's share [numel] of the gradient; only the account is added up over the ranks.
+
+    FSDP2's reduce-scatter adds the gradients of the parts that the ranks compute side by side, as floats, in an order
+    that the number of ranks fixes. Which parts these are is a function of their group (`RankPosition.by_group`), and
+    such sums are added as integers. So no order of arrival changes a bit of the total; another number of ranks does.
+    """
+
+    def witness(self, largest: float) -> None:
+        """Enters a sum to which this rank's part did not contribute; `largest` is what `add` returned, and finite."""
+        account = self._account
+        self._account = Account(account.count, account.marks, account.magnitude + magnitude(largest))
+
+    def reduce(self, world: World) -> Account:
+        """Returns the account of all ranks, equal on every rank; the values are the ranks' total already."""
+        return self._reduce_account(world)

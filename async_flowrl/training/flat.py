@@ -46,7 +46,7 @@ class FlatParameters:
                 parameter.grad = gradients[name]
             else:
                 parameter.data = parameter.data.to(device)
-                parameter.register_post_accumulate_grad_hook(_moved_to(gradients[name]))  # type: ignore[no-untyped-call]
+                parameter.register_post_accumulate_grad_hook(moved_to(gradients[name]))  # type: ignore[no-untyped-call]
                 self._copies[name] = parameter
 
     sharded = False
@@ -144,12 +144,12 @@ def padded(shapes: Mapping[str, torch.Size]) -> tuple[dict[str, int], int]:
     return offsets, end
 
 
-def _moved_to(gradient: Tensor) -> Callable[[Tensor], None]:
-    """Returns a hook that adds a parameter's new gradient to `gradient` and frees it."""
+def moved_to(gradient: Tensor, own: Callable[[Tensor], Tensor] = lambda whole: whole) -> Callable[[Tensor], None]:
+    """Returns a hook that adds `own` of a parameter's new gradient, this rank's share, to `gradient` and frees it."""
 
     def hook(parameter: Tensor) -> None:
         if parameter.grad is not None:
-            gradient.add_(parameter.grad)
+            gradient.add_(own(parameter.grad))
             parameter.grad = None
 
     return hook

@@ -1,7 +1,7 @@
 """The trainer ranks among each other: their collectives, and how the frozen base weights are spread over them.
 
 FSDP2 shards the base, or each rank holds all of it. Each rank holds all trained tensors; FSDP does not touch them.
-(How it shards trained weights is in full_shards.py.)
+(How it shards trained weights is in sharded.py.)
 """
 
 import functools

@@ -1,6 +1,7 @@
 """Cuts the trajectories of a group into micro-batches for the network; each has rows of one group, hence one prompt."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate, groupby
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ from torch import Tensor
 from async_flowrl.algorithms.base import MicroBatch
 from async_flowrl.seeds import derive
 from async_flowrl.training.messages import GroupMeta
-from async_flowrl.training.parts import cut
+from async_flowrl.training.parts import Part, RankPosition, cut, parts_of
 from async_flowrl.transfers import upload
 from async_flowrl.types import Conditioning, Trajectory
 
@@ -130,3 +131,27 @@ def _agree(one: Trajectory, other: Trajectory) -> bool:
 
 def _same_conditioning(one: Conditioning, other: Conditioning) -> bool:
     return one.keys() == other.keys() and all(np.array_equal(one[name], other[name]) for name in one)
+
+
+def groups_of(
+    metas: Sequence[GroupMeta],
+    trajectories: Sequence[Trajectory],
+    tickets: Sequence[Sequence[int]],
+    own: RankPosition,
+    samples: int,
+    device: torch.device,
+) -> Iterator[tuple[Group, list[Part]]]:
+    """Yields the groups of a call of which this rank computes parts, with these parts of `samples` images at most.
+
+    `tickets`: which of each group's tickets stand in `trajectories`, group after group; empty: all. Raises ValueError
+    if their numbers differ.
+    """
+    held = tickets or [range(meta.tickets) for meta in metas]
+    if sum(map(len, held)) != len(trajectories):
+        raise ValueError(
+            f"{len(metas)} groups have {sum(map(len, held))} tickets, got {len(trajectories)} trajectories"
+        )
+    starts = list(accumulate(map(len, held), initial=0))
+    for position, of_group in groupby(parts_of(metas, own, samples), key=lambda part: part.group):
+        given = trajectories[starts[position] : starts[position + 1]]
+        yield Group(metas[position], given, device=device, held=held[position]), list(of_group)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from async_flowrl.algorithms.ema import rms_over_eps
-from async_flowrl.config.sections.trainer import TrainerConfig
+from async_flowrl.config.schema import TrainerConfig
 from async_flowrl.training.flat import FlatParameters
 
 logger = logging.getLogger(__name__)

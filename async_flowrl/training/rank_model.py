@@ -1,26 +1,31 @@
-"""The model of a trainer rank: the base model with what is trained, in this rank's memory, as the ranks share it."""
+"""The model of a trainer rank: the base model with what is trained, in this rank's memory, as the ranks share it.
+
+Several ranks read the base weights together (`stream_base`): only rank 0 opens the files, and no rank ever holds more
+than its share and one whole tensor.
+"""
 
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from async_flowrl.algorithms.registry import check_schedule
 from async_flowrl.config.resolution import in_pixels
-from async_flowrl.config.schema import Config
-from async_flowrl.config.sections.tune import FULL
-from async_flowrl.config.sharding import is_sharded, ranks_per_replica
+from async_flowrl.config.schema import FULL, Config
 from async_flowrl.policies.base import Policy
 from async_flowrl.policies.kernels import compile_blocks
 from async_flowrl.policies.one_base import OneBase
-from async_flowrl.policies.registry import ResolvedModel, load_policy
+from async_flowrl.policies.registry import DTYPES, ResolvedModel, load_policy
+from async_flowrl.policies.stored import StoredWeights
 from async_flowrl.policies.tuning import tuning_of
 from async_flowrl.tickets.request import sampling
-from async_flowrl.training.base_weights import digest_of_stored, stream_base
 from async_flowrl.training.fsdp import World, checkpoint_blocks, shard, unplanned
-from async_flowrl.training.full_shards import shard_trained
+from async_flowrl.training.sharded import shard_trained
 from async_flowrl.types import Resolution
 from checkpoint_engine import base_digest
 
@@ -113,8 +118,8 @@ def _lay_out(inputs: ModelInputs, policy: Policy, trained: set[nn.Parameter], wo
     Returns the world with the ranks per replica, and how the ranks hold the base, in words.
     """
     config, device, offload = inputs.config, inputs.device, inputs.config.trainer.cpu_offload
-    sharded = world.joined and is_sharded(config)
-    per_replica = ranks_per_replica(config, world.size, sharded=sharded)
+    sharded = world.joined and config.is_sharded
+    per_replica = config.ranks_per_replica(world.size, sharded=sharded)
     world = replace(world, per_replica=per_replica, by_group=sharded and config.tune == FULL)
     if world.by_group:
         layout = shard_trained(policy, trained, world, device)
@@ -123,3 +128,78 @@ def _lay_out(inputs: ModelInputs, policy: Policy, trained: set[nn.Parameter], wo
     if world.joined and inputs.one_base is None:
         stream_base(policy.transformer, inputs.model, world, device=device, offload=offload)
     return world, layout
+
+
+def digest_of_stored(model: ResolvedModel, world: World, parameters: set[str]) -> str:
+    """Returns the digest of the base weights from the model's files on rank 0, and "" on other ranks.
+
+    Only the tensors named in `parameters` count, as in the digest of a loaded model.
+    """
+    if world.rank != 0:
+        return ""
+    return base_digest(_Chosen(_stored(model), parameters))
+
+
+def stream_base(
+    transformer: nn.Module, model: ResolvedModel, world: World, *, device: torch.device, offload: bool
+) -> None:
+    """Gives parameters on the meta device memory and fills them from the files; all ranks must call it.
+
+    Call it after `shard`, with an attached LoRA already in memory. Collectives run on `device`; the weights stay there,
+    or with `offload` in host memory. Raises ValueError if files and network have different tensor names.
+    """
+    home = torch.device("cpu") if offload else device
+    cast("Any", transformer)._apply(lambda t: torch.empty_like(t, device=home) if t.is_meta else t)
+    stored = _stored(model) if world.rank == 0 else None
+    targets = base_tensors(transformer)
+    _same_names(targets, stored)
+    for name in sorted(targets):
+        target = targets[name]
+        whole = torch.empty(target.shape, dtype=target.dtype, device=device)
+        if stored is not None:
+            whole.copy_(stored[name])
+        dist.broadcast(whole, 0)
+        _place(target, whole, world)
+        del whole  # frees its memory before the next tensor is created
+
+
+def base_tensors(transformer: nn.Module) -> dict[str, Tensor]:
+    """Returns the base's parameters and saved buffers by their names in the model's files, without the LoRA."""
+    state = cast("Any", transformer).state_dict(keep_vars=True)
+    return {name.replace(".base_layer.", "."): t for name, t in state.items() if ".lora_" not in name}
+
+
+def _stored(model: ResolvedModel) -> StoredWeights:
+    return StoredWeights(model.path, dtype=DTYPES[model.dtype], revision=model.revision)
+
+
+@torch.no_grad()
+def _place(target: Tensor, whole: Tensor, world: World) -> None:
+    """Copies this rank's share of `whole`. FSDP2 shards by rows like torch.chunk; some ranks may have none."""
+    if not isinstance(target, DTensor):
+        target.copy_(whole)
+        return
+    chunks = torch.chunk(whole, world.per_replica, dim=0)
+    number = world.rank % world.per_replica
+    if number < len(chunks):
+        target.to_local().copy_(chunks[number])
+
+
+def _same_names(targets: Mapping[str, Tensor], stored: Mapping[str, Tensor] | None) -> None:
+    """Raises ValueError on all ranks if names differ, so that no rank waits for another one in a collective."""
+    odd = [sorted(targets.keys() ^ stored.keys())] if stored is not None else [None]
+    dist.broadcast_object_list(odd, 0)
+    if odd[0]:
+        lacking = "the files lack" if odd[0][0] in targets else "the network has no"
+        raise ValueError(f"the weights do not fit the model: {lacking} {odd[0][0]} ({len(odd[0])} names differ)")
+
+
+class _Chosen(dict[str, Tensor]):
+    """Some tensors of a mapping that reads them from files; they are read only when accessed."""
+
+    def __init__(self, source: Mapping[str, Tensor], names: set[str]) -> None:
+        super().__init__(dict.fromkeys(names & source.keys(), torch.empty(0)))
+        self._source = source
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._source[name]

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from async_flowrl.algorithms.ema import ema_decay, old_policy_decay, samples_from_average, update_average
-from async_flowrl.config.schema import Config
-from async_flowrl.config.sections.tune import FULL
+from async_flowrl.config.schema import FULL, Config
 from async_flowrl.training.flat import FlatParameters
 from async_flowrl.types import EMA, POLICY
 

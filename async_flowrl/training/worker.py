@@ -16,15 +16,13 @@ import torch
 from async_flowrl.algorithms.base import Algorithm
 from async_flowrl.algorithms.registry import build_algorithm
 from async_flowrl.config.resolution import configured
-from async_flowrl.config.schema import Config
-from async_flowrl.config.sections.tune import FULL
+from async_flowrl.config.schema import FULL, Config
 from async_flowrl.observability.flops import device_peak
 from async_flowrl.policies.base import Policy
 from async_flowrl.policies.kernels import repeatable_kernels
 from async_flowrl.policies.loading import ONE_AT_A_TIME
 from async_flowrl.policies.one_base import OneBase
 from async_flowrl.policies.registry import ResolvedModel
-from async_flowrl.training.changed_share import ChangedShare
 from async_flowrl.training.checkpoint import (
     Checkpoint,
     Files,
@@ -40,15 +38,12 @@ from async_flowrl.training.checkpoint import (
 from async_flowrl.training.flat import FlatParameters
 from async_flowrl.training.forward_passes import UpdateInputs
 from async_flowrl.training.fsdp import World, prefetch
-from async_flowrl.training.gathered_streams import GatheredStreams
 from async_flowrl.training.messages import Layout, Manifest, Summed, TrainRequest, UpdateStats
 from async_flowrl.training.optimizer import Optimizer
-from async_flowrl.training.publishing import PublishedStreams
+from async_flowrl.training.publishing import GatheredStreams, PublishedStreams
 from async_flowrl.training.rank_model import ModelInputs, load_model
-from async_flowrl.training.rank_state import RankState
-from async_flowrl.training.shard_saving import ShardSaving
-from async_flowrl.training.sharded_parameters import ShardedParameters
-from async_flowrl.training.snapshots import Snapshots
+from async_flowrl.training.sharded import ShardedParameters, ShardSaving
+from async_flowrl.training.snapshots import RankState, Snapshots
 from async_flowrl.training.update import Update
 from async_flowrl.training.versions import Versions
 from async_flowrl.types import Resolution, Trajectory
@@ -56,6 +51,9 @@ from checkpoint_engine import weights_digest
 from separation.numa import bind
 
 logger = logging.getLogger(__name__)
+
+MIN_CHANGED_SHARE = 0.01
+"""A step that changes a smaller share of what is trained, as it is computed with, is worth a warning."""
 
 
 class TrainerWorker:
@@ -102,7 +100,7 @@ class TrainerWorker:
         self.sender: PublishedStreams
         """The sending end of the weights, on the first rank only, or on each if it has a share of them."""
         self._state: RankState
-        self._changes = ChangedShare(config.model.dtype)
+        self._warned_of_rounding = False
 
     def load(self, layout: Layout | None = None) -> dict[str, Any]:
         """Builds the model, the adapter and the optimizer, as a rank of the process group if this process joined one.
@@ -215,8 +213,24 @@ class TrainerWorker:
             self.versions.after_batch(stats.step, self.optimizer.steps)
             if self.world.rank == 0 and self.config.tune != FULL:
                 self.snapshots.begin()  # The controller fetches it with `kept_state`.
-            return self._changes.added(stats, self.versions.changed_share())
+            return self._with_changed_share(stats, self.versions.changed_share())
         return stats
+
+    def _with_changed_share(self, stats: UpdateStats, share: float | None) -> UpdateStats:
+        """Adds to the metrics the share of the trained values that a version changed; warns once if it is small."""
+        if stats.skipped or share is None:
+            return stats
+        if share < MIN_CHANGED_SHARE and not self._warned_of_rounding:
+            self._warned_of_rounding = True
+            logger.warning(
+                "step %d changed only %.2g %% of the trained values as rollouts compute with them (%s): the float32 "
+                "masters moved, but most of that is lost in rounding until it adds up; consider a larger "
+                "trainer.learning_rate, or model.dtype=float32",
+                stats.step,
+                100 * share,
+                self.config.model.dtype,
+            )
+        return replace(stats, metrics={**stats.metrics, "adapter/changed_share": share})
 
     def snapshot(self) -> int:
         """Begins to copy the state of a checkpoint to host memory (main lane); `save` writes it beside the next update.

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from async_flowrl.training.checkpoint_manifest import DamagedCheckpoint
+from async_flowrl.training.checkpoint_folder import DamagedCheckpoint
 from async_flowrl.verify.files import Broken, RunFiles
 from async_flowrl.verify.history import bound, exactly_once, inputs, reward_terms, version_chain
 from async_flowrl.verify.weights import digests

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from async_flowrl.config.sections.model import TinyConfig
+from async_flowrl.config.schema import TinyConfig
 from async_flowrl.policies.pipeline import PipelinePolicy
 from async_flowrl.policies.pipeline_family import structure
 from async_flowrl.policies.qwen_image import QwenImageFamily

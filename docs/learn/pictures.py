@@ -14,7 +14,7 @@ from torch import Tensor
 from async_flowrl.algorithms.advantage import compute_advantages
 from async_flowrl.algorithms.flow_grpo import clipped_surrogate
 from async_flowrl.algorithms.sde import transition
-from async_flowrl.config.sections.algorithm import AlgorithmConfig
+from async_flowrl.config.schema import AlgorithmConfig
 
 IMAGES = Path(__file__).parents[1] / "images"
 PLACES, WIDTH = (-2.0, 2.0), 0.35

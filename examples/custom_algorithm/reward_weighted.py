@@ -9,7 +9,7 @@ import torch
 from async_flowrl.algorithms.base import MicroBatch, Prediction
 from async_flowrl.algorithms.flow_grpo import FlowGRPO
 from async_flowrl.algorithms.policy_gradient import Surrogate
-from async_flowrl.config.sections.algorithm import AlgorithmConfig
+from async_flowrl.config.schema import AlgorithmConfig
 
 
 class RewardWeighted(FlowGRPO):

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from PIL import Image, ImageDraw, ImageFont
 
-from async_flowrl.config.sections.model import ModelConfig
+from async_flowrl.config.schema import ModelConfig
 from async_flowrl.observability.statistics import diversity
 from async_flowrl.policies.registry import load_pipeline, resolve_model
 from async_flowrl.types import ByteArray, FloatArray

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from async_flowrl.config.sections.model import TinyConfig
+from async_flowrl.config.schema import TinyConfig
 from async_flowrl.policies.loading import quiet
 from async_flowrl.policies.tiny.build import cache_dir
 from async_flowrl.policies.tiny.qwen_image import tiny_pipeline

@@ -10,7 +10,7 @@ from pathlib import Path
 import pyarrow
 import pyarrow.parquet
 
-from async_flowrl.config.sections.data import DataConfig
+from async_flowrl.config.schema import DataConfig
 from async_flowrl.data.load import load_prompts
 
 SYSTEM = (

@@ -19,8 +19,7 @@ from typing import Any
 import torch
 
 from async_flowrl.config.curves import evaluation_due
-from async_flowrl.config.schema import Config
-from async_flowrl.config.sections.runtime import LimitsConfig
+from async_flowrl.config.schema import Config, LimitsConfig
 from async_flowrl.controller.checkpoints import SaveFailed
 from async_flowrl.training.checkpoint_folder import written
 from async_flowrl.verify import verify

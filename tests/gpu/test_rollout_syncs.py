@@ -12,13 +12,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from async_flowrl import transfers
 from async_flowrl.algorithms import sde
-from async_flowrl.config.schema import Config
-from async_flowrl.config.sections.tune import LoraConfig
+from async_flowrl.config.schema import Config, LoraConfig
 from async_flowrl.policies.base import Policy
 from async_flowrl.policies.lora import add_lora
 from async_flowrl.policies.registry import load_policy, resolve_model
-from async_flowrl.rollout import text_encoder, transfers
+from async_flowrl.rollout import text_encoder
 from async_flowrl.rollout.diffusers_engine import DiffusersEngine
 from async_flowrl.rollout.registry import PARTS, load_engine, open_embeddings
 from async_flowrl.seeds import generator
@@ -87,7 +87,9 @@ class Waits:
         with patch.object(transfers, "wait", wraps=transfers.wait) as wait, watched(SYNC) as seen:
             yield
         self.meant = wait.call_count
-        self.others = [f"{count} x {one}" for one, count in seen.items() if "rollout/transfers.py" not in one.where]
+        self.others = [
+            f"{count} x {one}" for one, count in seen.items() if "async_flowrl/transfers.py" not in one.where
+        ]
 
 
 @FAMILIES

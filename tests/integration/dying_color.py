@@ -4,7 +4,7 @@ import os
 import signal
 from pathlib import Path
 
-from async_flowrl.rewards.color import Color
+from async_flowrl.rewards.image_statistics import Color
 from async_flowrl.types import ByteArray, Prompt
 
 COUNT_FILE = "TEST_SERVER_DEATHS"

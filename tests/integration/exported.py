@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from async_flowrl.config.sections.tune import LoraConfig
+from async_flowrl.config.schema import LoraConfig
 from async_flowrl.policies.lora import lora_parameters
 from async_flowrl.policies.qwen_image import QwenImagePolicy
 from async_flowrl.training.checkpoint import Checkpoint, write_checkpoint

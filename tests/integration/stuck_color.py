@@ -3,7 +3,7 @@
 import time
 from collections.abc import Sequence
 
-from async_flowrl.rewards.color import Color
+from async_flowrl.rewards.image_statistics import Color
 from async_flowrl.types import ByteArray, Prompt
 
 SECONDS = 8.0

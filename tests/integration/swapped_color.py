@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from async_flowrl.rewards.color import Color
+from async_flowrl.rewards.image_statistics import Color
 from async_flowrl.types import ByteArray, Prompt
 
 OTHER = {"red": "blue", "blue": "red"}

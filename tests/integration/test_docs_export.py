@@ -10,10 +10,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from async_flowrl.config.schema import Config
-from async_flowrl.config.sections.model import ModelConfig
-from async_flowrl.config.sections.reward import RewardTerm
-from async_flowrl.config.sections.tune import LoraConfig
+from async_flowrl.config.schema import Config, LoraConfig, ModelConfig, RewardTerm
 from async_flowrl.export import save_lora
 from async_flowrl.policies import lora_file
 from async_flowrl.policies.lora import lora_parameters

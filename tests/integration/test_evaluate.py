@@ -14,9 +14,7 @@ from PIL import Image
 
 from async_flowrl import evaluate as evaluating
 from async_flowrl.config.compose import read_config
-from async_flowrl.config.schema import Config
-from async_flowrl.config.sections.reward import RewardTerm
-from async_flowrl.config.sections.tune import LoraConfig
+from async_flowrl.config.schema import Config, LoraConfig, RewardTerm
 from async_flowrl.data.load import load_prompts
 from async_flowrl.evaluate import job_of_run, measure
 from async_flowrl.evaluate.measure import Scored

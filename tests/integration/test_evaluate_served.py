@@ -16,8 +16,7 @@ from omegaconf import OmegaConf
 
 from async_flowrl import evaluate
 from async_flowrl.config import exit_codes
-from async_flowrl.config.schema import Config
-from async_flowrl.config.sections.reward import RewardConfig, RewardTerm, ServeConfig
+from async_flowrl.config.schema import Config, RewardConfig, RewardTerm, ServeConfig
 from async_flowrl.controller.context import NoServers
 from async_flowrl.evaluate import serving
 from async_flowrl.evaluate.scoring import scored

@@ -12,14 +12,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from async_flowrl import export as exporting
-from async_flowrl.config.sections.model import ModelConfig
-from async_flowrl.config.sections.tune import LoraConfig
+from async_flowrl.config.schema import LoraConfig, ModelConfig
 from async_flowrl.export import export, save_lora
 from async_flowrl.policies.lora import lora_parameters
-from async_flowrl.policies.lora_apply import apply_lora
 from async_flowrl.policies.lora_file import FILE_NAME
 from async_flowrl.policies.qwen_image import QwenImagePolicy
 from async_flowrl.policies.registry import load_pipeline, resolve_model
+from async_flowrl.policies.trained_file import apply_lora
 from async_flowrl.rollout.diffusers_engine import DiffusersEngine
 from async_flowrl.seeds import generator
 from async_flowrl.types import EVALUATION

@@ -14,8 +14,8 @@ from async_flowrl import generate as generating
 from async_flowrl.config.schema import Config
 from async_flowrl.export import save_lora
 from async_flowrl.policies import lora_file, lora_formats
-from async_flowrl.policies.lora_apply import apply_lora
 from async_flowrl.policies.qwen_image import QwenImagePolicy
+from async_flowrl.policies.trained_file import apply_lora
 from tests.integration.exported import LORA
 from tests.support.tiny import RED
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from async_flowrl.config.sections.model import ModelConfig
+from async_flowrl.config.schema import ModelConfig
 from async_flowrl.policies.registry import resolve_model
 from tests.integration.runs import LIMIT, ROOT, TINY, Run
 from tests.support.hub import serving

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from async_flowrl.config.compose import read_config
-from async_flowrl.config.sections.reward import RewardTerm
+from async_flowrl.config.schema import RewardTerm
 from async_flowrl.evaluate import evaluate, job_of_run
 from tests.integration.runs import WHOLE, Run, train
 

@@ -13,15 +13,14 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from async_flowrl.config.sections.model import ModelConfig
-from async_flowrl.config.sections.tune import LoraConfig
+from async_flowrl.config.schema import LoraConfig, ModelConfig
 from async_flowrl.export.merged import write_merged
 from async_flowrl.policies import lora_file, lora_formats
 from async_flowrl.policies.base import Policy
 from async_flowrl.policies.lora import lora_parameters
-from async_flowrl.policies.lora_apply import apply_lora
 from async_flowrl.policies.lora_file import FILE_NAME, PEFT_CONFIG, PEFT_WEIGHTS, LoraFile
 from async_flowrl.policies.registry import load_family, resolve_model
+from async_flowrl.policies.trained_file import apply_lora
 from tests.support.families import NAMES, adapted, conditioning, how, model_config, pipeline_of
 from tests.support.tiny import randomise
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from async_flowrl.algorithms import sde
-from async_flowrl.config.sections.model import ModelConfig
+from async_flowrl.config.schema import ModelConfig
 from async_flowrl.policies.lora_file import FILE_NAME, read
 from async_flowrl.policies.registry import load_policy, resolve_model
 from tests.integration.runs import WHOLE, Run, train, train_here_on_ray

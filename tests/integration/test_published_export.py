@@ -15,9 +15,7 @@ from PIL import Image
 
 from async_flowrl import evaluate as evaluating
 from async_flowrl import export as exporting
-from async_flowrl.config.schema import Config
-from async_flowrl.config.sections.model import ModelConfig, TinyConfig
-from async_flowrl.config.sections.reward import RewardTerm
+from async_flowrl.config.schema import Config, ModelConfig, RewardTerm, TinyConfig
 from async_flowrl.export import save_lora
 from async_flowrl.observability.evaluations import Curve, Evaluation, EvaluationLog
 from async_flowrl.observability.images import write_grid

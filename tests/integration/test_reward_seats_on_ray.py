@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 import ray
 
-from async_flowrl.config.reward_pools import scoring_pools
-from async_flowrl.config.schema import Config
-from async_flowrl.config.sections.reward import RewardTerm
+from async_flowrl.config.pools import scoring_pools
+from async_flowrl.config.schema import Config, RewardTerm
 from async_flowrl.run.pools import reward_spec
 from async_flowrl.types import Prompt, Scores
 from separation.cluster import cluster

@@ -16,7 +16,7 @@ RUN_RECOVERY, CHECKPOINTS, RESUME, AFTER_STEP = (
     "async_flowrl.controller.resume",
     "async_flowrl.controller.after_step:AfterStep",
 )
-LIMITS = "async_flowrl.config.sections.runtime:LimitsConfig"
+LIMITS = "async_flowrl.config.schema:LimitsConfig"
 TRUNCATE = "async_flowrl.observability.metrics:MetricsLog.truncate"
 RECOVERY, RESUMED, SAVED = "tests.unit.test_recovery", "tests.unit.test_resume", "tests.unit.test_checkpoints"
 REWARDS, KEPT = "tests.unit.test_reward_faults", "tests.unit.training.test_kept_state"

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from async_flowrl.training.fsdp import World
 from async_flowrl.training.messages import Layout, Summed, TrainRequest, UpdateStats
-from async_flowrl.training.part_gradients import PartGradients
+from async_flowrl.training.update import PartGradients
 from async_flowrl.training.worker import TrainerWorker
 from tests.support.process_pool import die
 

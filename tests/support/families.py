@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from async_flowrl.config.sections.model import ModelConfig, TinyConfig
-from async_flowrl.config.sections.tune import LoraConfig
+from async_flowrl.config.schema import LoraConfig, ModelConfig, TinyConfig
 from async_flowrl.policies.base import Policy
 from async_flowrl.policies.lora import add_lora, lora_parameters
 from async_flowrl.policies.registry import FAMILIES, load_pipeline, load_policy, resolve_model

@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from async_flowrl.config.sections.model import ModelConfig
-from async_flowrl.config.sections.tune import LoraConfig
+from async_flowrl.config.schema import LoraConfig, ModelConfig
 from async_flowrl.policies.lora import add_lora, lora_parameters
 from async_flowrl.policies.qwen_image import QwenImagePolicy
 from async_flowrl.policies.registry import load_policy, resolve_model

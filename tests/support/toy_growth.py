@@ -5,8 +5,7 @@ import math
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
-from async_flowrl.config.elastic import bounds
-from async_flowrl.config.sections.rollout import RolloutConfig
+from async_flowrl.config.schema import RolloutConfig
 from separation.group import Departure, NoSeat, Worker
 from tests.support.toy_pool import REBUILD_SECONDS, ToyPool, ToyWorker
 
@@ -18,7 +17,7 @@ class ToyGrowth:
     """The `Growth` of a ToyPool (see separation/group.py). Each worker has its own node; `free` counts empty nodes."""
 
     def __init__(self, pool: ToyPool, rollout: RolloutConfig) -> None:
-        self.pool, (least, most) = pool, bounds(rollout)
+        self.pool, (least, most) = pool, rollout.worker_bounds
         pool.spec = replace(pool.spec, min_workers=least, max_workers=most)
         self.free = 0
         self._ending: dict[str, float] = {}

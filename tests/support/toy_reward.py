@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from typing import Any
 
-from async_flowrl.config.reward_pools import scoring_pools
+from async_flowrl.config.pools import scoring_pools
+from async_flowrl.rewards.call import group_result
 from async_flowrl.rewards.held_out import HeldOutScores
-from async_flowrl.rewards.results import group_result
 from async_flowrl.types import Prompt, Scores
 
 

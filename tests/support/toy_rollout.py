@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from async_flowrl.config.schema import Config
-from async_flowrl.config.sections.tune import FULL
+from async_flowrl.config.schema import FULL, Config
 from async_flowrl.seeds import generator
 from async_flowrl.types import EMA, EVALUATION, POLICY, RolloutReport, RolloutRequest, Trajectory
 from checkpoint_engine import EVALUATION as EVALUATION_SLOT

@@ -12,9 +12,8 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-from async_flowrl.config.reward_pools import scoring_pools
-from async_flowrl.config.schema import Config
-from async_flowrl.config.shared import SHARED
+from async_flowrl.config.pools import scoring_pools
+from async_flowrl.config.schema import SHARED, Config
 from async_flowrl.run.pools import SUB_POOLS
 from async_flowrl.shared.turns import patience
 from async_flowrl.shared.worker import SharedRollout

@@ -21,11 +21,10 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from async_flowrl.config.schema import Config
 from async_flowrl.training.checkpoint import RANKS, Checkpoint
-from async_flowrl.training.checkpoint_manifest import FOLDER, TRAINER
+from async_flowrl.training.checkpoint_folder import FOLDER, TRAINER
 from async_flowrl.training.fsdp import World
-from async_flowrl.training.shard_checkpoint import Parts, _load, whole_parts
-from async_flowrl.training.shard_reader import SafeReader
-from async_flowrl.training.shard_saving import ShardSaving, Written
+from async_flowrl.training.shard_checkpoint import Parts, SafeReader, _load, whole_parts
+from async_flowrl.training.sharded import ShardSaving, Written
 from async_flowrl.types import POLICY
 from checkpoint_engine import (
     CANARY_VERSION,
@@ -118,7 +117,7 @@ class ToySaving(ShardSaving):
 
 
 class ToyShareSender(ToySender):
-    """Gathers the ranks' rows and publishes them, in place of `training.gathered_streams.GatheredStreams`."""
+    """Gathers the ranks' rows and publishes them, in place of `training.publishing.GatheredStreams`."""
 
     trainer: "ToyShareTrainer"
 

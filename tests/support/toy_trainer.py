@@ -10,8 +10,7 @@ import numpy as np
 import torch
 
 from async_flowrl.algorithms.ema import ema_decay, old_policy_decay, update_average
-from async_flowrl.config.schema import Config
-from async_flowrl.config.sections.tune import FULL
+from async_flowrl.config.schema import FULL, Config
 from async_flowrl.training.checkpoint import (
     Checkpoint,
     Files,

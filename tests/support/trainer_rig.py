@@ -10,14 +10,12 @@ import numpy as np
 import torch
 
 from async_flowrl.algorithms.window import draw_window
-from async_flowrl.config.schema import Config
-from async_flowrl.config.sections.reward import RewardTerm
+from async_flowrl.config.schema import Config, RewardTerm
 from async_flowrl.policies.registry import load_policy, resolve_model
 from async_flowrl.policies.tuning import tuning_of
 from async_flowrl.rollout.diffusers_engine import DiffusersEngine
 from async_flowrl.seeds import derive
-from async_flowrl.training.merged_stats import merged
-from async_flowrl.training.messages import GroupMeta, StepPlan, TrainRequest, UpdateStats
+from async_flowrl.training.messages import GroupMeta, StepPlan, TrainRequest, UpdateStats, merged
 from async_flowrl.training.worker import TrainerWorker
 from async_flowrl.types import TRAIN, Prompt, RolloutRequest, Sampling, Trajectory
 from checkpoint_engine import weights_digest

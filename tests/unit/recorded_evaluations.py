@@ -1,9 +1,6 @@
 """A configuration with held-out terms, for tests of evaluations."""
 
-from async_flowrl.config.schema import Config
-from async_flowrl.config.sections.evaluate import EvaluateConfig, HeldOutConfig
-from async_flowrl.config.sections.reward import RewardConfig, RewardTerm
-from async_flowrl.config.sections.save import SaveConfig
+from async_flowrl.config.schema import Config, EvaluateConfig, HeldOutConfig, RewardConfig, RewardTerm, SaveConfig
 
 
 def config_of(on_hacking: str = "warn", best: str | None = None) -> Config:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from async_flowrl.config.sections.data import CurriculumConfig
+from async_flowrl.config.schema import CurriculumConfig
 from async_flowrl.types import Prompt, Scores
 from tests.support.toy import ToyRun, toy_config, virtual
 from tests.support.toy_pool import ListObserver, Timing, World, no_fault

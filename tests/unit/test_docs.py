@@ -10,8 +10,8 @@ from typing import Any, get_type_hints
 import pytest
 
 from async_flowrl.cli.verbs import VERBS
+from async_flowrl.config.check import removed
 from async_flowrl.config.compose import compose_config
-from async_flowrl.config.removed import removed
 from async_flowrl.config.schema import Config
 from async_flowrl.observability.ledger import STATES
 from tests.support.documents import writer

@@ -10,9 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from async_flowrl.config.schema import Config
-from async_flowrl.config.sections.evaluate import HeldOutConfig
-from async_flowrl.config.sections.reward import RewardTerm
+from async_flowrl.config.schema import Config, HeldOutConfig, RewardTerm
 from async_flowrl.controller.evaluation import EvaluationResult
 from async_flowrl.controller.evaluation_records import EvaluationRecords
 from async_flowrl.observability.evaluations import EvaluationLog

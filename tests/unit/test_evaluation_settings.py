@@ -7,9 +7,7 @@ import pytest
 from async_flowrl.config.check import ConfigError
 from async_flowrl.config.compose import compose_config
 from async_flowrl.config.curves import best_curve, check_curves
-from async_flowrl.config.schema import Config
-from async_flowrl.config.sections.evaluate import HeldOutConfig
-from async_flowrl.config.sections.reward import RewardTerm
+from async_flowrl.config.schema import Config, HeldOutConfig, RewardTerm
 from async_flowrl.rewards.held_out import check_held_out
 from tests.unit.recorded_evaluations import config_of
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from async_flowrl.algorithms.registry import build_algorithm
-from async_flowrl.config.sections.reward import RewardTerm
+from async_flowrl.config.schema import RewardTerm
 from async_flowrl.controller.step_metrics import term_metrics
 from async_flowrl.controller.training_groups import group_advantages
 from async_flowrl.observability.summary import skipped, warnings_of

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from async_flowrl.config.sections.runtime import LimitsConfig
+from async_flowrl.config.schema import LimitsConfig
 from async_flowrl.tickets.table import Refused
 from async_flowrl.training.messages import TrainRequest, UpdateStats
 from async_flowrl.types import RolloutRequest, Trajectory

@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 
 from async_flowrl.config.check import ConfigError, check
-from async_flowrl.config.reward_pools import RewardPool, held_out_by_pool, reward_pools, scoring_pools, workers_key
-from async_flowrl.config.schema import Config
-from async_flowrl.config.sections.reward import RewardConfig, RewardTerm
+from async_flowrl.config.pools import RewardPool, held_out_by_pool, reward_pools, scoring_pools, workers_key
+from async_flowrl.config.schema import Config, RewardConfig, RewardTerm
 from async_flowrl.observability.bottleneck import verdict
 from async_flowrl.observability.pool_size import configured_pools
 from async_flowrl.observability.reward_bound import reward_bound

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from async_flowrl.config.sections.reward import RewardTerm
+from async_flowrl.config.schema import RewardTerm
 from async_flowrl.types import Prompt, Scores
 from async_flowrl.verify import verify
 from tests.chaos.recovery_schedules import STEPS

@@ -2,9 +2,7 @@
 
 from dataclasses import replace
 
-from async_flowrl.config.schema import Config
-from async_flowrl.config.sections.data import DataConfig
-from async_flowrl.config.sections.rollout import RolloutConfig
+from async_flowrl.config.schema import Config, DataConfig, RolloutConfig
 from async_flowrl.tickets.request import RequestBuilder, sampling
 from async_flowrl.tickets.table import TRAIN, Ticket
 from async_flowrl.tickets.wordings import asked_of, upcoming

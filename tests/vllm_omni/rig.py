@@ -6,10 +6,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from async_flowrl.config.schema import Config
-from async_flowrl.config.sections.model import ModelConfig, TinyConfig
-from async_flowrl.config.sections.rollout import RolloutConfig
-from async_flowrl.config.sections.tune import LoraConfig
+from async_flowrl.config.schema import Config, LoraConfig, ModelConfig, RolloutConfig, TinyConfig
 from async_flowrl.policies.lora import add_lora, lora_parameters
 from async_flowrl.policies.registry import load_policy, resolve_model
 from async_flowrl.rollout.base import Rollout

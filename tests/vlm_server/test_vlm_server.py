@@ -14,8 +14,7 @@ import numpy as np
 import pytest
 
 from async_flowrl.rewards.endpoint import ServerError
-from async_flowrl.rewards.vlm_judge import VLMJudge
-from async_flowrl.rewards.vlm_judge_request import png_url
+from async_flowrl.rewards.vlm_judge import VLMJudge, png_url
 from async_flowrl.types import Prompt
 from separation.program import Program
 from tests.integration.left_behind import left_behind

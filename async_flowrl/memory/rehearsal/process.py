@@ -26,7 +26,7 @@ from async_flowrl.memory.rehearsal.ledger import Ledger
 from async_flowrl.memory.rehearsal.model import FakeModel
 from async_flowrl.observability.flops import Meter
 from async_flowrl.policies import one_base
-from async_flowrl.training import base_weights, exact, fsdp, full_shards, rank_model
+from async_flowrl.training import exact, fsdp, rank_model, sharded
 from async_flowrl.training.snapshots import Snapshots
 from checkpoint_engine import receiver
 
@@ -67,14 +67,14 @@ def _stand_ins(model: FakeModel, ledger: Ledger) -> list[tuple[Any, str, Any]]:
         (torch.Tensor, "data_ptr", _data_ptr),
         (nn.Module, "_apply", _apply),
         (fsdp, "init_device_mesh", _outside(init_device_mesh)),
-        (full_shards, "init_device_mesh", _outside(init_device_mesh)),
+        (sharded, "init_device_mesh", _outside(init_device_mesh)),
         (dist, "new_group", partial(_new_group, dist.new_group)),
         (rank_model, "load_policy", load_policy),
         (rank_model, "base_digest", lambda _: ""),
         (rank_model, "digest_of_stored", lambda *_: ""),
         (rank_model, "check_schedule", lambda *_, **__: None),
-        (base_weights, "_stored", lambda _: _Files()),
-        (base_weights, "_same_names", lambda *_: None),
+        (rank_model, "_stored", lambda _: _Files()),
+        (rank_model, "_same_names", lambda *_: None),
         (one_base, "load_policy", load_policy),
         (one_base, "base_digest", lambda _: ""),
         (receiver, "in_host_memory", partial(_in_host_memory, ledger)),

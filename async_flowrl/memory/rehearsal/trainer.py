@@ -14,8 +14,7 @@ import numpy.typing as npt
 from torch.distributed.tensor import DTensor
 
 from async_flowrl.algorithms.window import draw_window
-from async_flowrl.config.schema import Config
-from async_flowrl.config.sections.tune import FULL
+from async_flowrl.config.schema import FULL, Config
 from async_flowrl.memory.rehearsal.ledger import Ledger, Phase
 from async_flowrl.memory.rehearsal.model import FakeModel, conditioning
 from async_flowrl.memory.rehearsal.process import rehearsed_process

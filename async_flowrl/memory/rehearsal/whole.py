@@ -10,7 +10,6 @@ from dataclasses import fields, is_dataclass, replace
 from typing import Any, TypeVar, cast
 
 from async_flowrl.config.schema import Config
-from async_flowrl.config.sharding import is_sharded
 from async_flowrl.memory.rehearsal.model import FakeModel
 from async_flowrl.memory.rehearsal.rollout import RolloutRehearsal, rehearse_rollout
 from async_flowrl.memory.rehearsal.trainer import RankRehearsal, rehearse_trainer
@@ -27,7 +26,7 @@ _NUMBER = re.compile(r"\d[].*?]")
 def whole_rank(config: Config, model: FakeModel, *, kernels: bool = True) -> RankRehearsal:
     """Returns the rehearsal of a trainer rank (see `rehearse_trainer`) with all blocks of the model."""
     trainer = config.trainer
-    sharded = trainer.num_workers > 1 and is_sharded(config)
+    sharded = trainer.num_workers > 1 and config.is_sharded
     how = trainer.gradient_checkpointing
     period = int(how.removeprefix("every_")) if how.startswith("every_") else 1
     fewest = GATHERED + 1 + trainer.prefetch if sharded else FEWEST

@@ -16,17 +16,11 @@ from pkgutil import resolve_name
 
 from async_flowrl.config.check import check_fields
 from async_flowrl.config.messages import unknown_name
-from async_flowrl.config.sections.model import TinyConfig
+from async_flowrl.config.schema import TinyConfig
 from async_flowrl.seeds import untouched_rng
 
-TINY = {
-    "qwen_image": "async_flowrl.policies.tiny.qwen_image:tiny_pipeline",
-    "sd3": "async_flowrl.policies.tiny.sd3:tiny_pipeline",
-    "flux": "async_flowrl.policies.tiny.flux:tiny_pipeline",
-    "z_image": "async_flowrl.policies.tiny.z_image:tiny_pipeline",
-    "sana": "async_flowrl.policies.tiny.sana:tiny_pipeline",
-}
-"""`model.tiny.family` → function that builds the pipeline; a function of your own is named `pkg.module:attr`."""
+TINY = ("qwen_image", "sd3", "flux", "z_image", "sana")
+"""Values of `model.tiny.family`, each a module beside this one; a function of your own is named `pkg.module:attr`."""
 _RECIPE = 1
 """Part of the cache key; increase it when the built bytes change."""
 
@@ -50,7 +44,8 @@ def build_tiny(config: TinyConfig, cache: Path | None = None) -> Path:
         return target
     from async_flowrl.policies.loading import quiet
 
-    tiny_pipeline = resolve_name(TINY.get(config.family, config.family))
+    shipped = f"{__package__}.{config.family}:tiny_pipeline"
+    tiny_pipeline = resolve_name(shipped if config.family in TINY else config.family)
     target.parent.mkdir(parents=True, exist_ok=True)
     work = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
     try:

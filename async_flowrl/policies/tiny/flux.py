@@ -5,7 +5,7 @@ from typing import Any
 from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransformer2DModel
 from transformers import CLIPTextModel
 
-from async_flowrl.config.sections.model import TinyConfig
+from async_flowrl.config.schema import TinyConfig
 from async_flowrl.policies.tiny.parts import (
     CLIP_DIM,
     T5_DIM,

@@ -6,7 +6,7 @@ from diffusers import AutoencoderDC, FlowMatchEulerDiscreteScheduler, SanaPipeli
 from tokenizers import pre_tokenizers
 from transformers import Gemma2Config, Gemma2Model, Qwen2Tokenizer
 
-from async_flowrl.config.sections.model import TinyConfig
+from async_flowrl.config.schema import TinyConfig
 
 _TEXT_DIM = 32
 _SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")

@@ -21,8 +21,7 @@ from vllm_omni.diffusion.worker.diffusion_worker import CustomPipelineWorkerExte
 from vllm_omni.lora.request import LoRARequest
 from vllm_omni.platforms import current_omni_platform
 
-from async_flowrl.config.schema import Config
-from async_flowrl.config.sections.tune import LoraConfig
+from async_flowrl.config.schema import Config, LoraConfig
 from async_flowrl.policies.registry import ResolvedModel
 from async_flowrl.rollout.vllm_omni.names import Names, NetworkShapes, unpacked
 from async_flowrl.rollout.vllm_omni.settings import STORE_PORT

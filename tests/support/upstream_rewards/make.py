@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from async_flowrl.rewards.open_clip_weights import to_transformers
+from async_flowrl.rewards.hps import to_transformers
 from tests.support.upstream_rewards.inputs import (
     EMBED,
     LAYERS,

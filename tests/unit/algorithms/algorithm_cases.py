@@ -8,8 +8,7 @@ from torch import Tensor, nn
 from async_flowrl.algorithms.base import Algorithm, MicroBatch, Velocity
 from async_flowrl.algorithms.registry import build_algorithm
 from async_flowrl.config.check import check
-from async_flowrl.config.schema import Config
-from async_flowrl.config.sections.algorithm import AlgorithmConfig
+from async_flowrl.config.schema import AlgorithmConfig, Config
 
 SIGMAS = (1.0, 0.9, 0.75, 0.55, 0.3, 0.0)
 

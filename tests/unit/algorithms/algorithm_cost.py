@@ -12,10 +12,7 @@ from torch import Tensor
 
 from async_flowrl.algorithms.base import Algorithm, MicroBatch, Velocity
 from async_flowrl.algorithms.registry import BUILT_IN, build_algorithm
-from async_flowrl.config.schema import Config
-from async_flowrl.config.sections.algorithm import AlgorithmConfig
-from async_flowrl.config.sections.model import ModelConfig
-from async_flowrl.config.sections.tune import LoraConfig
+from async_flowrl.config.schema import AlgorithmConfig, Config, LoraConfig, ModelConfig
 from async_flowrl.policies.base import Policy
 from async_flowrl.policies.lora import add_lora
 from async_flowrl.policies.registry import load_policy, resolve_model

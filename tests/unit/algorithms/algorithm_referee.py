@@ -16,7 +16,7 @@ from torch import Tensor
 
 from async_flowrl.algorithms.base import MicroBatch, Prediction, Velocity
 from async_flowrl.algorithms.policy_gradient import PolicyGradient
-from async_flowrl.config.sections.algorithm import AlgorithmConfig
+from async_flowrl.config.schema import AlgorithmConfig
 
 D = 4
 SIGMAS = (1.0, 0.8, 0.6, 0.4, 0.2, 0.0)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from async_flowrl.algorithms.advantage import compute_advantages, group_advantages, is_constant, permuted
-from async_flowrl.config.sections.algorithm import AlgorithmConfig
+from async_flowrl.config.schema import AlgorithmConfig
 
 GROUPS = [np.array([0.1, 0.5, 0.2]), np.array([3.0, 3.5, 2.0, 8.0])]
 

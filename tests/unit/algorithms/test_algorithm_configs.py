@@ -8,9 +8,7 @@ from omegaconf import OmegaConf
 from async_flowrl.algorithms.registry import BUILT_IN, build_algorithm
 from async_flowrl.algorithms.window import draw_window
 from async_flowrl.config.check import check
-from async_flowrl.config.schema import Config
-from async_flowrl.config.sections.algorithm import AlgorithmConfig
-from async_flowrl.config.sections.rollout import RolloutConfig
+from async_flowrl.config.schema import AlgorithmConfig, Config, RolloutConfig
 
 FILES = sorted((Path(__file__).parents[3] / "configs" / "algorithm").glob("*.yaml"))
 MODES = [(0, "batch"), (0, "stream"), (1, "stream"), (2, "stream")]

@@ -3,7 +3,7 @@
 import pytest
 
 from async_flowrl.algorithms.diagnostics import WindowGroup, clip_of_means, sample_size, warnings, window_metrics
-from async_flowrl.config.sections.algorithm import AlgorithmConfig
+from async_flowrl.config.schema import AlgorithmConfig
 
 
 def test_metrics_by_window() -> None:

@@ -9,9 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from async_flowrl.algorithms.base import MicroBatch
+from async_flowrl.algorithms.base import MicroBatch, draw
 from async_flowrl.algorithms.diffusion_nft import optimality_probability
-from async_flowrl.algorithms.forward import draw
 from tests.unit.algorithms.algorithm_cases import SIGMAS, Network, build, final_rows, frozen, nudged
 
 

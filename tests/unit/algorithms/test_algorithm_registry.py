@@ -11,12 +11,20 @@ import torch
 from async_flowrl.algorithms.base import MicroBatch
 from async_flowrl.algorithms.diffusion_nft import ADVANTAGE_MODES, DiffusionNFT
 from async_flowrl.algorithms.ema import OLD_POLICY_DECAYS
-from async_flowrl.algorithms.fields import FINAL, NOISY, USED_BY, unused_field
 from async_flowrl.algorithms.flow_grpo import FlowGRPO
-from async_flowrl.algorithms.registry import BUILT_IN, MEMBERS, build_algorithm, check_schedule, resolve_correction
+from async_flowrl.algorithms.registry import (
+    BUILT_IN,
+    FINAL,
+    MEMBERS,
+    NOISY,
+    USED_BY,
+    build_algorithm,
+    check_schedule,
+    resolve_correction,
+    unused_field,
+)
 from async_flowrl.algorithms.window import draw_window
-from async_flowrl.config.schema import Config
-from async_flowrl.config.sections.algorithm import AlgorithmConfig
+from async_flowrl.config.schema import AlgorithmConfig, Config
 from async_flowrl.config.settings import settings
 from tests.unit.algorithms.algorithm_cases import build
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from async_flowrl.algorithms.window import Window, check_window, draw_window, rows_per_image, trained_steps
-from async_flowrl.config.sections.algorithm import AlgorithmConfig
+from async_flowrl.config.schema import AlgorithmConfig
 
 T = 10
 

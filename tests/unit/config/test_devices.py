@@ -5,10 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from async_flowrl.config.check import ConfigError, check
+from async_flowrl.config.check import TAKEN, ConfigError, check, environment_refusal, may_share, nccl_obstacle
 from async_flowrl.config.compose import compose_config
-from async_flowrl.config.devices import may_share, nccl_obstacle
-from async_flowrl.config.environment import TAKEN, environment_refusal
 from separation.rendezvous import GLOO_INTERFACE, join, leave, open_store
 from separation.worker_process import thread_environment
 

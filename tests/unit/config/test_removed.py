@@ -4,9 +4,8 @@ from dataclasses import fields
 
 import pytest
 
-from async_flowrl.config.check import ConfigError
+from async_flowrl.config.check import REMOVED, ConfigError
 from async_flowrl.config.compose import compose_config
-from async_flowrl.config.removed import REMOVED
 from async_flowrl.config.schema import Config
 
 

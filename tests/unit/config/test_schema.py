@@ -10,10 +10,9 @@ from typing import Any, get_args, get_origin
 
 import pytest
 
-from async_flowrl.algorithms.fields import USED_BY
+from async_flowrl.algorithms.registry import USED_BY
 from async_flowrl.config.check import ConfigError, check, check_fields
-from async_flowrl.config.schema import Config
-from async_flowrl.config.sections.reward import RewardConfig, RewardTerm, ServeConfig
+from async_flowrl.config.schema import Config, RewardConfig, RewardTerm, ServeConfig
 from async_flowrl.config.settings import BOUNDS, NOTHING, ROUNDING, WEIGHTS, Rule, rule_of, setting, settings
 from async_flowrl.controller.fingerprint import config_hash, numerics
 from tests.support.documents import writer

@@ -2,10 +2,8 @@
 
 import pytest
 
-from async_flowrl.config.check import check
-from async_flowrl.config.schema import Config
-from async_flowrl.config.sections.reward import RewardConfig, RewardTerm
-from async_flowrl.config.shared_advice import sharing_refusal
+from async_flowrl.config.check import check, sharing_refusal
+from async_flowrl.config.schema import Config, RewardConfig, RewardTerm
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,7 @@ from collections.abc import Callable
 import pytest
 
 from async_flowrl.config.check import ConfigError, check
-from async_flowrl.config.schema import Config
-from async_flowrl.config.sections.reward import RewardTerm
+from async_flowrl.config.schema import Config, RewardTerm
 
 
 def config_of(change: Callable[[Config], None], tune: str = "full") -> Config:

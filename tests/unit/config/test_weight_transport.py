@@ -2,9 +2,8 @@
 
 import pytest
 
-from async_flowrl.config.check import ConfigError, check
+from async_flowrl.config.check import ConfigError, check, nccl_obstacle
 from async_flowrl.config.compose import compose_config
-from async_flowrl.config.devices import nccl_obstacle
 
 
 def test_weights_that_arrive_in_host_memory_do_not_come_by_nccl() -> None:

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from async_flowrl.config.sections.data import DataConfig
+from async_flowrl.config.schema import DataConfig
 from async_flowrl.data.load import Data, load_data
 
 

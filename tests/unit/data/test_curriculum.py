@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from async_flowrl.config.sections.data import CurriculumConfig
+from async_flowrl.config.schema import CurriculumConfig
 from async_flowrl.data.curriculum import NO_SPREAD, SPREAD, UNKNOWN, Curriculum, read_outcomes
 from async_flowrl.data.sampler import Sampler
 

@@ -15,7 +15,7 @@ PROGRAM = """
 import sys, threading, time
 from pathlib import Path
 import numpy, pyarrow
-from async_flowrl.config.sections.data import DataConfig
+from async_flowrl.config.schema import DataConfig
 from async_flowrl.data.load import load_data
 
 def own():

@@ -10,7 +10,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from async_flowrl.config.sections.data import DataConfig
+from async_flowrl.config.schema import DataConfig
 from async_flowrl.data.load import load_data
 from async_flowrl.data.messages import PromptError
 from async_flowrl.data.rows import TableRows

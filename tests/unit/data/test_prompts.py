@@ -9,7 +9,7 @@ import pyarrow.parquet
 import pytest
 
 from async_flowrl.config.paths import config_dir, find_data
-from async_flowrl.config.sections.data import DataConfig
+from async_flowrl.config.schema import DataConfig
 from async_flowrl.data.load import load_prompts
 from async_flowrl.data.messages import PromptError
 from async_flowrl.data.prompts import quoted_target

@@ -5,8 +5,7 @@ from typing import Any
 import pytest
 
 from async_flowrl.config.compose import compose_config
-from async_flowrl.config.schema import Config
-from async_flowrl.config.sections.reward import RewardTerm
+from async_flowrl.config.schema import Config, RewardTerm
 from async_flowrl.doctor.configuration import device_finding as devices
 from async_flowrl.doctor.configuration import host_processes
 from async_flowrl.doctor.findings import FAILED, OK, SKIPPED, WARNING

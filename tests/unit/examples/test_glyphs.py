@@ -9,8 +9,7 @@ import pytest
 import torch
 from diffusers import AutoencoderKLQwenImage, QwenImagePipeline
 
-from async_flowrl.config.sections.data import DataConfig
-from async_flowrl.config.sections.model import ModelConfig, TinyConfig
+from async_flowrl.config.schema import DataConfig, ModelConfig, TinyConfig
 from async_flowrl.data.load import load_prompts
 from async_flowrl.policies.registry import load_policy, resolve_model
 from async_flowrl.policies.tiny.qwen_image import tiny_pipeline

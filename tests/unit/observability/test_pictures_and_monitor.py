@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from async_flowrl.config.sections.monitor import MonitorConfig
+from async_flowrl.config.schema import MonitorConfig
 from async_flowrl.observability.extras import captions, picture_data
 from async_flowrl.observability.images import GAP, LINE_HEIGHT, MIN_SIDE, write_grid
 from async_flowrl.observability.monitor import Monitor

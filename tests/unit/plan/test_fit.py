@@ -7,7 +7,7 @@ import pytest
 
 from async_flowrl.config.check import check
 from async_flowrl.config.compose import compose_config
-from async_flowrl.config.reward_pools import scoring_pools
+from async_flowrl.config.pools import scoring_pools
 from async_flowrl.config.schema import Config
 from async_flowrl.memory.layout import Chosen
 from async_flowrl.memory.processes import Footprint

@@ -19,7 +19,7 @@ from async_flowrl.memory.rehearsal.trainer import rehearse_trainer
 from async_flowrl.memory.rehearsed import alone, model_sizes, rehearsed_shapes, training_peak
 from async_flowrl.plan import __main__ as planner
 from async_flowrl.plan.memory import describe
-from async_flowrl.policies.architectures import KNOWN
+from async_flowrl.policies.model_path import KNOWN
 from async_flowrl.tickets.arithmetic import ticket_bytes
 from async_flowrl.training.exact import ExactSum
 from async_flowrl.training.fsdp import World

@@ -9,8 +9,7 @@ import torch
 
 from async_flowrl.config.check import ConfigError
 from async_flowrl.config.compose import compose_config
-from async_flowrl.config.schema import Config
-from async_flowrl.config.sections.reward import RewardTerm
+from async_flowrl.config.schema import Config, RewardTerm
 from async_flowrl.memory import processes
 from async_flowrl.memory.devices import ROLLOUT, Device, check_devices, refusal
 from async_flowrl.memory.processes import rollout_footprint

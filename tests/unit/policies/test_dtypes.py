@@ -12,10 +12,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from async_flowrl.config.sections.model import ModelConfig, TinyConfig
+from async_flowrl.config.schema import ModelConfig, TinyConfig
 from async_flowrl.memory.rehearsal.model import architecture
-from async_flowrl.policies.dtypes import dtype_of_files
-from async_flowrl.policies.registry import resolve_model
+from async_flowrl.policies.registry import dtype_of_files, resolve_model
 from async_flowrl.policies.tiny.build import build_tiny
 from tests.support.hub import used_here
 from tests.support.tiny import tiny_policy

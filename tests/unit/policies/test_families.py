@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from async_flowrl.algorithms import sde
-from async_flowrl.config.sections.tune import LoraConfig
+from async_flowrl.config.schema import LoraConfig
 from async_flowrl.export import save_lora
 from async_flowrl.observability.flops import FlopCounter
 from async_flowrl.policies.base import Policy

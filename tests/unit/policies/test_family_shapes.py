@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from async_flowrl.config.sections.model import TinyConfig
+from async_flowrl.config.schema import TinyConfig
 from async_flowrl.policies.base import Policy
 from async_flowrl.policies.registry import load_family, resolve_model, shapes_of
 from async_flowrl.policies.tiny.build import build_tiny

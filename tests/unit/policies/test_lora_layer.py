@@ -8,8 +8,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from async_flowrl.policies.lora import compute_dtypes, keep_compute_copies, lora_modules, lora_parameters
-from async_flowrl.policies.lora_layer import LoraLinear, compute_copies, peft_config
+from async_flowrl.policies.lora import (
+    LoraLinear,
+    compute_copies,
+    compute_dtypes,
+    keep_compute_copies,
+    lora_modules,
+    lora_parameters,
+)
 from tests.support.tiny import adapted_policy
 
 SCALING = 3.0
@@ -19,7 +25,9 @@ def adapted(dtype: torch.dtype = torch.float32, *, seed: int = 0) -> LoraLinear:
     """A layer [24 → 40] with bias and a random adapter of rank 8."""
     generator = torch.Generator().manual_seed(seed)
     base = nn.Linear(24, 40, dtype=dtype)
-    network = peft.get_peft_model(cast("Any", nn.Sequential(base)), peft_config(8, 8 * SCALING, ["0"]))
+    config = peft.LoraConfig(r=8, lora_alpha=8 * SCALING, target_modules=["0"])
+    config._register_custom_module({nn.Linear: LoraLinear})
+    network = peft.get_peft_model(cast("Any", nn.Sequential(base)), config)
     (layer,) = lora_modules(network).values()
     for parameter in layer.parameters():
         parameter.data.copy_(torch.randn(parameter.shape, generator=generator))

@@ -6,7 +6,7 @@ import pytest
 import torch
 from diffusers import AutoencoderDC, FlowMatchEulerDiscreteScheduler, SanaPipeline, SanaTransformer2DModel
 
-from async_flowrl.config.sections.model import ModelConfig
+from async_flowrl.config.schema import ModelConfig
 from async_flowrl.generate import Settings, run_pipeline
 from async_flowrl.types import Sampling
 

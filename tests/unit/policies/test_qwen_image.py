@@ -12,7 +12,7 @@ from diffusers.models.transformers import transformer_qwenimage
 from torch import Tensor
 
 from async_flowrl.algorithms import sde
-from async_flowrl.config.sections.model import ModelConfig
+from async_flowrl.config.schema import ModelConfig
 from async_flowrl.policies.lora import lora_parameters
 from async_flowrl.policies.qwen_image import QwenImagePolicy
 from async_flowrl.policies.registry import check_prompts_of, load_policy, resolve_model

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from async_flowrl.config.sections.model import ModelConfig, TinyConfig
+from async_flowrl.config.schema import ModelConfig, TinyConfig
 from async_flowrl.policies.loading import settle
 from async_flowrl.policies.registry import load_policy, resolve_model
 from async_flowrl.policies.tiny.build import build_tiny

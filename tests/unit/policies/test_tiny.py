@@ -12,7 +12,7 @@ import torch
 from diffusers import QwenImagePipeline
 from safetensors.torch import load_file
 
-from async_flowrl.config.sections.model import TinyConfig
+from async_flowrl.config.schema import TinyConfig
 from async_flowrl.policies.tiny.build import build_tiny
 from tests.support.forked import CONTEXT
 

@@ -7,8 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from async_flowrl.config.sections.data import DataConfig
-from async_flowrl.config.sections.reward import RewardConfig, RewardTerm
+from async_flowrl.config.schema import DataConfig, RewardConfig, RewardTerm
 from async_flowrl.data.load import load_prompts
 from async_flowrl.rewards.registry import is_deterministic
 from async_flowrl.rewards.worker import RewardWorker

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from async_flowrl.config.sections.reward import RewardConfig, RewardTerm, ServeConfig
+from async_flowrl.config.schema import RewardConfig, RewardTerm, ServeConfig
 from async_flowrl.rewards.endpoint import ServerError, retry_after
 from async_flowrl.rewards.http import HTTP
 from async_flowrl.rewards.registry import build_reward, check_prompts, check_rewards, is_deterministic
@@ -183,8 +183,8 @@ def test_the_token_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -
         ({"url": "http://me:secret@x"}, "name the token's variable in token_env"),
         ({"batch": "pointwise"}, "batch must be one of group, one_by_one"),
         ({"encoding": "webp"}, "encoding must be one of jpeg, multipart, png"),
-        ({"timeout": 0}, "timeout must be a number above 0, got 0"),
-        ({"retries": 1.5}, "retries must be an integer from 0 on, got 1.5"),
+        ({"timeout": 0}, "timeout must be a number of at least 0.001, got 0"),
+        ({"retries": 1.5}, "retries must be a whole number of at least 0, got 1.5"),
     ],
 )
 def test_options_are_refused_in_a_sentence(options: dict[str, Any], message: str) -> None:

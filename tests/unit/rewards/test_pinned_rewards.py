@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from async_flowrl.rewards.aesthetic import Aesthetic
+from async_flowrl.rewards.clip import PickScore
 from async_flowrl.rewards.hps import HPSv2
-from async_flowrl.rewards.pickscore import PickScore
 from async_flowrl.rewards.weights import check_package
 from tests.support.hub import COMMIT
 

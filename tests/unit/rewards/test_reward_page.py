@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from async_flowrl.config.sections.reward import RewardConfig, RewardTerm
+from async_flowrl.config.schema import RewardConfig, RewardTerm
 from async_flowrl.rewards.worker import RewardWorker
 from async_flowrl.types import Prompt, Scores
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from async_flowrl.rewards.base import RewardError
-from async_flowrl.rewards.results import Result, group_result, image_result
+from async_flowrl.rewards.call import Result, group_result, image_result
 
 HERE = "reward 'mine' on prompt 'a cat'"
 

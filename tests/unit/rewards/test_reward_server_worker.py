@@ -14,13 +14,13 @@ from typing import Any, cast
 import psutil
 import pytest
 
-from async_flowrl.config.sections.reward import RewardTerm, ServeConfig
+from async_flowrl.config.schema import RewardTerm, ServeConfig
 from async_flowrl.controller.context import NoServers
 from async_flowrl.controller.reward_servers import SERVERS, Replicas, RewardServers, ServerLost
 from async_flowrl.observability.run_directory import RunDirectory
-from async_flowrl.rewards import server_worker
+from async_flowrl.rewards import served
 from async_flowrl.rewards.base import RewardError
-from async_flowrl.rewards.server_worker import ServerFailed, ServerWorker
+from async_flowrl.rewards.served import ServerFailed, ServerWorker
 from async_flowrl.run.job import last_resort
 from async_flowrl.run.stopping import StopRequest
 from separation.group import PoolSpec, WorkerDied, WorkerGroup
@@ -32,7 +32,7 @@ def test_a_fixed_port_at_which_somebody_else_listens_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Their health path would answer for ours, and their scores would be trained on."""
-    monkeypatch.setattr(server_worker, "PORT_SECONDS", 0.3)
+    monkeypatch.setattr(served, "PORT_SECONDS", 0.3)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         serve = ServeConfig(command="sleep 600", port=taken.getsockname()[1])
         worker = ServerWorker(serve, 0, "server/x-0", token="t", reachable="127.0.0.1", log=tmp_path)
@@ -220,7 +220,7 @@ http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Health).serve_forever()
 def test_a_server_whose_health_path_is_silent_has_hung(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
-    monkeypatch.setattr(server_worker, "GRACE_SECONDS", 0.2)
+    monkeypatch.setattr(served, "GRACE_SECONDS", 0.2)
     serve = ServeConfig(command=["python", "-c", HEALTHY, "{port}", str(tmp_path / "ill")], hung_seconds=0.4)
     worker = ServerWorker(serve, 0, "server/x-0", token="t", reachable="127.0.0.1", log=tmp_path)
     worker.start()

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from async_flowrl.config.sections.reward import RewardConfig, RewardTerm
+from async_flowrl.config.schema import RewardConfig, RewardTerm
 from async_flowrl.rewards.base import RewardError
-from async_flowrl.rewards.combine import combined
+from async_flowrl.rewards.composite import combined
 from async_flowrl.rewards.registry import REWARDS, build_reward, check_prompts, check_rewards, is_deterministic
 from async_flowrl.rewards.worker import RewardWorker
 from async_flowrl.types import Failure, Prompt, Scores

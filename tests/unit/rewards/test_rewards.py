@@ -7,9 +7,13 @@ import numpy as np
 import pytest
 from PIL import Image, ImageDraw, ImageFont
 
-from async_flowrl.rewards.color import Color
-from async_flowrl.rewards.image_statistics import colorfulness, sharpness
-from async_flowrl.rewards.jpeg import jpeg_compressibility, jpeg_incompressibility
+from async_flowrl.rewards.image_statistics import (
+    Color,
+    colorfulness,
+    jpeg_compressibility,
+    jpeg_incompressibility,
+    sharpness,
+)
 from async_flowrl.rewards.ocr import OCR, text_score
 from async_flowrl.types import ByteArray, Prompt
 

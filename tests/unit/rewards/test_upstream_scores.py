@@ -18,10 +18,8 @@ from safetensors.torch import load_file, save_file
 from transformers import CLIPConfig, CLIPImageProcessorPil, CLIPModel, CLIPTokenizer, PreTrainedModel
 
 from async_flowrl.rewards.aesthetic import Aesthetic
-from async_flowrl.rewards.clip_score import ClipScore
-from async_flowrl.rewards.hps import HPSv2, HPSv21, clean, prepared
-from async_flowrl.rewards.open_clip_weights import to_transformers
-from async_flowrl.rewards.pickscore import PickScore
+from async_flowrl.rewards.clip import ClipScore, PickScore
+from async_flowrl.rewards.hps import HPSv2, HPSv21, clean, prepared, to_transformers
 from async_flowrl.types import ByteArray, Prompt
 from tests.support.hub import COMMIT, serving
 from tests.support.upstream_rewards import inputs
@@ -260,13 +258,13 @@ def test_weights_that_could_not_be_had_are_not_looked_for_with_every_retry(
 
 
 PINNED = """
-from async_flowrl.rewards import aesthetic, clip_score, hps, pickscore
+from async_flowrl.rewards import aesthetic, clip, hps
 import numpy as np, sys
 from async_flowrl.types import ByteArray, Prompt
 pin = sys.argv[1]
 for reward in (
-    pickscore.PickScore("up/pickscore", "up/clip_score", revision=pin, processor_revision=pin),
-    clip_score.ClipScore("up/clip_score", revision=pin),
+    clip.PickScore("up/pickscore", "up/clip_score", revision=pin, processor_revision=pin),
+    clip.ClipScore("up/clip_score", revision=pin),
     hps.HPSv2("up/hpsv2", "up/hpsv2b", revision=pin, model_revision=pin),
     aesthetic.Aesthetic("up/aesthetic", "up/aesthetic", revision=pin, head_revision=pin),
 ):

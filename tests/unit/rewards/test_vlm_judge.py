@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from async_flowrl.config.sections.reward import RewardConfig, RewardTerm, ServeConfig
+from async_flowrl.config.schema import RewardConfig, RewardTerm, ServeConfig
 from async_flowrl.rewards.endpoint import ServerError
 from async_flowrl.rewards.ocr import text_score
 from async_flowrl.rewards.registry import check_rewards, is_deterministic

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from async_flowrl.config.sections.reward import RewardConfig, RewardTerm
+from async_flowrl.config.schema import RewardConfig, RewardTerm
 from async_flowrl.rewards.registry import build_reward, check_prompts
 from async_flowrl.types import Prompt
 from tests.unit.rewards.asked_judge import FAST, PROMPT

@@ -10,8 +10,7 @@ import torch
 
 from async_flowrl.rewards.endpoint import ServerError
 from async_flowrl.rewards.ocr import text_score
-from async_flowrl.rewards.vlm_judge import VLMJudge
-from async_flowrl.rewards.vlm_judge_request import png_url
+from async_flowrl.rewards.vlm_judge import VLMJudge, png_url
 from async_flowrl.types import Prompt
 from tests.support.tiny_judge import NAME, TinyVLM, tiny_judge
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from diffusers import QwenImagePipeline
 
-from async_flowrl.config.sections.model import ModelConfig
+from async_flowrl.config.schema import ModelConfig
 from async_flowrl.policies.lora import lora_parameters, reference_mode
 from async_flowrl.policies.qwen_image import QwenImagePolicy
 from async_flowrl.policies.registry import resolve_model

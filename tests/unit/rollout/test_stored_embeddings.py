@@ -12,11 +12,16 @@ import pytest
 import torch
 from torch import nn
 
-from async_flowrl.config.sections.model import ModelConfig
+from async_flowrl.config.schema import ModelConfig
 from async_flowrl.policies.registry import ResolvedModel, resolve_model
-from async_flowrl.rollout import embedding_files, stored_embeddings
-from async_flowrl.rollout.embedding_files import DIGEST_BYTES, EmbeddingFiles, encoder_digest
-from async_flowrl.rollout.stored_embeddings import Parked, StoredEmbeddings
+from async_flowrl.rollout import stored_embeddings
+from async_flowrl.rollout.stored_embeddings import (
+    DIGEST_BYTES,
+    EmbeddingFiles,
+    Parked,
+    StoredEmbeddings,
+    encoder_digest,
+)
 from async_flowrl.types import Asked, Conditioning, Wording
 from tests.support.shared_models import SharedModels
 from tests.support.tiny import tiny_policy
@@ -208,7 +213,7 @@ def test_the_digest_names_all_that_the_bits_depend_on(tmp_path: Path, monkeypatc
     (folder / "tokenizer" / "tokenizer_config.json").write_text("{}")
     others.append(digest())
     with monkeypatch.context() as edited:
-        edited.setattr(embedding_files, "source_digest", lambda family: f"{family}'s code, edited")
+        edited.setattr(stored_embeddings, "source_digest", lambda family: f"{family}'s code, edited")
         others.append(digest())
     assert len({base, *others}) == 7
     shutil.copytree(Path(model.path) / "tokenizer", folder / "tokenizer", dirs_exist_ok=True)

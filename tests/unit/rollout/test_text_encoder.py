@@ -12,12 +12,10 @@ from torch import nn
 
 from async_flowrl.config.compose import compose_config
 from async_flowrl.policies.registry import resolve_model
-from async_flowrl.rollout import prompts as prompts_module
 from async_flowrl.rollout import text_encoder
 from async_flowrl.rollout.diffusers_engine import DiffusersEngine
-from async_flowrl.rollout.prompts import PolicyEncoder, Prompts
 from async_flowrl.rollout.registry import load_engine
-from async_flowrl.rollout.text_encoder import Offloaded
+from async_flowrl.rollout.text_encoder import Offloaded, PolicyEncoder, Prompts
 from async_flowrl.types import Conditioning, Wording
 from tests.support.tiny import adapted_policy, request, sampling
 
@@ -70,7 +68,7 @@ def test_what_a_ticket_lacks_is_encoded_in_one_visit_and_never_again() -> None:
 
 
 def test_the_least_recently_used_prompt_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prompts_module, "CACHED_PROMPTS", 2)
+    monkeypatch.setattr(text_encoder, "CACHED_PROMPTS", 2)
     visited = Visited()
     prompts = prompts_of(visited)
     for text in ("red", "blue", "green"):
@@ -82,7 +80,7 @@ def test_the_least_recently_used_prompt_goes_first(monkeypatch: pytest.MonkeyPat
 
 
 def test_more_prompts_than_the_cache_holds_are_all_answered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prompts_module, "CACHED_PROMPTS", 1)
+    monkeypatch.setattr(text_encoder, "CACHED_PROMPTS", 1)
     found = prompts_of(Visited()).embeddings([("red", None, False), ("blue", None, False)])
     assert [float(one["prompt_embeds"][0]) for one in found] == [1.0, 2.0]
 

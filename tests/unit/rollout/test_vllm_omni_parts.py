@@ -11,9 +11,7 @@ import torch
 from torch import Tensor
 
 from async_flowrl.config.check import ConfigError, check
-from async_flowrl.config.schema import Config
-from async_flowrl.config.sections.reward import RewardTerm
-from async_flowrl.config.sections.tune import LoraConfig
+from async_flowrl.config.schema import Config, LoraConfig, RewardTerm
 from async_flowrl.policies.lora import lora_parameters
 from async_flowrl.policies.registry import resolve_model
 from async_flowrl.rollout.vllm_omni import settings

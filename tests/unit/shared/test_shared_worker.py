@@ -9,13 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from async_flowrl.config.schema import Config
-from async_flowrl.config.sections.tune import FULL
+from async_flowrl.config.schema import FULL, Config
 from async_flowrl.policies.registry import resolve_model
 from async_flowrl.rollout.worker import RolloutWorker
 from async_flowrl.shared.worker import SharedWorker
-from async_flowrl.training.base_weights import base_tensors
 from async_flowrl.training.messages import StepPlan, TrainRequest, UpdateStats
+from async_flowrl.training.rank_model import base_tensors
 from async_flowrl.training.worker import TrainerWorker
 from async_flowrl.types import RolloutReport
 from checkpoint_engine import weights_digest

@@ -26,8 +26,8 @@ from async_flowrl.training.exact import (
 from async_flowrl.training.forward_passes import ForwardPasses
 from async_flowrl.training.fsdp import World
 from async_flowrl.training.messages import Summed
-from async_flowrl.training.part_gradients import NonFiniteError
 from async_flowrl.training.parts import cut
+from async_flowrl.training.update import NonFiniteError
 from tests.support import trainer_rig as rig
 from tests.unit.training.trainer_ranks import _step
 

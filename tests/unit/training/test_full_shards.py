@@ -11,7 +11,7 @@ import pytest
 
 from async_flowrl.algorithms.registry import build_algorithm
 from async_flowrl.config.schema import Config
-from async_flowrl.training.full_shards import check_rows
+from async_flowrl.training.sharded import check_rows
 from tests.support import trainer_rig as rig
 from tests.unit.training.trainer_ranks import NARROW, Job, Outcome, run_alone, run_ranks
 

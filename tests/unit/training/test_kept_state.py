@@ -11,7 +11,7 @@ from torch import Tensor
 from async_flowrl.config.schema import Config
 from async_flowrl.training.checkpoint import files_digest, from_files, held_in, held_versions
 from async_flowrl.training.fsdp import World
-from async_flowrl.training.rank_state import RankState
+from async_flowrl.training.snapshots import RankState
 from async_flowrl.types import EMA, POLICY
 from tests.support import trainer_rig as rig
 

@@ -9,7 +9,7 @@ import torch
 from diffusers import QwenImageTransformer2DModel
 from torch import Tensor
 
-from async_flowrl.config.sections.tune import LoraConfig
+from async_flowrl.config.schema import LoraConfig
 from async_flowrl.policies import lora_file
 from async_flowrl.policies.lora import (
     add_lora,

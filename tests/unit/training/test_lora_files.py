@@ -11,7 +11,7 @@ from peft import get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from async_flowrl.config.sections.tune import LoraConfig
+from async_flowrl.config.schema import LoraConfig
 from async_flowrl.policies import lora_file
 from async_flowrl.policies.lora import (
     add_lora,

@@ -21,20 +21,20 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import DeviceMesh
 
 from async_flowrl.training.checkpoint import RANKS, check_ranks, read_checkpoint
-from async_flowrl.training.checkpoint_folder import begin_checkpoint, end_checkpoint, find_checkpoint
-from async_flowrl.training.checkpoint_manifest import (
+from async_flowrl.training.checkpoint_folder import (
     FOLDER,
     DamagedCheckpoint,
+    begin_checkpoint,
     complete,
     described_share,
+    end_checkpoint,
+    find_checkpoint,
     verify_checkpoint,
     verify_share,
 )
 from async_flowrl.training.fsdp import World
-from async_flowrl.training.full_shards import host_mesh
-from async_flowrl.training.shard_checkpoint import whole_parts, write_shards
-from async_flowrl.training.shard_reader import SafeReader
-from async_flowrl.training.shard_saving import ShardSaving
+from async_flowrl.training.shard_checkpoint import SafeReader, whole_parts, write_shards
+from async_flowrl.training.sharded import ShardSaving, host_mesh
 
 PARTS = {"weights/a": torch.arange(6.0).reshape(3, 2), "weights/b.c": torch.ones(2), "retained/4/a": torch.zeros(3, 2)}
 

@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from async_flowrl.config.sections.model import ModelConfig
+from async_flowrl.config.schema import ModelConfig
 from async_flowrl.policies.registry import DTYPES, resolve_model
 from async_flowrl.policies.stored import StoredWeights
-from async_flowrl.training.base_weights import base_tensors
+from async_flowrl.training.rank_model import base_tensors
 from checkpoint_engine import base_digest
 from tests.support.families import NAMES, model_config, policy_of
 from tests.unit.training.base_weights_ranks import streamed

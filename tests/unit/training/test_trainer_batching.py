@@ -6,7 +6,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from async_flowrl.config.paths import config_dir
-from async_flowrl.config.sections.trainer import TrainerConfig
+from async_flowrl.config.schema import TrainerConfig
 from async_flowrl.tickets.arithmetic import check_batching, trained_steps
 from async_flowrl.training.optimizer import learning_rate
 from tests.support import trainer_rig as rig

@@ -13,8 +13,7 @@ from async_flowrl.config.schema import Config
 from async_flowrl.controller.fingerprint import config_hash, differences, numerics
 from async_flowrl.training import checkpoint as store
 from async_flowrl.training.checkpoint import Checkpoint, read_checkpoint, read_controller, write_checkpoint
-from async_flowrl.training.checkpoint_folder import checkpoint_step, find_checkpoint
-from async_flowrl.training.checkpoint_manifest import DamagedCheckpoint
+from async_flowrl.training.checkpoint_folder import DamagedCheckpoint, checkpoint_step, find_checkpoint
 from async_flowrl.training.snapshots import Snapshots
 from tests.support import trainer_rig as rig
 
@@ -293,5 +292,5 @@ def test_devices_per_worker_count_where_the_engine_spreads_its_network_over_them
 
 def test_the_modules_write_no_pickle() -> None:
     files = sorted(Path(store.__file__).parent.glob("checkpoint*.py"))
-    assert [file.stem for file in files] == ["checkpoint", "checkpoint_folder", "checkpoint_manifest"]
+    assert [file.stem for file in files] == ["checkpoint", "checkpoint_folder"]
     assert not [file for file in files if "pickle" in file.read_text()]

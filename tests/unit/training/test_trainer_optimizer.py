@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from async_flowrl.config.sections.trainer import TrainerConfig
+from async_flowrl.config.schema import TrainerConfig
 from async_flowrl.training.flat import FlatParameters
 from async_flowrl.training.optimizer import Optimizer
 

@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import pytest
 
-from async_flowrl.config.sharding import is_sharded, ranks_per_replica
 from async_flowrl.training.messages import nbytes
 from tests.support import trainer_rig as rig
 from tests.support.forked import CONTEXT, PRELOADED, imported
@@ -145,12 +144,12 @@ def test_a_rank_fetches_the_groups_that_it_trains_and_the_probe(
 
 def test_which_ranks_share_the_base() -> None:
     auto = rig.tiny_config()
-    assert not is_sharded(auto), "what auto is on given devices was decided before (memory/layout.py)"
-    assert is_sharded(rig.tiny_config(shard="full")) and not is_sharded(rig.tiny_config(shard="none"))
-    assert is_sharded(rig.tiny_config(cpu_offload=True))
-    assert ranks_per_replica(auto, 8, sharded=True) == 8 and ranks_per_replica(auto, 8, sharded=False) == 1
+    assert not auto.is_sharded, "what auto is on given devices was decided before (memory/layout.py)"
+    assert rig.tiny_config(shard="full").is_sharded and not rig.tiny_config(shard="none").is_sharded
+    assert rig.tiny_config(cpu_offload=True).is_sharded
+    assert auto.ranks_per_replica(8, sharded=True) == 8 and auto.ranks_per_replica(8, sharded=False) == 1
     by_node = rig.tiny_config(num_workers=8, workers_per_node=4)
-    assert ranks_per_replica(by_node, 8, sharded=True) == 4
+    assert by_node.ranks_per_replica(8, sharded=True) == 4
 
 
 def test_the_next_block_is_gathered_while_one_computes(two: dict[str, list[Outcome]]) -> None:

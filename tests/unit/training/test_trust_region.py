@@ -11,7 +11,7 @@ from torch import Tensor
 
 from async_flowrl.algorithms.registry import build_algorithm
 from async_flowrl.config.schema import Config
-from async_flowrl.training.merged_stats import signal_to_noise
+from async_flowrl.training.messages import signal_to_noise
 from async_flowrl.training.trust_region import shorten
 from async_flowrl.training.worker import TrainerWorker
 from tests.support import trainer_rig as rig

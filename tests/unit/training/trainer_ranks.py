@@ -17,8 +17,7 @@ from async_flowrl.controller.owners import Owners
 from async_flowrl.policies.registry import resolve_model
 from async_flowrl.training import update
 from async_flowrl.training.exact import FIRST_EXPONENT, ExactSum
-from async_flowrl.training.merged_stats import merged
-from async_flowrl.training.messages import TrainRequest, UpdateStats
+from async_flowrl.training.messages import TrainRequest, UpdateStats, merged
 from async_flowrl.training.parts import cut, tickets_for, tickets_of
 from async_flowrl.training.worker import TrainerWorker
 from separation.rendezvous import join, leave

@@ -1,20 +1,21 @@
-"""The reward pools of a configuration: which workers score by which reward terms.
+"""The worker pools of a configuration: names of the two that every run has, and which reward workers score by what.
 
-Terms share one pool; a term that sets workers, gpus_per_worker or threads has a pool of its own. Held-out terms
+Reward terms share one pool; a term that sets workers, gpus_per_worker or threads has a pool of its own. Held-out terms
 (`evaluate.reward.terms`), which score only evaluations, are scored by the first pool or have pools of their own, too.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from async_flowrl.config.schema import Config
-from async_flowrl.config.sections.reward import RewardConfig, RewardTerm
+from async_flowrl.config.schema import Config, RewardConfig, RewardTerm
 
-SHARED = "reward"
+ROLLOUT, TRAINER = "rollout", "trainer"
+
+REWARD = "reward"
 """Name of the shared pool, and prefix of those of trained terms."""
 HELD_OUT = "held_out"
 """Prefix of the pools of held-out terms."""
-SECTIONS = {SHARED: "reward.terms", HELD_OUT: "evaluate.reward.terms"}
+SECTIONS = {REWARD: "reward.terms", HELD_OUT: "evaluate.reward.terms"}
 """Prefix of a pool's name → configuration section of its term."""
 
 
@@ -56,9 +57,9 @@ def reward_pools(config: RewardConfig) -> tuple[RewardPool, ...]:
     """
     own = {name: term for name, term in config.terms.items() if has_own_pool(term)}
     left = tuple(name for name in config.terms if name not in own)
-    pools = [RewardPool(f"{SHARED}/{name}", (name,), *_seats(config, term)) for name, term in own.items()]
+    pools = [RewardPool(f"{REWARD}/{name}", (name,), *_seats(config, term)) for name, term in own.items()]
     if left or not own:
-        pools.insert(0, RewardPool(SHARED, left, config.num_workers, config.gpus_per_worker, config.threads))
+        pools.insert(0, RewardPool(REWARD, left, config.num_workers, config.gpus_per_worker, config.threads))
     return tuple(pools)
 
 
@@ -90,7 +91,7 @@ def has_own_pool(term: RewardTerm) -> bool:
 
 def is_reward_pool(pool: str) -> bool:
     """Returns True if a pool of this name scores the images that are trained on."""
-    return pool == SHARED or pool.startswith(f"{SHARED}/")
+    return pool == REWARD or pool.startswith(f"{REWARD}/")
 
 
 def is_scoring_pool(pool: str) -> bool:
@@ -100,7 +101,7 @@ def is_scoring_pool(pool: str) -> bool:
 
 def workers_key(pool: str) -> str:
     """Returns the key of the setting for the number of workers of a scoring pool."""
-    return f"{_section(pool)}.{'num_workers' if pool == SHARED else 'workers'}"
+    return f"{_section(pool)}.{'num_workers' if pool == REWARD else 'workers'}"
 
 
 def _section(pool: str) -> str:

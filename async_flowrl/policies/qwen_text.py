@@ -1,11 +1,12 @@
-"""The chat template around a prompt: replaces its system prompt, and encodes prompts that are given as token ids.
+"""The texts of Qwen-Image: the chat template around a prompt, and padding to one batch.
 
-It is for pipelines like QwenImagePipeline: they put the prompt into a template, encode the whole, and drop the
-embeddings of the first `prompt_template_encode_start_idx` tokens. Token ids are those of the whole template with the
-prompt in it.
+The template is that of pipelines like QwenImagePipeline: they put the prompt into it, encode the whole, and drop the
+embeddings of the first `prompt_template_encode_start_idx` tokens. Its system prompt can be replaced, and prompts can be
+given as token ids, which are those of the whole template with the prompt in it.
 """
 
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -13,6 +14,24 @@ import torch
 from torch import Tensor
 
 from async_flowrl.types import Prompt, TokenIds
+
+
+def padded_texts(branches: Sequence[Mapping[str, Tensor]], n: int, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    """Returns padded embeddings [len(branches) · n, L, D] in `dtype` and their mask, bool [len(branches) · n, L].
+
+    Each branch has "prompt_embeds" [l, D] of one text, which is repeated `n` times; L is the largest of the lengths l.
+
+    The mask is None if no branch needs padding.
+    """
+    embeds = [branch["prompt_embeds"].to(dtype) for branch in branches]
+    lengths = [len(e) for e in embeds]
+    longest = max(lengths)
+    padded = [torch.nn.functional.pad(e, (0, 0, 0, longest - len(e))).expand(n, -1, -1) for e in embeds]
+    if min(lengths) == longest:
+        return torch.cat(padded), None
+    positions = torch.arange(longest, device=embeds[0].device)
+    mask = torch.cat([(positions < length).expand(n, -1) for length in lengths])
+    return torch.cat(padded), mask
 
 
 @contextmanager
@@ -76,3 +95,28 @@ def _template_start(pipeline: Any, system: str | None) -> list[int]:
     with system_prompt(pipeline, system):
         before = pipeline.prompt_template_encode.format("\0").split("\0")[0]
     return cast("list[int]", pipeline.tokenizer(before).input_ids)
+
+
+_NETWORK = "diffusers.models.transformers.transformer_qwenimage"
+"""Module of diffusers' network, which whoever has a network to train or to sample with has imported."""
+
+
+def skip_unused_lengths() -> None:
+    """Puts `text_length` in the place of diffusers' function, for this process.
+
+    Does nothing where diffusers' network was not imported, as in the driver, which asks a policy for shapes only.
+    """
+    if (network := sys.modules.get(_NETWORK)) is not None:
+        cast("Any", network).compute_text_seq_len_from_mask = text_length
+
+
+def text_length(texts: Tensor, mask: Tensor | None) -> tuple[int, None, Tensor | None]:
+    """Returns the padded length of `texts` [n, L, D], None, and the mask as bool.
+
+    diffusers' function also computes the length of each text, which its network does not use, and for that copies a
+    number to the device. The host waits for that copy in every denoising step of a batch whose prompts differ in
+    length. Raises ValueError for a mask of another shape than [n, L].
+    """
+    if mask is not None and mask.shape != texts.shape[:2]:
+        raise ValueError(f"the mask {tuple(mask.shape)} does not fit texts {tuple(texts.shape)}")
+    return texts.shape[1], None, None if mask is None else mask.to(torch.bool)

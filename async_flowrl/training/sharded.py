@@ -1,0 +1,261 @@
+"""Trained weights in shares, for tune=full with trainer.shard=full: their layout, parameters, and checkpoints.
+
+FSDP2 gives each rank some rows of each tensor. What is elementwise (optimizer, averages, versions) needs no other rank;
+norms and counts are added up over the ranks in the order of their numbers, so all get the same bits.
+"""
+
+import math
+import warnings
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from async_flowrl.policies.base import Policy
+from async_flowrl.training.checkpoint import RANKS, Checkpoint, read_share
+from async_flowrl.training.checkpoint_folder import (
+    FOLDER,
+    Description,
+    begin_checkpoint,
+    complete,
+    described_share,
+    end_checkpoint,
+    verify_share,
+)
+from async_flowrl.training.flat import FlatParameters, moved_to, padded
+from async_flowrl.training.fsdp import World, let_go
+from async_flowrl.training.shard_checkpoint import Parts, Shapes, read_shards, write_shards
+from checkpoint_engine import weights_digest
+from checkpoint_engine.digest import joined_digest
+from checkpoint_engine.gather import shard_rows
+
+
+class ShardedParameters(FlatParameters):
+    """As FlatParameters, but vectors and named tensors are this rank's share: shapes [rows of this rank, ...].
+
+    `values` are the masters; the network's sharded parameters are float32 copies, from which FSDP2 gathers blocks.
+    `numel` counts whole tensors. All ranks must call `norm`, `total` and `fingerprint` together.
+    """
+
+    sharded = True
+
+    def __init__(
+        self, parameters: Mapping[str, nn.Parameter], network: nn.Module, world: World, device: torch.device
+    ) -> None:
+        """`parameters` are FSDP2's, with their weights, by layout name; `network` has them."""
+        self._network, self.world = network, world
+        self._locals = {name: local_of(parameter) for name, parameter in sorted(parameters.items())}
+        self._wholes = {name: tuple(parameter.shape) for name, parameter in sorted(parameters.items())}
+        self._shapes = {name: local.shape for name, local in self._locals.items()}
+        self._offsets, end = padded(self._shapes)
+        self.values = nn.Parameter(torch.zeros(end, device=device))
+        self.gradients = torch.zeros(end, device=device)
+        self.values.grad = self.gradients
+        self.numel = sum(math.prod(shape) for shape in self._wholes.values())
+        gradients = self.named(self.gradients)
+        for name, view in self.named(self.values.data).items():
+            view.copy_(self._locals[name])
+            hook = moved_to(gradients[name], local_of)
+            parameters[name].register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+
+    @property
+    def wholes(self) -> Mapping[str, tuple[int, ...]]:
+        """Tensor name → shape of the whole tensor."""
+        return self._wholes
+
+    @staticmethod
+    def gathered(parameter: Tensor) -> Tensor:
+        """Returns a whole parameter of the network, float32 or as it is frozen; all ranks must call it together."""
+        return cast("DTensor", parameter.detach()).full_tensor()
+
+    def norm(self, flat: Tensor) -> float:
+        own = torch.linalg.vector_norm(flat, dtype=torch.float64).reshape(1)
+        return math.hypot(*(float(norm) for norm in self.world.gather(own)))
+
+    def total(self, count: int) -> int:
+        own = torch.tensor([count], dtype=torch.int64, device=self.values.device)
+        return sum(int(of_rank) for of_rank in self.world.gather(own))
+
+    def fingerprint(self) -> str:
+        """Returns a hash over those of all ranks' shares, 64 bits in hex; equal on all ranks."""
+        own = int(super().fingerprint(), 16)
+        signed = torch.tensor([own - (1 << 64) if own >> 63 else own], dtype=torch.int64, device=self.values.device)
+        by_rank = b"".join(int(of_rank).to_bytes(8, "little", signed=True) for of_rank in self.world.gather(signed))
+        return blake2b(by_rank, digest_size=8).hexdigest()
+
+    def _compute_with(self, flat: Tensor) -> None:
+        # FSDP2 keeps what it gathered for the outermost parameters until a backward pass.
+        let_go(self._network)
+        views = self.named(flat)
+        torch._foreach_copy_(list(self._locals.values()), [views[name] for name in self._locals])
+
+    @contextmanager
+    def swapped(self, flat: Tensor) -> Iterator[None]:
+        self._compute_with(flat)
+        try:
+            yield
+        finally:
+            self.changed()
+
+
+def local_of(parameter: Tensor) -> Tensor:
+    """Returns this rank's share of FSDP2's parameter, in its memory."""
+    return cast("DTensor", parameter.detach()).to_local()
+
+
+def shard_trained(policy: Policy, trained: set[nn.Parameter], world: World, device: torch.device) -> str:
+    """Shards the transformer block by block; returns in words what it did. Its parameters are on the meta device yet.
+
+    `trained` become float32. Blocks are gathered in the dtype that the network computes in; gradients are cast to
+    float32 before a reduce-scatter adds them up over the ranks, without dividing the sum. Frozen parameters are
+    sharded, too, in their own dtype. Raises ValueError for parameters of several dtypes, because a gathered block has
+    one, and where a rank would have nothing to train.
+    """
+    transformer = policy.transformer
+    check_rows([tuple(parameter.shape) for parameter in trained], world.size)
+    dtype = one_dtype(transformer)
+    for parameter in trained:
+        parameter.data = parameter.data.float()
+    # A block's output is a view, but the networks never write to it in place.
+    warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module \(.*\) returned a view tensor")
+    mesh = init_device_mesh(device.type, (world.size,), mesh_dim_names=("shard",))
+    # The network gets its inputs as an unsharded one does: a timestep in float32 must not be rounded.
+    precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    for module in [*policy.blocks, transformer]:
+        fully_shard(module, mesh=mesh, mp_policy=precision)
+    for module in transformer.modules():
+        if isinstance(module, FSDPModule):
+            # By default it is the mean over the ranks, by an operation that gloo does not have.
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+    return f"fsdp2 over {world.size}, trained weights and optimizer with it"
+
+
+def check_rows(shapes: Collection[tuple[int, ...]], ranks: int) -> None:
+    """Raises ValueError, equal on all ranks, if the last one would have no row of any trained tensor."""
+    # Earlier ranks have no fewer rows of a tensor than later ones. Of a number without rows FSDP2 says so itself.
+    if not any(not shape or shard_rows(shape[0], ranks, ranks - 1) for shape in shapes):
+        most = max(shape[0] for shape in shapes)
+        raise ValueError(
+            f"tune=full with trainer.shard=full gives each rank rows of what is trained, and {ranks} ranks are too "
+            f"many for tensors of at most {most} rows: set trainer.shard=none, or freeze less by full.freeze"
+        )
+
+
+def one_dtype(transformer: nn.Module) -> torch.dtype:
+    """Returns the dtype of all parameters. Raises ValueError, which names one that differs from most."""
+    by_dtype: dict[torch.dtype, list[str]] = {}
+    for name, parameter in transformer.named_parameters():
+        by_dtype.setdefault(parameter.dtype, []).append(name)
+    most = max(by_dtype, key=lambda dtype: len(by_dtype[dtype]))
+    if other := [(dtype, names) for dtype, names in by_dtype.items() if dtype != most]:
+        dtype, names = other[0]
+        raise ValueError(
+            f"tune=full with trainer.shard=full gathers a block in one dtype, but {names[0]} is {dtype} and most are "
+            f"{most} ({len(names)} differ): set trainer.shard=none, or model.dtype=float32"
+        )
+    return most
+
+
+def host_mesh(world: World) -> DeviceMesh:
+    """Returns the ranks as a mesh of hosts, for shares in host memory."""
+    return init_device_mesh("cpu", (world.size,), mesh_dim_names=("shard",))
+
+
+@dataclass(frozen=True)
+class Written:
+    """What a rank says of its share of a checkpoint when that is on the disk."""
+
+    digest: str
+    """Of its float32 masters (`weights_digest`)."""
+    files: Mapping[str, Description]
+    """By name in the checkpoint's folder."""
+
+
+@dataclass
+class ShardSaving:
+    """Calls by the controller: `begin` on the first rank, `write` on all at once, `end` on the first.
+
+    They run beside the training, so they have a process group of their own. A run that goes on from a checkpoint calls
+    `verify` on all ranks, and `read` when all of them have found their shares sound.
+    """
+
+    world: World
+    shapes: Shapes
+    mesh: DeviceMesh
+    group: dist.ProcessGroup
+    snapshot: tuple[int, Checkpoint] | None = None
+    """Version and this rank's share of what a checkpoint holds; set by TrainerWorker.snapshot."""
+    verified: str | None = None
+    """Folder of the checkpoint whose share was last verified."""
+
+    @classmethod
+    def of(cls, world: World, shapes: Shapes) -> "ShardSaving":
+        """All ranks must call it together. `shapes` are those of whole tensors."""
+        group: dist.ProcessGroup = dist.new_group(backend="gloo")
+        return cls(world, shapes, host_mesh(world), group)
+
+    def begin(self, directory: str) -> str:
+        """Returns a new folder for the checkpoint's files. Raises OSError if there is no room for them."""
+        if self.snapshot is None:
+            raise RuntimeError("begin was called without a snapshot")
+        return str(begin_checkpoint(Path(directory), self.world.size * self.snapshot[1].nbytes))
+
+    def write(self, work: str) -> Written:
+        """Writes this rank's share of the snapshot into that folder, and hashes it; the training waits for neither."""
+        if self.snapshot is None:
+            raise RuntimeError("write was called without a snapshot")
+        _, checkpoint = self.snapshot
+        self._write(Path(work) / FOLDER, checkpoint.tensors)
+        written = Written(weights_digest(checkpoint.tensors["weights"]), described_share(Path(work), self.world.rank))
+        if self.world.rank != 0:
+            self.snapshot = None
+        return written
+
+    def end(
+        self, work: str, controller: Mapping[str, Any], written: Sequence[Written], keep: int, spare: Sequence[int]
+    ) -> str:
+        """Makes the folder the checkpoint of the snapshot's version; returns its path.
+
+        `written` is what `write` returned on all ranks. Raises OSError if a rank's files are not here.
+        """
+        if self.snapshot is None:
+            raise RuntimeError("end was called without a snapshot")
+        version, checkpoint = self.snapshot
+        self.snapshot = None
+        digest = joined_digest([share.digest for share in written])
+        trainer = {**checkpoint.trainer, RANKS: self.world.size, "weights_digest": digest}
+        complete(Path(work), trainer, controller, {name: d for share in written for name, d in share.files.items()})
+        return str(end_checkpoint(Path(work), version, keep=keep, spare=spare))
+
+    def verify(self, path: str) -> None:
+        """Checks this rank's share of the checkpoint in the folder `path`. Raises DamagedCheckpoint."""
+        verify_share(Path(path), self.world.rank)
+        self.verified = path
+
+    def read(self, path: str) -> Checkpoint:
+        """Returns this rank's share of the checkpoint in the folder `path`, which `verify` has checked on all ranks.
+
+        Raises RuntimeError if it was not checked on this one, and ValueError for another number of ranks.
+        """
+        if self.verified != path:
+            raise RuntimeError(f"checkpoint {path} is read before its shares are verified")
+        self.verified = None
+        return read_share(Path(path), self.world.size, self._read)
+
+    def _write(self, folder: Path, parts: Parts) -> None:
+        """Writes this rank's tensors into the folder of all ranks' files; raises as `write_shards`."""
+        write_shards(folder, parts, self.shapes, self.mesh, self.group)
+
+    def _read(self, folder: Path) -> Parts:
+        """Returns this rank's tensors by part and name."""
+        return read_shards(folder, self.mesh)
