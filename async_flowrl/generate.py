@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image
 
 from async_flowrl.config.compose import read_config
 from async_flowrl.config.guidance import guidance_refusal
@@ -25,16 +25,13 @@ from async_flowrl.config.resolution import asked_resolution, configured, height_
 from async_flowrl.config.schema import Config
 from async_flowrl.config.sections.model import ModelConfig
 from async_flowrl.config.settings import MAX_SEED
-from async_flowrl.observability.images import fitted, within
+from async_flowrl.observability.images import grid
 from async_flowrl.policies import lora_file, trained_file, whole_file
 from async_flowrl.policies.registry import DTYPES, family_of, load_family, load_pipeline, resolve_model, shapes_of
 from async_flowrl.tickets.request import sampling
 from async_flowrl.types import ByteArray, Sampling
 
 logger = logging.getLogger(__name__)
-
-_MIN_SIDE, _GAP, _LINE_HEIGHT = 128, 4, 22
-"""In pixels: smallest side of an image in the grid, space between images, height of a line of text."""
 
 
 @dataclass(frozen=True)
@@ -141,46 +138,6 @@ def run_pipeline(pipeline: Any, settings: Settings, prompt: str | None, **option
     return np.stack([np.asarray(image.convert("RGB")) for image in images])
 
 
-def grid(
-    prompts: Sequence[str],
-    columns: Sequence[tuple[str, Sequence[ByteArray]]],
-    *,
-    captions: Sequence[Sequence[Sequence[Sequence[str]]]] = (),
-    max_side: int | None = None,
-) -> Image.Image:
-    """Draws one picture with one row per prompt.
-
-    `columns` holds (title, images uint8 [n, H, W, 3] per prompt); n is the same everywhere. `captions[column][prompt]
-    [image]` are the lines of text below an image. All images are drawn with the same longer side in pixels: the longest
-    one of the images, enlarged by a whole factor to 128 or more, and reduced to `max_side` if that is smaller.
-    """
-    n = len(columns[0][1][0])
-    side = max(max(images.shape[1:3]) for _, rows in columns for images in rows)
-    cell = min(side * max(1, -(-_MIN_SIDE // side)), max_side or sys.maxsize)
-    block = n * cell + (n - 1) * _GAP
-    lines = max((len(each) for column in captions for group in column for each in group), default=0)
-    height = cell + _LINE_HEIGHT * (1 + lines)
-    width = len(columns) * block + (len(columns) - 1) * 4 * _GAP
-    sheet = Image.new("RGB", (width, _LINE_HEIGHT + len(prompts) * height), "white")
-    draw, font = ImageDraw.Draw(sheet), ImageFont.load_default(14)
-    for at, (title, rows) in enumerate(columns):
-        left = at * (block + 4 * _GAP)
-        draw.text((left, 3), title, fill="black", font=font)
-        for row, images in enumerate(rows):
-            top = 2 * _LINE_HEIGHT + row * height
-            for place, pixels in enumerate(images):
-                corner = left + place * (cell + _GAP)
-                picture = within(pixels, cell)
-                sheet.paste(picture, (corner, top + (cell - picture.height) // 2))
-                for line, text in enumerate(captions[at][row][place] if captions else ()):
-                    below = top + cell + 2 + line * _LINE_HEIGHT
-                    draw.text((corner, below), fitted(text, draw, font, cell), fill="dimgrey", font=font)
-    for row, prompt in enumerate(prompts):
-        shown = fitted(prompt, draw, font, width)
-        draw.text((0, _LINE_HEIGHT + row * height + 3), shown, fill="dimgrey", font=font)
-    return sheet
-
-
 def generate(
     settings: Settings, trained: Path | None, prompts: Sequence[str], *, seed: int, images: int
 ) -> Image.Image:
@@ -196,7 +153,7 @@ def generate(
     if trained is not None:
         trained_file.apply(pipeline, trained)
         columns.append(("after", [sample(pipeline, settings, prompt, seeds) for prompt in prompts]))
-    return grid(prompts, columns)
+    return grid(prompts, columns, max_side=sys.maxsize)
 
 
 def _parser() -> argparse.ArgumentParser:

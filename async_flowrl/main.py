@@ -95,7 +95,7 @@ def report_over(folders: Sequence[Path], jobs: int) -> None:
 
     `jobs` is the number of all jobs of the sweep, refused and failed ones included. A single job gets no such report.
     """
-    from async_flowrl.report.write import write_page
+    from async_flowrl.report.page import write_page
 
     runs = [folder for folder in folders if (folder / "report.html").exists()]
     if runs and jobs > 1:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from async_flowrl.observability.extras import extra_means
+from async_flowrl.observability.evaluations import extra_means
 from async_flowrl.types import Scores
 
 

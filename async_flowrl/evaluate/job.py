@@ -1,6 +1,6 @@
 """Description of one evaluation: weights, prompts, rewards and noises, from a run's configuration or the command line.
 
-command.py calls `job_of`, Python callers `job_of_run`; measure.py carries the `Job` out.
+__main__.py calls `job_of`, Python callers `job_of_run`; measure.py carries the `Job` out.
 """
 
 from argparse import Namespace

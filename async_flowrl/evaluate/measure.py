@@ -6,7 +6,7 @@ Both start from the same initial noises. `evaluate` is the entry point and retur
 import asyncio
 import logging
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from async_flowrl.config.schema import Config
+from async_flowrl.config.sections.reward import RewardConfig
 from async_flowrl.controller.context import NoServers, Servers
+from async_flowrl.controller.scoring import without_server
 from async_flowrl.evaluate.job import TOTAL, TRAINED, Job
-from async_flowrl.evaluate.scoring import scored
 from async_flowrl.evaluate.serving import servers_of
 from async_flowrl.generate import from_config, open_pipeline, run_pipeline
 from async_flowrl.observability.statistics import Estimate, estimate
@@ -26,10 +27,11 @@ from async_flowrl.policies import trained_file
 from async_flowrl.policies.base import Policy
 from async_flowrl.policies.registry import family_of, resolve_model, shapes_of
 from async_flowrl.rewards.base import RewardError
+from async_flowrl.rewards.combine import combined
 from async_flowrl.rewards.composite import CompositeReward, weighted_total
 from async_flowrl.rewards.registry import build_reward
 from async_flowrl.seeds import derive, generator
-from async_flowrl.types import ByteArray, Prompt, Resolution
+from async_flowrl.types import ByteArray, Prompt, Resolution, Scores
 
 logger = logging.getLogger(__name__)
 
@@ -186,6 +188,36 @@ async def _scored(pipeline: Any, job: Job, reward: CompositeReward, servers: Ser
                 total = weighted_total(job.trained, scores.by_term, len(images))
                 results.scores.setdefault(TOTAL, {})[place] = total
     return results
+
+
+async def scored(
+    reward: CompositeReward,
+    config: RewardConfig,
+    servers: Servers,
+    executor: Executor,
+    prompt: Prompt,
+    images: ByteArray,
+) -> Scores:
+    """Returns the scores of images uint8 [n, H, W, 3] by all terms of `config`.
+
+    A term that fails is tried again up to `reward.retries` times. Raises RewardError if a required term, or every term,
+    still has no score.
+    """
+    parts: list[Scores] = []
+    asked = tuple(config.terms)
+    for attempt in range(config.retries + 1):
+        await servers.up(asked)
+        if (gone := without_server(servers, asked)) is not None:
+            parts.append(gone)
+            asked = tuple(name for name in asked if name not in gone.failed)
+            if not asked:
+                break
+        parts.append(await reward.attempt(prompt, images, executor, only=asked))
+        asked = tuple(name for name, failure in parts[-1].failed.items() if not failure.final)
+        if not asked or attempt == config.retries:
+            break
+        await asyncio.sleep(config.backoff * 2**attempt)
+    return reward.demanded(combined(config.terms, parts))
 
 
 def _images(pipeline: Any, policy: Policy, job: Job, prompt: Prompt, place: int, seed: int) -> ByteArray:

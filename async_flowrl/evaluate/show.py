@@ -11,13 +11,12 @@ from rich.table import Table
 from async_flowrl.config.resolution import height_width, in_words, pixels
 from async_flowrl.evaluate.job import TOTAL
 from async_flowrl.evaluate.measure import SHOWN_IMAGES, Comparison, Row
-from async_flowrl.generate import from_config, grid
+from async_flowrl.generate import from_config
+from async_flowrl.observability.images import grid
 from async_flowrl.observability.statistics import Estimate
 from async_flowrl.types import Resolution
 
 RESULTS, GRID = "evaluation.json", "before_after.png"
-_MAX_SIDE = 256
-"""Largest side of a shown image in pixels."""
 _MAX_SCORES = 4
 """Largest number of score lines below an image."""
 
@@ -93,7 +92,7 @@ def picture(comparison: Comparison) -> Image.Image:
     columns = [(title, [images[place] for place in places]) for title, images in sides]
     captions = [[_captions(comparison, title, place) for place in places] for title, _ in sides]
     prompts = [comparison.job.prompts[place].text for place in places]
-    return grid(prompts, columns, captions=captions, max_side=_MAX_SIDE)
+    return grid(prompts, columns, captions=captions)
 
 
 def _captions(comparison: Comparison, side: str, place: int) -> list[list[str]]:

@@ -9,20 +9,29 @@ from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
+from PIL import Image
 
 from async_flowrl.config.resolution import configured, in_pixels
 from async_flowrl.config.schema import Config
 from async_flowrl.config.sections.reward import RewardTerm
-from async_flowrl.export.pictures import CURVE, GRID, write_curve, write_grid
 from async_flowrl.export.source import PEFT, Source
-from async_flowrl.observability.evaluations import Evaluation, between, first_comparable, read_evaluations
+from async_flowrl.observability.evaluations import (
+    Evaluation,
+    between,
+    first_comparable,
+    policy_versions,
+    read_evaluations,
+)
 from async_flowrl.observability.events import read_events
+from async_flowrl.observability.metrics import Metrics
 from async_flowrl.policies import lora_file
 from async_flowrl.policies.stored import FOLDER as WHOLE
 
-README = "README.md"
+README, CURVE = "README.md", "curve.png"
+_GAP = 16
+"""Pixels between the images before and after."""
 TAGS = ("diffusers", "text-to-image", "reinforcement-learning", "async_flowrl")
-RESULTS, RESULTS_GRID = "evaluation.json", "before_after.png"
+RESULTS, GRID = "evaluation.json", "before_after.png"
 """Files that `python -m async_flowrl.evaluate … --out FOLDER` writes into FOLDER."""
 
 
@@ -155,8 +164,8 @@ def _measured(folder: Path, out: Path) -> str:
     """Returns the table of an evaluation folder and copies its picture."""
     results = read_results(folder)
     rows = [_row(name, each) for name, each in results["rewards"].items()]
-    if (folder / RESULTS_GRID).is_file():
-        (out / GRID).write_bytes((folder / RESULTS_GRID).read_bytes())
+    if (folder / GRID).is_file():
+        (out / GRID).write_bytes((folder / GRID).read_bytes())
     how = (
         f"{results['scored']} prompts × {results['images_per_prompt']} images, the same initial noises before and after"
     )
@@ -269,3 +278,49 @@ def digest(file: Path) -> str:
     """SHA-256 of a file in hexadecimal."""
     with file.open("rb") as opened:
         return hashlib.file_digest(opened, "sha256").hexdigest()
+
+
+def write_curve(path: Path, metrics: Sequence[Metrics], evaluations: Sequence[Evaluation]) -> Path | None:
+    """Draws the training reward by step, and the evaluations with their 95 % intervals.
+
+    Returns `path`, or None, without a file, if there is neither.
+    """
+    from matplotlib.figure import Figure
+
+    trained = [(line["step"], line["reward/mean"]) for line in metrics if line.get("reward/mean") is not None]
+    policy = policy_versions(evaluations)
+    scored = [(each.version, each.curves["reward"].estimate()) for each in policy if "reward" in each.curves]
+    if not trained and not scored:
+        return None
+    figure = Figure(figsize=(7, 3.5), layout="constrained")
+    axes = figure.add_subplot()
+    if trained:
+        axes.plot(*zip(*trained, strict=True), color="#8aa9cf", linewidth=1, label="training images")
+    if scored:
+        steps, means = [step for step, _ in scored], [mean.mean for _, mean in scored]
+        axes.plot(steps, means, color="#d9822b", marker="o", label="evaluations, with 95 % intervals")
+        bounds = [(f.mean, f.mean) if f.low is None or f.high is None else (f.low, f.high) for _, f in scored]
+        low, high = zip(*bounds, strict=True)
+        axes.fill_between(steps, low, high, color="#d9822b", alpha=0.2, linewidth=0)
+    axes.set_xlabel("training step")
+    axes.set_ylabel("reward")
+    axes.legend(frameon=False)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=120)
+    return path
+
+
+def write_grid(path: Path, images: Path, *, last: int) -> Path | None:
+    """Puts the pictures that a run drew of version 0 and of version `last` side by side.
+
+    Returns `path`, or None, without a file, if one of the two is missing or `last` is 0.
+    """
+    before, after = (images / f"step_{version:06d}.png" for version in (0, last))
+    if last == 0 or not before.is_file() or not after.is_file():
+        return None
+    with Image.open(before) as left, Image.open(after) as right:
+        sheet = Image.new("RGB", (left.width + _GAP + right.width, max(left.height, right.height)), "white")
+        sheet.paste(left.convert("RGB"), (0, 0))
+        sheet.paste(right.convert("RGB"), (left.width + _GAP, 0))
+    sheet.save(path, format="PNG", optimize=True)
+    return path

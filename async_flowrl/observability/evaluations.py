@@ -8,11 +8,14 @@ score followed over all evaluations, e.g. the reward; a *held-out* term is a sco
 import json
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from async_flowrl.observability.events import cut_unfinished_line, read_events
 from async_flowrl.observability.statistics import Change, Estimate, change, estimate
@@ -81,6 +84,11 @@ class Evaluation:
         return cls(**{**line, "curves": curves})
 
 
+def policy_versions(history: Iterable[Evaluation]) -> list[Evaluation]:
+    """The evaluations of policy versions, lowest version first."""
+    return sorted((each for each in history if not each.baseline), key=lambda each: each.version)
+
+
 def comparable(name: str, now: Evaluation, before: Evaluation) -> bool:
     """True if both evaluations have the curve `name` with the same source, the same setting and a common prompt."""
     one, other = now.curves.get(name), before.curves.get(name)
@@ -127,6 +135,23 @@ def metric_keys(now: Evaluation, history: Sequence[Evaluation]) -> dict[str, flo
             keys |= {f"{prefix}/{kind}": value for kind, value in moved.fields().items()}
     keys |= {f"held_out/{term}/extra/{name}": mean for term, by in now.extras.items() for name, mean in by.items()}
     return {name: value for name, value in keys.items() if value is not None}
+
+
+def extra_means(groups: Iterable[Mapping[str, Mapping[str, Sequence[float | str]]]]) -> dict[str, dict[str, float]]:
+    """Term → name of a numeric extra → its mean over all images for which the term returned it; sorted by name.
+
+    Each group is term → name → values, as `Scores.extras`.
+    """
+    values: dict[tuple[str, str], list[float]] = defaultdict(list)
+    for extras in groups:
+        for term, by_name in extras.items():
+            for name, each in by_name.items():
+                values[term, name] += [value for value in each if not isinstance(value, str)]
+    means: dict[str, dict[str, float]] = {}
+    for (term, name), numbers in sorted(values.items()):
+        if numbers:
+            means.setdefault(term, {})[name] = float(np.mean(numbers))
+    return means
 
 
 class EvaluationLog:

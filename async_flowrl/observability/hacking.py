@@ -3,8 +3,8 @@
 All functions depend only on the history of evaluations. The newest evaluation is compared with the first one and with
 the one that had the best held-out score, by paired t-tests over prompts (statistics.py).
 
-Many tests would give false alarms by chance, so `level`, the probability of a false alarm in a whole run, is divided:
-the k-th evaluation may use level * 6 / (pi² k²), which sums to `level` over all k (alpha spending). Its part is divided
+Many tests would give false alarms by chance, so LEVEL, the probability of a false alarm in a whole run, is divided:
+the k-th evaluation may use LEVEL * 6 / (pi² k²), which sums to LEVEL over all k (alpha spending). Its part is divided
 by the number of held-out terms and by two, for the two comparisons; for the best evaluation it is divided by k again,
 because that one was chosen from k evaluations. docs/reward_hacking.md shows how the thresholds were measured.
 """
@@ -15,35 +15,25 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from async_flowrl.observability.evaluations import DIVERSITY, HELD_OUT, Evaluation, between, comparable
+from async_flowrl.observability.evaluations import DIVERSITY, HELD_OUT, Evaluation, between, comparable, policy_versions
 from async_flowrl.observability.statistics import Change
 
 REWARD = "reward"
 
-
-@dataclass(frozen=True)
-class Thresholds:
-    """Thresholds of the alarm. They were set before any run: seeds 0 to 3 of the glyphs example could change them and
-    changed nothing, seeds 4 to 7 only judged.
-
-    `python -m examples.glyphs.hacking` repeats the measurement.
-    """
-
-    level: float = 0.01
-    """Probability of a false alarm in a whole run in which no held-out score changes."""
-    rise_level: float = 0.05
-    """The trained reward has risen if the one-sided p-value of its paired change is at most this."""
-    least_fall: float = 0.2
-    """Smallest fall of a held-out score that can cause an alarm, in standard deviations over images at the earlier
-    evaluation. Without it, very many prompts would make even tiny falls significant."""
-    most_correlation: float = -0.5
-    """Largest correlation for an alarm between the means of reward and held-out score (its sign turned if its weight is
-    negative) since the earlier evaluation; not tested with fewer than three evaluations."""
-    diversity_loss: float = 0.5
-    """A notice is given if diversity has fallen by at least this share of its first value."""
-
-
-THRESHOLDS = Thresholds()
+# The thresholds of the alarm were set before any run: seeds 0 to 3 of the glyphs example could change them and changed
+# nothing, seeds 4 to 7 only judged. `python -m examples.glyphs.hacking` repeats the measurement.
+LEVEL = 0.01
+"""Probability of a false alarm in a whole run in which no held-out score changes."""
+RISE_LEVEL = 0.05
+"""The trained reward has risen if the one-sided p-value of its paired change is at most this."""
+LEAST_FALL = 0.2
+"""Smallest fall of a held-out score that can cause an alarm, in standard deviations over images at the earlier
+evaluation. Without it, very many prompts would make even tiny falls significant."""
+MOST_CORRELATION = -0.5
+"""Largest correlation for an alarm between the means of reward and held-out score (its sign turned if its weight is
+negative) since the earlier evaluation; not tested with fewer than three evaluations."""
+DIVERSITY_LOSS = 0.5
+"""A notice is given if diversity has fallen by at least this share of its first value."""
 
 
 @dataclass(frozen=True)
@@ -91,24 +81,24 @@ class Notice:
         )
 
 
-def alarms(history: Sequence[Evaluation], thresholds: Thresholds = THRESHOLDS) -> list[Alarm]:
+def alarms(history: Sequence[Evaluation]) -> list[Alarm]:
     """All alarms of a run, oldest first: each version is judged by the evaluations up to it only.
 
     There is at most one alarm per version and held-out curve. Baseline evaluations are ignored.
     """
-    past = _policy(history)
-    return [alarm for k in range(1, len(past)) for alarm in _look(past[: k + 1], thresholds)]
+    past = policy_versions(history)
+    return [alarm for k in range(1, len(past)) for alarm in _look(past[: k + 1])]
 
 
-def newest_alarms(history: Sequence[Evaluation], thresholds: Thresholds = THRESHOLDS) -> list[Alarm]:
+def newest_alarms(history: Sequence[Evaluation]) -> list[Alarm]:
     """The alarms of the newest version only."""
-    past = _policy(history)
-    return list(_look(past, thresholds)) if past else []
+    past = policy_versions(history)
+    return list(_look(past)) if past else []
 
 
-def notices(history: Sequence[Evaluation], thresholds: Thresholds = THRESHOLDS) -> list[Notice]:
-    """At most one notice: the first version whose loss of diversity is significant and at least `diversity_loss`."""
-    past = _policy(history)
+def notices(history: Sequence[Evaluation]) -> list[Notice]:
+    """At most one notice: the first version whose loss of diversity is significant and at least DIVERSITY_LOSS."""
+    past = policy_versions(history)
     for k in range(1, len(past)):
         now = past[k]
         earlier = [e for e in past[:k] if comparable(DIVERSITY, now, e)]
@@ -116,23 +106,19 @@ def notices(history: Sequence[Evaluation], thresholds: Thresholds = THRESHOLDS) 
             continue
         first = earlier[0]
         moved, before = between(DIVERSITY, now, first), first.curves[DIVERSITY].estimate().mean
-        if moved is None or moved.mean > -thresholds.diversity_loss * before:
+        if moved is None or moved.mean > -DIVERSITY_LOSS * before:
             continue
-        if moved.p_below() <= _spent(len(earlier), thresholds.level):
+        if moved.p_below() <= _spent(len(earlier)):
             return [Notice(now.version, first.version, before, now.curves[DIVERSITY].estimate().mean)]
     return []
 
 
-def _policy(history: Sequence[Evaluation]) -> list[Evaluation]:
-    return sorted((e for e in history if not e.baseline), key=lambda each: each.version)
+def _spent(look: int) -> float:
+    """Part of LEVEL for the test number `look` (1, 2, …); the parts sum to LEVEL."""
+    return LEVEL * 6.0 / (math.pi * look) ** 2
 
 
-def _spent(look: int, level: float) -> float:
-    """Part of `level` for the test number `look` (1, 2, …); the parts sum to `level`."""
-    return level * 6.0 / (math.pi * look) ** 2
-
-
-def _look(past: Sequence[Evaluation], thresholds: Thresholds) -> Iterator[Alarm]:
+def _look(past: Sequence[Evaluation]) -> Iterator[Alarm]:
     """Alarms of the last evaluation of `past`, compared with the earlier ones."""
     now = past[-1]
     judged = [name for name, curve in now.curves.items() if curve.kind == HELD_OUT and curve.weight != 0]
@@ -140,12 +126,12 @@ def _look(past: Sequence[Evaluation], thresholds: Thresholds) -> Iterator[Alarm]
         earlier = [e for e in past[:-1] if comparable(name, now, e)]
         if not earlier:
             continue
-        share = _spent(len(earlier), thresholds.level) / len(judged)
+        share = _spent(len(earlier)) / len(judged)
         sign = now.curves[name].sign
         best = max(earlier, key=lambda each: sign * each.curves[name].estimate().mean)
         for reference, level in ((earlier[0], share / 2), (best, share / 2 / len(earlier))):
             alarm = _compare(name, now, reference)
-            if alarm is not None and _holds(alarm, sign, level, reference, past, thresholds):
+            if alarm is not None and _holds(alarm, sign, level, reference, past):
                 yield alarm
                 break
 
@@ -158,20 +144,18 @@ def _compare(name: str, now: Evaluation, reference: Evaluation) -> Alarm | None:
     return Alarm(name, now.version, reference.version, before, after, fall, rise)
 
 
-def _holds(
-    alarm: Alarm, sign: float, level: float, reference: Evaluation, past: Sequence[Evaluation], thresholds: Thresholds
-) -> bool:
+def _holds(alarm: Alarm, sign: float, level: float, reference: Evaluation, past: Sequence[Evaluation]) -> bool:
     fall = alarm.held_out if sign > 0 else Change(-alarm.held_out.mean, alarm.held_out.stderr, alarm.held_out.freedom)
     spread = reference.curves[alarm.curve].estimate().std
-    if fall.mean > -thresholds.least_fall * spread or fall.mean >= 0:
+    if fall.mean > -LEAST_FALL * spread or fall.mean >= 0:
         return False
-    if fall.p_below() > level or alarm.reward.p_above() > thresholds.rise_level:
+    if fall.p_below() > level or alarm.reward.p_above() > RISE_LEVEL:
         return False
     window = [e for e in past if e.version >= alarm.since and {REWARD, alarm.curve} <= e.curves.keys()]
     if len(window) < 3:
         return True
     rewards, scores = ([e.curves[name].estimate().mean for e in window] for name in (REWARD, alarm.curve))
-    return sign * _correlation(rewards, scores) <= thresholds.most_correlation
+    return sign * _correlation(rewards, scores) <= MOST_CORRELATION
 
 
 def _correlation(one: Sequence[float], other: Sequence[float]) -> float:
@@ -186,7 +170,7 @@ def best(history: Sequence[Evaluation], name: str) -> Evaluation | None:
 
     Only evaluations with the same setting and source as the newest one with this curve count. None if there are none.
     """
-    past = [e for e in _policy(history) if name in e.curves]
+    past = [e for e in policy_versions(history) if name in e.curves]
     if not past:
         return None
     past = [e for e in past if e.setting == past[-1].setting and e.curves[name].source == past[-1].curves[name].source]

@@ -6,20 +6,23 @@ with `placement=shared`, and its *efficiency* is that bound divided by the measu
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
+from async_flowrl.config.curves import best_curve
+from async_flowrl.config.reward_pools import scoring_pools
 from async_flowrl.config.schema import Config
 from async_flowrl.config.shared import SHARED
+from async_flowrl.observability.evaluations import Evaluation, between, first_of, policy_versions
 from async_flowrl.observability.events import Event, effective
+from async_flowrl.observability.hacking import alarms, best, notices
 from async_flowrl.observability.intervals import Interval, intersect, length, union
-from async_flowrl.observability.ledger import pool_of
+from async_flowrl.observability.ledger import place_of, pool_of
 from async_flowrl.observability.metrics import Metrics
-from async_flowrl.observability.mfu import utilisation
-from async_flowrl.observability.one_device import device_shares
-from async_flowrl.observability.pool_size import configured_pools, rollout_size
 from async_flowrl.observability.result import tenths
-from async_flowrl.observability.timeline import Track, tracks
+from async_flowrl.observability.statistics import CHANGE_FIELDS
+from async_flowrl.observability.timeline import Track, device_shares, tracks
+from async_flowrl.rewards.served import served_terms, server_pool
 
 WARM_UP_STEPS = 2
 """Steps at the start that rates leave out, because the pipeline is filling and caches are cold."""
@@ -134,7 +137,7 @@ def summarise(config: Config, metrics: Sequence[Metrics], events: Iterable[Event
         "devices": device_shares(workers, attempt, shared=config.placement == SHARED),
         "swaps": sum(int(line.get("pool/rollout/swaps") or 0) for line in metrics),
         "flops_per_s": (rates := flops_per_second(workers, steady.window) if steady else {}),
-        "mfu": {pool: utilisation(rate, 1.0, outcome.peak) for pool, rate in rates.items()},
+        "mfu": {pool: rate / outcome.peak if outcome.peak else None for pool, rate in rates.items()},
         "gradient_kept": kept,
         "skipped": skipped(metrics),
         "warnings": warnings_of(metrics),
@@ -285,3 +288,105 @@ def _steady_rate(history: Sequence[Event], images_per_step: float) -> float | No
     if len(ends) <= WARM_UP_STEPS or ends[-1] <= ends[WARM_UP_STEPS - 1]:
         return None
     return (len(ends) - WARM_UP_STEPS) * images_per_step / float(ends[-1] - ends[WARM_UP_STEPS - 1])
+
+
+def mfu(summary: Mapping[str, Any]) -> str:
+    """Returns text such as "rollout 31.0%, trainer 42.0%" from a run's summary.json; empty if the peak is not known.
+
+    Model FLOPs utilisation (MFU) is the share of the device's peak FLOP/s that a network uses.
+    """
+    known = {pool: value for pool, value in (summary.get("mfu") or {}).items() if value is not None}
+    return ", ".join(f"{pool} {value:.1%}" for pool, value in known.items())
+
+
+CHANGES = ("worker_joined", "worker_left")
+
+
+def configured_pools(config: Config) -> dict[str, tuple[int, float]]:
+    """Returns pool → (workers, GPUs of each) as configured; the servers of a term with `serve` are a pool, too."""
+    return {
+        "rollout": (config.rollout.num_workers, config.rollout.gpus_per_worker),
+        "trainer": (config.trainer.num_workers, config.trainer.gpus_per_worker),
+        **{pool.name: (pool.workers, pool.gpus_per_worker) for pool in scoring_pools(config)},
+        **{server_pool(term): (serve.replicas, serve.gpus) for term, serve in served_terms(config)},
+    }
+
+
+def rollout_size(config: Config, attempt: Iterable[Event]) -> dict[str, int]:
+    """Returns the numbers of rollout workers that `joined` and `left` in the last attempt, and were there at a time.
+
+    `fewest` and `most` are the smallest and the largest number of workers that served at the same time.
+
+    A newcomer that was turned away is not counted.
+    """
+    present: set[str] = set()
+    changes: list[Event] = []
+    for event in attempt:
+        if event["event"] in CHANGES:
+            changes.append(event)
+        elif _of_the_start(event) and not changes:
+            present.add(place_of(event["worker"]))
+    counts = [len(present) or config.rollout.num_workers]
+    if changes:
+        counts = [changes[0]["workers"] + (1 if changes[0]["event"] == "worker_left" else -1)]
+    counts += [event["workers"] for event in changes]
+    return {
+        "joined": sum(event["event"] == "worker_joined" for event in changes),
+        "left": sum(event["event"] == "worker_left" for event in changes),
+        "fewest": min(counts),
+        "most": max(counts),
+    }
+
+
+def _of_the_start(event: Event) -> bool:
+    """Returns True if the event names a rollout worker of the start, or a replacement."""
+    return event["event"] == "worker" and pool_of(event["worker"]) == "rollout" and not event.get("newcomer")
+
+
+def places(attempt: Iterable[Event]) -> int:
+    """Returns the number of places of the rollout pool that ever had a worker in the attempt; at least 1."""
+    named = {place_of(event["worker"]) for event in attempt if event["event"] == "worker"}
+    return max(1, sum(pool_of(place) == "rollout" for place in named))
+
+
+def summarise_evaluations(config: Config, history: Sequence[Evaluation]) -> dict[str, Any]:
+    """The values of the keys `evaluations` and `hacking` of summary.json; a missing evaluation is None."""
+    policy = policy_versions(history)
+    baseline = next((e for e in history if e.baseline), None)
+    judged = config.evaluate.on_hacking != "ignore"
+    return {
+        "evaluations": {
+            "first": _row(policy[0], history) if policy else None,
+            "last": _row(policy[-1], history) if policy else None,
+            "baseline": _row(baseline, history) if baseline else None,
+            "best": best_row(config, history),
+        },
+        "hacking": {
+            "alarms": [alarm.sentence for alarm in alarms(history)] if judged else [],
+            "notices": [notice.sentence for notice in notices(history)],
+        },
+    }
+
+
+def best_row(config: Config, history: Sequence[Evaluation]) -> dict[str, Any] | None:
+    """`curve`, `version` and `mean` of the best version; None if no best version is kept or none was evaluated."""
+    curve = best_curve(config)
+    chosen = None if curve is None else best(history, curve)
+    if curve is None or chosen is None:
+        return None
+    return {"curve": curve, "version": chosen.version, "mean": chosen.curves[curve].estimate().mean}
+
+
+def _row(evaluation: Evaluation, history: Sequence[Evaluation]) -> dict[str, Any]:
+    curves = {}
+    for name, curve in evaluation.curves.items():
+        first = None if evaluation.baseline else first_of(name, history, evaluation)
+        moved = None if first is None else between(name, evaluation, first)
+        paired = dict.fromkeys(CHANGE_FIELDS) if moved is None else moved.fields()
+        curves[name] = {"kind": curve.kind, **asdict(curve.estimate()), **paired}
+    return {
+        "version": evaluation.version,
+        "steps": evaluation.steps,
+        "guidance": evaluation.guidance,
+        "curves": curves,
+    }

@@ -32,17 +32,22 @@ from typing import Any
 
 from async_flowrl.observability.bottleneck import verdict
 from async_flowrl.observability.result import REWARD, tenths
-from async_flowrl.report.advice import advice_for
-from async_flowrl.report.evaluated import evaluations_of
-from async_flowrl.report.facts import environment_of, facts_of, is_shared, pools_of, verification_of
-from async_flowrl.report.lines import lines_of
+from async_flowrl.report.curves import MAX_POINTS, Buckets, lines_of, rounded
+from async_flowrl.report.facts import (
+    differences,
+    environment_of,
+    facts_of,
+    is_shared,
+    pools_of,
+    settings_of,
+    shown,
+    verification_of,
+)
 from async_flowrl.report.panels import panels_for
 from async_flowrl.report.pictures import first_screen, pictures_of
 from async_flowrl.report.records import Records, read_run
-from async_flowrl.report.result import change_of, result_of
+from async_flowrl.report.result import advice_for, change_of, evaluations_of, result_of
 from async_flowrl.report.schedule import timeline_of
-from async_flowrl.report.settings import differences, settings_of, shown
-from async_flowrl.report.thin import MAX_POINTS, Buckets, rounded
 
 Document = dict[str, Any]
 MAX_MIB = 16.0

@@ -8,8 +8,8 @@ from typing import Any
 
 from async_flowrl.observability.evaluations import DIVERSITY, Evaluation
 from async_flowrl.observability.images import INDEX
+from async_flowrl.report.curves import chosen, rounded
 from async_flowrl.report.records import Records
-from async_flowrl.report.thin import chosen, rounded
 
 MAX_EVALUATIONS = 40
 """Largest number of evaluations with pictures; of more, the first, the last and evenly spaced ones are taken."""

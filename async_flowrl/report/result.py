@@ -1,8 +1,21 @@
 """The head of a report: sentences about the result of a run, its state, and what was trained."""
 
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
 from typing import Any
 
-from async_flowrl.observability.evaluations import between
+from async_flowrl.observability.bottleneck import reward_bound
+from async_flowrl.observability.evaluations import (
+    DIVERSITY,
+    HELD_OUT,
+    TRAINED,
+    Evaluation,
+    between,
+    first_comparable,
+)
+from async_flowrl.observability.hacking import alarms, notices
+from async_flowrl.observability.metrics import Metrics
 from async_flowrl.observability.result import (
     MAX_P_VALUE,
     REWARD,
@@ -13,6 +26,8 @@ from async_flowrl.observability.result import (
     training_sentence,
 )
 from async_flowrl.observability.statistics import Change
+from async_flowrl.observability.summary import warnings_of
+from async_flowrl.report.curves import chosen, rounded
 from async_flowrl.report.records import Records
 
 ERROR = "± is half the 95 % interval of the change, paired by prompt and noise, its error clustered by prompt."
@@ -95,3 +110,150 @@ def _tone(moved: Change) -> str:
     if moved.p_above() <= MAX_P_VALUE:
         return "good"
     return "bad" if moved.p_below() <= MAX_P_VALUE else "neutral"
+
+
+KINDS = {TRAINED: "trained", HELD_OUT: "held out", DIVERSITY: "diversity"}
+MAX_ROWS = 40
+EXPLAINED = (
+    "Mean ± half of the 95 % interval, errors clustered by prompt; below it, in the same way, the change since the "
+    "first evaluation, paired by prompt and noise."
+)
+
+
+def evaluations_of(history: Sequence[Evaluation], on_hacking: str) -> dict[str, Any] | None:
+    """The table as a dictionary; None without evaluations. `count` is the number of evaluations before thinning.
+
+    `rows` has at most MAX_ROWS of them. `alarms` holds the newest sentence per held-out curve, and is empty if
+    `on_hacking` (the setting evaluate.on_hacking) is "ignore".
+    """
+    if not history:
+        return None
+    names = {name: curve.kind for e in history for name, curve in e.curves.items()}
+    ordered = sorted(names, key=lambda name: (list(KINDS).index(names[name]), name != "reward"))
+    ordered = [name for name in ordered if not _is_the_reward(name, history)]
+    fired = alarms(history) if on_hacking != "ignore" else []
+    return {
+        "columns": [{"name": name, "kind": KINDS[names[name]]} for name in ordered],
+        "rows": [_row(e, history, ordered) for e in chosen(history, MAX_ROWS)],
+        "count": len(history),
+        "explained": EXPLAINED,
+        "alarms": list({alarm.curve: alarm.sentence for alarm in fired}.values()),
+        "notices": [notice.sentence for notice in notices(history)],
+    }
+
+
+def _is_the_reward(name: str, history: Sequence[Evaluation]) -> bool:
+    """True if a trained term always has the reward's scores (a single term of weight 1), so it needs no column."""
+    pairs = [(e.curves.get(name), e.curves.get("reward")) for e in history]
+    return name != "reward" and all(
+        one and two and one.kind == TRAINED and one.scores == two.scores for one, two in pairs
+    )
+
+
+def _row(evaluation: Evaluation, history: Sequence[Evaluation], names: Sequence[str]) -> dict[str, Any]:
+    first = None if evaluation.baseline else first_comparable(history, evaluation)
+    return {
+        "version": evaluation.version,
+        "baseline": evaluation.baseline,
+        "steps": evaluation.steps,
+        "guidance": evaluation.guidance,
+        "cells": {name: _cell(name, evaluation, first) for name in names if name in evaluation.curves},
+    }
+
+
+def _cell(name: str, evaluation: Evaluation, first: Evaluation | None) -> dict[str, Any]:
+    estimate = evaluation.curves[name].estimate()
+    moved = None if first is None else between(name, evaluation, first)
+    return {
+        "mean": rounded(estimate.mean),
+        "half": None if estimate.high is None else rounded(estimate.high - estimate.mean),
+        "change": moved and rounded(moved.mean),
+        "change_half": moved and rounded(moved.half),
+    }
+
+
+RECENT_STEPS = 50
+"""Number of last steps over which a metric is averaged."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Warns if `holds` is true for the mean of the metric `key` over the last RECENT_STEPS steps.
+
+    `text` is a template with {value} and {steps}, `todo` the advice, `panel` the id of the chart that shows the metric.
+    """
+
+    key: str
+    holds: Callable[[float], bool]
+    text: str
+    todo: str
+    panel: str
+
+
+RULES = (
+    Rule(
+        "zero_std_ratio",
+        lambda share: share > 0.5,
+        "In {value:.0%} of the groups of the last {steps} steps all images had the same score: nothing was learned "
+        "from them.",
+        "If all scores are high, the task is solved: use harder prompts. If the images of a prompt have become alike, "
+        "the model has collapsed, and equal scores give no gradient that could repair it: go back to an earlier "
+        "checkpoint and set algorithm.max_kl_per_update.",
+        "flat",
+    ),
+    Rule(
+        "gradient_snr",
+        lambda ratio: ratio < 0.01,
+        "Over the last {steps} steps the gradient was mostly noise: its signal-to-noise ratio (gradient_snr) was "
+        "{value:.2g} on average.",
+        "Use more images per step, algorithm.same_initial_noise=true, earlier denoising steps (algorithm.window), "
+        "fewer lora.targets, or a smaller learning rate that falls.",
+        "snr",
+    ),
+    Rule(
+        "trust_region/scale",
+        lambda scale: scale < 0.3,
+        "The limit algorithm.max_kl_per_update shortened the updates of the last {steps} steps to {value:.0%} of their "
+        "length on average.",
+        "You can leave it so. A smaller learning rate makes Adam's momentum match the updates that are really applied.",
+        "trust",
+    ),
+    Rule(
+        "effective_sample_size",
+        lambda share: share < 0.5,
+        "Importance weights reduced the effective sample size to {value:.0%} over the last {steps} steps.",
+        "Use a smaller max_staleness or learning rate, or algorithm.correction=mask.",
+        "ess",
+    ),
+)
+MIN_STEPS = {"gradient_snr": 50, "zero_std_ratio": 5, "trust_region/scale": 20}
+"""Metric → number of steps that must have a value before its rule is applied; 1 for the others."""
+
+
+def advice_for(run: Records, evaluations: Mapping[str, Any] | None) -> list[dict[str, Any]]:
+    """All warnings of a run: that rewards limited its speed, from evaluations, from its records, then from RULES.
+
+    Each has `text`, `todo` (advice, may be ""), `panel` (id of the chart that shows it, or None) and `level`, "alarm"
+    or "warning". `evaluations` is the result of `evaluations_of`.
+    """
+    advice: list[dict[str, Any]] = []
+    if (sentence := reward_bound(run.workers, run.window)) is not None:
+        advice.append({"text": sentence, "todo": "", "panel": "busy", "level": "warning"})
+    for sentence in (evaluations or {}).get("alarms", []):
+        todo = "save.best keeps the best version; evaluate.on_hacking=stop ends such a run."
+        advice.append({"text": sentence, "todo": todo, "panel": "held_out", "level": "alarm"})
+    for sentence in (evaluations or {}).get("notices", []):
+        todo = "Look at the images; where variety matters, a smaller learning rate or an earlier version keeps more."
+        advice.append({"text": sentence, "todo": todo, "panel": "diversity", "level": "warning"})
+    told = {each["text"] for each in advice}
+    recorded = [*run.summary.get("failed", []), *run.summary.get("warnings", warnings_of(run.metrics))]
+    plain = [{"text": s, "todo": "", "panel": None, "level": "warning"} for s in recorded if s not in told]
+    return [*advice, *plain, *filter(None, (_applied(rule, run.metrics) for rule in RULES))]
+
+
+def _applied(rule: Rule, metrics: Sequence[Metrics]) -> dict[str, Any] | None:
+    known = [line[rule.key] for line in metrics if line.get(rule.key) is not None][-RECENT_STEPS:]
+    if len(known) < MIN_STEPS.get(rule.key, 1) or not rule.holds(value := fmean(known)):
+        return None
+    text = rule.text.format(value=value, steps=len(known))
+    return {"text": text, "todo": rule.todo, "panel": rule.panel, "level": "warning"}

@@ -10,10 +10,9 @@ from async_flowrl.config.shared import SHARED
 from async_flowrl.observability.events import Event
 from async_flowrl.observability.intervals import Interval, intersect, length
 from async_flowrl.observability.ledger import STATES, pool_of
-from async_flowrl.observability.one_device import by_device
-from async_flowrl.observability.timeline import Track
+from async_flowrl.observability.timeline import Track, by_device
+from async_flowrl.report.curves import chosen
 from async_flowrl.report.records import Records
-from async_flowrl.report.thin import chosen
 
 MAX_STEPS = 6
 """Number of steps in a window of exact bars."""

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from async_flowrl.config.schema import Config
-from async_flowrl.observability.evaluation_summary import best_row
 from async_flowrl.observability.evaluations import Evaluation
 from async_flowrl.observability.run_directory import RunDirectory
+from async_flowrl.observability.summary import best_row
 from async_flowrl.policies.registry import ResolvedModel
 from async_flowrl.policies.trained_file import save
 from async_flowrl.training.checkpoint import read_checkpoint

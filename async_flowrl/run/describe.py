@@ -10,7 +10,7 @@ from async_flowrl.config.schema import Config
 from async_flowrl.config.sections.reward import RewardTerm
 from async_flowrl.config.sections.tune import LORA
 from async_flowrl.config.shared import SHARED
-from async_flowrl.observability.wrapped import named_lines
+from async_flowrl.observability.terminal import named_lines
 from async_flowrl.run.pools import pools
 from async_flowrl.run.prepare import Prepared
 

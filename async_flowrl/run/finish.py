@@ -10,11 +10,9 @@ from typing import Any
 from async_flowrl.config.pool_names import ROLLOUT
 from async_flowrl.config.schema import Config
 from async_flowrl.controller.context import Context
-from async_flowrl.observability.evaluation_summary import summarise_evaluations
 from async_flowrl.observability.events import Event, effective, read_events
-from async_flowrl.observability.pool_size import places
 from async_flowrl.observability.run_directory import RunDirectory
-from async_flowrl.observability.summary import Outcome, last_attempt, summarise
+from async_flowrl.observability.summary import Outcome, last_attempt, places, summarise, summarise_evaluations
 from async_flowrl.observability.timeline import write_timeline
 from async_flowrl.policies.trained_file import save
 from async_flowrl.run.best import export_best
@@ -106,7 +104,7 @@ def views(config: Config, directory: RunDirectory) -> list[str]:
     """
 
     def report() -> None:
-        from async_flowrl.report.write import write_report
+        from async_flowrl.report.page import write_report
 
         write_report(Path(directory.root))
 

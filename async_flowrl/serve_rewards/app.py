@@ -15,8 +15,7 @@ from starlette.requests import ClientDisconnect
 
 from async_flowrl.rewards import http_contract as contract
 from async_flowrl.rewards.http_contract import ContractError, Limits, ScoreRequest
-from async_flowrl.serve_rewards.bodies import Full, Share
-from async_flowrl.serve_rewards.scorer import Asked, Refused, Score, Scorer, Settings, refused
+from async_flowrl.serve_rewards.scorer import Asked, Full, Refused, Score, Scorer, Settings, Share, refused
 
 logger = logging.getLogger(__name__)
 

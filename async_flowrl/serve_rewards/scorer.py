@@ -5,9 +5,10 @@
 
 import asyncio
 import inspect
+import json
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
@@ -18,7 +19,6 @@ from async_flowrl.rewards import http_contract as contract
 from async_flowrl.rewards.base import RewardError
 from async_flowrl.rewards.http_contract import ContractError, Limits, ScoreReply, ScoreRequest
 from async_flowrl.rewards.results import Result, group_result
-from async_flowrl.serve_rewards.bodies import Room
 from async_flowrl.types import ByteArray, Prompt
 
 logger = logging.getLogger(__name__)
@@ -64,6 +64,45 @@ class Settings:
     limits: Limits = field(default_factory=Limits)
     waiting: int = 16
     all_bytes: int = 1024 * 2**20
+
+
+class Full(Exception):
+    """Raised if a request needs more bytes than are free now."""
+
+
+@dataclass
+class Share:
+    """The bytes that one request has reserved."""
+
+    room: "Room"
+    taken: int = 0
+
+    def grow(self, size: int) -> None:
+        """Reserves memory up to `size` bytes in total for this request; a smaller size changes nothing. Raises Full."""
+        more = size - self.taken
+        if more <= 0:
+            return
+        if self.room.taken + more > self.room.size:
+            raise Full
+        self.room.taken += more
+        self.taken = size
+
+
+@dataclass
+class Room:
+    """A budget of `size` bytes for the bodies of all requests, each from its first byte until its reply."""
+
+    size: int
+    taken: int = 0
+
+    @contextmanager
+    def share(self) -> Iterator[Share]:
+        """Yields the share of one request; its bytes are returned when the `with` block ends."""
+        share = Share(self)
+        try:
+            yield share
+        finally:
+            self.taken -= share.taken
 
 
 @dataclass(eq=False)
@@ -217,24 +256,7 @@ def _groups(images: Sequence[ByteArray], prompts: Sequence[Prompt]) -> list[tupl
 
 def _group_key(pair: tuple[ByteArray, Prompt]) -> tuple[Any, ...]:
     image, prompt = pair
-    return image.shape, prompt.text, prompt.target, prompt.negative, _exact(prompt.metadata)
-
-
-def _exact(value: object) -> tuple[object, ...]:
-    """Returns a value that is equal for equal metadata only, whatever the order of a mapping's keys.
-
-    1, 1.0 and True are not equal here, NaN is equal to itself, and arrays are compared as a whole: as text, large ones
-    are abridged.
-    """
-    if isinstance(value, Mapping):
-        return "mapping", frozenset((_exact(key), _exact(each)) for key, each in value.items())
-    if isinstance(value, list | tuple):
-        return type(value).__name__, *(_exact(each) for each in value)
-    if hasattr(value, "__array__"):
-        array = np.asarray(value)
-        whole = _exact(array.tolist()) if array.dtype.hasobject else array.tobytes()
-        return "array", array.dtype.str, array.shape, whole
-    return type(value).__name__, repr(value)
+    return image.shape, prompt.text, prompt.target, prompt.negative, json.dumps(prompt.metadata, sort_keys=True)
 
 
 def _per_image(result: Result) -> list[dict[str, float | str]]:

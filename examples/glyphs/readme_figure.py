@@ -22,7 +22,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure, SubFigure
 from PIL import Image
 
-from async_flowrl.export import export
+from async_flowrl.export.source import export
 from async_flowrl.observability.events import read_events
 from async_flowrl.observability.intervals import intersect
 from async_flowrl.observability.timeline import Track, tracks

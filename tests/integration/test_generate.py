@@ -12,12 +12,11 @@ from PIL import Image
 
 from async_flowrl import generate as generating
 from async_flowrl.config.schema import Config
-from async_flowrl.export import save_lora
 from async_flowrl.policies import lora_file, lora_formats
 from async_flowrl.policies.lora_apply import apply_lora
 from async_flowrl.policies.qwen_image import QwenImagePolicy
 from tests.integration.exported import LORA
-from tests.support.tiny import RED
+from tests.support.tiny import RED, save_lora
 
 
 def finished_run(folder: Path, policy: QwenImagePolicy) -> Path:

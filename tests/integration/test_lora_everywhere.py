@@ -15,7 +15,7 @@ from torch import Tensor
 
 from async_flowrl.config.sections.model import ModelConfig
 from async_flowrl.config.sections.tune import LoraConfig
-from async_flowrl.export.merged import write_merged
+from async_flowrl.export.whole_model import write_merged
 from async_flowrl.policies import lora_file, lora_formats
 from async_flowrl.policies.base import Policy
 from async_flowrl.policies.lora import lora_parameters

@@ -16,7 +16,7 @@ from async_flowrl.config.schema import Config
 from async_flowrl.controller.context import Context
 from async_flowrl.controller.resume import Resume
 from async_flowrl.evaluate import evaluate, job_of_run
-from async_flowrl.export import export
+from async_flowrl.export.source import export
 from async_flowrl.policies.lora_file import FILE_NAME
 from async_flowrl.run import job, recovery
 from async_flowrl.training.checkpoint import read_checkpoint

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from async_flowrl.observability.evaluations import DIVERSITY, HELD_OUT, TRAINED, Curve, Evaluation
-from async_flowrl.observability.hacking import THRESHOLDS, alarms, best, notices
+from async_flowrl.observability.hacking import LEVEL, alarms, best, notices
 
 PROMPTS, IMAGES = 16, 4
 
@@ -127,14 +127,14 @@ def test_runs_without_any_change_raise_no_more_false_alarms_than_the_level_says(
     runs = 150
     wrong = false_alarms(("ocr", "templates"), looks=8, runs=runs, seed=20261122)
     # More than this of 150 runs has a probability of 0.001 at a rate of 0.01.
-    assert wrong <= 6, f"{wrong} of {runs} runs at a level of {THRESHOLDS.level}"
+    assert wrong <= 6, f"{wrong} of {runs} runs at a level of {LEVEL}"
 
 
 @pytest.mark.slow
 def test_the_rate_of_false_alarms_over_many_runs_is_within_the_level() -> None:
     runs = 3000
     wrong = false_alarms(("ocr", "templates"), looks=12, runs=runs, seed=20261123)
-    assert wrong / runs <= THRESHOLDS.level, f"{wrong} of {runs}"
+    assert wrong / runs <= LEVEL, f"{wrong} of {runs}"
 
 
 def test_loss_of_diversity_is_a_notice_and_no_alarm() -> None:

@@ -8,9 +8,8 @@ import pytest
 from async_flowrl.config.schema import Config
 from async_flowrl.observability.bottleneck import verdict
 from async_flowrl.observability.events import Event
-from async_flowrl.observability.one_device import by_device, device_time
 from async_flowrl.observability.summary import Outcome, summarise
-from async_flowrl.observability.timeline import tracks
+from async_flowrl.observability.timeline import by_device, device_time, tracks
 from async_flowrl.report.schedule import _places
 from tests.support.toy import Timing
 from tests.support.toy_shared import ENDING, TRAINING, shared_config, shared_virtual

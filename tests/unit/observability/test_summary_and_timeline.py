@@ -14,8 +14,7 @@ from async_flowrl.config.schema import Config
 from async_flowrl.config.sections.reward import RewardTerm, ServeConfig
 from async_flowrl.observability.events import Event
 from async_flowrl.observability.intervals import intersect, length, subtract, union
-from async_flowrl.observability.mfu import mfu
-from async_flowrl.observability.summary import Outcome, gradient_kept, staleness, summarise
+from async_flowrl.observability.summary import Outcome, gradient_kept, mfu, staleness, summarise
 from async_flowrl.observability.timeline import lanes, trace, tracks, write_timeline
 
 INTERVALS = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 60)).map(sorted).map(tuple), max_size=12)

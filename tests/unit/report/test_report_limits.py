@@ -8,13 +8,12 @@ import pytest
 
 from async_flowrl.config import exit_codes
 from async_flowrl.main import report_over
-from async_flowrl.report.command import main
+from async_flowrl.report.__main__ import main, runs_in
+from async_flowrl.report.curves import MAX_POINTS, Buckets, chosen
 from async_flowrl.report.document import document
-from async_flowrl.report.folders import runs_in
 from async_flowrl.report.page import embedded, in_order, render, spread
 from async_flowrl.report.pictures import MAX_EVALUATIONS
 from async_flowrl.report.schedule import BINS_PER_RUN, MAX_BARS, MAX_PLACES
-from async_flowrl.report.thin import MAX_POINTS, Buckets, chosen
 from tests.unit.report.written_runs import make_run
 
 

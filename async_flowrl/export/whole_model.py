@@ -1,13 +1,13 @@
-"""Writes the base model with the LoRA merged into its weights, W + alpha / rank · B A, for `from_pretrained`.
+"""Writes the base model with what was trained in its weights, for `from_pretrained`.
 
-The model's files are copied, and the adapted matrices are overwritten in the copies one by one. Only one matrix at a
-time is in memory, however large the model is.
+With a LoRA the weights are W + alpha / rank · B A: the model's files are copied, and the adapted matrices are
+overwritten in the copies one by one. Only one matrix at a time is in memory, however large the model is. With
+tune=full the trained transformer takes the place of the base model's.
 """
 
 import json
 import shutil
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
@@ -15,7 +15,8 @@ from safetensors import safe_open
 from torch import Tensor
 
 from async_flowrl.config.sections.model import ModelConfig
-from async_flowrl.policies.download import download
+from async_flowrl.export.source import Source
+from async_flowrl.policies import whole_file
 from async_flowrl.policies.lora_file import LoraFile, modules_of
 from async_flowrl.policies.registry import resolve_model
 
@@ -24,13 +25,8 @@ MERGED, TRANSFORMER = "merged", "transformer"
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 IGNORED = ("*.bin", "*.pt", "*.ckpt", "*.msgpack", "*.h5", "*.onnx", ".cache", ".git*")
 
-
-@dataclass(frozen=True)
-class _Place:
-    """Position of a matrix: a file and the offset of its first byte."""
-
-    file: Path
-    offset: int
+Place = tuple[Path, int]
+"""Position of a matrix: a file and the offset of its first byte."""
 
 
 def write_merged(model: ModelConfig, lora: LoraFile, out: Path, what: str) -> Path:
@@ -40,38 +36,35 @@ def write_merged(model: ModelConfig, lora: LoraFile, out: Path, what: str) -> Pa
     adapted layer as a plain matrix, the disk is too small, or the folder exists.
     """
     target, work = out / MERGED, out / f".{MERGED}-unfinished"
-    if target.exists():
-        raise ValueError(f"{target} exists already; remove it or export elsewhere")
-    base = _folder(model, what)
+    base = whole_file.base_folder(resolve_model(model), "all" if what == "pipeline" else TRANSFORMER).parent
     places = _places(base / TRANSFORMER)
     _check(places, lora, base)
     copied = base if what == "pipeline" else base / TRANSFORMER
-    needed = sum(file.stat().st_size for file in copied.rglob("*") if file.is_file())
-    out.mkdir(parents=True, exist_ok=True)
-    free = shutil.disk_usage(out).free
-    if needed > free:
-        raise ValueError(f"{target} needs {needed / 2**30:.1f} GiB, {free / 2**30:.1f} GiB are free there")
+    _check_room(target, copied.rglob("*"))
     shutil.rmtree(work, ignore_errors=True)
     try:
         destination = work if what == "pipeline" else work / TRANSFORMER
         shutil.copytree(copied, destination, ignore=shutil.ignore_patterns(*IGNORED), copy_function=shutil.copyfile)
         for module in modules_of(lora.tensors):
-            place = places[f"{module}.weight"]
-            _add(work / TRANSFORMER / place.file.name, place.offset, f"{module}.weight", _update(lora, module))
+            file, offset = places[f"{module}.weight"]
+            _add(work / TRANSFORMER / file.name, offset, f"{module}.weight", _update(lora, module))
         work.rename(target)
     finally:
         shutil.rmtree(work, ignore_errors=True)
     return target
 
 
-def _folder(model: ModelConfig, what: str) -> Path:
-    resolved = resolve_model(model)
-    if resolved.revision is None:
-        return Path(resolved.path)
-    return download(resolved.path, resolved.revision, "all" if what == "pipeline" else "transformer")
+def _check_room(target: Path, copied: Iterable[Path]) -> None:
+    """Makes the parent of `target`. Raises ValueError if `target` exists or the disk has no room for the files."""
+    if target.exists():
+        raise ValueError(f"{target} exists already; remove it or export elsewhere")
+    needed = sum(file.stat().st_size for file in copied if file.is_file())
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if needed > (free := shutil.disk_usage(target.parent).free):
+        raise ValueError(f"{target} needs {needed / 2**30:.1f} GiB, {free / 2**30:.1f} GiB are free there")
 
 
-def _places(folder: Path) -> Mapping[str, _Place]:
+def _places(folder: Path) -> Mapping[str, Place]:
     """Positions of all tensors in the transformer's safetensors files, by name."""
     index = folder / "diffusion_pytorch_model.safetensors.index.json"
     if index.is_file():
@@ -86,16 +79,15 @@ def _places(folder: Path) -> Mapping[str, _Place]:
             length = int.from_bytes(opened.read(8), "little")
             header = json.loads(opened.read(length))
         header.pop("__metadata__", None)
-        places.update({name: _Place(file, 8 + length + entry["data_offsets"][0]) for name, entry in header.items()})
+        places.update({name: (file, 8 + length + entry["data_offsets"][0]) for name, entry in header.items()})
     return places
 
 
-def _check(places: Mapping[str, _Place], lora: LoraFile, base: Path) -> None:
+def _check(places: Mapping[str, Place], lora: LoraFile, base: Path) -> None:
     for module in modules_of(lora.tensors):
-        place = places.get(f"{module}.weight")
-        if place is None:
+        if f"{module}.weight" not in places:
             raise ValueError(f"the LoRA adapts {module}, of which {base / TRANSFORMER} holds no weight")
-        with safe_open(place.file, framework="pt") as opened:
+        with safe_open(places[f"{module}.weight"][0], framework="pt") as opened:
             shape = tuple(opened.get_slice(f"{module}.weight").get_shape())
         wanted = (
             lora.tensors[f"{module}.lora_B.weight"].shape[0],
@@ -121,3 +113,26 @@ def _add(file: Path, offset: int, name: str, update: Tensor) -> None:
     with file.open("r+b") as writable:
         writable.seek(offset)
         writable.write(merged.view(torch.uint8).numpy().tobytes())
+
+
+def write_whole(source: Source, out: Path, what: str) -> Path:
+    """Writes `out`/transformer and, for what="pipeline", everything else of the base pipeline beside it; returns the
+    transformer's folder.
+
+    Raises ValueError, one sentence, where the base model is not known or the weights are not its own, where the disk is
+    too small, and where `out` holds a model already.
+    """
+    if source.model is None or source.whole is None:
+        raise ValueError("--base is needed: SOURCE does not say which model it is for")
+    target = out / TRANSFORMER
+    model = resolve_model(source.model)
+    base = whole_file.base_folder(model, "all" if what == "pipeline" else "transformer")
+    copied = [each for each in base.parent.iterdir() if each != base] if what == "pipeline" else []
+    _check_room(target, (file for each in (base, *copied) for file in (each, *each.rglob("*"))))
+    ignore = shutil.ignore_patterns(*IGNORED)
+    for each in copied:
+        if each.is_dir() and each.name not in ignore(str(base.parent), [each.name]):
+            shutil.copytree(each, out / each.name, ignore=ignore, copy_function=shutil.copyfile, dirs_exist_ok=True)
+        elif each.is_file() and each.suffix == ".json":
+            shutil.copyfile(each, out / each.name)
+    return whole_file.save(target, source.whole, model)
