@@ -101,7 +101,8 @@ def report_over(folders: Sequence[Path], jobs: int) -> None:
     if runs and jobs > 1:
         path = (Path(os.path.commonpath(runs)) if len(runs) > 1 else runs[0].parent) / "report.html"
         share = f"all {jobs}" if len(runs) == jobs else f"{len(runs)} of {jobs}"
-        say(f"{'report':8} {write_page(runs, path)}: {share} runs\n")
+        write_page(runs, path)
+        say(f"{'report':8} {path}: {share} runs\n")
 
 
 class _Parser(argparse.ArgumentParser):

@@ -6,7 +6,6 @@ score followed over all evaluations, e.g. the reward; a *held-out* term is a sco
 """
 
 import json
-import os
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from async_flowrl.observability.events import cut_unfinished_line, read_events
+from async_flowrl.observability.events import cut_unfinished_line, read_events, replace_file
 from async_flowrl.observability.statistics import Change, Estimate, change, estimate
 
 TRAINED, HELD_OUT, DIVERSITY = "trained", "held_out", "diversity"
@@ -190,12 +189,8 @@ class EvaluationLog:
     def _keep(self, wanted: Callable[[Evaluation], bool], *more: Evaluation) -> None:
         with self._lock:
             self._records = [e for e in self._records if wanted(e)] + list(more)
-            temporary = self.path.with_suffix(".tmp")
-            with temporary.open("w", encoding="utf-8") as file:
-                file.writelines(json.dumps(e.to_json(), allow_nan=False) + "\n" for e in self._records)
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.replace(self.path)
+            lines = [json.dumps(e.to_json(), allow_nan=False) + "\n" for e in self._records]
+            replace_file(self.path, "".join(lines))
 
 
 def read_evaluations(path: Path) -> list[Evaluation]:

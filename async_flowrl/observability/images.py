@@ -9,6 +9,7 @@ from typing import Any
 from PIL import Image, ImageDraw, ImageFont
 from PIL.PngImagePlugin import PngInfo
 
+from async_flowrl.observability.events import replace_file
 from async_flowrl.types import ByteArray, Prompt, Scores
 
 MAX_SHOWN_CHARACTERS = 500
@@ -46,9 +47,7 @@ def write_images(
             options = {"optimize": True} if small else {"quality": WEBP_QUALITY}
             picture.save(folder / files[-1], **options)
         entries.append({"place": place, **detail, "files": files})
-    temporary = folder / "index.tmp"
-    temporary.write_text(json.dumps({"prompts": entries}, ensure_ascii=False), encoding="utf-8")
-    temporary.replace(folder / INDEX)
+    replace_file(folder / INDEX, json.dumps({"prompts": entries}, ensure_ascii=False))
 
 
 def write_grid(

@@ -56,7 +56,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         out = given.out or (runs[0] / "report.html" if len(runs) == 1 else given.runs[0] / "report.html")
         if given.out is None and len(runs) > 1 and len(given.runs) > 1:
             out = Path("report.html")
-        sys.stdout.write(f"{write_page(runs, out, max_mib=given.max_mib)}\n")
+        write_page(runs, out, max_mib=given.max_mib)
+        sys.stdout.write(f"{out}\n")
     except (NoRun, FileNotFoundError, ValueError, OSError) as error:
         sys.stderr.write(f"async-flowrl report: {error}\n")
         return exit_codes.CONFIG

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, TypeVar
 
 from async_flowrl.observability.evaluations import TRAINED, Evaluation
@@ -66,7 +67,8 @@ def lines_of(run: Records) -> tuple[dict[str, Any], dict[str, Any]]:
     (the name of its set), `y`, and `low` and `high` if it has a band.
     """
     steps = [int(line["step"]) for line in run.metrics]
-    images, seconds = images_so_far(run.metrics), seconds_so_far(run)
+    images = list(accumulate(int(line.get("images") or 0) for line in run.metrics))
+    seconds = seconds_so_far(run)
     buckets = Buckets(len(steps))
     x: dict[str, Any] = {
         "training": {
@@ -119,15 +121,6 @@ def evaluation_lines(evaluated: Sequence[Evaluation]) -> dict[str, Any]:
     return lines
 
 
-def images_so_far(metrics: Sequence[Metrics]) -> list[int]:
-    """Number of training images with a score up to and including each step."""
-    total, counts = 0, []
-    for line in metrics:
-        total += int(line.get("images") or 0)
-        counts.append(total)
-    return counts
-
-
 def seconds_so_far(run: Records) -> list[float]:
     """Seconds from the start of the first step to the end of each step, without the pauses before resumed attempts.
 
@@ -138,22 +131,14 @@ def seconds_so_far(run: Records) -> list[float]:
         start, gaps = run.window[0], pauses(run.history)
         moments = [float(ends[int(line["step"])]["ended"]) for line in run.metrics]
         return [end - start - sum(b - a for a, b in gaps if start <= a < end) for end in moments]
-    total, seconds = 0.0, []
-    for line in run.metrics:
-        total += line.get("timing/step") or 0.0
-        seconds.append(total)
-    return seconds
+    return list(accumulate(line.get("timing/step") or 0.0 for line in run.metrics))
 
 
 def pauses(history: Sequence[Event]) -> list[tuple[float, float]]:
     """(time of the last event of an attempt, time of the first event of the next one) for each resumed attempt."""
-    starts = [i for i in range(1, len(history)) if history[i]["event"] == "rollback" and _starts(history, i)]
-    return [(history[i - 1]["time"], history[i]["time"]) for i in starts]
-
-
-def _starts(history: Sequence[Event], index: int) -> bool:
-    """True if an attempt begins at this event: its rollback is followed by the event `inputs`."""
-    return index + 1 < len(history) and history[index + 1]["event"] == "inputs"
+    following = zip(history, history[1:], history[2:], strict=False)
+    # An attempt that resumes begins with a rollback and `inputs`; a rollback inside an attempt has no `inputs`.
+    return [(a["time"], b["time"]) for a, b, c in following if (b["event"], c["event"]) == ("rollback", "inputs")]
 
 
 def _number(value: Any) -> float | None:

@@ -4,7 +4,6 @@ import json
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
@@ -36,9 +35,9 @@ def facts_of(run: Records) -> list[Row]:
         ("Training images", f"{images:,}"),
         ("Wall clock", duration(run.window[1] - run.window[0] if run.step_events else None)),
         ("Images per second", _text(summary.get("steady_images_per_s") or summary.get("images_per_s"))),
-        (f"Efficiency in the steady state: {efficiency} ÷ measured", percent(summary.get("efficiency"))),
+        (f"Efficiency in the steady state: {efficiency} ÷ measured", _text(summary.get("efficiency"), ".0%")),
         ("Time of the devices", _devices(summary.get("devices") or {})),
-        ("Overlap of the shorter phase", percent((summary.get("overlap") or {}).get("share"))),
+        ("Overlap of the shorter phase", _text((summary.get("overlap") or {}).get("share"), ".0%")),
         ("MFU", mfu(summary) or None),
         ("Tickets", _tickets(summary.get("tickets") or {})),
         ("Faults", ", ".join(f"{count} × {kind}" for kind, count in (summary.get("faults") or {}).items()) or None),
@@ -110,7 +109,7 @@ def verification_of(run: Records) -> dict[str, Any]:
     """`digest` of the final weights; `typed`, the command line of the run (None if unknown); `commands`, (purpose,
     command) pairs that verify the run, or resume it if it has not finished."""
     folder = shlex.quote(str(run.root))
-    record = hydra_record(run.root)
+    record = {file.name: file.read_text(encoding="utf-8") for file in (run.root / ".hydra").glob("*.yaml")}
     commands = [("check these files against the guarantees", f"async-flowrl verify {folder}")]
     if run.state not in ("finished", "running"):
         unknown = f"async-flowrl train … output_dir={folder} resume=auto"
@@ -120,11 +119,6 @@ def verification_of(run: Records) -> dict[str, Any]:
         "commands": commands,
         "typed": typed_command(record),
     }
-
-
-def hydra_record(root: Path) -> dict[str, str]:
-    """File name → text of the YAML files in `.hydra/`; empty for a run that was not started from a command line."""
-    return {path.name: path.read_text(encoding="utf-8") for path in sorted((root / ".hydra").glob("*.yaml"))}
 
 
 def duration(seconds: float | None) -> str | None:
@@ -138,14 +132,9 @@ def duration(seconds: float | None) -> str | None:
     return f"{minutes} min {rest} s" if minutes else f"{seconds:.1f} s"
 
 
-def percent(share: float | None) -> str | None:
-    return None if share is None else f"{share:.0%}"
-
-
-def _text(value: Any) -> str | None:
-    if value is None:
-        return None
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+def _text(value: Any, form: str = ".4g") -> str | None:
+    """The value as text, a float in the format `form`; None for None."""
+    return format(value, form) if isinstance(value, float) else None if value is None else str(value)
 
 
 def _tickets(counts: dict[str, int]) -> str | None:

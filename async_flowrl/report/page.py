@@ -17,28 +17,17 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from async_flowrl.observability.events import replace_file
 from async_flowrl.report.document import Document, document
-from async_flowrl.report.pictures import open_picture
+from async_flowrl.report.pictures import data_uri
 
 SCRIPTS = ("dom.js", "charts.js", "timeline.js", "gallery.js", "sections.js", "show.js")
 """Files in assets/, in the order in which the page runs them; uPlot (MIT, assets/uPlot.LICENSE) comes first."""
 
 
-def write_report(run: Path) -> Path:
-    """Writes `run`/report.html from the run's files and returns its path; raises as `document` does."""
-    return write_page([run], run / "report.html")
-
-
-def write_page(runs: list[Path], path: Path, *, max_mib: float | None = None) -> Path:
-    """Writes one page about these runs to `path` and returns it; `max_mib` as in `page.render`.
-
-    The text goes to a temporary file in the same folder, which is then renamed, so `path` is always complete.
-    """
-    page = render(document(runs), max_mib=max_mib)
-    temporary = path.with_name(f"{path.name}.tmp")
-    temporary.write_text(page, encoding="utf-8")
-    temporary.replace(path)
-    return path
+def write_page(runs: list[Path], path: Path, *, max_mib: float | None = None) -> None:
+    """Writes one page about these runs to `path`, which is always complete; `max_mib` as in `render`."""
+    replace_file(path, render(document(runs), max_mib=max_mib))
 
 
 def render(document: Document, *, max_mib: float | None = None) -> str:
@@ -87,11 +76,10 @@ def embedded(document: Document, limit: int) -> tuple[dict[str, str], str | None
     full = False
     for name, folder, below in in_order(document):
         count += 1
-        picture = None if full else open_picture(folder, below)
-        if picture is None:
+        data = None if full else data_uri(folder, below)
+        if data is None:
             missing += not full
             continue
-        data = f"data:{picture.kind};base64,{base64.b64encode(picture.content).decode()}"
         full = size + len(data) > limit
         if not full:
             uris[name], size = data, size + len(data)

@@ -1,8 +1,8 @@
 """The images of a run's evaluations for its report: file names by prompt, with the scores of each image."""
 
+import base64
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -100,16 +100,8 @@ def first_screen(pictures: dict[str, Any], most: int = 4) -> Sequence[dict[str, 
     return [{**prompt, "before": first["version"], "after": last["version"]} for prompt in both[:most]]
 
 
-@dataclass(frozen=True)
-class Picture:
-    """The bytes of a picture file; `kind` is its MIME type."""
-
-    content: bytes
-    kind: str
-
-
-def open_picture(folder: Path, below: str) -> Picture | None:
-    """The picture at the path `below` inside `folder`; None if it does not exist or is refused.
+def data_uri(folder: Path, below: str) -> str | None:
+    """The picture at the path `below` inside `folder` as a data URI; None if it does not exist or is refused.
 
     What lies outside of the folder, other file types and too large files are refused: the report must not show what is
     elsewhere.
@@ -120,6 +112,6 @@ def open_picture(folder: Path, below: str) -> Picture | None:
         inside = path.resolve(strict=True).is_relative_to(folder.resolve())
         if kind is None or not inside or not path.is_file() or path.stat().st_size > MAX_BYTES:
             return None
-        return Picture(path.read_bytes(), kind)
+        return f"data:{kind};base64,{base64.b64encode(path.read_bytes()).decode()}"
     except (OSError, ValueError):
         return None

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -11,7 +11,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from async_flowrl.config.shared import SHARED
-from async_flowrl.observability.evaluations import Evaluation, read_evaluations
+from async_flowrl.observability.evaluations import Evaluation, policy_versions, read_evaluations
 from async_flowrl.observability.events import Event, effective, read_events, step_window
 from async_flowrl.observability.intervals import Interval
 from async_flowrl.observability.metrics import Metrics
@@ -64,7 +64,7 @@ class Records:
     @property
     def policy(self) -> list[Evaluation]:
         """Evaluations of policy versions, oldest first."""
-        return [e for e in self.evaluations if not e.baseline]
+        return policy_versions(self.evaluations)
 
     @cached_property
     def workers(self) -> list[Track]:
@@ -109,30 +109,16 @@ def read_run(root: Path) -> Records:
     config = _config(root / "config.yaml")
     summary = _summary(root / "summary.json", len(metrics), config.get("total_steps"))
     skipped = (VERSION, *NO_REWARD) if config.get("placement") == SHARED else (TICKET, VERSION)
+    events = root / "events.jsonl"
     return Records(
         root=root,
         metrics=metrics,
-        history=effective(_events(root / "events.jsonl", skipped)),
+        history=effective(read_events(events, skipped=skipped)) if events.exists() else [],
         evaluations=evaluations,
         summary=summary,
         config=config,
         state=_state(root, summary, len(metrics)),
     )
-
-
-def _events(path: Path, skipped: Sequence[str]) -> Iterator[Event]:
-    if not path.exists():
-        return
-    with path.open(encoding="utf-8") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.endswith("\n"):
-                return
-            if any(kind in line for kind in skipped):
-                continue
-            try:
-                yield json.loads(line)
-            except json.JSONDecodeError as error:
-                raise ValueError(f"{path}:{number}: not JSON: {error}") from error
 
 
 def _config(path: Path) -> dict[str, Any]:

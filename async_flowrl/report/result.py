@@ -188,6 +188,8 @@ class Rule:
     text: str
     todo: str
     panel: str
+    min_steps: int = 1
+    """Number of steps that must have a value before the rule is applied."""
 
 
 RULES = (
@@ -200,6 +202,7 @@ RULES = (
         "the model has collapsed, and equal scores give no gradient that could repair it: go back to an earlier "
         "checkpoint and set algorithm.max_kl_per_update.",
         "flat",
+        min_steps=5,
     ),
     Rule(
         "gradient_snr",
@@ -209,6 +212,7 @@ RULES = (
         "Use more images per step, algorithm.same_initial_noise=true, earlier denoising steps (algorithm.window), "
         "fewer lora.targets, or a smaller learning rate that falls.",
         "snr",
+        min_steps=50,
     ),
     Rule(
         "trust_region/scale",
@@ -217,6 +221,7 @@ RULES = (
         "length on average.",
         "You can leave it so. A smaller learning rate makes Adam's momentum match the updates that are really applied.",
         "trust",
+        min_steps=20,
     ),
     Rule(
         "effective_sample_size",
@@ -226,8 +231,6 @@ RULES = (
         "ess",
     ),
 )
-MIN_STEPS = {"gradient_snr": 50, "zero_std_ratio": 5, "trust_region/scale": 20}
-"""Metric → number of steps that must have a value before its rule is applied; 1 for the others."""
 
 
 def advice_for(run: Records, evaluations: Mapping[str, Any] | None) -> list[dict[str, Any]]:
@@ -253,7 +256,7 @@ def advice_for(run: Records, evaluations: Mapping[str, Any] | None) -> list[dict
 
 def _applied(rule: Rule, metrics: Sequence[Metrics]) -> dict[str, Any] | None:
     known = [line[rule.key] for line in metrics if line.get(rule.key) is not None][-RECENT_STEPS:]
-    if len(known) < MIN_STEPS.get(rule.key, 1) or not rule.holds(value := fmean(known)):
+    if len(known) < rule.min_steps or not rule.holds(value := fmean(known)):
         return None
     text = rule.text.format(value=value, steps=len(known))
     return {"text": text, "todo": rule.todo, "panel": rule.panel, "level": "warning"}

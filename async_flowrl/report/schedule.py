@@ -6,14 +6,18 @@ A few windows of steps have exact bars; the whole run has shares of time, or exa
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from async_flowrl.config.shared import SHARED
 from async_flowrl.observability.events import Event
-from async_flowrl.observability.intervals import Interval, intersect, length
+from async_flowrl.observability.intervals import Interval, intersect
 from async_flowrl.observability.ledger import STATES, pool_of
 from async_flowrl.observability.timeline import Track, by_device
 from async_flowrl.report.curves import chosen
 from async_flowrl.report.records import Records
 
+Numbers = npt.NDArray[np.float64]
 MAX_STEPS = 6
 """Number of steps in a window of exact bars."""
 MAX_PLACES = 24
@@ -129,19 +133,10 @@ def _bars(track: Track, window: Interval, origin: float) -> list[list[Any]]:
 
 
 def _binned(tracks: Sequence[Track], window: Interval, origin: float) -> dict[str, Any]:
-    width = (window[1] - window[0]) / BINS_PER_RUN
+    edges = np.linspace(*window, BINS_PER_RUN + 1)
     lanes = []
     for track in tracks:
-        bins: dict[str, list[float]] = {}
-        for state, part in _states(track, window).items():
-            shares = [0.0] * BINS_PER_RUN
-            for a, b in part:
-                for index in range(
-                    int((a - window[0]) / width), min(BINS_PER_RUN - 1, int((b - window[0]) / width)) + 1
-                ):
-                    left = window[0] + index * width
-                    shares[index] += length(intersect([(a, b)], [(left, left + width)])) / width
-            bins[state] = [round(share, 2) for share in shares]
+        bins = {state: _covered(part, edges).round(2).tolist() for state, part in _states(track, window).items()}
         lanes.append({"place": track.place, "pool": pool_of(track.place), "bins": bins})
     return {
         "title": "The whole run, shares of time",
@@ -149,6 +144,14 @@ def _binned(tracks: Sequence[Track], window: Interval, origin: float) -> dict[st
         "end": window[1] - origin,
         "lanes": lanes,
     }
+
+
+def _covered(part: Sequence[Interval], edges: Numbers) -> Numbers:
+    """The share of each bin that the intervals cover; `edges` [bins + 1] are the ends of the bins."""
+    moments = np.ravel(part)
+    inside = np.arange(len(moments)) % 2  # 1 from the start of an interval to its end
+    seconds = np.cumsum(inside * np.diff(moments, prepend=moments[0]))
+    return np.diff(np.interp(edges, moments, seconds)) / np.diff(edges)
 
 
 def _mark(event: Event, origin: float) -> dict[str, Any]:

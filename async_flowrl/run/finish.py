@@ -4,7 +4,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 from async_flowrl.config.pool_names import ROLLOUT
@@ -104,9 +103,9 @@ def views(config: Config, directory: RunDirectory) -> list[str]:
     """
 
     def report() -> None:
-        from async_flowrl.report.page import write_report
+        from async_flowrl.report.page import write_page
 
-        write_report(Path(directory.root))
+        write_page([directory.root], directory.report)
 
     works: list[tuple[str, Callable[[], object]]] = [
         ("timeline", lambda: write_timeline(directory.events, directory.timeline))

@@ -45,12 +45,11 @@ function pairs(run) {
 function browser(run) {
   const data = run.pictures;
   if (!data) return null;
-  const state = (ui.gallery[run.name] ||= { prompt: "all", at: null });
   const last = data.evaluations.length - 1;
-  const at = state.at === null ? last : Math.min(state.at, last);
+  let timer = 0;
   const grid = el("div", { class: "shots" }), told = el("output", { for: "slider", "aria-live": "polite" }), text = el("p", { class: "prompt", dir: "auto" });
   const show = (index) => {
-    const evaluation = data.evaluations[index], prompt = data.prompts.find((each) => String(each.place) === state.prompt);
+    const evaluation = data.evaluations[index], prompt = data.prompts.find((each) => String(each.place) === choice.value);
     told.textContent = `${versionName(evaluation)} (${index + 1} of ${last + 1})`;
     slider.setAttribute("aria-valuetext", versionName(evaluation));
     text.textContent = prompt ? prompt.text : "";
@@ -59,27 +58,19 @@ function browser(run) {
       ? Array.from({ length: files }, (_, i) => shot(run, evaluation, prompt, i))
       : data.prompts.map((each) => shot(run, evaluation, each, 0, el("span", { class: "prompt clamp", dir: "auto" }, each.text)))));
   };
-  const move = (index) => { state.at = index === last ? null : index; slider.value = index; show(index); };
-  const slider = el("input", { type: "range", id: "slider", min: 0, max: last, value: at, "aria-label": "Version", oninput: () => move(Number(slider.value)) });
-  const choice = el("select", { id: "prompt", onchange: () => { state.prompt = choice.value; move(Number(slider.value)); } },
+  const slider = el("input", { type: "range", id: "slider", min: 0, max: last, value: last, "aria-label": "Version", oninput: () => show(Number(slider.value)) });
+  const choice = el("select", { id: "prompt", onchange: () => show(Number(slider.value)) },
     el("option", { value: "all" }, "all prompts, one image each"),
     data.prompts.map((each) => el("option", { value: each.place }, `${each.place + 1}: ${each.text.slice(0, 70)}`)));
-  choice.value = data.prompts.some((each) => String(each.place) === state.prompt) ? state.prompt : "all";
-  const next = () => move((Number(slider.value) + 1) % (last + 1));
-  const play = el("button", { id: "play", onclick: () => { state.playing = !state.playing; playing(play, state.playing, next); } });
-  playing(play, state.playing && last > 0, next);
-  show(at);
+  const next = () => { slider.value = (Number(slider.value) + 1) % (last + 1); show(Number(slider.value)); };
+  const play = toggle({ id: "play" }, false, (on) => {
+    clearInterval(timer);
+    if (on) timer = setInterval(next, 700);
+  }, "Play");
+  show(last);
   return el("section", { class: "card", "aria-label": "Images of evaluations" },
     el("div", { class: "bar" }, el("label", {}, "Prompt ", choice)),
     el("div", { class: "bar" }, el("label", { for: "slider" }, "Through training"), slider, told, last > 0 ? play : ""), text, grid);
-}
-
-// A page that is drawn anew while it plays goes on playing, at the same image.
-function playing(button, on, next) {
-  clearInterval(ui.timer);
-  button.setAttribute("aria-pressed", String(Boolean(on)));
-  button.textContent = on ? "Pause" : "Play";
-  if (on) ui.timer = setInterval(next, 700);
 }
 
 // One image large beside the same of the first evaluation; left and right arrows go through training.

@@ -29,9 +29,9 @@ function runTable(page) {
   return table("Runs", ["run", "state", "steps", "reward, before → after", "images per second", "wall clock", "digest"],
     page.runs.map((run, i) => {
       const facts = Object.fromEntries(run.facts), change = run.change;
-      const seen = !hiddenRuns.has(run.name);
-      return [el("th", { scope: "row" }, el("button", { class: "key", id: `run-key-${i}`, "aria-pressed": String(seen), title: `Show or hide in charts: ${run.name}`,
-        onclick: () => { seen ? hiddenRuns.add(run.name) : hiddenRuns.delete(run.name); redraw(); } }, painted(el("i"), `c${i % 8}`), brief(run.name))),
+      const key = toggle({ class: "key", id: `run-key-${i}`, title: `Show or hide in charts: ${run.name}` }, !hiddenRuns.has(run.name),
+        (on) => { on ? hiddenRuns.delete(run.name) : hiddenRuns.add(run.name); redraw(); }, painted(el("i"), `c${i % 8}`), brief(run.name));
+      return [el("th", { scope: "row" }, key),
       el("span", { class: `badge ${run.state}` }, run.state), facts.Steps || "0",
       change ? `${number(change.before)} → ${number(change.after)} (${signed(change.mean)}${change.half === null ? "" : ` ± ${rough(change.half)}`})` : run.training ? el("span", { class: "soft" }, `training: ${number(run.training.first)} → ${number(run.training.last)}`) : "–",
       facts["Images per second"] || "–", facts["Wall clock"] || "–", el("td", { class: "mono" }, (run.verification.digest || "–").slice(0, 12))];
@@ -102,7 +102,7 @@ function settings(page, run) {
       ? table("", ["setting", "value", "default"], changed.map((each) => [el("th", { scope: "row", class: "mono" }, each.key),
           el("td", { class: "mono wrap" }, each.value), el("td", { class: "mono wrap soft" }, each.default)]))
       : el("p", {}, "None.")),
-    later("config-all", "The whole configuration, as it was resolved", () => el("pre", { tabindex: "0" }, run.settings.all)));
+    later("The whole configuration, as it was resolved", () => el("pre", { tabindex: "0" }, run.settings.all)));
 }
 
 function verification(run) {
