@@ -8,7 +8,6 @@ computed here. Each check returns its finding in words, and raises Broken if the
 
 import argparse
 import json
-import re
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -24,6 +23,7 @@ from async_flowrl.config.compose import read_config
 from async_flowrl.config.messages import first_line
 from async_flowrl.data.load import load_data
 from async_flowrl.observability.events import Event, effective, read_events
+from async_flowrl.observability.metrics import missing_terms
 from async_flowrl.training.checkpoint import RANKS, Checkpoint, read_checkpoint
 from async_flowrl.training.checkpoint_folder import checkpoint_step, find_checkpoint
 from async_flowrl.training.checkpoint_manifest import DamagedCheckpoint
@@ -191,12 +191,7 @@ def reward_terms(run: RunFiles) -> str:
     """Checks that each group trained without an optional term is counted both in events.jsonl and in metrics.jsonl."""
     named = Counter((event["step"], event["term"]) for event in run.history if event["event"] == "unscored")
     counted = Counter(
-        {
-            (line["step"], key.split("/")[1]): int(value)
-            for line in run.metrics
-            for key, value in line.items()
-            if re.fullmatch("reward/[^/]+/missing", key) and value
-        }
+        {(line["step"], term): count for line in run.metrics for term, count in missing_terms(line).items()}
     )
     steps = {line["step"] for line in run.metrics}
     if differing := sorted({key for key in named | counted if named[key] != counted[key] and key[0] in steps}):
@@ -205,9 +200,7 @@ def reward_terms(run: RunFiles) -> str:
             f"step {step} was trained without the term {term} in {counted[step, term]} groups by metrics.jsonl, in "
             f"{named[step, term]} by events.jsonl"
         )
-    by_term: Counter[str] = Counter()
-    for (_, term), count in counted.items():
-        by_term[term] += count
+    by_term = sum(map(missing_terms, run.metrics), Counter[str]())
     lacking = ", ".join(f"{count} groups without the term {term}" for term, count in sorted(by_term.items()))
     return lacking or "every group with all its terms"
 

@@ -149,15 +149,8 @@ def _origin(given: Namespace) -> tuple[Config, Path]:
         raise ValueError(f"--base is needed: {trained} is not of a run, and does not say which model it is for")
     how = usual(base)
     config = Config(model=how.model, data=DataConfig(train=""))
-    config.rollout.num_inference_steps, config.rollout.resolution = (
-        how.sampling.num_inference_steps,
-        how.sampling.resolution,
-    )
-    config.rollout.true_cfg_scale, config.rollout.guidance_scale = (
-        how.sampling.true_cfg_scale,
-        how.sampling.guidance_scale,
-    )
-    config.rollout.negative_prompt = how.sampling.negative_prompt
+    names = ("num_inference_steps", "resolution", "true_cfg_scale", "guidance_scale", "negative_prompt")
+    config.rollout = replace(config.rollout, **{name: getattr(how.sampling, name) for name in names})
     return config, trained
 
 

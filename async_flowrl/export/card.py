@@ -2,18 +2,17 @@
 
 import hashlib
 import json
-import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
 from PIL import Image
 
 from async_flowrl.config.resolution import configured, in_pixels
 from async_flowrl.config.schema import Config
 from async_flowrl.config.sections.reward import RewardTerm
+from async_flowrl.config.typed import typed_command
 from async_flowrl.export.source import PEFT, Source
 from async_flowrl.observability.evaluations import (
     Evaluation,
@@ -141,7 +140,7 @@ def _results(out: Path, source: Source, extras: Extras) -> list[str]:
     if source.run is not None and (metrics := source.run / "metrics.jsonl").is_file():
         upto = [e for e in records if source.step is None or e.version <= source.step]
         lines = [line for line in read_events(metrics) if source.step is None or line["step"] < source.step]
-        if write_curve(out / CURVE, lines, upto) is not None:
+        if write_curve(out / CURVE, lines, upto):
             parts.append(f"![reward by training step]({CURVE})")
     if (out / GRID).is_file():
         parts.append(f"![images before and after training, with their scores]({GRID})")
@@ -198,9 +197,17 @@ def _recorded(source: Source, records: Sequence[Evaluation]) -> str | None:
 
 
 def draw_grid(out: Path, source: Source) -> None:
-    """Draws images of the base model beside those of the exported version, if the run drew both."""
-    if source.run is not None and source.step is not None:
-        write_grid(out / GRID, source.run / "images", last=source.step)
+    """Puts the pictures that the run drew of version 0 and of the exported version side by side, if it drew both."""
+    if source.run is None or not source.step:
+        return
+    before, after = (source.run / "images" / f"step_{version:06d}.png" for version in (0, source.step))
+    if not before.is_file() or not after.is_file():
+        return
+    with Image.open(before) as left, Image.open(after) as right:
+        sheet = Image.new("RGB", (left.width + _GAP + right.width, max(left.height, right.height)), "white")
+        sheet.paste(left.convert("RGB"), (0, 0))
+        sheet.paste(right.convert("RGB"), (left.width + _GAP, 0))
+    sheet.save(out / GRID, format="PNG", optimize=True)
 
 
 def _usage(source: Source, base: str | None) -> str:
@@ -243,23 +250,13 @@ def _reproduction(source: Source) -> list[str]:
     run = source.run
     if run is None:
         return []
-    lines = ["## Reproduce", "", "```", f"python -m async_flowrl.main {_command(run)}".rstrip()]
-    lines += ["python -m async_flowrl.verify RUN", "```"]
+    record = {file.name: file.read_text(encoding="utf-8") for file in (run / ".hydra").glob("*.yaml")}
+    command = typed_command(record, without=("--config-dir", "output_dir", "resume")) or "async-flowrl train"
+    lines = ["## Reproduce", "", "```", command, "async-flowrl verify RUN", "```"]
     summary = json.loads((run / "summary.json").read_text()) if (run / "summary.json").is_file() else {}
     if digest := summary.get("weights_digest"):
         lines += ["", f"The run ended with the weights digest `{digest}`, which the same seed and settings give again."]
     return ["\n".join(lines)]
-
-
-def _command(run: Path) -> str:
-    """Returns the configuration's name and the overrides as a shell takes them, without output folder and `resume`."""
-    recorded, own = run / ".hydra" / "overrides.yaml", run / ".hydra" / "hydra.yaml"
-    typed = OmegaConf.to_container(OmegaConf.load(recorded), resolve=False) if recorded.is_file() else []
-    config = OmegaConf.select(OmegaConf.load(own), "hydra.job.config_name") if own.is_file() else None
-    name = ["--config-name", str(config)] if config else []
-    given = [str(override) for override in typed or ()]
-    kept = [each for each in given if each.partition("=")[0].lstrip("+") not in ("output_dir", "resume")]
-    return shlex.join([*name, *kept])
 
 
 def _licence(licence: str | None, base: str | None) -> str:
@@ -280,10 +277,10 @@ def digest(file: Path) -> str:
         return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
-def write_curve(path: Path, metrics: Sequence[Metrics], evaluations: Sequence[Evaluation]) -> Path | None:
+def write_curve(path: Path, metrics: Sequence[Metrics], evaluations: Sequence[Evaluation]) -> bool:
     """Draws the training reward by step, and the evaluations with their 95 % intervals.
 
-    Returns `path`, or None, without a file, if there is neither.
+    Returns False, without a file, if there is neither.
     """
     from matplotlib.figure import Figure
 
@@ -291,7 +288,7 @@ def write_curve(path: Path, metrics: Sequence[Metrics], evaluations: Sequence[Ev
     policy = policy_versions(evaluations)
     scored = [(each.version, each.curves["reward"].estimate()) for each in policy if "reward" in each.curves]
     if not trained and not scored:
-        return None
+        return False
     figure = Figure(figsize=(7, 3.5), layout="constrained")
     axes = figure.add_subplot()
     if trained:
@@ -307,20 +304,4 @@ def write_curve(path: Path, metrics: Sequence[Metrics], evaluations: Sequence[Ev
     axes.legend(frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=120)
-    return path
-
-
-def write_grid(path: Path, images: Path, *, last: int) -> Path | None:
-    """Puts the pictures that a run drew of version 0 and of version `last` side by side.
-
-    Returns `path`, or None, without a file, if one of the two is missing or `last` is 0.
-    """
-    before, after = (images / f"step_{version:06d}.png" for version in (0, last))
-    if last == 0 or not before.is_file() or not after.is_file():
-        return None
-    with Image.open(before) as left, Image.open(after) as right:
-        sheet = Image.new("RGB", (left.width + _GAP + right.width, max(left.height, right.height)), "white")
-        sheet.paste(left.convert("RGB"), (0, 0))
-        sheet.paste(right.convert("RGB"), (left.width + _GAP, 0))
-    sheet.save(path, format="PNG", optimize=True)
-    return path
+    return True

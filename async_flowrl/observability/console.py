@@ -18,6 +18,7 @@ from rich.text import Text
 
 from async_flowrl.config.check import ConfigError
 from async_flowrl.config.schema import Config
+from async_flowrl.observability.metrics import missing_terms
 from async_flowrl.observability.monitor import View
 from async_flowrl.observability.terminal import say
 
@@ -97,14 +98,12 @@ class Lines(Display):
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         self._progress.step(step, metrics)
-        self._say(step_line(self._progress))
+        progress = self._progress
+        left = f"ETA {duration(progress.seconds_left or 0.0)}"
+        say(" | ".join((f"step {progress.done}/{progress.total}", *numbers(progress), left)) + "\n")
 
     def evaluation(self, version: int, metrics: Mapping[str, float]) -> None:
-        whose, metrics = evaluated(metrics)
-        self._say(f"evaluation of {whose or f'version {version}'}: {evaluation_line(metrics)}")
-
-    def _say(self, line: str) -> None:
-        say(line + "\n")
+        say(evaluation_line(version, metrics) + "\n")
 
 
 class Bar(Display):
@@ -145,9 +144,7 @@ class Bar(Display):
         self._rows.update(self._task, completed=progress.done, left=f"ETA {duration(progress.seconds_left or 0.0)}")
 
     def evaluation(self, version: int, metrics: Mapping[str, float]) -> None:
-        whose, metrics = evaluated(metrics)
-        line = f"evaluation of {whose or f'version {version}'}: {evaluation_line(metrics)}"
-        self._rows.console.print(line, highlight=False, markup=False)
+        self._rows.console.print(evaluation_line(version, metrics), highlight=False, markup=False)
 
     def close(self) -> None:
         logging.getLogger().removeHandler(self._warnings)
@@ -180,12 +177,6 @@ class Warnings(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         self._rows.warning = f"last warning: {' '.join(record.getMessage().split())}"
-
-
-def step_line(progress: Progress) -> str:
-    """The line of the newest step: reward, skipped tickets, staleness, seconds per step and time left."""
-    left = f"ETA {duration(progress.seconds_left or 0.0)}"
-    return " | ".join((f"step {progress.done}/{progress.total}", *numbers(progress), left))
 
 
 def numbers(progress: Progress) -> list[str]:
@@ -241,11 +232,8 @@ def open_display(config: Config) -> Display:
 
 def _lost(metrics: Mapping[str, Any]) -> Counter[str]:
     """Counts of what a step trained without, by the words that follow the count; empty if nothing is missing."""
-    lost = Counter({"tickets skipped": int(metrics.get("tickets_skipped") or 0)})
-    for key, value in metrics.items():
-        if value and (missing := re.fullmatch("reward/([^/]+)/missing", key)):
-            lost[f"groups without {missing[1]}"] += int(value)
-    return +lost
+    without = {f"groups without {term}": count for term, count in missing_terms(metrics).items()}
+    return +Counter({"tickets skipped": int(metrics.get("tickets_skipped") or 0), **without})
 
 
 def number(value: Any, form: str = ".4f") -> str:
@@ -264,16 +252,14 @@ def with_change(metrics: Mapping[str, float], name: str) -> str:
     return f"{text} ({changed:+.3g}{'' if high is None else f' ± {high - changed:.2g}'})"
 
 
-def evaluated(metrics: Mapping[str, float]) -> tuple[str | None, Mapping[str, float]]:
-    """("the baseline", metrics without the prefix `baseline/`), or (None, metrics) for a policy version."""
-    if any(name.startswith("baseline/") for name in metrics):
-        return "the baseline", {name.removeprefix("baseline/"): value for name, value in metrics.items()}
-    return None, metrics
+def evaluation_line(version: int, metrics: Mapping[str, float]) -> str:
+    """One line with the means of the reward and of the held-out terms of an evaluation, with their changes.
 
-
-def evaluation_line(metrics: Mapping[str, float]) -> str:
-    """One line with the means of the reward and of the held-out terms of an evaluation, with their changes."""
-    parts = [f"reward {with_change(metrics, 'reward')}"]
+    The names of the baseline's metrics begin with `baseline/`.
+    """
+    whose = "the baseline" if any(name.startswith("baseline/") for name in metrics) else f"version {version}"
+    metrics = {name.removeprefix("baseline/"): value for name, value in metrics.items()}
+    parts = [f"evaluation of {whose}: reward {with_change(metrics, 'reward')}"]
     held_out = [name.removesuffix("/mean") for name in metrics if re.fullmatch("held_out/[^/]+/mean", name)]
     parts += [f"{name.replace('held_out/', 'held-out ')} {with_change(metrics, name)}" for name in held_out]
     return ", ".join(parts)

@@ -37,51 +37,16 @@ DIVERSITY_LOSS = 0.5
 
 
 @dataclass(frozen=True)
-class Alarm:
-    """A held-out curve got worse while the trained reward rose, from version `since` to `version`."""
+class Finding:
+    """The curve `curve` got worse from version `since` to `version`, as one sentence says."""
 
     curve: str
     version: int
     since: int
-    before: float
-    """Mean of the held-out score at version `since`."""
-    now: float
-    """Mean of the held-out score at `version`."""
-    held_out: Change
-    reward: Change
-
-    @property
-    def sentence(self) -> str:
-        change = self.held_out
-        errors = f", {abs(change.mean / change.stderr):.1f} standard errors" if change.stderr else ""
-        return (
-            f"reward hacking? From version {self.since} to {self.version} the trained reward rose by "
-            f"{self.reward.mean:.3g} while the held-out score {self.curve} went from {self.before:.3g} to "
-            f"{self.now:.3g}{errors} worse on the same prompts and noises: look at the images of both versions"
-        )
+    sentence: str
 
 
-@dataclass(frozen=True)
-class Notice:
-    """The images of one prompt have become more alike; `before` and `now` are means of the curve DIVERSITY.
-
-    This is a notice and no alarm because runs without reward hacking lose some diversity, too.
-    """
-
-    version: int
-    since: int
-    before: float
-    now: float
-
-    @property
-    def sentence(self) -> str:
-        return (
-            f"diversity: the images of one prompt are {1 - self.now / self.before:.0%} less different from each other "
-            f"in version {self.version} than in version {self.since}"
-        )
-
-
-def alarms(history: Sequence[Evaluation]) -> list[Alarm]:
+def alarms(history: Sequence[Evaluation]) -> list[Finding]:
     """All alarms of a run, oldest first: each version is judged by the evaluations up to it only.
 
     There is at most one alarm per version and held-out curve. Baseline evaluations are ignored.
@@ -90,14 +55,17 @@ def alarms(history: Sequence[Evaluation]) -> list[Alarm]:
     return [alarm for k in range(1, len(past)) for alarm in _look(past[: k + 1])]
 
 
-def newest_alarms(history: Sequence[Evaluation]) -> list[Alarm]:
+def newest_alarms(history: Sequence[Evaluation]) -> list[Finding]:
     """The alarms of the newest version only."""
     past = policy_versions(history)
     return list(_look(past)) if past else []
 
 
-def notices(history: Sequence[Evaluation]) -> list[Notice]:
-    """At most one notice: the first version whose loss of diversity is significant and at least DIVERSITY_LOSS."""
+def notices(history: Sequence[Evaluation]) -> list[Finding]:
+    """At most one notice: the first version whose loss of diversity is significant and at least DIVERSITY_LOSS.
+
+    It is no alarm, because runs without reward hacking lose some diversity, too.
+    """
     past = policy_versions(history)
     for k in range(1, len(past)):
         now = past[k]
@@ -109,7 +77,11 @@ def notices(history: Sequence[Evaluation]) -> list[Notice]:
         if moved is None or moved.mean > -DIVERSITY_LOSS * before:
             continue
         if moved.p_below() <= _spent(len(earlier)):
-            return [Notice(now.version, first.version, before, now.curves[DIVERSITY].estimate().mean)]
+            sentence = (
+                f"diversity: the images of one prompt are {-moved.mean / before:.0%} less different from each other in "
+                f"version {now.version} than in version {first.version}"
+            )
+            return [Finding(DIVERSITY, now.version, first.version, sentence)]
     return []
 
 
@@ -118,7 +90,7 @@ def _spent(look: int) -> float:
     return LEVEL * 6.0 / (math.pi * look) ** 2
 
 
-def _look(past: Sequence[Evaluation]) -> Iterator[Alarm]:
+def _look(past: Sequence[Evaluation]) -> Iterator[Finding]:
     """Alarms of the last evaluation of `past`, compared with the earlier ones."""
     now = past[-1]
     judged = [name for name, curve in now.curves.items() if curve.kind == HELD_OUT and curve.weight != 0]
@@ -130,32 +102,34 @@ def _look(past: Sequence[Evaluation]) -> Iterator[Alarm]:
         sign = now.curves[name].sign
         best = max(earlier, key=lambda each: sign * each.curves[name].estimate().mean)
         for reference, level in ((earlier[0], share / 2), (best, share / 2 / len(earlier))):
-            alarm = _compare(name, now, reference)
-            if alarm is not None and _holds(alarm, sign, level, reference, past):
-                yield alarm
+            if (sentence := _hacked(name, past, reference, level)) is not None:
+                yield Finding(name, now.version, reference.version, sentence)
                 break
 
 
-def _compare(name: str, now: Evaluation, reference: Evaluation) -> Alarm | None:
-    fall, rise = between(name, now, reference), between(REWARD, now, reference)
-    if fall is None or rise is None:
+def _hacked(name: str, past: Sequence[Evaluation], reference: Evaluation, level: float) -> str | None:
+    """The sentence about a held-out score that got worse since `reference` while the reward rose; None if not so."""
+    now, sign = past[-1], past[-1].curves[name].sign
+    moved, rise = between(name, now, reference), between(REWARD, now, reference)
+    if moved is None or rise is None:
         return None
-    before, after = (e.curves[name].estimate().mean for e in (reference, now))
-    return Alarm(name, now.version, reference.version, before, after, fall, rise)
-
-
-def _holds(alarm: Alarm, sign: float, level: float, reference: Evaluation, past: Sequence[Evaluation]) -> bool:
-    fall = alarm.held_out if sign > 0 else Change(-alarm.held_out.mean, alarm.held_out.stderr, alarm.held_out.freedom)
-    spread = reference.curves[alarm.curve].estimate().std
-    if fall.mean > -LEAST_FALL * spread or fall.mean >= 0:
-        return False
-    if fall.p_below() > level or alarm.reward.p_above() > RISE_LEVEL:
-        return False
-    window = [e for e in past if e.version >= alarm.since and {REWARD, alarm.curve} <= e.curves.keys()]
-    if len(window) < 3:
-        return True
-    rewards, scores = ([e.curves[name].estimate().mean for e in window] for name in (REWARD, alarm.curve))
-    return sign * _correlation(rewards, scores) <= MOST_CORRELATION
+    fall = moved if sign > 0 else Change(-moved.mean, moved.stderr, moved.freedom)
+    before = reference.curves[name].estimate()
+    if fall.mean > -LEAST_FALL * before.std or fall.mean >= 0:
+        return None
+    if fall.p_below() > level or rise.p_above() > RISE_LEVEL:
+        return None
+    window = [e for e in past if e.version >= reference.version and {REWARD, name} <= e.curves.keys()]
+    rewards, scores = ([e.curves[curve].estimate().mean for e in window] for curve in (REWARD, name))
+    if len(window) >= 3 and sign * _correlation(rewards, scores) > MOST_CORRELATION:
+        return None
+    errors = f", {abs(moved.mean / moved.stderr):.1f} standard errors" if moved.stderr else ""
+    return (
+        f"reward hacking? From version {reference.version} to {now.version} the trained reward rose by "
+        f"{rise.mean:.3g} while the held-out score {name} went from {before.mean:.3g} to "
+        f"{now.curves[name].estimate().mean:.3g}{errors} worse on the same prompts and noises: look at the images of "
+        "both versions"
+    )
 
 
 def _correlation(one: Sequence[float], other: Sequence[float]) -> float:

@@ -14,6 +14,8 @@ from async_flowrl.types import ByteArray, Prompt, Scores
 
 MAX_SHOWN_CHARACTERS = 500
 """Characters of a prompt that a grid may show at most."""
+MAX_COLUMNS = 8
+"""Images of a prompt that the grid of an evaluation shows at most."""
 MIN_SIDE, MAX_SIDE, MIN_WIDTH, GAP, LINE_HEIGHT, FONT_SIZE = 128, 256, 240, 4, 22, 14
 """In pixels: smallest and largest side of a shown image, smallest width of a grid, space between images, height of a
 line of text and of its font."""
@@ -57,11 +59,10 @@ def write_grid(
     rewards: Sequence[Sequence[float]],
     *,
     title: str = "",
-    columns: int = 8,
     captions: Sequence[Sequence[str]] = (),
     data: Any = None,
 ) -> None:
-    """Writes a PNG file with one row per prompt, of at most `columns` images (see `grid`).
+    """Writes a PNG file with one row per prompt, of at most MAX_COLUMNS images (see `grid`).
 
     `images[i]` is uint8 [n, H, W, 3] of prompt i and `rewards[i]` its n rewards; each reward is shown below its image,
     and `captions[i][j]` below that. `data` is stored as JSON in the PNG's text chunk "data" (None: no chunk).
@@ -73,7 +74,7 @@ def write_grid(
     info = PngInfo()
     if data is not None:
         info.add_itxt("data", json.dumps(data, ensure_ascii=False), zip=True)
-    sheet = grid(prompts, [(title, [group[:columns] for group in images])], captions=[below])
+    sheet = grid(prompts, [(title, [group[:MAX_COLUMNS] for group in images])], captions=[below])
     sheet.save(path, format="PNG", pnginfo=info)
 
 

@@ -2,7 +2,9 @@
 
 import json
 import math
+import re
 import threading
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -57,3 +59,9 @@ def _finite(value: Any) -> Any:
     if hasattr(value, "item"):
         value = value.item()
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def missing_terms(line: Mapping[str, Any]) -> Counter[str]:
+    """Optional term → number of groups that a step trained without its score, from the step's metrics."""
+    missing = {re.fullmatch("reward/([^/]+)/missing", key): value for key, value in line.items()}
+    return Counter({match[1]: int(value) for match, value in missing.items() if match and value})

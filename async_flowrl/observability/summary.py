@@ -18,7 +18,7 @@ from async_flowrl.observability.events import Event, effective
 from async_flowrl.observability.hacking import alarms, best, notices
 from async_flowrl.observability.intervals import Interval, intersect, length, union
 from async_flowrl.observability.ledger import place_of, pool_of
-from async_flowrl.observability.metrics import Metrics
+from async_flowrl.observability.metrics import Metrics, missing_terms
 from async_flowrl.observability.result import tenths
 from async_flowrl.observability.statistics import CHANGE_FIELDS
 from async_flowrl.observability.timeline import Track, device_shares, tracks
@@ -229,19 +229,13 @@ def skipped(metrics: Sequence[Metrics]) -> dict[str, int]:
         "tickets": sum(tickets),
         "steps": sum(count > 0 for count in tickets),
         "steps_without_reward": nothing,
-        "optional_terms": sum(groups_without(metrics).values()),
+        "optional_terms": groups_without(metrics).total(),
     }
 
 
-def groups_without(metrics: Sequence[Metrics]) -> dict[str, int]:
+def groups_without(metrics: Sequence[Metrics]) -> Counter[str]:
     """Optional term → number of groups that were trained without its score."""
-    counts: dict[str, int] = {}
-    for line in metrics:
-        for key, value in line.items():
-            term = key.removeprefix("reward/").removesuffix("/missing")
-            if key == f"reward/{term}/missing" and value:
-                counts[term] = counts.get(term, 0) + int(value)
-    return counts
+    return sum(map(missing_terms, metrics), Counter())
 
 
 def warnings_of(metrics: Sequence[Metrics]) -> list[str]:
@@ -324,9 +318,9 @@ def rollout_size(config: Config, attempt: Iterable[Event]) -> dict[str, int]:
     for event in attempt:
         if event["event"] in CHANGES:
             changes.append(event)
-        elif _of_the_start(event) and not changes:
+        elif event["event"] == "worker" and not changes and not event.get("newcomer"):
             present.add(place_of(event["worker"]))
-    counts = [len(present) or config.rollout.num_workers]
+    counts = [sum(pool_of(place) == "rollout" for place in present) or config.rollout.num_workers]
     if changes:
         counts = [changes[0]["workers"] + (1 if changes[0]["event"] == "worker_left" else -1)]
     counts += [event["workers"] for event in changes]
@@ -336,11 +330,6 @@ def rollout_size(config: Config, attempt: Iterable[Event]) -> dict[str, int]:
         "fewest": min(counts),
         "most": max(counts),
     }
-
-
-def _of_the_start(event: Event) -> bool:
-    """Returns True if the event names a rollout worker of the start, or a replacement."""
-    return event["event"] == "worker" and pool_of(event["worker"]) == "rollout" and not event.get("newcomer")
 
 
 def places(attempt: Iterable[Event]) -> int:

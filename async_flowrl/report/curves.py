@@ -1,7 +1,6 @@
 """Curves of a report: metrics and evaluation scores of a run over training steps, images and seconds."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, TypeVar
 
@@ -15,34 +14,28 @@ MAX_POINTS = 400
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class Buckets:
-    """Divides `count` values into buckets of equally many consecutive values, one per point, at most MAX_POINTS."""
+def bucket_width(count: int) -> int:
+    """The number of consecutive values that one point of a curve stands for, so that it has at most MAX_POINTS."""
+    return max(1, -(-count // MAX_POINTS))
 
-    count: int
 
-    @property
-    def width(self) -> int:
-        return max(1, -(-self.count // MAX_POINTS))
+def in_buckets(values: Sequence[T]) -> list[Sequence[T]]:
+    """The values in buckets of equally many consecutive ones, one per point; the last may have fewer."""
+    width = bucket_width(len(values))
+    return [values[start : start + width] for start in range(0, len(values), width)]
 
-    def lasts(self, values: Sequence[float]) -> list[Any]:
-        """The last value of each bucket; used for x axes."""
-        return [rounded(values[min(start + self.width, self.count) - 1]) for start in range(0, self.count, self.width)]
 
-    def line(self, values: Sequence[float | None]) -> dict[str, list[Any]]:
-        """`y`: the mean of each bucket, ignoring None; `low` and `high`: its range, if buckets hold several values.
+def curve(values: Sequence[float | None]) -> dict[str, list[float | None]]:
+    """`y`: the mean of each bucket, ignoring None; `low` and `high`: its range, if buckets hold several values.
 
-        A bucket with None only gives None.
-        """
-        groups = [
-            [value for value in values[start : start + self.width] if value is not None]
-            for start in range(0, self.count, self.width)
-        ]
-        line = {"y": [rounded(sum(group) / len(group)) if group else None for group in groups]}
-        if self.width > 1:
-            line |= {"low": [rounded(min(g)) if g else None for g in groups]}
-            line |= {"high": [rounded(max(g)) if g else None for g in groups]}
-        return line
+    A bucket with None only gives None.
+    """
+    groups = [[value for value in bucket if value is not None] for bucket in in_buckets(values)]
+    drawn = {"y": [sum(group) / len(group) if group else None for group in groups]}
+    if bucket_width(len(values)) > 1:
+        drawn |= {"low": [min(group, default=None) for group in groups]}
+        drawn |= {"high": [max(group, default=None) for group in groups]}
+    return drawn
 
 
 def chosen(values: Sequence[T], most: int) -> list[T]:
@@ -56,7 +49,11 @@ def chosen(values: Sequence[T], most: int) -> list[T]:
 
 
 def rounded(value: Any) -> Any:
-    """A float rounded to six significant digits; other values unchanged."""
+    """The value with all floats, also those in its lists and dictionaries, rounded to six significant digits."""
+    if isinstance(value, dict):
+        return {key: rounded(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [rounded(each) for each in value]
     return float(f"{value:.6g}") if isinstance(value, float) else value
 
 
@@ -68,24 +65,18 @@ def lines_of(run: Records) -> tuple[dict[str, Any], dict[str, Any]]:
     """
     steps = [int(line["step"]) for line in run.metrics]
     images = list(accumulate(int(line.get("images") or 0) for line in run.metrics))
-    seconds = seconds_so_far(run)
-    buckets = Buckets(len(steps))
-    x: dict[str, Any] = {
-        "training": {
-            "step": buckets.lasts(steps),
-            "images": buckets.lasts(images),
-            "seconds": buckets.lasts(seconds),
-        }
-    }
-    lines = {key: {"x": "training", **buckets.line(values)} for key, values in columns(run.metrics).items()}
+    axes = {"step": steps, "images": images, "seconds": seconds_so_far(run)}
     evaluated = chosen(run.policy, MAX_POINTS)
-    by_step = {step: (i, s) for step, i, s in zip(steps, images, seconds, strict=True)}
-    before = [by_step.get(e.version - 1, (0, 0.0)) for e in evaluated]
-    x["evaluation"] = {
-        "step": [e.version for e in evaluated],
-        "images": [i for i, _ in before],
-        "seconds": [rounded(s) for _, s in before],
+    places = {step: place for place, step in enumerate(steps)}
+    before = [places.get(each.version - 1) for each in evaluated]
+    x: dict[str, Any] = {
+        "training": {name: [bucket[-1] for bucket in in_buckets(values)] for name, values in axes.items()},
+        "evaluation": {
+            name: [0 if place is None else values[place] for place in before] for name, values in axes.items()
+        }
+        | {"step": [each.version for each in evaluated]},
     }
+    lines = {key: {"x": "training", **curve(values)} for key, values in columns(run.metrics).items()}
     return x, lines | evaluation_lines(evaluated)
 
 
@@ -109,10 +100,10 @@ def evaluation_lines(evaluated: Sequence[Evaluation]) -> dict[str, Any]:
     lines: dict[str, Any] = {}
     for name, kind in kinds.items():
         estimates = [e.curves[name].estimate() if name in e.curves else None for e in evaluated]
-        line: dict[str, Any] = {"x": "evaluation", "y": [rounded(e.mean) if e else None for e in estimates]}
+        line: dict[str, Any] = {"x": "evaluation", "y": [e.mean if e else None for e in estimates]}
         if any(e is not None and e.low is not None for e in estimates):
-            line |= {"low": [rounded(e.low) if e else None for e in estimates]}
-            line |= {"high": [rounded(e.high) if e else None for e in estimates]}
+            line |= {"low": [e.low if e else None for e in estimates]}
+            line |= {"high": [e.high if e else None for e in estimates]}
         lines[f"evaluation:{kind}:{name}"] = line
     total = lines.get(f"evaluation:{TRAINED}:reward")
     same = [key for key, line in lines.items() if key.startswith(f"evaluation:{TRAINED}:") and line is not total]

@@ -32,7 +32,7 @@ from typing import Any
 
 from async_flowrl.observability.bottleneck import verdict
 from async_flowrl.observability.result import REWARD, tenths
-from async_flowrl.report.curves import MAX_POINTS, Buckets, lines_of, rounded
+from async_flowrl.report.curves import MAX_POINTS, bucket_width, lines_of, rounded
 from async_flowrl.report.facts import (
     differences,
     environment_of,
@@ -78,14 +78,14 @@ def run_document(run: Records, name: str) -> Document:
     x, lines = lines_of(run)
     evaluations = evaluations_of(run.evaluations, str(run.setting("evaluate.on_hacking", "warn")))
     pictures = pictures_of(run)
-    return {
+    whole = {
         "name": name,
         "folder": str(run.root),
         "state": run.state,
         "result": result_of(run),
         "change": _change(run),
         "training": _training(run),
-        "bottleneck": _bottleneck(run),
+        "bottleneck": verdict(run.workers, run.history, placement=str(run.setting("placement"))),
         "facts": facts_of(run),
         "pools": pools_of(run),
         "shared": is_shared(run),
@@ -93,13 +93,13 @@ def run_document(run: Records, name: str) -> Document:
         "x": x,
         "lines": lines,
         "evaluations": evaluations,
-        "timeline": timeline_of(run),
         "pictures": pictures,
         "pairs": first_screen(pictures) if pictures else [],
         "settings": settings_of(run),
         "environment": environment_of(run),
         "verification": verification_of(run),
     }
+    return {**rounded(whole), "timeline": timeline_of(run)}  # whose times need more digits than six
 
 
 def names_of(roots: Sequence[Path]) -> list[str]:
@@ -143,7 +143,7 @@ def _trained(runs: Sequence[Document]) -> str:
 def notes_on(run: Records, whole: Document) -> list[str]:
     """Sentences about what was left out of a run's entry `whole`."""
     notes, name = [], whole["name"]
-    if (width := Buckets(run.steps).width) > 1:
+    if (width := bucket_width(run.steps)) > 1:
         notes.append(
             f"{name}: each point of a curve is the mean of {width} steps, its band their range; {run.steps:,} steps "
             f"are drawn as at most {MAX_POINTS} points."
@@ -160,28 +160,17 @@ def notes_on(run: Records, whole: Document) -> list[str]:
     return notes
 
 
-def _bottleneck(run: Records) -> str:
-    return verdict(run.workers, run.history, placement=str(run.setting("placement")))
-
-
 def _training(run: Records) -> Document | None:
     """The training reward at the start and the end, and (`of`) the setting reward.terms as text; None without any."""
-    rewards = tenths(run.metrics)
-    if rewards is None:
+    if (rewards := tenths(run.metrics)) is None:
         return None
-    return {"first": rounded(rewards[0]), "last": rounded(rewards[1]), "of": shown(run.setting("reward.terms"))}
+    return {"first": rewards[0], "last": rewards[1], "of": shown(run.setting("reward.terms"))}
 
 
 def _change(run: Records) -> Document | None:
     """The evaluated reward before and after, its paired change, and (`of`) what makes runs comparable; else None."""
-    change = change_of(run)
-    if change is None:
+    if (change := change_of(run)) is None:
         return None
     before, after, moved = change
-    return {
-        "before": rounded(before),
-        "after": rounded(after),
-        "mean": rounded(moved.mean),
-        "half": rounded(moved.half),
-        "of": [run.policy[-1].setting, run.policy[-1].curves[REWARD].source],
-    }
+    of = [run.policy[-1].setting, run.policy[-1].curves[REWARD].source]
+    return {"before": before, "after": after, "mean": moved.mean, "half": moved.half, "of": of}

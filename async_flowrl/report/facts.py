@@ -16,7 +16,6 @@ from async_flowrl.observability.bottleneck import step_pools
 from async_flowrl.observability.ledger import STATES
 from async_flowrl.observability.summary import mfu
 from async_flowrl.observability.timeline import SHARING_POOLS, by_device
-from async_flowrl.report.curves import rounded
 from async_flowrl.report.records import Records
 
 Row = tuple[str, str]
@@ -87,7 +86,7 @@ def pools_of(run: Records) -> list[dict[str, Any]]:
     for pool, seconds in step_pools(tracks, run.window).items():
         total = whole * counts[pool] if shared and pool in SHARING_POOLS else sum(seconds.values())
         if total > 0:
-            shares = {state: rounded(seconds[state] / total) for state in STATES}
+            shares = {state: seconds[state] / total for state in STATES}
             pools.append({"pool": pool, "workers": counts[pool], "shares": shares})
     return pools
 

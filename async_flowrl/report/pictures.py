@@ -8,7 +8,7 @@ from typing import Any
 
 from async_flowrl.observability.evaluations import DIVERSITY, Evaluation
 from async_flowrl.observability.images import INDEX
-from async_flowrl.report.curves import chosen, rounded
+from async_flowrl.report.curves import chosen
 from async_flowrl.report.records import Records
 
 MAX_EVALUATIONS = 40
@@ -66,7 +66,7 @@ def _index(root: Path, evaluation: Evaluation) -> dict[str, Any] | None:
 def _prompt(each: dict[str, Any], evaluation: Evaluation) -> dict[str, Any]:
     place, count = int(each["place"]), len(each["files"])
     scores = {
-        name: [rounded(score) for score in curve.scores[place][:count]]
+        name: list(curve.scores[place][:count])
         for name, curve in evaluation.curves.items()
         if curve.kind != DIVERSITY and place in curve.scores
     }

@@ -27,7 +27,7 @@ from async_flowrl.observability.result import (
 )
 from async_flowrl.observability.statistics import Change
 from async_flowrl.observability.summary import warnings_of
-from async_flowrl.report.curves import chosen, rounded
+from async_flowrl.report.curves import chosen
 from async_flowrl.report.records import Records
 
 ERROR = "± is half the 95 % interval of the change, paired by prompt and noise, its error clustered by prompt."
@@ -165,10 +165,10 @@ def _cell(name: str, evaluation: Evaluation, first: Evaluation | None) -> dict[s
     estimate = evaluation.curves[name].estimate()
     moved = None if first is None else between(name, evaluation, first)
     return {
-        "mean": rounded(estimate.mean),
-        "half": None if estimate.high is None else rounded(estimate.high - estimate.mean),
-        "change": moved and rounded(moved.mean),
-        "change_half": moved and rounded(moved.half),
+        "mean": estimate.mean,
+        "half": None if estimate.high is None else estimate.high - estimate.mean,
+        "change": moved and moved.mean,
+        "change_half": moved and moved.half,
     }
 
 

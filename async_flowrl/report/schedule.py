@@ -51,7 +51,7 @@ def timeline_of(run: Records) -> dict[str, Any] | None:
     views = [_exact(shown, title, window, start) for title, window in _windows(run)]
     moments = [start, end, *(start + mark["time"] for mark in marks)]
     whole = min(moments), max(moments)
-    if sum(_bar_count(track, whole) for track in shown) <= MAX_EXACT:
+    if sum(len(part) for track in shown for part in _states(track, whole).values()) <= MAX_EXACT:
         views.append(_exact(shown, "The whole run", whole, start))
     elif end > start:
         views.append(_binned(shown, whole, start))
@@ -113,10 +113,6 @@ def _places(workers: Sequence[Track]) -> list[Track]:
 def _states(track: Track, window: Interval) -> dict[str, list[Interval]]:
     intervals = {state: track.busy if state == "busy" else track.waiting(state) for state in STATES}
     return {state: part for state, all_ in intervals.items() if (part := intersect(all_, [window]))}
-
-
-def _bar_count(track: Track, window: Interval) -> int:
-    return sum(len(intervals) for intervals in _states(track, window).values())
 
 
 def _exact(tracks: Sequence[Track], title: str, window: Interval, origin: float) -> dict[str, Any]:

@@ -7,8 +7,7 @@ import asyncio
 import inspect
 import json
 import logging
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
@@ -48,10 +47,6 @@ class Refused(Exception):
         self.status, self.retry_after = status, retry_after
 
 
-def refused(error: ContractError) -> Refused:
-    return Refused(413 if isinstance(error, contract.TooMuch) else 400, str(error))
-
-
 @dataclass(frozen=True)
 class Settings:
     """Settings of the application; server.py makes them from the command line.
@@ -71,38 +66,32 @@ class Full(Exception):
 
 
 @dataclass
-class Share:
-    """The bytes that one request has reserved."""
-
-    room: "Room"
-    taken: int = 0
-
-    def grow(self, size: int) -> None:
-        """Reserves memory up to `size` bytes in total for this request; a smaller size changes nothing. Raises Full."""
-        more = size - self.taken
-        if more <= 0:
-            return
-        if self.room.taken + more > self.room.size:
-            raise Full
-        self.room.taken += more
-        self.taken = size
-
-
-@dataclass
 class Room:
     """A budget of `size` bytes for the bodies of all requests, each from its first byte until its reply."""
 
     size: int
     taken: int = 0
 
-    @contextmanager
-    def share(self) -> Iterator[Share]:
-        """Yields the share of one request; its bytes are returned when the `with` block ends."""
-        share = Share(self)
-        try:
-            yield share
-        finally:
-            self.taken -= share.taken
+
+@dataclass
+class Share:
+    """The bytes of a room that one request has reserved."""
+
+    room: Room
+    taken: int = 0
+
+    def grow(self, size: int) -> None:
+        """Reserves memory up to `size` bytes in total for this request; a smaller size changes nothing. Raises Full."""
+        more = max(0, size - self.taken)
+        if self.room.taken + more > self.room.size:
+            raise Full
+        self.room.taken += more
+        self.taken += more
+
+    def close(self) -> None:
+        """Gives the bytes back; later calls do nothing."""
+        self.room.taken -= self.taken
+        self.taken = 0
 
 
 @dataclass(eq=False)
@@ -112,8 +101,8 @@ class Asked:
     request: ScoreRequest
     gone: Callable[[], Awaitable[bool]]
     """Returns True if the client has hung up."""
-    held: ExitStack
-    """The bytes of the server's memory that the request has reserved (`Scorer.room`); closing it gives them back."""
+    share: Share
+    """The bytes of the server's memory (`Scorer.room`) that the request has reserved."""
     cancelled: bool = False
     """True if nobody waits for the reply any more."""
     scored: bool = False
@@ -122,7 +111,7 @@ class Asked:
     def release(self) -> None:
         """Forgets the images and gives their bytes back; later calls do nothing."""
         self.request = NOTHING
-        self.held.close()
+        self.share.close()
 
 
 class Scorer:
@@ -143,8 +132,8 @@ class Scorer:
     async def reply(self, asked: Asked) -> ScoreReply:
         """Scores a request, and releases it however that ends.
 
-        Raises Refused: 429 if too many requests wait, 400 or 413 for images that are damaged or too large, 422 for a
-        prompt that the reward refuses, 499 if the client hung up before the last group, 500 if the reward fails.
+        Raises ContractError for images that are damaged or too large, and Refused: 429 if too many requests wait, 422
+        for a prompt that the reward refuses, 499 if the client hung up before the last group, 500 if the reward fails.
         """
         try:
             if self._full:
@@ -198,12 +187,8 @@ class Scorer:
 
     async def _scored(self, asked: Asked) -> ScoreReply:
         request, results = asked.request, list[Result]()
-        try:
-            images = await asyncio.to_thread(contract.decode_images, request.images, self._settings.limits)
-            groups = _groups(images, request.prompts)
-        except ContractError as error:
-            raise refused(error) from error
-        for members, prompt in groups:
+        images = await asyncio.to_thread(contract.decode_images, request.images, self._settings.limits)
+        for members, prompt in _groups(images, request.prompts):
             await _check_there(asked, f"after {sum(len(result.scores) for result in results)} of its images")
             results.append(await self._group(np.stack(members), prompt))
         scores = tuple(score for result in results for score in result.scores)

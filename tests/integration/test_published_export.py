@@ -68,9 +68,9 @@ def test_the_folder_can_be_published(trained: QwenImagePolicy, tmp_path: Path) -
         "| steps | 7 of 7 |",
         "| `reward` | trained | 2.25 | 3.75 | +1.5 ± 6.4 |",
         "| `jpeg_compressibility` | held out | 2.25 | 3.75 | +1.5 ± 6.4 |",
-        "python -m async_flowrl.main --config-name one_step_off total_steps=7 'reward.terms={color: {weight: 2.0}}' "
+        "async-flowrl train --config-name one_step_off total_steps=7 'reward.terms={color: {weight: 2.0}}' "
         "'name=${x}' '~save'\n",
-        "python -m async_flowrl.verify RUN",
+        "async-flowrl verify RUN",
         "`abc123`",
         hashlib.sha256((out / FILE_NAME).read_bytes()).hexdigest(),
         hashlib.sha256((out / "peft/adapter_model.safetensors").read_bytes()).hexdigest(),

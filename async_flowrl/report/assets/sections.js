@@ -65,8 +65,7 @@ function evaluations(page, run) {
 
 function pools(run) {
   if (!run.pools.length) return null;
-  const states = ["busy", "wait_data", "wait_weights", "sync", "idle"];
-  const names = ["works", "waits for data", "waits for weights", "publishes", "idle"];
+  const states = ["busy", ...Object.keys(WAITS)];
   const bar = (each) => el("div", { class: "stack", "aria-hidden": "true" }, states.map((state) => {
     const part = painted(el("i"), tintOf({ pool: each.pool }, state));
     part.style.width = `${100 * each.shares[state]}%`;
@@ -74,7 +73,7 @@ function pools(run) {
   }));
   return el("div", { class: "card broad" }, el("h3", {}, titled("Time by pool", run)),
     table(`Shares of the time in which steps were made, mean over the pool's workers${run.shared
-      ? "; what rollout and trainer lack is time in which the other one of the same process computed" : ""}`, ["pool", "workers", "shares", ...names],
+      ? "; what rollout and trainer lack is time in which the other one of the same process computed" : ""}`, ["pool", "workers", "shares", ...states.map(doing)],
       run.pools.map((each) => [each.pool, each.workers, bar(each), ...states.map((state) => percent(each.shares[state]))])));
 }
 

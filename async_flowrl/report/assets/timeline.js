@@ -17,8 +17,8 @@ function timeline(run) {
   if (!data || !data.views.length) return fill(figure, {}, [el("h3", {}, "Timeline"), el("p", { class: "soft" }, "No step has ended yet.")]);
   let view, zoom;
   const holder = el("div", { class: "plot", tabindex: "0", role: "group", "aria-roledescription": "timeline", id: "timeline-plot" });
-  const tip = el("div", { class: "tip", hidden: true }), keys = el("div", { class: "keys" }), values = el("div");
-  const draw = () => holder.replaceChildren(picture(run, view, zoom, holder.clientWidth || 600), tip);
+  const keys = el("div", { class: "keys" }), values = el("div");
+  const draw = () => holder.replaceChildren(picture(run, view, zoom, holder.clientWidth || 600));
   const change = (window) => { zoom = window || [view.start, view.end]; draw(); };
   const act = (factor, shift) => change(scaled(zoom, [view.start, view.end], factor, shift));
   const choose = (chosen) => {
@@ -29,7 +29,7 @@ function timeline(run) {
     change(null);
   };
   zoomKeys(holder, act, (direction) => act(1, direction / 5));
-  pointer(holder, tip, () => zoom, change);
+  dragging(holder, () => zoom, change);
   draws.push(() => (view ? draw() : choose(data.views[0])));
   return fill(figure, {}, [
     el("div", { class: "head" }, el("h3", {}, titled("Timeline", run)), zoomTools("timeline", "timeline", act)),
@@ -82,7 +82,7 @@ function picture(run, view, [a, b], width) {
       if (to < a || from > b || !share) continue;
       const time = lane.bars ? seconds(to - from) : `${percent(share)}, ${seconds(from)} to ${seconds(to)}`;
       bars.append(painted(svg("rect", { x: at(from), y: row * ROW + 3 + (1 - low - share) * (ROW - 7), width: Math.max(0.4, at(to) - at(from)),
-        height: share * (ROW - 7), "data-state": state, "data-tip": `${lane.place} ${doing(state)} ${time}` }), tintOf(lane, state), "fill"));
+        height: share * (ROW - 7), "data-state": state }, svg("title", {}, `${lane.place} ${doing(state)} ${time}`)), tintOf(lane, state), "fill"));
     }
   });
   const upright = (x, tint, options) => painted(svg("line", { x1: x, x2: x, y1: 0, y2: height - FOOT, ...options }), tint, "stroke");
@@ -97,30 +97,19 @@ function picture(run, view, [a, b], width) {
   });
   run.timeline.marks.filter((mark) => mark.time >= a && mark.time <= b).forEach((mark) => {
     const x = at(mark.time), told = `${mark.kind} after ${seconds(mark.time)}: ${mark.text}`;
-    bars.append(upright(x, "mark", { "stroke-width": 2, "data-tip": told }),
-      painted(svg("path", { d: `M${x - 6} 0h12l-6 9z`, "data-tip": told }), "mark", "fill"));
+    bars.append(upright(x, "mark", { "stroke-width": 2 }), painted(svg("path", { d: `M${x - 6} 0h12l-6 9z` }, svg("title", {}, told)), "mark", "fill"));
   });
   return node;
 }
 
-// Hovering says what a bar is; dragging zooms.
-function pointer(holder, tip, shown, change) {
+function dragging(holder, shown, change) {
   let from = null;
   const timeAt = (event) => {
     const box = holder.getBoundingClientRect(), [a, b] = shown(), left = named(box.width);
     return a + Math.min(1, Math.max(0, (event.clientX - box.left - left) / (box.width - left - 4))) * (b - a);
   };
   holder.addEventListener("pointerdown", (event) => { if (event.pointerType === "mouse") from = timeAt(event); });
-  holder.addEventListener("pointermove", (event) => {
-    const text = event.target.dataset?.tip;
-    tip.hidden = !text;
-    if (!text) return;
-    const box = holder.getBoundingClientRect(), x = event.clientX - box.left;
-    tip.textContent = text;
-    tip.style.top = `${event.clientY - box.top + 14}px`;
-    tip.style.left = `${Math.max(0, Math.min(x, box.width - tip.offsetWidth - 4))}px`;
-  });
-  holder.addEventListener("pointerleave", () => { tip.hidden = true; from = null; });
+  holder.addEventListener("pointerleave", () => { from = null; });
   holder.addEventListener("pointerup", (event) => {
     const to = timeAt(event), [a, b] = [Math.min(from ?? to, to), Math.max(from ?? to, to)];
     if (b - a > (shown()[1] - shown()[0]) / 100) change([a, b]);

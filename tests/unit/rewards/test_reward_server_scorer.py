@@ -4,7 +4,6 @@ import asyncio
 import threading
 import weakref
 from collections.abc import Callable, Coroutine
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +13,7 @@ from fastapi import Request
 
 from async_flowrl.rewards.http_contract import ScoreRequest, encode_image
 from async_flowrl.serve_rewards import app
-from async_flowrl.serve_rewards.scorer import Asked, Refused, Scorer, Settings
+from async_flowrl.serve_rewards.scorer import Asked, Refused, Scorer, Settings, Share
 from async_flowrl.types import ByteArray, Prompt
 
 BYTES = 100
@@ -60,9 +59,9 @@ def request(*prompts: Prompt | str) -> ScoreRequest:
 
 
 def asked(scorer: Scorer, wanted: ScoreRequest, client: Client | None = None) -> Asked:
-    with ExitStack() as held:
-        held.enter_context(scorer.room.share()).grow(BYTES)
-        return Asked(wanted, (client or Client()).gone, held.pop_all())
+    share = Share(scorer.room)
+    share.grow(BYTES)
+    return Asked(wanted, (client or Client()).gone, share)
 
 
 async def begun(scorer: Scorer, reward: Slow, wanted: ScoreRequest, client: Client | None = None) -> asyncio.Task[Any]:
