@@ -14,6 +14,10 @@ from async_flowrl.observability.timeline import Track, by_device, device_time
 
 MIN_LOST_SHARE = 0.1
 """Smallest share of its time that a pool must lose in one state before the loss is mentioned."""
+MIN_TAKEN = 0.85
+"""A reward pool can be the bottleneck only if its workers are occupied for at least this share of the time."""
+MIN_WAITED = 0.1
+"""A reward pool can be the bottleneck only if the trainer waits for images for at least this share of the time."""
 SPLIT = "async-flowrl plan --from-run says which split of the devices would be faster"
 
 
@@ -103,12 +107,6 @@ def step_pools(workers: Sequence[Track], window: Interval) -> dict[str, dict[str
             intervals = track.busy if state == "busy" else track.waiting(state)
             seconds[state] += length(intersect(intervals, [window]))
     return pools
-
-
-MIN_TAKEN = 0.85
-"""A reward pool can be the bottleneck only if its workers are occupied for at least this share of the time."""
-MIN_WAITED = 0.1
-"""A reward pool can be the bottleneck only if the trainer waits for images for at least this share of the time."""
 
 
 def reward_bound(workers: Sequence[Track], window: Interval) -> str | None:

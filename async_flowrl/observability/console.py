@@ -1,4 +1,7 @@
-"""Console output of a run during training: a progress bar, one plain line per step, or nothing (setting `console`)."""
+"""Console output of a run during training: a progress bar, one plain line per step, or nothing (setting `console`).
+
+It shows steps, rewards, staleness, speed and the time left.
+"""
 
 import io
 import logging

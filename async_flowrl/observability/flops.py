@@ -1,4 +1,4 @@
-"""Floating-point operations (FLOPs) of rollout and training, and the peak FLOP/s of devices.
+"""Floating-point operations (FLOPs) of rollout and training, and the peak FLOP/s and memory of devices.
 
 FLOPs are counted from tensor shapes with the formulas of torch.utils.flop_counter, for matrix products, convolutions
 and attention; norms, activations and the sampler are not counted. Only operations that really run are counted: there

@@ -26,6 +26,8 @@ from async_flowrl.rewards.served import served_terms, server_pool
 
 WARM_UP_STEPS = 2
 """Steps at the start that rates leave out, because the pipeline is filling and caches are cold."""
+CHANGES = ("worker_joined", "worker_left")
+"""Events by which the size of a rollout pool changes."""
 MIN_GRADIENT_KEPT = 0.8
 """The run warns if clipping and masking leave less than this share of the gradient."""
 
@@ -291,9 +293,6 @@ def mfu(summary: Mapping[str, Any]) -> str:
     """
     known = {pool: value for pool, value in (summary.get("mfu") or {}).items() if value is not None}
     return ", ".join(f"{pool} {value:.1%}" for pool, value in known.items())
-
-
-CHANGES = ("worker_joined", "worker_left")
 
 
 def configured_pools(config: Config) -> dict[str, tuple[int, float]]:

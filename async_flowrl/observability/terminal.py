@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+MIN_WIDTH = 30
+"""Lines are not wrapped if the terminal has fewer columns than this."""
 WIDTH = 120
 """Width in characters of a table that is not written to a terminal."""
 
@@ -39,10 +41,6 @@ def say(text: str, stream: TextIO | None = None) -> None:
         os.dup2(nowhere, stream.fileno())
         os.close(nowhere)
         logger.warning("nobody reads %s any more: the run goes on without it", stream.name)
-
-
-MIN_WIDTH = 30
-"""Lines are not wrapped if the terminal has fewer columns than this."""
 
 
 def named_lines(rows: Sequence[tuple[str, object]], label: int) -> str:

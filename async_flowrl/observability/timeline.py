@@ -1,6 +1,7 @@
-"""timeline.json: the events of a run as a trace for chrome://tracing or https://ui.perfetto.dev, a track per worker.
+"""Activity of a run's workers, a track for each, and timeline.json, which holds it as a trace.
 
-A run writes it at its end; `python -m async_flowrl.observability.timeline RUN` writes it at any time.
+The trace is for chrome://tracing or https://ui.perfetto.dev. A run writes it at its end, and
+`python -m async_flowrl.observability.timeline RUN` at any time.
 """
 
 import argparse
@@ -20,6 +21,11 @@ from async_flowrl.types import TRAIN
 MICROSECONDS = 1e6
 POOLS = ("rollout", "reward", "trainer")
 """Order of the tracks by pool; other pools come last."""
+SHARING_POOLS = ("rollout", "trainer")
+"""Pools whose workers of the same number are one process."""
+PENDING, SCORING, READY = "PENDING", "SCORING", "READY"
+"""States of a ticket that waits to be made (again), that has images and no reward yet, and whose group has its rewards
+(tickets/ticket.py)."""
 INSTANTS = ("version", "fault", "worker_joined", "worker_left", "rollback", "step")
 """Events that the trace shows as a point in time."""
 
@@ -63,7 +69,7 @@ def tracks(events: Iterable[Event]) -> list[Track]:
 def _order(track: Track) -> tuple[int, str, int]:
     pool = pool_of(track.place)
     base = pool.split("/", 1)[0]
-    return POOLS.index(base) if base in POOLS else len(POOLS), pool, int(track.place.rsplit("-", 1)[-1])
+    return POOLS.index(base) if base in POOLS else len(POOLS), pool, _index(track.place)
 
 
 def _waits(changes: list[tuple[float, str]], last: float, busy: list[Interval]) -> Iterator[tuple[str, Interval]]:
@@ -77,26 +83,26 @@ def _waits(changes: list[tuple[float, str]], last: float, busy: list[Interval]) 
                 yield state, interval
 
 
-SHARING_POOLS = ("rollout", "trainer")
-"""Pools whose workers of the same number are one process."""
-PENDING, SCORING, READY = "PENDING", "SCORING", "READY"
-"""States of a ticket that waits to be made (again), that has images and no reward yet, and whose group has its rewards
-(tickets/ticket.py)."""
-
-
 def by_device(workers: Sequence[Track]) -> list[Track]:
     """Returns the tracks sorted by process, without waits during which the other worker of the process computes."""
-    sharing = {track.place: track for track in workers if pool_of(track.place) in SHARING_POOLS}
+    busy = busy_by_device(workers)
+    sharing = [track for track in workers if pool_of(track.place) in SHARING_POOLS]
+    sharing.sort(key=lambda track: (_index(track.place), SHARING_POOLS.index(pool_of(track.place))))
     sorted_tracks = []
-    for index in sorted({_index(place) for place in sharing}):
-        own = [sharing[place] for place in (f"{pool}-{index}" for pool in SHARING_POOLS) if place in sharing]
-        busy = union(interval for track in own for interval in track.busy)
-        sorted_tracks += [Track(track.place, track.spans, _left(track, busy)) for track in own]
-    return sorted_tracks + [track for track in workers if track.place not in sharing]
+    for track in sharing:
+        computed = busy[_index(track.place)]
+        waits = [(state, part) for state, interval in track.waits for part in subtract([interval], computed)]
+        sorted_tracks.append(Track(track.place, track.spans, waits))
+    return sorted_tracks + [track for track in workers if pool_of(track.place) not in SHARING_POOLS]
 
 
-def _left(track: Track, busy: Sequence[Interval]) -> list[tuple[str, Interval]]:
-    return [(state, part) for state, interval in track.waits for part in subtract([interval], busy)]
+def busy_by_device(workers: Iterable[Track]) -> dict[int, list[Interval]]:
+    """Returns number of a process that samples and trains → times at which one of its workers computed."""
+    busy: dict[int, list[Interval]] = {}
+    for track in workers:
+        if pool_of(track.place) in SHARING_POOLS:
+            busy.setdefault(_index(track.place), []).extend(track.busy)
+    return {number: union(intervals) for number, intervals in busy.items()}
 
 
 def _index(place: str) -> int:
@@ -133,20 +139,17 @@ def device_shares(workers: Sequence[Track], history: Sequence[Event], *, shared:
 
 def device_time(workers: Sequence[Track], history: Sequence[Event], window: Interval) -> DeviceTime | None:
     """Returns what the devices did in `window`, unix seconds; None if nothing of it was recorded."""
-    both = [track for track in workers if pool_of(track.place) in SHARING_POOLS]
-    indices = {_index(track.place) for track in both}
-    whole = (window[1] - window[0]) * len(indices)
+    busy = busy_by_device(workers)
+    whole = (window[1] - window[0]) * len(busy)
     if whole <= 0:
         return None
     work = dict.fromkeys(SHARING_POOLS, 0.0)
-    idle: list[list[Interval]] = []
-    for index in indices:
-        own = [track for track in both if _index(track.place) == index]
-        for track in own:
-            work[pool_of(track.place)] += length(intersect(track.busy, [window]))
-        idle.append(subtract([window], union(interval for track in own for interval in track.busy)))
+    for track in workers:
+        if (pool := pool_of(track.place)) in work:
+            work[pool] += length(intersect(track.busy, [window]))
+    idle = [subtract([window], each) for each in busy.values()]
+    anyone = union(interval for each in busy.values() for interval in each)
     scoring = _scoring(history)
-    anyone = union(interval for track in both for interval in track.busy)
     return DeviceTime(
         sampled=work["rollout"] / whole,
         trained=work["trainer"] / whole,

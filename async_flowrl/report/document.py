@@ -20,9 +20,9 @@ The document:
 The document contains the names of pictures, not their content: `pictures["evaluations"][i]["folder"]` and file names
 below it.
 
-The size does not grow with the length of a run. A curve has at most thin.MAX_POINTS points; each is the mean of equally
-many consecutive steps, with their range. A timeline has exact bars for a few short windows and shares of time for the
-whole run (schedule.py). Pictures are named for at most pictures.MAX_EVALUATIONS evaluations.
+The size does not grow with the length of a run. A curve has at most curves.MAX_POINTS points; each is the mean of
+equally many consecutive steps, with their range. A timeline has exact bars for a few short windows and shares of time
+for the whole run (schedule.py). Pictures are named for at most pictures.MAX_EVALUATIONS evaluations.
 """
 
 from collections import Counter

@@ -1,4 +1,4 @@
-"""Single facts about a run for its report: counts, speed, pools, software, digest of the weights, commands."""
+"""Single facts about a run for its report: counts, speed, pools, settings, software, digest, commands."""
 
 import json
 import shlex
@@ -19,6 +19,10 @@ from async_flowrl.observability.timeline import SHARING_POOLS, by_device
 from async_flowrl.report.records import Records
 
 Row = tuple[str, str]
+_MISSING = object()
+TERM = asdict(RewardTerm())
+OF_NO_MATTER = ("name", "output_dir")
+"""Settings that are left out, because every run has its own."""
 
 
 def facts_of(run: Records) -> list[Row]:
@@ -158,11 +162,6 @@ def _number(folder: str) -> int:
     return int(digits) if digits.isdigit() else -1
 
 
-TERM = asdict(RewardTerm())
-OF_NO_MATTER = ("name", "output_dir")
-"""Settings that are left out, because every run has its own."""
-
-
 def settings_of(run: Records) -> dict[str, Any]:
     """`changed`: key, value and default of the settings that differ from the default; `all`: config.yaml as text."""
     given = flat(run.config)
@@ -201,9 +200,6 @@ def differences(runs: Sequence[Records]) -> dict[str, Any] | None:
         if key not in OF_NO_MATTER and any(each.get(key, _MISSING) != given[0].get(key, _MISSING) for each in given)
     ]
     return {"rows": rows}
-
-
-_MISSING = object()
 
 
 def flat(values: Any, prefix: str = "") -> dict[str, Any]:

@@ -1,4 +1,7 @@
-"""The head of a report: sentences about the result of a run, its state, and what was trained."""
+"""What came of a run, for its report: the sentences at its head, its table of evaluations, and warnings with advice.
+
+The advice repeats the table in docs/metrics.md.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,6 +33,14 @@ from async_flowrl.observability.summary import warnings_of
 from async_flowrl.report.curves import chosen
 from async_flowrl.report.records import Records
 
+KINDS = {TRAINED: "trained", HELD_OUT: "held out", DIVERSITY: "diversity"}
+MAX_ROWS = 40
+EXPLAINED = (
+    "Mean ± half of the 95 % interval, errors clustered by prompt; below it, in the same way, the change since the "
+    "first evaluation, paired by prompt and noise."
+)
+RECENT_STEPS = 50
+"""Number of last steps over which a metric is averaged."""
 ERROR = "± is half the 95 % interval of the change, paired by prompt and noise, its error clustered by prompt."
 
 
@@ -112,14 +123,6 @@ def _tone(moved: Change) -> str:
     return "bad" if moved.p_below() <= MAX_P_VALUE else "neutral"
 
 
-KINDS = {TRAINED: "trained", HELD_OUT: "held out", DIVERSITY: "diversity"}
-MAX_ROWS = 40
-EXPLAINED = (
-    "Mean ± half of the 95 % interval, errors clustered by prompt; below it, in the same way, the change since the "
-    "first evaluation, paired by prompt and noise."
-)
-
-
 def evaluations_of(history: Sequence[Evaluation], on_hacking: str) -> dict[str, Any] | None:
     """The table as a dictionary; None without evaluations. `count` is the number of evaluations before thinning.
 
@@ -170,10 +173,6 @@ def _cell(name: str, evaluation: Evaluation, first: Evaluation | None) -> dict[s
         "change": moved and moved.mean,
         "change_half": moved and moved.half,
     }
-
-
-RECENT_STEPS = 50
-"""Number of last steps over which a metric is averaged."""
 
 
 @dataclass(frozen=True)
