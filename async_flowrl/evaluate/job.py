@@ -36,12 +36,11 @@ class Job:
     """An evaluation to make. A term is one reward with its weight and options; each term is a score of its own.
 
     `kinds` gives the origin of each term (`ASKED`, `TRAINED` or `HELD_OUT`). `config` holds the sampling settings.
-    `lora` None means that only the base model is measured.
     """
 
     config: Config
-    trained_weights: Path | None
-    """A LoRA, or a transformer's folder; None = the base model alone."""
+    trained_weights: Path
+    """A LoRA, or a transformer's folder."""
     terms: Mapping[str, RewardTerm]
     kinds: Mapping[str, str]
     prompts: Sequence[Prompt]
@@ -72,7 +71,7 @@ class Job:
         return {name: self.terms[name].weight for name, kind in self.kinds.items() if kind == TRAINED}
 
 
-def job_of_run(config: Config, trained: Path | None) -> Job:
+def job_of_run(config: Config, trained: Path) -> Job:
     """Returns the job that repeats a run's last evaluation: its prompts, noises, trained and held-out terms.
 
     `trained` is the LoRA or transformer that the run has written. Raises ValueError if the rewards or prompts cannot be
@@ -107,7 +106,7 @@ def job_of(given: Namespace) -> Job:
 
 def _job(
     config: Config,
-    trained: Path | None,
+    trained: Path,
     terms: Mapping[str, tuple[RewardTerm, str]],
     file: str | None,
     seeds: tuple[int, ...],

@@ -53,21 +53,18 @@ class Scored:
 
 @dataclass(frozen=True)
 class Row:
-    """One score before and after, paired by prompt and initial noise; without trained weights only `before`.
+    """One score before and after, paired by prompt and initial noise.
 
-    `kind` is its origin (`Job.kinds`).
-
-    Without a LoRA `after`, `difference` and `improved` are None. `improved` is the share of images (0..1) that score
-    better than the base model's image of the same noise; for a negative weight lower is better. `scores` has the keys
-    "before" and "after".
+    `kind` is its origin (`Job.kinds`). `improved` is the share of images (0..1) that score better than the base model's
+    image of the same noise; for a negative weight lower is better. `scores` has the keys "before" and "after".
     """
 
     kind: str
     weight: float
     before: Estimate
-    after: Estimate | None
-    difference: Estimate | None
-    improved: float | None
+    after: Estimate
+    difference: Estimate
+    improved: float
     scores: Mapping[str, ByPrompt]
 
 
@@ -87,7 +84,7 @@ class Comparison:
 
 
 def evaluate(job: Job, *, device: str = "cpu") -> Comparison:
-    """Makes and scores images of the base model and then, if the job has trained weights, images with them.
+    """Makes and scores images of the base model and then images with the trained weights.
 
     Raises ValueError with one sentence if they do not fit, the model cannot make a size, a prompt has no score (unless
     `reward.on_error=skip`), or a required score, or every score, is missing for all prompts. Raises ServerLost if the
@@ -113,16 +110,14 @@ def check_sizes(job: Job) -> None:
 
 
 async def _both(pipeline: Any, job: Job, reward: CompositeReward, device: str) -> Comparison:
-    after = None
     async with servers_of(job, reward, device) as servers:
         before = await _scored(pipeline, job, reward, servers)
-        if job.trained_weights is not None:
-            trained_file.apply(pipeline, job.trained_weights)
-            after = await _scored(pipeline, job, reward, servers)
+        trained_file.apply(pipeline, job.trained_weights)
+        after = await _scored(pipeline, job, reward, servers)
     return compared(job, before, after)
 
 
-def compared(job: Job, before: Scored, after: Scored | None) -> Comparison:
+def compared(job: Job, before: Scored, after: Scored) -> Comparison:
     """Compares measurements, one row per score. Raises ValueError if a required term, or every score, has no row."""
     names = [*job.terms, *([TOTAL] if job.trained else [])]
     missing = tuple(name for name in names if not _common(name, before, after))
@@ -132,24 +127,21 @@ def compared(job: Job, before: Scored, after: Scored | None) -> Comparison:
     for name in missing:
         logger.warning("%s: no prompt was scored before and after, so it is left out", name)
     rows = {name: row(name, job, before, after) for name in names if name not in missing}
-    return Comparison(job, rows, before.images, after.images if after is not None else {}, missing)
+    return Comparison(job, rows, before.images, after.images, missing)
 
 
-def _common(name: str, before: Scored, after: Scored | None) -> list[int]:
-    """Indices of the prompts that have the score before and, with trained weights, after."""
-    first = before.scores.get(name, {})
-    return sorted(first if after is None else first.keys() & after.scores.get(name, {}).keys())
+def _common(name: str, before: Scored, after: Scored) -> list[int]:
+    """Indices of the prompts that have the score before and after."""
+    return sorted(before.scores.get(name, {}).keys() & after.scores.get(name, {}).keys())
 
 
-def row(name: str, job: Job, before: Scored, after: Scored | None) -> Row:
+def row(name: str, job: Job, before: Scored, after: Scored) -> Row:
     """Computes the row of one score, which at least one prompt must have before and after."""
     common = _common(name, before, after)
     if len(common) < len(job.prompts):
         logger.warning("%s: means over %d of %d prompts", name, len(common), len(job.prompts))
-    first, second = ({place: side.scores[name][place] for place in common} for side in (before, after or before))
+    first, second = ({place: side.scores[name][place] for place in common} for side in (before, after))
     kind, weight = (job.kinds[name], job.terms[name].weight) if name in job.kinds else (TRAINED, 1.0)
-    if after is None:
-        return Row(kind, weight, estimate(first), None, None, None, {"before": first})
     sign = -1.0 if weight < 0 else 1.0
     changes = {place: tuple(np.subtract(second[place], first[place]).tolist()) for place in common}
     better = [sign * change > 0 for group in changes.values() for change in group]

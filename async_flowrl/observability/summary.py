@@ -55,45 +55,6 @@ class Outcome:
     """Peak FLOP/s of one worker's device; None if it is unknown."""
 
 
-@dataclass(frozen=True)
-class Steady:
-    """The part of a run in which all pools have work: all but the first WARM_UP_STEPS and last max_staleness steps."""
-
-    window: Interval
-    """Start and end of this part, unix seconds."""
-    steps: int
-    """Steps in it."""
-    generation: list[Interval]
-    """Times in `window` at which any rollout worker was busy."""
-    update: list[Interval]
-    """Times in `window` at which the first trainer rank was busy."""
-    generation_per_step: float
-    """G: busy seconds of rollout per step, divided by the number of rollout workers."""
-    update_per_step: float
-    """T: busy seconds of training per step, divided by the number of trainer ranks, which may train unequal shares."""
-    shared: bool = False
-    """Each process samples and trains."""
-
-    @property
-    def seconds_per_step(self) -> float:
-        return (self.window[1] - self.window[0]) / self.steps
-
-    @property
-    def overlap(self) -> float:
-        return length(intersect(self.generation, self.update))
-
-    @property
-    def overlap_share(self) -> float | None:
-        least = min(length(self.generation), length(self.update))
-        return self.overlap / least if least > 0 else None
-
-    @property
-    def bound(self) -> float:
-        """Lower bound on the seconds per step, whatever the schedule: max(G, T) of two pools, G + T of a shared one."""
-        generation, update = self.generation_per_step, self.update_per_step
-        return generation + update if self.shared else max(generation, update)
-
-
 def summarise(config: Config, metrics: Sequence[Metrics], events: Iterable[Event], outcome: Outcome) -> dict[str, Any]:
     """The content of summary.json. Values that are unknown, e.g. because there were too few steps, are None.
 
@@ -102,11 +63,9 @@ def summarise(config: Config, metrics: Sequence[Metrics], events: Iterable[Event
     history = effective(events)
     _, attempt = last_attempt(history)
     workers = tracks(attempt)
-    steady = steady_state(workers, attempt, config.max_staleness, shared=config.placement == SHARED)
     images = [int(line.get("images", config.prompts_per_step * config.group_size)) for line in metrics]
     began = process_began(history)
     made = sum(count for count, line in zip(images, metrics, strict=True) if line["step"] >= began)
-    kept = gradient_kept(metrics)
     trained = tenths(metrics)
     return {
         "steps": len(metrics),
@@ -126,21 +85,10 @@ def summarise(config: Config, metrics: Sequence[Metrics], events: Iterable[Event
         "faults": dict(sorted(Counter(event["kind"] for event in history if event["event"] == "fault").items())),
         "pools": {pool: dict(seconds) for pool, seconds in outcome.pools.items()},
         "sync": dict(outcome.sync),
-        "overlap": {
-            "seconds": length(intersect(_pool(workers, "rollout"), _pool(workers, "trainer"))),
-            "share": steady.overlap_share if steady else None,
-        },
-        "bound": {
-            "generation": steady.generation_per_step if steady else None,
-            "update": steady.update_per_step if steady else None,
-            "seconds_per_step": steady.bound if steady else None,
-        },
-        "efficiency": steady.bound / steady.seconds_per_step if steady else None,
+        **steady_state(config, workers, attempt, outcome.peak),
         "devices": device_shares(workers, attempt, shared=config.placement == SHARED),
         "swaps": sum(int(line.get("pool/rollout/swaps") or 0) for line in metrics),
-        "flops_per_s": (rates := flops_per_second(workers, steady.window) if steady else {}),
-        "mfu": {pool: rate / outcome.peak if outcome.peak else None for pool, rate in rates.items()},
-        "gradient_kept": kept,
+        "gradient_kept": gradient_kept(metrics),
         "skipped": skipped(metrics),
         "warnings": warnings_of(metrics),
         "reward_first": trained[0] if trained else None,
@@ -176,23 +124,35 @@ def process_began(history: Sequence[Event]) -> int:
 
 
 def steady_state(
-    workers: Sequence[Track], history: Sequence[Event], max_staleness: int, *, shared: bool = False
-) -> Steady | None:
-    """The steady part of a run; None if no steps are left in it."""
+    config: Config, workers: Sequence[Track], history: Sequence[Event], peak: float | None
+) -> dict[str, Any]:
+    """The part of the summary that is measured where all pools have work; values are None if no such steps are left.
+
+    These are all steps but the first WARM_UP_STEPS and the last max_staleness. G is the busy seconds of rollout per
+    step, divided by the number of rollout workers, T the same of trainer ranks, which may train unequal shares.
+    """
     steps = sorted((event for event in history if event["event"] == "step"), key=lambda event: int(event["step"]))
-    inner = steps[WARM_UP_STEPS : len(steps) - max_staleness]
+    inner = steps[WARM_UP_STEPS : len(steps) - config.max_staleness]
+    rollout, trainer = _pool(workers, "rollout"), _pool(workers, "trainer")
+    overlap: dict[str, float | None] = {"seconds": length(intersect(rollout, trainer)), "share": None}
     if not inner:
-        return None
+        bound = dict.fromkeys(("generation", "update", "seconds_per_step"))
+        return {"overlap": overlap, "bound": bound, "efficiency": None, "flops_per_s": {}, "mfu": {}}
     window = inner[0]["started"], inner[-1]["ended"]
-    return Steady(
-        window=window,
-        steps=len(inner),
-        generation=intersect(_pool(workers, "rollout"), [window]),
-        update=intersect(_pool(workers, "trainer", first_only=True), [window]),
-        generation_per_step=_worked(workers, "rollout", window) / len(inner),
-        update_per_step=_worked(workers, "trainer", window) / len(inner),
-        shared=shared,
-    )
+    generation = intersect(rollout, [window])
+    update = intersect(_pool(workers, "trainer", first_only=True), [window])
+    if (least := min(length(generation), length(update))) > 0:
+        overlap["share"] = length(intersect(generation, update)) / least
+    g, t = (_worked(workers, pool, window) / len(inner) for pool in ("rollout", "trainer"))
+    shortest = g + t if config.placement == SHARED else max(g, t)
+    rates = flops_per_second(workers, window)
+    return {
+        "overlap": overlap,
+        "bound": {"generation": g, "update": t, "seconds_per_step": shortest},
+        "efficiency": shortest / ((window[1] - window[0]) / len(inner)),
+        "flops_per_s": rates,
+        "mfu": {pool: rate / peak if peak else None for pool, rate in rates.items()},
+    }
 
 
 def staleness(metrics: Sequence[Metrics], updates_per_batch: int = 1) -> dict[str, float]:
@@ -305,24 +265,19 @@ def configured_pools(config: Config) -> dict[str, tuple[int, float]]:
     }
 
 
-def rollout_size(config: Config, attempt: Iterable[Event]) -> dict[str, int]:
+def rollout_size(config: Config, attempt: Sequence[Event]) -> dict[str, int]:
     """Returns the numbers of rollout workers that `joined` and `left` in the last attempt, and were there at a time.
 
     `fewest` and `most` are the smallest and the largest number of workers that served at the same time.
 
     A newcomer that was turned away is not counted.
     """
-    present: set[str] = set()
-    changes: list[Event] = []
-    for event in attempt:
-        if event["event"] in CHANGES:
-            changes.append(event)
-        elif event["event"] == "worker" and not changes and not event.get("newcomer"):
-            present.add(place_of(event["worker"]))
-    counts = [sum(pool_of(place) == "rollout" for place in present) or config.rollout.num_workers]
+    changes = [event for event in attempt if event["event"] in CHANGES]
     if changes:
-        counts = [changes[0]["workers"] + (1 if changes[0]["event"] == "worker_left" else -1)]
-    counts += [event["workers"] for event in changes]
+        begun_with = changes[0]["workers"] + (1 if changes[0]["event"] == "worker_left" else -1)
+    else:
+        begun_with = places(event for event in attempt if not event.get("newcomer")) or config.rollout.num_workers
+    counts = [begun_with, *(event["workers"] for event in changes)]
     return {
         "joined": sum(event["event"] == "worker_joined" for event in changes),
         "left": sum(event["event"] == "worker_left" for event in changes),
@@ -332,9 +287,9 @@ def rollout_size(config: Config, attempt: Iterable[Event]) -> dict[str, int]:
 
 
 def places(attempt: Iterable[Event]) -> int:
-    """Returns the number of places of the rollout pool that ever had a worker in the attempt; at least 1."""
+    """Returns the number of places of the rollout pool that ever had a worker in the attempt."""
     named = {place_of(event["worker"]) for event in attempt if event["event"] == "worker"}
-    return max(1, sum(pool_of(place) == "rollout" for place in named))
+    return sum(pool_of(place) == "rollout" for place in named)
 
 
 def summarise_evaluations(config: Config, history: Sequence[Evaluation]) -> dict[str, Any]:

@@ -65,7 +65,7 @@ def lines_of(run: Records) -> tuple[dict[str, Any], dict[str, Any]]:
     """
     steps = [int(line["step"]) for line in run.metrics]
     images = list(accumulate(int(line.get("images") or 0) for line in run.metrics))
-    axes = {"step": steps, "images": images, "seconds": seconds_so_far(run)}
+    axes: dict[str, Sequence[float]] = {"step": steps, "images": images, "seconds": seconds_so_far(run)}
     evaluated = chosen(run.policy, MAX_POINTS)
     places = {step: place for place, step in enumerate(steps)}
     before = [places.get(each.version - 1) for each in evaluated]

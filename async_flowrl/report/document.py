@@ -31,22 +31,19 @@ from pathlib import Path
 from typing import Any
 
 from async_flowrl.observability.bottleneck import verdict
-from async_flowrl.observability.result import REWARD, tenths
 from async_flowrl.report.curves import MAX_POINTS, bucket_width, lines_of, rounded
 from async_flowrl.report.facts import (
     differences,
     environment_of,
     facts_of,
-    is_shared,
     pools_of,
     settings_of,
-    shown,
     verification_of,
 )
 from async_flowrl.report.panels import panels_for
 from async_flowrl.report.pictures import first_screen, pictures_of
 from async_flowrl.report.records import Records, read_run
-from async_flowrl.report.result import advice_for, change_of, evaluations_of, result_of
+from async_flowrl.report.result import advice_for, evaluations_of, result_of
 from async_flowrl.report.schedule import timeline_of
 
 Document = dict[str, Any]
@@ -82,13 +79,11 @@ def run_document(run: Records, name: str) -> Document:
         "name": name,
         "folder": str(run.root),
         "state": run.state,
-        "result": result_of(run),
-        "change": _change(run),
-        "training": _training(run),
+        **result_of(run),
         "bottleneck": verdict(run.workers, run.history, placement=str(run.setting("placement"))),
         "facts": facts_of(run),
         "pools": pools_of(run),
-        "shared": is_shared(run),
+        "shared": run.shared,
         "warnings": advice_for(run, evaluations),
         "x": x,
         "lines": lines,
@@ -158,19 +153,3 @@ def notes_on(run: Records, whole: Document) -> list[str]:
     if evaluations and evaluations["count"] > len(evaluations["rows"]):
         notes.append(f"{name}: the table has {len(evaluations['rows'])} of {evaluations['count']} evaluations.")
     return notes
-
-
-def _training(run: Records) -> Document | None:
-    """The training reward at the start and the end, and (`of`) the setting reward.terms as text; None without any."""
-    if (rewards := tenths(run.metrics)) is None:
-        return None
-    return {"first": rewards[0], "last": rewards[1], "of": shown(run.setting("reward.terms"))}
-
-
-def _change(run: Records) -> Document | None:
-    """The evaluated reward before and after, its paired change, and (`of`) what makes runs comparable; else None."""
-    if (change := change_of(run)) is None:
-        return None
-    before, after, moved = change
-    of = [run.policy[-1].setting, run.policy[-1].curves[REWARD].source]
-    return {"before": before, "after": after, "mean": moved.mean, "half": moved.half, "of": of}

@@ -2,6 +2,7 @@
 
 import json
 import shlex
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -10,12 +11,11 @@ from omegaconf import OmegaConf
 
 from async_flowrl.config.schema import Config
 from async_flowrl.config.sections.reward import RewardTerm
-from async_flowrl.config.shared import SHARED
 from async_flowrl.config.typed import resume_command, typed_command
 from async_flowrl.observability.bottleneck import step_pools
-from async_flowrl.observability.ledger import STATES
+from async_flowrl.observability.ledger import STATES, pool_of
 from async_flowrl.observability.summary import mfu
-from async_flowrl.observability.timeline import SHARING_POOLS, by_device
+from async_flowrl.observability.timeline import SHARING_POOLS
 from async_flowrl.report.records import Records
 
 Row = tuple[str, str]
@@ -27,7 +27,7 @@ OF_NO_MATTER = ("name", "output_dir")
 
 def facts_of(run: Records) -> list[Row]:
     """(label, value) rows about what the run did; values that are unknown or not yet known are left out."""
-    summary, shared = run.summary, is_shared(run)
+    summary, shared = run.summary, run.shared
     efficiency = "sampling and training" if shared else "busier pool"
     images = sum(int(line.get("images") or 0) for line in run.metrics)
     rows: list[tuple[str, str | None]] = [
@@ -50,11 +50,6 @@ def facts_of(run: Records) -> list[Row]:
         ("Finished", summary.get("finished")),
     ]
     return [(label, value) for label, value in rows if value]
-
-
-def is_shared(run: Records) -> bool:
-    """Returns True if the run's processes sample and train (`placement=shared`)."""
-    return bool(run.setting("placement") == SHARED)
 
 
 def _devices(shares: Mapping[str, float]) -> str | None:
@@ -80,15 +75,11 @@ def pools_of(run: Records) -> list[dict[str, Any]]:
     With `placement=shared` rollout and trainer have what their devices did, and their shares lack the time in which the
     other worker of the process computed.
     """
-    shared, whole = is_shared(run), run.window[1] - run.window[0]
-    tracks = by_device(run.workers) if shared else run.workers
-    counts: dict[str, int] = {}
-    for track in tracks:
-        pool = track.place.rsplit("-", 1)[0]
-        counts[pool] = counts.get(pool, 0) + 1
+    whole = run.window[1] - run.window[0]
+    counts = Counter(pool_of(track.place) for track in run.tracks)
     pools = []
-    for pool, seconds in step_pools(tracks, run.window).items():
-        total = whole * counts[pool] if shared and pool in SHARING_POOLS else sum(seconds.values())
+    for pool, seconds in step_pools(run.tracks, run.window).items():
+        total = whole * counts[pool] if run.shared and pool in SHARING_POOLS else sum(seconds.values())
         if total > 0:
             shares = {state: seconds[state] / total for state in STATES}
             pools.append({"pool": pool, "workers": counts[pool], "shares": shares})

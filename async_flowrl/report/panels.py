@@ -178,7 +178,7 @@ def panels_for(keys: Iterable[str]) -> list[dict[str, Any]]:
     Curves that no chart in PANELS names get further charts at the end.
     """
     left = sorted(set(keys))
-    shown = []
+    shown: list[dict[str, Any]] = []
     for panel in PANELS:
         matches = [(re.fullmatch(pattern, key), label) for pattern, label in panel.curves.items() for key in left]
         lines = [{"key": match[0], "label": match.expand(label)} for match, label in matches if match]

@@ -16,7 +16,7 @@ from async_flowrl.observability.events import Event, effective, read_events, ste
 from async_flowrl.observability.intervals import Interval
 from async_flowrl.observability.metrics import Metrics
 from async_flowrl.observability.run_directory import ATTEMPT, is_held
-from async_flowrl.observability.timeline import Track, tracks
+from async_flowrl.observability.timeline import Track, by_device, tracks
 
 TICKET, VERSION = '"event": "ticket"', '"event": "version"'
 """What lines of events of these kinds contain. They are the largest part of the file, and reports skip them; only with
@@ -69,6 +69,16 @@ class Records:
     @cached_property
     def workers(self) -> list[Track]:
         return tracks(self.history)
+
+    @property
+    def shared(self) -> bool:
+        """True if the run's processes sample and train (`placement=shared`)."""
+        return bool(self.setting("placement") == SHARED)
+
+    @cached_property
+    def tracks(self) -> list[Track]:
+        """The workers' tracks; of a process that samples and trains, what one part does is no wait of the other."""
+        return by_device(self.workers) if self.shared else self.workers
 
     @cached_property
     def window(self) -> Interval:

@@ -28,9 +28,9 @@ from async_flowrl.observability.result import (
     tenths,
     training_sentence,
 )
-from async_flowrl.observability.statistics import Change
 from async_flowrl.observability.summary import warnings_of
 from async_flowrl.report.curves import chosen
+from async_flowrl.report.facts import shown
 from async_flowrl.report.records import Records
 
 KINDS = {TRAINED: "trained", HELD_OUT: "held out", DIVERSITY: "diversity"}
@@ -45,21 +45,33 @@ ERROR = "± is half the 95 % interval of the change, paired by prompt and noise,
 
 
 def result_of(run: Records) -> dict[str, Any]:
-    """The head as a dictionary of texts.
+    """The entries `result`, `change` and `training` of a run's document.
 
-    `state` and `headline` are sentences; `about` says what was trained; `error` explains the ± ("" if there is none);
-    `more` lists sentences about held-out terms; `tone` is "good", "bad" or "neutral".
+    Of `result`, `state` and `headline` are sentences; `about` says what was trained; `error` explains the ± ("" if
+    there is none); `more` lists sentences about held-out terms; `tone` is "good", "bad" or "neutral". `change` has the
+    evaluated reward before and after and its paired change, `training` the training reward at the start and the end;
+    their `of` is equal for runs that can be compared. Each is None if it is not known.
     """
-    ends, change = ends_of(run.policy), change_of(run)
+    ends, trained = ends_of(run.policy), tenths(run.metrics)
+    moved = between(REWARD, ends[1], ends[0]) if ends else None
     headline = reward_sentence(ends, _prompts(run)) if ends else None
-    return {
+    training = training_sentence(*trained or (None, None)) if run.metrics else "No step has been trained yet."
+    change, tone = None, "neutral"
+    if ends and moved:
+        before, after = (each.curves[REWARD].estimate().mean for each in ends)
+        of = [ends[1].setting, ends[1].curves[REWARD].source]
+        change = {"before": before, "after": after, "mean": moved.mean, "half": moved.half, "of": of}
+        tone = "good" if moved.p_above() <= MAX_P_VALUE else "bad" if moved.p_below() <= MAX_P_VALUE else "neutral"
+    result = {
         "state": state_sentence(run),
         "about": about(run),
-        "error": ERROR if change is not None and change[2].half is not None else "",
-        "headline": headline or _training(run),
+        "error": ERROR if change and change["half"] is not None else "",
+        "headline": headline or training,
         "more": held_out_sentences(ends) if ends else [],
-        "tone": "bad" if run.state in ("failed", "unfinished") else "neutral" if change is None else _tone(change[2]),
+        "tone": "bad" if run.state in ("failed", "unfinished") else tone,
     }
+    rewards = {"first": trained[0], "last": trained[1], "of": shown(run.setting("reward.terms"))} if trained else None
+    return {"result": result, "change": change, "training": rewards}
 
 
 def about(run: Records) -> str:
@@ -75,16 +87,6 @@ def about(run: Records) -> str:
         "prompts": run.setting("data.train"),
     }
     return " · ".join(f"{name} {value}" for name, value in known.items() if value)
-
-
-def change_of(run: Records) -> tuple[float, float, Change] | None:
-    """(mean reward of the first evaluation, of the last one, paired change); None without two comparable ones."""
-    ends = ends_of(run.policy)
-    moved = between(REWARD, ends[1], ends[0]) if ends else None
-    if ends is None or moved is None:
-        return None
-    first, last = ends
-    return first.curves[REWARD].estimate().mean, last.curves[REWARD].estimate().mean, moved
 
 
 def state_sentence(run: Records) -> str:
@@ -108,19 +110,6 @@ def _prompts(run: Records) -> str:
     inputs = [e for e in run.history if e["event"] == "inputs"]
     same = bool(inputs) and inputs[-1].get("train") == inputs[-1].get("evaluation")
     return "training" if same else ""
-
-
-def _training(run: Records) -> str:
-    if not run.metrics:
-        return "No step has been trained yet."
-    first, last = tenths(run.metrics) or (None, None)
-    return training_sentence(first, last)
-
-
-def _tone(moved: Change) -> str:
-    if moved.p_above() <= MAX_P_VALUE:
-        return "good"
-    return "bad" if moved.p_below() <= MAX_P_VALUE else "neutral"
 
 
 def evaluations_of(history: Sequence[Evaluation], on_hacking: str) -> dict[str, Any] | None:

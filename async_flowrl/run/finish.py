@@ -130,7 +130,7 @@ def worker_stall(history: Sequence[Event], outcome: Outcome) -> float:
     _, last = last_attempt(effective(history))
     activated: float = sum(e["end"] - e["start"] for e in last if e["event"] == "span" and e["name"] == ACTIVATE)
     waited = outcome.pools[ROLLOUT]
-    return waited["wait_weights"] + waited["sync"] + activated / places(last)
+    return waited["wait_weights"] + waited["sync"] + activated / max(1, places(last))
 
 
 def ticket_counts(table: TicketTable) -> dict[str, int]:
