@@ -3,6 +3,7 @@
 __main__.py calls `job_of`, Python callers `job_of_run`; measure.py carries the `Job` out.
 """
 
+import sys
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -98,7 +99,7 @@ def job_of(given: Namespace) -> Job:
     if prompts is None and not config.data.train:
         raise ValueError("--prompts is needed: the weights are not of a run, whose prompts could be taken")
     if prompts is not None:
-        config.evaluate.max_prompts = given.max_prompts or len(_file(config, prompts)[0])
+        config.evaluate.max_prompts = given.max_prompts or sys.maxsize
     seed = config.evaluate.seed
     job = _job(config, trained, terms, prompts, tuple(range(seed, seed + (given.seeds or 1))))
     return replace(job, one_size=given.resolution is not None)
@@ -113,7 +114,7 @@ def _job(
 ) -> Job:
     whole = replace(config.reward, terms={name: term for name, (term, _) in terms.items()})
     needs_target = check_rewards(whole)
-    available, chosen = _file(config, file, needs_target=needs_target) if file else _held_out(config, needs_target)
+    available, chosen = _prompts(config, file, needs_target=needs_target)
     prompts = tuple(available[place] for place in range(min(len(available), config.evaluate.max_prompts)))
     check_prompts(whole, prompts)
     kinds = {name: kind for name, (_, kind) in terms.items()}
@@ -188,13 +189,10 @@ def _asked(names: Sequence[str], known: Mapping[str, RewardTerm]) -> dict[str, t
     return terms
 
 
-def _file(config: Config, file: str, *, needs_target: bool = False) -> tuple[Sequence[Prompt], str]:
-    """Returns all prompts of a file, in its order, and their description in words."""
+def _prompts(config: Config, file: str | None, *, needs_target: bool) -> tuple[Sequence[Prompt], str]:
+    """Returns the prompts of a file (None: those of the run's evaluations) in order, and their description in words."""
+    if file is None:
+        data = load_data(config.data, needs_target=needs_target)
+        return data.evaluation, data.chosen
     alone = DataConfig(train=file, prompt_key=config.data.prompt_key, held_out=0)
     return load_data(alone, needs_target=needs_target).train, f"of {file}"
-
-
-def _held_out(config: Config, needs_target: bool) -> tuple[Sequence[Prompt], str]:
-    """Returns the prompts of the run's evaluations and their description in words."""
-    data = load_data(config.data, needs_target=needs_target)
-    return data.evaluation, data.chosen

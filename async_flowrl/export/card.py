@@ -3,7 +3,6 @@
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,32 +33,28 @@ RESULTS, GRID = "evaluation.json", "before_after.png"
 """Files that `python -m async_flowrl.evaluate … --out FOLDER` writes into FOLDER."""
 
 
-@dataclass(frozen=True)
-class Extras:
-    """Additions to the card: `files` maps further files of the folder to a description of each."""
+def write_card(
+    out: Path, source: Source, files: Mapping[str, str], *, licence: str | None = None, evaluation: Path | None = None
+) -> Path:
+    """Writes README.md and its pictures into `out`.
 
-    files: Mapping[str, str]
-    licence: str | None = None
-    evaluation: Path | None = None
-    """Folder that `python -m async_flowrl.evaluate` wrote; None uses the run's own evaluations."""
-
-
-def write_card(out: Path, source: Source, extras: Extras) -> Path:
-    """Writes README.md and its pictures into `out`. Raises ValueError if `extras.evaluation` is not such a folder."""
+    `files` maps further files of the folder to a description of each. `evaluation` is a folder that
+    `python -m async_flowrl.evaluate` wrote; None uses the run's own evaluations. Raises ValueError if it is none.
+    """
     from huggingface_hub import ModelCard, ModelCardData
 
     base = lora_file.hub_name(source.model.path) if source.model is not None else None
     front = ModelCardData(
         base_model=base,
         base_model_relation=None if base is None else "finetune" if source.whole is not None else "adapter",
-        license=extras.licence or "unknown",
+        license=licence or "unknown",
         library_name="diffusers",
         pipeline_tag="text-to-image",
         tags=[*([] if source.whole is not None else ["lora"]), *TAGS],
     )
     parts = [f"# {_title(source, out)}", _origin(source, base)]
-    parts += [*_training(source), *_results(out, source, extras), _usage(source, base), _files(out, extras)]
-    parts += [*_reproduction(source), _licence(extras.licence, base)]
+    parts += [*_training(source), *_results(out, source, evaluation), _usage(source, base), _files(out, files)]
+    parts += [*_reproduction(source), _licence(licence, base)]
     card = ModelCard(f"---\n{front.to_yaml()}\n---\n\n" + "\n\n".join(parts) + "\n")
     (out / README).write_text(str(card))
     return out / README
@@ -129,12 +124,13 @@ def _evaluation_prompts(config: Config) -> str:
     return f"`{Path(config.data.evaluation).name}`"
 
 
-def _results(out: Path, source: Source, extras: Extras) -> list[str]:
-    """Scores before and after, the curve and pictures: from `extras.evaluation` if given, else from the run."""
+def _results(out: Path, source: Source, evaluation: Path | None) -> list[str]:
+    """Scores before and after, the curve and pictures: from `evaluation` if given, else from the run."""
     parts = []
     records = read_evaluations(source.run / "evaluations.jsonl") if source.run is not None else []
-    if extras.evaluation is not None:
-        parts.append("## Results\n\n" + _measured(extras.evaluation, out))
+    _draw_grid(out, source)
+    if evaluation is not None:
+        parts.append("## Results\n\n" + _measured(evaluation, out))
     elif (recorded := _recorded(source, records)) is not None:
         parts.append("## Results\n\n" + recorded)
     if source.run is not None and (metrics := source.run / "metrics.jsonl").is_file():
@@ -196,7 +192,7 @@ def _recorded(source: Source, records: Sequence[Evaluation]) -> str | None:
     return _table(head, rows) + f"\n\n{note}"
 
 
-def draw_grid(out: Path, source: Source) -> None:
+def _draw_grid(out: Path, source: Source) -> None:
     """Puts the pictures that the run drew of version 0 and of the exported version side by side, if it drew both."""
     if source.run is None or not source.step:
         return
@@ -239,8 +235,8 @@ pipe.load_lora_weights("THIS_FOLDER_OR_REPOSITORY", weight_name="{lora_file.FILE
 For PEFT: `PeftModel.from_pretrained(pipe.transformer, "THIS_FOLDER/{PEFT}")`."""
 
 
-def _files(out: Path, extras: Extras) -> str:
-    kinds = {lora_file.FILE_NAME: "diffusers", f"{PEFT}/{lora_file.PEFT_WEIGHTS}": "PEFT", **extras.files}
+def _files(out: Path, files: Mapping[str, str]) -> str:
+    kinds = {lora_file.FILE_NAME: "diffusers", f"{PEFT}/{lora_file.PEFT_WEIGHTS}": "PEFT", **files}
     rows = [(f"`{name}`", what, f"`{digest(out / name)}`") for name, what in kinds.items() if (out / name).is_file()]
     rows += [(f"`{name}/`", what, "") for name, what in kinds.items() if (out / name).is_dir()]
     return "## Files\n\n" + _table(("file", "for", "SHA-256"), rows)

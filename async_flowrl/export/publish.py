@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from async_flowrl.export.card import Extras, draw_grid, read_results, write_card
+from async_flowrl.export.card import read_results, write_card
 from async_flowrl.export.source import PEFT, Source, family_of, read_source, write_lora
 from async_flowrl.export.whole_model import MERGED, write_merged, write_whole
 from async_flowrl.policies import lora_formats
@@ -21,8 +21,7 @@ def publish(given: argparse.Namespace) -> list[Path]:
         read_results(evaluation)
     write = _write_lora if source.whole is None else _write_whole
     written, files = write(given, source, out)
-    draw_grid(out, source)
-    return [*written, write_card(out, source, Extras(files, given.license, evaluation))]
+    return [*written, write_card(out, source, files, licence=given.license, evaluation=evaluation)]
 
 
 def _write_lora(given: argparse.Namespace, source: Source, out: Path) -> tuple[list[Path], dict[str, str]]:

@@ -104,8 +104,7 @@ def step_pools(workers: Sequence[Track], window: Interval) -> dict[str, dict[str
     for track in workers:
         seconds = pools.setdefault(pool_of(track.place), dict.fromkeys(STATES, 0.0))
         for state in STATES:
-            intervals = track.busy if state == "busy" else track.waiting(state)
-            seconds[state] += length(intersect(intervals, [window]))
+            seconds[state] += length(intersect(track.intervals(state), [window]))
     return pools
 
 
@@ -124,7 +123,7 @@ def reward_bound(workers: Sequence[Track], window: Interval) -> str | None:
         return None
     slowest = max(rewards, key=lambda pool: fmean(rewards[pool]))
     busy, others = fmean(rewards[slowest]), max(fmean(seconds["rollout"]), fmean(seconds["trainer"]))
-    waited = fmean(length(intersect(track.waiting("wait_data"), [window])) for track in pools["trainer"])
+    waited = fmean(length(intersect(track.intervals("wait_data"), [window])) for track in pools["trainer"])
     if busy < MIN_TAKEN * whole or busy <= others or waited < MIN_WAITED * whole:
         return None
     cure = " ".join(f"{workers_key(pool)}={count}" for pool, count in enough(rewards, others).items())

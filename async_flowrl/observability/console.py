@@ -63,21 +63,26 @@ class Progress:
             self.lost[step] = lost
 
     @property
-    def step_seconds(self) -> float | None:
-        """Mean seconds per step over the last AVERAGED_STEPS steps; None before the first step."""
-        return (self._ends[-1] - self._ends[0]) / (len(self._ends) - 1) if len(self._ends) > 1 else None
+    def step_seconds(self) -> float:
+        """Mean seconds per step over the last AVERAGED_STEPS steps."""
+        return (self._ends[-1] - self._ends[0]) / max(1, len(self._ends) - 1)
 
     @property
-    def seconds_left(self) -> float | None:
-        """Expected seconds from the end of the newest step to the end of the run; None before the first step."""
-        each = self.step_seconds
-        return None if each is None else each * (self.total - self.done)
+    def left(self) -> str:
+        """Expected time from the end of the newest step to the end of the run, as text."""
+        return f"ETA {duration(self.step_seconds * (self.total - self.done))}"
 
     @property
-    def losses(self) -> list[str]:
-        """Texts about skipped tickets and missing reward terms; [] if there are none."""
+    def numbers(self) -> str:
+        """The newest step in words: reward, skipped tickets and missing reward terms, staleness and speed."""
         total = sum(self.lost.values(), Counter())
-        return [f"{count} {what}" for what, count in total.items()]
+        parts = [
+            f"reward {number(self.line.get('reward/mean'))}",
+            *(f"{count} {what}" for what, count in total.items()),
+            f"staleness {number(self.line.get('staleness/mean'), '.2g')}",
+            f"{self.step_seconds:.2f} s/step",
+        ]
+        return " | ".join(parts)
 
 
 class Display(View):
@@ -102,8 +107,7 @@ class Lines(Display):
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         self._progress.step(step, metrics)
         progress = self._progress
-        left = f"ETA {duration(progress.seconds_left or 0.0)}"
-        say(" | ".join((f"step {progress.done}/{progress.total}", *numbers(progress), left)) + "\n")
+        say(f"step {progress.done}/{progress.total} | {progress.numbers} | {progress.left}\n")
 
     def evaluation(self, version: int, metrics: Mapping[str, float]) -> None:
         say(evaluation_line(version, metrics) + "\n")
@@ -120,17 +124,15 @@ class Bar(Display):
         self._rows = Rows(console or Console())
         self._task = self._rows.add_task("", total=progress.total, left="starting")
         self._warnings = Warnings(self._rows)
-        self._redirected: list[logging.StreamHandler[Any]] = []
-        own_handlers = [
+        self._redirected = [
             handler
             for handler in logging.getLogger().handlers
             if isinstance(handler, logging.StreamHandler) and handler.stream is sys.stderr
         ]
         self._rows.start()
         self._rows.console.show_cursor(True)
-        for handler in own_handlers:  # they write above the rows, through the stderr that rich has put in place
+        for handler in self._redirected:  # they write above the rows, through the stderr that rich has put in place
             handler.setStream(sys.stderr)
-            self._redirected.append(handler)
         logging.getLogger().addHandler(self._warnings)
 
     def phase(self, what: str) -> None:
@@ -143,8 +145,8 @@ class Bar(Display):
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         progress = self._progress
         progress.step(step, metrics)
-        self._rows.numbers = " | ".join(numbers(progress))
-        self._rows.update(self._task, completed=progress.done, left=f"ETA {duration(progress.seconds_left or 0.0)}")
+        self._rows.numbers = progress.numbers
+        self._rows.update(self._task, completed=progress.done, left=progress.left)
 
     def evaluation(self, version: int, metrics: Mapping[str, float]) -> None:
         self._rows.console.print(evaluation_line(version, metrics), highlight=False, markup=False)
@@ -180,16 +182,6 @@ class Warnings(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         self._rows.warning = f"last warning: {' '.join(record.getMessage().split())}"
-
-
-def numbers(progress: Progress) -> list[str]:
-    """Texts about the newest step: reward, skipped tickets, staleness and seconds per step."""
-    return [
-        f"reward {number(progress.line.get('reward/mean'))}",
-        *progress.losses,
-        f"staleness {number(progress.line.get('staleness/mean'), '.2g')}",
-        f"{progress.step_seconds or 0.0:.2f} s/step",
-    ]
 
 
 def console_of(wanted: str) -> str:

@@ -44,8 +44,9 @@ class Track:
         """Times at which any span ran. The result is cached, so all spans must be known before."""
         return union((span["start"], span["end"]) for span in self.spans)
 
-    def waiting(self, *states: str) -> list[Interval]:
-        return union(interval for state, interval in self.waits if state in states)
+    def intervals(self, state: str) -> list[Interval]:
+        """Times at which the place was in a state, one of ledger.STATES."""
+        return self.busy if state == "busy" else union(interval for name, interval in self.waits if name == state)
 
 
 def tracks(events: Iterable[Event]) -> list[Track]:

@@ -53,12 +53,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser().parse_args(arguments)
     try:
         runs = runs_in(given.runs)
-        out = given.out or (runs[0] / "report.html" if len(runs) == 1 else given.runs[0] / "report.html")
-        if given.out is None and len(runs) > 1 and len(given.runs) > 1:
-            out = Path("report.html")
+        folder = runs[0] if len(runs) == 1 else given.runs[0] if len(given.runs) == 1 else Path()
+        out = given.out or folder / "report.html"
         write_page(runs, out, max_mib=given.max_mib)
         sys.stdout.write(f"{out}\n")
-    except (NoRun, FileNotFoundError, ValueError, OSError) as error:
+    except (ValueError, OSError) as error:
         sys.stderr.write(f"async-flowrl report: {error}\n")
         return exit_codes.CONFIG
     return exit_codes.OK

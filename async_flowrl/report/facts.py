@@ -19,7 +19,6 @@ from async_flowrl.observability.timeline import SHARING_POOLS
 from async_flowrl.report.records import Records
 
 Row = tuple[str, str]
-_MISSING = object()
 TERM = asdict(RewardTerm())
 OF_NO_MATTER = ("name", "output_dir")
 """Settings that are left out, because every run has its own."""
@@ -88,15 +87,15 @@ def pools_of(run: Records) -> list[dict[str, Any]]:
 
 def environment_of(run: Records) -> list[Row]:
     """(name, value) rows about software and device (from the newest checkpoint) and nodes (from the events)."""
-    checkpoints = sorted(
-        (run.root / "checkpoints").glob("step_*/controller.json"), key=lambda p: _number(p.parent.name)
-    )
-    numerics = json.loads(checkpoints[-1].read_text(encoding="utf-8")).get("numerics", {}) if checkpoints else {}
-    rows = [(key, _text(value) or "null") for key, value in numerics.items() if "." not in key and value is not None]
+    folders = (run.root / "checkpoints").glob("step_*")
+    checkpoints = [int(step) for folder in folders if (step := folder.name.removeprefix("step_")).isdigit()]
+    newest = run.root / "checkpoints" / f"step_{max(checkpoints, default=0)}" / "controller.json"
+    numerics = json.loads(newest.read_text(encoding="utf-8")).get("numerics", {}) if newest.exists() else {}
+    rows = [(key, str(value)) for key, value in numerics.items() if "." not in key and value is not None]
     nodes = sorted({str(e["node"]) for e in run.history if e["event"] == "worker"})
     if nodes:
         rows.append(("nodes", ", ".join(nodes[:8]) + (f" and {len(nodes) - 8} more" if len(nodes) > 8 else "")))
-    return [(key, value) for key, value in rows if value]
+    return rows
 
 
 def verification_of(run: Records) -> dict[str, Any]:
@@ -148,11 +147,6 @@ def _sync(sync: dict[str, Any], *, shared: bool) -> str | None:
     return f"{sync['publishes']} versions, {sync['bytes'] / 2**20:.1f} MiB by {sync['transport']}{again}"
 
 
-def _number(folder: str) -> int:
-    digits = folder.removeprefix("step_")
-    return int(digits) if digits.isdigit() else -1
-
-
 def settings_of(run: Records) -> dict[str, Any]:
     """`changed`: key, value and default of the settings that differ from the default; `all`: config.yaml as text."""
     given = flat(run.config)
@@ -184,13 +178,9 @@ def differences(runs: Sequence[Records]) -> dict[str, Any] | None:
     if len(runs) < 2:
         return None
     given = [flat(run.config) for run in runs]
-    keys = dict.fromkeys(key for each in given for key in each)
-    rows = [
-        {"key": key, "values": [shown(each[key]) if key in each else "–" for each in given]}
-        for key in keys
-        if key not in OF_NO_MATTER and any(each.get(key, _MISSING) != given[0].get(key, _MISSING) for each in given)
-    ]
-    return {"rows": rows}
+    keys = dict.fromkeys(key for each in given for key in each if key not in OF_NO_MATTER)
+    values = {key: [shown(each[key]) if key in each else "–" for each in given] for key in keys}
+    return {"rows": [{"key": key, "values": each} for key, each in values.items() if len(set(each)) > 1]}
 
 
 def flat(values: Any, prefix: str = "") -> dict[str, Any]:
@@ -205,8 +195,4 @@ def flat(values: Any, prefix: str = "") -> dict[str, Any]:
 
 def shown(value: Any) -> str:
     """The value as it is written on the command line, e.g. "null" for None."""
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    if isinstance(value, list | tuple):
-        return "[" + ", ".join(shown(each) for each in value) + "]"
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

@@ -49,7 +49,6 @@ def pictures_of(run: Records) -> dict[str, Any] | None:
         "prompts": [{"place": place, "text": _short(texts[place])} for place in sorted(texts)],
         "evaluations": evaluations,
         "count": len(kept),
-        "curves": list(dict.fromkeys(name for e, _ in kept for name, c in e.curves.items() if c.kind != DIVERSITY)),
     }
 
 

@@ -3,6 +3,7 @@
 A few windows of steps have exact bars; the whole run has shares of time, or exact bars if there are few.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -31,8 +32,16 @@ MAX_STEP_NAMES = 1_000
 """Largest number of steps that are labelled, besides those in windows of exact bars."""
 MAX_MARKS = 200
 """Largest number of events that are marked; of more, evenly spaced ones are taken."""
-MARKED = ("fault", "worker_joined", "worker_left", "rollback", "stall", "skipped", "hacking")
-"""Kinds of events that are marked on the timeline."""
+MARKED = {
+    "fault": "{worker}: {kind}: {message}",
+    "worker_joined": "{worker} joined, rollout workers: {workers}",
+    "worker_left": "{worker} left ({reason}), rollout workers: {workers}",
+    "rollback": "back to the checkpoint of step {step}",
+    "stall": "nothing happened for {seconds:.0f} s",
+    "skipped": "a group of step {step} has no reward: {message}",
+    "hacking": "{curve} has fallen since version {since}",
+}
+"""Kind of an event that is marked on the timeline → what the mark says, from the event's fields."""
 
 
 def timeline_of(run: Records) -> dict[str, Any] | None:
@@ -109,8 +118,7 @@ def _places(workers: Sequence[Track]) -> list[Track]:
 
 
 def _states(track: Track, window: Interval) -> dict[str, list[Interval]]:
-    intervals = {state: track.busy if state == "busy" else track.waiting(state) for state in STATES}
-    return {state: part for state, all_ in intervals.items() if (part := intersect(all_, [window]))}
+    return {state: part for state in STATES if (part := intersect(track.intervals(state), [window]))}
 
 
 def _bars(track: Track, window: Interval, origin: float) -> dict[str, Any]:
@@ -136,14 +144,5 @@ def _covered(part: Sequence[Interval], edges: Numbers) -> Numbers:
 
 def _mark(event: Event, origin: float) -> dict[str, Any]:
     """The event as `time` (seconds), `kind` and `text` (one line)."""
-    kind = str(event["event"])
-    told = {
-        "fault": f"{event.get('worker')}: {event.get('kind')}: {event.get('message')}",
-        "worker_joined": f"{event.get('worker')} joined, rollout workers: {event.get('workers')}",
-        "worker_left": f"{event.get('worker')} left ({event.get('reason')}), rollout workers: {event.get('workers')}",
-        "rollback": f"back to the checkpoint of step {event.get('step')}",
-        "stall": f"nothing happened for {event.get('seconds', 0):.0f} s",
-        "skipped": f"a group of step {event.get('step')} has no reward: {event.get('message')}",
-        "hacking": f"{event.get('curve')} has fallen since version {event.get('since')}",
-    }[kind]
-    return {"time": round(event["time"] - origin, 3), "kind": kind, "text": " ".join(told.split())[:300]}
+    told = MARKED[event["event"]].format_map(defaultdict(str, event))
+    return {"time": round(event["time"] - origin, 3), "kind": event["event"], "text": " ".join(told.split())[:300]}

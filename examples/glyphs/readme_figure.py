@@ -24,7 +24,7 @@ from PIL import Image
 
 from async_flowrl.export.source import export
 from async_flowrl.observability.events import read_events
-from async_flowrl.observability.intervals import intersect
+from async_flowrl.observability.intervals import intersect, union
 from async_flowrl.observability.timeline import Track, tracks
 from async_flowrl.types import ByteArray
 from examples.glyphs.audit import open_model, trained_images
@@ -163,7 +163,7 @@ def timeline(axes: Axes, title: str, run: Run) -> None:
 
 def bars(track: Track, start: float, *, waiting: bool) -> list[tuple[float, float]]:
     """Returns (start, width) in seconds of the waiting or busy intervals inside the window that begins at `start`."""
-    found = track.waiting("wait_data", "wait_weights", "sync", "idle") if waiting else track.busy
+    found = union(interval for _, interval in track.waits) if waiting else track.busy
     return [(low - start, high - low) for low, high in intersect(found, [(start, start + WINDOW)])]
 
 
