@@ -185,7 +185,7 @@ def _recorded(source: Source, records: Sequence[Evaluation]) -> str | None:
         moved, first = between(name, now, before), before.curves.get(name)
         if moved is not None and first is not None:
             error = "" if moved.half is None else f" ± {moved.half:.2g}"
-            means = f"{first.estimate().mean:.4g}", f"{curve.estimate().mean:.4g}"
+            means = f"{first.estimate.mean:.4g}", f"{curve.estimate.mean:.4g}"
             rows.append((f"`{name}`", curve.kind.replace("_", " "), *means, f"{moved.mean:+.4g}{error}"))
     note = "From the run's own evaluations: paired by prompt and noise, ± half of the 95 % interval over prompts."
     head = ("score", "kind", f"version {before.version}", f"version {now.version}", "difference")
@@ -282,7 +282,7 @@ def write_curve(path: Path, metrics: Sequence[Metrics], evaluations: Sequence[Ev
 
     trained = [(line["step"], line["reward/mean"]) for line in metrics if line.get("reward/mean") is not None]
     policy = policy_versions(evaluations)
-    scored = [(each.version, each.curves["reward"].estimate()) for each in policy if "reward" in each.curves]
+    scored = [(each.version, each.curves["reward"].estimate) for each in policy if "reward" in each.curves]
     if not trained and not scored:
         return False
     figure = Figure(figsize=(7, 3.5), layout="constrained")

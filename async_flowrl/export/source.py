@@ -95,14 +95,6 @@ def write_lora(source: Source, out: Path) -> Path:
     return lora_file.write(out, source.lora.tensors, alpha=source.lora.alpha, base=base)
 
 
-def export(source: Path, out: Path, *, average: bool = True) -> Path:
-    """Writes the LoRA of a checkpoint, run directory or file for diffusers and PEFT; returns diffusers' file.
-
-    Raises ValueError as `read_source` does.
-    """
-    return write_lora(read_source(source, average=average), out)
-
-
 def _checkpoint(path: Path) -> Path | None:
     """Returns the checkpoint that a path means, None for a LoRA. Raises ValueError if it is neither."""
     if not path.exists():

@@ -41,11 +41,8 @@ class Curve:
     def sign(self) -> float:
         return -1.0 if self.weight < 0 else 1.0
 
-    def estimate(self) -> Estimate:
-        return self._estimate
-
     @cached_property
-    def _estimate(self) -> Estimate:
+    def estimate(self) -> Estimate:
         return estimate(self.scores)
 
 
@@ -127,7 +124,7 @@ def metric_keys(now: Evaluation, history: Sequence[Evaluation]) -> dict[str, flo
     keys: dict[str, float | None] = {}
     for name, curve in now.curves.items():
         prefix = f"held_out/{name}" if curve.kind == HELD_OUT else name
-        estimate = curve.estimate()
+        estimate = curve.estimate
         keys |= {f"{prefix}/{kind}": getattr(estimate, kind) for kind in ("mean", "std", "stderr", "low", "high")}
         first = None if now.baseline else first_of(name, history, now)
         if first is not None and (moved := between(name, now, first)) is not None:

@@ -73,7 +73,7 @@ def notices(history: Sequence[Evaluation]) -> list[Finding]:
         if not earlier:
             continue
         first = earlier[0]
-        moved, before = between(DIVERSITY, now, first), first.curves[DIVERSITY].estimate().mean
+        moved, before = between(DIVERSITY, now, first), first.curves[DIVERSITY].estimate.mean
         if moved is None or moved.mean > -DIVERSITY_LOSS * before:
             continue
         if moved.p_below() <= _spent(len(earlier)):
@@ -100,7 +100,7 @@ def _look(past: Sequence[Evaluation]) -> Iterator[Finding]:
             continue
         share = _spent(len(earlier)) / len(judged)
         sign = now.curves[name].sign
-        best = max(earlier, key=lambda each: sign * each.curves[name].estimate().mean)
+        best = max(earlier, key=lambda each: sign * each.curves[name].estimate.mean)
         for reference, level in ((earlier[0], share / 2), (best, share / 2 / len(earlier))):
             if (sentence := _hacked(name, past, reference, level)) is not None:
                 yield Finding(name, now.version, reference.version, sentence)
@@ -114,20 +114,20 @@ def _hacked(name: str, past: Sequence[Evaluation], reference: Evaluation, level:
     if moved is None or rise is None:
         return None
     fall = moved if sign > 0 else Change(-moved.mean, moved.stderr, moved.freedom)
-    before = reference.curves[name].estimate()
+    before = reference.curves[name].estimate
     if fall.mean > -LEAST_FALL * before.std or fall.mean >= 0:
         return None
     if fall.p_below() > level or rise.p_above() > RISE_LEVEL:
         return None
     window = [e for e in past if e.version >= reference.version and {REWARD, name} <= e.curves.keys()]
-    rewards, scores = ([e.curves[curve].estimate().mean for e in window] for curve in (REWARD, name))
+    rewards, scores = ([e.curves[curve].estimate.mean for e in window] for curve in (REWARD, name))
     if len(window) >= 3 and sign * _correlation(rewards, scores) > MOST_CORRELATION:
         return None
     errors = f", {abs(moved.mean / moved.stderr):.1f} standard errors" if moved.stderr else ""
     return (
         f"reward hacking? From version {reference.version} to {now.version} the trained reward rose by "
         f"{rise.mean:.3g} while the held-out score {name} went from {before.mean:.3g} to "
-        f"{now.curves[name].estimate().mean:.3g}{errors} worse on the same prompts and noises: look at the images of "
+        f"{now.curves[name].estimate.mean:.3g}{errors} worse on the same prompts and noises: look at the images of "
         "both versions"
     )
 
@@ -148,5 +148,5 @@ def best(history: Sequence[Evaluation], name: str) -> Evaluation | None:
     if not past:
         return None
     past = [e for e in past if e.setting == past[-1].setting and e.curves[name].source == past[-1].curves[name].source]
-    means: Mapping[int, float] = {e.version: e.curves[name].sign * e.curves[name].estimate().mean for e in past}
+    means: Mapping[int, float] = {e.version: e.curves[name].sign * e.curves[name].estimate.mean for e in past}
     return max(past, key=lambda each: (means[each.version], -each.version))

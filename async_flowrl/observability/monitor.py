@@ -6,7 +6,7 @@ import secrets
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
@@ -169,13 +169,7 @@ def run_id(folder: Path) -> str:
 
 def versions() -> dict[str, str]:
     """Package → version for the installed ones of PACKAGES."""
-    installed = {}
-    for package in PACKAGES:
-        try:
-            installed[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return installed
+    return {package: found.version for package in PACKAGES for found in distributions(name=package)}
 
 
 def age_histogram(metrics: Mapping[str, Any]) -> tuple[list[int], list[float]] | None:
@@ -209,42 +203,40 @@ class Monitor:
         """`folder` is the run directory, `settings` the resolved configuration, `display` the console's view."""
         self.failures: list[str] = []
         self._turn = threading.Lock()
-        self._sinks: list[View] = []
-        if display is not None:
-            self._sinks.append(display)
+        self._views: list[View] = [] if display is None else [display]
         if config.tensorboard:
-            self._sinks.append(Tensorboard(folder / "tensorboard", ALIASES[config.metric_aliases]))
+            self._views.append(Tensorboard(folder / "tensorboard", ALIASES[config.metric_aliases]))
         if config.wandb:
-            self._sinks.append(Wandb(config, name, folder, settings))
+            self._views.append(Wandb(config, name, folder, settings))
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Passes on the metrics of a finished step, under the names of metrics.jsonl."""
-        self._each(lambda sink: sink.log(step, metrics))
+        self._each(lambda view: view.log(step, metrics))
 
     def evaluation(self, version: int, metrics: Mapping[str, float]) -> None:
         """Passes on the metrics of an evaluation, under the names of metrics.jsonl without the prefix `evaluation/`."""
-        self._each(lambda sink: sink.evaluation(version, metrics))
+        self._each(lambda view: view.evaluation(version, metrics))
 
     def image(self, path: Path, version: int) -> None:
         """Passes on the picture grid of an evaluation, a PNG file."""
-        self._each(lambda sink: sink.image(path, version))
+        self._each(lambda view: view.image(path, version))
 
     def samples(self, version: int, samples: Sequence[Sample]) -> None:
         """Passes on single images of an evaluation, in the order of the prompts."""
-        self._each(lambda sink: sink.samples(version, samples))
+        self._each(lambda view: view.samples(version, samples))
 
     def close(self) -> None:
         """Closes all views; may be called more than once."""
-        self._each(lambda sink: sink.close())
-        self._sinks.clear()
+        self._each(lambda view: view.close())
+        self._views.clear()
 
     def _each(self, work: Callable[[View], None]) -> None:
         with self._turn:
-            for sink in list(self._sinks):
+            for view in list(self._views):
                 try:
-                    work(sink)
+                    work(view)
                 except Exception as error:  # a view must not end the run, e.g. when the network fails
-                    self._sinks.remove(sink)
-                    name = type(sink).__name__.lower()
+                    self._views.remove(view)
+                    name = type(view).__name__.lower()
                     self.failures.append(f"monitor {name}: {type(error).__name__}: {error}")
                     logger.warning("the monitor %s is switched off: %s: %s", name, type(error).__name__, error)

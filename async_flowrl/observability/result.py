@@ -44,7 +44,7 @@ def reward_sentence(ends: Ends, evaluated: str) -> str | None:
     moved = between(REWARD, last, first)
     if moved is None:
         return None
-    prompts = f"{last.curves[REWARD].estimate().prompts} {PROMPTS.get(evaluated, 'evaluated prompts')}"
+    prompts = f"{last.curves[REWARD].estimate.prompts} {PROMPTS.get(evaluated, 'evaluated prompts')}"
     span = f"in {last.version} steps" if first.version == 0 else f"between versions {first.version} and {last.version}"
     return f"On {prompts}, the reward went from {_means(REWARD, ends)} {span}: {_change(moved)}."
 
@@ -85,7 +85,7 @@ def certain(moved: Change) -> bool:
 
 
 def _means(name: str, ends: Ends) -> str:
-    before, after = (evaluation.curves[name].estimate().mean for evaluation in ends)
+    before, after = (evaluation.curves[name].estimate.mean for evaluation in ends)
     return f"{before:.3g} to {after:.3g}"
 
 

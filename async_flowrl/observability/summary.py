@@ -317,7 +317,7 @@ def best_row(config: Config, history: Sequence[Evaluation]) -> dict[str, Any] | 
     chosen = None if curve is None else best(history, curve)
     if curve is None or chosen is None:
         return None
-    return {"curve": curve, "version": chosen.version, "mean": chosen.curves[curve].estimate().mean}
+    return {"curve": curve, "version": chosen.version, "mean": chosen.curves[curve].estimate.mean}
 
 
 def _row(evaluation: Evaluation, history: Sequence[Evaluation]) -> dict[str, Any]:
@@ -326,7 +326,7 @@ def _row(evaluation: Evaluation, history: Sequence[Evaluation]) -> dict[str, Any
         first = None if evaluation.baseline else first_of(name, history, evaluation)
         moved = None if first is None else between(name, evaluation, first)
         paired = dict.fromkeys(CHANGE_FIELDS) if moved is None else moved.fields()
-        curves[name] = {"kind": curve.kind, **asdict(curve.estimate()), **paired}
+        curves[name] = {"kind": curve.kind, **asdict(curve.estimate), **paired}
     return {
         "version": evaluation.version,
         "steps": evaluation.steps,

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Any, TypeVar
 
-from async_flowrl.observability.evaluations import TRAINED, Evaluation
+from async_flowrl.observability.evaluations import Evaluation
 from async_flowrl.observability.events import Event
 from async_flowrl.observability.metrics import Metrics
 from async_flowrl.report.records import Records
@@ -99,16 +99,12 @@ def evaluation_lines(evaluated: Sequence[Evaluation]) -> dict[str, Any]:
     kinds = {name: curve.kind for e in evaluated for name, curve in e.curves.items()}
     lines: dict[str, Any] = {}
     for name, kind in kinds.items():
-        estimates = [e.curves[name].estimate() if name in e.curves else None for e in evaluated]
+        estimates = [e.curves[name].estimate if name in e.curves else None for e in evaluated]
         line: dict[str, Any] = {"x": "evaluation", "y": [e.mean if e else None for e in estimates]}
         if any(e is not None and e.low is not None for e in estimates):
             line |= {"low": [e.low if e else None for e in estimates]}
             line |= {"high": [e.high if e else None for e in estimates]}
         lines[f"evaluation:{kind}:{name}"] = line
-    total = lines.get(f"evaluation:{TRAINED}:reward")
-    same = [key for key, line in lines.items() if key.startswith(f"evaluation:{TRAINED}:") and line is not total]
-    for key in [key for key in same if lines[key] == total]:
-        del lines[key]  # a single term of weight 1 has the same curve as the reward
     return lines
 
 

@@ -41,7 +41,7 @@ from async_flowrl.report.facts import (
     verification_of,
 )
 from async_flowrl.report.panels import panels_for
-from async_flowrl.report.pictures import first_screen, pictures_of
+from async_flowrl.report.pictures import pictures_of
 from async_flowrl.report.records import Records, read_run
 from async_flowrl.report.result import advice_for, evaluations_of, result_of
 from async_flowrl.report.schedule import timeline_of
@@ -89,7 +89,6 @@ def run_document(run: Records, name: str) -> Document:
         "lines": lines,
         "evaluations": evaluations,
         "pictures": pictures,
-        "pairs": first_screen(pictures) if pictures else [],
         "settings": settings_of(run),
         "environment": environment_of(run),
         "verification": verification_of(run),

@@ -2,7 +2,6 @@
 
 import base64
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -82,21 +81,6 @@ def _said(name: str, value: Any) -> str:
 
 def _short(text: str, most: int = MAX_PROMPT) -> str:
     return text if len(text) <= most else f"{text[:most]}… ({len(text):,} characters)"
-
-
-def first_screen(pictures: dict[str, Any], most: int = 4) -> Sequence[dict[str, Any]]:
-    """The pairs of images, before and after training, that the head of a report shows; [] with fewer than two versions.
-
-    They are the first `most` prompts that both the first and the last version have, in the order of the prompts: images
-    are not selected by score. Each entry has `place`, `text`, and the two versions `before` and `after`.
-    """
-    policy = [e for e in pictures["evaluations"] if not e["baseline"]]
-    if len(policy) < 2:
-        return []
-    first, last = policy[0], policy[-1]
-    common = first["prompts"].keys() & last["prompts"].keys()
-    both = [prompt for prompt in pictures["prompts"] if str(prompt["place"]) in common]
-    return [{**prompt, "before": first["version"], "after": last["version"]} for prompt in both[:most]]
 
 
 def data_uri(folder: Path, below: str) -> str | None:

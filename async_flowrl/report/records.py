@@ -2,8 +2,8 @@
 
 import json
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from async_flowrl.observability.evaluations import Evaluation, policy_versions, 
 from async_flowrl.observability.events import Event, effective, read_events, step_window
 from async_flowrl.observability.intervals import Interval
 from async_flowrl.observability.metrics import Metrics
+from async_flowrl.observability.result import REWARD
 from async_flowrl.observability.run_directory import ATTEMPT, is_held
 from async_flowrl.observability.timeline import Track, by_device, tracks
 
@@ -43,7 +44,7 @@ class Records:
     history: Sequence[Event]
     """Events that rollbacks did not make void (see events.effective), without those that reports skip (see TICKET)."""
     evaluations: Sequence[Evaluation]
-    """The baseline's first, then policy versions in rising order."""
+    """The baseline's first, then policy versions in rising order; without terms that are always equal to the reward."""
     summary: dict[str, Any]
     """Content of summary.json; {} if it does not exist or is of an earlier attempt."""
     config: dict[str, Any]
@@ -115,7 +116,7 @@ def read_run(root: Path) -> Records:
     if not (root / "metrics.jsonl").exists():
         raise FileNotFoundError(f"{root} is no run directory: it has no metrics.jsonl")
     metrics: list[Metrics] = list(read_events(root / "metrics.jsonl"))
-    evaluations = sorted(read_evaluations(root / "evaluations.jsonl"), key=lambda e: (not e.baseline, e.version))
+    evaluations = _distinct(read_evaluations(root / "evaluations.jsonl"))
     config = _config(root / "config.yaml")
     summary = _summary(root / "summary.json", len(metrics), config.get("total_steps"))
     skipped = (VERSION, *NO_REWARD) if config.get("placement") == SHARED else (TICKET, VERSION)
@@ -124,11 +125,25 @@ def read_run(root: Path) -> Records:
         root=root,
         metrics=metrics,
         history=effective(read_events(events, skipped=skipped)) if events.exists() else [],
-        evaluations=evaluations,
+        evaluations=sorted(evaluations, key=lambda e: (not e.baseline, e.version)),
         summary=summary,
         config=config,
         state=_state(root, summary, len(metrics)),
     )
+
+
+def _distinct(evaluations: Sequence[Evaluation]) -> list[Evaluation]:
+    """The evaluations without curves that always equal the reward, as a single term of weight 1 does."""
+    names = {name for each in evaluations for name in each.curves if name != REWARD}
+    equal = {name for name in names if all(_scores(each, name) == _scores(each, REWARD) for each in evaluations)}
+    return [
+        replace(each, curves={name: curve for name, curve in each.curves.items() if name not in equal})
+        for each in evaluations
+    ]
+
+
+def _scores(evaluation: Evaluation, name: str) -> Mapping[int, Sequence[float]] | None:
+    return evaluation.curves[name].scores if name in evaluation.curves else None
 
 
 def _config(path: Path) -> dict[str, Any]:

@@ -58,7 +58,7 @@ def result_of(run: Records) -> dict[str, Any]:
     training = training_sentence(*trained or (None, None)) if run.metrics else "No step has been trained yet."
     change, tone = None, "neutral"
     if ends and moved:
-        before, after = (each.curves[REWARD].estimate().mean for each in ends)
+        before, after = (each.curves[REWARD].estimate.mean for each in ends)
         of = [ends[1].setting, ends[1].curves[REWARD].source]
         change = {"before": before, "after": after, "mean": moved.mean, "half": moved.half, "of": of}
         tone = "good" if moved.p_above() <= MAX_P_VALUE else "bad" if moved.p_below() <= MAX_P_VALUE else "neutral"
@@ -122,7 +122,6 @@ def evaluations_of(history: Sequence[Evaluation], on_hacking: str) -> dict[str, 
         return None
     names = {name: curve.kind for e in history for name, curve in e.curves.items()}
     ordered = sorted(names, key=lambda name: (list(KINDS).index(names[name]), name != "reward"))
-    ordered = [name for name in ordered if not _is_the_reward(name, history)]
     fired = alarms(history) if on_hacking != "ignore" else []
     return {
         "columns": [{"name": name, "kind": KINDS[names[name]]} for name in ordered],
@@ -132,14 +131,6 @@ def evaluations_of(history: Sequence[Evaluation], on_hacking: str) -> dict[str, 
         "alarms": list({alarm.curve: alarm.sentence for alarm in fired}.values()),
         "notices": [notice.sentence for notice in notices(history)],
     }
-
-
-def _is_the_reward(name: str, history: Sequence[Evaluation]) -> bool:
-    """True if a trained term always has the reward's scores (a single term of weight 1), so it needs no column."""
-    pairs = [(e.curves.get(name), e.curves.get("reward")) for e in history]
-    return name != "reward" and all(
-        one and two and one.kind == TRAINED and one.scores == two.scores for one, two in pairs
-    )
 
 
 def _row(evaluation: Evaluation, history: Sequence[Evaluation], names: Sequence[str]) -> dict[str, Any]:
@@ -154,7 +145,7 @@ def _row(evaluation: Evaluation, history: Sequence[Evaluation], names: Sequence[
 
 
 def _cell(name: str, evaluation: Evaluation, first: Evaluation | None) -> dict[str, Any]:
-    estimate = evaluation.curves[name].estimate()
+    estimate = evaluation.curves[name].estimate
     moved = None if first is None else between(name, evaluation, first)
     return {
         "mean": estimate.mean,

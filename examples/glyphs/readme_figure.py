@@ -22,7 +22,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure, SubFigure
 from PIL import Image
 
-from async_flowrl.export.source import export
+from async_flowrl.export.source import read_source, write_lora
 from async_flowrl.observability.events import read_events
 from async_flowrl.observability.intervals import intersect, union
 from async_flowrl.observability.timeline import Track, tracks
@@ -130,7 +130,7 @@ def progress(run: Path) -> list[ByteArray]:
     with tempfile.TemporaryDirectory() as folder:
         for version in VERSIONS:
             lora = Path(folder) / str(version)
-            export(run / "checkpoints" / f"step_{version}", lora)
+            write_lora(read_source(run / "checkpoints" / f"step_{version}"), lora)
             found.append(trained_images(pipeline, lora, 1)[:SHOWN, 0])
     return found
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from async_flowrl.config.sections.model import ModelConfig
 from async_flowrl.config.sections.tune import LoraConfig
 from async_flowrl.export.__main__ import main as exporting
-from async_flowrl.export.source import export
+from async_flowrl.export.source import read_source, write_lora
 from async_flowrl.policies.lora_apply import apply_lora
 from async_flowrl.policies.lora_file import FILE_NAME
 from async_flowrl.policies.qwen_image import QwenImagePolicy
@@ -153,7 +153,8 @@ def test_the_newest_checkpoint_of_a_run_is_exported(
 def test_the_average_is_exported_where_the_run_kept_one(trained: QwenImagePolicy, tmp_path: Path) -> None:
     weights = run_directory(tmp_path / "run", trained, ema=True)
     name, tensor = next((n, t * LORA.alpha / LORA.rank) for n, t in weights.items() if n.endswith("lora_B.weight"))
-    assert torch.equal(load_file(export(tmp_path / "run", tmp_path / "average"))[f"transformer.{name}"], tensor / 2)
+    average = write_lora(read_source(tmp_path / "run"), tmp_path / "average")
+    assert torch.equal(load_file(average)[f"transformer.{name}"], tensor / 2)
     assert exporting([str(tmp_path / "run"), str(tmp_path / "raw"), "--raw"]) == 0
     assert torch.equal(load_file(tmp_path / "raw" / FILE_NAME)[f"transformer.{name}"], tensor)
 
@@ -171,4 +172,4 @@ def test_a_damaged_checkpoint_is_not_exported(
     assert not (tmp_path / "out").exists()
     for source, message in ((tmp_path / "nothing", "give a run directory"), (tmp_path, "holds no sound checkpoint")):
         with pytest.raises(ValueError, match=message):
-            export(source, tmp_path / "out")
+            read_source(source)

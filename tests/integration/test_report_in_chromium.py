@@ -110,6 +110,10 @@ def test_the_first_screen_says_what_came_of_it(browser: Any, url: str) -> None:
     bottoms = {name: page.query_selector(name).bounding_box() for name in (".pairs img", "#chart-evaluated canvas")}
     assert all(box["y"] + box["height"] < 800 for box in bottoms.values()), bottoms
     assert page.query_selector(".pairs img").bounding_box()["width"] > 100
+    captions = page.eval_on_selector_all(
+        ".pair:first-child .shot figcaption", "(all) => all.map((each) => each.innerText)"
+    )
+    assert [each.splitlines()[0] for each in captions] == ["before: version 0", "after: version 4"]
     assert page.query_selector("#timeline rect[data-state]") is not None
     assert page.text_content("#timeline path title").endswith("</script><b>killed</b>")
     assert page.inner_text("#verify").count("async-flowrl verify") == 1

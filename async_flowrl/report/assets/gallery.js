@@ -14,8 +14,7 @@ function sourceOf(run, evaluation, place, index) {
 
 function scoreText(each, index) {
   const scores = Object.entries(each?.scores || {}).filter(([, values]) => values[index] !== undefined);
-  const alike = scores.length === 2 && scores[0][1][index] === scores[1][1][index];
-  const text = (alike ? scores.slice(0, 1) : scores).map(([name, values]) => `${name} ${number(values[index])}`).join(" · ");
+  const text = scores.map(([name, values]) => `${name} ${number(values[index])}`).join(" · ");
   return each?.said?.[index] ? `${text} · ${each.said[index]}` : text;
 }
 
@@ -30,13 +29,15 @@ function shot(run, evaluation, prompt, index, caption) {
   return el("figure", { class: "shot" }, body, el("figcaption", {}, caption ? [caption, el("br")] : "", scoreText(each, index)));
 }
 
+// The first prompts that both the first and the last version have, in the order of the prompts: not selected by score.
 function pairs(run) {
-  if (!run.pairs.length) return null;
-  const byVersion = (version) => run.pictures.evaluations.find((each) => !each.baseline && each.version === version);
-  const shown = run.pairs.map((pair) => el("figure", { class: "pair" },
-    shot(run, byVersion(pair.before), pair, 0, `before: version ${pair.before}`),
-    shot(run, byVersion(pair.after), pair, 0, `after: version ${pair.after}`),
-    el("figcaption", { class: "prompt clamp", dir: "auto", title: pair.text.slice(0, 300) }, pair.text)));
+  const policy = run.pictures?.evaluations.filter((each) => !each.baseline) || [], before = policy[0], after = policy[policy.length - 1];
+  if (policy.length < 2) return null;
+  const both = run.pictures.prompts.filter(({ place }) => before.prompts[place] && after.prompts[place]).slice(0, 4);
+  if (!both.length) return null;
+  const shown = both.map((prompt) => el("figure", { class: "pair" },
+    shot(run, before, prompt, 0, `before: version ${before.version}`), shot(run, after, prompt, 0, `after: version ${after.version}`),
+    el("figcaption", { class: "prompt clamp", dir: "auto", title: prompt.text.slice(0, 300) }, prompt.text)));
   return el("section", { class: "card wide", "aria-labelledby": "pairs-title" }, el("h3", { id: "pairs-title" }, "Before and after"),
     el("div", { class: shown.length > 1 ? "pairs" : "pairs one" }, shown),
     el("p", { class: "help" }, "The same prompt and the same initial noise. The first prompts of the file, the first image of each: not chosen by their scores."));

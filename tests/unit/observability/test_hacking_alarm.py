@@ -78,7 +78,7 @@ def test_a_fall_from_the_best_is_seen_before_it_is_one_from_the_start() -> None:
     first = alarms(made)[0]
     assert (first.since, first.version) in {(20, 30), (20, 40)}
     (now,) = (each for each in made if each.version == first.version)
-    assert now.curves["ocr"].estimate().mean > 0.2
+    assert now.curves["ocr"].estimate.mean > 0.2
 
 
 def test_the_sign_of_the_weight_says_which_way_is_worse_and_weight_zero_is_only_shown() -> None:
@@ -93,7 +93,7 @@ def test_a_significant_fall_that_is_no_matter_is_left_alone() -> None:
     rng = np.random.default_rng(5)
     made = history(rng, RISING, prompts=2000, noise=1.0, ocr=(0.5, 0.42, 0.40, 0.38))
     (moved,) = [e for e in made if e.version == 30]
-    assert moved.curves["ocr"].estimate().mean < made[0].curves["ocr"].estimate().mean
+    assert moved.curves["ocr"].estimate.mean < made[0].curves["ocr"].estimate.mean
     assert versions(made) == []
     assert versions(history(rng, RISING, prompts=2000, noise=1.0, ocr=(0.5, 0.2, 0.1, 0.0))) == [10, 20, 30]
 

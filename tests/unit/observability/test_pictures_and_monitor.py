@@ -166,7 +166,7 @@ def leveldb_records(log: bytes) -> Iterator[bytes]:
 def test_a_view_that_fails_is_switched_off_and_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A network that is down, or a disk that is full, ends no run."""
     monitor = Monitor(MonitorConfig(tensorboard=True), tmp_path, name="run", settings={})
-    (broken,) = monitor._sinks
+    (broken,) = monitor._views
     broken.log = lambda step, metrics: (_ for _ in ()).throw(OSError("no space left"))  # type: ignore[method-assign]
     monitor.log(0, {"reward/mean": 0.5})
     monitor.log(1, {"reward/mean": 0.5})
@@ -178,7 +178,7 @@ def test_a_view_that_fails_is_switched_off_and_named(tmp_path: Path, caplog: pyt
 def test_a_view_that_cannot_be_closed_is_named_once(tmp_path: Path) -> None:
     """W&B sends the last of its data then."""
     monitor = Monitor(MonitorConfig(tensorboard=True), tmp_path, name="run", settings={})
-    (broken,) = monitor._sinks
+    (broken,) = monitor._views
     broken.close = lambda: (_ for _ in ()).throw(OSError("no route to host"))  # type: ignore[method-assign]
     monitor.close()
     monitor.close()
