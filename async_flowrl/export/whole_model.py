@@ -19,14 +19,15 @@ from async_flowrl.export.source import Source
 from async_flowrl.policies import whole_file
 from async_flowrl.policies.lora_file import LoraFile, modules_of
 from async_flowrl.policies.registry import resolve_model
+from async_flowrl.policies.stored import StoredWeights
 
 MERGED, TRANSFORMER = "merged", "transformer"
 """Folder that is written, and the folder of the transformer inside it."""
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 IGNORED = ("*.bin", "*.pt", "*.ckpt", "*.msgpack", "*.h5", "*.onnx", ".cache", ".git*")
 
-Place = tuple[Path, int]
-"""Position of a matrix: a file and the offset of its first byte."""
+Place = tuple[Path, int, tuple[int, ...]]
+"""Position of a tensor: a file, the offset of its first byte, and the tensor's shape."""
 
 
 def write_merged(model: ModelConfig, lora: LoraFile, out: Path, what: str) -> Path:
@@ -37,7 +38,7 @@ def write_merged(model: ModelConfig, lora: LoraFile, out: Path, what: str) -> Pa
     """
     target, work = out / MERGED, out / f".{MERGED}-unfinished"
     base = whole_file.base_folder(resolve_model(model), "all" if what == "pipeline" else TRANSFORMER).parent
-    places = _places(base / TRANSFORMER)
+    places = _places(base)
     _check(places, lora, base)
     copied = base if what == "pipeline" else base / TRANSFORMER
     _check_room(target, copied.rglob("*"))
@@ -46,7 +47,7 @@ def write_merged(model: ModelConfig, lora: LoraFile, out: Path, what: str) -> Pa
         destination = work if what == "pipeline" else work / TRANSFORMER
         shutil.copytree(copied, destination, ignore=shutil.ignore_patterns(*IGNORED), copy_function=shutil.copyfile)
         for module in modules_of(lora.tensors):
-            file, offset = places[f"{module}.weight"]
+            file, offset, _ = places[f"{module}.weight"]
             _add(work / TRANSFORMER / file.name, offset, f"{module}.weight", _update(lora, module))
         work.rename(target)
     finally:
@@ -64,22 +65,16 @@ def _check_room(target: Path, copied: Iterable[Path]) -> None:
         raise ValueError(f"{target} needs {needed / 2**30:.1f} GiB, {free / 2**30:.1f} GiB are free there")
 
 
-def _places(folder: Path) -> Mapping[str, Place]:
+def _places(base: Path) -> Mapping[str, Place]:
     """Positions of all tensors in the transformer's safetensors files, by name."""
-    index = folder / "diffusion_pytorch_model.safetensors.index.json"
-    if index.is_file():
-        files = sorted({folder / name for name in json.loads(index.read_text())["weight_map"].values()})
-    else:
-        files = [folder / "diffusion_pytorch_model.safetensors"]
-    if missing := [file.name for file in files if not file.is_file()]:
-        raise ValueError(f"--merged needs safetensors files of the transformer, {folder} lacks {missing[0]}")
-    places = {}
-    for file in files:
+    places: dict[str, Place] = {}
+    for file in sorted(set(StoredWeights(str(base), dtype=torch.float32).files.values())):
         with file.open("rb") as opened:
             length = int.from_bytes(opened.read(8), "little")
             header = json.loads(opened.read(length))
         header.pop("__metadata__", None)
-        places.update({name: (file, 8 + length + entry["data_offsets"][0]) for name, entry in header.items()})
+        for name, entry in header.items():
+            places[name] = file, 8 + length + entry["data_offsets"][0], tuple(entry["shape"])
     return places
 
 
@@ -87,8 +82,7 @@ def _check(places: Mapping[str, Place], lora: LoraFile, base: Path) -> None:
     for module in modules_of(lora.tensors):
         if f"{module}.weight" not in places:
             raise ValueError(f"the LoRA adapts {module}, of which {base / TRANSFORMER} holds no weight")
-        with safe_open(places[f"{module}.weight"][0], framework="pt") as opened:
-            shape = tuple(opened.get_slice(f"{module}.weight").get_shape())
+        shape = places[f"{module}.weight"][2]
         wanted = (
             lora.tensors[f"{module}.lora_B.weight"].shape[0],
             lora.tensors[f"{module}.lora_A.weight"].shape[1],

@@ -160,7 +160,7 @@ class EvaluationLog:
         self.path = path
         self._lock = threading.Lock()
         cut_unfinished_line(path)
-        self._records = [Evaluation.from_json(line) for line in read_events(path)] if path.exists() else []
+        self._records = read_evaluations(path)
 
     @property
     def records(self) -> tuple[Evaluation, ...]:
