@@ -23,6 +23,7 @@ from async_flowrl.config.compose import read_config
 from async_flowrl.config.guidance import guidance_refusal
 from async_flowrl.config.resolution import asked_resolution, configured, height_width
 from async_flowrl.config.schema import Config
+from async_flowrl.config.sections.data import DataConfig
 from async_flowrl.config.sections.model import ModelConfig
 from async_flowrl.config.settings import MAX_SEED
 from async_flowrl.observability.images import grid
@@ -46,26 +47,25 @@ class Settings:
     sampling: Sampling
 
 
-def settings_of(trained: Path | None, model: str | None) -> Settings:
-    """Settings for trained weights (None: only the base model).
+def config_of(trained: Path | None, model: str | None, *, run: Path | None = None, option: str = "--model") -> Config:
+    """Configuration for trained weights (None: only the base model).
 
-    If `trained` lies in a run directory, they are those of the run's evaluations (config.yaml), with the base model
-    replaced by `model` if that is given. Otherwise they are the usual settings of `model`, or of the base model that
-    a LoRA file names. Raises ValueError if no model is known or `trained` holds no weights.
+    If `trained` lies in a run directory, or `run` names one, it is that run's, with the base model replaced by `model`
+    if that is given. Otherwise it has the usual settings of `model`, or of the base model that a LoRA file names.
+    Raises ValueError if `trained` holds no weights, or if no model is known; `option` is what names one.
     """
     if trained is not None:
         trained_file.check(trained)
-    run = run_of(trained) if trained is not None else None
+        run = run or run_of(trained)
     if run is not None:
-        used = from_config(read_config(run / "config.yaml"))
-        if model in (None, used.model.path):
-            return used
-        return replace(used, model=replace(used.model, path=str(model), revision=None))
-    named = trained is not None and not whole_file.is_whole(trained)
-    base = model or (lora_file.base_of(trained) if trained is not None and named else None)
+        config = read_config(run / "config.yaml")
+        if model is not None and model != config.model.path:
+            config.model = replace(config.model, path=model, revision=None)
+        return config
+    base = model or (None if trained is None or whole_file.is_whole(trained) else lora_file.base_of(trained))
     if base is None:
         raise ValueError(
-            "--model is needed: there is no config.yaml of a run beside the weights, and they name no base model"
+            f"{option} is needed: there is no config.yaml of a run beside the weights, and they name no base model"
         )
     return usual(base)
 
@@ -79,13 +79,23 @@ def run_of(trained: Path) -> Path | None:
     return next((folder for folder in folders if (folder / "config.yaml").is_file()), None)
 
 
-def usual(model: str) -> Settings:
-    """Settings for a model outside a run: its family's usual guidance, 512 × 512 pixels, 28 steps (`tiny`: 32, 6)."""
-    if model == "tiny":
-        return Settings(ModelConfig(), Sampling(32, 6, 1.0, 0.0, " ", "ode", 0.0))
-    config = ModelConfig(path=model)
-    true_cfg_scale, guidance_scale = load_family(resolve_model(config).family).usual_guidance
-    return Settings(config, Sampling(512, 28, true_cfg_scale, guidance_scale, " ", "ode", 0.0))
+def usual(model: str) -> Config:
+    """Configuration for a model outside a run, without prompts: its family's usual guidance, 512 × 512 pixels, 28 steps
+    (`tiny`: 32 × 32, 6)."""
+    config = Config(model=ModelConfig(path=model), data=DataConfig(train=""))
+    size, steps, (true_cfg_scale, guidance_scale) = 32, 6, (1.0, 0.0)
+    if model != "tiny":
+        size, steps = 512, 28
+        true_cfg_scale, guidance_scale = load_family(resolve_model(config.model).family).usual_guidance
+    config.rollout = replace(
+        config.rollout,
+        resolution=size,
+        num_inference_steps=steps,
+        true_cfg_scale=true_cfg_scale,
+        guidance_scale=guidance_scale,
+        negative_prompt=" ",
+    )
+    return config
 
 
 def check_guidance(model: ModelConfig, true_cfg_scale: float | None, guidance_scale: float | None) -> None:
@@ -189,7 +199,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise ValueError(f"--images must be at least 1, got {given.images}")
         if not 0 <= given.seed <= MAX_SEED - given.images:
             raise ValueError(f"--seed must be at least 0 and at most {MAX_SEED - given.images}, got {given.seed}")
-        settings = settings_of(trained, given.model)
+        settings = from_config(config_of(trained, given.model))
         check_guidance(settings.model, given.true_cfg_scale, given.guidance_scale)
         names = ("resolution", "num_inference_steps", "true_cfg_scale", "guidance_scale", "negative_prompt")
         asked = {name: getattr(given, name) for name in names if getattr(given, name) is not None}

@@ -18,9 +18,8 @@ from async_flowrl.config.sections.reward import RewardConfig, RewardTerm
 from async_flowrl.config.sections.tune import LORA
 from async_flowrl.config.settings import MAX_SEED
 from async_flowrl.data.load import load_data
-from async_flowrl.generate import run_of, usual
+from async_flowrl.generate import config_of
 from async_flowrl.observability.run_directory import RunDirectory
-from async_flowrl.policies import lora_file, trained_file, whole_file
 from async_flowrl.policies.registry import load_family, resolve_model
 from async_flowrl.rewards.registry import check_prompts, check_rewards
 from async_flowrl.tickets.request import evaluation_resolution
@@ -137,21 +136,8 @@ def _origin(given: Namespace) -> tuple[Config, Path]:
             f"async_flowrl.export {source} OUT) and give "
             f"{'--lora OUT' if ran.tune == LORA else 'OUT/transformer with --base'}"
         )
-    trained_file.check(trained)
-    run = source if ran is not None else run_of(trained)
-    if run is not None:
-        config = read_config(run / "config.yaml")
-        if given.base is not None and given.base != config.model.path:
-            config.model = replace(config.model, path=given.base, revision=None)
-        return config, trained
-    base = given.base or (None if whole_file.is_whole(trained) else lora_file.base_of(trained))
-    if base is None:
-        raise ValueError(f"--base is needed: {trained} is not of a run, and does not say which model it is for")
-    how = usual(base)
-    config = Config(model=how.model, data=DataConfig(train=""))
-    names = ("num_inference_steps", "resolution", "true_cfg_scale", "guidance_scale", "negative_prompt")
-    config.rollout = replace(config.rollout, **{name: getattr(how.sampling, name) for name in names})
-    return config, trained
+    run = source if ran is not None else None
+    return config_of(trained, given.base, run=run, option="--base"), trained
 
 
 def _sampling(config: Config, given: Namespace) -> None:

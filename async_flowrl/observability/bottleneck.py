@@ -137,7 +137,7 @@ def reward_bound(workers: Sequence[Track], window: Interval) -> str | None:
 
 def taken(track: Track, window: Interval) -> float:
     """Seconds of `window` in which a worker was in no waiting state."""
-    return length(subtract([window], union(interval for _, interval in track.waits)))
+    return length(subtract([window], union(interval for times in track.waits.values() for interval in times)))
 
 
 def enough(rewards: Mapping[str, Sequence[float]], others: float) -> dict[str, int]:

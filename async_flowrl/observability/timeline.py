@@ -7,9 +7,10 @@ The trace is for chrome://tracing or https://ui.perfetto.dev. A run writes it at
 import argparse
 import json
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +37,8 @@ class Track:
 
     place: str
     spans: list[Event] = field(default_factory=list)
-    waits: list[tuple[str, Interval]] = field(default_factory=list)
-    """(state, interval) for all states except "busy", without the times at which a span ran."""
+    waits: Mapping[str, list[Interval]] = field(default_factory=dict)
+    """State → its times, for all states except "busy", without the times at which a span ran."""
 
     @cached_property
     def busy(self) -> list[Interval]:
@@ -46,7 +47,7 @@ class Track:
 
     def intervals(self, state: str) -> list[Interval]:
         """Times at which the place was in a state, one of ledger.STATES."""
-        return self.busy if state == "busy" else union(interval for name, interval in self.waits if name == state)
+        return self.busy if state == "busy" else self.waits.get(state, [])
 
 
 def tracks(events: Iterable[Event]) -> list[Track]:
@@ -63,7 +64,7 @@ def tracks(events: Iterable[Event]) -> list[Track]:
             else:
                 states.setdefault(track.place, []).append((event["time"], event["state"]))
     for place, track in by_place.items():
-        track.waits = list(_waits(states.get(place, []), last, track.busy))
+        track.waits = _waits(states.get(place, []), last, track.busy)
     return sorted(by_place.values(), key=_order)
 
 
@@ -73,15 +74,11 @@ def _order(track: Track) -> tuple[int, str, int]:
     return POOLS.index(base) if base in POOLS else len(POOLS), pool, _index(track.place)
 
 
-def _waits(changes: list[tuple[float, str]], last: float, busy: list[Interval]) -> Iterator[tuple[str, Interval]]:
-    ends = [time for time, _ in changes[1:]] + [last] * bool(changes)
+def _waits(changes: list[tuple[float, str]], last: float, busy: list[Interval]) -> dict[str, list[Interval]]:
     by_state: dict[str, list[Interval]] = {}
-    for (start, state), end in zip(changes, ends, strict=True):
+    for (start, state), (end, _) in pairwise([*changes, (last, "")]):
         by_state.setdefault(state, []).append((start, end))
-    for state, intervals in by_state.items():
-        if state != "busy":
-            for interval in subtract(union(intervals), busy):
-                yield state, interval
+    return {state: subtract(union(times), busy) for state, times in by_state.items() if state != "busy"}
 
 
 def by_device(workers: Sequence[Track]) -> list[Track]:
@@ -91,8 +88,7 @@ def by_device(workers: Sequence[Track]) -> list[Track]:
     sharing.sort(key=lambda track: (_index(track.place), SHARING_POOLS.index(pool_of(track.place))))
     sorted_tracks = []
     for track in sharing:
-        computed = busy[_index(track.place)]
-        waits = [(state, part) for state, interval in track.waits for part in subtract([interval], computed)]
+        waits = {state: subtract(times, busy[_index(track.place)]) for state, times in track.waits.items()}
         sorted_tracks.append(Track(track.place, track.spans, waits))
     return sorted_tracks + [track for track in workers if pool_of(track.place) not in SHARING_POOLS]
 
@@ -208,8 +204,8 @@ def _track_events(track: Track, number: int, start: float) -> list[dict[str, Any
             arguments = {k: v for k, v in span.items() if k not in ("time", "event", "name", "start", "end")}
             entries.append(_block(span["name"], (span["start"], span["end"]), tid, start, arguments))
     publishes = {"sync": "publish"} if pool_of(track.place) == "trainer" else {}
-    for state, interval in track.waits:
-        entries.append(_block(publishes.get(state, state), interval, number * 100, start, {}))
+    for state, times in track.waits.items():
+        entries += [_block(publishes.get(state, state), interval, number * 100, start, {}) for interval in times]
     return entries
 
 

@@ -163,7 +163,7 @@ def timeline(axes: Axes, title: str, run: Run) -> None:
 
 def bars(track: Track, start: float, *, waiting: bool) -> list[tuple[float, float]]:
     """Returns (start, width) in seconds of the waiting or busy intervals inside the window that begins at `start`."""
-    found = union(interval for _, interval in track.waits) if waiting else track.busy
+    found = union(each for times in track.waits.values() for each in times) if waiting else track.busy
     return [(low - start, high - low) for low, high in intersect(found, [(start, start + WINDOW)])]
 
 
