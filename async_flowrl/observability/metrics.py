@@ -65,3 +65,9 @@ def missing_terms(line: Mapping[str, Any]) -> Counter[str]:
     """Optional term → number of groups that a step trained without its score, from the step's metrics."""
     missing = {re.fullmatch("reward/([^/]+)/missing", key): value for key, value in line.items()}
     return Counter({match[1]: int(value) for match, value in missing.items() if match and value})
+
+
+def by_age(line: Mapping[str, Any], kind: str) -> Counter[int]:
+    """Age of images in versions → value of `<kind>/<age>` in a step's metrics, e.g. of the kind `kept_of`."""
+    ages = {key.removeprefix(f"{kind}/"): value for key, value in line.items() if key.startswith(f"{kind}/")}
+    return Counter({int(age): value for age, value in ages.items() if value})

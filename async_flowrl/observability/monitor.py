@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from async_flowrl.config.sections.monitor import MonitorConfig
+from async_flowrl.observability.metrics import by_age
 from async_flowrl.types import ByteArray
 
 logger = logging.getLogger(__name__)
@@ -177,11 +178,11 @@ def age_histogram(metrics: Mapping[str, Any]) -> tuple[list[int], list[float]] |
 
     A row is one image in one trained denoising step.
     """
-    rows = {int(name.removeprefix("kept_of/")): value for name, value in metrics.items() if name.startswith("kept_of/")}
+    rows = by_age(metrics, "kept_of")
     if not rows:
         return None
     ages = range(max(rows) + 1)
-    return [int(rows.get(age) or 0) for age in ages], [age - 0.5 for age in range(len(ages) + 1)]
+    return [int(rows[age]) for age in ages], [age - 0.5 for age in range(len(ages) + 1)]
 
 
 class Monitor:

@@ -18,7 +18,7 @@ from async_flowrl.observability.events import Event, effective
 from async_flowrl.observability.hacking import alarms, best, notices
 from async_flowrl.observability.intervals import Interval, intersect, length, union
 from async_flowrl.observability.ledger import place_of, pool_of
-from async_flowrl.observability.metrics import Metrics, missing_terms
+from async_flowrl.observability.metrics import Metrics, by_age, missing_terms
 from async_flowrl.observability.result import tenths
 from async_flowrl.observability.statistics import CHANGE_FIELDS
 from async_flowrl.observability.timeline import Track, device_shares, tracks
@@ -170,16 +170,8 @@ def gradient_kept(metrics: Sequence[Metrics]) -> dict[str, float]:
 
     A row is one image in one trained denoising step; rows with advantage 0 are not counted.
     """
-    kept: dict[str, float] = {}
-    total: dict[str, float] = {}
-    for line in metrics:
-        for name, value in line.items():
-            kind, _, age = name.partition("/")
-            if kind == "kept":
-                kept[age] = kept.get(age, 0.0) + value
-            elif kind == "kept_of":
-                total[age] = total.get(age, 0.0) + value
-    return {age: kept.get(age, 0.0) / total[age] for age in sorted(total, key=int) if total[age]}
+    kept, total = (sum((by_age(line, kind) for line in metrics), Counter()) for kind in ("kept", "kept_of"))
+    return {str(age): kept[age] / total[age] for age in sorted(total)}
 
 
 def skipped(metrics: Sequence[Metrics]) -> dict[str, int]:
