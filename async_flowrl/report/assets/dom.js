@@ -22,7 +22,6 @@ const painted = (node, name, property = "background") => ((node.style[property] 
 
 function number(value) {
   if (value === null || value === undefined) return "–";
-  if (!Number.isFinite(value)) return String(value);
   if (Number.isInteger(value) && Math.abs(value) < 1e7) return value.toLocaleString("en");
   const size = Math.abs(value);
   return size !== 0 && (size < 1e-3 || size >= 1e6) ? value.toExponential(2) : String(Number(value.toPrecision(4)));
