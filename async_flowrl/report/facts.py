@@ -5,6 +5,7 @@ import shlex
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from datetime import timedelta
 from typing import Any
 
 from omegaconf import OmegaConf
@@ -35,7 +36,7 @@ def facts_of(run: Records) -> list[Row]:
         ("Staleness allowed, versions", _text(summary.get("max_staleness", run.setting("max_staleness")))),
         ("Steps", f"{run.steps} of {run.total_steps}" if run.total_steps else str(run.steps)),
         ("Training images", f"{images:,}"),
-        ("Wall clock", duration(run.window[1] - run.window[0] if run.step_events else None)),
+        ("Wall clock", str(timedelta(seconds=round(run.window[1] - run.window[0]))) if run.step_events else None),
         ("Images per second", _text(summary.get("steady_images_per_s") or summary.get("images_per_s"))),
         (f"Efficiency in the steady state: {efficiency} ÷ measured", _text(summary.get("efficiency"), ".0%")),
         ("Time of the devices", _devices(summary.get("devices") or {})),
@@ -112,17 +113,6 @@ def verification_of(run: Records) -> dict[str, Any]:
         "commands": commands,
         "typed": typed_command(record),
     }
-
-
-def duration(seconds: float | None) -> str | None:
-    """Text such as "1 h 5 min" for 3,900 seconds; None for None."""
-    if seconds is None:
-        return None
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    if hours:
-        return f"{hours} h {minutes} min"
-    return f"{minutes} min {rest} s" if minutes else f"{seconds:.1f} s"
 
 
 def _text(value: Any, form: str = ".4g") -> str | None:
