@@ -17,23 +17,20 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image
 
 from async_flowrl.config.check import guidance_refusal
 from async_flowrl.config.compose import read_config
 from async_flowrl.config.resolution import asked_resolution, configured, height_width
-from async_flowrl.config.schema import Config, ModelConfig
+from async_flowrl.config.schema import Config, DataConfig, ModelConfig
 from async_flowrl.config.settings import MAX_SEED
-from async_flowrl.observability.images import fitted, within
+from async_flowrl.observability.images import grid
 from async_flowrl.policies import lora_file, trained_file
 from async_flowrl.policies.registry import DTYPES, family_of, load_family, load_pipeline, resolve_model, shapes_of
 from async_flowrl.tickets.request import sampling
 from async_flowrl.types import ByteArray, Sampling
 
 logger = logging.getLogger(__name__)
-
-_MIN_SIDE, _GAP, _LINE_HEIGHT = 128, 4, 22
-"""In pixels: smallest side of an image in the grid, space between images, height of a line of text."""
 
 
 @dataclass(frozen=True)
@@ -48,26 +45,25 @@ class Settings:
     sampling: Sampling
 
 
-def settings_of(trained: Path | None, model: str | None) -> Settings:
-    """Settings for trained weights (None: only the base model).
+def config_of(trained: Path | None, model: str | None, *, run: Path | None = None, option: str = "--model") -> Config:
+    """Configuration for trained weights (None: only the base model).
 
-    If `trained` lies in a run directory, they are those of the run's evaluations (config.yaml), with the base model
-    replaced by `model` if that is given. Otherwise they are the usual settings of `model`, or of the base model that
-    a LoRA file names. Raises ValueError if no model is known or `trained` holds no weights.
+    If `trained` lies in a run directory, or `run` names one, it is that run's, with the base model replaced by `model`
+    if that is given. Otherwise it has the usual settings of `model`, or of the base model that a LoRA file names.
+    Raises ValueError if `trained` holds no weights, or if no model is known; `option` is what names one.
     """
     if trained is not None:
         trained_file.check(trained)
-    run = run_of(trained) if trained is not None else None
+        run = run or run_of(trained)
     if run is not None:
-        used = from_config(read_config(run / "config.yaml"))
-        if model in (None, used.model.path):
-            return used
-        return replace(used, model=replace(used.model, path=str(model), revision=None))
-    named = trained is not None and not trained_file.is_whole(trained)
-    base = model or (lora_file.base_of(trained) if trained is not None and named else None)
+        config = read_config(run / "config.yaml")
+        if model is not None and model != config.model.path:
+            config.model = replace(config.model, path=model, revision=None)
+        return config
+    base = model or (None if trained is None or trained_file.is_whole(trained) else lora_file.base_of(trained))
     if base is None:
         raise ValueError(
-            "--model is needed: there is no config.yaml of a run beside the weights, and they name no base model"
+            f"{option} is needed: there is no config.yaml of a run beside the weights, and they name no base model"
         )
     return usual(base)
 
@@ -81,13 +77,23 @@ def run_of(trained: Path) -> Path | None:
     return next((folder for folder in folders if (folder / "config.yaml").is_file()), None)
 
 
-def usual(model: str) -> Settings:
-    """Settings for a model outside a run: its family's usual guidance, 512 × 512 pixels, 28 steps (`tiny`: 32, 6)."""
-    if model == "tiny":
-        return Settings(ModelConfig(), Sampling(32, 6, 1.0, 0.0, " ", "ode", 0.0))
-    config = ModelConfig(path=model)
-    true_cfg_scale, guidance_scale = load_family(resolve_model(config).family).usual_guidance
-    return Settings(config, Sampling(512, 28, true_cfg_scale, guidance_scale, " ", "ode", 0.0))
+def usual(model: str) -> Config:
+    """Configuration for a model outside a run, without prompts: its family's usual guidance, 512 × 512 pixels, 28 steps
+    (`tiny`: 32 × 32, 6)."""
+    config = Config(model=ModelConfig(path=model), data=DataConfig(train=""))
+    size, steps, (true_cfg_scale, guidance_scale) = 32, 6, (1.0, 0.0)
+    if model != "tiny":
+        size, steps = 512, 28
+        true_cfg_scale, guidance_scale = load_family(resolve_model(config.model).family).usual_guidance
+    config.rollout = replace(
+        config.rollout,
+        resolution=size,
+        num_inference_steps=steps,
+        true_cfg_scale=true_cfg_scale,
+        guidance_scale=guidance_scale,
+        negative_prompt=" ",
+    )
+    return config
 
 
 def check_guidance(model: ModelConfig, true_cfg_scale: float | None, guidance_scale: float | None) -> None:
@@ -140,46 +146,6 @@ def run_pipeline(pipeline: Any, settings: Settings, prompt: str | None, **option
     return np.stack([np.asarray(image.convert("RGB")) for image in images])
 
 
-def grid(
-    prompts: Sequence[str],
-    columns: Sequence[tuple[str, Sequence[ByteArray]]],
-    *,
-    captions: Sequence[Sequence[Sequence[Sequence[str]]]] = (),
-    max_side: int | None = None,
-) -> Image.Image:
-    """Draws one picture with one row per prompt.
-
-    `columns` holds (title, images uint8 [n, H, W, 3] per prompt); n is the same everywhere. `captions[column][prompt]
-    [image]` are the lines of text below an image. All images are drawn with the same longer side in pixels: the longest
-    one of the images, enlarged by a whole factor to 128 or more, and reduced to `max_side` if that is smaller.
-    """
-    n = len(columns[0][1][0])
-    side = max(max(images.shape[1:3]) for _, rows in columns for images in rows)
-    cell = min(side * max(1, -(-_MIN_SIDE // side)), max_side or sys.maxsize)
-    block = n * cell + (n - 1) * _GAP
-    lines = max((len(each) for column in captions for group in column for each in group), default=0)
-    height = cell + _LINE_HEIGHT * (1 + lines)
-    width = len(columns) * block + (len(columns) - 1) * 4 * _GAP
-    sheet = Image.new("RGB", (width, _LINE_HEIGHT + len(prompts) * height), "white")
-    draw, font = ImageDraw.Draw(sheet), ImageFont.load_default(14)
-    for at, (title, rows) in enumerate(columns):
-        left = at * (block + 4 * _GAP)
-        draw.text((left, 3), title, fill="black", font=font)
-        for row, images in enumerate(rows):
-            top = 2 * _LINE_HEIGHT + row * height
-            for place, pixels in enumerate(images):
-                corner = left + place * (cell + _GAP)
-                picture = within(pixels, cell)
-                sheet.paste(picture, (corner, top + (cell - picture.height) // 2))
-                for line, text in enumerate(captions[at][row][place] if captions else ()):
-                    below = top + cell + 2 + line * _LINE_HEIGHT
-                    draw.text((corner, below), fitted(text, draw, font, cell), fill="dimgrey", font=font)
-    for row, prompt in enumerate(prompts):
-        shown = fitted(prompt, draw, font, width)
-        draw.text((0, _LINE_HEIGHT + row * height + 3), shown, fill="dimgrey", font=font)
-    return sheet
-
-
 def generate(
     settings: Settings, trained: Path | None, prompts: Sequence[str], *, seed: int, images: int
 ) -> Image.Image:
@@ -195,7 +161,7 @@ def generate(
     if trained is not None:
         trained_file.apply(pipeline, trained)
         columns.append(("after", [sample(pipeline, settings, prompt, seeds) for prompt in prompts]))
-    return grid(prompts, columns)
+    return grid(prompts, columns, max_side=sys.maxsize)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -233,7 +199,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise ValueError(f"--images must be at least 1, got {given.images}")
         if not 0 <= given.seed <= MAX_SEED - given.images:
             raise ValueError(f"--seed must be at least 0 and at most {MAX_SEED - given.images}, got {given.seed}")
-        settings = settings_of(trained, given.model)
+        settings = from_config(config_of(trained, given.model))
         check_guidance(settings.model, given.true_cfg_scale, given.guidance_scale)
         names = ("resolution", "num_inference_steps", "true_cfg_scale", "guidance_scale", "negative_prompt")
         asked = {name: getattr(given, name) for name in names if getattr(given, name) is not None}

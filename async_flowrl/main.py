@@ -95,13 +95,14 @@ def report_over(folders: Sequence[Path], jobs: int) -> None:
 
     `jobs` is the number of all jobs of the sweep, refused and failed ones included. A single job gets no such report.
     """
-    from async_flowrl.report.write import write_page
+    from async_flowrl.report.page import write_page
 
     runs = [folder for folder in folders if (folder / "report.html").exists()]
     if runs and jobs > 1:
         path = (Path(os.path.commonpath(runs)) if len(runs) > 1 else runs[0].parent) / "report.html"
         share = f"all {jobs}" if len(runs) == jobs else f"{len(runs)} of {jobs}"
-        say(f"{'report':8} {write_page(runs, path)}: {share} runs\n")
+        write_page(runs, path)
+        say(f"{'report':8} {path}: {share} runs\n")
 
 
 class _Parser(argparse.ArgumentParser):

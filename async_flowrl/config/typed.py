@@ -9,12 +9,13 @@ from omegaconf import DictConfig, OmegaConf
 from async_flowrl.config.paths import config_dir
 
 
-def typed_command(hydra_record: Mapping[str, str]) -> str | None:
+def typed_command(hydra_record: Mapping[str, str], *, without: tuple[str, ...] = ()) -> str | None:
     """Returns the command that started the run; None if the record is incomplete, as for a run started from Python.
 
-    `hydra_record` maps file names in `.hydra/` to their texts.
+    `hydra_record` maps file names in `.hydra/` to their texts. Overrides of keys in `without` are left
+    out, and so is `--config-dir` if it is in there.
     """
-    return _command(hydra_record, _hydras(hydra_record), (), ()) if _is_whole(hydra_record) else None
+    return _command(hydra_record, _hydras(hydra_record), without, ()) if _is_whole(hydra_record) else None
 
 
 def resume_command(hydra_record: Mapping[str, str], output_dir: Path | None = None) -> str | None:
@@ -51,7 +52,7 @@ def _command(
     overrides = OmegaConf.to_container(OmegaConf.create(hydra_record["overrides.yaml"]), resolve=False)
     given = [str(override) for override in overrides or ()]
     kept = [override for override in given if override.partition("=")[0].lstrip("+") not in without]
-    where = ["--config-dir", folder] if folder else []
+    where = ["--config-dir", folder] if folder and "--config-dir" not in without else []
     return shlex.join(["async-flowrl", "train", *where, *(["--config-name", str(name)] if name else []), *kept, *more])
 
 

@@ -20,16 +20,15 @@ from async_flowrl.observability.evaluations import (
     Curve,
     Evaluation,
     EvaluationLog,
+    extra_means,
     metric_keys,
 )
-from async_flowrl.observability.extras import captions, extra_means, picture_data
 from async_flowrl.observability.hacking import alarms, best, newest_alarms, notices
-from async_flowrl.observability.images import write_grid, write_images
+from async_flowrl.observability.images import captions, picture_data, write_grid, write_images
 from async_flowrl.observability.metrics import MetricsLog
-from async_flowrl.observability.monitor import Monitor
+from async_flowrl.observability.monitor import MAX_SAMPLES, Monitor, Sample
 from async_flowrl.observability.run_directory import RunDirectory
 from async_flowrl.observability.statistics import diversity
-from async_flowrl.observability.trackers import MAX_SAMPLES, Sample
 from async_flowrl.types import Scores
 
 logger = logging.getLogger(__name__)

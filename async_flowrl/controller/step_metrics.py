@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 
 from async_flowrl.algorithms.diagnostics import WindowGroup, sample_size, window_metrics
-from async_flowrl.observability.extras import extra_means
+from async_flowrl.observability.evaluations import extra_means
 from async_flowrl.tickets.table import Ticket
 from async_flowrl.training.messages import UpdateStats
 from async_flowrl.types import Scores

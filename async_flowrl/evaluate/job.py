@@ -1,8 +1,9 @@
 """Description of one evaluation: weights, prompts, rewards and noises, from a run's configuration or the command line.
 
-command.py calls `job_of`, Python callers `job_of_run`; measure.py carries the `Job` out.
+__main__.py calls `job_of`, Python callers `job_of_run`; measure.py carries the `Job` out.
 """
 
+import sys
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,9 +15,8 @@ from async_flowrl.config.resolution import asked_resolution
 from async_flowrl.config.schema import LORA, Config, DataConfig, RewardConfig, RewardTerm
 from async_flowrl.config.settings import MAX_SEED
 from async_flowrl.data.load import load_data
-from async_flowrl.generate import run_of, usual
+from async_flowrl.generate import config_of
 from async_flowrl.observability.run_directory import RunDirectory
-from async_flowrl.policies import lora_file, trained_file
 from async_flowrl.policies.registry import load_family, resolve_model
 from async_flowrl.rewards.registry import check_prompts, check_rewards
 from async_flowrl.tickets.request import evaluation_resolution
@@ -33,12 +33,11 @@ class Job:
     """An evaluation to make. A term is one reward with its weight and options; each term is a score of its own.
 
     `kinds` gives the origin of each term (`ASKED`, `TRAINED` or `HELD_OUT`). `config` holds the sampling settings.
-    `lora` None means that only the base model is measured.
     """
 
     config: Config
-    trained_weights: Path | None
-    """A LoRA, or a transformer's folder; None = the base model alone."""
+    trained_weights: Path
+    """A LoRA, or a transformer's folder."""
     terms: Mapping[str, RewardTerm]
     kinds: Mapping[str, str]
     prompts: Sequence[Prompt]
@@ -69,7 +68,7 @@ class Job:
         return {name: self.terms[name].weight for name, kind in self.kinds.items() if kind == TRAINED}
 
 
-def job_of_run(config: Config, trained: Path | None) -> Job:
+def job_of_run(config: Config, trained: Path) -> Job:
     """Returns the job that repeats a run's last evaluation: its prompts, noises, trained and held-out terms.
 
     `trained` is the LoRA or transformer that the run has written. Raises ValueError if the rewards or prompts cannot be
@@ -96,7 +95,7 @@ def job_of(given: Namespace) -> Job:
     if prompts is None and not config.data.train:
         raise ValueError("--prompts is needed: the weights are not of a run, whose prompts could be taken")
     if prompts is not None:
-        config.evaluate.max_prompts = given.max_prompts or len(_file(config, prompts)[0])
+        config.evaluate.max_prompts = given.max_prompts or sys.maxsize
     seed = config.evaluate.seed
     job = _job(config, trained, terms, prompts, tuple(range(seed, seed + (given.seeds or 1))))
     return replace(job, one_size=given.resolution is not None)
@@ -104,14 +103,14 @@ def job_of(given: Namespace) -> Job:
 
 def _job(
     config: Config,
-    trained: Path | None,
+    trained: Path,
     terms: Mapping[str, tuple[RewardTerm, str]],
     file: str | None,
     seeds: tuple[int, ...],
 ) -> Job:
     whole = replace(config.reward, terms={name: term for name, (term, _) in terms.items()})
     needs_target = check_rewards(whole)
-    available, chosen = _file(config, file, needs_target=needs_target) if file else _held_out(config, needs_target)
+    available, chosen = _prompts(config, file, needs_target=needs_target)
     prompts = tuple(available[place] for place in range(min(len(available), config.evaluate.max_prompts)))
     check_prompts(whole, prompts)
     kinds = {name: kind for name, (_, kind) in terms.items()}
@@ -134,28 +133,8 @@ def _origin(given: Namespace) -> tuple[Config, Path]:
             f"async_flowrl.export {source} OUT) and give "
             f"{'--lora OUT' if ran.tune == LORA else 'OUT/transformer with --base'}"
         )
-    trained_file.check(trained)
-    run = source if ran is not None else run_of(trained)
-    if run is not None:
-        config = read_config(run / "config.yaml")
-        if given.base is not None and given.base != config.model.path:
-            config.model = replace(config.model, path=given.base, revision=None)
-        return config, trained
-    base = given.base or (None if trained_file.is_whole(trained) else lora_file.base_of(trained))
-    if base is None:
-        raise ValueError(f"--base is needed: {trained} is not of a run, and does not say which model it is for")
-    how = usual(base)
-    config = Config(model=how.model, data=DataConfig(train=""))
-    config.rollout.num_inference_steps, config.rollout.resolution = (
-        how.sampling.num_inference_steps,
-        how.sampling.resolution,
-    )
-    config.rollout.true_cfg_scale, config.rollout.guidance_scale = (
-        how.sampling.true_cfg_scale,
-        how.sampling.guidance_scale,
-    )
-    config.rollout.negative_prompt = how.sampling.negative_prompt
-    return config, trained
+    run = source if ran is not None else None
+    return config_of(trained, given.base, run=run, option="--base"), trained
 
 
 def _sampling(config: Config, given: Namespace) -> None:
@@ -193,13 +172,10 @@ def _asked(names: Sequence[str], known: Mapping[str, RewardTerm]) -> dict[str, t
     return terms
 
 
-def _file(config: Config, file: str, *, needs_target: bool = False) -> tuple[Sequence[Prompt], str]:
-    """Returns all prompts of a file, in its order, and their description in words."""
+def _prompts(config: Config, file: str | None, *, needs_target: bool) -> tuple[Sequence[Prompt], str]:
+    """Returns the prompts of a file (None: those of the run's evaluations) in order, and their description in words."""
+    if file is None:
+        data = load_data(config.data, needs_target=needs_target)
+        return data.evaluation, data.chosen
     alone = DataConfig(train=file, prompt_key=config.data.prompt_key, held_out=0)
     return load_data(alone, needs_target=needs_target).train, f"of {file}"
-
-
-def _held_out(config: Config, needs_target: bool) -> tuple[Sequence[Prompt], str]:
-    """Returns the prompts of the run's evaluations and their description in words."""
-    data = load_data(config.data, needs_target=needs_target)
-    return data.evaluation, data.chosen

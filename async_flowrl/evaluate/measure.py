@@ -6,7 +6,7 @@ Both start from the same initial noises. `evaluate` is the entry point and retur
 import asyncio
 import logging
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -15,10 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from async_flowrl.config.schema import Config
+from async_flowrl.config.schema import Config, RewardConfig
 from async_flowrl.controller.context import NoServers, Servers
+from async_flowrl.controller.scoring import without_server
 from async_flowrl.evaluate.job import TOTAL, TRAINED, Job
-from async_flowrl.evaluate.scoring import scored
 from async_flowrl.evaluate.serving import servers_of
 from async_flowrl.generate import from_config, open_pipeline, run_pipeline
 from async_flowrl.observability.statistics import Estimate, estimate
@@ -26,10 +26,10 @@ from async_flowrl.policies import trained_file
 from async_flowrl.policies.base import Policy
 from async_flowrl.policies.registry import family_of, resolve_model, shapes_of
 from async_flowrl.rewards.base import RewardError
-from async_flowrl.rewards.composite import CompositeReward, weighted_total
+from async_flowrl.rewards.composite import CompositeReward, combined, weighted_total
 from async_flowrl.rewards.registry import build_reward
 from async_flowrl.seeds import derive, generator
-from async_flowrl.types import ByteArray, Prompt, Resolution
+from async_flowrl.types import ByteArray, Prompt, Resolution, Scores
 
 logger = logging.getLogger(__name__)
 
@@ -51,21 +51,18 @@ class Scored:
 
 @dataclass(frozen=True)
 class Row:
-    """One score before and after, paired by prompt and initial noise; without trained weights only `before`.
+    """One score before and after, paired by prompt and initial noise.
 
-    `kind` is its origin (`Job.kinds`).
-
-    Without a LoRA `after`, `difference` and `improved` are None. `improved` is the share of images (0..1) that score
-    better than the base model's image of the same noise; for a negative weight lower is better. `scores` has the keys
-    "before" and "after".
+    `kind` is its origin (`Job.kinds`). `improved` is the share of images (0..1) that score better than the base model's
+    image of the same noise; for a negative weight lower is better. `scores` has the keys "before" and "after".
     """
 
     kind: str
     weight: float
     before: Estimate
-    after: Estimate | None
-    difference: Estimate | None
-    improved: float | None
+    after: Estimate
+    difference: Estimate
+    improved: float
     scores: Mapping[str, ByPrompt]
 
 
@@ -85,7 +82,7 @@ class Comparison:
 
 
 def evaluate(job: Job, *, device: str = "cpu") -> Comparison:
-    """Makes and scores images of the base model and then, if the job has trained weights, images with them.
+    """Makes and scores images of the base model and then images with the trained weights.
 
     Raises ValueError with one sentence if they do not fit, the model cannot make a size, a prompt has no score (unless
     `reward.on_error=skip`), or a required score, or every score, is missing for all prompts. Raises ServerLost if the
@@ -111,16 +108,14 @@ def check_sizes(job: Job) -> None:
 
 
 async def _both(pipeline: Any, job: Job, reward: CompositeReward, device: str) -> Comparison:
-    after = None
     async with servers_of(job, reward, device) as servers:
         before = await _scored(pipeline, job, reward, servers)
-        if job.trained_weights is not None:
-            trained_file.apply(pipeline, job.trained_weights)
-            after = await _scored(pipeline, job, reward, servers)
+        trained_file.apply(pipeline, job.trained_weights)
+        after = await _scored(pipeline, job, reward, servers)
     return compared(job, before, after)
 
 
-def compared(job: Job, before: Scored, after: Scored | None) -> Comparison:
+def compared(job: Job, before: Scored, after: Scored) -> Comparison:
     """Compares measurements, one row per score. Raises ValueError if a required term, or every score, has no row."""
     names = [*job.terms, *([TOTAL] if job.trained else [])]
     missing = tuple(name for name in names if not _common(name, before, after))
@@ -130,24 +125,21 @@ def compared(job: Job, before: Scored, after: Scored | None) -> Comparison:
     for name in missing:
         logger.warning("%s: no prompt was scored before and after, so it is left out", name)
     rows = {name: row(name, job, before, after) for name in names if name not in missing}
-    return Comparison(job, rows, before.images, after.images if after is not None else {}, missing)
+    return Comparison(job, rows, before.images, after.images, missing)
 
 
-def _common(name: str, before: Scored, after: Scored | None) -> list[int]:
-    """Indices of the prompts that have the score before and, with trained weights, after."""
-    first = before.scores.get(name, {})
-    return sorted(first if after is None else first.keys() & after.scores.get(name, {}).keys())
+def _common(name: str, before: Scored, after: Scored) -> list[int]:
+    """Indices of the prompts that have the score before and after."""
+    return sorted(before.scores.get(name, {}).keys() & after.scores.get(name, {}).keys())
 
 
-def row(name: str, job: Job, before: Scored, after: Scored | None) -> Row:
+def row(name: str, job: Job, before: Scored, after: Scored) -> Row:
     """Computes the row of one score, which at least one prompt must have before and after."""
     common = _common(name, before, after)
     if len(common) < len(job.prompts):
         logger.warning("%s: means over %d of %d prompts", name, len(common), len(job.prompts))
-    first, second = ({place: side.scores[name][place] for place in common} for side in (before, after or before))
+    first, second = ({place: side.scores[name][place] for place in common} for side in (before, after))
     kind, weight = (job.kinds[name], job.terms[name].weight) if name in job.kinds else (TRAINED, 1.0)
-    if after is None:
-        return Row(kind, weight, estimate(first), None, None, None, {"before": first})
     sign = -1.0 if weight < 0 else 1.0
     changes = {place: tuple(np.subtract(second[place], first[place]).tolist()) for place in common}
     better = [sign * change > 0 for group in changes.values() for change in group]
@@ -186,6 +178,36 @@ async def _scored(pipeline: Any, job: Job, reward: CompositeReward, servers: Ser
                 total = weighted_total(job.trained, scores.by_term, len(images))
                 results.scores.setdefault(TOTAL, {})[place] = total
     return results
+
+
+async def scored(
+    reward: CompositeReward,
+    config: RewardConfig,
+    servers: Servers,
+    executor: Executor,
+    prompt: Prompt,
+    images: ByteArray,
+) -> Scores:
+    """Returns the scores of images uint8 [n, H, W, 3] by all terms of `config`.
+
+    A term that fails is tried again up to `reward.retries` times. Raises RewardError if a required term, or every term,
+    still has no score.
+    """
+    parts: list[Scores] = []
+    asked = tuple(config.terms)
+    for attempt in range(config.retries + 1):
+        await servers.up(asked)
+        if (gone := without_server(servers, asked)) is not None:
+            parts.append(gone)
+            asked = tuple(name for name in asked if name not in gone.failed)
+            if not asked:
+                break
+        parts.append(await reward.attempt(prompt, images, executor, only=asked))
+        asked = tuple(name for name, failure in parts[-1].failed.items() if not failure.final)
+        if not asked or attempt == config.retries:
+            break
+        await asyncio.sleep(config.backoff * 2**attempt)
+    return reward.demanded(combined(config.terms, parts))
 
 
 def _images(pipeline: Any, policy: Policy, job: Job, prompt: Prompt, place: int, seed: int) -> ByteArray:

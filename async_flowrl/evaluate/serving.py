@@ -4,11 +4,11 @@ import logging
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -16,25 +16,13 @@ from async_flowrl.config.schema import Config, HeldOutConfig, RewardTerm, ServeC
 from async_flowrl.controller.context import NoServers, Servers
 from async_flowrl.controller.reward_servers import server_pools, serving
 from async_flowrl.evaluate.job import Job
+from async_flowrl.observability.events import EventLog
 from async_flowrl.rewards.composite import CompositeReward, connect
 from async_flowrl.rewards.served import Addresses, served_terms
 from separation.cluster import cluster
 from separation.group import VISIBLE_DEVICES
 
 logger = logging.getLogger(__name__)
-
-
-class Quiet:
-    """Observer of the servers that records nothing; the log has what a user needs."""
-
-    def now(self) -> float:
-        return 0.0
-
-    def event(self, event: str, **fields: Any) -> None:
-        """Ignored."""
-
-    def state(self, worker: str, state: str) -> None:
-        """Ignored."""
 
 
 @asynccontextmanager
@@ -57,9 +45,10 @@ async def servers_of(job: Job, reward: CompositeReward, device: str) -> AsyncIte
 
     for name, _ in served_terms(config):
         logger.info("starting the server of the reward %s, its output is in %s", name, folder)
-    async with cluster(pools, backend="local") as groups, serving(config, groups, listeners=[told]) as servers:
-        await servers.all_up(Quiet(), [])
-        yield servers
+    with closing(EventLog(folder / "events.jsonl", time.time)) as events:
+        async with cluster(pools, backend="local") as groups, serving(config, groups, listeners=[told]) as servers:
+            await servers.all_up(events, [])
+            yield servers
     shutil.rmtree(folder)
 
 

@@ -10,14 +10,13 @@ from rich.table import Table
 
 from async_flowrl.config.resolution import height_width, in_words, pixels
 from async_flowrl.evaluate.job import TOTAL
-from async_flowrl.evaluate.measure import SHOWN_IMAGES, Comparison, Row
-from async_flowrl.generate import from_config, grid
+from async_flowrl.evaluate.measure import SHOWN_IMAGES, Comparison
+from async_flowrl.generate import from_config
+from async_flowrl.observability.images import grid
 from async_flowrl.observability.statistics import Estimate
 from async_flowrl.types import Resolution
 
 RESULTS, GRID = "evaluation.json", "before_after.png"
-_MAX_SIDE = 256
-"""Largest side of a shown image in pixels."""
 _MAX_SCORES = 4
 """Largest number of score lines below an image."""
 
@@ -36,7 +35,7 @@ def table(comparison: Comparison) -> Table:
         drawn.add_column(name, justify="right")
     for name, row in comparison.rows.items():
         label = name if name == TOTAL or row.kind != "held_out" else f"{name} (held out)"
-        drawn.add_row(label, _mean(row.before), *_after(row))
+        drawn.add_row(label, _mean(row.before), _mean(row.after), _difference(row.difference), f"{row.improved:.0%}")
     return drawn
 
 
@@ -44,12 +43,6 @@ def sizes_of(comparison: Comparison) -> list[Resolution]:
     """Sizes of the images, smallest first."""
     sizes = {comparison.job.resolution(place) for place in range(len(comparison.job.prompts))}
     return sorted(sizes, key=lambda size: (pixels(size), height_width(size)))
-
-
-def _after(row: Row) -> tuple[str, str, str]:
-    if row.after is None or row.difference is None or row.improved is None:
-        return "", "", ""
-    return _mean(row.after), _difference(row.difference), f"{row.improved:.0%}"
 
 
 def _mean(estimate: Estimate) -> str:
@@ -69,7 +62,7 @@ def as_json(comparison: Comparison) -> dict[str, Any]:
     scored = min(row.before.prompts for row in comparison.rows.values())
     return {
         "base": job.config.model.path,
-        "trained_weights": str(job.trained_weights) if job.trained_weights is not None else None,
+        "trained_weights": str(job.trained_weights),
         "prompts": [prompt.text for prompt in job.prompts],
         "chosen": job.chosen,
         "scored": scored,
@@ -89,11 +82,11 @@ def as_json(comparison: Comparison) -> dict[str, Any]:
 def picture(comparison: Comparison) -> Image.Image:
     """Draws the first images of the first prompts before and after, with their scores below."""
     places = sorted(comparison.before)
-    sides = [("before", comparison.before), *([("after", comparison.after)] if comparison.after else [])]
+    sides = [("before", comparison.before), ("after", comparison.after)]
     columns = [(title, [images[place] for place in places]) for title, images in sides]
     captions = [[_captions(comparison, title, place) for place in places] for title, _ in sides]
     prompts = [comparison.job.prompts[place].text for place in places]
-    return grid(prompts, columns, captions=captions, max_side=_MAX_SIDE)
+    return grid(prompts, columns, captions=captions)
 
 
 def _captions(comparison: Comparison, side: str, place: int) -> list[list[str]]:

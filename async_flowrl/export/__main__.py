@@ -1,17 +1,72 @@
-"""Entry point of `python -m async_flowrl.export`."""
+"""Export of trained weights: a folder to publish, with a model card.
 
+python -m async_flowrl.export SOURCE OUT
+
+Of a LoRA it holds files for diffusers and PEFT; of a run with tune=full, the whole pipeline, or its transformer. A
+folder that PEFT's `save_pretrained` wrote does not work in diffusers: its names start with `base_model.model.`,
+diffusers matches none of them, warns, and generates with the base model.
+"""
+
+import argparse
+import logging
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
-from async_flowrl.export.arguments import parser
+from async_flowrl.config import exit_codes
+
+logger = logging.getLogger(__name__)
+
+FORMS = ("comfyui", "kohya")
+"""Choices of `--format`: the names of file layouts in `policies/lora_formats.py`."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Parses the arguments before torch is imported, so that help and errors appear at once; returns the exit code."""
-    parser().parse_args(arguments)
-    from async_flowrl.export import command
+    """Exports and logs the written paths; returns exit code 0, or 2 for wrong arguments and files."""
+    given = parser().parse_args(arguments)
+    from async_flowrl.export.publish import publish  # imports torch, which help and wrong arguments do not wait for
 
-    return command.main(arguments)
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    try:
+        for written in publish(given):
+            logger.info("wrote %s", written)
+    except (ValueError, OSError) as error:
+        logger.error("%s", error)
+        return exit_codes.CONFIG
+    return exit_codes.OK
+
+
+def parser() -> argparse.ArgumentParser:
+    command_line = argparse.ArgumentParser(
+        prog="python -m async_flowrl.export", description="Writes what was trained in a folder that can be published."
+    )
+    option = command_line.add_argument
+    option("source", type=Path, metavar="SOURCE", help="a run directory, a checkpoint, or any LoRA")
+    option(
+        "out",
+        type=Path,
+        metavar="OUT",
+        help="the folder: diffusers' file and peft/, or the trained pipeline; README.md",
+    )
+    option("--raw", action="store_true", help="the trained weights even if the run kept their EMA")
+    option("--base", help="tiny, a diffusers folder or a hub name (default: the run's, or the LoRA's own)")
+    option(
+        "--format",
+        dest="form",
+        action="append",
+        choices=FORMS,
+        help="also a single file in these names; may be given twice",
+    )
+    option(
+        "--merged",
+        nargs="?",
+        const="pipeline",
+        choices=("pipeline", "transformer"),
+        help="also the model with the LoRA in its weights; with tune=full: which of them to write",
+    )
+    option("--license", help="as the Hub writes it, e.g. apache-2.0")
+    option("--evaluation", type=Path, help="a folder of python -m async_flowrl.evaluate, for the card")
+    return command_line
 
 
 if __name__ == "__main__":

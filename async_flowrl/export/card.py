@@ -2,55 +2,58 @@
 
 import hashlib
 import json
-import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
+from PIL import Image
 
 from async_flowrl.config.resolution import configured, in_pixels
 from async_flowrl.config.schema import Config, RewardTerm
-from async_flowrl.export.pictures import CURVE, GRID, write_curve, write_grid
+from async_flowrl.config.typed import typed_command
 from async_flowrl.export.source import PEFT, Source
-from async_flowrl.observability.evaluations import Evaluation, between, first_comparable, read_evaluations
+from async_flowrl.observability.evaluations import (
+    Evaluation,
+    between,
+    first_comparable,
+    policy_versions,
+    read_evaluations,
+)
 from async_flowrl.observability.events import read_events
+from async_flowrl.observability.metrics import Metrics
 from async_flowrl.policies import lora_file
 from async_flowrl.policies.stored import FOLDER as WHOLE
 
-README = "README.md"
+README, CURVE = "README.md", "curve.png"
+_GAP = 16
+"""Pixels between the images before and after."""
 TAGS = ("diffusers", "text-to-image", "reinforcement-learning", "async_flowrl")
-RESULTS, RESULTS_GRID = "evaluation.json", "before_after.png"
+RESULTS, GRID = "evaluation.json", "before_after.png"
 """Files that `python -m async_flowrl.evaluate … --out FOLDER` writes into FOLDER."""
 
 
-@dataclass(frozen=True)
-class Extras:
-    """Additions to the card: `files` maps further files of the folder to a description of each."""
+def write_card(
+    out: Path, source: Source, files: Mapping[str, str], *, licence: str | None = None, evaluation: Path | None = None
+) -> Path:
+    """Writes README.md and its pictures into `out`.
 
-    files: Mapping[str, str]
-    licence: str | None = None
-    evaluation: Path | None = None
-    """Folder that `python -m async_flowrl.evaluate` wrote; None uses the run's own evaluations."""
-
-
-def write_card(out: Path, source: Source, extras: Extras) -> Path:
-    """Writes README.md and its pictures into `out`. Raises ValueError if `extras.evaluation` is not such a folder."""
+    `files` maps further files of the folder to a description of each. `evaluation` is a folder that
+    `python -m async_flowrl.evaluate` wrote; None uses the run's own evaluations. Raises ValueError if it is none.
+    """
     from huggingface_hub import ModelCard, ModelCardData
 
     base = lora_file.hub_name(source.model.path) if source.model is not None else None
     front = ModelCardData(
         base_model=base,
         base_model_relation=None if base is None else "finetune" if source.whole is not None else "adapter",
-        license=extras.licence or "unknown",
+        license=licence or "unknown",
         library_name="diffusers",
         pipeline_tag="text-to-image",
         tags=[*([] if source.whole is not None else ["lora"]), *TAGS],
     )
     parts = [f"# {_title(source, out)}", _origin(source, base)]
-    parts += [*_training(source), *_results(out, source, extras), _usage(source, base), _files(out, extras)]
-    parts += [*_reproduction(source), _licence(extras.licence, base)]
+    parts += [*_training(source), *_results(out, source, evaluation), _usage(source, base), _files(out, files)]
+    parts += [*_reproduction(source), _licence(licence, base)]
     card = ModelCard(f"---\n{front.to_yaml()}\n---\n\n" + "\n\n".join(parts) + "\n")
     (out / README).write_text(str(card))
     return out / README
@@ -120,18 +123,19 @@ def _evaluation_prompts(config: Config) -> str:
     return f"`{Path(config.data.evaluation).name}`"
 
 
-def _results(out: Path, source: Source, extras: Extras) -> list[str]:
-    """Scores before and after, the curve and pictures: from `extras.evaluation` if given, else from the run."""
+def _results(out: Path, source: Source, evaluation: Path | None) -> list[str]:
+    """Scores before and after, the curve and pictures: from `evaluation` if given, else from the run."""
     parts = []
     records = read_evaluations(source.run / "evaluations.jsonl") if source.run is not None else []
-    if extras.evaluation is not None:
-        parts.append("## Results\n\n" + _measured(extras.evaluation, out))
+    _draw_grid(out, source)
+    if evaluation is not None:
+        parts.append("## Results\n\n" + _measured(evaluation, out))
     elif (recorded := _recorded(source, records)) is not None:
         parts.append("## Results\n\n" + recorded)
     if source.run is not None and (metrics := source.run / "metrics.jsonl").is_file():
         upto = [e for e in records if source.step is None or e.version <= source.step]
         lines = [line for line in read_events(metrics) if source.step is None or line["step"] < source.step]
-        if write_curve(out / CURVE, lines, upto) is not None:
+        if write_curve(out / CURVE, lines, upto):
             parts.append(f"![reward by training step]({CURVE})")
     if (out / GRID).is_file():
         parts.append(f"![images before and after training, with their scores]({GRID})")
@@ -154,8 +158,8 @@ def _measured(folder: Path, out: Path) -> str:
     """Returns the table of an evaluation folder and copies its picture."""
     results = read_results(folder)
     rows = [_row(name, each) for name, each in results["rewards"].items()]
-    if (folder / RESULTS_GRID).is_file():
-        (out / GRID).write_bytes((folder / RESULTS_GRID).read_bytes())
+    if (folder / GRID).is_file():
+        (out / GRID).write_bytes((folder / GRID).read_bytes())
     how = (
         f"{results['scored']} prompts × {results['images_per_prompt']} images, the same initial noises before and after"
     )
@@ -180,17 +184,25 @@ def _recorded(source: Source, records: Sequence[Evaluation]) -> str | None:
         moved, first = between(name, now, before), before.curves.get(name)
         if moved is not None and first is not None:
             error = "" if moved.half is None else f" ± {moved.half:.2g}"
-            means = f"{first.estimate().mean:.4g}", f"{curve.estimate().mean:.4g}"
+            means = f"{first.estimate.mean:.4g}", f"{curve.estimate.mean:.4g}"
             rows.append((f"`{name}`", curve.kind.replace("_", " "), *means, f"{moved.mean:+.4g}{error}"))
     note = "From the run's own evaluations: paired by prompt and noise, ± half of the 95 % interval over prompts."
     head = ("score", "kind", f"version {before.version}", f"version {now.version}", "difference")
     return _table(head, rows) + f"\n\n{note}"
 
 
-def draw_grid(out: Path, source: Source) -> None:
-    """Draws images of the base model beside those of the exported version, if the run drew both."""
-    if source.run is not None and source.step is not None:
-        write_grid(out / GRID, source.run / "images", last=source.step)
+def _draw_grid(out: Path, source: Source) -> None:
+    """Puts the pictures that the run drew of version 0 and of the exported version side by side, if it drew both."""
+    if source.run is None or not source.step:
+        return
+    before, after = (source.run / "images" / f"step_{version:06d}.png" for version in (0, source.step))
+    if not before.is_file() or not after.is_file():
+        return
+    with Image.open(before) as left, Image.open(after) as right:
+        sheet = Image.new("RGB", (left.width + _GAP + right.width, max(left.height, right.height)), "white")
+        sheet.paste(left.convert("RGB"), (0, 0))
+        sheet.paste(right.convert("RGB"), (left.width + _GAP, 0))
+    sheet.save(out / GRID, format="PNG", optimize=True)
 
 
 def _usage(source: Source, base: str | None) -> str:
@@ -222,8 +234,8 @@ pipe.load_lora_weights("THIS_FOLDER_OR_REPOSITORY", weight_name="{lora_file.FILE
 For PEFT: `PeftModel.from_pretrained(pipe.transformer, "THIS_FOLDER/{PEFT}")`."""
 
 
-def _files(out: Path, extras: Extras) -> str:
-    kinds = {lora_file.FILE_NAME: "diffusers", f"{PEFT}/{lora_file.PEFT_WEIGHTS}": "PEFT", **extras.files}
+def _files(out: Path, files: Mapping[str, str]) -> str:
+    kinds = {lora_file.FILE_NAME: "diffusers", f"{PEFT}/{lora_file.PEFT_WEIGHTS}": "PEFT", **files}
     rows = [(f"`{name}`", what, f"`{digest(out / name)}`") for name, what in kinds.items() if (out / name).is_file()]
     rows += [(f"`{name}/`", what, "") for name, what in kinds.items() if (out / name).is_dir()]
     return "## Files\n\n" + _table(("file", "for", "SHA-256"), rows)
@@ -233,23 +245,13 @@ def _reproduction(source: Source) -> list[str]:
     run = source.run
     if run is None:
         return []
-    lines = ["## Reproduce", "", "```", f"python -m async_flowrl.main {_command(run)}".rstrip()]
-    lines += ["python -m async_flowrl.verify RUN", "```"]
+    record = {file.name: file.read_text(encoding="utf-8") for file in (run / ".hydra").glob("*.yaml")}
+    command = typed_command(record, without=("--config-dir", "output_dir", "resume")) or "async-flowrl train"
+    lines = ["## Reproduce", "", "```", command, "async-flowrl verify RUN", "```"]
     summary = json.loads((run / "summary.json").read_text()) if (run / "summary.json").is_file() else {}
     if digest := summary.get("weights_digest"):
         lines += ["", f"The run ended with the weights digest `{digest}`, which the same seed and settings give again."]
     return ["\n".join(lines)]
-
-
-def _command(run: Path) -> str:
-    """Returns the configuration's name and the overrides as a shell takes them, without output folder and `resume`."""
-    recorded, own = run / ".hydra" / "overrides.yaml", run / ".hydra" / "hydra.yaml"
-    typed = OmegaConf.to_container(OmegaConf.load(recorded), resolve=False) if recorded.is_file() else []
-    config = OmegaConf.select(OmegaConf.load(own), "hydra.job.config_name") if own.is_file() else None
-    name = ["--config-name", str(config)] if config else []
-    given = [str(override) for override in typed or ()]
-    kept = [each for each in given if each.partition("=")[0].lstrip("+") not in ("output_dir", "resume")]
-    return shlex.join([*name, *kept])
 
 
 def _licence(licence: str | None, base: str | None) -> str:
@@ -268,3 +270,33 @@ def digest(file: Path) -> str:
     """SHA-256 of a file in hexadecimal."""
     with file.open("rb") as opened:
         return hashlib.file_digest(opened, "sha256").hexdigest()
+
+
+def write_curve(path: Path, metrics: Sequence[Metrics], evaluations: Sequence[Evaluation]) -> bool:
+    """Draws the training reward by step, and the evaluations with their 95 % intervals.
+
+    Returns False, without a file, if there is neither.
+    """
+    from matplotlib.figure import Figure
+
+    trained = [(line["step"], line["reward/mean"]) for line in metrics if line.get("reward/mean") is not None]
+    policy = policy_versions(evaluations)
+    scored = [(each.version, each.curves["reward"].estimate) for each in policy if "reward" in each.curves]
+    if not trained and not scored:
+        return False
+    figure = Figure(figsize=(7, 3.5), layout="constrained")
+    axes = figure.add_subplot()
+    if trained:
+        axes.plot(*zip(*trained, strict=True), color="#8aa9cf", linewidth=1, label="training images")
+    if scored:
+        steps, means = [step for step, _ in scored], [mean.mean for _, mean in scored]
+        axes.plot(steps, means, color="#d9822b", marker="o", label="evaluations, with 95 % intervals")
+        bounds = [(f.mean, f.mean) if f.low is None or f.high is None else (f.low, f.high) for _, f in scored]
+        low, high = zip(*bounds, strict=True)
+        axes.fill_between(steps, low, high, color="#d9822b", alpha=0.2, linewidth=0)
+    axes.set_xlabel("training step")
+    axes.set_ylabel("reward")
+    axes.legend(frameon=False)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=120)
+    return True

@@ -4,20 +4,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from async_flowrl.config.compose import read_config
 from async_flowrl.config.schema import Config, ModelConfig
 from async_flowrl.generate import run_of
 from async_flowrl.policies import lora_file, lora_formats
-from async_flowrl.policies.lora import lora_parameters
 from async_flowrl.policies.lora_file import LoraFile
 from async_flowrl.policies.registry import resolve_model
 from async_flowrl.policies.trained_file import weights_file
 from async_flowrl.training.checkpoint import Checkpoint, read_checkpoint
 from async_flowrl.training.checkpoint_folder import MANIFEST, checkpoint_step, find_checkpoint
-from async_flowrl.types import FloatArray
 
 PEFT = "peft"
 """Folder of PEFT's files inside an exported folder."""
@@ -94,27 +91,6 @@ def write_lora(source: Source, out: Path) -> Path:
     base = source.model.path if source.model is not None else None
     lora_file.write_peft(out / PEFT, source.lora.tensors, alpha=source.lora.alpha, base=base)
     return lora_file.write(out, source.lora.tensors, alpha=source.lora.alpha, base=base)
-
-
-def export(source: Path, out: Path, *, average: bool = True) -> Path:
-    """Writes the LoRA of a checkpoint, run directory or file for diffusers and PEFT; returns diffusers' file.
-
-    Raises ValueError as `read_source` does.
-    """
-    return write_lora(read_source(source, average=average), out)
-
-
-def save_lora(
-    folder: Path | str, source: nn.Module | Mapping[str, Tensor] | Mapping[str, FloatArray], *, alpha: float
-) -> Path:
-    """Writes `folder`/pytorch_lora_weights.safetensors from a transformer with a LoRA or from named tensors.
-
-    Names are those of the adapter's layout (`lora_parameters`); the rank is the tensors' own. An existing file is
-    always complete. Returns its path.
-    """
-    if isinstance(source, nn.Module):
-        return lora_file.write(Path(folder), lora_parameters(source), alpha=alpha)
-    return lora_file.write(Path(folder), {name: torch.as_tensor(value) for name, value in source.items()}, alpha=alpha)
 
 
 def _checkpoint(path: Path) -> Path | None:

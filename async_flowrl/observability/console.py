@@ -1,12 +1,18 @@
-"""Console output of a run during training: a progress bar, one plain line per step, or nothing (setting `console`)."""
+"""Console output of a run during training: a progress bar, one plain line per step, or nothing (setting `console`).
+
+It shows steps, rewards, staleness, speed and the time left.
+"""
 
 import io
 import logging
 import os
+import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
-from typing import Any, Protocol
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
@@ -15,57 +21,81 @@ from rich.text import Text
 
 from async_flowrl.config.check import ConfigError
 from async_flowrl.config.schema import Config
-from async_flowrl.observability.progress import Progress, duration, evaluated, evaluation_line, number
+from async_flowrl.observability.metrics import missing_terms
+from async_flowrl.observability.monitor import View
 from async_flowrl.observability.terminal import say
-from async_flowrl.observability.trackers import Sample
 
 DUMB = ("", "dumb", "unknown")
 """Values of the environment variable TERM for terminals that cannot move the cursor."""
+AVERAGED_STEPS = 20
+"""Steps over which seconds per step and the time left are measured."""
 
 
-class Display(Protocol):
-    """Interface of a console view. The run calls `phase` and `begin` itself, and the rest through a Monitor."""
+@dataclass
+class Progress:
+    """Steps and evaluations that the console of a run has been told of."""
+
+    total: int
+    """Steps of the whole run."""
+    clock: Callable[[], float] = time.monotonic
+    done: int = 0
+    """Number of finished steps, those before a resume included."""
+    line: Mapping[str, Any] = field(default_factory=dict)
+    """Metrics of the newest step; empty before the first."""
+    lost: dict[int, Counter[str]] = field(default_factory=dict)
+    """Step → what it could not score: number of skipped tickets, and of groups trained without an optional term."""
+
+    def __post_init__(self) -> None:
+        self._ends: deque[float] = deque([self.clock()], maxlen=AVERAGED_STEPS + 1)
+
+    def begin(self) -> None:
+        """Starts the clock of the first step; called when training begins."""
+        if not self.line:
+            self._ends[0] = self.clock()
+
+    def step(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Adds the metrics of a finished step."""
+        if step < self.done:  # The run went back to its last checkpoint because a trainer rank died.
+            self.lost = {earlier: counts for earlier, counts in self.lost.items() if earlier < step}
+        self.done, self.line = step + 1, metrics
+        self._ends.append(self.clock())
+        if lost := _lost(metrics):
+            self.lost[step] = lost
+
+    @property
+    def step_seconds(self) -> float:
+        """Mean seconds per step over the last AVERAGED_STEPS steps."""
+        return (self._ends[-1] - self._ends[0]) / max(1, len(self._ends) - 1)
+
+    @property
+    def left(self) -> str:
+        """Expected time from the end of the newest step to the end of the run, as text."""
+        return f"ETA {duration(self.step_seconds * (self.total - self.done))}"
+
+    @property
+    def numbers(self) -> str:
+        """The newest step in words: reward, skipped tickets and missing reward terms, staleness and speed."""
+        total = sum(self.lost.values(), Counter())
+        parts = [
+            f"reward {number(self.line.get('reward/mean'))}",
+            *(f"{count} {what}" for what, count in total.items()),
+            f"staleness {number(self.line.get('staleness/mean'), '.2g')}",
+            f"{self.step_seconds:.2f} s/step",
+        ]
+        return " | ".join(parts)
+
+
+class Display(View):
+    """A console view, which shows nothing. The run calls `phase` and `begin` itself, and the rest through a Monitor."""
 
     def phase(self, what: str) -> None:
         """Shows what the run is doing before the first step, e.g. "loading the models"."""
-        ...
 
     def begin(self) -> None:
         """Called when training begins."""
-        ...
-
-    def log(self, step: int, metrics: Mapping[str, Any]) -> None: ...
-
-    def evaluation(self, version: int, metrics: Mapping[str, float]) -> None: ...
-
-    def image(self, path: Path, version: int) -> None: ...
-
-    def samples(self, version: int, samples: Sequence[Sample]) -> None: ...
-
-    def close(self) -> None:
-        """Ends the view; may be called more than once."""
-        ...
 
 
-class Silent:
-    """View that shows nothing."""
-
-    def phase(self, what: str) -> None: ...
-
-    def begin(self) -> None: ...
-
-    def log(self, step: int, metrics: Mapping[str, Any]) -> None: ...
-
-    def evaluation(self, version: int, metrics: Mapping[str, float]) -> None: ...
-
-    def image(self, path: Path, version: int) -> None: ...
-
-    def samples(self, version: int, samples: Sequence[Sample]) -> None: ...
-
-    def close(self) -> None: ...
-
-
-class Lines(Silent):
+class Lines(Display):
     """View that prints one plain line per step and per evaluation."""
 
     def __init__(self, progress: Progress) -> None:
@@ -76,17 +106,14 @@ class Lines(Silent):
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         self._progress.step(step, metrics)
-        self._say(step_line(self._progress))
+        progress = self._progress
+        say(f"step {progress.done}/{progress.total} | {progress.numbers} | {progress.left}\n")
 
     def evaluation(self, version: int, metrics: Mapping[str, float]) -> None:
-        whose, metrics = evaluated(metrics)
-        self._say(f"evaluation of {whose or f'version {version}'}: {evaluation_line(metrics)}")
-
-    def _say(self, line: str) -> None:
-        say(line + "\n")
+        say(evaluation_line(version, metrics) + "\n")
 
 
-class Bar(Silent):
+class Bar(Display):
     """View of two rows below all other output: steps and time left; reward, staleness, speed and the last warning.
 
     The cursor stays visible, so that the terminal remains usable after the process is killed.
@@ -97,17 +124,15 @@ class Bar(Silent):
         self._rows = Rows(console or Console())
         self._task = self._rows.add_task("", total=progress.total, left="starting")
         self._warnings = Warnings(self._rows)
-        self._redirected: list[logging.StreamHandler[Any]] = []
-        own_handlers = [
+        self._redirected = [
             handler
             for handler in logging.getLogger().handlers
             if isinstance(handler, logging.StreamHandler) and handler.stream is sys.stderr
         ]
         self._rows.start()
         self._rows.console.show_cursor(True)
-        for handler in own_handlers:  # they write above the rows, through the stderr that rich has put in place
+        for handler in self._redirected:  # they write above the rows, through the stderr that rich has put in place
             handler.setStream(sys.stderr)
-            self._redirected.append(handler)
         logging.getLogger().addHandler(self._warnings)
 
     def phase(self, what: str) -> None:
@@ -120,13 +145,11 @@ class Bar(Silent):
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         progress = self._progress
         progress.step(step, metrics)
-        self._rows.numbers = " | ".join(numbers(progress))
-        self._rows.update(self._task, completed=progress.done, left=f"ETA {duration(progress.seconds_left or 0.0)}")
+        self._rows.numbers = progress.numbers
+        self._rows.update(self._task, completed=progress.done, left=progress.left)
 
     def evaluation(self, version: int, metrics: Mapping[str, float]) -> None:
-        whose, metrics = evaluated(metrics)
-        line = f"evaluation of {whose or f'version {version}'}: {evaluation_line(metrics)}"
-        self._rows.console.print(line, highlight=False, markup=False)
+        self._rows.console.print(evaluation_line(version, metrics), highlight=False, markup=False)
 
     def close(self) -> None:
         logging.getLogger().removeHandler(self._warnings)
@@ -159,22 +182,6 @@ class Warnings(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         self._rows.warning = f"last warning: {' '.join(record.getMessage().split())}"
-
-
-def step_line(progress: Progress) -> str:
-    """The line of the newest step: reward, skipped tickets, staleness, seconds per step and time left."""
-    left = f"ETA {duration(progress.seconds_left or 0.0)}"
-    return " | ".join((f"step {progress.done}/{progress.total}", *numbers(progress), left))
-
-
-def numbers(progress: Progress) -> list[str]:
-    """Texts about the newest step: reward, skipped tickets, staleness and seconds per step."""
-    return [
-        f"reward {number(progress.line.get('reward/mean'))}",
-        *progress.losses,
-        f"staleness {number(progress.line.get('staleness/mean'), '.2g')}",
-        f"{progress.step_seconds or 0.0:.2f} s/step",
-    ]
 
 
 def console_of(wanted: str) -> str:
@@ -213,6 +220,48 @@ def open_display(config: Config) -> Display:
     """
     kind = console_of(config.console)
     if kind == "quiet":
-        return Silent()
+        return Display()
     progress = Progress(config.total_steps)
     return Lines(progress) if kind == "lines" else Bar(progress)
+
+
+def _lost(metrics: Mapping[str, Any]) -> Counter[str]:
+    """Counts of what a step trained without, by the words that follow the count; empty if nothing is missing."""
+    without = {f"groups without {term}": count for term, count in missing_terms(metrics).items()}
+    return +Counter({"tickets skipped": int(metrics.get("tickets_skipped") or 0), **without})
+
+
+def number(value: Any, form: str = ".4f") -> str:
+    return "-" if value is None else format(value, form)
+
+
+def with_change(metrics: Mapping[str, float], name: str) -> str:
+    """The mean of a curve and, in brackets, its change since the first evaluation ± half its 95 % interval.
+
+    `metrics` has the keys of `evaluations.metric_keys`. Example: "0.4312 (+0.12 ± 0.03)".
+    """
+    changed, high = metrics.get(f"{name}/change"), metrics.get(f"{name}/change_high")
+    text = number(metrics.get(f"{name}/mean"))
+    if changed is None:
+        return text
+    return f"{text} ({changed:+.3g}{'' if high is None else f' ± {high - changed:.2g}'})"
+
+
+def evaluation_line(version: int, metrics: Mapping[str, float]) -> str:
+    """One line with the means of the reward and of the held-out terms of an evaluation, with their changes.
+
+    The names of the baseline's metrics begin with `baseline/`.
+    """
+    whose = "the baseline" if any(name.startswith("baseline/") for name in metrics) else f"version {version}"
+    metrics = {name.removeprefix("baseline/"): value for name, value in metrics.items()}
+    parts = [f"evaluation of {whose}: reward {with_change(metrics, 'reward')}"]
+    held_out = [name.removesuffix("/mean") for name in metrics if re.fullmatch("held_out/[^/]+/mean", name)]
+    parts += [f"{name.replace('held_out/', 'held-out ')} {with_change(metrics, name)}" for name in held_out]
+    return ", ".join(parts)
+
+
+def duration(seconds: float) -> str:
+    """Text "M:SS" or "H:MM:SS"."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

@@ -6,15 +6,17 @@ score followed over all evaluations, e.g. the reward; a *held-out* term is a sco
 """
 
 import json
-import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from async_flowrl.observability.events import cut_unfinished_line, read_events
+import numpy as np
+
+from async_flowrl.observability.events import cut_unfinished_line, read_events, replace_file
 from async_flowrl.observability.statistics import Change, Estimate, change, estimate
 
 TRAINED, HELD_OUT, DIVERSITY = "trained", "held_out", "diversity"
@@ -39,11 +41,8 @@ class Curve:
     def sign(self) -> float:
         return -1.0 if self.weight < 0 else 1.0
 
-    def estimate(self) -> Estimate:
-        return self._estimate
-
     @cached_property
-    def _estimate(self) -> Estimate:
+    def estimate(self) -> Estimate:
         return estimate(self.scores)
 
 
@@ -79,6 +78,11 @@ class Evaluation:
             for name, curve in line["curves"].items()
         }
         return cls(**{**line, "curves": curves})
+
+
+def policy_versions(history: Iterable[Evaluation]) -> list[Evaluation]:
+    """The evaluations of policy versions, lowest version first."""
+    return sorted((each for each in history if not each.baseline), key=lambda each: each.version)
 
 
 def comparable(name: str, now: Evaluation, before: Evaluation) -> bool:
@@ -120,13 +124,30 @@ def metric_keys(now: Evaluation, history: Sequence[Evaluation]) -> dict[str, flo
     keys: dict[str, float | None] = {}
     for name, curve in now.curves.items():
         prefix = f"held_out/{name}" if curve.kind == HELD_OUT else name
-        estimate = curve.estimate()
+        estimate = curve.estimate
         keys |= {f"{prefix}/{kind}": getattr(estimate, kind) for kind in ("mean", "std", "stderr", "low", "high")}
         first = None if now.baseline else first_of(name, history, now)
         if first is not None and (moved := between(name, now, first)) is not None:
             keys |= {f"{prefix}/{kind}": value for kind, value in moved.fields().items()}
     keys |= {f"held_out/{term}/extra/{name}": mean for term, by in now.extras.items() for name, mean in by.items()}
     return {name: value for name, value in keys.items() if value is not None}
+
+
+def extra_means(groups: Iterable[Mapping[str, Mapping[str, Sequence[float | str]]]]) -> dict[str, dict[str, float]]:
+    """Term → name of a numeric extra → its mean over all images for which the term returned it; sorted by name.
+
+    Each group is term → name → values, as `Scores.extras`.
+    """
+    values: dict[tuple[str, str], list[float]] = defaultdict(list)
+    for extras in groups:
+        for term, by_name in extras.items():
+            for name, each in by_name.items():
+                values[term, name] += [value for value in each if not isinstance(value, str)]
+    means: dict[str, dict[str, float]] = {}
+    for (term, name), numbers in sorted(values.items()):
+        if numbers:
+            means.setdefault(term, {})[name] = float(np.mean(numbers))
+    return means
 
 
 class EvaluationLog:
@@ -139,7 +160,7 @@ class EvaluationLog:
         self.path = path
         self._lock = threading.Lock()
         cut_unfinished_line(path)
-        self._records = [Evaluation.from_json(line) for line in read_events(path)] if path.exists() else []
+        self._records = read_evaluations(path)
 
     @property
     def records(self) -> tuple[Evaluation, ...]:
@@ -165,12 +186,8 @@ class EvaluationLog:
     def _keep(self, wanted: Callable[[Evaluation], bool], *more: Evaluation) -> None:
         with self._lock:
             self._records = [e for e in self._records if wanted(e)] + list(more)
-            temporary = self.path.with_suffix(".tmp")
-            with temporary.open("w", encoding="utf-8") as file:
-                file.writelines(json.dumps(e.to_json(), allow_nan=False) + "\n" for e in self._records)
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.replace(self.path)
+            lines = [json.dumps(e.to_json(), allow_nan=False) + "\n" for e in self._records]
+            replace_file(self.path, "".join(lines))
 
 
 def read_evaluations(path: Path) -> list[Evaluation]:

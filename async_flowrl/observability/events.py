@@ -5,6 +5,7 @@ docs/run_directory.md lists the events and their fields. Every event has `time`;
 """
 
 import json
+import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -83,18 +84,32 @@ def cut_unfinished_line(path: Path) -> None:
         file.truncate(content.rfind(b"\n") + 1)
 
 
-def read_events(path: Path) -> Iterator[Event]:
+def replace_file(path: Path, text: str) -> None:
+    """Writes a file that is always complete: under another name, synced, and then renamed."""
+    temporary = path.with_name(f"{path.name}.tmp")
+    with temporary.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
+def read_events(path: Path, *, skipped: Sequence[str] = ()) -> Iterator[Event]:
     """The JSON objects of a file of lines, oldest first; an unfinished last line is left out.
 
-    Raises FileNotFoundError for a missing file, and ValueError with file and line number for a line that is not JSON.
+    Lines that contain one of the texts `skipped` are not parsed. Raises FileNotFoundError for a missing file, and
+    ValueError with file and line number for a line that is not JSON.
     """
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(keepends=True), start=1):
-        if not line.endswith("\n"):
-            return
-        try:
-            yield json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path}:{number}: not JSON: {error}") from error
+    with path.open(encoding="utf-8") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.endswith("\n"):
+                return
+            if any(text in line for text in skipped):
+                continue
+            try:
+                yield json.loads(line)
+            except json.JSONDecodeError as error:
+                raise ValueError(f"{path}:{number}: not JSON: {error}") from error
 
 
 def effective(events: Iterable[Event]) -> list[Event]:

@@ -1,4 +1,4 @@
-"""Floating-point operations (FLOPs) of rollout and training, and the peak FLOP/s of devices.
+"""Floating-point operations (FLOPs) of rollout and training, and the peak FLOP/s and memory of devices.
 
 FLOPs are counted from tensor shapes with the formulas of torch.utils.flop_counter, for matrix products, convolutions
 and attention; norms, activations and the sampler are not counted. Only operations that really run are counted: there
@@ -103,3 +103,10 @@ def tensor_peak(name: str) -> float | None:
     words = set(re.split(r"[^A-Za-z0-9]+", name))
     known = [card for card in TENSOR_PEAK_FLOPS_PER_SECOND if words.issuperset(card.split())]
     return TENSOR_PEAK_FLOPS_PER_SECOND[max(known, key=len)] if known else None
+
+
+def total_memory() -> int | None:
+    """Total memory in bytes of the first GPU that is visible to this process; None without a GPU."""
+    if not torch.cuda.is_available():
+        return None
+    return int(torch.cuda.get_device_properties(0).total_memory)

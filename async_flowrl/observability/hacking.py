@@ -3,8 +3,8 @@
 All functions depend only on the history of evaluations. The newest evaluation is compared with the first one and with
 the one that had the best held-out score, by paired t-tests over prompts (statistics.py).
 
-Many tests would give false alarms by chance, so `level`, the probability of a false alarm in a whole run, is divided:
-the k-th evaluation may use level * 6 / (pi² k²), which sums to `level` over all k (alpha spending). Its part is divided
+Many tests would give false alarms by chance, so LEVEL, the probability of a false alarm in a whole run, is divided:
+the k-th evaluation may use LEVEL * 6 / (pi² k²), which sums to LEVEL over all k (alpha spending). Its part is divided
 by the number of held-out terms and by two, for the two comparisons; for the best evaluation it is divided by k again,
 because that one was chosen from k evaluations. docs/reward_hacking.md shows how the thresholds were measured.
 """
@@ -15,124 +15,82 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from async_flowrl.observability.evaluations import DIVERSITY, HELD_OUT, Evaluation, between, comparable
+from async_flowrl.observability.evaluations import DIVERSITY, HELD_OUT, Evaluation, between, comparable, policy_versions
 from async_flowrl.observability.statistics import Change
 
 REWARD = "reward"
 
-
-@dataclass(frozen=True)
-class Thresholds:
-    """Thresholds of the alarm. They were set before any run: seeds 0 to 3 of the glyphs example could change them and
-    changed nothing, seeds 4 to 7 only judged.
-
-    `python -m examples.glyphs.hacking` repeats the measurement.
-    """
-
-    level: float = 0.01
-    """Probability of a false alarm in a whole run in which no held-out score changes."""
-    rise_level: float = 0.05
-    """The trained reward has risen if the one-sided p-value of its paired change is at most this."""
-    least_fall: float = 0.2
-    """Smallest fall of a held-out score that can cause an alarm, in standard deviations over images at the earlier
-    evaluation. Without it, very many prompts would make even tiny falls significant."""
-    most_correlation: float = -0.5
-    """Largest correlation for an alarm between the means of reward and held-out score (its sign turned if its weight is
-    negative) since the earlier evaluation; not tested with fewer than three evaluations."""
-    diversity_loss: float = 0.5
-    """A notice is given if diversity has fallen by at least this share of its first value."""
-
-
-THRESHOLDS = Thresholds()
+# The thresholds of the alarm were set before any run: seeds 0 to 3 of the glyphs example could change them and changed
+# nothing, seeds 4 to 7 only judged. `python -m examples.glyphs.hacking` repeats the measurement.
+LEVEL = 0.01
+"""Probability of a false alarm in a whole run in which no held-out score changes."""
+RISE_LEVEL = 0.05
+"""The trained reward has risen if the one-sided p-value of its paired change is at most this."""
+LEAST_FALL = 0.2
+"""Smallest fall of a held-out score that can cause an alarm, in standard deviations over images at the earlier
+evaluation. Without it, very many prompts would make even tiny falls significant."""
+MOST_CORRELATION = -0.5
+"""Largest correlation for an alarm between the means of reward and held-out score (its sign turned if its weight is
+negative) since the earlier evaluation; not tested with fewer than three evaluations."""
+DIVERSITY_LOSS = 0.5
+"""A notice is given if diversity has fallen by at least this share of its first value."""
 
 
 @dataclass(frozen=True)
-class Alarm:
-    """A held-out curve got worse while the trained reward rose, from version `since` to `version`."""
+class Finding:
+    """The curve `curve` got worse from version `since` to `version`, as one sentence says."""
 
     curve: str
     version: int
     since: int
-    before: float
-    """Mean of the held-out score at version `since`."""
-    now: float
-    """Mean of the held-out score at `version`."""
-    held_out: Change
-    reward: Change
-
-    @property
-    def sentence(self) -> str:
-        change = self.held_out
-        errors = f", {abs(change.mean / change.stderr):.1f} standard errors" if change.stderr else ""
-        return (
-            f"reward hacking? From version {self.since} to {self.version} the trained reward rose by "
-            f"{self.reward.mean:.3g} while the held-out score {self.curve} went from {self.before:.3g} to "
-            f"{self.now:.3g}{errors} worse on the same prompts and noises: look at the images of both versions"
-        )
+    sentence: str
 
 
-@dataclass(frozen=True)
-class Notice:
-    """The images of one prompt have become more alike; `before` and `now` are means of the curve DIVERSITY.
-
-    This is a notice and no alarm because runs without reward hacking lose some diversity, too.
-    """
-
-    version: int
-    since: int
-    before: float
-    now: float
-
-    @property
-    def sentence(self) -> str:
-        return (
-            f"diversity: the images of one prompt are {1 - self.now / self.before:.0%} less different from each other "
-            f"in version {self.version} than in version {self.since}"
-        )
-
-
-def alarms(history: Sequence[Evaluation], thresholds: Thresholds = THRESHOLDS) -> list[Alarm]:
+def alarms(history: Sequence[Evaluation]) -> list[Finding]:
     """All alarms of a run, oldest first: each version is judged by the evaluations up to it only.
 
     There is at most one alarm per version and held-out curve. Baseline evaluations are ignored.
     """
-    past = _policy(history)
-    return [alarm for k in range(1, len(past)) for alarm in _look(past[: k + 1], thresholds)]
+    past = policy_versions(history)
+    return [alarm for k in range(1, len(past)) for alarm in _look(past[: k + 1])]
 
 
-def newest_alarms(history: Sequence[Evaluation], thresholds: Thresholds = THRESHOLDS) -> list[Alarm]:
+def newest_alarms(history: Sequence[Evaluation]) -> list[Finding]:
     """The alarms of the newest version only."""
-    past = _policy(history)
-    return list(_look(past, thresholds)) if past else []
+    past = policy_versions(history)
+    return list(_look(past)) if past else []
 
 
-def notices(history: Sequence[Evaluation], thresholds: Thresholds = THRESHOLDS) -> list[Notice]:
-    """At most one notice: the first version whose loss of diversity is significant and at least `diversity_loss`."""
-    past = _policy(history)
+def notices(history: Sequence[Evaluation]) -> list[Finding]:
+    """At most one notice: the first version whose loss of diversity is significant and at least DIVERSITY_LOSS.
+
+    It is no alarm, because runs without reward hacking lose some diversity, too.
+    """
+    past = policy_versions(history)
     for k in range(1, len(past)):
         now = past[k]
         earlier = [e for e in past[:k] if comparable(DIVERSITY, now, e)]
         if not earlier:
             continue
         first = earlier[0]
-        moved, before = between(DIVERSITY, now, first), first.curves[DIVERSITY].estimate().mean
-        if moved is None or moved.mean > -thresholds.diversity_loss * before:
+        moved, before = between(DIVERSITY, now, first), first.curves[DIVERSITY].estimate.mean
+        if moved is None or moved.mean > -DIVERSITY_LOSS * before:
             continue
-        if moved.p_below() <= _spent(len(earlier), thresholds.level):
-            return [Notice(now.version, first.version, before, now.curves[DIVERSITY].estimate().mean)]
+        if moved.p_below() <= _spent(len(earlier)):
+            sentence = (
+                f"diversity: the images of one prompt are {-moved.mean / before:.0%} less different from each other in "
+                f"version {now.version} than in version {first.version}"
+            )
+            return [Finding(DIVERSITY, now.version, first.version, sentence)]
     return []
 
 
-def _policy(history: Sequence[Evaluation]) -> list[Evaluation]:
-    return sorted((e for e in history if not e.baseline), key=lambda each: each.version)
+def _spent(look: int) -> float:
+    """Part of LEVEL for the test number `look` (1, 2, …); the parts sum to LEVEL."""
+    return LEVEL * 6.0 / (math.pi * look) ** 2
 
 
-def _spent(look: int, level: float) -> float:
-    """Part of `level` for the test number `look` (1, 2, …); the parts sum to `level`."""
-    return level * 6.0 / (math.pi * look) ** 2
-
-
-def _look(past: Sequence[Evaluation], thresholds: Thresholds) -> Iterator[Alarm]:
+def _look(past: Sequence[Evaluation]) -> Iterator[Finding]:
     """Alarms of the last evaluation of `past`, compared with the earlier ones."""
     now = past[-1]
     judged = [name for name, curve in now.curves.items() if curve.kind == HELD_OUT and curve.weight != 0]
@@ -140,38 +98,38 @@ def _look(past: Sequence[Evaluation], thresholds: Thresholds) -> Iterator[Alarm]
         earlier = [e for e in past[:-1] if comparable(name, now, e)]
         if not earlier:
             continue
-        share = _spent(len(earlier), thresholds.level) / len(judged)
+        share = _spent(len(earlier)) / len(judged)
         sign = now.curves[name].sign
-        best = max(earlier, key=lambda each: sign * each.curves[name].estimate().mean)
+        best = max(earlier, key=lambda each: sign * each.curves[name].estimate.mean)
         for reference, level in ((earlier[0], share / 2), (best, share / 2 / len(earlier))):
-            alarm = _compare(name, now, reference)
-            if alarm is not None and _holds(alarm, sign, level, reference, past, thresholds):
-                yield alarm
+            if (sentence := _hacked(name, past, reference, level)) is not None:
+                yield Finding(name, now.version, reference.version, sentence)
                 break
 
 
-def _compare(name: str, now: Evaluation, reference: Evaluation) -> Alarm | None:
-    fall, rise = between(name, now, reference), between(REWARD, now, reference)
-    if fall is None or rise is None:
+def _hacked(name: str, past: Sequence[Evaluation], reference: Evaluation, level: float) -> str | None:
+    """The sentence about a held-out score that got worse since `reference` while the reward rose; None if not so."""
+    now, sign = past[-1], past[-1].curves[name].sign
+    moved, rise = between(name, now, reference), between(REWARD, now, reference)
+    if moved is None or rise is None:
         return None
-    before, after = (e.curves[name].estimate().mean for e in (reference, now))
-    return Alarm(name, now.version, reference.version, before, after, fall, rise)
-
-
-def _holds(
-    alarm: Alarm, sign: float, level: float, reference: Evaluation, past: Sequence[Evaluation], thresholds: Thresholds
-) -> bool:
-    fall = alarm.held_out if sign > 0 else Change(-alarm.held_out.mean, alarm.held_out.stderr, alarm.held_out.freedom)
-    spread = reference.curves[alarm.curve].estimate().std
-    if fall.mean > -thresholds.least_fall * spread or fall.mean >= 0:
-        return False
-    if fall.p_below() > level or alarm.reward.p_above() > thresholds.rise_level:
-        return False
-    window = [e for e in past if e.version >= alarm.since and {REWARD, alarm.curve} <= e.curves.keys()]
-    if len(window) < 3:
-        return True
-    rewards, scores = ([e.curves[name].estimate().mean for e in window] for name in (REWARD, alarm.curve))
-    return sign * _correlation(rewards, scores) <= thresholds.most_correlation
+    fall = moved if sign > 0 else Change(-moved.mean, moved.stderr, moved.freedom)
+    before = reference.curves[name].estimate
+    if fall.mean > -LEAST_FALL * before.std or fall.mean >= 0:
+        return None
+    if fall.p_below() > level or rise.p_above() > RISE_LEVEL:
+        return None
+    window = [e for e in past if e.version >= reference.version and {REWARD, name} <= e.curves.keys()]
+    rewards, scores = ([e.curves[curve].estimate.mean for e in window] for curve in (REWARD, name))
+    if len(window) >= 3 and sign * _correlation(rewards, scores) > MOST_CORRELATION:
+        return None
+    errors = f", {abs(moved.mean / moved.stderr):.1f} standard errors" if moved.stderr else ""
+    return (
+        f"reward hacking? From version {reference.version} to {now.version} the trained reward rose by "
+        f"{rise.mean:.3g} while the held-out score {name} went from {before.mean:.3g} to "
+        f"{now.curves[name].estimate.mean:.3g}{errors} worse on the same prompts and noises: look at the images of "
+        "both versions"
+    )
 
 
 def _correlation(one: Sequence[float], other: Sequence[float]) -> float:
@@ -186,9 +144,9 @@ def best(history: Sequence[Evaluation], name: str) -> Evaluation | None:
 
     Only evaluations with the same setting and source as the newest one with this curve count. None if there are none.
     """
-    past = [e for e in _policy(history) if name in e.curves]
+    past = [e for e in policy_versions(history) if name in e.curves]
     if not past:
         return None
     past = [e for e in past if e.setting == past[-1].setting and e.curves[name].source == past[-1].curves[name].source]
-    means: Mapping[int, float] = {e.version: e.curves[name].sign * e.curves[name].estimate().mean for e in past}
+    means: Mapping[int, float] = {e.version: e.curves[name].sign * e.curves[name].estimate.mean for e in past}
     return max(past, key=lambda each: (means[each.version], -each.version))

@@ -9,12 +9,16 @@ from typing import Any
 from PIL import Image, ImageDraw, ImageFont
 from PIL.PngImagePlugin import PngInfo
 
-from async_flowrl.types import ByteArray
+from async_flowrl.observability.events import replace_file
+from async_flowrl.types import ByteArray, Prompt, Scores
 
 MAX_SHOWN_CHARACTERS = 500
 """Characters of a prompt that a grid may show at most."""
-MIN_SIDE, MAX_SIDE, GAP, LINE_HEIGHT, FONT_SIZE = 96, 256, 6, 18, 12
-"""In pixels: smallest and largest side of a shown image, space between images, height of a line and of its font."""
+MAX_COLUMNS = 8
+"""Images of a prompt that the grid of an evaluation shows at most."""
+MIN_SIDE, MAX_SIDE, MIN_WIDTH, GAP, LINE_HEIGHT, FONT_SIZE = 128, 256, 240, 4, 22, 14
+"""In pixels: smallest and largest side of a shown image, smallest width of a grid, space between images, height of a
+line of text and of its font."""
 
 INDEX = "index.json"
 """File that describes a folder of single images. It is written last, so a folder with this file is complete."""
@@ -29,7 +33,7 @@ def write_images(
     """Writes the first `most` images of every prompt as single files; an existing `folder` is replaced.
 
     `images` maps the prompt's index to uint8 [n, H, W, 3]. Sides above `side` pixels are reduced to it. `details` holds
-    one dictionary per prompt in the same order (see `extras.picture_data`); it goes into `index.json` together with
+    one dictionary per prompt in the same order (see `picture_data`); it goes into `index.json` together with
     `place` (the prompt's index) and `files` (the names of its images).
     """
     shutil.rmtree(folder, ignore_errors=True)
@@ -45,9 +49,7 @@ def write_images(
             options = {"optimize": True} if small else {"quality": WEBP_QUALITY}
             picture.save(folder / files[-1], **options)
         entries.append({"place": place, **detail, "files": files})
-    temporary = folder / "index.tmp"
-    temporary.write_text(json.dumps({"prompts": entries}, ensure_ascii=False), encoding="utf-8")
-    temporary.replace(folder / INDEX)
+    replace_file(folder / INDEX, json.dumps({"prompts": entries}, ensure_ascii=False))
 
 
 def write_grid(
@@ -57,53 +59,62 @@ def write_grid(
     rewards: Sequence[Sequence[float]],
     *,
     title: str = "",
-    columns: int = 8,
     captions: Sequence[Sequence[str]] = (),
     data: Any = None,
 ) -> None:
-    """Writes a PNG file with one row per prompt: its text, and below it at most `columns` of its images.
+    """Writes a PNG file with one row per prompt, of at most MAX_COLUMNS images (see `grid`).
 
     `images[i]` is uint8 [n, H, W, 3] of prompt i and `rewards[i]` its n rewards; each reward is shown below its image,
-    and `captions[i][j]` below that. Small images are enlarged without smoothing, large ones reduced to MAX_SIDE pixels.
-    `data` is stored as JSON in the PNG's text chunk "data" (None: no chunk). Raises ValueError if prompts, images and
-    rewards differ in length or are empty.
+    and `captions[i][j]` below that. `data` is stored as JSON in the PNG's text chunk "data" (None: no chunk).
     """
-    if not len(prompts) == len(images) == len(rewards) or not prompts:
-        raise ValueError(
-            f"prompts, images and rewards must be as many, and at least one; got {len(prompts)}, {len(images)}, "
-            f"{len(rewards)}"
-        )
-    side = _side(max(max(group.shape[1:3]) for group in images))
-    width = GAP + min(columns, max(map(len, images))) * (side + GAP)
-    head = LINE_HEIGHT if title else 0
-    row_height = (3 if captions else 2) * LINE_HEIGHT + side + GAP
-    height = head + len(prompts) * row_height
-    sheet = Image.new("RGB", (max(width, 240), height), "white")
-    draw, font = ImageDraw.Draw(sheet), ImageFont.load_default(FONT_SIZE)
-    draw.text((GAP, 2), title, fill="black", font=font)
-    for row, (prompt, group, scores) in enumerate(zip(prompts, images, rewards, strict=True)):
-        top = head + row * row_height
-        draw.text((GAP, top + 2), fitted(prompt, draw, font, sheet.width - 2 * GAP), fill="black", font=font)
-        for column, (image, score) in enumerate(zip(group[:columns], scores, strict=False)):
-            left = GAP + column * (side + GAP)
-            shown = within(image, side)
-            sheet.paste(shown, (left, top + LINE_HEIGHT + (side - shown.height) // 2))
-            below = (f"{score:.3f}", *(fitted(each[column], draw, font, side) for each in captions[row : row + 1]))
-            for line, text in enumerate(below, start=1):
-                draw.text((left, top + line * LINE_HEIGHT + side + 1), text, fill=(90, 90, 90), font=font)
-    sheet.save(path, format="PNG", pnginfo=_kept(data))
-
-
-def _kept(data: Any) -> PngInfo | None:
-    if data is None:
-        return None
+    below = [
+        [[f"{score:.3f}", *(each[image] for each in captions[row : row + 1])] for image, score in enumerate(scores)]
+        for row, scores in enumerate(rewards)
+    ]
     info = PngInfo()
-    info.add_itxt("data", json.dumps(data, ensure_ascii=False), zip=True)
-    return info
+    if data is not None:
+        info.add_itxt("data", json.dumps(data, ensure_ascii=False), zip=True)
+    sheet = grid(prompts, [(title, [group[:MAX_COLUMNS] for group in images])], captions=[below])
+    sheet.save(path, format="PNG", pnginfo=info)
 
 
-def _side(side: int) -> int:
-    return min(side, MAX_SIDE) if side >= MIN_SIDE else side * -(-MIN_SIDE // side)
+def grid(
+    prompts: Sequence[str],
+    columns: Sequence[tuple[str, Sequence[ByteArray]]],
+    *,
+    captions: Sequence[Sequence[Sequence[Sequence[str]]]] = (),
+    max_side: int = MAX_SIDE,
+) -> Image.Image:
+    """Draws one picture with one row per prompt: its text, and below it its images.
+
+    `columns` holds (title, images uint8 [n, H, W, 3] per prompt). `captions[column][prompt][image]` are the lines of
+    text below an image. All images are drawn with the same longer side in pixels: the longest one of the images,
+    enlarged by a whole factor to MIN_SIDE or more without smoothing, and reduced to `max_side` if that is smaller.
+    """
+    n = max(len(images) for _, rows in columns for images in rows)
+    side = max(max(images.shape[1:3]) for _, rows in columns for images in rows)
+    cell = min(side * max(1, -(-MIN_SIDE // side)), max_side)
+    block = n * (cell + GAP) + 3 * GAP
+    lines = max((len(each) for column in captions for group in column for each in group), default=0)
+    height = cell + LINE_HEIGHT * (1 + lines)
+    width = max(len(columns) * block - 4 * GAP, MIN_WIDTH)
+    sheet = Image.new("RGB", (width, LINE_HEIGHT + len(prompts) * height), "white")
+    draw, font = ImageDraw.Draw(sheet), ImageFont.load_default(FONT_SIZE)
+    for at, (title, rows) in enumerate(columns):
+        draw.text((at * block, 3), title, fill="black", font=font)
+        for row, images in enumerate(rows):
+            top = 2 * LINE_HEIGHT + row * height
+            for place, pixels in enumerate(images):
+                corner = at * block + place * (cell + GAP)
+                picture = within(pixels, cell)
+                sheet.paste(picture, (corner, top + (cell - picture.height) // 2))
+                for line, text in enumerate(captions[at][row][place] if captions else ()):
+                    below = top + cell + 2 + line * LINE_HEIGHT
+                    draw.text((corner, below), fitted(text, draw, font, cell), fill="dimgrey", font=font)
+    for row, prompt in enumerate(prompts):
+        shown = fitted(prompt, draw, font, width)
+        draw.text((0, LINE_HEIGHT + row * height + 3), shown, fill="dimgrey", font=font)
+    return sheet
 
 
 def within(image: ByteArray, side: int) -> Image.Image:
@@ -123,3 +134,30 @@ def fitted(text: str, draw: ImageDraw.ImageDraw, font: ImageFont.ImageFont | Ima
     while line and draw.textlength(line + "…", font=font) > width:
         line = line[:-1]
     return line + "…"
+
+
+def captions(scores: Sequence[Scores]) -> list[list[str]]:
+    """One line per prompt and image with the extras of all terms, texts before numbers; [] if no term has extras."""
+    if not any(each.extras for each in scores):
+        return []
+    return [[_caption(each, image) for image in range(len(each.total))] for each in scores]
+
+
+def picture_data(prompts: Sequence[Prompt], scores: Sequence[Scores]) -> list[dict[str, Any]]:
+    """Per prompt a JSON-able dictionary: its text, and per image total, scores by term and extras by term and name."""
+    return [
+        {
+            "prompt": prompt.text,
+            "total": list(each.total),
+            "by_term": {name: list(values) for name, values in each.by_term.items()},
+            "extras": {term: {name: list(values) for name, values in by.items()} for term, by in each.extras.items()},
+        }
+        for prompt, each in zip(prompts, scores, strict=True)
+    ]
+
+
+def _caption(scores: Scores, image: int) -> str:
+    said = [(name, values[image]) for extras in scores.extras.values() for name, values in extras.items()]
+    texts = [value for _, value in said if isinstance(value, str) and value]
+    numbers = [f"{name} {value:.3g}" for name, value in said if not isinstance(value, str)]
+    return " · ".join([*texts, *numbers])

@@ -1,5 +1,6 @@
 """Set operations on time intervals (start, end) in seconds."""
 
+import math
 from collections.abc import Iterable
 
 Interval = tuple[float, float]
@@ -34,21 +35,8 @@ def intersect(one: Iterable[Interval], other: Iterable[Interval]) -> list[Interv
 
 def subtract(one: Iterable[Interval], other: Iterable[Interval]) -> list[Interval]:
     """The time that is in `one` and not in `other`, each sorted and disjoint as `union` returns it."""
-    remaining: list[Interval] = []
-    cuts = list(other)
-    first = 0
-    for start, end in one:
-        while first < len(cuts) and cuts[first][1] <= start:
-            first += 1
-        at = first
-        while at < len(cuts) and cuts[at][0] < end:
-            if cuts[at][0] > start:
-                remaining.append((start, cuts[at][0]))
-            start = max(start, cuts[at][1])
-            at += 1
-        if start < end:
-            remaining.append((start, end))
-    return remaining
+    edges = (-math.inf, *(edge for interval in other for edge in interval), math.inf)
+    return intersect(one, zip(edges[::2], edges[1::2], strict=True))
 
 
 def length(intervals: Iterable[Interval]) -> float:

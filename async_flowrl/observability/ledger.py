@@ -36,7 +36,7 @@ class PoolLedger:
         self._seconds: dict[str, dict[str, float]] = {}
         self._lap: dict[str, dict[str, float]] = {}
         for worker in workers:
-            self._open(place_of(worker))
+            self._settle(place_of(worker))
 
     def enter(self, worker: str, state: str) -> str:
         """Notes that `worker` is in `state` from now on; returns the state it counts as, one of STATES.
@@ -47,7 +47,6 @@ class PoolLedger:
         if booked not in STATES:
             raise ValueError(f"a worker's state must be one of {', '.join(STATES)}, got {state!r} for {worker}")
         place = place_of(worker)
-        self._open(place)
         self._settle(place)
         self._now[place] = booked, self._now[place][1]
         return booked
@@ -75,15 +74,11 @@ class PoolLedger:
             self._settle(place)
         return self._seconds
 
-    def _open(self, place: str) -> None:
-        if place not in self._now:
-            self._now[place] = "idle", self._start
-            self._seconds[place] = dict.fromkeys(STATES, 0.0)
-
     def _settle(self, place: str) -> None:
-        state, since = self._now[place]
+        """Books the time since the last change, for a new place that since the start of the ledger."""
+        state, since = self._now.get(place, ("idle", self._start))
         now = self._clock()
-        self._seconds[place][state] += now - since
+        self._seconds.setdefault(place, dict.fromkeys(STATES, 0.0))[state] += now - since
         self._now[place] = state, now
 
 

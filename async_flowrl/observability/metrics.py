@@ -2,13 +2,14 @@
 
 import json
 import math
-import os
+import re
 import threading
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from async_flowrl.observability.events import cut_unfinished_line, read_events
+from async_flowrl.observability.events import cut_unfinished_line, read_events, replace_file
 
 Metrics = dict[str, Any]
 
@@ -32,7 +33,7 @@ class MetricsLog:
         """Removes the lines of `step` and later, for a run that goes on from the checkpoint of `step`."""
         with self._lock:
             kept = [json.dumps(line) + "\n" for line in self.read() if line["step"] < step]
-            self._rewrite("".join(kept).encode())
+            replace_file(self.path, "".join(kept))
 
     def amend(self, step: int, more: Mapping[str, Any]) -> None:
         """Adds keys to the existing line of `step`, e.g. the means of an evaluation that finished after its step.
@@ -41,23 +42,14 @@ class MetricsLog:
         """
         added = {name: _finite(value) for name, value in more.items()}
         with self._lock:
-            content = self.path.read_bytes()
-            start = end = content.rfind(b"\n") + 1
-            line: Metrics = {"step": step + 1}
-            while line["step"] > step and start > 0:
-                start, end = content.rfind(b"\n", 0, start - 1) + 1, start
-                line = json.loads(content[start:end])
-            if line["step"] == step:
-                amended = json.dumps(line | added).encode() + b"\n"
-                self._rewrite(content[:start] + amended + content[end:])
-
-    def _rewrite(self, content: bytes) -> None:
-        temporary = self.path.with_suffix(".tmp")
-        with temporary.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(self.path)
+            lines = self.path.read_text(encoding="utf-8").splitlines(keepends=True)
+            for number in reversed(range(len(lines))):
+                line: Metrics = json.loads(lines[number])
+                if line["step"] == step:
+                    lines[number] = json.dumps(line | added) + "\n"
+                    replace_file(self.path, "".join(lines))
+                if line["step"] <= step:
+                    return
 
     def read(self) -> list[Metrics]:
         return list(read_events(self.path))
@@ -67,3 +59,15 @@ def _finite(value: Any) -> Any:
     if hasattr(value, "item"):
         value = value.item()
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def missing_terms(line: Mapping[str, Any]) -> Counter[str]:
+    """Optional term → number of groups that a step trained without its score, from the step's metrics."""
+    missing = {re.fullmatch("reward/([^/]+)/missing", key): value for key, value in line.items()}
+    return Counter({match[1]: int(value) for match, value in missing.items() if match and value})
+
+
+def by_age(line: Mapping[str, Any], kind: str) -> Counter[int]:
+    """Age of images in versions → value of `<kind>/<age>` in a step's metrics, e.g. of the kind `kept_of`."""
+    ages = {key.removeprefix(f"{kind}/"): value for key, value in line.items() if key.startswith(f"{kind}/")}
+    return Counter({int(age): value for age, value in ages.items() if value})

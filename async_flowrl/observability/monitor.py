@@ -1,19 +1,62 @@
-"""Monitor: passes metrics and images of a running training to its views, i.e. console, TensorBoard and W&B."""
+"""Passes metrics and images of a running training to its views: console, TensorBoard, Weights & Biases (W&B)."""
 
 import logging
+import os
+import secrets
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import distributions
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
+
+import numpy as np
 
 from async_flowrl.config.schema import MonitorConfig
-from async_flowrl.observability.trackers import ALIASES, Sample, Tensorboard, Wandb
+from async_flowrl.observability.metrics import by_age
+from async_flowrl.types import ByteArray
 
 logger = logging.getLogger(__name__)
 
+VERSION_KEY = "evaluation/version"
+"""Metric that is the x axis of evaluations in W&B: the policy version that was evaluated."""
+MAX_SAMPLES = 64
+"""Largest number of single images per evaluation that are sent to W&B: the first ones, so prompts stay the same."""
+PACKAGES = ("async-flowrl", "torch", "diffusers", "transformers", "peft", "ray", "vllm-omni")
 
-class Sink(Protocol):
-    """Interface of a view; Monitor explains the methods."""
+VERL_OMNI = {
+    "step": "training/global_step",
+    "images": "perf/total_num_images",
+    "reward/mean": "critic/rewards/mean",
+    "zero_std_ratio": "critic/rewards/zero_std_ratio",
+    "loss": "actor/loss",
+    "ratio/mean": "actor/ratio_mean",
+    "clip_fraction": "actor/pg_clipfrac",
+    "kl": "actor/kl_loss",
+    "grad_norm": "actor/grad_norm",
+    "positive_loss": "actor/positive_loss",
+    "negative_loss": "actor/negative_loss",
+    "old_deviation": "actor/old_deviate",
+    "timing/step": "perf/time_per_step",
+    "timing/update": "timing_s/update_actor",
+    "timing/publish": "timing_s/update_weights",
+}
+"""Metric of this project → name of the same metric in verl-omni; metrics with another meaning there are left out."""
+ALIASES = {"none": {}, "verl_omni": VERL_OMNI}
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One evaluated image uint8 [H, W, 3] with its prompt, its reward and term → score."""
+
+    prompt: str
+    image: ByteArray
+    reward: float
+    terms: Mapping[str, float] = field(default_factory=dict)
+
+
+class View:
+    """A view of a run, which shows nothing; subclasses override what they show. Monitor explains the methods."""
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None: ...
 
@@ -24,6 +67,122 @@ class Sink(Protocol):
     def samples(self, version: int, samples: Sequence[Sample]) -> None: ...
 
     def close(self) -> None: ...
+
+
+def scalars(metrics: Mapping[str, Any], aliases: Mapping[str, str]) -> dict[str, float]:
+    """All metrics that are numbers, as floats, under their names and under their aliases (name → alias).
+
+    `step` itself appears only under its alias.
+    """
+    numbers = {name: float(value) for name, value in metrics.items() if isinstance(value, int | float)}
+    again = {alias: numbers[name] for name, alias in aliases.items() if name in numbers}
+    return {name: value for name, value in numbers.items() if name != "step"} | again
+
+
+class Tensorboard(View):
+    """View that writes TensorBoard files into `folder`; `aliases` are further names of metrics."""
+
+    def __init__(self, folder: Path, aliases: Mapping[str, str]) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer: Any = SummaryWriter(str(folder))
+        self._aliases = aliases
+
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        for name, value in scalars(metrics, self._aliases).items():
+            self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+
+    def evaluation(self, version: int, metrics: Mapping[str, float]) -> None:
+        for name, value in metrics.items():
+            self._writer.add_scalar(f"evaluation/{name}", value, version)
+        self._writer.flush()
+
+    def image(self, path: Path, version: int) -> None:
+        from PIL import Image
+
+        self._writer.add_image("images", np.asarray(Image.open(path).convert("RGB")), version, dataformats="HWC")
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class Wandb(View):
+    """View that logs to W&B: in the mode of WANDB_MODE if set, else online if an API key is known, else offline.
+
+    Its files are in the run directory `folder`. The x axis of charts is the metric `step`, or `evaluation/version` for
+    evaluations and pictures. W&B's own step is not used, because an evaluation may end after later training steps. A
+    resumed run keeps the W&B id of its first attempt (file `wandb/run_id`).
+    """
+
+    def __init__(self, config: MonitorConfig, name: str, folder: Path, settings: Mapping[str, Any]) -> None:
+        import wandb
+
+        self._wandb: Any = wandb
+        self._aliases = ALIASES[config.metric_aliases]
+        known = os.environ.get("WANDB_API_KEY") or wandb.api.api_key
+        mode: Any = os.environ.get("WANDB_MODE") or ("online" if known else "offline")
+        self._run: Any = wandb.init(
+            project=config.wandb_project, entity=config.wandb_entity, tags=config.wandb_tags or None, name=name,
+            id=run_id(folder / "wandb"), resume=None if mode == "offline" else "allow", mode=mode,
+            dir=str(folder), reinit="create_new",
+            config={**settings, "versions": versions()}, settings=wandb.Settings(silent=True, console="off"),
+        )  # fmt: skip
+        self._run.define_metric("*", step_metric="step")
+        self._run.define_metric("evaluation/*", step_metric=VERSION_KEY)
+
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        values: dict[str, Any] = {**scalars(metrics, self._aliases), "step": step}
+        if (ages := age_histogram(metrics)) is not None:
+            values["staleness/histogram"] = self._wandb.Histogram(np_histogram=ages)
+        self._run.log(values)
+
+    def evaluation(self, version: int, metrics: Mapping[str, float]) -> None:
+        self._run.log({f"evaluation/{name}": value for name, value in metrics.items()} | {VERSION_KEY: version})
+
+    def image(self, path: Path, version: int) -> None:
+        self._run.log({"evaluation/images": self._wandb.Image(str(path)), VERSION_KEY: version})
+
+    def samples(self, version: int, samples: Sequence[Sample]) -> None:
+        """Logs the first MAX_SAMPLES images with prompt and reward as captions, and a table with their term scores."""
+        names = sorted({name for sample in samples for name in sample.terms})
+        rows, pictures = [], []
+        for sample in samples[:MAX_SAMPLES]:
+            terms = [sample.terms.get(name) for name in names]
+            caption = f"{sample.prompt} | reward {sample.reward:.4g}"
+            pictures.append(self._wandb.Image(sample.image, caption=caption))
+            rows.append([version, sample.prompt, self._wandb.Image(sample.image), sample.reward, *terms])
+        table = self._wandb.Table(columns=["version", "prompt", "image", "reward", *names], data=rows)
+        self._run.log({"evaluation/samples": pictures, "evaluation/table": table, VERSION_KEY: version})
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def run_id(folder: Path) -> str:
+    """The W&B id of this run: read from `folder`/run_id, which is made with a random id if it does not exist."""
+    file = folder / "run_id"
+    if not file.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        file.write_text(secrets.token_hex(4), encoding="utf-8")
+    return file.read_text(encoding="utf-8").strip()
+
+
+def versions() -> dict[str, str]:
+    """Package → version for the installed ones of PACKAGES."""
+    return {package: found.version for package in PACKAGES for found in distributions(name=package)}
+
+
+def age_histogram(metrics: Mapping[str, Any]) -> tuple[list[int], list[float]] | None:
+    """Histogram (counts, bin edges) of trained rows by the age of their image in versions; None if none were trained.
+
+    A row is one image in one trained denoising step.
+    """
+    rows = by_age(metrics, "kept_of")
+    if not rows:
+        return None
+    ages = range(max(rows) + 1)
+    return [int(rows[age]) for age in ages], [age - 0.5 for age in range(len(ages) + 1)]
 
 
 class Monitor:
@@ -40,47 +199,45 @@ class Monitor:
         *,
         name: str,
         settings: Mapping[str, Any],
-        display: Sink | None = None,
+        display: View | None = None,
     ) -> None:
         """`folder` is the run directory, `settings` the resolved configuration, `display` the console's view."""
         self.failures: list[str] = []
         self._turn = threading.Lock()
-        self._sinks: list[Sink] = []
-        if display is not None:
-            self._sinks.append(display)
+        self._views: list[View] = [] if display is None else [display]
         if config.tensorboard:
-            self._sinks.append(Tensorboard(folder / "tensorboard", ALIASES[config.metric_aliases]))
+            self._views.append(Tensorboard(folder / "tensorboard", ALIASES[config.metric_aliases]))
         if config.wandb:
-            self._sinks.append(Wandb(config, name, folder, settings))
+            self._views.append(Wandb(config, name, folder, settings))
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Passes on the metrics of a finished step, under the names of metrics.jsonl."""
-        self._each(lambda sink: sink.log(step, metrics))
+        self._each(lambda view: view.log(step, metrics))
 
     def evaluation(self, version: int, metrics: Mapping[str, float]) -> None:
         """Passes on the metrics of an evaluation, under the names of metrics.jsonl without the prefix `evaluation/`."""
-        self._each(lambda sink: sink.evaluation(version, metrics))
+        self._each(lambda view: view.evaluation(version, metrics))
 
     def image(self, path: Path, version: int) -> None:
         """Passes on the picture grid of an evaluation, a PNG file."""
-        self._each(lambda sink: sink.image(path, version))
+        self._each(lambda view: view.image(path, version))
 
     def samples(self, version: int, samples: Sequence[Sample]) -> None:
         """Passes on single images of an evaluation, in the order of the prompts."""
-        self._each(lambda sink: sink.samples(version, samples))
+        self._each(lambda view: view.samples(version, samples))
 
     def close(self) -> None:
         """Closes all views; may be called more than once."""
-        self._each(lambda sink: sink.close())
-        self._sinks.clear()
+        self._each(lambda view: view.close())
+        self._views.clear()
 
-    def _each(self, work: Callable[[Sink], None]) -> None:
+    def _each(self, work: Callable[[View], None]) -> None:
         with self._turn:
-            for sink in list(self._sinks):
+            for view in list(self._views):
                 try:
-                    work(sink)
+                    work(view)
                 except Exception as error:  # a view must not end the run, e.g. when the network fails
-                    self._sinks.remove(sink)
-                    name = type(sink).__name__.lower()
+                    self._views.remove(view)
+                    name = type(view).__name__.lower()
                     self.failures.append(f"monitor {name}: {type(error).__name__}: {error}")
                     logger.warning("the monitor %s is switched off: %s: %s", name, type(error).__name__, error)

@@ -6,7 +6,7 @@ Otherwise it is the change of the training reward.
 
 from collections.abc import Sequence
 
-from async_flowrl.observability.evaluations import HELD_OUT, Evaluation, between, first_comparable
+from async_flowrl.observability.evaluations import HELD_OUT, Evaluation, between, first_comparable, policy_versions
 from async_flowrl.observability.metrics import Metrics
 from async_flowrl.observability.statistics import Change
 
@@ -20,7 +20,7 @@ Ends = tuple[Evaluation, Evaluation]
 
 def ends_of(history: Sequence[Evaluation]) -> Ends | None:
     """(oldest evaluation with the newest one's setting, newest evaluation) of policy versions; None without two."""
-    policy = sorted((e for e in history if not e.baseline), key=lambda each: each.version)
+    policy = policy_versions(history)
     first = first_comparable(policy, policy[-1]) if policy else None
     return None if first is None else (first, policy[-1])
 
@@ -44,7 +44,7 @@ def reward_sentence(ends: Ends, evaluated: str) -> str | None:
     moved = between(REWARD, last, first)
     if moved is None:
         return None
-    prompts = f"{last.curves[REWARD].estimate().prompts} {PROMPTS.get(evaluated, 'evaluated prompts')}"
+    prompts = f"{last.curves[REWARD].estimate.prompts} {PROMPTS.get(evaluated, 'evaluated prompts')}"
     span = f"in {last.version} steps" if first.version == 0 else f"between versions {first.version} and {last.version}"
     return f"On {prompts}, the reward went from {_means(REWARD, ends)} {span}: {_change(moved)}."
 
@@ -85,7 +85,7 @@ def certain(moved: Change) -> bool:
 
 
 def _means(name: str, ends: Ends) -> str:
-    before, after = (evaluation.curves[name].estimate().mean for evaluation in ends)
+    before, after = (evaluation.curves[name].estimate.mean for evaluation in ends)
     return f"{before:.3g} to {after:.3g}"
 
 

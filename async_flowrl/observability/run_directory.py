@@ -14,6 +14,7 @@ from omegaconf import OmegaConf
 
 from async_flowrl.config.check import ConfigError
 from async_flowrl.config.schema import FULL, LORA, Config
+from async_flowrl.observability.events import replace_file
 
 LEFT_BY_A_START = {".hydra", ".lock", "config.yaml", "logs"}
 """Entries that a run writes before it starts to train."""
@@ -126,7 +127,4 @@ class RunDirectory:
         os.close(self._lock)
 
     def write_summary(self, summary: dict[str, Any]) -> None:
-        text = json.dumps(summary, indent=2, sort_keys=False)
-        temporary = self.summary.with_suffix(".tmp")
-        temporary.write_text(text + "\n")
-        temporary.replace(self.summary)
+        replace_file(self.summary, json.dumps(summary, indent=2) + "\n")

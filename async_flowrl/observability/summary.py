@@ -6,22 +6,27 @@ with `placement=shared`, and its *efficiency* is that bound divided by the measu
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
+from async_flowrl.config.curves import best_curve
+from async_flowrl.config.pools import scoring_pools
 from async_flowrl.config.schema import SHARED, Config
+from async_flowrl.observability.evaluations import Evaluation, between, first_of, policy_versions
 from async_flowrl.observability.events import Event, effective
+from async_flowrl.observability.hacking import alarms, best, notices
 from async_flowrl.observability.intervals import Interval, intersect, length, union
-from async_flowrl.observability.ledger import pool_of
-from async_flowrl.observability.metrics import Metrics
-from async_flowrl.observability.mfu import utilisation
-from async_flowrl.observability.one_device import device_shares
-from async_flowrl.observability.pool_size import configured_pools, rollout_size
+from async_flowrl.observability.ledger import place_of, pool_of
+from async_flowrl.observability.metrics import Metrics, by_age, missing_terms
 from async_flowrl.observability.result import tenths
-from async_flowrl.observability.timeline import Track, tracks
+from async_flowrl.observability.statistics import CHANGE_FIELDS
+from async_flowrl.observability.timeline import Track, device_shares, tracks
+from async_flowrl.rewards.served import served_terms, server_pool
 
 WARM_UP_STEPS = 2
 """Steps at the start that rates leave out, because the pipeline is filling and caches are cold."""
+CHANGES = ("worker_joined", "worker_left")
+"""Events by which the size of a rollout pool changes."""
 MIN_GRADIENT_KEPT = 0.8
 """The run warns if clipping and masking leave less than this share of the gradient."""
 
@@ -49,45 +54,6 @@ class Outcome:
     """Peak FLOP/s of one worker's device; None if it is unknown."""
 
 
-@dataclass(frozen=True)
-class Steady:
-    """The part of a run in which all pools have work: all but the first WARM_UP_STEPS and last max_staleness steps."""
-
-    window: Interval
-    """Start and end of this part, unix seconds."""
-    steps: int
-    """Steps in it."""
-    generation: list[Interval]
-    """Times in `window` at which any rollout worker was busy."""
-    update: list[Interval]
-    """Times in `window` at which the first trainer rank was busy."""
-    generation_per_step: float
-    """G: busy seconds of rollout per step, divided by the number of rollout workers."""
-    update_per_step: float
-    """T: busy seconds of training per step, divided by the number of trainer ranks, which may train unequal shares."""
-    shared: bool = False
-    """Each process samples and trains."""
-
-    @property
-    def seconds_per_step(self) -> float:
-        return (self.window[1] - self.window[0]) / self.steps
-
-    @property
-    def overlap(self) -> float:
-        return length(intersect(self.generation, self.update))
-
-    @property
-    def overlap_share(self) -> float | None:
-        least = min(length(self.generation), length(self.update))
-        return self.overlap / least if least > 0 else None
-
-    @property
-    def bound(self) -> float:
-        """Lower bound on the seconds per step, whatever the schedule: max(G, T) of two pools, G + T of a shared one."""
-        generation, update = self.generation_per_step, self.update_per_step
-        return generation + update if self.shared else max(generation, update)
-
-
 def summarise(config: Config, metrics: Sequence[Metrics], events: Iterable[Event], outcome: Outcome) -> dict[str, Any]:
     """The content of summary.json. Values that are unknown, e.g. because there were too few steps, are None.
 
@@ -96,11 +62,9 @@ def summarise(config: Config, metrics: Sequence[Metrics], events: Iterable[Event
     history = effective(events)
     _, attempt = last_attempt(history)
     workers = tracks(attempt)
-    steady = steady_state(workers, attempt, config.max_staleness, shared=config.placement == SHARED)
     images = [int(line.get("images", config.prompts_per_step * config.group_size)) for line in metrics]
     began = process_began(history)
     made = sum(count for count, line in zip(images, metrics, strict=True) if line["step"] >= began)
-    kept = gradient_kept(metrics)
     trained = tenths(metrics)
     return {
         "steps": len(metrics),
@@ -120,21 +84,10 @@ def summarise(config: Config, metrics: Sequence[Metrics], events: Iterable[Event
         "faults": dict(sorted(Counter(event["kind"] for event in history if event["event"] == "fault").items())),
         "pools": {pool: dict(seconds) for pool, seconds in outcome.pools.items()},
         "sync": dict(outcome.sync),
-        "overlap": {
-            "seconds": length(intersect(_pool(workers, "rollout"), _pool(workers, "trainer"))),
-            "share": steady.overlap_share if steady else None,
-        },
-        "bound": {
-            "generation": steady.generation_per_step if steady else None,
-            "update": steady.update_per_step if steady else None,
-            "seconds_per_step": steady.bound if steady else None,
-        },
-        "efficiency": steady.bound / steady.seconds_per_step if steady else None,
+        **steady_state(config, workers, attempt, outcome.peak),
         "devices": device_shares(workers, attempt, shared=config.placement == SHARED),
         "swaps": sum(int(line.get("pool/rollout/swaps") or 0) for line in metrics),
-        "flops_per_s": (rates := flops_per_second(workers, steady.window) if steady else {}),
-        "mfu": {pool: utilisation(rate, 1.0, outcome.peak) for pool, rate in rates.items()},
-        "gradient_kept": kept,
+        "gradient_kept": gradient_kept(metrics),
         "skipped": skipped(metrics),
         "warnings": warnings_of(metrics),
         "reward_first": trained[0] if trained else None,
@@ -170,23 +123,35 @@ def process_began(history: Sequence[Event]) -> int:
 
 
 def steady_state(
-    workers: Sequence[Track], history: Sequence[Event], max_staleness: int, *, shared: bool = False
-) -> Steady | None:
-    """The steady part of a run; None if no steps are left in it."""
+    config: Config, workers: Sequence[Track], history: Sequence[Event], peak: float | None
+) -> dict[str, Any]:
+    """The part of the summary that is measured where all pools have work; values are None if no such steps are left.
+
+    These are all steps but the first WARM_UP_STEPS and the last max_staleness. G is the busy seconds of rollout per
+    step, divided by the number of rollout workers, T the same of trainer ranks, which may train unequal shares.
+    """
     steps = sorted((event for event in history if event["event"] == "step"), key=lambda event: int(event["step"]))
-    inner = steps[WARM_UP_STEPS : len(steps) - max_staleness]
+    inner = steps[WARM_UP_STEPS : len(steps) - config.max_staleness]
+    rollout, trainer = _pool(workers, "rollout"), _pool(workers, "trainer")
+    overlap: dict[str, float | None] = {"seconds": length(intersect(rollout, trainer)), "share": None}
     if not inner:
-        return None
+        bound = dict.fromkeys(("generation", "update", "seconds_per_step"))
+        return {"overlap": overlap, "bound": bound, "efficiency": None, "flops_per_s": {}, "mfu": {}}
     window = inner[0]["started"], inner[-1]["ended"]
-    return Steady(
-        window=window,
-        steps=len(inner),
-        generation=intersect(_pool(workers, "rollout"), [window]),
-        update=intersect(_pool(workers, "trainer", first_only=True), [window]),
-        generation_per_step=_worked(workers, "rollout", window) / len(inner),
-        update_per_step=_worked(workers, "trainer", window) / len(inner),
-        shared=shared,
-    )
+    generation = intersect(rollout, [window])
+    update = intersect(_pool(workers, "trainer", first_only=True), [window])
+    if (least := min(length(generation), length(update))) > 0:
+        overlap["share"] = length(intersect(generation, update)) / least
+    g, t = (_worked(workers, pool, window) / len(inner) for pool in ("rollout", "trainer"))
+    shortest = g + t if config.placement == SHARED else max(g, t)
+    rates = flops_per_second(workers, window)
+    return {
+        "overlap": overlap,
+        "bound": {"generation": g, "update": t, "seconds_per_step": shortest},
+        "efficiency": shortest / ((window[1] - window[0]) / len(inner)),
+        "flops_per_s": rates,
+        "mfu": {pool: rate / peak if peak else None for pool, rate in rates.items()},
+    }
 
 
 def staleness(metrics: Sequence[Metrics], updates_per_batch: int = 1) -> dict[str, float]:
@@ -204,16 +169,8 @@ def gradient_kept(metrics: Sequence[Metrics]) -> dict[str, float]:
 
     A row is one image in one trained denoising step; rows with advantage 0 are not counted.
     """
-    kept: dict[str, float] = {}
-    total: dict[str, float] = {}
-    for line in metrics:
-        for name, value in line.items():
-            kind, _, age = name.partition("/")
-            if kind == "kept":
-                kept[age] = kept.get(age, 0.0) + value
-            elif kind == "kept_of":
-                total[age] = total.get(age, 0.0) + value
-    return {age: kept.get(age, 0.0) / total[age] for age in sorted(total, key=int) if total[age]}
+    kept, total = (sum((by_age(line, kind) for line in metrics), Counter()) for kind in ("kept", "kept_of"))
+    return {str(age): kept[age] / total[age] for age in sorted(total)}
 
 
 def skipped(metrics: Sequence[Metrics]) -> dict[str, int]:
@@ -225,19 +182,13 @@ def skipped(metrics: Sequence[Metrics]) -> dict[str, int]:
         "tickets": sum(tickets),
         "steps": sum(count > 0 for count in tickets),
         "steps_without_reward": nothing,
-        "optional_terms": sum(groups_without(metrics).values()),
+        "optional_terms": groups_without(metrics).total(),
     }
 
 
-def groups_without(metrics: Sequence[Metrics]) -> dict[str, int]:
+def groups_without(metrics: Sequence[Metrics]) -> Counter[str]:
     """Optional term → number of groups that were trained without its score."""
-    counts: dict[str, int] = {}
-    for line in metrics:
-        for key, value in line.items():
-            term = key.removeprefix("reward/").removesuffix("/missing")
-            if key == f"reward/{term}/missing" and value:
-                counts[term] = counts.get(term, 0) + int(value)
-    return counts
+    return sum(map(missing_terms, metrics), Counter())
 
 
 def warnings_of(metrics: Sequence[Metrics]) -> list[str]:
@@ -284,3 +235,92 @@ def _steady_rate(history: Sequence[Event], images_per_step: float) -> float | No
     if len(ends) <= WARM_UP_STEPS or ends[-1] <= ends[WARM_UP_STEPS - 1]:
         return None
     return (len(ends) - WARM_UP_STEPS) * images_per_step / float(ends[-1] - ends[WARM_UP_STEPS - 1])
+
+
+def mfu(summary: Mapping[str, Any]) -> str:
+    """Returns text such as "rollout 31.0%, trainer 42.0%" from a run's summary.json; empty if the peak is not known.
+
+    Model FLOPs utilisation (MFU) is the share of the device's peak FLOP/s that a network uses.
+    """
+    known = {pool: value for pool, value in (summary.get("mfu") or {}).items() if value is not None}
+    return ", ".join(f"{pool} {value:.1%}" for pool, value in known.items())
+
+
+def configured_pools(config: Config) -> dict[str, tuple[int, float]]:
+    """Returns pool → (workers, GPUs of each) as configured; the servers of a term with `serve` are a pool, too."""
+    return {
+        "rollout": (config.rollout.num_workers, config.rollout.gpus_per_worker),
+        "trainer": (config.trainer.num_workers, config.trainer.gpus_per_worker),
+        **{pool.name: (pool.workers, pool.gpus_per_worker) for pool in scoring_pools(config)},
+        **{server_pool(term): (serve.replicas, serve.gpus) for term, serve in served_terms(config)},
+    }
+
+
+def rollout_size(config: Config, attempt: Sequence[Event]) -> dict[str, int]:
+    """Returns the numbers of rollout workers that `joined` and `left` in the last attempt, and were there at a time.
+
+    `fewest` and `most` are the smallest and the largest number of workers that served at the same time.
+
+    A newcomer that was turned away is not counted.
+    """
+    changes = [event for event in attempt if event["event"] in CHANGES]
+    if changes:
+        begun_with = changes[0]["workers"] + (1 if changes[0]["event"] == "worker_left" else -1)
+    else:
+        begun_with = places(event for event in attempt if not event.get("newcomer")) or config.rollout.num_workers
+    counts = [begun_with, *(event["workers"] for event in changes)]
+    return {
+        "joined": sum(event["event"] == "worker_joined" for event in changes),
+        "left": sum(event["event"] == "worker_left" for event in changes),
+        "fewest": min(counts),
+        "most": max(counts),
+    }
+
+
+def places(attempt: Iterable[Event]) -> int:
+    """Returns the number of places of the rollout pool that ever had a worker in the attempt."""
+    named = {place_of(event["worker"]) for event in attempt if event["event"] == "worker"}
+    return sum(pool_of(place) == "rollout" for place in named)
+
+
+def summarise_evaluations(config: Config, history: Sequence[Evaluation]) -> dict[str, Any]:
+    """The values of the keys `evaluations` and `hacking` of summary.json; a missing evaluation is None."""
+    policy = policy_versions(history)
+    baseline = next((e for e in history if e.baseline), None)
+    judged = config.evaluate.on_hacking != "ignore"
+    return {
+        "evaluations": {
+            "first": _row(policy[0], history) if policy else None,
+            "last": _row(policy[-1], history) if policy else None,
+            "baseline": _row(baseline, history) if baseline else None,
+            "best": best_row(config, history),
+        },
+        "hacking": {
+            "alarms": [alarm.sentence for alarm in alarms(history)] if judged else [],
+            "notices": [notice.sentence for notice in notices(history)],
+        },
+    }
+
+
+def best_row(config: Config, history: Sequence[Evaluation]) -> dict[str, Any] | None:
+    """`curve`, `version` and `mean` of the best version; None if no best version is kept or none was evaluated."""
+    curve = best_curve(config)
+    chosen = None if curve is None else best(history, curve)
+    if curve is None or chosen is None:
+        return None
+    return {"curve": curve, "version": chosen.version, "mean": chosen.curves[curve].estimate.mean}
+
+
+def _row(evaluation: Evaluation, history: Sequence[Evaluation]) -> dict[str, Any]:
+    curves = {}
+    for name, curve in evaluation.curves.items():
+        first = None if evaluation.baseline else first_of(name, history, evaluation)
+        moved = None if first is None else between(name, evaluation, first)
+        paired = dict.fromkeys(CHANGE_FIELDS) if moved is None else moved.fields()
+        curves[name] = {"kind": curve.kind, **asdict(curve.estimate), **paired}
+    return {
+        "version": evaluation.version,
+        "steps": evaluation.steps,
+        "guidance": evaluation.guidance,
+        "curves": curves,
+    }

@@ -2,7 +2,10 @@
 
 import logging
 import os
+import shutil
 import sys
+import textwrap
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, TextIO
 
 if TYPE_CHECKING:
@@ -10,6 +13,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+MIN_WIDTH = 30
+"""Lines are not wrapped if the terminal has fewer columns than this."""
 WIDTH = 120
 """Width in characters of a table that is not written to a terminal."""
 
@@ -36,3 +41,19 @@ def say(text: str, stream: TextIO | None = None) -> None:
         os.dup2(nowhere, stream.fileno())
         os.close(nowhere)
         logger.warning("nobody reads %s any more: the run goes on without it", stream.name)
+
+
+def named_lines(rows: Sequence[tuple[str, object]], label: int) -> str:
+    """The rows (name, sentence) as text. A name takes `label` columns and one space; wrapped lines are indented so."""
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 0
+    return "".join(_line(name, str(sentence), label, width) for name, sentence in rows)
+
+
+def _line(name: str, sentence: str, label: int, width: int) -> str:
+    start, indent = f"{name:{label}} ", " " * (label + 1)
+    if width < MIN_WIDTH:
+        return f"{start}{sentence}\n"
+    pieces = textwrap.wrap(
+        sentence, width, initial_indent=start, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    )
+    return "\n".join(pieces or [start]) + "\n"

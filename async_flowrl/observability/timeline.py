@@ -1,24 +1,32 @@
-"""timeline.json: the events of a run as a trace for chrome://tracing or https://ui.perfetto.dev, a track per worker.
+"""Activity of a run's workers, a track for each, and timeline.json, which holds it as a trace.
 
-A run writes it at its end; `python -m async_flowrl.observability.timeline RUN` writes it at any time.
+The trace is for chrome://tracing or https://ui.perfetto.dev. A run writes it at its end, and
+`python -m async_flowrl.observability.timeline RUN` at any time.
 """
 
 import argparse
 import json
 import sys
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from async_flowrl.observability.events import Event, read_events
-from async_flowrl.observability.intervals import Interval, subtract, union
+from async_flowrl.observability.events import Event, read_events, step_window
+from async_flowrl.observability.intervals import Interval, intersect, length, subtract, union
 from async_flowrl.observability.ledger import place_of, pool_of
+from async_flowrl.types import TRAIN
 
 MICROSECONDS = 1e6
 POOLS = ("rollout", "reward", "trainer")
 """Order of the tracks by pool; other pools come last."""
+SHARING_POOLS = ("rollout", "trainer")
+"""Pools whose workers of the same number are one process."""
+PENDING, SCORING, READY = "PENDING", "SCORING", "READY"
+"""States of a ticket that waits to be made (again), that has images and no reward yet, and whose group has its rewards
+(tickets/ticket.py)."""
 INSTANTS = ("version", "fault", "worker_joined", "worker_left", "rollback", "step")
 """Events that the trace shows as a point in time."""
 
@@ -29,16 +37,17 @@ class Track:
 
     place: str
     spans: list[Event] = field(default_factory=list)
-    waits: list[tuple[str, Interval]] = field(default_factory=list)
-    """(state, interval) for all states except "busy", without the times at which a span ran."""
+    waits: Mapping[str, list[Interval]] = field(default_factory=dict)
+    """State → its times, for all states except "busy", without the times at which a span ran."""
 
     @cached_property
     def busy(self) -> list[Interval]:
         """Times at which any span ran. The result is cached, so all spans must be known before."""
         return union((span["start"], span["end"]) for span in self.spans)
 
-    def waiting(self, *states: str) -> list[Interval]:
-        return union(interval for state, interval in self.waits if state in states)
+    def intervals(self, state: str) -> list[Interval]:
+        """Times at which the place was in a state, one of ledger.STATES."""
+        return self.busy if state == "busy" else self.waits.get(state, [])
 
 
 def tracks(events: Iterable[Event]) -> list[Track]:
@@ -55,25 +64,113 @@ def tracks(events: Iterable[Event]) -> list[Track]:
             else:
                 states.setdefault(track.place, []).append((event["time"], event["state"]))
     for place, track in by_place.items():
-        track.waits = list(_waits(states.get(place, []), last, track.busy))
+        track.waits = _waits(states.get(place, []), last, track.busy)
     return sorted(by_place.values(), key=_order)
 
 
 def _order(track: Track) -> tuple[int, str, int]:
     pool = pool_of(track.place)
     base = pool.split("/", 1)[0]
-    return POOLS.index(base) if base in POOLS else len(POOLS), pool, int(track.place.rsplit("-", 1)[-1])
+    return POOLS.index(base) if base in POOLS else len(POOLS), pool, _index(track.place)
 
 
-def _waits(changes: list[tuple[float, str]], last: float, busy: list[Interval]) -> Iterator[tuple[str, Interval]]:
-    ends = [time for time, _ in changes[1:]] + [last] * bool(changes)
+def _waits(changes: list[tuple[float, str]], last: float, busy: list[Interval]) -> dict[str, list[Interval]]:
     by_state: dict[str, list[Interval]] = {}
-    for (start, state), end in zip(changes, ends, strict=True):
+    for (start, state), (end, _) in pairwise([*changes, (last, "")]):
         by_state.setdefault(state, []).append((start, end))
-    for state, intervals in by_state.items():
-        if state != "busy":
-            for interval in subtract(union(intervals), busy):
-                yield state, interval
+    return {state: subtract(union(times), busy) for state, times in by_state.items() if state != "busy"}
+
+
+def by_device(workers: Sequence[Track]) -> list[Track]:
+    """Returns the tracks sorted by process, without waits during which the other worker of the process computes."""
+    busy = busy_by_device(workers)
+    sharing = [track for track in workers if pool_of(track.place) in SHARING_POOLS]
+    sharing.sort(key=lambda track: (_index(track.place), SHARING_POOLS.index(pool_of(track.place))))
+    sorted_tracks = []
+    for track in sharing:
+        waits = {state: subtract(times, busy[_index(track.place)]) for state, times in track.waits.items()}
+        sorted_tracks.append(Track(track.place, track.spans, waits))
+    return sorted_tracks + [track for track in workers if pool_of(track.place) not in SHARING_POOLS]
+
+
+def busy_by_device(workers: Iterable[Track]) -> dict[int, list[Interval]]:
+    """Returns number of a process that samples and trains → times at which one of its workers computed."""
+    busy: dict[int, list[Interval]] = {}
+    for track in workers:
+        if pool_of(track.place) in SHARING_POOLS:
+            busy.setdefault(_index(track.place), []).extend(track.busy)
+    return {number: union(intervals) for number, intervals in busy.items()}
+
+
+def _index(place: str) -> int:
+    return int(place.rpartition("-")[2])
+
+
+@dataclass(frozen=True)
+class DeviceTime:
+    """Mean shares of the time of all devices, from 0 to 1.
+
+    A process may sample beside its optimizer step, so `sampled`, `trained` and `idle` may add up to more than 1. What
+    `rewards` and `barrier` leave of `idle` is time in which no device computed and no reward was made, e.g. between two
+    steps.
+    """
+
+    sampled: float
+    trained: float
+    idle: float
+    """Nothing to do: a device neither sampled nor trained."""
+    rewards: float
+    """Nothing to do while the reward of a training group was made."""
+    barrier: float
+    """Nothing to do while another device computed, and no reward was made."""
+
+
+def device_shares(workers: Sequence[Track], history: Sequence[Event], *, shared: bool) -> dict[str, float | None]:
+    """Returns the numbers of `device_time` from the first to the last step, by name.
+
+    They are None if nothing of it was recorded, or if the run's processes do not sample and train (`shared`).
+    """
+    time = device_time(workers, history, step_window(history)) if shared else None
+    return dict.fromkeys(field.name for field in fields(DeviceTime)) if time is None else asdict(time)
+
+
+def device_time(workers: Sequence[Track], history: Sequence[Event], window: Interval) -> DeviceTime | None:
+    """Returns what the devices did in `window`, unix seconds; None if nothing of it was recorded."""
+    busy = busy_by_device(workers)
+    whole = (window[1] - window[0]) * len(busy)
+    if whole <= 0:
+        return None
+    work = dict.fromkeys(SHARING_POOLS, 0.0)
+    for track in workers:
+        if (pool := pool_of(track.place)) in work:
+            work[pool] += length(intersect(track.busy, [window]))
+    idle = [subtract([window], each) for each in busy.values()]
+    anyone = union(interval for each in busy.values() for interval in each)
+    scoring = _scoring(history)
+    return DeviceTime(
+        sampled=work["rollout"] / whole,
+        trained=work["trainer"] / whole,
+        idle=sum(length(each) for each in idle) / whole,
+        rewards=sum(length(intersect(each, scoring)) for each in idle) / whole,
+        barrier=sum(length(subtract(intersect(each, anyone), scoring)) for each in idle) / whole,
+    )
+
+
+def _scoring(history: Sequence[Event]) -> list[Interval]:
+    """Returns the times at which all images of a training group were there, and its rewards were not."""
+    began: dict[tuple[int, int], float] = {}
+    waits = []
+    for event in history:
+        if event["event"] != "ticket" or event["kind"] != TRAIN:
+            continue
+        group = event["step"], event["group"]
+        if event["state"] == SCORING:
+            began[group] = event["time"]  # of its last ticket in the end: before that nobody makes rewards
+        elif event["state"] == READY and group in began:
+            waits.append((began.pop(group), event["time"]))
+        elif event["state"] == PENDING:
+            began.pop(group, None)
+    return union(waits)
 
 
 def trace(events: Iterable[Event]) -> dict[str, Any]:
@@ -107,8 +204,8 @@ def _track_events(track: Track, number: int, start: float) -> list[dict[str, Any
             arguments = {k: v for k, v in span.items() if k not in ("time", "event", "name", "start", "end")}
             entries.append(_block(span["name"], (span["start"], span["end"]), tid, start, arguments))
     publishes = {"sync": "publish"} if pool_of(track.place) == "trainer" else {}
-    for state, interval in track.waits:
-        entries.append(_block(publishes.get(state, state), interval, number * 100, start, {}))
+    for state, times in track.waits.items():
+        entries += [_block(publishes.get(state, state), interval, number * 100, start, {}) for interval in times]
     return entries
 
 

@@ -1,8 +1,81 @@
-"""Runs the command of report/command.py: python -m async_flowrl.report RUN [RUN ...]"""
+"""Command line: async-flowrl report RUN [RUN ...] [--out FILE].
 
+It writes one HTML page about one run or several runs side by side.
+"""
+
+import argparse
 import sys
+from collections.abc import Sequence
+from pathlib import Path
 
-from async_flowrl.report.command import main
+from async_flowrl.config import exit_codes
+from async_flowrl.report.page import write_page
+
+MAX_RUNS = 32
+"""Largest number of runs on one page."""
+
+
+class NoRun(ValueError):
+    """No run directory was found in a folder, or too many were found in all."""
+
+
+def runs_in(folders: Sequence[Path]) -> list[Path]:
+    """The run directories of all folders: a folder itself, or else those one level below it, or else two levels below.
+
+    Those of one folder are sorted by name, with numbers by value. Raises NoRun for a folder without any, and for more
+    than MAX_RUNS in all.
+    """
+    runs: list[Path] = []
+    for folder in folders:
+        if not folder.is_dir():
+            raise NoRun(f"{folder} is no folder; a run directory is what output_dir names")
+        here = [folder] if is_run(folder) else sorted((p for p in folder.glob("*") if is_run(p)), key=_natural)
+        here = here or sorted((p.parent for p in folder.glob("*/*/config.yaml") if is_run(p.parent)), key=_natural)
+        if not here:
+            raise NoRun(f"{folder} is no run directory and holds none: there is no metrics.jsonl in it or below it")
+        runs += [run for run in here if run not in runs]
+    if len(runs) > MAX_RUNS:
+        raise NoRun(f"{len(runs)} runs are too many for one page, which shows at most {MAX_RUNS}: name those you mean")
+    return runs
+
+
+def is_run(folder: Path) -> bool:
+    return (folder / "metrics.jsonl").is_file()
+
+
+def _natural(path: Path) -> list[tuple[int, str]]:
+    """Sort key: parts of the path that are numbers are compared by value and come before other names."""
+    return [(int(part), "") if part.isdigit() else (sys.maxsize, part) for part in path.parts]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Writes the page and prints its path; returns the exit code (2 with one sentence on stderr if it cannot)."""
+    given = parser().parse_args(arguments)
+    try:
+        runs = runs_in(given.runs)
+        folder = runs[0] if len(runs) == 1 else given.runs[0] if len(given.runs) == 1 else Path()
+        out = given.out or folder / "report.html"
+        write_page(runs, out, max_mib=given.max_mib)
+        sys.stdout.write(f"{out}\n")
+    except (ValueError, OSError) as error:
+        sys.stderr.write(f"async-flowrl report: {error}\n")
+        return exit_codes.CONFIG
+    return exit_codes.OK
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(
+        prog="async-flowrl report",
+        description="Writes one page about run directories: report.html in the run's folder, in the folder that holds "
+        "all runs, or in the current one for several folders.",
+    )
+    made.add_argument("runs", metavar="RUN", nargs="+", type=Path, help="a run directory, or a folder of a --multirun")
+    made.add_argument("--out", type=Path, help="file to write")
+    made.add_argument(
+        "--max-mib", type=float, help="MiB of images in the page (default: monitor.report_mib of the runs)"
+    )
+    return made
+
 
 if __name__ == "__main__":
     sys.exit(main())

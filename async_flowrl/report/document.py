@@ -20,9 +20,9 @@ The document:
 The document contains the names of pictures, not their content: `pictures["evaluations"][i]["folder"]` and file names
 below it.
 
-The size does not grow with the length of a run. A curve has at most thin.MAX_POINTS points; each is the mean of equally
-many consecutive steps, with their range. A timeline has exact bars for a few short windows and shares of time for the
-whole run (schedule.py). Pictures are named for at most pictures.MAX_EVALUATIONS evaluations.
+The size does not grow with the length of a run. A curve has at most curves.MAX_POINTS points; each is the mean of
+equally many consecutive steps, with their range. A timeline has exact bars for a few short windows and shares of time
+for the whole run (schedule.py). Pictures are named for at most pictures.MAX_EVALUATIONS evaluations.
 """
 
 from collections import Counter
@@ -31,18 +31,20 @@ from pathlib import Path
 from typing import Any
 
 from async_flowrl.observability.bottleneck import verdict
-from async_flowrl.observability.result import REWARD, tenths
-from async_flowrl.report.advice import advice_for
-from async_flowrl.report.evaluated import evaluations_of
-from async_flowrl.report.facts import environment_of, facts_of, is_shared, pools_of, verification_of
-from async_flowrl.report.lines import lines_of
+from async_flowrl.report.curves import MAX_POINTS, bucket_width, lines_of, rounded
+from async_flowrl.report.facts import (
+    differences,
+    environment_of,
+    facts_of,
+    pools_of,
+    settings_of,
+    verification_of,
+)
 from async_flowrl.report.panels import panels_for
-from async_flowrl.report.pictures import first_screen, pictures_of
+from async_flowrl.report.pictures import pictures_of
 from async_flowrl.report.records import Records, read_run
-from async_flowrl.report.result import change_of, result_of
+from async_flowrl.report.result import advice_for, evaluations_of, result_of
 from async_flowrl.report.schedule import timeline_of
-from async_flowrl.report.settings import differences, settings_of, shown
-from async_flowrl.report.thin import MAX_POINTS, Buckets, rounded
 
 Document = dict[str, Any]
 MAX_MIB = 16.0
@@ -73,28 +75,25 @@ def run_document(run: Records, name: str) -> Document:
     x, lines = lines_of(run)
     evaluations = evaluations_of(run.evaluations, str(run.setting("evaluate.on_hacking", "warn")))
     pictures = pictures_of(run)
-    return {
+    whole = {
         "name": name,
         "folder": str(run.root),
         "state": run.state,
-        "result": result_of(run),
-        "change": _change(run),
-        "training": _training(run),
-        "bottleneck": _bottleneck(run),
+        **result_of(run),
+        "bottleneck": verdict(run.workers, run.history, placement=str(run.setting("placement"))),
         "facts": facts_of(run),
         "pools": pools_of(run),
-        "shared": is_shared(run),
+        "shared": run.shared,
         "warnings": advice_for(run, evaluations),
         "x": x,
         "lines": lines,
         "evaluations": evaluations,
-        "timeline": timeline_of(run),
         "pictures": pictures,
-        "pairs": first_screen(pictures) if pictures else [],
         "settings": settings_of(run),
         "environment": environment_of(run),
         "verification": verification_of(run),
     }
+    return {**rounded(whole), "timeline": timeline_of(run)}  # whose times need more digits than six
 
 
 def names_of(roots: Sequence[Path]) -> list[str]:
@@ -138,7 +137,7 @@ def _trained(runs: Sequence[Document]) -> str:
 def notes_on(run: Records, whole: Document) -> list[str]:
     """Sentences about what was left out of a run's entry `whole`."""
     notes, name = [], whole["name"]
-    if (width := Buckets(run.steps).width) > 1:
+    if (width := bucket_width(run.steps)) > 1:
         notes.append(
             f"{name}: each point of a curve is the mean of {width} steps, its band their range; {run.steps:,} steps "
             f"are drawn as at most {MAX_POINTS} points."
@@ -153,30 +152,3 @@ def notes_on(run: Records, whole: Document) -> list[str]:
     if evaluations and evaluations["count"] > len(evaluations["rows"]):
         notes.append(f"{name}: the table has {len(evaluations['rows'])} of {evaluations['count']} evaluations.")
     return notes
-
-
-def _bottleneck(run: Records) -> str:
-    return verdict(run.workers, run.history, placement=str(run.setting("placement")))
-
-
-def _training(run: Records) -> Document | None:
-    """The training reward at the start and the end, and (`of`) the setting reward.terms as text; None without any."""
-    rewards = tenths(run.metrics)
-    if rewards is None:
-        return None
-    return {"first": rounded(rewards[0]), "last": rounded(rewards[1]), "of": shown(run.setting("reward.terms"))}
-
-
-def _change(run: Records) -> Document | None:
-    """The evaluated reward before and after, its paired change, and (`of`) what makes runs comparable; else None."""
-    change = change_of(run)
-    if change is None:
-        return None
-    before, after, moved = change
-    return {
-        "before": rounded(before),
-        "after": rounded(after),
-        "mean": rounded(moved.mean),
-        "half": rounded(moved.half),
-        "of": [run.policy[-1].setting, run.policy[-1].curves[REWARD].source],
-    }

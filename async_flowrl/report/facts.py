@@ -1,26 +1,32 @@
-"""Single facts about a run for its report: counts, speed, pools, software, digest of the weights, commands."""
+"""Single facts about a run for its report: counts, speed, pools, settings, software, digest, commands."""
 
 import json
 import shlex
-from collections.abc import Mapping
-from pathlib import Path
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from datetime import timedelta
 from typing import Any
 
-from async_flowrl.config.schema import SHARED
+from omegaconf import OmegaConf
+
+from async_flowrl.config.schema import Config, RewardTerm
 from async_flowrl.config.typed import resume_command, typed_command
 from async_flowrl.observability.bottleneck import step_pools
-from async_flowrl.observability.ledger import STATES
-from async_flowrl.observability.mfu import mfu
-from async_flowrl.observability.one_device import SHARING_POOLS, by_device
+from async_flowrl.observability.ledger import STATES, pool_of
+from async_flowrl.observability.summary import mfu
+from async_flowrl.observability.timeline import SHARING_POOLS
 from async_flowrl.report.records import Records
-from async_flowrl.report.thin import rounded
 
 Row = tuple[str, str]
+TERM = asdict(RewardTerm())
+OF_NO_MATTER = ("name", "output_dir")
+"""Settings that are left out, because every run has its own."""
 
 
 def facts_of(run: Records) -> list[Row]:
     """(label, value) rows about what the run did; values that are unknown or not yet known are left out."""
-    summary, shared = run.summary, is_shared(run)
+    summary, shared = run.summary, run.shared
     efficiency = "sampling and training" if shared else "busier pool"
     images = sum(int(line.get("images") or 0) for line in run.metrics)
     rows: list[tuple[str, str | None]] = [
@@ -29,11 +35,11 @@ def facts_of(run: Records) -> list[Row]:
         ("Staleness allowed, versions", _text(summary.get("max_staleness", run.setting("max_staleness")))),
         ("Steps", f"{run.steps} of {run.total_steps}" if run.total_steps else str(run.steps)),
         ("Training images", f"{images:,}"),
-        ("Wall clock", duration(run.window[1] - run.window[0] if run.step_events else None)),
+        ("Wall clock", str(timedelta(seconds=round(run.window[1] - run.window[0]))) if run.step_events else None),
         ("Images per second", _text(summary.get("steady_images_per_s") or summary.get("images_per_s"))),
-        (f"Efficiency in the steady state: {efficiency} ÷ measured", percent(summary.get("efficiency"))),
+        (f"Efficiency in the steady state: {efficiency} ÷ measured", _text(summary.get("efficiency"), ".0%")),
         ("Time of the devices", _devices(summary.get("devices") or {})),
-        ("Overlap of the shorter phase", percent((summary.get("overlap") or {}).get("share"))),
+        ("Overlap of the shorter phase", _text((summary.get("overlap") or {}).get("share"), ".0%")),
         ("MFU", mfu(summary) or None),
         ("Tickets", _tickets(summary.get("tickets") or {})),
         ("Faults", ", ".join(f"{count} × {kind}" for kind, count in (summary.get("faults") or {}).items()) or None),
@@ -43,11 +49,6 @@ def facts_of(run: Records) -> list[Row]:
         ("Finished", summary.get("finished")),
     ]
     return [(label, value) for label, value in rows if value]
-
-
-def is_shared(run: Records) -> bool:
-    """Returns True if the run's processes sample and train (`placement=shared`)."""
-    return bool(run.setting("placement") == SHARED)
 
 
 def _devices(shares: Mapping[str, float]) -> str | None:
@@ -73,39 +74,35 @@ def pools_of(run: Records) -> list[dict[str, Any]]:
     With `placement=shared` rollout and trainer have what their devices did, and their shares lack the time in which the
     other worker of the process computed.
     """
-    shared, whole = is_shared(run), run.window[1] - run.window[0]
-    tracks = by_device(run.workers) if shared else run.workers
-    counts: dict[str, int] = {}
-    for track in tracks:
-        pool = track.place.rsplit("-", 1)[0]
-        counts[pool] = counts.get(pool, 0) + 1
+    whole = run.window[1] - run.window[0]
+    counts = Counter(pool_of(track.place) for track in run.tracks)
     pools = []
-    for pool, seconds in step_pools(tracks, run.window).items():
-        total = whole * counts[pool] if shared and pool in SHARING_POOLS else sum(seconds.values())
+    for pool, seconds in step_pools(run.tracks, run.window).items():
+        total = whole * counts[pool] if run.shared and pool in SHARING_POOLS else sum(seconds.values())
         if total > 0:
-            shares = {state: rounded(seconds[state] / total) for state in STATES}
+            shares = {state: seconds[state] / total for state in STATES}
             pools.append({"pool": pool, "workers": counts[pool], "shares": shares})
     return pools
 
 
 def environment_of(run: Records) -> list[Row]:
     """(name, value) rows about software and device (from the newest checkpoint) and nodes (from the events)."""
-    checkpoints = sorted(
-        (run.root / "checkpoints").glob("step_*/controller.json"), key=lambda p: _number(p.parent.name)
-    )
-    numerics = json.loads(checkpoints[-1].read_text(encoding="utf-8")).get("numerics", {}) if checkpoints else {}
-    rows = [(key, _text(value) or "null") for key, value in numerics.items() if "." not in key and value is not None]
+    folders = (run.root / "checkpoints").glob("step_*")
+    checkpoints = [int(step) for folder in folders if (step := folder.name.removeprefix("step_")).isdigit()]
+    newest = run.root / "checkpoints" / f"step_{max(checkpoints, default=0)}" / "controller.json"
+    numerics = json.loads(newest.read_text(encoding="utf-8")).get("numerics", {}) if newest.exists() else {}
+    rows = [(key, str(value)) for key, value in numerics.items() if "." not in key and value is not None]
     nodes = sorted({str(e["node"]) for e in run.history if e["event"] == "worker"})
     if nodes:
         rows.append(("nodes", ", ".join(nodes[:8]) + (f" and {len(nodes) - 8} more" if len(nodes) > 8 else "")))
-    return [(key, value) for key, value in rows if value]
+    return rows
 
 
 def verification_of(run: Records) -> dict[str, Any]:
     """`digest` of the final weights; `typed`, the command line of the run (None if unknown); `commands`, (purpose,
     command) pairs that verify the run, or resume it if it has not finished."""
     folder = shlex.quote(str(run.root))
-    record = hydra_record(run.root)
+    record = {file.name: file.read_text(encoding="utf-8") for file in (run.root / ".hydra").glob("*.yaml")}
     commands = [("check these files against the guarantees", f"async-flowrl verify {folder}")]
     if run.state not in ("finished", "running"):
         unknown = f"async-flowrl train … output_dir={folder} resume=auto"
@@ -117,30 +114,9 @@ def verification_of(run: Records) -> dict[str, Any]:
     }
 
 
-def hydra_record(root: Path) -> dict[str, str]:
-    """File name → text of the YAML files in `.hydra/`; empty for a run that was not started from a command line."""
-    return {path.name: path.read_text(encoding="utf-8") for path in sorted((root / ".hydra").glob("*.yaml"))}
-
-
-def duration(seconds: float | None) -> str | None:
-    """Text such as "1 h 5 min" for 3,900 seconds; None for None."""
-    if seconds is None:
-        return None
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    if hours:
-        return f"{hours} h {minutes} min"
-    return f"{minutes} min {rest} s" if minutes else f"{seconds:.1f} s"
-
-
-def percent(share: float | None) -> str | None:
-    return None if share is None else f"{share:.0%}"
-
-
-def _text(value: Any) -> str | None:
-    if value is None:
-        return None
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+def _text(value: Any, form: str = ".4g") -> str | None:
+    """The value as text, a float in the format `form`; None for None."""
+    return format(value, form) if isinstance(value, float) else None if value is None else str(value)
 
 
 def _tickets(counts: dict[str, int]) -> str | None:
@@ -160,6 +136,52 @@ def _sync(sync: dict[str, Any], *, shared: bool) -> str | None:
     return f"{sync['publishes']} versions, {sync['bytes'] / 2**20:.1f} MiB by {sync['transport']}{again}"
 
 
-def _number(folder: str) -> int:
-    digits = folder.removeprefix("step_")
-    return int(digits) if digits.isdigit() else -1
+def settings_of(run: Records) -> dict[str, Any]:
+    """`changed`: key, value and default of the settings that differ from the default; `all`: config.yaml as text."""
+    given = flat(run.config)
+    defaults = flat(asdict(Config())) | defaults_of_terms(given)
+    changed = [
+        {"key": key, "value": shown(value), "default": shown(defaults[key]) if key in defaults else "–"}
+        for key, value in given.items()
+        if key not in OF_NO_MATTER and (key not in defaults or defaults[key] != value)
+    ]
+    return {"changed": changed, "all": OmegaConf.to_yaml(OmegaConf.create(run.config)) if run.config else ""}
+
+
+def defaults_of_terms(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Dotted key → default for the settings of all reward terms in `given`.
+
+    The weight is left out, so the report always shows it.
+    """
+    defaults = {}
+    for key in given:
+        head, terms, rest = key.rpartition("reward.terms.")
+        name, _, setting = rest.partition(".")
+        if terms and setting in TERM and setting != "weight":
+            defaults[f"{head}{terms}{name}.{setting}"] = TERM[setting]
+    return defaults
+
+
+def differences(runs: Sequence[Records]) -> dict[str, Any] | None:
+    """`rows`: key and the runs' values, for each setting in which the runs differ; None for a single run."""
+    if len(runs) < 2:
+        return None
+    given = [flat(run.config) for run in runs]
+    keys = dict.fromkeys(key for each in given for key in each if key not in OF_NO_MATTER)
+    values = {key: [shown(each[key]) if key in each else "–" for each in given] for key in keys}
+    return {"rows": [{"key": key, "values": each} for key, each in values.items() if len(set(each)) > 1]}
+
+
+def flat(values: Any, prefix: str = "") -> dict[str, Any]:
+    """Nested dictionaries as dotted key → value; lists and empty dictionaries count as values."""
+    if not isinstance(values, dict) or not values:
+        return {prefix: values} if prefix else {}
+    flattened: dict[str, Any] = {}
+    for key, value in values.items():
+        flattened |= flat(value, f"{prefix}.{key}" if prefix else str(key))
+    return flattened
+
+
+def shown(value: Any) -> str:
+    """The value as it is written on the command line, e.g. "null" for None."""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

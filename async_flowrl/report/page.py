@@ -17,11 +17,17 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from async_flowrl.report.document import Document
-from async_flowrl.report.pictures import open_picture
+from async_flowrl.observability.events import replace_file
+from async_flowrl.report.document import Document, document
+from async_flowrl.report.pictures import data_uri
 
 SCRIPTS = ("dom.js", "charts.js", "timeline.js", "gallery.js", "sections.js", "show.js")
 """Files in assets/, in the order in which the page runs them; uPlot (MIT, assets/uPlot.LICENSE) comes first."""
+
+
+def write_page(runs: list[Path], path: Path, *, max_mib: float | None = None) -> None:
+    """Writes one page about these runs to `path`, which is always complete; `max_mib` as in `render`."""
+    replace_file(path, render(document(runs), max_mib=max_mib))
 
 
 def render(document: Document, *, max_mib: float | None = None) -> str:
@@ -55,8 +61,9 @@ def as_data(value: Any) -> str:
 
 def policy(style: str, script: str) -> str:
     """The Content-Security-Policy: allows this style, this script and data URIs."""
+    hashes = [base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in (style, script)]
     return (
-        f"default-src 'none'; script-src '{_digest(script)}'; style-src '{_digest(style)}'; img-src data:; "
+        f"default-src 'none'; script-src 'sha256-{hashes[1]}'; style-src 'sha256-{hashes[0]}'; img-src data:; "
         f"connect-src 'none'; base-uri 'none'; form-action 'none'"
     )
 
@@ -70,11 +77,10 @@ def embedded(document: Document, limit: int) -> tuple[dict[str, str], str | None
     full = False
     for name, folder, below in in_order(document):
         count += 1
-        picture = None if full else open_picture(folder, below)
-        if picture is None:
+        data = None if full else data_uri(folder, below)
+        if data is None:
             missing += not full
             continue
-        data = f"data:{picture.kind};base64,{base64.b64encode(picture.content).decode()}"
         full = size + len(data) > limit
         if not full:
             uris[name], size = data, size + len(data)
@@ -118,10 +124,6 @@ def spread(position: int, count: int) -> int:
             return rank
         low, high = (low, middle) if position < middle else (middle, high)
     return rank
-
-
-def _digest(text: str) -> str:
-    return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
 
 
 @cache

@@ -1,15 +1,14 @@
 """The images of a run's evaluations for its report: file names by prompt, with the scores of each image."""
 
+import base64
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from async_flowrl.observability.evaluations import DIVERSITY, Evaluation
 from async_flowrl.observability.images import INDEX
+from async_flowrl.report.curves import chosen
 from async_flowrl.report.records import Records
-from async_flowrl.report.thin import chosen, rounded
 
 MAX_EVALUATIONS = 40
 """Largest number of evaluations with pictures; of more, the first, the last and evenly spaced ones are taken."""
@@ -49,7 +48,6 @@ def pictures_of(run: Records) -> dict[str, Any] | None:
         "prompts": [{"place": place, "text": _short(texts[place])} for place in sorted(texts)],
         "evaluations": evaluations,
         "count": len(kept),
-        "curves": list(dict.fromkeys(name for e, _ in kept for name, c in e.curves.items() if c.kind != DIVERSITY)),
     }
 
 
@@ -66,7 +64,7 @@ def _index(root: Path, evaluation: Evaluation) -> dict[str, Any] | None:
 def _prompt(each: dict[str, Any], evaluation: Evaluation) -> dict[str, Any]:
     place, count = int(each["place"]), len(each["files"])
     scores = {
-        name: [rounded(score) for score in curve.scores[place][:count]]
+        name: list(curve.scores[place][:count])
         for name, curve in evaluation.curves.items()
         if curve.kind != DIVERSITY and place in curve.scores
     }
@@ -85,31 +83,8 @@ def _short(text: str, most: int = MAX_PROMPT) -> str:
     return text if len(text) <= most else f"{text[:most]}… ({len(text):,} characters)"
 
 
-def first_screen(pictures: dict[str, Any], most: int = 4) -> Sequence[dict[str, Any]]:
-    """The pairs of images, before and after training, that the head of a report shows; [] with fewer than two versions.
-
-    They are the first `most` prompts that both the first and the last version have, in the order of the prompts: images
-    are not selected by score. Each entry has `place`, `text`, and the two versions `before` and `after`.
-    """
-    policy = [e for e in pictures["evaluations"] if not e["baseline"]]
-    if len(policy) < 2:
-        return []
-    first, last = policy[0], policy[-1]
-    common = first["prompts"].keys() & last["prompts"].keys()
-    both = [prompt for prompt in pictures["prompts"] if str(prompt["place"]) in common]
-    return [{**prompt, "before": first["version"], "after": last["version"]} for prompt in both[:most]]
-
-
-@dataclass(frozen=True)
-class Picture:
-    """The bytes of a picture file; `kind` is its MIME type."""
-
-    content: bytes
-    kind: str
-
-
-def open_picture(folder: Path, below: str) -> Picture | None:
-    """The picture at the path `below` inside `folder`; None if it does not exist or is refused.
+def data_uri(folder: Path, below: str) -> str | None:
+    """The picture at the path `below` inside `folder` as a data URI; None if it does not exist or is refused.
 
     What lies outside of the folder, other file types and too large files are refused: the report must not show what is
     elsewhere.
@@ -120,6 +95,6 @@ def open_picture(folder: Path, below: str) -> Picture | None:
         inside = path.resolve(strict=True).is_relative_to(folder.resolve())
         if kind is None or not inside or not path.is_file() or path.stat().st_size > MAX_BYTES:
             return None
-        return Picture(path.read_bytes(), kind)
+        return f"data:{kind};base64,{base64.b64encode(path.read_bytes()).decode()}"
     except (OSError, ValueError):
         return None

@@ -2,8 +2,8 @@
 
 import json
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -11,12 +11,13 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from async_flowrl.config.schema import SHARED
-from async_flowrl.observability.evaluations import Evaluation, read_evaluations
+from async_flowrl.observability.evaluations import Evaluation, policy_versions, read_evaluations
 from async_flowrl.observability.events import Event, effective, read_events, step_window
 from async_flowrl.observability.intervals import Interval
 from async_flowrl.observability.metrics import Metrics
+from async_flowrl.observability.result import REWARD
 from async_flowrl.observability.run_directory import ATTEMPT, is_held
-from async_flowrl.observability.timeline import Track, tracks
+from async_flowrl.observability.timeline import Track, by_device, tracks
 
 TICKET, VERSION = '"event": "ticket"', '"event": "version"'
 """What lines of events of these kinds contain. They are the largest part of the file, and reports skip them; only with
@@ -43,7 +44,7 @@ class Records:
     history: Sequence[Event]
     """Events that rollbacks did not make void (see events.effective), without those that reports skip (see TICKET)."""
     evaluations: Sequence[Evaluation]
-    """The baseline's first, then policy versions in rising order."""
+    """The baseline's first, then policy versions in rising order; without terms that are always equal to the reward."""
     summary: dict[str, Any]
     """Content of summary.json; {} if it does not exist or is of an earlier attempt."""
     config: dict[str, Any]
@@ -64,11 +65,21 @@ class Records:
     @property
     def policy(self) -> list[Evaluation]:
         """Evaluations of policy versions, oldest first."""
-        return [e for e in self.evaluations if not e.baseline]
+        return policy_versions(self.evaluations)
 
     @cached_property
     def workers(self) -> list[Track]:
         return tracks(self.history)
+
+    @property
+    def shared(self) -> bool:
+        """True if the run's processes sample and train (`placement=shared`)."""
+        return bool(self.setting("placement") == SHARED)
+
+    @cached_property
+    def tracks(self) -> list[Track]:
+        """The workers' tracks; of a process that samples and trains, what one part does is no wait of the other."""
+        return by_device(self.workers) if self.shared else self.workers
 
     @cached_property
     def window(self) -> Interval:
@@ -105,34 +116,34 @@ def read_run(root: Path) -> Records:
     if not (root / "metrics.jsonl").exists():
         raise FileNotFoundError(f"{root} is no run directory: it has no metrics.jsonl")
     metrics: list[Metrics] = list(read_events(root / "metrics.jsonl"))
-    evaluations = sorted(read_evaluations(root / "evaluations.jsonl"), key=lambda e: (not e.baseline, e.version))
+    evaluations = _distinct(read_evaluations(root / "evaluations.jsonl"))
     config = _config(root / "config.yaml")
     summary = _summary(root / "summary.json", len(metrics), config.get("total_steps"))
     skipped = (VERSION, *NO_REWARD) if config.get("placement") == SHARED else (TICKET, VERSION)
+    events = root / "events.jsonl"
     return Records(
         root=root,
         metrics=metrics,
-        history=effective(_events(root / "events.jsonl", skipped)),
-        evaluations=evaluations,
+        history=effective(read_events(events, skipped=skipped)) if events.exists() else [],
+        evaluations=sorted(evaluations, key=lambda e: (not e.baseline, e.version)),
         summary=summary,
         config=config,
         state=_state(root, summary, len(metrics)),
     )
 
 
-def _events(path: Path, skipped: Sequence[str]) -> Iterator[Event]:
-    if not path.exists():
-        return
-    with path.open(encoding="utf-8") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.endswith("\n"):
-                return
-            if any(kind in line for kind in skipped):
-                continue
-            try:
-                yield json.loads(line)
-            except json.JSONDecodeError as error:
-                raise ValueError(f"{path}:{number}: not JSON: {error}") from error
+def _distinct(evaluations: Sequence[Evaluation]) -> list[Evaluation]:
+    """The evaluations without curves that always equal the reward, as a single term of weight 1 does."""
+    names = {name for each in evaluations for name in each.curves if name != REWARD}
+    equal = {name for name in names if all(_scores(each, name) == _scores(each, REWARD) for each in evaluations)}
+    return [
+        replace(each, curves={name: curve for name, curve in each.curves.items() if name not in equal})
+        for each in evaluations
+    ]
+
+
+def _scores(evaluation: Evaluation, name: str) -> Mapping[int, Sequence[float]] | None:
+    return evaluation.curves[name].scores if name in evaluation.curves else None
 
 
 def _config(path: Path) -> dict[str, Any]:

@@ -1,8 +1,24 @@
-"""The head of a report: sentences about the result of a run, its state, and what was trained."""
+"""What came of a run, for its report: the sentences at its head, its table of evaluations, and warnings with advice.
 
+The advice repeats the table in docs/metrics.md.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
 from typing import Any
 
-from async_flowrl.observability.evaluations import between
+from async_flowrl.observability.bottleneck import reward_bound
+from async_flowrl.observability.evaluations import (
+    DIVERSITY,
+    HELD_OUT,
+    TRAINED,
+    Evaluation,
+    between,
+    first_comparable,
+)
+from async_flowrl.observability.hacking import alarms, notices
+from async_flowrl.observability.metrics import Metrics
 from async_flowrl.observability.result import (
     MAX_P_VALUE,
     REWARD,
@@ -12,28 +28,50 @@ from async_flowrl.observability.result import (
     tenths,
     training_sentence,
 )
-from async_flowrl.observability.statistics import Change
+from async_flowrl.observability.summary import warnings_of
+from async_flowrl.report.curves import chosen
+from async_flowrl.report.facts import shown
 from async_flowrl.report.records import Records
 
+KINDS = {TRAINED: "trained", HELD_OUT: "held out", DIVERSITY: "diversity"}
+MAX_ROWS = 40
+EXPLAINED = (
+    "Mean ± half of the 95 % interval, errors clustered by prompt; below it, in the same way, the change since the "
+    "first evaluation, paired by prompt and noise."
+)
+RECENT_STEPS = 50
+"""Number of last steps over which a metric is averaged."""
 ERROR = "± is half the 95 % interval of the change, paired by prompt and noise, its error clustered by prompt."
 
 
 def result_of(run: Records) -> dict[str, Any]:
-    """The head as a dictionary of texts.
+    """The entries `result`, `change` and `training` of a run's document.
 
-    `state` and `headline` are sentences; `about` says what was trained; `error` explains the ± ("" if there is none);
-    `more` lists sentences about held-out terms; `tone` is "good", "bad" or "neutral".
+    Of `result`, `state` and `headline` are sentences; `about` says what was trained; `error` explains the ± ("" if
+    there is none); `more` lists sentences about held-out terms; `tone` is "good", "bad" or "neutral". `change` has the
+    evaluated reward before and after and its paired change, `training` the training reward at the start and the end;
+    their `of` is equal for runs that can be compared. Each is None if it is not known.
     """
-    ends, change = ends_of(run.policy), change_of(run)
+    ends, trained = ends_of(run.policy), tenths(run.metrics)
+    moved = between(REWARD, ends[1], ends[0]) if ends else None
     headline = reward_sentence(ends, _prompts(run)) if ends else None
-    return {
+    training = training_sentence(*trained or (None, None)) if run.metrics else "No step has been trained yet."
+    change, tone = None, "neutral"
+    if ends and moved:
+        before, after = (each.curves[REWARD].estimate.mean for each in ends)
+        of = [ends[1].setting, ends[1].curves[REWARD].source]
+        change = {"before": before, "after": after, "mean": moved.mean, "half": moved.half, "of": of}
+        tone = "good" if moved.p_above() <= MAX_P_VALUE else "bad" if moved.p_below() <= MAX_P_VALUE else "neutral"
+    result = {
         "state": state_sentence(run),
         "about": about(run),
-        "error": ERROR if change is not None and change[2].half is not None else "",
-        "headline": headline or _training(run),
+        "error": ERROR if change and change["half"] is not None else "",
+        "headline": headline or training,
         "more": held_out_sentences(ends) if ends else [],
-        "tone": "bad" if run.state in ("failed", "unfinished") else "neutral" if change is None else _tone(change[2]),
+        "tone": "bad" if run.state in ("failed", "unfinished") else tone,
     }
+    rewards = {"first": trained[0], "last": trained[1], "of": shown(run.setting("reward.terms"))} if trained else None
+    return {"result": result, "change": change, "training": rewards}
 
 
 def about(run: Records) -> str:
@@ -49,16 +87,6 @@ def about(run: Records) -> str:
         "prompts": run.setting("data.train"),
     }
     return " · ".join(f"{name} {value}" for name, value in known.items() if value)
-
-
-def change_of(run: Records) -> tuple[float, float, Change] | None:
-    """(mean reward of the first evaluation, of the last one, paired change); None without two comparable ones."""
-    ends = ends_of(run.policy)
-    moved = between(REWARD, ends[1], ends[0]) if ends else None
-    if ends is None or moved is None:
-        return None
-    first, last = ends
-    return first.curves[REWARD].estimate().mean, last.curves[REWARD].estimate().mean, moved
 
 
 def state_sentence(run: Records) -> str:
@@ -84,14 +112,130 @@ def _prompts(run: Records) -> str:
     return "training" if same else ""
 
 
-def _training(run: Records) -> str:
-    if not run.metrics:
-        return "No step has been trained yet."
-    first, last = tenths(run.metrics) or (None, None)
-    return training_sentence(first, last)
+def evaluations_of(history: Sequence[Evaluation], on_hacking: str) -> dict[str, Any] | None:
+    """The table as a dictionary; None without evaluations. `count` is the number of evaluations before thinning.
+
+    `rows` has at most MAX_ROWS of them. `alarms` holds the newest sentence per held-out curve, and is empty if
+    `on_hacking` (the setting evaluate.on_hacking) is "ignore".
+    """
+    if not history:
+        return None
+    names = {name: curve.kind for e in history for name, curve in e.curves.items()}
+    ordered = sorted(names, key=lambda name: (list(KINDS).index(names[name]), name != "reward"))
+    fired = alarms(history) if on_hacking != "ignore" else []
+    return {
+        "columns": [{"name": name, "kind": KINDS[names[name]]} for name in ordered],
+        "rows": [_row(e, history, ordered) for e in chosen(history, MAX_ROWS)],
+        "count": len(history),
+        "explained": EXPLAINED,
+        "alarms": list({alarm.curve: alarm.sentence for alarm in fired}.values()),
+        "notices": [notice.sentence for notice in notices(history)],
+    }
 
 
-def _tone(moved: Change) -> str:
-    if moved.p_above() <= MAX_P_VALUE:
-        return "good"
-    return "bad" if moved.p_below() <= MAX_P_VALUE else "neutral"
+def _row(evaluation: Evaluation, history: Sequence[Evaluation], names: Sequence[str]) -> dict[str, Any]:
+    first = None if evaluation.baseline else first_comparable(history, evaluation)
+    return {
+        "version": evaluation.version,
+        "baseline": evaluation.baseline,
+        "steps": evaluation.steps,
+        "guidance": evaluation.guidance,
+        "cells": {name: _cell(name, evaluation, first) for name in names if name in evaluation.curves},
+    }
+
+
+def _cell(name: str, evaluation: Evaluation, first: Evaluation | None) -> dict[str, Any]:
+    estimate = evaluation.curves[name].estimate
+    moved = None if first is None else between(name, evaluation, first)
+    return {
+        "mean": estimate.mean,
+        "half": None if estimate.high is None else estimate.high - estimate.mean,
+        "change": moved and moved.mean,
+        "change_half": moved and moved.half,
+    }
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Warns if `holds` is true for the mean of the metric `key` over the last RECENT_STEPS steps.
+
+    `text` is a template with {value} and {steps}, `todo` the advice, `panel` the id of the chart that shows the metric.
+    """
+
+    key: str
+    holds: Callable[[float], bool]
+    text: str
+    todo: str
+    panel: str
+    min_steps: int = 1
+    """Number of steps that must have a value before the rule is applied."""
+
+
+RULES = (
+    Rule(
+        "zero_std_ratio",
+        lambda share: share > 0.5,
+        "In {value:.0%} of the groups of the last {steps} steps all images had the same score: nothing was learned "
+        "from them.",
+        "If all scores are high, the task is solved: use harder prompts. If the images of a prompt have become alike, "
+        "the model has collapsed, and equal scores give no gradient that could repair it: go back to an earlier "
+        "checkpoint and set algorithm.max_kl_per_update.",
+        "flat",
+        min_steps=5,
+    ),
+    Rule(
+        "gradient_snr",
+        lambda ratio: ratio < 0.01,
+        "Over the last {steps} steps the gradient was mostly noise: its signal-to-noise ratio (gradient_snr) was "
+        "{value:.2g} on average.",
+        "Use more images per step, algorithm.same_initial_noise=true, earlier denoising steps (algorithm.window), "
+        "fewer lora.targets, or a smaller learning rate that falls.",
+        "snr",
+        min_steps=50,
+    ),
+    Rule(
+        "trust_region/scale",
+        lambda scale: scale < 0.3,
+        "The limit algorithm.max_kl_per_update shortened the updates of the last {steps} steps to {value:.0%} of their "
+        "length on average.",
+        "You can leave it so. A smaller learning rate makes Adam's momentum match the updates that are really applied.",
+        "trust",
+        min_steps=20,
+    ),
+    Rule(
+        "effective_sample_size",
+        lambda share: share < 0.5,
+        "Importance weights reduced the effective sample size to {value:.0%} over the last {steps} steps.",
+        "Use a smaller max_staleness or learning rate, or algorithm.correction=mask.",
+        "ess",
+    ),
+)
+
+
+def advice_for(run: Records, evaluations: Mapping[str, Any] | None) -> list[dict[str, Any]]:
+    """All warnings of a run: that rewards limited its speed, from evaluations, from its records, then from RULES.
+
+    Each has `text`, `todo` (advice, may be ""), `panel` (id of the chart that shows it, or None) and `level`, "alarm"
+    or "warning". `evaluations` is the result of `evaluations_of`.
+    """
+    advice: list[dict[str, Any]] = []
+    if (sentence := reward_bound(run.workers, run.window)) is not None:
+        advice.append({"text": sentence, "todo": "", "panel": "busy", "level": "warning"})
+    for sentence in (evaluations or {}).get("alarms", []):
+        todo = "save.best keeps the best version; evaluate.on_hacking=stop ends such a run."
+        advice.append({"text": sentence, "todo": todo, "panel": "held_out", "level": "alarm"})
+    for sentence in (evaluations or {}).get("notices", []):
+        todo = "Look at the images; where variety matters, a smaller learning rate or an earlier version keeps more."
+        advice.append({"text": sentence, "todo": todo, "panel": "diversity", "level": "warning"})
+    told = {each["text"] for each in advice}
+    recorded = [*run.summary.get("failed", []), *run.summary.get("warnings", warnings_of(run.metrics))]
+    plain = [{"text": s, "todo": "", "panel": None, "level": "warning"} for s in recorded if s not in told]
+    return [*advice, *plain, *filter(None, (_applied(rule, run.metrics) for rule in RULES))]
+
+
+def _applied(rule: Rule, metrics: Sequence[Metrics]) -> dict[str, Any] | None:
+    known = [line[rule.key] for line in metrics if line.get(rule.key) is not None][-RECENT_STEPS:]
+    if len(known) < rule.min_steps or not rule.holds(value := fmean(known)):
+        return None
+    text = rule.text.format(value=value, steps=len(known))
+    return {"text": text, "todo": rule.todo, "panel": rule.panel, "level": "warning"}

@@ -3,18 +3,21 @@
 A few windows of steps have exact bars; the whole run has shares of time, or exact bars if there are few.
 """
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from async_flowrl.config.schema import SHARED
-from async_flowrl.observability.events import Event
-from async_flowrl.observability.intervals import Interval, intersect, length
-from async_flowrl.observability.ledger import STATES, pool_of
-from async_flowrl.observability.one_device import by_device
-from async_flowrl.observability.timeline import Track
-from async_flowrl.report.records import Records
-from async_flowrl.report.thin import chosen
+import numpy as np
+import numpy.typing as npt
 
+from async_flowrl.observability.events import Event
+from async_flowrl.observability.intervals import Interval, intersect
+from async_flowrl.observability.ledger import STATES, pool_of
+from async_flowrl.observability.timeline import Track
+from async_flowrl.report.curves import chosen
+from async_flowrl.report.records import Records
+
+Numbers = npt.NDArray[np.float64]
 MAX_STEPS = 6
 """Number of steps in a window of exact bars."""
 MAX_PLACES = 24
@@ -29,8 +32,16 @@ MAX_STEP_NAMES = 1_000
 """Largest number of steps that are labelled, besides those in windows of exact bars."""
 MAX_MARKS = 200
 """Largest number of events that are marked; of more, evenly spaced ones are taken."""
-MARKED = ("fault", "worker_joined", "worker_left", "rollback", "stall", "skipped", "hacking")
-"""Kinds of events that are marked on the timeline."""
+MARKED = {
+    "fault": "{worker}: {kind}: {message}",
+    "worker_joined": "{worker} joined, rollout workers: {workers}",
+    "worker_left": "{worker} left ({reason}), rollout workers: {workers}",
+    "rollback": "back to the checkpoint of step {step}",
+    "stall": "nothing happened for {seconds:.0f} s",
+    "skipped": "a group of step {step} has no reward: {message}",
+    "hacking": "{curve} has fallen since version {since}",
+}
+"""Kind of an event that is marked on the timeline → what the mark says, from the event's fields."""
 
 
 def timeline_of(run: Records) -> dict[str, Any] | None:
@@ -42,16 +53,20 @@ def timeline_of(run: Records) -> dict[str, Any] | None:
     if not run.workers:
         return None
     start, end = run.window
-    # Of a process that samples and trains, what one part does is no wait of the other.
-    shown = _places(by_device(run.workers) if run.setting("placement") == SHARED else run.workers)
+    shown = _places(run.tracks)
+
+    def view(title: str, window: Interval, lane: Callable[[Track, Interval, float], dict[str, Any]]) -> dict[str, Any]:
+        lanes = [{"place": t.place, "pool": pool_of(t.place), **lane(t, window, start)} for t in shown]
+        return {"title": title, "start": window[0] - start, "end": window[1] - start, "lanes": lanes}
+
     marks = [_mark(event, start) for event in run.history if event["event"] in MARKED]
-    views = [_exact(shown, title, window, start) for title, window in _windows(run)]
+    views = [view(title, window, _bars) for title, window in _windows(run)]
     moments = [start, end, *(start + mark["time"] for mark in marks)]
     whole = min(moments), max(moments)
-    if sum(_bar_count(track, whole) for track in shown) <= MAX_EXACT:
-        views.append(_exact(shown, "The whole run", whole, start))
+    if sum(len(part) for track in shown for part in _states(track, whole).values()) <= MAX_EXACT:
+        views.append(view("The whole run", whole, _bars))
     elif end > start:
-        views.append(_binned(shown, whole, start))
+        views.append(view("The whole run, shares of time", whole, _bins))
     return {
         "views": views,
         "marks": chosen(marks, MAX_MARKS),
@@ -67,15 +82,18 @@ def timeline_of(run: Records) -> dict[str, Any] | None:
 def _windows(run: Records) -> list[tuple[str, Interval]]:
     """(title, interval) of the windows of exact bars: middle steps first, as they are typical of a run."""
     steps = run.step_events
-    if len(steps) <= MAX_STEPS:
-        return [(_title("Steps", steps), _span(steps))] if steps else []
-    middle = (len(steps) - MAX_STEPS) // 2
-    parts = {"Middle": middle, "First steps": 0, "Last steps": len(steps) - MAX_STEPS}
-    faults = [e["time"] for e in run.history if e["event"] == "fault"]
-    if faults:
-        first = next((i for i, e in enumerate(steps) if e["ended"] >= faults[0]), len(steps) - 1)
-        parts["First fault"] = min(max(0, first - 1), len(steps) - MAX_STEPS)
-    return [(_title(name, steps[at : at + MAX_STEPS]), _span(steps[at : at + MAX_STEPS])) for name, at in parts.items()]
+    parts = {"Steps": 0}
+    if (last := len(steps) - MAX_STEPS) > 0:
+        parts = {"Middle": last // 2, "First steps": 0, "Last steps": last}
+        if faults := [e["time"] for e in run.history if e["event"] == "fault"]:
+            first = next((i for i, e in enumerate(steps) if e["ended"] >= faults[0]), len(steps) - 1)
+            parts["First fault"] = min(max(0, first - 1), last)
+    cut = [(name, steps[at : at + MAX_STEPS]) for name, at in parts.items()]
+    return [
+        (f"{name}: {part[0]['step']} to {part[-1]['step']}", (float(part[0]["started"]), float(part[-1]["ended"])))
+        for name, part in cut
+        if part
+    ]
 
 
 def _named_steps(run: Records) -> list[Event]:
@@ -84,14 +102,6 @@ def _named_steps(run: Records) -> list[Event]:
     inside = [e for e in run.step_events if any(a <= e["started"] < b for a, b in windows)]
     by_step = {int(e["step"]): e for e in [*chosen(run.step_events, MAX_STEP_NAMES), *inside]}
     return [by_step[step] for step in sorted(by_step)]
-
-
-def _title(name: str, steps: Sequence[Event]) -> str:
-    return f"{name}: {steps[0]['step']} to {steps[-1]['step']}"
-
-
-def _span(steps: Sequence[Event]) -> Interval:
-    return float(steps[0]["started"]), float(steps[-1]["ended"])
 
 
 def _places(workers: Sequence[Track]) -> list[Track]:
@@ -108,60 +118,31 @@ def _places(workers: Sequence[Track]) -> list[Track]:
 
 
 def _states(track: Track, window: Interval) -> dict[str, list[Interval]]:
-    intervals = {state: track.busy if state == "busy" else track.waiting(state) for state in STATES}
-    return {state: part for state, all_ in intervals.items() if (part := intersect(all_, [window]))}
+    return {state: part for state in STATES if (part := intersect(track.intervals(state), [window]))}
 
 
-def _bar_count(track: Track, window: Interval) -> int:
-    return sum(len(intervals) for intervals in _states(track, window).values())
-
-
-def _exact(tracks: Sequence[Track], title: str, window: Interval, origin: float) -> dict[str, Any]:
-    lanes = [{"place": t.place, "pool": pool_of(t.place), "bars": _bars(t, window, origin)} for t in tracks]
-    return {"title": title, "start": window[0] - origin, "end": window[1] - origin, "lanes": lanes}
-
-
-def _bars(track: Track, window: Interval, origin: float) -> list[list[Any]]:
+def _bars(track: Track, window: Interval, origin: float) -> dict[str, Any]:
     bars = sorted((a, b, state) for state, part in _states(track, window).items() for a, b in part)
     if len(bars) > MAX_BARS:
         # The shortest bars would be too narrow to see.
         bars = sorted(sorted(bars, key=lambda bar: (bar[0] - bar[1], bar[0]))[:MAX_BARS])
-    return [[round(a - origin, 4), round(b - origin, 4), state] for a, b, state in bars]
+    return {"bars": [[round(a - origin, 4), round(b - origin, 4), state] for a, b, state in bars]}
 
 
-def _binned(tracks: Sequence[Track], window: Interval, origin: float) -> dict[str, Any]:
-    width = (window[1] - window[0]) / BINS_PER_RUN
-    lanes = []
-    for track in tracks:
-        bins: dict[str, list[float]] = {}
-        for state, part in _states(track, window).items():
-            shares = [0.0] * BINS_PER_RUN
-            for a, b in part:
-                for index in range(
-                    int((a - window[0]) / width), min(BINS_PER_RUN - 1, int((b - window[0]) / width)) + 1
-                ):
-                    left = window[0] + index * width
-                    shares[index] += length(intersect([(a, b)], [(left, left + width)])) / width
-            bins[state] = [round(share, 2) for share in shares]
-        lanes.append({"place": track.place, "pool": pool_of(track.place), "bins": bins})
-    return {
-        "title": "The whole run, shares of time",
-        "start": window[0] - origin,
-        "end": window[1] - origin,
-        "lanes": lanes,
-    }
+def _bins(track: Track, window: Interval, _origin: float) -> dict[str, Any]:
+    edges = np.linspace(*window, BINS_PER_RUN + 1)
+    return {"bins": {state: _covered(part, edges).round(2).tolist() for state, part in _states(track, window).items()}}
+
+
+def _covered(part: Sequence[Interval], edges: Numbers) -> Numbers:
+    """The share of each bin that the intervals cover; `edges` [bins + 1] are the ends of the bins."""
+    moments = np.ravel(part)
+    inside = np.arange(len(moments)) % 2  # 1 from the start of an interval to its end
+    seconds = np.cumsum(inside * np.diff(moments, prepend=moments[0]))
+    return np.diff(np.interp(edges, moments, seconds)) / np.diff(edges)
 
 
 def _mark(event: Event, origin: float) -> dict[str, Any]:
     """The event as `time` (seconds), `kind` and `text` (one line)."""
-    kind = str(event["event"])
-    told = {
-        "fault": f"{event.get('worker')}: {event.get('kind')}: {event.get('message')}",
-        "worker_joined": f"{event.get('worker')} joined, rollout workers: {event.get('workers')}",
-        "worker_left": f"{event.get('worker')} left ({event.get('reason')}), rollout workers: {event.get('workers')}",
-        "rollback": f"back to the checkpoint of step {event.get('step')}",
-        "stall": f"nothing happened for {event.get('seconds', 0):.0f} s",
-        "skipped": f"a group of step {event.get('step')} has no reward: {event.get('message')}",
-        "hacking": f"{event.get('curve')} has fallen since version {event.get('since')}",
-    }[kind]
-    return {"time": round(event["time"] - origin, 3), "kind": kind, "text": " ".join(told.split())[:300]}
+    told = MARKED[event["event"]].format_map(defaultdict(str, event))
+    return {"time": round(event["time"] - origin, 3), "kind": event["event"], "text": " ".join(told.split())[:300]}

@@ -13,11 +13,10 @@ from async_flowrl.config.resolution import written
 from async_flowrl.config.schema import FULL
 from async_flowrl.config.typed import resume_command
 from async_flowrl.observability.evaluations import read_evaluations
-from async_flowrl.observability.mfu import mfu
 from async_flowrl.observability.result import result_sentences, training_sentence
 from async_flowrl.observability.run_directory import RunDirectory
-from async_flowrl.observability.terminal import say
-from async_flowrl.observability.wrapped import named_lines
+from async_flowrl.observability.summary import mfu
+from async_flowrl.observability.terminal import named_lines, say
 from async_flowrl.run.prepare import Prepared
 from async_flowrl.run.stopping import StopRequest
 from async_flowrl.training.checkpoint_folder import checkpoint_step, find_checkpoint

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from async_flowrl.config.schema import LORA, SHARED, Config, RewardTerm
-from async_flowrl.observability.wrapped import named_lines
+from async_flowrl.observability.terminal import named_lines
 from async_flowrl.run.pools import pools
 from async_flowrl.run.prepare import Prepared
 

@@ -10,8 +10,7 @@ from async_flowrl.config.schema import Config
 from async_flowrl.controller.trainer import TrainerGroup
 from async_flowrl.memory.devices import check_devices
 from async_flowrl.memory.layout import resolved
-from async_flowrl.observability.terminal import say
-from async_flowrl.observability.wrapped import named_lines
+from async_flowrl.observability.terminal import named_lines, say
 from async_flowrl.run.prepare import Prepared
 from separation.group import WorkerGroup
 from separation.supervise import deadline
@@ -64,7 +63,7 @@ async def device_memory(config: Config, groups: Mapping[str, WorkerGroup]) -> di
     for pool in (name for name, gpus in asked.items() if gpus > 0):
         lane = "main" if is_scoring_pool(pool) else "control"
         calls = (
-            worker.call("async_flowrl.observability.devices:total_memory", lane=lane) for worker in groups[pool].workers
+            worker.call("async_flowrl.observability.flops:total_memory", lane=lane) for worker in groups[pool].workers
         )
         sizes = [size for size in await asyncio.gather(*calls) if size is not None]
         if sizes:

@@ -10,12 +10,10 @@ from typing import Any
 from async_flowrl.config.pools import ROLLOUT
 from async_flowrl.config.schema import Config
 from async_flowrl.controller.context import Context
-from async_flowrl.observability.evaluation_summary import best_row, summarise_evaluations
 from async_flowrl.observability.evaluations import Evaluation
 from async_flowrl.observability.events import Event, effective, read_events
-from async_flowrl.observability.pool_size import places
 from async_flowrl.observability.run_directory import RunDirectory
-from async_flowrl.observability.summary import Outcome, last_attempt, summarise
+from async_flowrl.observability.summary import Outcome, best_row, last_attempt, places, summarise, summarise_evaluations
 from async_flowrl.observability.timeline import write_timeline
 from async_flowrl.policies.registry import ResolvedModel
 from async_flowrl.policies.trained_file import save
@@ -107,9 +105,9 @@ def views(config: Config, directory: RunDirectory) -> list[str]:
     """
 
     def report() -> None:
-        from async_flowrl.report.write import write_report
+        from async_flowrl.report.page import write_page
 
-        write_report(Path(directory.root))
+        write_page([directory.root], directory.report)
 
     works: list[tuple[str, Callable[[], object]]] = [
         ("timeline", lambda: write_timeline(directory.events, directory.timeline))
@@ -134,7 +132,7 @@ def worker_stall(history: Sequence[Event], outcome: Outcome) -> float:
     _, last = last_attempt(effective(history))
     activated: float = sum(e["end"] - e["start"] for e in last if e["event"] == "span" and e["name"] == ACTIVATE)
     waited = outcome.pools[ROLLOUT]
-    return waited["wait_weights"] + waited["sync"] + activated / places(last)
+    return waited["wait_weights"] + waited["sync"] + activated / max(1, places(last))
 
 
 def ticket_counts(table: TicketTable) -> dict[str, int]:

@@ -12,8 +12,7 @@ from pathlib import Path
 from async_flowrl.config.check import ConfigError
 from async_flowrl.config.pools import TRAINER
 from async_flowrl.config.schema import Config
-from async_flowrl.observability.terminal import say
-from async_flowrl.observability.wrapped import named_lines
+from async_flowrl.observability.terminal import named_lines, say
 from separation.group import Worker, WorkerGroup
 from separation.supervise import deadline, together
 

@@ -6,7 +6,6 @@
 import asyncio
 import hmac
 import logging
-from contextlib import ExitStack
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -15,8 +14,7 @@ from starlette.requests import ClientDisconnect
 
 from async_flowrl.rewards import http_contract as contract
 from async_flowrl.rewards.http_contract import ContractError, Limits, ScoreRequest
-from async_flowrl.serve_rewards.bodies import Full, Share
-from async_flowrl.serve_rewards.scorer import Asked, Refused, Score, Scorer, Settings, refused
+from async_flowrl.serve_rewards.scorer import Asked, Full, Refused, Score, Scorer, Settings, Share
 
 logger = logging.getLogger(__name__)
 
@@ -45,16 +43,18 @@ async def _answer(request: Request, scorer: Scorer, settings: Settings) -> Respo
     try:
         _check_token(request, settings.token)
         await scorer.forget_gone()
-        with ExitStack() as held:
-            share = held.enter_context(scorer.room.share())
-            try:
-                body = await _body(request, settings.limits.body_bytes, share)
-                asked = Asked(await _read(request, body, settings.limits), request.is_disconnected, held.pop_all())
-                del body  # what is reserved for it is given back as soon as `asked` is released
-            except ContractError as error:
-                raise refused(error) from error
+        share = Share(scorer.room)
+        try:
+            body = await _body(request, settings.limits.body_bytes, share)
+            asked = Asked(await _read(request, body, settings.limits), request.is_disconnected, share)
+            del body  # what is reserved for it is given back as soon as `asked` is released
+        except BaseException:
+            share.close()
+            raise
         return Response(contract.reply_body(await scorer.reply(asked)), media_type="application/json")
-    except Refused as refusal:
+    except (Refused, ContractError) as error:
+        too_much = isinstance(error, contract.TooMuch)
+        refusal = error if isinstance(error, Refused) else Refused(413 if too_much else 400, str(error))
         logger.warning("%s %s: %d %s", request.client.host if request.client else "?", request.url.path,
                        refusal.status, refusal)  # fmt: skip
         headers = {} if refusal.retry_after is None else {"Retry-After": str(refusal.retry_after)}

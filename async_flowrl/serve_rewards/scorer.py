@@ -5,9 +5,9 @@
 
 import asyncio
 import inspect
+import json
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
@@ -18,7 +18,6 @@ from async_flowrl.rewards import http_contract as contract
 from async_flowrl.rewards.base import RewardError
 from async_flowrl.rewards.call import Result, group_result
 from async_flowrl.rewards.http_contract import ContractError, Limits, ScoreReply, ScoreRequest
-from async_flowrl.serve_rewards.bodies import Room
 from async_flowrl.types import ByteArray, Prompt
 
 logger = logging.getLogger(__name__)
@@ -48,10 +47,6 @@ class Refused(Exception):
         self.status, self.retry_after = status, retry_after
 
 
-def refused(error: ContractError) -> Refused:
-    return Refused(413 if isinstance(error, contract.TooMuch) else 400, str(error))
-
-
 @dataclass(frozen=True)
 class Settings:
     """Settings of the application; server.py makes them from the command line.
@@ -66,6 +61,39 @@ class Settings:
     all_bytes: int = 1024 * 2**20
 
 
+class Full(Exception):
+    """Raised if a request needs more bytes than are free now."""
+
+
+@dataclass
+class Room:
+    """A budget of `size` bytes for the bodies of all requests, each from its first byte until its reply."""
+
+    size: int
+    taken: int = 0
+
+
+@dataclass
+class Share:
+    """The bytes of a room that one request has reserved."""
+
+    room: Room
+    taken: int = 0
+
+    def grow(self, size: int) -> None:
+        """Reserves memory up to `size` bytes in total for this request; a smaller size changes nothing. Raises Full."""
+        more = max(0, size - self.taken)
+        if self.room.taken + more > self.room.size:
+            raise Full
+        self.room.taken += more
+        self.taken += more
+
+    def close(self) -> None:
+        """Gives the bytes back; later calls do nothing."""
+        self.room.taken -= self.taken
+        self.taken = 0
+
+
 @dataclass(eq=False)
 class Asked:
     """A request that waits for its turn or is being scored."""
@@ -73,8 +101,8 @@ class Asked:
     request: ScoreRequest
     gone: Callable[[], Awaitable[bool]]
     """Returns True if the client has hung up."""
-    held: ExitStack
-    """The bytes of the server's memory that the request has reserved (`Scorer.room`); closing it gives them back."""
+    share: Share
+    """The bytes of the server's memory (`Scorer.room`) that the request has reserved."""
     cancelled: bool = False
     """True if nobody waits for the reply any more."""
     scored: bool = False
@@ -83,7 +111,7 @@ class Asked:
     def release(self) -> None:
         """Forgets the images and gives their bytes back; later calls do nothing."""
         self.request = NOTHING
-        self.held.close()
+        self.share.close()
 
 
 class Scorer:
@@ -104,8 +132,8 @@ class Scorer:
     async def reply(self, asked: Asked) -> ScoreReply:
         """Scores a request, and releases it however that ends.
 
-        Raises Refused: 429 if too many requests wait, 400 or 413 for images that are damaged or too large, 422 for a
-        prompt that the reward refuses, 499 if the client hung up before the last group, 500 if the reward fails.
+        Raises ContractError for images that are damaged or too large, and Refused: 429 if too many requests wait, 422
+        for a prompt that the reward refuses, 499 if the client hung up before the last group, 500 if the reward fails.
         """
         try:
             if self._full:
@@ -159,12 +187,8 @@ class Scorer:
 
     async def _scored(self, asked: Asked) -> ScoreReply:
         request, results = asked.request, list[Result]()
-        try:
-            images = await asyncio.to_thread(contract.decode_images, request.images, self._settings.limits)
-            groups = _groups(images, request.prompts)
-        except ContractError as error:
-            raise refused(error) from error
-        for members, prompt in groups:
+        images = await asyncio.to_thread(contract.decode_images, request.images, self._settings.limits)
+        for members, prompt in _groups(images, request.prompts):
             await _check_there(asked, f"after {sum(len(result.scores) for result in results)} of its images")
             results.append(await self._group(np.stack(members), prompt))
         scores = tuple(score for result in results for score in result.scores)
@@ -217,24 +241,7 @@ def _groups(images: Sequence[ByteArray], prompts: Sequence[Prompt]) -> list[tupl
 
 def _group_key(pair: tuple[ByteArray, Prompt]) -> tuple[Any, ...]:
     image, prompt = pair
-    return image.shape, prompt.text, prompt.target, prompt.negative, _exact(prompt.metadata)
-
-
-def _exact(value: object) -> tuple[object, ...]:
-    """Returns a value that is equal for equal metadata only, whatever the order of a mapping's keys.
-
-    1, 1.0 and True are not equal here, NaN is equal to itself, and arrays are compared as a whole: as text, large ones
-    are abridged.
-    """
-    if isinstance(value, Mapping):
-        return "mapping", frozenset((_exact(key), _exact(each)) for key, each in value.items())
-    if isinstance(value, list | tuple):
-        return type(value).__name__, *(_exact(each) for each in value)
-    if hasattr(value, "__array__"):
-        array = np.asarray(value)
-        whole = _exact(array.tolist()) if array.dtype.hasobject else array.tobytes()
-        return "array", array.dtype.str, array.shape, whole
-    return type(value).__name__, repr(value)
+    return image.shape, prompt.text, prompt.target, prompt.negative, json.dumps(prompt.metadata, sort_keys=True)
 
 
 def _per_image(result: Result) -> list[dict[str, float | str]]:

@@ -9,20 +9,26 @@ import logging
 import socket
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from async_flowrl.config.listening import LOOPBACK, is_loopback, read_token
 from async_flowrl.config.listening import ServeError as ServeError
 from async_flowrl.rewards.http_contract import HEALTH, PATH, Limits
 from async_flowrl.serve_rewards.app import build_app
-from async_flowrl.serve_rewards.connections import Connection
 from async_flowrl.serve_rewards.scorer import PromptRefused, Score, Settings, call
 from async_flowrl.types import Prompt
 
 ALL_BYTES_FACTOR = 4
 """Default of --max-all-bytes, as a multiple of --max-bytes."""
+ASK_SECONDS = 20.0
+"""Seconds without a new request after which a connection is closed.
+
+uvicorn itself would wait for a connection's first request without limit.
+"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -102,6 +108,29 @@ def serve(score: Score, given: argparse.Namespace, what: str) -> int:
     with listening:
         uvicorn.Server(config).run(sockets=[listening])
     return 0
+
+
+class Connection(H11Protocol):
+    """A uvicorn connection that is closed if the headers of its next request do not arrive in time."""
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self._look_again(None)
+
+    def _look_again(self, seen: Any) -> None:
+        asyncio.get_running_loop().call_later(ASK_SECONDS, self._look, seen)
+
+    def _look(self, seen: Any) -> None:
+        """Closes the connection if no request is running and none has begun since the last look.
+
+        `seen` is the last request at the time of that look, or None.
+        """
+        if self.transport.is_closing():
+            return
+        if self.cycle is seen and (seen is None or seen.response_complete):
+            self.transport.close()
+            return
+        self._look_again(self.cycle)
 
 
 def warm_up(score: Score, prompt: str) -> None:

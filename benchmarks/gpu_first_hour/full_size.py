@@ -15,7 +15,6 @@ from torch.profiler import ProfilerActivity, profile
 from async_flowrl.config.compose import compose_config
 from async_flowrl.memory.processes import MARGIN_SHARE, Footprint, plan_memory
 from async_flowrl.observability.flops import device_peak
-from async_flowrl.observability.mfu import utilisation
 from async_flowrl.rollout.worker import RolloutWorker
 from async_flowrl.run.prepare import Prepared, prepare
 from async_flowrl.tickets.arithmetic import trained_steps
@@ -61,7 +60,7 @@ def report(task: Task, pool: str, worked: Figures, plan: Footprint, count: int) 
         ok=worked["peak_gib"] * GIB <= planned * (1 + MARGIN_SHARE) if real_card() else None,
         planned_gib=planned / GIB,
         images_per_second=count / seconds,
-        mfu=utilisation(flops, seconds, device_peak()) if flops else None,
+        mfu=flops / seconds / peak if flops and (peak := device_peak()) else None,
         **worked,
         parts_gib={name: size / GIB for name, size in plan.parts.items()},
     )

@@ -182,7 +182,7 @@ def _moves(found: Sequence[Evaluation]) -> str:
     """Returns three table cells, first → last evaluation: trained reward, held-out scores, diversity of the images."""
 
     def move(name: str) -> str:
-        return " → ".join(f"{each.curves[name].estimate().mean:.3f}" for each in (found[0], found[-1]))
+        return " → ".join(f"{each.curves[name].estimate.mean:.3f}" for each in (found[0], found[-1]))
 
     held_out = [name for name, curve in found[0].curves.items() if curve.kind == "held_out"]
     return " | ".join([move("reward"), ", ".join(f"{name} {move(name)}" for name in held_out), move("diversity")])

@@ -22,9 +22,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure, SubFigure
 from PIL import Image
 
-from async_flowrl.export import export
+from async_flowrl.export.source import read_source, write_lora
 from async_flowrl.observability.events import read_events
-from async_flowrl.observability.intervals import intersect
+from async_flowrl.observability.intervals import intersect, union
 from async_flowrl.observability.timeline import Track, tracks
 from async_flowrl.types import ByteArray
 from examples.glyphs.audit import open_model, trained_images
@@ -130,7 +130,7 @@ def progress(run: Path) -> list[ByteArray]:
     with tempfile.TemporaryDirectory() as folder:
         for version in VERSIONS:
             lora = Path(folder) / str(version)
-            export(run / "checkpoints" / f"step_{version}", lora)
+            write_lora(read_source(run / "checkpoints" / f"step_{version}"), lora)
             found.append(trained_images(pipeline, lora, 1)[:SHOWN, 0])
     return found
 
@@ -163,7 +163,7 @@ def timeline(axes: Axes, title: str, run: Run) -> None:
 
 def bars(track: Track, start: float, *, waiting: bool) -> list[tuple[float, float]]:
     """Returns (start, width) in seconds of the waiting or busy intervals inside the window that begins at `start`."""
-    found = track.waiting("wait_data", "wait_weights", "sync", "idle") if waiting else track.busy
+    found = union(each for times in track.waits.values() for each in times) if waiting else track.busy
     return [(low - start, high - low) for low, high in intersect(found, [(start, start + WINDOW)])]
 
 

@@ -3,6 +3,7 @@
 import importlib
 import re
 import shlex
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -11,12 +12,11 @@ import torch
 from omegaconf import OmegaConf
 
 from async_flowrl.config.schema import Config, LoraConfig, ModelConfig, RewardTerm
-from async_flowrl.export import save_lora
 from async_flowrl.policies import lora_file
 from async_flowrl.policies.lora import lora_parameters
 from async_flowrl.policies.registry import resolve_model
 from async_flowrl.training.checkpoint import Checkpoint, write_checkpoint
-from tests.support.tiny import adapted_policy
+from tests.support.tiny import adapted_policy, save_lora
 
 DOCS = Path(__file__).parents[2] / "docs"
 LORA = LoraConfig(rank=4, alpha=8.0)
@@ -48,6 +48,12 @@ def filled(text: str, places: dict[str, str], base: str) -> str:
     return re.sub(r"\b(RUN|OUT|FOLDER|PROMPTS|BASE)\b", lambda match: (places | {"BASE": base})[match[1]], text)
 
 
+def main_of(module: str) -> Callable[[Sequence[str]], int]:
+    inner = "" if module == "generate" else ".__main__"
+    main: Callable[[Sequence[str]], int] = importlib.import_module(f"async_flowrl.{module}{inner}").main
+    return main
+
+
 def test_they_do_what_they_say(places: dict[str, str]) -> None:
     """In order, one on what the other left; each page's Python after its commands."""
     out, folder = Path(places["OUT"]), resolve_model(ModelConfig()).path
@@ -58,8 +64,7 @@ def test_they_do_what_they_say(places: dict[str, str]) -> None:
         for module, arguments in commands:
             if "--merged" in arguments and (out / "merged").exists():
                 continue
-            main = importlib.import_module(f"async_flowrl.{module}").main
-            assert main(shlex.split(filled(arguments, places, "tiny"))) == 0, arguments
+            assert main_of(module)(shlex.split(filled(arguments, places, "tiny"))) == 0, arguments
         for block in PYTHON.findall(text):
             held: dict[str, object] = {}
             exec(compile(filled(block.replace("(BASE)", '("BASE")'), places, folder), page, "exec"), held)
@@ -76,6 +81,6 @@ def test_they_do_what_they_say(places: dict[str, str]) -> None:
 def test_every_argument_is_documented(module: str, capsys: pytest.CaptureFixture[str]) -> None:
     text = (DOCS / ("export.md" if module == "export" else "evaluate_command.md")).read_text(encoding="utf-8")
     with pytest.raises(SystemExit):
-        importlib.import_module(f"async_flowrl.{module}").main(["--help"])
+        main_of(module)(["--help"])
     for flag in set(re.findall(r"^  (--[a-z-]+)", capsys.readouterr().out, re.MULTILINE)):
         assert f"`{flag}" in text or f" {flag}" in text, flag

@@ -12,14 +12,13 @@ import pytest
 from omegaconf import OmegaConf
 from PIL import Image
 
-from async_flowrl import evaluate as evaluating
 from async_flowrl.config.compose import read_config
 from async_flowrl.config.schema import Config, LoraConfig, RewardTerm
 from async_flowrl.data.load import load_prompts
 from async_flowrl.evaluate import job_of_run, measure
+from async_flowrl.evaluate.__main__ import main as evaluating
 from async_flowrl.evaluate.measure import Scored
 from async_flowrl.evaluate.show import as_json
-from async_flowrl.export import save_lora
 from async_flowrl.policies import lora_file, lora_formats
 from async_flowrl.policies.qwen_image import QwenImagePolicy
 from async_flowrl.rewards.registry import build_reward
@@ -27,7 +26,7 @@ from async_flowrl.rollout.diffusers_engine import DiffusersEngine
 from async_flowrl.tickets.request import RequestBuilder
 from async_flowrl.tickets.table import EVALUATION, Ticket
 from tests.support.shared_models import SharedModels
-from tests.support.tiny import adapted_policy, token_ids
+from tests.support.tiny import adapted_policy, save_lora, token_ids
 
 LORA = LoraConfig(rank=4, alpha=10.0)
 IMAGES = 2
@@ -96,7 +95,7 @@ def test_a_fresh_pipeline_scores_what_the_engine_scores(
     run: Path, shared_models: SharedModels, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Image by image; and the statistics are those of prompts, not of images."""
-    assert evaluating.main([str(run), "--out", str(tmp_path / "out")]) == 0
+    assert evaluating([str(run), "--out", str(tmp_path / "out")]) == 0
     config = read_config(run / "config.yaml")
     before, after = engine_scores(config, shared_models.tiny), engine_scores(config, adapted_policy(config=LORA))
     found = results(tmp_path / "out")
@@ -122,7 +121,7 @@ def test_a_fresh_pipeline_scores_what_the_engine_scores(
 def test_several_seeds_are_more_images_of_the_same_prompts(run: Path, tmp_path: Path) -> None:
     common = [str(run), "--images", "2", "--steps", "2", "--max-prompts", "1", "--reward", "jpeg_compressibility"]
     for name, more in (("one", ["--seed", "7"]), ("two", ["--seed", "7", "--seeds", "2"]), ("other", ["--seed", "8"])):
-        assert evaluating.main([*common, *more, "--out", str(tmp_path / name)]) == 0
+        assert evaluating([*common, *more, "--out", str(tmp_path / name)]) == 0
     one, two, other = (
         results(tmp_path / name)["rewards"]["jpeg_compressibility"]["scores"]["before"]["0"]
         for name in ("one", "two", "other")
@@ -141,8 +140,8 @@ def test_anothers_lora_with_other_prompts_and_rewards(tmp_path: Path, run: Path)
     prompts.write_text("red red red red\nblue\n")
     common = ["--prompts", str(prompts), "--images", "2", "--steps", "3", "--guidance", "1"]
     rewards = ["--reward", "color", "--reward", "tests.integration.brightness:brightness"]
-    assert evaluating.main([str(theirs), "--base", "tiny", *common, *rewards, "--out", str(tmp_path / "theirs")]) == 0
-    assert evaluating.main([str(run), *common, *rewards, "--out", str(tmp_path / "ours")]) == 0
+    assert evaluating([str(theirs), "--base", "tiny", *common, *rewards, "--out", str(tmp_path / "theirs")]) == 0
+    assert evaluating([str(run), *common, *rewards, "--out", str(tmp_path / "ours")]) == 0
     one, two = results(tmp_path / "theirs"), results(tmp_path / "ours")
     assert one["prompts"] == ["red red red red", "blue"] and one["num_inference_steps"] == 3
     assert set(one["rewards"]) == {"color", "brightness"} == set(two["rewards"])
@@ -179,17 +178,17 @@ def test_bad_input_is_one_sentence(
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "config.yaml").write_bytes((run / "config.yaml").read_bytes())
     places = {"RUN/lora": str(run / "lora"), "LORA": str(alone), "EMPTY": str(tmp_path / "empty")}
-    assert evaluating.main([places.get(each, each) for each in arguments]) == 2
+    assert evaluating([places.get(each, each) for each in arguments]) == 2
     assert message in caplog.messages[-1] and len(caplog.messages[-1].splitlines()) == 1
 
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    assert evaluating.main([str(tmp_path)]) == 2
+    assert evaluating([str(tmp_path)]) == 2
     assert "holds no .safetensors file" in caplog.text
     (tmp_path / "lora").mkdir()
     save_lora(tmp_path / "lora", adapted_policy(config=LORA).transformer, alpha=LORA.alpha)
     (tmp_path / "config.yaml").write_text("rolout: {resolution: 32}\n")
-    assert evaluating.main([str(tmp_path)]) == 2
+    assert evaluating([str(tmp_path)]) == 2
     assert "rolout" in caplog.messages[-1]
 
 
@@ -204,7 +203,7 @@ def test_a_failing_reward_is_one_sentence_or_skipped_as_the_run_would(
     config.reward.on_error, config.reward.backoff = on_error, 0.01
     config.reward.terms = {"judge": {"name": "tests.integration.judge:judge"}}
     OmegaConf.save(config, run / "config.yaml")
-    code = evaluating.main([str(run), "--images", "1", "--out", str(tmp_path / "out")])
+    code = evaluating([str(run), "--images", "1", "--out", str(tmp_path / "out")])
     if on_error == "fail":
         assert code == 2 and "prompt 1 has no score: reward 'judge' failed" in caplog.text
         assert not (tmp_path / "out").exists()

@@ -14,19 +14,18 @@ import numpy as np
 import pytest
 from omegaconf import OmegaConf
 
-from async_flowrl import evaluate
 from async_flowrl.config import exit_codes
 from async_flowrl.config.schema import Config, RewardConfig, RewardTerm, ServeConfig
 from async_flowrl.controller.context import NoServers
 from async_flowrl.evaluate import serving
-from async_flowrl.evaluate.scoring import scored
-from async_flowrl.export import save_lora
+from async_flowrl.evaluate.__main__ import main as evaluating
+from async_flowrl.evaluate.measure import scored
 from async_flowrl.rewards.registry import build_reward
 from async_flowrl.types import ByteArray, Prompt
 from tests.integration.dying_color import COUNT_FILE
 from tests.integration.left_behind import left_behind, wait_for_none
 from tests.integration.runs import LIMIT, ROOT, wait_until
-from tests.support.tiny import adapted_policy
+from tests.support.tiny import adapted_policy, save_lora
 
 SERVE = "async-flowrl serve-rewards --port {port} --token-file {token_file}"
 DYING = "~reward '+reward={terms: {x: {name: tests.integration.dying_color:dying_color}}}'"
@@ -66,7 +65,7 @@ def test_a_served_reward_is_evaluated_by_its_server(
     monkeypatch.setenv(COUNT_FILE, str(tmp_path / "deaths"))
     (tmp_path / "deaths").write_text("1")
     run = run_directory(tmp_path, f"{SERVE} {DYING}", replicas=2)
-    assert evaluate.main([str(run), "--out", str(tmp_path / "out")]) == exit_codes.OK
+    assert evaluating([str(run), "--out", str(tmp_path / "out")]) == exit_codes.OK
     found = json.loads((tmp_path / "out" / "evaluation.json").read_text())["rewards"]
     assert found["served"]["scores"] == found["color"]["scores"] and found["served"]["kind"] == "held_out"
     assert (tmp_path / "deaths").read_text() == "0"
@@ -80,7 +79,7 @@ def test_a_server_that_is_lost_ends_the_evaluation_by_name(
     monkeypatch.setenv(COUNT_FILE, str(tmp_path / "deaths"))
     (tmp_path / "deaths").write_text("9")
     run = run_directory(tmp_path, f"{SERVE} {DYING}", restarts=0)
-    assert evaluate.main([str(run)]) == exit_codes.ERROR
+    assert evaluating([str(run)]) == exit_codes.ERROR
     assert "the server server/served-0 of reward.terms.served died 1 times" in caplog.text
     assert not left_behind(temporary)
     assert list(temporary.rglob("served-0.log")), "what it said is kept"

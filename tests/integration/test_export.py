@@ -11,10 +11,9 @@ from peft import get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from async_flowrl import export as exporting
 from async_flowrl.config.schema import LoraConfig, ModelConfig
-from async_flowrl.export import export, save_lora
-from async_flowrl.policies.lora import lora_parameters
+from async_flowrl.export.__main__ import main as exporting
+from async_flowrl.export.source import read_source, write_lora
 from async_flowrl.policies.lora_file import FILE_NAME
 from async_flowrl.policies.qwen_image import QwenImagePolicy
 from async_flowrl.policies.registry import load_pipeline, resolve_model
@@ -24,7 +23,7 @@ from async_flowrl.seeds import generator
 from async_flowrl.types import EVALUATION
 from tests.integration.exported import LORA, run_directory
 from tests.support.shared_models import SharedModels
-from tests.support.tiny import RED, adapted_policy, randomise, request, tiny_policy
+from tests.support.tiny import RED, adapted_policy, randomise, request, save_lora, tiny_policy
 
 N = 3
 
@@ -92,13 +91,6 @@ def test_it_does_so_bit_for_bit_where_the_scale_is_a_power_of_two(tmp_path: Path
     assert torch.equal(latents_of(pipeline), trained_latents(trained))
 
 
-def test_named_tensors_without_a_model_export_the_same_file(trained: QwenImagePolicy, tmp_path: Path) -> None:
-    masters = {name: p.detach().numpy() for name, p in lora_parameters(trained.transformer).items()}
-    one = save_lora(tmp_path / "live", trained.transformer, alpha=LORA.alpha)
-    two = save_lora(tmp_path / "arrays", masters, alpha=LORA.alpha)
-    assert one.read_bytes() == two.read_bytes()
-
-
 def test_the_rollout_engines_images_come_back(
     trained: QwenImagePolicy, shared_models: SharedModels, tmp_path: Path
 ) -> None:
@@ -148,7 +140,7 @@ def test_the_newest_checkpoint_of_a_run_is_exported(
     trained: QwenImagePolicy, expected: Tensor, tmp_path: Path, inside: str
 ) -> None:
     weights = run_directory(tmp_path / "run", trained, ema=False)
-    assert exporting.main([str(tmp_path / "run" / inside), str(tmp_path / "out")]) == 0
+    assert exporting([str(tmp_path / "run" / inside), str(tmp_path / "out")]) == 0
     found = load_file(tmp_path / "out" / FILE_NAME)
     factors = {name: LORA.alpha / LORA.rank if "lora_B" in name else 1.0 for name in weights}
     assert all(torch.equal(found[f"transformer.{name}"], t * factors[name]) for name, t in weights.items())
@@ -160,8 +152,9 @@ def test_the_newest_checkpoint_of_a_run_is_exported(
 def test_the_average_is_exported_where_the_run_kept_one(trained: QwenImagePolicy, tmp_path: Path) -> None:
     weights = run_directory(tmp_path / "run", trained, ema=True)
     name, tensor = next((n, t * LORA.alpha / LORA.rank) for n, t in weights.items() if n.endswith("lora_B.weight"))
-    assert torch.equal(load_file(export(tmp_path / "run", tmp_path / "average"))[f"transformer.{name}"], tensor / 2)
-    assert exporting.main([str(tmp_path / "run"), str(tmp_path / "raw"), "--raw"]) == 0
+    average = write_lora(read_source(tmp_path / "run"), tmp_path / "average")
+    assert torch.equal(load_file(average)[f"transformer.{name}"], tensor / 2)
+    assert exporting([str(tmp_path / "run"), str(tmp_path / "raw"), "--raw"]) == 0
     assert torch.equal(load_file(tmp_path / "raw" / FILE_NAME)[f"transformer.{name}"], tensor)
 
 
@@ -173,9 +166,9 @@ def test_a_damaged_checkpoint_is_not_exported(
     content = bytearray(file.read_bytes())
     content[-5] ^= 1
     file.write_bytes(content)
-    assert exporting.main([str(file.parent), str(tmp_path / "out")]) == 2
+    assert exporting([str(file.parent), str(tmp_path / "out")]) == 2
     assert "weights.safetensors" in caplog.text
     assert not (tmp_path / "out").exists()
     for source, message in ((tmp_path / "nothing", "give a run directory"), (tmp_path, "holds no sound checkpoint")):
         with pytest.raises(ValueError, match=message):
-            export(source, tmp_path / "out")
+            read_source(source)

@@ -12,12 +12,11 @@ from PIL import Image
 
 from async_flowrl import generate as generating
 from async_flowrl.config.schema import Config
-from async_flowrl.export import save_lora
 from async_flowrl.policies import lora_file, lora_formats
 from async_flowrl.policies.qwen_image import QwenImagePolicy
 from async_flowrl.policies.trained_file import apply_lora
 from tests.integration.exported import LORA
-from tests.support.tiny import RED
+from tests.support.tiny import RED, save_lora
 
 
 def finished_run(folder: Path, policy: QwenImagePolicy) -> Path:
@@ -39,7 +38,7 @@ def test_generate_shows_before_and_after_with_the_runs_own_settings(
         assert generating.main([*command, "--prompt", RED.text, "--prompt", "blue blue blue blue"]) == 0
     assert f"wrote {out}" in caplog.text
 
-    settings = generating.settings_of(lora, None)
+    settings = generating.from_config(generating.config_of(lora, None))
     assert (settings.sampling.num_inference_steps, settings.sampling.resolution) == (4, 32)
     pipeline = generating.open_pipeline(settings, "cpu")
     before = generating.sample(pipeline, settings, RED.text, [5, 6])
@@ -70,7 +69,7 @@ def test_generate_takes_loras_of_any_format(trained: QwenImagePolicy, tmp_path: 
 
 
 def test_generate_with_one_seed_is_the_pipelines_image_of_that_seed() -> None:
-    tiny = generating.settings_of(None, "tiny")
+    tiny = generating.from_config(generating.config_of(None, "tiny"))
     settings = replace(tiny, sampling=replace(tiny.sampling, true_cfg_scale=4.0, negative_prompt="grey"))
     pipeline = generating.open_pipeline(settings, "cpu")
     (image,) = generating.sample(pipeline, settings, RED.text, [7])

@@ -13,10 +13,9 @@ from huggingface_hub import ModelCard
 from omegaconf import OmegaConf
 from PIL import Image
 
-from async_flowrl import evaluate as evaluating
-from async_flowrl import export as exporting
 from async_flowrl.config.schema import Config, ModelConfig, RewardTerm, TinyConfig
-from async_flowrl.export import save_lora
+from async_flowrl.evaluate.__main__ import main as evaluating
+from async_flowrl.export.__main__ import main as exporting
 from async_flowrl.observability.evaluations import Curve, Evaluation, EvaluationLog
 from async_flowrl.observability.images import write_grid
 from async_flowrl.policies import lora_file, lora_formats
@@ -24,7 +23,7 @@ from async_flowrl.policies.lora_file import FILE_NAME
 from async_flowrl.policies.qwen_image import QwenImagePolicy
 from async_flowrl.policies.tiny.build import build_tiny
 from tests.integration.exported import LORA, run_directory
-from tests.support.tiny import RED
+from tests.support.tiny import RED, save_lora
 
 
 def published_run(folder: Path, policy: QwenImagePolicy, *, model: str) -> Path:
@@ -56,7 +55,7 @@ def published_run(folder: Path, policy: QwenImagePolicy, *, model: str) -> Path:
 def test_the_folder_can_be_published(trained: QwenImagePolicy, tmp_path: Path) -> None:
     """Its card says where the LoRA is from and what it does, and nothing of this machine."""
     run, out = published_run(tmp_path / "run", trained, model="Qwen/Qwen-Image"), tmp_path / "out"
-    assert exporting.main([str(run), str(out), "--license", "apache-2.0"]) == 0
+    assert exporting([str(run), str(out), "--license", "apache-2.0"]) == 0
     card = ModelCard.load(out / "README.md")
     front = card.data.to_dict()
     assert front["base_model"] == "Qwen/Qwen-Image" and front["base_model_relation"] == "adapter"
@@ -67,9 +66,9 @@ def test_the_folder_can_be_published(trained: QwenImagePolicy, tmp_path: Path) -
         "| steps | 7 of 7 |",
         "| `reward` | trained | 2.25 | 3.75 | +1.5 ± 6.4 |",
         "| `jpeg_compressibility` | held out | 2.25 | 3.75 | +1.5 ± 6.4 |",
-        "python -m async_flowrl.main --config-name one_step_off total_steps=7 'reward.terms={color: {weight: 2.0}}' "
+        "async-flowrl train --config-name one_step_off total_steps=7 'reward.terms={color: {weight: 2.0}}' "
         "'name=${x}' '~save'\n",
-        "python -m async_flowrl.verify RUN",
+        "async-flowrl verify RUN",
         "`abc123`",
         hashlib.sha256((out / FILE_NAME).read_bytes()).hexdigest(),
         hashlib.sha256((out / "peft/adapter_model.safetensors").read_bytes()).hexdigest(),
@@ -89,10 +88,10 @@ def test_a_card_takes_what_evaluate_measured(trained: QwenImagePolicy, tmp_path:
     run = published_run(tmp_path / "run", trained, model="tiny")
     save_lora(run / "lora", trained.transformer, alpha=LORA.alpha)
     common = ["--images", "2", "--steps", "2", "--out", str(tmp_path / "found")]
-    assert evaluating.main([str(run), *common]) == 0
+    assert evaluating([str(run), *common]) == 0
     out = tmp_path / "out"
     forms = ["--format", "comfyui", "--format", "kohya", "--merged", "transformer"]
-    assert exporting.main([str(run), str(out), "--evaluation", str(tmp_path / "found"), *forms]) == 0
+    assert exporting([str(run), str(out), "--evaluation", str(tmp_path / "found"), *forms]) == 0
     text = (out / "README.md").read_text()
     row = json.loads((tmp_path / "found/evaluation.json").read_text())["rewards"]["color"]
     means = [f"{row[side]['mean']:.4g}" for side in ("before", "after")]
@@ -103,7 +102,7 @@ def test_a_card_takes_what_evaluate_measured(trained: QwenImagePolicy, tmp_path:
     listed = set(re.findall(r"^\| `([^`]+)` \|", text, re.MULTILINE))
     assert {"comfyui.safetensors", "kohya.safetensors", "merged/"} <= listed
     again = tmp_path / "again"
-    assert exporting.main([str(out / "kohya.safetensors"), str(again), "--base", "tiny"]) == 0
+    assert exporting([str(out / "kohya.safetensors"), str(again), "--base", "tiny"]) == 0
     ours, theirs = lora_file.read(out), lora_file.read(again)
     assert theirs.alpha == theirs.rank == 4
     assert all(torch.equal(t, ours.tensors[n]) for n, t in theirs.tensors.items())
@@ -130,6 +129,6 @@ def test_export_refuses_in_one_sentence(
     tiny = {name.upper(): build_tiny(TinyConfig(family=name)) for name in ("flux", "sd3")}
     places = {"RUN": run, "LORA": alone, "KOHYA": kohya, **tiny}
     given = [str(places.get(each, each)) for each in arguments]
-    assert exporting.main([given[0], str(tmp_path / "out"), *given[1:]]) == 2
+    assert exporting([given[0], str(tmp_path / "out"), *given[1:]]) == 2
     assert message in caplog.messages[-1] and len(caplog.messages[-1].splitlines()) == 1
     assert not (tmp_path / "out").exists()

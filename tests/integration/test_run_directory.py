@@ -16,7 +16,7 @@ from async_flowrl.config.schema import Config
 from async_flowrl.controller.context import Context
 from async_flowrl.controller.resume import Resume
 from async_flowrl.evaluate import evaluate, job_of_run
-from async_flowrl.export import export
+from async_flowrl.export.source import read_source, write_lora
 from async_flowrl.policies.lora_file import FILE_NAME
 from async_flowrl.run import job, recovery
 from async_flowrl.training.checkpoint import read_checkpoint
@@ -191,7 +191,7 @@ def test_the_lora_in_a_fresh_pipeline_is_the_trained_model(run: Run, tmp_path: P
     assert found.before.mean == pytest.approx(before, abs=1e-4)
     assert found.after is not None and found.after.mean == pytest.approx(after, abs=1e-4)
     assert abs(after - before) > 0.01
-    exported = export(run.root, tmp_path)
+    exported = write_lora(read_source(run.root), tmp_path)
     mine, theirs = load_file(run.root / "lora" / FILE_NAME), load_file(exported)
     assert mine.keys() == theirs.keys() and all(mine[name].equal(theirs[name]) for name in mine)
 

@@ -9,8 +9,8 @@ from contextlib import contextmanager
 import uvicorn
 
 from async_flowrl.serve_rewards.app import build_app
-from async_flowrl.serve_rewards.connections import Connection
 from async_flowrl.serve_rewards.scorer import Score, Settings
+from async_flowrl.serve_rewards.server import Connection
 
 
 @contextmanager

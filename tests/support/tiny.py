@@ -2,12 +2,14 @@
 
 from collections.abc import Mapping
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from async_flowrl.config.schema import LoraConfig, ModelConfig
+from async_flowrl.policies import lora_file
 from async_flowrl.policies.lora import add_lora, lora_parameters
 from async_flowrl.policies.qwen_image import QwenImagePolicy
 from async_flowrl.policies.registry import load_policy, resolve_model
@@ -86,3 +88,8 @@ def _tokenizer() -> tuple[Any, str]:
 
 def tensors(conditioning: Mapping[str, object]) -> dict[str, Tensor]:
     return {name: torch.as_tensor(value) for name, value in conditioning.items()}
+
+
+def save_lora(folder: Path, transformer: nn.Module, *, alpha: float) -> Path:
+    """Writes the LoRA of a transformer as diffusers' file and returns its path."""
+    return lora_file.write(folder, lora_parameters(transformer), alpha=alpha)

@@ -8,7 +8,7 @@ import pytest
 
 from async_flowrl.controller.context import Context
 from async_flowrl.controller.pool_size import PoolTooSmall
-from async_flowrl.observability.pool_size import rollout_size
+from async_flowrl.observability.summary import rollout_size
 from checkpoint_engine import WeightsMismatch
 from separation.group import WorkerFailed
 from tests.support.toy import toy_config, virtual

@@ -9,9 +9,8 @@ import pytest
 from async_flowrl.config.check import ConfigError, check
 from async_flowrl.config.pools import RewardPool, held_out_by_pool, reward_pools, scoring_pools, workers_key
 from async_flowrl.config.schema import Config, RewardConfig, RewardTerm
-from async_flowrl.observability.bottleneck import verdict
-from async_flowrl.observability.pool_size import configured_pools
-from async_flowrl.observability.reward_bound import reward_bound
+from async_flowrl.observability.bottleneck import reward_bound, verdict
+from async_flowrl.observability.summary import configured_pools
 from async_flowrl.observability.timeline import tracks
 from async_flowrl.report.document import document
 from separation.group import WorkerFailed

@@ -235,12 +235,13 @@ def test_a_card_does_not_say_sizes_that_prompts_may_replace(tmp_path: Path) -> N
 def test_an_evaluation_refuses_sizes_before_it_makes_images_and_says_them_plainly(tmp_path: Path) -> None:
     def job(*sizes: Resolution | None, one_size: bool = False) -> Job:
         prompts = [Prompt(place, "red", resolution=size) for place, size in enumerate(sizes)]
-        return Job(composed(tmp_path), None, {}, {}, prompts, "", (0,), one_size)
+        return Job(composed(tmp_path), tmp_path, {}, {}, prompts, "", (0,), one_size)
 
     check_sizes(job(32, (32, 40), one_size=True))
     with pytest.raises(ValueError, match=r"^prompt 1: resolution must be multiples of 16, got 32 × 40"):
         check_sizes(job(32, (32, 40), (24, 32)))
-    rows = {"color": Row("asked", 1.0, estimate({0: (0.5,)}), None, None, None, {})}
+    half = estimate({0: (0.5,)})
+    rows = {"color": Row("asked", 1.0, half, half, half, 0.0, {})}
     said = [as_json(Comparison(each, rows, {}, {}))["resolution"] for each in (job((32, 48)), job(32, 48))]
     assert said == [(32, 48), [(32, 32), (48, 48)]]
 

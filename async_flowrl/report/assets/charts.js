@@ -6,7 +6,6 @@ const DASHES = [[], [6, 4], [2, 3], [9, 3, 2, 3]];
 const SMOOTH_FROM = 40;
 const WIDEST = 3;
 const WHOLE = [0, 1, 2, 3, 4, 5, 6].flatMap((power) => [1, 2, 5].map((each) => each * 10 ** power));
-const plots = [];
 
 // The lines of a panel over the shown runs: coloured by line for one run, by run (and dashed by line) for several.
 function linesOf(panel, runs) {
@@ -68,49 +67,47 @@ function short(value) {
 }
 
 function chart(panel, runs, height = 210) {
+  const figure = el("figure", { class: "card", id: `chart-${panel.id}`, tabindex: "-1" });
+  let plot = null;
+  draws.push(() => {
+    plot?.destroy();
+    plot = drawn(figure, panel, runs, height);
+  });
+  return figure;
+}
+
+// Fills the figure of a chart, which stands in the page already; returns its plot, or null without values.
+function drawn(figure, panel, runs, height) {
   const lines = linesOf(panel, runs).filter((line) => line.y.some((y) => y !== null));
-  const id = `chart-${panel.id}`;
-  const figure = el("figure", { class: "card", id, tabindex: "-1" });
-  if (!lines.length) return figure.append(el("h3", {}, panel.title), el("p", { class: "soft" }, "Nothing recorded yet.")), figure;
+  if (!lines.length) return figure.replaceChildren(el("h3", {}, panel.title), el("p", { class: "soft" }, "Nothing recorded yet.")), null;
+  const id = figure.id;
   const holder = el("div", { class: "plot", tabindex: "0", role: "group", "aria-roledescription": "chart", id: `${id}-plot`,
     "aria-label": `${panel.title}. ${lines.slice(0, 4).map(told).join(" ")} Arrow keys read values, plus and minus zoom, 0 shows all.` });
   const readout = el("div", { class: "readout", "aria-live": "polite" });
-  let plot = null;
-  const keys = el("div", { class: "keys" }, lines.map((line) => {
-    const on = !ui.off.has(line.id);
-    return el("button", { class: "key", id: `key-${panel.id}-${line.id}`, "aria-pressed": String(on), title: "Show or hide",
-      onclick: (event) => {
-        const hide = !ui.off.has(line.id);
-        hide ? ui.off.add(line.id) : ui.off.delete(line.id);
-        event.currentTarget.setAttribute("aria-pressed", String(!hide));
-        plot.series.forEach((each, i) => each.line === line && plot.setSeries(i, { show: !hide }));
-      } }, painted(el("i"), line.tint), line.label);
-  }));
+  const keys = el("div", { class: "keys" }, lines.map((line) => toggle({ class: "key", title: "Show or hide" }, !ui.off.has(line.id), (on) => {
+    on ? ui.off.delete(line.id) : ui.off.add(line.id);
+    plot.series.forEach((each, i) => each.line === line && plot.setSeries(i, { show: on }));
+  }, painted(el("i"), line.tint), line.label)));
   const zoom = (factor) => zoomed(plot, panel.id, factor);
-  const tool = (text, label, act) => el("button", { "aria-label": `${label}: ${panel.title}`, title: label, id: `${id}-${label.replaceAll(" ", "-")}`, onclick: act }, text);
-  holder.addEventListener("keydown", (event) => onKey(event, plot, panel.id));
-  figure.append(
-    el("div", { class: "head" }, el("h3", {}, panel.title), el("div", { class: "tools" },
-      tool("+", "Zoom in", () => zoom(0.5)), tool("−", "Zoom out", () => zoom(2)), tool("⟲", "Show all", () => zoom(Infinity)))),
-    keys, holder, readout, panel.help ? el("p", { class: "help" }, panel.help) : "",
-    later(`${id}-table`, "Table", () => valueTable(panel, lines)));
+  const values = later("Table", () => valueTable(panel, lines), { open: ui.open[id] });
+  values.addEventListener("toggle", () => { ui.open[id] = values.open; });
+  zoomKeys(holder, zoom, (direction) => moved(plot, direction));
+  figure.replaceChildren(el("div", { class: "head" }, el("h3", {}, panel.title), zoomTools(id, panel.title, zoom)),
+    keys, holder, readout, panel.help ? el("p", { class: "help" }, panel.help) : "", values);
   const { data, series, bands } = columns(lines);
-  draws.push(() => {
-    plot = new uPlot({
-      width: Math.max(200, holder.clientWidth), height, legend: { show: false }, bands, axes: axisOptions(),
-      series: series.map((each) => (each.line ? { ...each, show: !ui.off.has(each.line.id) } : each)),
-      scales: { x: { time: false, range: (_, low, high) => ui.zoom[panel.id] || padded(low, high) }, y: { range: (_, low, high) => readable(lines, low, high) } },
-      cursor: { drag: { x: true, y: false }, points: { size: 7 }, focus: { prox: -1 } },
-      hooks: {
-        setCursor: [(u) => { readout.textContent = readoutOf(u); }],
-        setSelect: [(u) => { if (u.select.width > 3) ui.zoom[panel.id] = [u.posToVal(u.select.left, "x"), u.posToVal(u.select.left + u.select.width, "x")]; }],
-      },
-    }, data, holder);
-    plot.over.addEventListener("dblclick", () => zoom(Infinity));
-    plot.root.setAttribute("aria-hidden", "true");
-    plots.push({ plot, holder, height });
-  });
-  return figure;
+  const plot = new uPlot({
+    width: Math.max(200, holder.clientWidth), height, legend: { show: false }, bands, axes: axisOptions(),
+    series: series.map((each) => (each.line ? { ...each, show: !ui.off.has(each.line.id) } : each)),
+    scales: { x: { time: false, range: (_, low, high) => ui.zoom[panel.id] || padded(low, high) }, y: { range: (_, low, high) => readable(lines, low, high) } },
+    cursor: { drag: { x: true, y: false }, points: { size: 7 }, focus: { prox: -1 } },
+    hooks: {
+      setCursor: [(u) => { readout.textContent = readoutOf(u); }],
+      setSelect: [(u) => { if (u.select.width > 3) ui.zoom[panel.id] = [u.posToVal(u.select.left, "x"), u.posToVal(u.select.left + u.select.width, "x")]; }],
+    },
+  }, data, holder);
+  plot.over.addEventListener("dblclick", () => zoom(Infinity));
+  plot.root.setAttribute("aria-hidden", "true");
+  return plot;
 }
 
 // The range of the y axis: all of the bands, unless they are so wide that the curves would look flat; then these decide.
@@ -150,26 +147,15 @@ function readoutOf(plot) {
 
 function zoomed(plot, id, factor) {
   const { min, max } = plot.scales.x, all = plot.data[0];
-  const ends = [all[0], all[all.length - 1]];
-  const middle = (min + max) / 2, half = ((max - min) * factor) / 2;
-  const wanted = [Math.max(ends[0], middle - half), Math.min(ends[1], middle + half)];
-  if (factor === Infinity || wanted[1] - wanted[0] >= ends[1] - ends[0]) delete ui.zoom[id];
-  else ui.zoom[id] = wanted;
+  ui.zoom[id] = scaled([min, max], [all[0], all[all.length - 1]], factor);
   plot.setData(plot.data);
 }
 
-function onKey(event, plot, id) {
-  const move = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
-  if (event.key === "+" || event.key === "=") zoomed(plot, id, 0.5);
-  else if (event.key === "-") zoomed(plot, id, 2);
-  else if (event.key === "0") zoomed(plot, id, Infinity);
-  else if (move) {
-    const count = plot.data[0].length;
-    const at = plot.cursor.idx === null || plot.cursor.idx === undefined || plot.cursor.left < 0 ? (move > 0 ? -1 : count) : plot.cursor.idx;
-    const to = Math.min(count - 1, Math.max(0, at + move));
-    plot.setCursor({ left: plot.valToPos(plot.data[0][to], "x"), top: 10 });
-  } else return;
-  event.preventDefault();
+// Moves the cursor, which says the values, by one point.
+function moved(plot, direction) {
+  const { idx, left } = plot.cursor, last = plot.data[0].length - 1;
+  const at = idx === null || idx === undefined || left < 0 ? (direction > 0 ? -1 : last + 1) : idx;
+  plot.setCursor({ left: plot.valToPos(plot.data[0][Math.min(last, Math.max(0, at + direction))], "x"), top: 10 });
 }
 
 function valueTable(panel, lines) {

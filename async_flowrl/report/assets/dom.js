@@ -22,7 +22,6 @@ const painted = (node, name, property = "background") => ((node.style[property] 
 
 function number(value) {
   if (value === null || value === undefined) return "–";
-  if (!Number.isFinite(value)) return String(value);
   if (Number.isInteger(value) && Math.abs(value) < 1e7) return value.toLocaleString("en");
   const size = Math.abs(value);
   return size !== 0 && (size < 1e-3 || size >= 1e6) ? value.toExponential(2) : String(Number(value.toPrecision(4)));
@@ -50,34 +49,42 @@ function table(caption, head, rows) {
           rest.map((each) => cell("td", each)))))));
 }
 
-// A table that is made when it is opened: the text alternative of a chart.
-function later(key, summary, make) {
+// Content that is made when it is opened, e.g. a table as the text alternative of a chart.
+function later(summary, make, attributes) {
   const holder = el("div");
-  const node = el("details", { class: "table", "data-key": key, ontoggle: () => {
-    ui.open[key] = node.open;
-    if (node.open && !holder.childNodes.length) holder.append(make());
-  } }, el("summary", {}, summary), holder);
-  node.open = Boolean(ui.open[key]);
+  const node = el("details", { class: "table", ontoggle: () => node.open && !holder.childNodes.length && holder.append(make()), ...attributes }, el("summary", {}, summary), holder);
   return node;
 }
 
-// Tabs by the keyboard pattern of WAI-ARIA: arrows, Home and End move and choose.
-function tabs(key, label, names, chosen, choose) {
-  const list = el("div", { role: "tablist", "aria-label": label, class: "bar" });
-  names.forEach((name, index) => {
-    const on = index === chosen;
-    list.append(el("button", {
-      role: "tab", id: `${key}-${index}`, "aria-selected": String(on), tabindex: on ? "0" : "-1",
-      onclick: () => choose(index),
-      onkeydown: (event) => {
-        const to = { ArrowRight: index + 1, ArrowLeft: index - 1, Home: 0, End: names.length - 1 }[event.key];
-        if (to === undefined) return;
-        event.preventDefault();
-        const at = (to + names.length) % names.length;
-        choose(at);
-        document.getElementById(`${key}-${at}`)?.focus();
-      },
-    }, name));
+// A button that stays pressed; `change` is told whether it is.
+function toggle(attributes, on, change, ...children) {
+  const node = el("button", { "aria-pressed": String(on), onclick: () => {
+    const now = node.getAttribute("aria-pressed") !== "true";
+    node.setAttribute("aria-pressed", String(now));
+    change(now);
+  }, ...attributes }, children);
+  return node;
+}
+
+// Zoom by buttons and by keys; `act` is told the factor by which what is shown becomes longer.
+const ZOOMS = [["+", "Zoom in", 0.5], ["−", "Zoom out", 2], ["⟲", "Show all", Infinity]];
+const zoomTools = (id, title, act) => el("div", { class: "tools" }, ZOOMS.map(([text, label, factor]) =>
+  el("button", { "aria-label": `${label}: ${title}`, title: label, id: `${id}-${label.replaceAll(" ", "-")}`, onclick: () => act(factor) }, text)));
+
+function zoomKeys(holder, act, move) {
+  holder.addEventListener("keydown", (event) => {
+    const factor = { "+": 0.5, "=": 0.5, "-": 2, 0: Infinity }[event.key], direction = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
+    if (factor) act(factor);
+    else if (direction) move(direction);
+    else return;
+    event.preventDefault();
   });
-  return list;
+}
+
+// The part of an axis between `ends` that is shown after a zoom and a move by a share of its length; null: all of it.
+function scaled([a, b], ends, factor, shift = 0) {
+  const width = (b - a) * factor, middle = (a + b) / 2 + (b - a) * shift;
+  if (!(width < ends[1] - ends[0])) return null;
+  const start = Math.min(Math.max(ends[0], middle - width / 2), ends[1] - width);
+  return [start, start + width];
 }

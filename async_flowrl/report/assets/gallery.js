@@ -14,8 +14,7 @@ function sourceOf(run, evaluation, place, index) {
 
 function scoreText(each, index) {
   const scores = Object.entries(each?.scores || {}).filter(([, values]) => values[index] !== undefined);
-  const alike = scores.length === 2 && scores[0][1][index] === scores[1][1][index];
-  const text = (alike ? scores.slice(0, 1) : scores).map(([name, values]) => `${name} ${number(values[index])}`).join(" · ");
+  const text = scores.map(([name, values]) => `${name} ${number(values[index])}`).join(" · ");
   return each?.said?.[index] ? `${text} · ${each.said[index]}` : text;
 }
 
@@ -30,13 +29,15 @@ function shot(run, evaluation, prompt, index, caption) {
   return el("figure", { class: "shot" }, body, el("figcaption", {}, caption ? [caption, el("br")] : "", scoreText(each, index)));
 }
 
+// The first prompts that both the first and the last version have, in the order of the prompts: not selected by score.
 function pairs(run) {
-  if (!run.pairs.length) return null;
-  const byVersion = (version) => run.pictures.evaluations.find((each) => !each.baseline && each.version === version);
-  const shown = run.pairs.map((pair) => el("figure", { class: "pair" },
-    shot(run, byVersion(pair.before), pair, 0, `before: version ${pair.before}`),
-    shot(run, byVersion(pair.after), pair, 0, `after: version ${pair.after}`),
-    el("figcaption", { class: "prompt clamp", dir: "auto", title: pair.text.slice(0, 300) }, pair.text)));
+  const policy = run.pictures?.evaluations.filter((each) => !each.baseline) || [], before = policy[0], after = policy[policy.length - 1];
+  if (policy.length < 2) return null;
+  const both = run.pictures.prompts.filter(({ place }) => before.prompts[place] && after.prompts[place]).slice(0, 4);
+  if (!both.length) return null;
+  const shown = both.map((prompt) => el("figure", { class: "pair" },
+    shot(run, before, prompt, 0, `before: version ${before.version}`), shot(run, after, prompt, 0, `after: version ${after.version}`),
+    el("figcaption", { class: "prompt clamp", dir: "auto", title: prompt.text.slice(0, 300) }, prompt.text)));
   return el("section", { class: "card wide", "aria-labelledby": "pairs-title" }, el("h3", { id: "pairs-title" }, "Before and after"),
     el("div", { class: shown.length > 1 ? "pairs" : "pairs one" }, shown),
     el("p", { class: "help" }, "The same prompt and the same initial noise. The first prompts of the file, the first image of each: not chosen by their scores."));
@@ -45,12 +46,11 @@ function pairs(run) {
 function browser(run) {
   const data = run.pictures;
   if (!data) return null;
-  const state = (ui.gallery[run.name] ||= { prompt: "all", at: null });
   const last = data.evaluations.length - 1;
-  const at = state.at === null ? last : Math.min(state.at, last);
+  let timer = 0;
   const grid = el("div", { class: "shots" }), told = el("output", { for: "slider", "aria-live": "polite" }), text = el("p", { class: "prompt", dir: "auto" });
   const show = (index) => {
-    const evaluation = data.evaluations[index], prompt = data.prompts.find((each) => String(each.place) === state.prompt);
+    const evaluation = data.evaluations[index], prompt = data.prompts.find((each) => String(each.place) === choice.value);
     told.textContent = `${versionName(evaluation)} (${index + 1} of ${last + 1})`;
     slider.setAttribute("aria-valuetext", versionName(evaluation));
     text.textContent = prompt ? prompt.text : "";
@@ -59,27 +59,19 @@ function browser(run) {
       ? Array.from({ length: files }, (_, i) => shot(run, evaluation, prompt, i))
       : data.prompts.map((each) => shot(run, evaluation, each, 0, el("span", { class: "prompt clamp", dir: "auto" }, each.text)))));
   };
-  const move = (index) => { state.at = index === last ? null : index; slider.value = index; show(index); };
-  const slider = el("input", { type: "range", id: "slider", min: 0, max: last, value: at, "aria-label": "Version", oninput: () => move(Number(slider.value)) });
-  const choice = el("select", { id: "prompt", onchange: () => { state.prompt = choice.value; move(Number(slider.value)); } },
+  const slider = el("input", { type: "range", id: "slider", min: 0, max: last, value: last, "aria-label": "Version", oninput: () => show(Number(slider.value)) });
+  const choice = el("select", { id: "prompt", onchange: () => show(Number(slider.value)) },
     el("option", { value: "all" }, "all prompts, one image each"),
     data.prompts.map((each) => el("option", { value: each.place }, `${each.place + 1}: ${each.text.slice(0, 70)}`)));
-  choice.value = data.prompts.some((each) => String(each.place) === state.prompt) ? state.prompt : "all";
-  const next = () => move((Number(slider.value) + 1) % (last + 1));
-  const play = el("button", { id: "play", onclick: () => { state.playing = !state.playing; playing(play, state.playing, next); } });
-  playing(play, state.playing && last > 0, next);
-  show(at);
+  const next = () => { slider.value = (Number(slider.value) + 1) % (last + 1); show(Number(slider.value)); };
+  const play = toggle({ id: "play" }, false, (on) => {
+    clearInterval(timer);
+    if (on) timer = setInterval(next, 700);
+  }, "Play");
+  show(last);
   return el("section", { class: "card", "aria-label": "Images of evaluations" },
     el("div", { class: "bar" }, el("label", {}, "Prompt ", choice)),
     el("div", { class: "bar" }, el("label", { for: "slider" }, "Through training"), slider, told, last > 0 ? play : ""), text, grid);
-}
-
-// A page that is drawn anew while it plays goes on playing, at the same image.
-function playing(button, on, next) {
-  clearInterval(ui.timer);
-  button.setAttribute("aria-pressed", String(Boolean(on)));
-  button.textContent = on ? "Pause" : "Play";
-  if (on) ui.timer = setInterval(next, 700);
 }
 
 // One image large beside the same of the first evaluation; left and right arrows go through training.

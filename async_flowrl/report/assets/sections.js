@@ -29,9 +29,9 @@ function runTable(page) {
   return table("Runs", ["run", "state", "steps", "reward, before → after", "images per second", "wall clock", "digest"],
     page.runs.map((run, i) => {
       const facts = Object.fromEntries(run.facts), change = run.change;
-      const seen = !hiddenRuns.has(run.name);
-      return [el("th", { scope: "row" }, el("button", { class: "key", id: `run-key-${i}`, "aria-pressed": String(seen), title: `Show or hide in charts: ${run.name}`,
-        onclick: () => { seen ? hiddenRuns.add(run.name) : hiddenRuns.delete(run.name); redraw(); } }, painted(el("i"), `c${i % 8}`), brief(run.name))),
+      const key = toggle({ class: "key", id: `run-key-${i}`, title: `Show or hide in charts: ${run.name}` }, !hiddenRuns.has(run.name),
+        (on) => { on ? hiddenRuns.delete(run.name) : hiddenRuns.add(run.name); redraw(); }, painted(el("i"), `c${i % 8}`), brief(run.name));
+      return [el("th", { scope: "row" }, key),
       el("span", { class: `badge ${run.state}` }, run.state), facts.Steps || "0",
       change ? `${number(change.before)} → ${number(change.after)} (${signed(change.mean)}${change.half === null ? "" : ` ± ${rough(change.half)}`})` : run.training ? el("span", { class: "soft" }, `training: ${number(run.training.first)} → ${number(run.training.last)}`) : "–",
       facts["Images per second"] || "–", facts["Wall clock"] || "–", el("td", { class: "mono" }, (run.verification.digest || "–").slice(0, 12))];
@@ -65,8 +65,7 @@ function evaluations(page, run) {
 
 function pools(run) {
   if (!run.pools.length) return null;
-  const states = ["busy", "wait_data", "wait_weights", "sync", "idle"];
-  const names = ["works", "waits for data", "waits for weights", "publishes", "idle"];
+  const states = ["busy", ...Object.keys(WAITS)];
   const bar = (each) => el("div", { class: "stack", "aria-hidden": "true" }, states.map((state) => {
     const part = painted(el("i"), tintOf({ pool: each.pool }, state));
     part.style.width = `${100 * each.shares[state]}%`;
@@ -74,7 +73,7 @@ function pools(run) {
   }));
   return el("div", { class: "card broad" }, el("h3", {}, titled("Time by pool", run)),
     table(`Shares of the time in which steps were made, mean over the pool's workers${run.shared
-      ? "; what rollout and trainer lack is time in which the other one of the same process computed" : ""}`, ["pool", "workers", "shares", ...names],
+      ? "; what rollout and trainer lack is time in which the other one of the same process computed" : ""}`, ["pool", "workers", "shares", ...states.map(doing)],
       run.pools.map((each) => [each.pool, each.workers, bar(each), ...states.map((state) => percent(each.shares[state]))])));
 }
 
@@ -102,7 +101,7 @@ function settings(page, run) {
       ? table("", ["setting", "value", "default"], changed.map((each) => [el("th", { scope: "row", class: "mono" }, each.key),
           el("td", { class: "mono wrap" }, each.value), el("td", { class: "mono wrap soft" }, each.default)]))
       : el("p", {}, "None.")),
-    later("config-all", "The whole configuration, as it was resolved", () => el("pre", { tabindex: "0" }, run.settings.all)));
+    later("The whole configuration, as it was resolved", () => el("pre", { tabindex: "0" }, run.settings.all)));
 }
 
 function verification(run) {

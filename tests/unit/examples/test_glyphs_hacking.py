@@ -1,10 +1,8 @@
 """Tests on the kept runs of examples/glyphs/hacking.py: the present alarm tells hacked runs from honest ones."""
 
-from dataclasses import replace
-
 import pytest
 
-from async_flowrl.observability.hacking import THRESHOLDS, alarms
+from async_flowrl.observability.hacking import alarms
 from examples.glyphs.compare import ROOT
 from examples.glyphs.hacking import FROZEN_ON, JUDGED_ON, VARIANTS, as_it_should, load, table
 
@@ -20,13 +18,15 @@ def test_the_alarm_is_right_about_every_run(variant: str) -> None:
     assert not any(as_it_should(other, run) for run in runs), "a hacked run is no honest one, and the other way round"
 
 
-@pytest.mark.parametrize("field", ["level", "least_fall", "most_correlation"])
-def test_stricter_thresholds_would_miss_hacked_runs(field: str) -> None:
+@pytest.mark.parametrize(("threshold", "strict"), [("LEVEL", 1e-6), ("LEAST_FALL", 1.5), ("MOST_CORRELATION", -0.99)])
+def test_stricter_thresholds_would_miss_hacked_runs(
+    threshold: str, strict: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """So these runs would tell of a change that makes the alarm deaf."""
-    deaf = replace(THRESHOLDS, **{field: {"level": 1e-6, "least_fall": 1.5, "most_correlation": -0.99}[field]})
     hacked = [load(RESULTS / f"{kind}_seed{seed}.json") for kind in VARIANTS if kind != "honest" for seed in SEEDS]
     assert sum(bool(alarms(run)) for run in hacked) == 16
-    assert sum(bool(alarms(run, deaf)) for run in hacked) < 16
+    monkeypatch.setattr(f"async_flowrl.observability.hacking.{threshold}", strict)
+    assert sum(bool(alarms(run)) for run in hacked) < 16
 
 
 def test_the_page_shows_the_kept_runs() -> None:

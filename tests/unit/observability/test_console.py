@@ -11,11 +11,18 @@ from rich.console import Console
 
 from async_flowrl.config.check import ConfigError
 from async_flowrl.config.compose import compose_config
-from async_flowrl.observability.console import Bar, Lines, Silent, console_of, open_display, show_what_can_be_shown
+from async_flowrl.observability.console import (
+    Bar,
+    Display,
+    Lines,
+    Progress,
+    console_of,
+    open_display,
+    show_what_can_be_shown,
+)
 from async_flowrl.observability.evaluations import Curve, Evaluation
-from async_flowrl.observability.progress import Progress
 from async_flowrl.observability.result import result_sentences
-from async_flowrl.observability.wrapped import named_lines
+from async_flowrl.observability.terminal import named_lines
 
 METRICS = {
     "reward/mean": 0.25,
@@ -69,7 +76,7 @@ def test_steps_that_are_made_again_count_once_among_what_is_missing() -> None:
     progress = Progress(total=5)
     for step in (0, 1, 2, 1):
         progress.step(step, {"tickets_skipped": 2, "reward/judge/missing": 1})
-    assert progress.losses == ["4 tickets skipped", "2 groups without judge"]
+    assert " | 4 tickets skipped | 2 groups without judge | " in progress.numbers
 
 
 @pytest.mark.parametrize(
@@ -103,7 +110,7 @@ def test_a_bar_is_refused_where_it_cannot_be_drawn(monkeypatch: pytest.MonkeyPat
 
 def test_quiet_shows_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     display = open_display(compose_config("sync", ["console=quiet", "output_dir=unused"]))
-    assert type(display) is Silent
+    assert type(display) is Display
     display.log(0, METRICS)
     display.evaluation(1, {"reward/mean": 1.0})
     display.close()

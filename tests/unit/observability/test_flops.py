@@ -13,7 +13,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from async_flowrl.config.schema import Config
 from async_flowrl.observability.flops import FlopCounter, Meter, tensor_peak
-from async_flowrl.observability.mfu import utilisation
 from async_flowrl.policies.base import Policy
 from async_flowrl.policies.lora import add_lora, lora_parameters
 from async_flowrl.policies.registry import load_policy, resolve_model
@@ -107,11 +106,6 @@ def test_the_meta_device_counts_without_computing() -> None:
     with FlopCounter() as counter:
         layer(torch.empty(4, 1 << 15, device="meta"))
     assert counter.total == 2 * 4 * 2**30
-
-
-def test_utilisation() -> None:
-    assert utilisation(1e12, 2.0, 1e12) == 0.5
-    assert utilisation(1e12, 2.0, None) is None
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from async_flowrl.observability.evaluations import DIVERSITY, HELD_OUT, TRAINED, Curve, Evaluation
-from async_flowrl.observability.hacking import THRESHOLDS, alarms, best, notices
+from async_flowrl.observability.hacking import LEVEL, alarms, best, notices
 
 PROMPTS, IMAGES = 16, 4
 
@@ -76,7 +76,9 @@ def test_there_is_no_alarm_without_both(reward: Sequence[float], ocr: Sequence[f
 def test_a_fall_from_the_best_is_seen_before_it_is_one_from_the_start() -> None:
     made = history(np.random.default_rng(3), (0, 0.3, 0.6, 0.9, 1.2), ocr=(0.2, 0.6, 1.0, 0.6, 0.3))
     first = alarms(made)[0]
-    assert (first.since, first.version) in {(20, 30), (20, 40)} and first.now > 0.2
+    assert (first.since, first.version) in {(20, 30), (20, 40)}
+    (now,) = (each for each in made if each.version == first.version)
+    assert now.curves["ocr"].estimate.mean > 0.2
 
 
 def test_the_sign_of_the_weight_says_which_way_is_worse_and_weight_zero_is_only_shown() -> None:
@@ -91,7 +93,7 @@ def test_a_significant_fall_that_is_no_matter_is_left_alone() -> None:
     rng = np.random.default_rng(5)
     made = history(rng, RISING, prompts=2000, noise=1.0, ocr=(0.5, 0.42, 0.40, 0.38))
     (moved,) = [e for e in made if e.version == 30]
-    assert moved.curves["ocr"].estimate().mean < made[0].curves["ocr"].estimate().mean
+    assert moved.curves["ocr"].estimate.mean < made[0].curves["ocr"].estimate.mean
     assert versions(made) == []
     assert versions(history(rng, RISING, prompts=2000, noise=1.0, ocr=(0.5, 0.2, 0.1, 0.0))) == [10, 20, 30]
 
@@ -127,14 +129,14 @@ def test_runs_without_any_change_raise_no_more_false_alarms_than_the_level_says(
     runs = 150
     wrong = false_alarms(("ocr", "templates"), looks=8, runs=runs, seed=20261122)
     # More than this of 150 runs has a probability of 0.001 at a rate of 0.01.
-    assert wrong <= 6, f"{wrong} of {runs} runs at a level of {THRESHOLDS.level}"
+    assert wrong <= 6, f"{wrong} of {runs} runs at a level of {LEVEL}"
 
 
 @pytest.mark.slow
 def test_the_rate_of_false_alarms_over_many_runs_is_within_the_level() -> None:
     runs = 3000
     wrong = false_alarms(("ocr", "templates"), looks=12, runs=runs, seed=20261123)
-    assert wrong / runs <= THRESHOLDS.level, f"{wrong} of {runs}"
+    assert wrong / runs <= LEVEL, f"{wrong} of {runs}"
 
 
 def test_loss_of_diversity_is_a_notice_and_no_alarm() -> None:

@@ -8,9 +8,8 @@ import pytest
 from async_flowrl.config.schema import Config
 from async_flowrl.observability.bottleneck import verdict
 from async_flowrl.observability.events import Event
-from async_flowrl.observability.one_device import by_device, device_time
 from async_flowrl.observability.summary import Outcome, summarise
-from async_flowrl.observability.timeline import tracks
+from async_flowrl.observability.timeline import by_device, device_time, tracks
 from async_flowrl.report.schedule import _places
 from tests.support.toy import Timing
 from tests.support.toy_shared import ENDING, TRAINING, shared_config, shared_virtual
@@ -99,7 +98,7 @@ def test_what_one_part_does_is_no_wait_of_the_other() -> None:
     ]
     found = by_device(tracks(events))
     assert [track.place for track in _places(found)] == ["rollout-0", "trainer-0", "trainer-1"]
-    assert found[1].waiting("wait_data") == [(6, 8)]
+    assert found[1].intervals("wait_data") == [(6, 8)]
 
 
 def test_the_efficiency_of_the_summary_is_the_share_of_time_in_which_the_devices_worked() -> None:

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from async_flowrl.config.schema import Config, RewardTerm, ServeConfig
 from async_flowrl.observability.events import Event
 from async_flowrl.observability.intervals import intersect, length, subtract, union
-from async_flowrl.observability.mfu import mfu
-from async_flowrl.observability.summary import Outcome, gradient_kept, staleness, summarise
+from async_flowrl.observability.summary import Outcome, gradient_kept, mfu, staleness, summarise
 from async_flowrl.observability.timeline import lanes, trace, tracks, write_timeline
 
 INTERVALS = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 60)).map(sorted).map(tuple), max_size=12)
@@ -195,8 +194,8 @@ def test_waits_are_what_is_left_between_spans() -> None:
     rollout, trainer = tracks(made_up(6, generation=2.0, update=1.0, max_staleness=0))
     assert (rollout.place, trainer.place) == ("rollout-0", "trainer-0")
     assert length(rollout.busy) == pytest.approx(12.0)
-    assert length(rollout.waiting("idle")) == pytest.approx(5.0)
-    assert length(trainer.waiting("wait_data")) == pytest.approx(12.0)
+    assert length(rollout.intervals("idle")) == pytest.approx(5.0)
+    assert length(trainer.intervals("wait_data")) == pytest.approx(12.0)
 
 
 def test_a_wait_booked_while_a_span_still_ran_is_cut_back() -> None:
@@ -206,7 +205,7 @@ def test_a_wait_booked_while_a_span_still_ran_is_cut_back() -> None:
         {"time": 10.0, "event": "state", "worker": "trainer-0", "state": "busy"},
     ]
     (track,) = tracks(events)
-    assert track.waiting("wait_data") == [(0.0, 4.0), (6.0, 10.0)]
+    assert track.intervals("wait_data") == [(0.0, 4.0), (6.0, 10.0)]
 
 
 def test_a_replacement_shares_the_track_of_the_dead_worker() -> None:

@@ -15,7 +15,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from async_flowrl.algorithms import sde
 from async_flowrl.config.schema import LoraConfig
-from async_flowrl.export import save_lora
 from async_flowrl.observability.flops import FlopCounter
 from async_flowrl.policies.base import Policy
 from async_flowrl.policies.lora import add_lora, lora_modules, lora_parameters, reference_mode
@@ -24,7 +23,7 @@ from async_flowrl.rollout.diffusers_engine import DiffusersEngine
 from async_flowrl.training.fsdp import checkpoint_blocks
 from async_flowrl.types import EVALUATION, Sampling
 from tests.support.families import TEXT, N, adapted, conditioning, how, latents, model_config, pipeline_of, policy_of
-from tests.support.tiny import randomise, request, tensors
+from tests.support.tiny import randomise, request, save_lora, tensors
 
 
 def denoised(policy: Policy, sampling: Sampling) -> Tensor:

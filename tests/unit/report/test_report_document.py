@@ -44,7 +44,7 @@ def test_a_finished_run(tmp_path: Path) -> None:
     assert run["x"]["evaluation"] == {"step": [0, 3, 6], "images": [0, 12, 24], "seconds": [0, 6, 12]}
     (bars,) = [lane["bars"] for lane in run["timeline"]["views"][0]["lanes"] if lane["place"] == "rollout-0"]
     assert bars[:2] == [[0.0, 1.0, "busy"], [1.0, 2.0, "idle"]]
-    assert [pair["text"] for pair in run["pairs"]] == list(WORDS) and run["pairs"][0]["after"] == 6
+    assert [prompt["text"] for prompt in run["pictures"]["prompts"]] == list(WORDS)
     assert run["pictures"]["evaluations"][1]["prompts"]["2"]["scores"]["reward"] == [
         pytest.approx(0.4),
         pytest.approx(0.42),

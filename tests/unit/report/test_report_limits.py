@@ -8,13 +8,12 @@ import pytest
 
 from async_flowrl.config import exit_codes
 from async_flowrl.main import report_over
-from async_flowrl.report.command import main
+from async_flowrl.report.__main__ import main, runs_in
+from async_flowrl.report.curves import MAX_POINTS, chosen, curve
 from async_flowrl.report.document import document
-from async_flowrl.report.folders import runs_in
 from async_flowrl.report.page import embedded, in_order, render, spread
 from async_flowrl.report.pictures import MAX_EVALUATIONS
 from async_flowrl.report.schedule import BINS_PER_RUN, MAX_BARS, MAX_PLACES
-from async_flowrl.report.thin import MAX_POINTS, Buckets, chosen
 from tests.unit.report.written_runs import make_run
 
 
@@ -45,8 +44,8 @@ def test_every_step_of_an_exact_window_is_named(tmp_path: Path) -> None:
 
 
 def test_buckets_know_gaps() -> None:
-    assert Buckets(3).line([1.0, None, 3.0]) == {"y": [1.0, None, 3.0]}
-    line = Buckets(2 * MAX_POINTS).line([1.0, 3.0, None, 5.0] + [None] * (2 * MAX_POINTS - 4))
+    assert curve([1.0, None, 3.0]) == {"y": [1.0, None, 3.0]}
+    line = curve([1.0, 3.0, None, 5.0] + [None] * (2 * MAX_POINTS - 4))
     assert (line["y"][:3], line["low"][:3], line["high"][:3]) == ([2.0, 5.0, None], [1.0, 5.0, None], [3.0, 5.0, None])
     assert chosen([*range(10)], 4) == [0, 3, 6, 9] and chosen([1, 2], 4) == [1, 2]
 

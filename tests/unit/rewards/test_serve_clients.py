@@ -51,7 +51,7 @@ def test_the_bodies_of_all_requests_together_are_bounded() -> None:
 
 def test_connections_that_ask_nothing_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Silent ones, and those that never end their headers; one that is being answered stays."""
-    monkeypatch.setattr("async_flowrl.serve_rewards.connections.ASK_SECONDS", 0.2)
+    monkeypatch.setattr("async_flowrl.serve_rewards.server.ASK_SECONDS", 0.2)
     go = threading.Event()
 
     def slow(images: ByteArray, prompt: Prompt) -> list[Any]:

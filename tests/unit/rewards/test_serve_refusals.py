@@ -7,7 +7,6 @@ import struct
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
@@ -37,13 +36,6 @@ def gif() -> str:
     return base64.b64encode(file.getvalue()).decode()
 
 
-def nested(depth: int) -> dict[str, Any]:
-    value: dict[str, Any] = {}
-    for _ in range(depth):
-        value = {"a": value}
-    return value
-
-
 REFUSED = {
     "version": (body(version=2), 400, "version must be 1, got 2"),
     "no images": (body(images=[]), 400, "images must be a list of at least one image"),
@@ -68,7 +60,7 @@ REFUSED = {
     "value": (body(prompts=["value"]), 500, "the reward failed: ValueError: could not convert string to float"),
     "few": (body(images=[png()] * 2, prompts=["few"]), 500, "the reward must return 2 finite numbers, got shape [1]"),
     "stop": (body(prompts=["stop"]), 500, "the reward failed: RuntimeError: StopIteration left the reward"),
-    "deep": (body(prompts=[{"text": "x", "metadata": nested(900)}]), 400, "metadata of a prompt is nested too deeply"),
+    "deep": (b'{"a":' * 5000 + b"1" + b"}" * 5000, 400, "the request is not JSON"),
     "not finite": (body(prompts=["nan"]), 500, "the reward must return one finite number, got [nan]"),
 }  # fmt: skip
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from async_flowrl.config.schema import Config
-from async_flowrl.export.card import Extras, write_card
+from async_flowrl.export.card import write_card
 from async_flowrl.export.source import Source
 from async_flowrl.policies.freeze import trained_names
 from async_flowrl.training.checkpoint import read_checkpoint
@@ -175,7 +175,7 @@ def test_a_model_card_says_what_was_frozen(tmp_path: Path, freeze: list[str], sa
     config = full_config()
     config.full.freeze = freeze
     source = Source({}, config.model, config, None, 3)
-    assert said in write_card(tmp_path, source, Extras({})).read_text()
+    assert said in write_card(tmp_path, source, {}).read_text()
 
 
 NAMES: Mapping[str, None] = dict.fromkeys(["norm.weight", "proj.bias", "proj.weight"])

@@ -10,7 +10,7 @@ import torch
 
 from async_flowrl.algorithms.base import LossOutput
 from async_flowrl.config.schema import Config
-from async_flowrl.export import save_lora
+from async_flowrl.policies import lora_file
 from async_flowrl.policies.lora import add_lora, lora_parameters
 from async_flowrl.policies.registry import load_policy, resolve_model
 from async_flowrl.training.messages import Manifest, StepPlan, TrainRequest, UpdateStats
@@ -18,6 +18,7 @@ from async_flowrl.training.update_metrics import PartSums
 from benchmarks.disturbed import Disturbance
 from benchmarks.disturbed_workers import LateTrainer
 from tests.support import trainer_rig as rig
+from tests.support.tiny import tensors
 
 
 def bare_loop(config: Config, batches: list[list[rig.Handed]]) -> dict[str, np.ndarray]:
@@ -198,7 +199,7 @@ def test_a_warm_start_is_where_training_begins_and_what_the_kl_is_taken_to(
     rig.update(first, 0, handed[0])
     config = rig.tiny_config()
     config.algorithm.kl_coef = 0.04
-    config.lora.path = str(save_lora(tmp_path, rig.weights(first), alpha=config.lora.alpha))
+    config.lora.path = str(lora_file.write(tmp_path, tensors(rig.weights(first)), alpha=config.lora.alpha))
     warm = rig.trainer(config)
     assert warm.parameters.fingerprint() == first.parameters.fingerprint()
     kl = [rig.update(warm, step, batch).metrics["kl"] for step, batch in enumerate(handed[:2])]

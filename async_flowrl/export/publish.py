@@ -1,0 +1,50 @@
+"""What `python -m async_flowrl.export` writes: the weights in the asked forms, and the model card."""
+
+import argparse
+from pathlib import Path
+
+from async_flowrl.export.card import read_results, write_card
+from async_flowrl.export.source import PEFT, Source, family_of, read_source, write_lora
+from async_flowrl.export.whole_model import MERGED, write_merged, write_whole
+from async_flowrl.policies import lora_formats
+
+
+def publish(given: argparse.Namespace) -> list[Path]:
+    """Writes the folder that the arguments ask for; returns the paths it wrote.
+
+    Raises ValueError with one sentence. Arguments are checked before anything is written, as far as possible.
+    """
+    out: Path = given.out.expanduser()
+    source = read_source(given.source.expanduser(), average=not given.raw, base=given.base)
+    evaluation = given.evaluation.expanduser() if given.evaluation else None
+    if evaluation is not None:
+        read_results(evaluation)
+    write = _write_lora if source.whole is None else _write_whole
+    written, files = write(given, source, out)
+    return [*written, write_card(out, source, files, licence=given.license, evaluation=evaluation)]
+
+
+def _write_lora(given: argparse.Namespace, source: Source, out: Path) -> tuple[list[Path], dict[str, str]]:
+    """Returns the written paths, and a description of each further file by its name."""
+    family = family_of(source) if given.form or given.merged else None
+    for form in given.form or ():
+        lora_formats.converter(form, str(family))(source.lora)
+    base = source.model.path if source.model is not None else None
+    written, files = [], {}
+    if given.merged and source.model is not None:
+        written.append(write_merged(source.model, source.lora, out, given.merged))
+        files[MERGED] = f"the whole {given.merged} with the LoRA in its weights, for `from_pretrained`"
+    written += [write_lora(source, out), out / PEFT]
+    for form in given.form or ():
+        path = out / f"{form}.safetensors"
+        written.append(lora_formats.write(path, source.lora, family=str(family), form=form, base=base))
+        files[path.name] = {"comfyui": "ComfyUI", "kohya": "programs that read kohya's names"}[form]
+    return written, files
+
+
+def _write_whole(given: argparse.Namespace, source: Source, out: Path) -> tuple[list[Path], dict[str, str]]:
+    """The same of a run with tune=full: the folder is the pipeline itself, or holds its transformer alone."""
+    if given.form:
+        raise ValueError(f"--format {given.form[0]} is for a LoRA, and SOURCE is of a run with tune=full")
+    written = write_whole(source, out, given.merged or "pipeline")
+    return [written], {written.name: "the trained weights"}
