@@ -17,7 +17,7 @@ from async_flowrl.config.compose import read_config
 from async_flowrl.config.schema import Config
 from async_flowrl.config.sections.reward import RewardTerm
 from async_flowrl.config.sections.tune import LoraConfig
-from async_flowrl.data.load import load_prompts
+from async_flowrl.data.load import load_data
 from async_flowrl.evaluate import job_of_run, measure
 from async_flowrl.evaluate.measure import Scored
 from async_flowrl.evaluate.show import as_json
@@ -77,7 +77,7 @@ def run(trained: Path, tmp_path: Path) -> Path:
 
 def engine_scores(config: Config, policy: QwenImagePolicy) -> list[list[float]]:
     """The weighted rewards of the rollout engine's own evaluation images, by prompt."""
-    prompts = load_prompts(config.data, split="evaluation", needs_target=False)
+    prompts = load_data(config.data, needs_target=False).evaluation
     assert prompts[1].system is not None and prompts[1].negative is not None
     recipe, engine = RequestBuilder(config, prompts, prompts), DiffusersEngine(policy)
     (term,) = build_reward(config.reward).terms
