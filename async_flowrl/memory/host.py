@@ -18,6 +18,7 @@ from async_flowrl.config.sharding import in_shares
 from async_flowrl.config.shared import SHARED
 from async_flowrl.memory.changes import best, fresh_images
 from async_flowrl.memory.processes import (
+    GIB,
     host_bytes,
     in_one,
     ring_bytes,
@@ -32,7 +33,6 @@ from separation.node_memory import NodeMemory
 
 logger = logging.getLogger(__name__)
 
-GIB = 2**30
 PROCESS_BYTES = 700_000_000
 """Host memory of a process without its model: Python, torch and diffusers; `ps` shows 530 to 710 MB on a CPU."""
 KEPT_BY_RANK, KEPT_BY_CONTROLLER = 4, 3

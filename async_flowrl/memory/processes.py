@@ -24,6 +24,7 @@ from async_flowrl.memory.sizes import Sizes
 from async_flowrl.tickets.arithmetic import SENT_VERSIONS, stored_bytes, ticket_bytes
 from checkpoint_engine.pinned_memory import pinned_bytes
 
+GIB = 2**30
 FLOAT32_BYTES = 4
 INT64_BYTES = 8
 MARGIN_SHARE = 0.10
@@ -83,6 +84,26 @@ def in_one(trainer: Footprint, rollout: Footprint, *, full: bool) -> Footprint:
     }
     parts |= {f"{name} ({side})": size for side, own in alone.items() for name, size in own.items()}
     return Footprint(parts)
+
+
+@dataclass(frozen=True)
+class Process:
+    """A kind of process on a device, or several kinds that share one."""
+
+    title: str
+    pools: tuple[str, ...]
+    """Pools whose workers are such a process."""
+    footprint: Footprint
+    share: float
+    """GPUs of the process: a share of one device, or whole devices from 1 on."""
+    key: str = ""
+    """Setting of the share of a reward worker; empty for all other processes."""
+    caveat: str = ""
+    """Clause for the end of a sentence on memory that is not known."""
+
+    def available(self, device: int) -> int:
+        """Returns the bytes that the process may use of a device of `device` bytes."""
+        return round(device * (min(1.0, self.share) or 1.0))
 
 
 @dataclass(frozen=True)

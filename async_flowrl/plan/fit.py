@@ -17,16 +17,15 @@ from async_flowrl.config.reward_pools import HELD_OUT, scoring_pools, workers_ke
 from async_flowrl.config.reward_pools import SHARED as SHARED_REWARD
 from async_flowrl.config.schema import Config
 from async_flowrl.config.sections.reward import RewardTerm
-from async_flowrl.config.sections.tune import FULL
 from async_flowrl.config.shared import SHARED
-from async_flowrl.memory.largest import at_largest
+from async_flowrl.memory.devices import processes
 from async_flowrl.memory.layout import on_devices, resolved
-from async_flowrl.memory.processes import Footprint, in_one, planned_rollout, planned_trainer
-from async_flowrl.memory.seats import describe_pools, gpus_taken, reward_seats
+from async_flowrl.memory.processes import GIB, planned_rollout, planned_trainer
+from async_flowrl.memory.prompts import at_largest
+from async_flowrl.memory.seats import describe_pools, gpus_taken
 from async_flowrl.rewards.served import served_terms
 from async_flowrl.tickets.arithmetic import check_batching
 
-GIB = 2**30
 Staff = Mapping[str, int]
 """Reward pool of a single term that has GPUs (`reward/X`, `held_out/X`) → its workers."""
 RECIPES = ("sd35_ocr", "qwen_image_ocr", "flux_pickscore")
@@ -114,7 +113,7 @@ def judged(experiment: str, hardware: Hardware, words: Sequence[str], config: Co
     device = round(hardware.gib * GIB)
     config = resolved(config, on_devices(config, device)).applied(config)
     trainer, rollout = planned_trainer(config), planned_rollout(config)
-    missing, lacking = max(shortages(config, trainer, rollout, device))
+    missing, lacking = max((each.footprint.total - each.available(device), each.title) for each in processes(config))
     return Answer(
         experiment,
         hardware.name,
@@ -127,22 +126,6 @@ def judged(experiment: str, hardware: Hardware, words: Sequence[str], config: Co
         lacking,
         describe_pools(config, without=("trainer", "rollout", "shared")),
     )
-
-
-def shortages(config: Config, trainer: Footprint, rollout: Footprint, device: int) -> Iterator[tuple[float, str]]:
-    """Yields (missing bytes, name) for each kind of process.
-
-    Missing bytes are the planned memory less the process's share of a device of `device` bytes; negative if it fits.
-    """
-    shares = config.trainer.gpus_per_worker, config.rollout.gpus_per_worker
-    if config.placement == SHARED:
-        both = in_one(trainer, rollout, full=config.tune == FULL)
-        yield both.total - device * min(1.0, shares[0]), "process that samples and trains"
-    else:
-        yield trainer.total - device * min(1.0, shares[0]), "trainer rank"
-        yield rollout.total - device * min(1.0, shares[1]), "rollout worker"
-    for seat in reward_seats(config):
-        yield seat.footprint.total - device * min(1.0, seat.gpus), seat.title
 
 
 def candidates(words: Sequence[str], plain: Config, devices: int) -> Iterator[list[str]]:

@@ -5,7 +5,7 @@ import json
 import math
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from async_flowrl.config.check import ConfigError, check
@@ -13,41 +13,12 @@ from async_flowrl.config.compose import DEFAULT, compose_config
 from async_flowrl.config.resolution import in_pixels, parse_resolution
 from async_flowrl.config.schema import Config
 from async_flowrl.config.sharding import in_shares
-from async_flowrl.config.shared import SHARED
-from async_flowrl.memory.devices import GIB, ONE, ROLLOUT, TRAINER, Device, enough_gpus, remedy, seat_for
-from async_flowrl.memory.largest import at_largest
+from async_flowrl.memory.devices import enough_gpus, processes, remedy, seat_for
 from async_flowrl.memory.layout import Chosen, on_devices, resolved
-from async_flowrl.memory.processes import (
-    MARGIN_SHARE,
-    RUNTIME_BYTES,
-    Footprint,
-    MemoryPlan,
-    in_one,
-    plan_memory,
-    rollout_ranks,
-)
-from async_flowrl.memory.seats import describe_gpus, gpus_taken, reward_seats
+from async_flowrl.memory.processes import GIB, MARGIN_SHARE, RUNTIME_BYTES, MemoryPlan, Process, plan_memory
+from async_flowrl.memory.prompts import at_largest
+from async_flowrl.memory.seats import describe_gpus, gpus_taken
 from separation.table import format_table
-
-
-@dataclass(frozen=True)
-class Process:
-    """Kind of process on a device, or several kinds that share one."""
-
-    title: str
-    footprint: Footprint
-    share: float
-    """GPUs per worker: a share of one device, or whole devices from 1 on."""
-    kind: str = ""
-    """Title of this kind in `memory/devices.py`; empty for reward workers, whose settings are none of that module."""
-    key: str = ""
-    """Setting of the share of a reward worker."""
-    caveat: str = ""
-    """Clause for the end of a sentence on memory that is not known."""
-
-    def available(self, device_gib: float) -> int:
-        """Returns the bytes that the process may use of a device of `device_gib` GiB."""
-        return round(device_gib * GIB * (min(1.0, self.share) or 1.0))
 
 
 def describe(plan: MemoryPlan, config: Config, device_gib: float) -> str:
@@ -60,7 +31,7 @@ def describe(plan: MemoryPlan, config: Config, device_gib: float) -> str:
     what = "full weights: {} M trained" if model.full else "LoRA of {} M parameters"
     trained = f"{what.format(f'{model.adapter_parameters / 1e6:.1f}')}, {plan.adapter_bytes / 1e6:.0f} MB per version"
     sections = [f"{whole}, {trained}", f"images of {in_pixels(parse_resolution(config.rollout.resolution))}", ""]
-    for process in processes(plan, config):
+    for process in processes(config):
         title, footprint = process.title, process.footprint
         rows = [(name, f"{size / GIB:.2f}") for name, size in footprint.parts.items()]
         extra = footprint.total - sum(footprint.parts.values())
@@ -73,7 +44,7 @@ def describe(plan: MemoryPlan, config: Config, device_gib: float) -> str:
         f"{plan.ticket_bytes / 1e6:.1f} MB per ticket, at most {plan.payload / 1e9:.2f} GB in the object store, "
         f"{plan.sent_weights / 1e9:.2f} of them weights on their way to rollout workers"
     )
-    return "\n".join([*sections, payload, *(verdict(plan, config, device_gib))]) + "\n"
+    return "\n".join([*sections, payload, *(verdict(config, device_gib))]) + "\n"
 
 
 def on_the_host(plan: MemoryPlan, config: Config) -> list[str]:
@@ -92,65 +63,38 @@ def on_the_host(plan: MemoryPlan, config: Config) -> list[str]:
     ]
 
 
-def processes(plan: MemoryPlan, config: Config) -> list[Process]:
-    """Returns trainer rank and rollout worker (as one if they share a device), and a worker of each reward pool.
-
-    Reward pools without GPUs are left out.
-    """
-    trainer, rollout = config.trainer.gpus_per_worker, config.rollout.gpus_per_worker
-    seats = [
-        Process(seat.title, seat.footprint, seat.gpus, key=seat.key, caveat=seat.caveat)
-        for seat in reward_seats(config)
-    ]
-    if config.placement == SHARED:
-        whole = in_one(plan.trainer, plan.rollout, full=plan.model.full)
-        return [Process("process that samples and trains", whole, trainer, ONE), *seats]
-    spread = "GPU of a rollout worker" if rollout_ranks(config) > 1 else "rollout worker"
-    return [
-        Process("trainer rank", plan.trainer, trainer, TRAINER),
-        Process(spread, plan.rollout, rollout, ROLLOUT),
-        *seats,
-    ]
-
-
-def verdict(plan: MemoryPlan, config: Config, device_gib: float) -> list[str]:
+def verdict(config: Config, device_gib: float) -> list[str]:
     """Returns a sentence per kind of process on whether it fits devices of `device_gib` GiB, and one on the devices."""
-    return [*(judged(each, config, device_gib) for each in processes(plan, config)), describe_gpus(config)]
+    return [*(judged(each, config, device_gib) for each in processes(config)), describe_gpus(config)]
 
 
 def judged(process: Process, config: Config, device_gib: float) -> str:
     """Returns a sentence on whether the process fits, and if not, on settings that help."""
-    footprint, available = process.footprint, process.available(device_gib)
-    whole = f"{device_gib:g} GiB"
+    footprint, device = process.footprint, round(device_gib * GIB)
+    available = process.available(device)
     part = "" if process.share >= 1 else f"{process.share:g} of "
     left = (available - footprint.total) / GIB
     if not footprint.parts:
-        return f"whether a {process.title} fits {part}{whole} is unknown: its rewards do not say what they take"
+        return (
+            f"whether a {process.title} fits {part}{device_gib:g} GiB is unknown: its rewards do not say what they take"
+        )
     if left >= 0:
-        return f"a {process.title} fits {part}a device of {whole}, {left:.1f} GiB left{process.caveat}"
-    return f"a {process.title} does not fit {part}{whole}, {-left:.1f} GiB are missing: " + cure(
-        process, config, Device(round(device_gib * GIB), available)
-    )
-
-
-def cure(process: Process, config: Config, device: Device) -> str:
-    """Returns a clause with settings that make the process fit, or come nearest to it, or more of a device."""
-    footprint = process.footprint
-    if not process.kind:
-        return seat_for(footprint, device.memory, process.key) + process.caveat
-    share = device.available / device.memory
-    larger = f"a device of {math.ceil(footprint.total / GIB / share)} GiB"
-    if footprint.total <= device.memory:
-        larger = f"{enough_gpus(footprint.total, device.memory):g} of the device"
-    lasting = footprint.resident > device.available
-    return f"{remedy(process.kind, config, device, lasting=lasting)}, or with {larger}"
+        return f"a {process.title} fits {part}a device of {device_gib:g} GiB, {left:.1f} GiB left{process.caveat}"
+    lacks = f"a {process.title} does not fit {part}{device_gib:g} GiB, {-left:.1f} GiB are missing"
+    if process.key:
+        return f"{lacks}: {seat_for(process, device)}{process.caveat}"
+    larger = f"a device of {math.ceil(footprint.total * device / available / GIB)} GiB"
+    if footprint.total <= device:
+        larger = f"{enough_gpus(footprint.total, device):g} of the device"
+    lasting = footprint.resident > available
+    return f"{lacks}: {remedy(process, config, device, lasting=lasting)}, or with {larger}"
 
 
 def as_json(plan: MemoryPlan, config: Config, device_gib: float) -> dict[str, Any]:
     """Returns the plan as a dictionary for JSON, all sizes in bytes."""
     parts = {
         process.title.replace(" ", "_"): {**process.footprint.parts, "total": process.footprint.total}
-        for process in processes(plan, config)
+        for process in processes(config)
     }
     return {
         "base_parameters": plan.model.base_parameters,
@@ -165,7 +109,7 @@ def as_json(plan: MemoryPlan, config: Config, device_gib: float) -> dict[str, An
         "sent_weights": plan.sent_weights,
         "adapter_bytes": plan.adapter_bytes,
         "devices": gpus_taken(config),
-        "fits": all(process.footprint.total <= process.available(device_gib) for process in processes(plan, config)),
+        "fits": all(each.footprint.total <= each.available(round(device_gib * GIB)) for each in processes(config)),
     }
 
 

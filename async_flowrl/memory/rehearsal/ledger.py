@@ -100,7 +100,7 @@ class Ledger(Allocations):  # type: ignore[no-untyped-call]
             dtype = args[0].dtype
             return True if dtype == torch.bool else 1.0 if dtype.is_floating_point else 1
         if func is torch.ops.prim.device.default:  # the most frequent of all, and no kernel
-            return args[0].device if isinstance(args[0], FakeTensor) else func(*args, **(kwargs or {}))
+            return args[0].fake_device if isinstance(args[0], FakeTensor) else func(*args, **(kwargs or {}))
         out = super().__torch_dispatch__(func, types, args, kwargs)
         if self.kernels and self._open and not self._aside:
             self._book(func, args, kwargs or {}, out)

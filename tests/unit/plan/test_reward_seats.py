@@ -12,7 +12,8 @@ from async_flowrl.config.compose import compose_config
 from async_flowrl.config.schema import Config
 from async_flowrl.config.sections.reward import RewardTerm
 from async_flowrl.memory import processes
-from async_flowrl.memory.devices import ROLLOUT, Device, check_devices, refusal
+from async_flowrl.memory.devices import check_devices, refusal
+from async_flowrl.memory.devices import processes as kinds
 from async_flowrl.memory.processes import rollout_footprint
 from async_flowrl.memory.rehearsal.allocations import Allocations
 from async_flowrl.memory.seats import describe_gpus, gpus_taken, reward_seats
@@ -75,19 +76,16 @@ def test_a_reward_says_its_memory_with_its_options_or_not_at_all() -> None:
 
 def test_seats_are_counted_among_the_devices() -> None:
     config = seated("reward.gpus_per_worker=0.25", "reward.num_workers=2", judge=judge(workers=2, gpus_per_worker=1))
-    assert [(seat.pool, seat.workers, seat.gpus) for seat in reward_seats(config)] == [
-        ("reward", 2, 0.25),
-        ("reward/judge", 2, 1),
-    ]
+    assert [(seat.pools, seat.share) for seat in reward_seats(config)] == [(("reward",), 0.25), (("reward/judge",), 1)]
     assert gpus_taken(config) == 1 + 1 + 2 + 1
     assert describe_gpus(config) == "the run takes 5 devices: trainer 1, rollout 1, reward 2 x 0.25, reward/judge 2"
     config.rollout.gpus_per_worker = 0.5
     assert gpus_taken(config) == 4
     config.evaluate.reward.terms = {"a": judge(5.0, gpus_per_worker=0.5), "b": judge(7.0)}
-    assert [(seat.pool, dict(seat.known)) for seat in reward_seats(config)] == [
-        ("reward", {"b": 7.0}),
-        ("reward/judge", {"judge": 3.0}),
-        ("held_out/a", {"a": 5.0}),
+    assert [(*seat.pools, seat.footprint.parts) for seat in reward_seats(config)] == [
+        ("reward", {"reward models: b": 7 * GIB}),
+        ("reward/judge", {"reward models: judge": 3 * GIB}),
+        ("held_out/a", {"reward models: a": 5 * GIB}),
     ]
     assert reward_seats(config)[-1].key == "evaluate.reward.terms.a.gpus_per_worker"
     assert describe_gpus(config).endswith("reward 2 x 0.25, reward/judge 2, held_out/a 2 x 0.5")
@@ -146,10 +144,11 @@ def test_a_card_that_base_and_encoders_overflow_is_told_what_would_do_and_not_a_
 ) -> None:
     monkeypatch.setattr(processes, "model_sizes", lambda config: large_model())
     config = compose_config("one_step_off", ["lora.rank=64", "model.dtype=bfloat16"])
-    said = refusal(ROLLOUT, config, Device(24 * GIB, 24 * GIB))
+    (worker,) = kinds(config, ["rollout"], lasting=True)
+    said = refusal(worker, config, 24 * GIB)
     assert "base weights 37.8" in said and "text encoders 15.4" in said and "batch" not in said
     assert "though not little enough, with rollout.text_encoder=offload (" in said
-    said = refusal(ROLLOUT, config, Device(48 * GIB, 48 * GIB))
+    said = refusal(worker, config, 48 * GIB)
     assert "it would fit with rollout.text_encoder=offload (" in said
 
 
