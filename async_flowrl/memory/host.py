@@ -48,8 +48,6 @@ class NodeProcesses:
     memory: NodeMemory
     workers: Mapping[str, tuple[int, ...]]
     """Pool → indices of its workers there."""
-    controller: bool
-    """True if the process that started the run is there."""
 
 
 @dataclass(frozen=True)
@@ -72,8 +70,6 @@ class Process:
     bytes: int
     per_node: int = 1
     """Number of the processes that one node must hold (`workers_per_node`)."""
-    later: int = 0
-    """Number of further processes that may join while the run goes on, in a pool with `max_workers`."""
     copies: int = 0
     """Number of the processes that copy their state to host memory, which is not in `bytes`."""
     copy: int = 0
@@ -101,9 +97,9 @@ def training_processes(config: Config, model: Sizes, *, on_gpus: bool) -> list[P
     ranks = Process(pool, trainer.num_workers, rank, trainer.workers_per_node or 1, **copies)
     if config.placement == SHARED:
         return [ranks]
-    least, most = bounds(rollout)
+    least, _ = bounds(rollout)
     worker = PROCESS_BYTES + rollout_bytes(config, model, on_gpu=of_rollout)
-    return [ranks, Process(ROLLOUT, least, worker, rollout.workers_per_node or 1, later=most - least)]
+    return [ranks, Process(ROLLOUT, least, worker, rollout.workers_per_node or 1)]
 
 
 def rank_bytes(config: Config, model: Sizes, *, on_gpu: bool, sends: bool = True, certain: bool = False) -> int:

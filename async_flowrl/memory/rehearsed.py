@@ -22,10 +22,7 @@ _remembered: dict[str, Any] = {}
 
 
 def alone(config: Config) -> Config:
-    """Returns the configuration with a lone trainer rank that holds everything, without what cannot be rehearsed.
-
-    Without stale images there is no pass that only computes log-probs; it needs less than a pass with a gradient.
-    """
+    """Returns the configuration with a lone trainer rank that holds everything, without what cannot be rehearsed."""
     trainer = replace(
         config.trainer,
         num_workers=1,
@@ -40,7 +37,6 @@ def alone(config: Config) -> Config:
         trainer=trainer,
         rollout=replace(config.rollout, engine="diffusers", compile=False),
         lora=replace(config.lora, path=None),
-        max_staleness=0,
         placement="separate",
         runtime=replace(config.runtime, numa_binding=False),
     )

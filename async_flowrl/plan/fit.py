@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
-from async_flowrl.config.check import ConfigError, check
+from async_flowrl.config.check import check
 from async_flowrl.config.compose import compose_config
 from async_flowrl.config.reward_pools import HELD_OUT, scoring_pools, workers_key
 from async_flowrl.config.reward_pools import SHARED as SHARED_REWARD
@@ -96,7 +96,7 @@ def answer(experiment: str, hardware: Hardware, overrides: Sequence[str] = ()) -
             check(config)
             check_batching(config)
             config = at_largest(config)
-        except (ConfigError, ValueError):
+        except ValueError:
             continue
         if gpus_taken(config) > hardware.devices:
             continue
@@ -289,8 +289,8 @@ def typed_words(one: Answer) -> str:
     return f"{command} ({one.seats})" if one.seats else command
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Prints the table; returns the exit code, 2 for a recipe that cannot be read or planned."""
+def main(arguments: Sequence[str]) -> None:
+    """Prints the table. Raises ValueError for a recipe that cannot be read or planned."""
     parser = argparse.ArgumentParser(
         prog="python -m async_flowrl.plan --fit", description="Which recipes fit which hardware, and what to type."
     )
@@ -300,10 +300,5 @@ def main(arguments: Sequence[str]) -> int:
     given = parser.parse_args(arguments)
     experiments = [word for word in given.words if "=" not in word]
     overrides = [word for word in given.words if "=" in word]
-    try:
-        answers = [answer(name, hardware, overrides) for name in experiments or RECIPES for hardware in HARDWARE]
-    except (ConfigError, ValueError) as error:
-        sys.stderr.write(f"plan: {error}\n")
-        return 2
+    answers = [answer(name, hardware, overrides) for name in experiments or RECIPES for hardware in HARDWARE]
     sys.stdout.write(json.dumps([asdict(one) for one in answers], indent=2) + "\n" if given.json else markdown(answers))
-    return 0

@@ -209,13 +209,21 @@ def without_rewards(took: Measured, split: Split) -> float:
     return max(took.generation / split.rollout, took.update / split.trainer)
 
 
-def main(given: argparse.Namespace) -> int:
-    """Prints what the run measured and the splits; returns the exit code, 2 if the run says too little."""
-    try:
-        config, took = measured(given.from_run.expanduser())
-    except ValueError as error:
-        sys.stderr.write(f"plan: {error}\n")
-        return 2
+def main(arguments: Sequence[str]) -> None:
+    """Prints what the run measured and the splits. Raises ValueError if the run says too little."""
+    parser = argparse.ArgumentParser(
+        prog="python -m async_flowrl.plan", description="Plan a configuration, or learn from a run."
+    )
+    parser.add_argument("--from-run", type=Path, metavar="RUN_DIR", help="a run, whose measured seconds are taken")
+    parser.add_argument("--devices", type=count, help="devices to split (default: the run's)")
+    parser.add_argument("--split", type=pair, metavar="R:T", help="this split alone")
+    parser.add_argument("--json", action="store_true", help="print the plan as JSON")
+    for option in ("--memory", "--fit", "--rehearse"):
+        parser.add_argument(option, action="store_true", help="has options of its own: add --help")
+    given = parser.parse_args(arguments)
+    if given.from_run is None:
+        parser.error("one of --memory, --fit, --rehearse and --from-run RUN_DIR is needed")
+    config, took = measured(given.from_run.expanduser())
     now = present(config, took)
     own = now.trainer if now.placement == SHARED else now.rollout + now.trainer
     devices = given.devices or (sum(given.split) if given.split else own)
@@ -230,7 +238,7 @@ def main(given: argparse.Namespace) -> int:
             "advice": sentences,
         }
         sys.stdout.write(json.dumps(record, indent=2) + "\n")
-        return 0
+        return
     rows = [
         (split.placement, str(split.rollout), str(split.trainer), f"{split.overlapped:.3g}", f"{split.sync:.3g}")
         for split in candidates
@@ -242,14 +250,6 @@ def main(given: argparse.Namespace) -> int:
         f"rewards {rewards or 0} s, delivery {took.delivery:.3g} s; busy: {busy}\n\n"
         f"{format_table(HEAD, rows, align=str.rjust)}\n\n" + "\n".join(sentences) + "\n"
     )
-    return 0
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--from-run", type=Path, metavar="RUN_DIR", help="a run, whose measured seconds are taken")
-    parser.add_argument("--devices", type=count, help="devices to split (default: the run's)")
-    parser.add_argument("--split", type=pair, metavar="R:T", help="this split alone")
-    parser.add_argument("--json", action="store_true", help="print the plan as JSON")
 
 
 def count(value: str) -> int:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from async_flowrl.config.check import ConfigError, check
+from async_flowrl.config.check import check
 from async_flowrl.config.compose import DEFAULT, compose_config
 from async_flowrl.config.resolution import in_pixels, parse_resolution
 from async_flowrl.config.schema import Config
@@ -128,8 +128,8 @@ def recommended(config: Config, cheapest: Chosen, chosen: Chosen) -> list[str]:
     return [f"the cheapest layout is another one; {sentence}" for sentence in cheapest.reasons]
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Prints the plan; returns the exit code, 2 if there is none."""
+def main(arguments: Sequence[str]) -> None:
+    """Prints the plan. Raises ValueError if there is none."""
     parser = argparse.ArgumentParser(
         prog="python -m async_flowrl.plan --memory", description="What a configuration needs, and whether it fits."
     )
@@ -138,17 +138,12 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     given = parser.parse_intermixed_args(arguments)
-    try:
-        config = compose_config(given.config_name, given.overrides)
-        check(config)
-        config = at_largest(config)
-        chosen = resolved(config, on_devices(config, round(given.device * GIB)))
-        cheapest = cheapest_layout(config, round(given.device * GIB))
-        config = chosen.applied(config)
-        plan = plan_memory(config)
-    except (ConfigError, ValueError) as error:
-        sys.stderr.write(f"plan: {error}\n")
-        return 2
+    config = compose_config(given.config_name, given.overrides)
+    check(config)
+    config, device = at_largest(config), round(given.device * GIB)
+    chosen, cheapest = resolved(config, on_devices(config, device)), cheapest_layout(config, device)
+    config = chosen.applied(config)
+    plan = plan_memory(config)
     if given.json:
         printed = as_json(plan, config, given.device)
         printed |= {"layout": asdict(chosen.layout), "cheapest_layout": asdict(cheapest.layout)}
@@ -156,4 +151,3 @@ def main(arguments: Sequence[str]) -> int:
     else:
         said = "".join(f"{sentence}\n" for sentence in chosen.reasons or recommended(config, cheapest, chosen))
         sys.stdout.write(describe(plan, config, given.device) + said)
-    return 0

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from async_flowrl.config.check import ConfigError, check
+from async_flowrl.config.check import check
 from async_flowrl.config.compose import DEFAULT, compose_config
 from async_flowrl.config.quiet import quieter
 from async_flowrl.config.schema import Config
@@ -331,8 +331,8 @@ def _row(done: Rehearsal) -> tuple[str, ...]:
     )
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Prints the rehearsal; returns the exit code, 2 if there is none."""
+def main(arguments: Sequence[str]) -> None:
+    """Prints the rehearsal. Raises ValueError if there is none."""
     parser = argparse.ArgumentParser(
         prog="python -m async_flowrl.plan --rehearse",
         description="Runs a configuration's trainer and rollout worker on shapes alone: memory, collectives, FLOPs.",
@@ -347,19 +347,12 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print the rehearsal as JSON")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     given = parser.parse_intermixed_args(arguments)
-    try:
-        cards = cards_of(given.card)
-        config = compose_config(given.config_name, given.overrides)
-        check(config)
-        # The package's warnings are about values, and fake tensors have none.
-        with quieter("async_flowrl", logging.ERROR):
-            done = rehearse(config, cards[0])
-    except (ConfigError, ValueError) as error:
-        sys.stderr.write(f"plan: {error}\n")
-        return 2
-    except MemoryError as error:  # the bytes of a version are real host memory in a rehearsal too
-        sys.stderr.write(f"plan: this machine has too little memory for the rehearsal: {error}\n")
-        return 2
+    cards = cards_of(given.card)
+    config = compose_config(given.config_name, given.overrides)
+    check(config)
+    # The package's warnings are about values, and fake tensors have none.
+    with quieter("async_flowrl", logging.ERROR):
+        done = rehearse(config, cards[0])
     if given.json:
         on_cards = [done.on(card) for card in cards]
         priced = [
@@ -369,4 +362,3 @@ def main(arguments: Sequence[str]) -> int:
         sys.stdout.write(json.dumps({**as_json(done), "by_card": priced}, indent=2) + "\n")
     else:
         sys.stdout.write(describe(done) + (f"\n{by_card(done, cards)}" if len(cards) > 1 else ""))
-    return 0

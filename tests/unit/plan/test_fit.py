@@ -13,6 +13,7 @@ from async_flowrl.memory import devices
 from async_flowrl.memory.layout import Chosen
 from async_flowrl.memory.processes import Footprint
 from async_flowrl.memory.seats import gpus_by_pool, gpus_taken, reward_seats
+from async_flowrl.plan import __main__ as planner
 from async_flowrl.plan import fit
 from async_flowrl.plan.fit import Answer, Hardware, candidates, layouts, splits, staffs
 from async_flowrl.training.messages import Layout
@@ -196,7 +197,7 @@ def test_fewer_held_out_workers_are_tried_after_everything_that_saves_memory() -
 def test_a_recipe_that_cannot_be_read_is_refused(
     words: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert fit.main(words) == 2
+    assert planner.main(["--fit", *words]) == 2
     written = capsys.readouterr().err
     assert written.startswith("plan: ") and said in written and written.count("\n") == 1
 
@@ -205,6 +206,6 @@ def test_the_command_takes_overrides_of_all_recipes(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fit, "HARDWARE", (Hardware("4 x 80 GB", 79, 4),))
-    assert fit.main(["--json", "sd35_ocr", PICK]) == 0
+    assert planner.main(["--fit", "--json", "sd35_ocr", PICK]) == 0
     (row,) = json.loads(capsys.readouterr().out)
     assert row["seats"] == "held_out/pick 2" and PICK in row["words"]

@@ -18,7 +18,7 @@ from async_flowrl.memory.processes import rollout_footprint
 from async_flowrl.memory.rehearsal.allocations import Allocations
 from async_flowrl.memory.seats import describe_gpus, gpus_taken, reward_seats
 from async_flowrl.memory.sizes import Sizes
-from async_flowrl.plan import memory
+from async_flowrl.plan import __main__ as planner
 from async_flowrl.rewards.clip import VIT_H, memory_gib
 from async_flowrl.rewards.registry import memory_gib as said_gib
 from tests.support.fused_attention import fused_attention
@@ -119,16 +119,16 @@ def test_a_seat_that_is_too_small_is_refused_before_models_are_loaded() -> None:
 def test_the_memory_plan_shows_known_and_unknown_rewards(capsys: pytest.CaptureFixture[str]) -> None:
     terms = f"{{a: {{name: '{__name__}:Judge', options: {{gib: 3.0}}}}, b: {{name: sharpness}}}}"
     words = ["model.dtype=float32", "reward.gpus_per_worker=0.1", f"reward.terms={terms}", "--device", "79"]
-    assert memory.main(words) == 0
+    assert planner.main(["--memory", *words]) == 0
     said = capsys.readouterr().out
     assert "reward models: a" in said and "3.00" in said
     assert "a worker of the pool reward fits 0.1 of a device of 79 GiB, " in said
     assert "left, and what b takes is unknown" in said
     assert "the run takes 3 devices: trainer 1, rollout 1, reward 1 x 0.1" in said
-    assert memory.main([*words[:-2], "--device", "24"]) == 0
+    assert planner.main(["--memory", *words[:-2], "--device", "24"]) == 0
     said = capsys.readouterr().out
     assert "reward does not fit 0.1 of 24 GiB, " in said and "it would fit with reward.gpus_per_worker=0.2" in said
-    assert memory.main([*words[:-2], "--device", "2"]) == 0
+    assert planner.main(["--memory", *words[:-2], "--device", "2"]) == 0
     said = capsys.readouterr().out
     assert "reward does not fit 0.1 of 2 GiB, " in said
     assert "it needs a whole device of 5 GiB, with reward.gpus_per_worker=1" in said
