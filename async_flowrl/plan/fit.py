@@ -234,7 +234,7 @@ def _one_device(words: Sequence[str], config: Config, staff: Staff) -> Iterator[
     seated += sum(serve.gpus * serve.replicas for _, serve in served_terms(config))
     if seated >= 1:
         return
-    given = [*_numbers(1), *_staff(config, 1, staff)]
+    given = _counts(config, 1, 1, staff)
     given += [f"{pool}.gpus_per_worker={1 - seated:g}" for pool in ("trainer", "rollout")] if seated else []
     yield _shared(words, config, given)
 
@@ -242,10 +242,6 @@ def _one_device(words: Sequence[str], config: Config, staff: Staff) -> Iterator[
 def _shared(words: Sequence[str], config: Config, given: Sequence[str]) -> list[str]:
     placement = [] if config.placement == SHARED else [f"placement={SHARED}"]
     return ["--config-name one_step_off", words[0], *placement, *words[1:], *given]
-
-
-def _numbers(workers: int) -> list[str]:
-    return [f"{pool}.num_workers={workers}" for pool in ("rollout", "trainer", "reward")]
 
 
 def _counts(config: Config, trainer: int, rollout: int, staff: Staff) -> list[str]:

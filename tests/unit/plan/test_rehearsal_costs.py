@@ -11,8 +11,7 @@ from torch import nn
 
 from async_flowrl.config.compose import compose_config
 from async_flowrl.memory.processes import plan_memory
-from async_flowrl.memory.rehearsal.allocations import Allocations
-from async_flowrl.memory.rehearsal.ledger import Ledger, Phase
+from async_flowrl.memory.rehearsal.ledger import Allocations, Ledger, Phase
 from async_flowrl.memory.rehearsal.trainer import _counts
 from async_flowrl.plan import __main__ as planner
 from async_flowrl.plan.cards import CARDS, Assumptions, Card, Roofline, cards_of

@@ -15,7 +15,7 @@ from async_flowrl.memory import processes
 from async_flowrl.memory.devices import check_devices, refusal
 from async_flowrl.memory.devices import processes as kinds
 from async_flowrl.memory.processes import rollout_footprint
-from async_flowrl.memory.rehearsal.allocations import Allocations
+from async_flowrl.memory.rehearsal.ledger import Allocations
 from async_flowrl.memory.seats import describe_gpus, gpus_taken, reward_seats
 from async_flowrl.memory.sizes import Sizes
 from async_flowrl.plan import __main__ as planner
