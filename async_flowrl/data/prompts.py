@@ -94,14 +94,12 @@ def split_messages(value: Any, where: str) -> tuple[str, str | None]:
     """
     if isinstance(value, str):
         return value, None
-    by_role: dict[str, str] = {}
-    for message in _messages(value, where):
-        role = message.get("role")
-        if role not in ("system", "user") or role in by_role:
-            raise PromptError(f"{where}: expected at most one system and one user message, got roles {_roles(value)}")
-        by_role[role] = _content(message.get("content"), where)
-    if "user" not in by_role:
-        raise PromptError(f"{where}: the messages hold no user message, got roles {_roles(value)}")
+    if not isinstance(value, list) or not all(isinstance(message, dict) for message in value):
+        raise PromptError(f"{where}: expected text or a list of messages, got {type(value).__name__} {value!r:.200}")
+    roles = [message.get("role") for message in value]
+    if sorted(map(str, roles)) not in (["user"], ["system", "user"]):
+        raise PromptError(f"{where}: expected one user message and at most one system message, got roles {roles}")
+    by_role = {message["role"]: _content(message.get("content"), where) for message in value}
     return by_role["user"], by_role.get("system")
 
 
@@ -197,12 +195,6 @@ def _ground_truth(columns: Mapping[str, Any]) -> str | None:
     return truth if isinstance(truth, str) and truth.strip() else None
 
 
-def _messages(value: Any, where: str) -> list[dict[str, Any]]:
-    if not isinstance(value, list) or not all(isinstance(message, dict) for message in value):
-        raise PromptError(f"{where}: expected text or a list of messages, got {type(value).__name__} {value!r:.200}")
-    return value
-
-
 def _content(content: Any, where: str) -> str:
     if isinstance(content, str):
         return content
@@ -211,7 +203,3 @@ def _content(content: Any, where: str) -> str:
         if len(parts) == len(content) and all(isinstance(part, str) for part in parts):
             return "".join(part for part in parts if isinstance(part, str))
     raise PromptError(f"{where}: only text messages can be used, got {content!r:.200}")
-
-
-def _roles(value: list[dict[str, Any]]) -> list[Any]:
-    return [message.get("role") for message in value]
