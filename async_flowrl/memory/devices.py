@@ -3,6 +3,7 @@
 import logging
 import math
 from collections.abc import Collection, Iterator, Mapping
+from functools import partial
 
 from async_flowrl.config.check import ConfigError
 from async_flowrl.config.pool_names import ROLLOUT, TRAINER
@@ -17,8 +18,6 @@ from async_flowrl.memory.processes import (
     Process,
     beside,
     in_one,
-    lasting_rollout,
-    lasting_trainer,
     planned_rollout,
     planned_trainer,
     rollout_ranks,
@@ -38,24 +37,27 @@ def processes(config: Config, pools: Collection[str] | None = None, *, lasting: 
     GPUs. With the local backend, the workers of both pools are threads of one process. `lasting` leaves out
     activations. Raises as `plan_memory`.
     """
-    of_trainer, of_rollout = (lasting_trainer, lasting_rollout) if lasting else (planned_trainer, planned_rollout)
+    rank, worker = partial(planned_trainer, config, lasting=lasting), partial(planned_rollout, config, lasting=lasting)
     shares = config.trainer.gpus_per_worker, config.rollout.gpus_per_worker
-    asked = {TRAINER, ROLLOUT, SHARED} if pools is None else set(pools)
+
+    def asked(*of: str) -> bool:
+        return pools is None or any(pool in pools for pool in of)
+
     if config.placement == SHARED:
-        if asked & {TRAINER, ROLLOUT, SHARED}:
-            both = in_one(of_trainer(config), of_rollout(config), full=config.tune == FULL)
+        if asked(SHARED, TRAINER, ROLLOUT):
+            both = in_one(rank(), worker(), full=config.tune == FULL)
             yield Process("process that samples and trains", (SHARED, TRAINER, ROLLOUT), both, shares[0])
     elif config.runtime.backend == "local" and min(shares) > 0:
-        if asked & {TRAINER, ROLLOUT}:
-            both = beside(of_trainer(config), of_rollout(config), config.rollout.num_workers)
+        if asked(TRAINER, ROLLOUT):
+            both = beside(rank(), worker(), config.rollout.num_workers)
             yield Process("trainer rank with all rollout workers of its process", (TRAINER, ROLLOUT), both, 1.0)
     else:
-        if TRAINER in asked:
-            yield Process("trainer rank", (TRAINER,), of_trainer(config), shares[0])
-        if ROLLOUT in asked:
+        if asked(TRAINER):
+            yield Process("trainer rank", (TRAINER,), rank(), shares[0])
+        if asked(ROLLOUT):
             title = "GPU of a rollout worker" if rollout_ranks(config) > 1 else "rollout worker"
-            yield Process(title, (ROLLOUT,), of_rollout(config), shares[1])
-    yield from (seat for seat in reward_seats(config) if pools is None or asked & set(seat.pools))
+            yield Process(title, (ROLLOUT,), worker(), shares[1])
+    yield from (seat for seat in reward_seats(config) if asked(*seat.pools))
 
 
 def device_of(process: Process, memory: Mapping[str, int]) -> int:

@@ -152,27 +152,21 @@ def plan_memory(config: Config) -> MemoryPlan:
     )
 
 
-def planned_trainer(config: Config) -> Footprint:
-    """Returns the memory of a trainer rank. Raises as `plan_memory`."""
+def planned_trainer(config: Config, *, lasting: bool = False) -> Footprint:
+    """Returns the memory of a trainer rank, with `lasting` without activations. Raises as `plan_memory`."""
+    model, passing = model_sizes(config), 0
+    if not lasting:
+        passing = max(0, training_peak(config) - trainer_footprint(alone(config), model).resident)
+    return trainer_footprint(config, model, passing)
+
+
+def planned_rollout(config: Config, *, lasting: bool = False) -> Footprint:
+    """Returns the memory of a rollout worker, with `lasting` without activations and VAE. Raises as `plan_memory`."""
     model = model_sizes(config)
-    lasting = trainer_footprint(alone(config), model).resident
-    return trainer_footprint(config, model, max(0, training_peak(config) - lasting))
-
-
-def planned_rollout(config: Config) -> Footprint:
-    """Returns the memory of a rollout worker. Raises as `plan_memory`."""
+    if lasting:
+        return rollout_footprint(config, model)
     vae = rehearsed_rollout(config).vae_parameters
-    return rollout_footprint(config, replace(model_sizes(config), vae_parameters=vae), sampling_bytes(config))
-
-
-def lasting_trainer(config: Config) -> Footprint:
-    """Returns the memory of a trainer rank without activations. Raises as `plan_memory`."""
-    return trainer_footprint(config, model_sizes(config))
-
-
-def lasting_rollout(config: Config) -> Footprint:
-    """Returns the memory of a rollout worker without activations and VAE. Raises as `plan_memory`."""
-    return rollout_footprint(config, model_sizes(config))
+    return rollout_footprint(config, replace(model, vae_parameters=vae), sampling_bytes(config))
 
 
 def trainer_footprint(config: Config, model: Sizes, activations: int = 0) -> Footprint:

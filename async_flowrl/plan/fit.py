@@ -95,12 +95,11 @@ def answer(experiment: str, hardware: Hardware, overrides: Sequence[str] = ()) -
             config = compose_config(words[0].removeprefix("--config-name "), words[1:])
             check(config)
             check_batching(config)
-            config = at_largest(config)
         except ValueError:
             continue
         if gpus_taken(config) > hardware.devices:
             continue
-        answers.append(judged(experiment, hardware, words, config))
+        answers.append(judged(experiment, hardware, words, at_largest(config)))
         if answers[-1].fits:
             return answers[-1]
     if not answers:

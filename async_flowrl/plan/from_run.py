@@ -38,10 +38,6 @@ REWARDS_LIMIT = "rewards"
 ROUNDING = 1e-6
 
 
-class NothingToLearn(ValueError):
-    """The run is too short, or its records lack tickets."""
-
-
 @dataclass(frozen=True)
 class Measured:
     """Seconds per training step of a run."""
@@ -78,21 +74,21 @@ class Split:
 def measured(run: Path) -> tuple[Config, Measured]:
     """Returns the run's configuration and what the steady steps of its last attempt took (see `steady_state`).
 
-    Only files are read: neither the model nor the rewards of the configuration are imported. Raises NothingToLearn if
-    there is no steady step, or if rollout workers made nothing in them, and ValueError if the directory is not a run's.
+    Only files are read: neither the model nor the rewards of the configuration are imported. Raises ValueError if
+    there is no steady step, if rollout workers made nothing in them, or if the directory is not a run's.
     """
     config, history = load(run)
     workers = tracks(history)
     steady = steady_state(workers, history, config.max_staleness)
     if steady is None:
-        raise NothingToLearn(f"{run} has no step between its first {WARM_UP_STEPS} and its last: it needs more steps")
+        raise ValueError(f"{run} has no step between its first {WARM_UP_STEPS} and its last: it needs more steps")
     begin, end = steady.window
     worked: dict[str, list[float]] = {}
     for track in workers:
         worked.setdefault(pool_of(track.place), []).append(length(intersect(track.busy, [steady.window])))
     total = {pool: sum(seconds) / steady.steps for pool, seconds in worked.items()}
     if not total.get("rollout"):
-        raise NothingToLearn("no ticket of these steps is in events.jsonl")
+        raise ValueError("no ticket of these steps is in events.jsonl")
     delivered = delivery_times(event for event in history if begin <= event["time"] <= end)
     return config, Measured(
         generation=total["rollout"],

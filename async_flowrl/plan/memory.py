@@ -44,7 +44,8 @@ def describe(plan: MemoryPlan, config: Config, device_gib: float) -> str:
         f"{plan.ticket_bytes / 1e6:.1f} MB per ticket, at most {plan.payload / 1e9:.2f} GB in the object store, "
         f"{plan.sent_weights / 1e9:.2f} of them weights on their way to rollout workers"
     )
-    return "\n".join([*sections, payload, *(verdict(config, device_gib))]) + "\n"
+    verdicts = [judged(process, config, device_gib) for process in processes(config)]
+    return "\n".join([*sections, payload, *verdicts, describe_gpus(config)]) + "\n"
 
 
 def on_the_host(plan: MemoryPlan, config: Config) -> list[str]:
@@ -61,11 +62,6 @@ def on_the_host(plan: MemoryPlan, config: Config) -> list[str]:
         f"{who} copies {plan.snapshot / GIB:.1f} GiB to host memory for each checkpoint, until it is written",
         *([ring] if plan.ring else []),
     ]
-
-
-def verdict(config: Config, device_gib: float) -> list[str]:
-    """Returns a sentence per kind of process on whether it fits devices of `device_gib` GiB, and one on the devices."""
-    return [*(judged(each, config, device_gib) for each in processes(config)), describe_gpus(config)]
 
 
 def judged(process: Process, config: Config, device_gib: float) -> str:

@@ -126,7 +126,7 @@ def test_a_prompt_without_target_is_refused_with_its_line(tmp_path: Path) -> Non
         ("number.jsonl", '{"prompt": 3}\n', r"number\.jsonl:1: expected text or a list of messages, got int 3"),
         ("target.jsonl", '{"prompt": "a", "target": 3}\n', r"target\.jsonl:1: target: expected text"),
         ("chat.jsonl", '{"prompt": [{"role": "assistant", "content": "a"}]}\n', r"chat\.jsonl:1: .* \['assistant'\]"),
-        ("system.jsonl", '{"prompt": [{"role": "system", "content": "a"}]}\n', r"no user message"),
+        ("system.jsonl", '{"prompt": [{"role": "system", "content": "a"}]}\n', r"got roles \['system'\]"),
         ("image.jsonl", '{"prompt": [{"role": "user", "content": [{"type": "image"}]}]}\n', r"only text messages"),
         (
             "ids.jsonl",

@@ -39,12 +39,12 @@ def answer(experiment: str, kind: Hardware, overrides: Sequence[str] = ()) -> An
 def sized(monkeypatch: pytest.MonkeyPatch) -> None:
     """Footprints are given, in GiB: what saves memory is only the micro-batch."""
 
-    def trainer(config: Config) -> Footprint:
+    def trainer(config: Config, *, lasting: bool = False) -> Footprint:
         return Footprint({"all": (10 + 4 * config.trainer.micro_batch_size) * GIB})
 
     for module in (fit, devices):
         monkeypatch.setattr(module, "planned_trainer", trainer)
-        monkeypatch.setattr(module, "planned_rollout", lambda config: Footprint({"all": 16 * GIB}))
+        monkeypatch.setattr(module, "planned_rollout", lambda config, **_: Footprint({"all": 16 * GIB}))
     monkeypatch.setattr(fit, "resolved", lambda config, memory: Chosen(Layout.named(config.trainer), ()))
 
 
@@ -161,7 +161,7 @@ def test_one_card_has_one_base_and_several_cards_one_pool_after_the_splits(monke
     """A card of 79 GiB holds one base of 50 GiB, not two; the memory of `placement=shared` counts a base once."""
     for module in (fit, devices):
         for side in ("planned_trainer", "planned_rollout"):
-            monkeypatch.setattr(module, side, lambda config: Footprint({"base weights": 50 * GIB}))
+            monkeypatch.setattr(module, side, lambda config, **_: Footprint({"base weights": 50 * GIB}))
     one = answer("sd35_ocr", Hardware("1 x 80 GB", 79, 1))
     assert one.fits and placement(one.words) == "shared"
     tried = list(layouts(words_of("sd35_ocr"), plain("sd35_ocr"), 4, {}))

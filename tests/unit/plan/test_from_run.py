@@ -10,7 +10,6 @@ from async_flowrl.config.schema import Config
 from async_flowrl.plan.__main__ import main
 from async_flowrl.plan.from_run import (
     Measured,
-    NothingToLearn,
     advice,
     bound_of,
     limit_of,
@@ -101,5 +100,5 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 
 def test_a_run_that_is_too_short_is_named(tmp_path: Path) -> None:
     config = toy_config(1, steps=1)
-    with pytest.raises(NothingToLearn):
+    with pytest.raises(ValueError, match="needs more steps"):
         measured(run_of(tmp_path, config, Timing()))
