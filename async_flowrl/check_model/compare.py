@@ -3,46 +3,41 @@
 `job_of` loads the model, `compare` makes the rows. docs/extending/model.md says what each step compares.
 """
 
+import argparse
+import functools
+import inspect
+import logging
+import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
+import numpy as np
 import torch
-from torch import Tensor
+from rich.table import Table
+from torch import Tensor, nn
 
 from async_flowrl.algorithms import sde
-from async_flowrl.check_model.rows import (
-    BATCH,
-    CAUSES,
-    DECODE,
-    EMBEDDINGS,
-    IMAGES,
-    LATENTS,
-    LORA,
-    SCHEDULE,
-    TOLERANCES,
-    VELOCITY,
-    Row,
-    Tolerance,
-    gap,
-    row_of,
-)
-from async_flowrl.check_model.stock import Inputs, Stock, record, watched
+from async_flowrl.config import exit_codes
 from async_flowrl.config.messages import in_one_line
-from async_flowrl.config.schema import LoraConfig
-from async_flowrl.generate import Settings, open_pipeline
+from async_flowrl.config.resolution import asked_resolution, in_pixels
+from async_flowrl.config.schema import LoraConfig, ModelConfig, TinyConfig
+from async_flowrl.generate import Settings, open_pipeline, run_pipeline
+from async_flowrl.observability.terminal import print_table
 from async_flowrl.policies import lora_file
 from async_flowrl.policies.base import Policy
-from async_flowrl.policies.checked import in_diffusers, pipeline_class
+from async_flowrl.policies.checked import in_diffusers, pipeline_class, write_stamp
 from async_flowrl.policies.lora import add_lora, lora_parameters
 from async_flowrl.policies.registry import DTYPES, ResolvedModel, load_family, resolve_model
 from async_flowrl.policies.trained_file import apply_lora
 from async_flowrl.seeds import derive, generator
-from async_flowrl.types import Sampling
+from async_flowrl.types import ByteArray, Sampling
 
+logger = logging.getLogger(__name__)
 T = TypeVar("T")
 Branch = Mapping[str, Tensor]
 """Text inputs of the network for one prompt, by name."""
@@ -52,6 +47,57 @@ LORA_CONFIG = LoraConfig(rank=4, alpha=10.0)
 """Alpha differs from the rank, so that a scale lost during export is noticed."""
 LORA_STRENGTH = 0.05
 EULER = "FlowMatchEulerDiscreteScheduler"
+Inputs = dict[str, Any]
+"""Arguments of a call by name."""
+EMBEDDINGS, SCHEDULE, VELOCITY, LATENTS = "prompt embeddings", "schedule", "velocity", "ODE latents"
+DECODE, BATCH, LORA = "decoded images", "noise levels in one batch", "LoRA round trip"
+CAUSES = {
+    EMBEDDINGS: "the stock pipeline may add an instruction or a template, pad to another length, or give a mask",
+    SCHEDULE: "_set_schedule spaces or shifts otherwise than its __call__ does",
+    VELOCITY: "_network or _guide is not what the stock pipeline does: the sign, the unit of time, or guidance",
+    LATENTS: "the stock pipeline may step with another scheduler than FlowMatchEulerDiscreteScheduler",
+    DECODE: "_decoded or _unpacked scales, shifts or unpacks the latents otherwise than its __call__",
+    BATCH: "rows at different noise levels in one batch, as the trainer has them, give other velocities than alone",
+    LORA: "layers that the stock pipeline does not adapt, or another scale",
+}
+"""Name of a step, in order → the usual cause of a difference."""
+IMAGES = 2
+"""Images per comparison; with a single one, mixed-up rows of a batch would not be seen."""
+RELATIVE = {"float32": 1e-4, "bfloat16": 1e-1}
+"""Dtype of the model → the largest difference that rounding may explain, relative to the largest stock value."""
+LEVELS = {"float32": 1, "bfloat16": 4}
+"""Dtype of the model → the same for decoded images, in levels of 0..255."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """Result of one step: the largest absolute difference, and the same `relative` to the largest stock value.
+
+    Both are None if nothing was measured. `said` is what differs, with the usual cause.
+    """
+
+    step: str
+    holds: bool
+    difference: float | None = None
+    relative: float | None = None
+    said: str = ""
+
+
+@dataclass
+class Stock:
+    """One call of the stock pipeline with n images and T denoising steps.
+
+    `sigmas` [T+1] are the scheduler's noise levels. `before`, `velocities` and `after` are the inputs and the output of
+    each scheduler step, [n, ...] float32. `network` holds the arguments of every network call before the first step.
+    `images` is uint8 [n, H, W, 3].
+    """
+
+    sigmas: Tensor = field(default_factory=Tensor)
+    before: list[Tensor] = field(default_factory=list)
+    velocities: list[Tensor] = field(default_factory=list)
+    after: list[Tensor] = field(default_factory=list)
+    network: list[Inputs] = field(default_factory=list)
+    images: ByteArray = field(default_factory=lambda: np.empty(0, np.uint8))
 
 
 @dataclass(frozen=True)
@@ -66,8 +112,9 @@ class Job:
     device: torch.device
 
     @property
-    def allowed(self) -> Tolerance:
-        return TOLERANCES[self.model.dtype]
+    def relative(self) -> float:
+        """The largest relative difference that rounding may explain."""
+        return RELATIVE[self.model.dtype]
 
     @property
     def sampling(self) -> Sampling:
@@ -77,11 +124,77 @@ class Job:
     def pipeline_name(self) -> str:
         return type(self.pipeline).__name__
 
+    @property
+    def how(self) -> str:
+        """The settings of the comparison in words."""
+        how = self.sampling
+        scale = how.guidance_scale or how.true_cfg_scale
+        return (
+            f"{how.num_inference_steps} steps at {in_pixels(how.resolution)}, guidance {scale:g}, {self.model.dtype} "
+            f"on {self.device.type}"
+        )
+
     def start(self) -> Tensor:
         """Returns the initial noise [IMAGES, ...] float32."""
         shape = self.policy.latent_shape(self.sampling.resolution)
         drawn = [torch.randn(shape, generator=generator(derive(0, "initial", image))) for image in range(IMAGES)]
         return torch.stack(drawn).to(self.device)
+
+
+def run(given: argparse.Namespace) -> int:
+    """Compares, prints the table and names the first step that differs; returns the exit code.
+
+    It is 0 if every step agrees with diffusers' own ("stock") pipeline, 1 if one differs, and 2 if there is nothing to
+    compare. After agreement it records that the family was checked, so that runs no longer warn.
+    """
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    try:
+        job = job_of(settings_of(given), given.prompt, "cuda" if torch.cuda.is_available() else "cpu")
+    except (ValueError, OSError, ImportError) as error:
+        logger.error("%s", error)
+        return exit_codes.CONFIG
+    family = job.model.family
+    sys.stdout.write(f"{family} against diffusers' {job.pipeline_name}: {job.how}\n")
+    rows = compare(job)
+    print_table(table(rows))
+    if first := next((row for row in rows if not row.holds), None):
+        sys.stdout.write(f"{first.step} is the first step that differs: {first.said}\n")
+        return exit_codes.ERROR
+    try:
+        write_stamp(family, job.pipeline_name, job.how)
+    except OSError as error:
+        logger.warning("runs will go on to warn, that it was compared cannot be kept: %s", error)
+    sys.stdout.write(f"{family} is {job.pipeline_name}: all {len(rows)} steps agree\n")
+    return exit_codes.OK
+
+
+def settings_of(given: argparse.Namespace) -> Settings:
+    """Returns the arguments as settings; what is not given is the usual value of the model's family."""
+    model = ModelConfig(
+        path=given.model,
+        family=given.family,
+        dtype=given.dtype,
+        tiny=TinyConfig(family=given.tiny_family),
+        max_sequence_length=given.max_sequence_length,
+    )
+    cfg, embedded = load_family(resolve_model(model).family).usual_guidance
+    if given.guidance is not None:
+        cfg, embedded = (cfg, given.guidance) if embedded > 0 else (given.guidance, embedded)
+    resolution = asked_resolution(given.resolution or ("32" if given.model == "tiny" else "512"))
+    sampling = Sampling(resolution, given.steps, cfg, embedded, "a grey, dull and blurry picture", "ode", 0.0)
+    return Settings(model, sampling)
+
+
+def table(rows: Sequence[Row]) -> Table:
+    """One row per step: the largest difference, absolute and relative to the stock pipeline's largest value."""
+    drawn = Table()
+    drawn.add_column("step", no_wrap=True)
+    for name in ("equal", "max |difference|", "relative"):
+        drawn.add_column(name, justify="right", no_wrap=True)
+    for row in rows:
+        numbers = ("" if value is None else f"{value:.2g}" for value in (row.difference, row.relative))
+        drawn.add_row(row.step, "yes" if row.holds else "no", *numbers)
+    return drawn
 
 
 def job_of(settings: Settings, prompt: str, device: str) -> Job:
@@ -119,15 +232,19 @@ def compare(job: Job) -> list[Row]:
         branches = _tried(EMBEDDINGS, lambda: _encoded(job))
         if isinstance(branches, Row):
             return [branches]
-        return [_tried(step, make) for step, make in _steps(job, stock, branches)]
+        return [_tried(step, make) for step, make in _steps(job, stock, branches).items()]
 
 
-def _steps(job: Job, stock: Stock, branches: Sequence[Branch]) -> Iterator[tuple[str, Callable[[], Row]]]:
-    relative, sampling, policy = job.allowed.relative, job.sampling, job.policy
+def _steps(job: Job, stock: Stock, branches: Sequence[Branch]) -> dict[str, Callable[[], Row]]:
+    """Returns step → what makes its row, in the order in which they are to be made."""
+    relative, sampling, policy = job.relative, job.sampling, job.policy
     positive, negative = branches[0], branches[1] if len(branches) > 1 else None
 
     def velocity(x: Tensor, sigma: Tensor) -> Tensor:
         return policy.velocity(x, sigma.to(x.device).expand(len(x)), positive, negative, sampling)
+
+    def velocities() -> list[Tensor]:
+        return [velocity(x, sigma) for x, sigma in zip(stock.before, stock.sigmas, strict=False)]
 
     def denoised() -> list[Tensor]:
         """Returns the latents after every step of deterministic sampling with the family's schedule."""
@@ -138,27 +255,14 @@ def _steps(job: Job, stock: Stock, branches: Sequence[Branch]) -> Iterator[tuple
             latents.append(x)
         return latents
 
-    def in_one_batch() -> tuple[Tensor, Tensor]:
-        """Returns the velocities of all steps computed at once, and those of one step after the other."""
-        count, steps = len(stock.before[0]), list(zip(stock.before, stock.sigmas, strict=False))
-        sigmas = stock.sigmas[: len(steps)].repeat_interleave(count).to(job.device)
-        at_once = policy.velocity(torch.cat(stock.before), sigmas, positive, negative, sampling)
-        return at_once, torch.cat([velocity(x, sigma) for x, sigma in steps])
+    def decoded() -> Row:
+        made = policy.decode(stock.after[-1], sampling.resolution).cpu()
+        return row_of(DECODE, [(made, torch.from_numpy(stock.images))], absolute=LEVELS[job.model.dtype])
 
-    yield EMBEDDINGS, lambda: _embeddings(job, stock, branches)
-    yield SCHEDULE, lambda: _schedule(job, stock)
-    made = zip(stock.before, stock.sigmas, stock.velocities, strict=False)
-    yield VELOCITY, lambda: row_of(VELOCITY, ((velocity(x, sigma), v) for x, sigma, v in made), relative=relative)
-    yield LATENTS, lambda: row_of(LATENTS, zip(denoised(), stock.after, strict=True), relative=relative)
-    images = torch.from_numpy(stock.images)
-    resolution = sampling.resolution
-    yield (
-        DECODE,
-        lambda: row_of(
-            DECODE, [(policy.decode(stock.after[-1], resolution).cpu(), images)], absolute=job.allowed.levels
-        ),
-    )
-    yield BATCH, lambda: row_of(BATCH, [in_one_batch()], relative=relative)
+    def in_one_batch() -> Tensor:
+        """Returns the velocities of all steps, computed at once."""
+        sigmas = stock.sigmas[: len(stock.before)].repeat_interleave(IMAGES).to(job.device)
+        return policy.velocity(torch.cat(stock.before), sigmas, positive, negative, sampling)
 
     def round_trip() -> Row:
         bare = denoised()[-1]
@@ -170,7 +274,15 @@ def _steps(job: Job, stock: Stock, branches: Sequence[Branch]) -> Iterator[tuple
         theirs = record(job.pipeline, job.settings, job.prompt, job.start()).after[-1]
         return row_of(LORA, [(adapted, theirs)], relative=relative)
 
-    yield LORA, round_trip
+    return {
+        EMBEDDINGS: lambda: _embeddings(job, stock, branches),
+        SCHEDULE: lambda: _schedule(job, stock),
+        VELOCITY: lambda: row_of(VELOCITY, zip(velocities(), stock.velocities, strict=False), relative=relative),
+        LATENTS: lambda: row_of(LATENTS, zip(denoised(), stock.after, strict=True), relative=relative),
+        DECODE: decoded,
+        BATCH: lambda: row_of(BATCH, [(in_one_batch(), torch.cat(velocities()))], relative=relative),
+        LORA: round_trip,
+    }
 
 
 def _tried(step: str, make: Callable[[], T]) -> T | Row:
@@ -192,7 +304,7 @@ def _encoded(job: Job) -> list[Branch]:
 def _schedule(job: Job, stock: Stock) -> Row:
     """Compares the family's sigmas (noise levels) with those of the scheduler in the stock call."""
     ours = job.policy.sigmas(job.sampling.num_inference_steps, job.sampling.resolution)
-    row = row_of(SCHEDULE, zip(ours[:, None], stock.sigmas[:, None], strict=False), absolute=job.allowed.relative)
+    row = row_of(SCHEDULE, zip(ours[:, None], stock.sigmas[:, None], strict=False), absolute=job.relative)
     if ours.shape != stock.sigmas.shape:
         row = Row(SCHEDULE, False, said=f"the family has {len(ours)} sigmas, the stock pipeline {len(stock.sigmas)}")
     kind = type(job.pipeline.scheduler).__name__
@@ -214,7 +326,7 @@ def _embeddings(job: Job, stock: Stock, branches: Sequence[Branch]) -> Row:
         if not calls:
             raise ValueError("velocity() does not call policy.transformer, the only network that is trained")
         names = sorted(name for name in {*calls[0], *stock.network[0]} if not _is_latents_or_time(name))
-        rows += [_input(name, calls[0].get(name), stock.network, job.allowed.relative) for name in names]
+        rows += [_input(name, calls[0].get(name), stock.network, job.relative) for name in names]
     return min(rows, key=lambda row: (row.holds, -(row.difference or 0.0)))
 
 
@@ -267,3 +379,85 @@ def _move_to_pipeline(policy: Policy, pipeline: Any) -> None:
     with tempfile.TemporaryDirectory() as work:
         lora_file.save(Path(work), tensors, alpha=LORA_CONFIG.alpha)
         apply_lora(pipeline, Path(work))
+
+
+def gap(ours: Tensor, theirs: Tensor) -> tuple[float, float]:
+    """Returns the largest difference of two tensors of one shape, absolute and relative to the largest of `theirs`.
+
+    Both are infinite if one of the tensors has a value that is not finite.
+    """
+    one, other = ours.detach().double().cpu(), theirs.detach().double().cpu()
+    if not one.numel():
+        return 0.0, 0.0
+    if not torch.isfinite(one).all() or not torch.isfinite(other).all():
+        return float("inf"), float("inf")
+    difference = float((one - other).abs().max())
+    return difference, difference / max(float(other.abs().max()), 1e-12)
+
+
+def row_of(
+    step: str,
+    pairs: Iterable[tuple[Tensor, Tensor]],
+    *,
+    relative: float = float("inf"),
+    absolute: float = float("inf"),
+) -> Row:
+    """Returns the row of a step from pairs of the family's tensor and the stock pipeline's, in order."""
+    gaps, first = [(0.0, 0.0)], None
+    for number, (ours, theirs) in enumerate(pairs):
+        if ours.shape != theirs.shape:
+            shapes = f"the family's shape is {list(ours.shape)}, the stock pipeline's {list(theirs.shape)}"
+            return Row(step, False, said=f"{shapes}: {CAUSES[step]}")
+        gaps.append(gap(ours, theirs))
+        if first is None and (gaps[-1][0] > absolute or gaps[-1][1] > relative):
+            first = number
+    largest = max(gaps, key=lambda each: each[1])
+    said = "" if first is None else f"by {gaps[first + 1][0]:.2g} at number {first}: {CAUSES[step]}"
+    return Row(step, first is None, *largest, said)
+
+
+def record(pipeline: Any, settings: Settings, prompt: str, latents: Tensor) -> Stock:
+    """Calls the pipeline with initial noise `latents` [n, ...] and records the call.
+
+    Raises ValueError if the pipeline does not sample with a scheduler that has sigmas.
+    """
+    stock, scheduler = Stock(), pipeline.scheduler
+    step = scheduler.step
+
+    @functools.wraps(step)
+    def watching(model_output: Tensor, timestep: Any, sample: Tensor, *rest: Any, **options: Any) -> Any:
+        if not stock.before and getattr(scheduler, "sigmas", None) is not None:
+            stock.sigmas = torch.as_tensor(scheduler.sigmas).to("cpu", torch.float32).clone()
+            stock.network = list(network)
+        stock.before.append(sample.detach().float().clone())
+        stock.velocities.append(model_output.detach().float().clone())
+        result = step(model_output, timestep, sample, *rest, **options)
+        after = result[0] if isinstance(result, tuple) else result.prev_sample
+        stock.after.append(after.detach().float().clone())
+        return result
+
+    scheduler.step = watching
+    try:
+        with watched(pipeline.transformer) as network:
+            stock.images = run_pipeline(pipeline, settings, prompt, latents=latents, num_images_per_prompt=len(latents))
+    finally:
+        del scheduler.step
+    if not stock.sigmas.numel():
+        raise ValueError(f"{type(pipeline).__name__} does not sample by the steps of a scheduler with sigmas")
+    return stock
+
+
+@contextmanager
+def watched(network: nn.Module) -> Iterator[list[Inputs]]:
+    """Context in which every call of the network appends its arguments to the yielded list."""
+    calls: list[Inputs] = []
+    signature = inspect.signature(cast("Any", network).forward)
+
+    def note(module: nn.Module, positional: tuple[Any, ...], named: dict[str, Any]) -> None:
+        calls.append(dict(signature.bind_partial(*positional, **named).arguments))
+
+    handle = network.register_forward_pre_hook(note, with_kwargs=True)
+    try:
+        yield calls
+    finally:
+        handle.remove()

@@ -1,20 +1,30 @@
-"""Loading of a run's prompts: which prompts are trained, which are evaluated, and from which files they come."""
+"""Loading of a run's prompts: which prompts are trained, which are evaluated, and from which files they come.
+
+Held-out prompts are evaluated and never trained. Which these are depends only on a hash of the prompt's text and a
+seed. Duplicates are therefore on the same side, and with `held_out` a prompt stays on its side when the file grows.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from async_flowrl.config.messages import unknown_name
+import numpy as np
+import numpy.typing as npt
+
 from async_flowrl.config.paths import find_data
 from async_flowrl.config.schema import DataConfig
-from async_flowrl.data.messages import PromptError
-from async_flowrl.data.prompts import Keys
+from async_flowrl.data.prompts import Keys, PromptError
 from async_flowrl.data.rows import Rows, TableRows, no_split, open_rows, split_files
-from async_flowrl.data.split import held_out, held_out_by_default
-from async_flowrl.data.store import Prompts, Scan, scan
+from async_flowrl.data.store import Prompts, Scan, TextKeys, scan
+from async_flowrl.seeds import derive
 from async_flowrl.types import EVALUATION, TRAIN, Prompt
 
-SPLITS = (TRAIN, EVALUATION)
+MIN_DISTINCT = 64
+"""Smallest number of distinct prompts with which some are held out by default."""
+MAX_DEFAULT_HELD_OUT = 16
+"""Largest number of distinct prompts that are held out by default."""
+MIN_PROMPTS_PER_HELD_OUT = 8
+"""By default, at most one distinct prompt in this many is held out."""
 Check = Callable[[Prompt], None]
 """A check of a prompt, which raises ValueError to refuse it."""
 
@@ -53,14 +63,6 @@ def load_data(config: DataConfig, *, needs_target: bool, check: Check | None = N
     if data.train.weights is not None and not data.train.weights.any():
         raise PromptError(f"{path}: all weights of training prompts in {config.weight_key} are 0")
     return data
-
-
-def load_prompts(config: DataConfig, *, split: str, needs_target: bool, base: Path | None = None) -> Prompts:
-    """Returns the prompts of one split, "train" or "evaluation"; see load_data."""
-    if split not in SPLITS:
-        raise ValueError(unknown_name("split", split, SPLITS))
-    data = load_data(config, needs_target=needs_target, base=base)
-    return data.train if split == TRAIN else data.evaluation
 
 
 def open_split(path: Path, split: str, keys: Keys) -> Rows:
@@ -119,3 +121,28 @@ def divided(config: DataConfig, source: Scan) -> Data:
             "share, or another data.held_out_seed"
         )
     return Data(Prompts(source, ~out), Prompts(source, out), how)
+
+
+def held_out(texts: TextKeys, share: float, seed: int) -> npt.NDArray[np.bool_]:
+    """Returns [prompts] True for prompts that are held out, if `share` (0..1) of all texts are."""
+    return _numbers(texts, seed).astype(np.float64) < share * 2.0**64
+
+
+def held_out_by_default(texts: TextKeys, seed: int) -> npt.NDArray[np.bool_] | None:
+    """Returns [prompts] True for prompts held out by default; None if there are fewer than MIN_DISTINCT texts.
+
+    The texts with the smallest hashes are held out: 16 of them, or an eighth of all distinct texts if that is less.
+    """
+    numbers = _numbers(texts, seed)
+    distinct = np.unique(numbers)
+    if len(distinct) < MIN_DISTINCT:
+        return None
+    return np.asarray(numbers < distinct[min(MAX_DEFAULT_HELD_OUT, len(distinct) // MIN_PROMPTS_PER_HELD_OUT)])
+
+
+def _numbers(texts: TextKeys, seed: int) -> TextKeys:
+    """Returns evenly distributed hashes: splitmix64's last step (Steele, Lea and Flood 2014) of text and seed."""
+    z = texts ^ np.uint64(derive(seed, "held_out"))
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return np.asarray(z ^ (z >> np.uint64(31)))

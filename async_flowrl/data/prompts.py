@@ -1,4 +1,7 @@
-"""Conversion of a row of a prompt file to a Prompt; an error names the file and the line or row."""
+"""Conversion of a row of a prompt file to a Prompt; an error names the file and the line or row.
+
+Columns with text may hold a list of chat messages (role and content) in its place, as in verl's files.
+"""
 
 import hashlib
 import json
@@ -9,7 +12,6 @@ from typing import Any
 
 from async_flowrl.config.messages import unknown_name
 from async_flowrl.config.resolution import parse_resolution
-from async_flowrl.data.messages import PromptError, content_of, split_messages
 from async_flowrl.types import Prompt, Resolution, TokenIds
 
 QUOTED = re.compile(r'"([^"]*)"|“([^”]*)”')
@@ -25,6 +27,10 @@ COLUMNS = ("negative_prompt", "system_prompt", "target", "prompt_token_ids", "ne
 """Columns with a meaning of their own; all others are passed to the reward as metadata."""
 
 _ENCODER = json.JSONEncoder(sort_keys=True, ensure_ascii=False, default=str)
+
+
+class PromptError(ValueError):
+    """Raised for a prompt file that cannot be used; the message names the file, and the line or row if there is one."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +84,30 @@ def read_weight(where: str, columns: Mapping[str, Any], key: str) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= MAX_WEIGHT:
         raise PromptError(f"{where}: {key}, its weight, must be a number from 0 to {MAX_WEIGHT:g}, got {value!r:.80}")
     return float(value)
+
+
+def split_messages(value: Any, where: str) -> tuple[str, str | None]:
+    """Returns (text, system prompt or None) of a prompt column.
+
+    `value` is plain text, or a list of one user message and at most one system message. Raises PromptError naming
+    `where` for anything else.
+    """
+    if isinstance(value, str):
+        return value, None
+    if not isinstance(value, list) or not all(isinstance(message, dict) for message in value):
+        raise PromptError(f"{where}: expected text or a list of messages, got {type(value).__name__} {value!r:.200}")
+    roles = [message.get("role") for message in value]
+    if sorted(map(str, roles)) not in (["user"], ["system", "user"]):
+        raise PromptError(f"{where}: expected one user message and at most one system message, got roles {roles}")
+    by_role = {message["role"]: _content(message.get("content"), where) for message in value}
+    return by_role["user"], by_role.get("system")
+
+
+def content_of(value: Any, where: str) -> str:
+    """Returns the text of a column that holds plain text or messages with one user message. Raises PromptError."""
+    if isinstance(value, str):
+        return value
+    return split_messages(value, where)[0]
 
 
 def no_target(text: str) -> str:
@@ -163,3 +193,13 @@ def _ground_truth(columns: Mapping[str, Any]) -> str | None:
     model = columns.get("reward_model")
     truth = model.get("ground_truth") if isinstance(model, Mapping) else None
     return truth if isinstance(truth, str) and truth.strip() else None
+
+
+def _content(content: Any, where: str) -> str:
+    if isinstance(content, str):
+        return content
+    if isinstance(content, list):
+        parts = [part.get("text") for part in content if isinstance(part, dict) and part.get("type") == "text"]
+        if len(parts) == len(content) and all(isinstance(part, str) for part in parts):
+            return "".join(part for part in parts if isinstance(part, str))
+    raise PromptError(f"{where}: only text messages can be used, got {content!r:.200}")

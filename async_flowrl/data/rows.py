@@ -14,10 +14,10 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate, chain
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from async_flowrl.config.messages import first_line, unknown_name
-from async_flowrl.data.messages import PromptError
+from async_flowrl.data.prompts import PromptError
 from async_flowrl.types import EVALUATION, TRAIN
 
 IN_MEMORY_BYTES = 32 * 2**20
@@ -34,28 +34,6 @@ NAMES = {TRAIN: ("train",), EVALUATION: ("test", "validation", "val", "evaluatio
 PATTERNS = ("{}.txt", "{}.jsonl", "{}_metadata.jsonl", "{}.parquet", "{}-*-of-*.parquet", "data/{}-*-of-*.parquet")
 
 Row = Mapping[str, Any]
-
-
-class Rows(Protocol):
-    """The rows of one prompt file, in file order."""
-
-    path: Path
-    left_out: tuple[str, ...]
-    """Columns that are not read because they hold bytes, such as images."""
-
-    def __len__(self) -> int: ...
-
-    def where(self, index: int) -> str:
-        """Returns the place of a row for messages: "file:line" or "file, row n"."""
-        ...
-
-    def row(self, index: int) -> Row:
-        """Returns the columns of one row. Raises PromptError, which names the row, if it cannot be read."""
-        ...
-
-    def scan(self) -> Iterator[Row | PromptError]:
-        """Yields all rows in order, faster than `row`; a row that cannot be read is replaced by its PromptError."""
-        ...
 
 
 class LineRows:
@@ -165,6 +143,15 @@ class TableRows:
             yield from batch.to_pylist()
 
 
+Rows = LineRows | TableRows
+"""The rows of one prompt file, in file order.
+
+`where` returns the place of a row for messages, `row` the columns of one row (it raises PromptError, which names the
+row, if it cannot be read), and `scan` yields all rows in order, faster, with a PromptError in place of such a row.
+`left_out` names the columns that are not read because they hold bytes, such as images.
+"""
+
+
 def open_rows(path: Path, key: str) -> Rows:
     """Returns the rows of a prompt file or a dataset folder; `key` is the column of the prompt.
 
@@ -247,14 +234,25 @@ def _copied(path: Path) -> tuple[Any, list[str]]:
     """Like `_table`, for a parquet file: a copy of it in an Arrow file without a name, which ends with this process."""
     import pyarrow
     import pyarrow.ipc
+    import pyarrow.parquet
+    from pyarrow.types import is_dictionary
 
-    batches, left_out = _decoded(path)
+    try:
+        file = pyarrow.parquet.ParquetFile(path, pre_buffer=False, buffer_size=BUFFER_BYTES)
+    except (pyarrow.ArrowException, OSError) as error:
+        raise PromptError(f"{path} is not a parquet file: {first_line(error)}") from error
+    if twice := [name for name, count in Counter(file.schema_arrow.names).items() if count > 1]:
+        raise PromptError(f"{path}: several of its columns are called {twice[0]!r}; each needs a name of its own")
+    kept = [field for field in file.schema_arrow if not _holds_bytes(field.type)]
+    plain = [each.with_type(each.type.value_type) if is_dictionary(each.type) else each for each in kept]
+    schema = pyarrow.schema(plain)
     try:
         with tempfile.TemporaryFile() as copy:
-            first = next(batches)
-            with pyarrow.ipc.new_stream(copy, first.schema) as writer:
-                for batch in chain([first], batches):
-                    writer.write_batch(batch)
+            with pyarrow.ipc.new_stream(copy, schema) as writer:
+                for batch in _batches(path, file, schema.names):
+                    # A column of categories would come with all of them in every batch.
+                    columns = [each.dictionary_decode() if is_dictionary(each.type) else each for each in batch]
+                    writer.write_batch(pyarrow.RecordBatch.from_arrays(columns, schema=schema))
             copy.flush()
             mapped = mmap.mmap(copy.fileno(), 0, access=mmap.ACCESS_READ)
     except OSError as error:
@@ -263,42 +261,18 @@ def _copied(path: Path) -> tuple[Any, list[str]]:
             f"{first_line(error)}; the variable TMPDIR names another folder"
         ) from error
     pyarrow.default_memory_pool().release_unused()
+    left_out = [name for name in file.schema_arrow.names if name not in schema.names]
     return pyarrow.ipc.open_stream(pyarrow.py_buffer(mapped)).read_all(), left_out
 
 
-def _decoded(path: Path) -> tuple[Iterator[Any], list[str]]:
-    """Returns the record batches of a parquet file, an empty one first, and the names of columns that hold bytes.
-
-    Raises PromptError, also in the middle, if the file cannot be read.
-    """
+def _batches(path: Path, file: Any, columns: Sequence[str]) -> Iterator[Any]:
+    """Yields the record batches of a parquet file; raises PromptError, also in the middle, if it cannot be read."""
     import pyarrow
-    import pyarrow.parquet
-    from pyarrow.types import is_dictionary
 
     try:
-        file = pyarrow.parquet.ParquetFile(path, pre_buffer=False, buffer_size=BUFFER_BYTES)
+        yield from file.iter_batches(BATCH_ROWS, columns=columns) if columns else ()
     except (pyarrow.ArrowException, OSError) as error:
         raise PromptError(f"{path} is not a parquet file: {first_line(error)}") from error
-    fields = list(file.schema_arrow)
-    if twice := [name for name, count in Counter(file.schema_arrow.names).items() if count > 1]:
-        raise PromptError(f"{path}: several of its columns are called {twice[0]!r}; each needs a name of its own")
-    left_out = [field.name for field in fields if _holds_bytes(field.type)]
-    kept = [field for field in fields if field.name not in left_out]
-    coded = {field.name for field in kept if is_dictionary(field.type)}
-    schema = pyarrow.schema([each.with_type(each.type.value_type) if each.name in coded else each for each in kept])
-
-    def batches() -> Iterator[Any]:
-        yield pyarrow.RecordBatch.from_pylist([], schema)
-        if not kept:
-            return
-        try:
-            for batch in file.iter_batches(BATCH_ROWS, columns=[field.name for field in kept]):
-                columns = [batch[name].dictionary_decode() if name in coded else batch[name] for name in schema.names]
-                yield pyarrow.RecordBatch.from_arrays(columns, schema=schema)
-        except (pyarrow.ArrowException, OSError) as error:
-            raise PromptError(f"{path} is not a parquet file: {first_line(error)}") from error
-
-    return batches(), left_out
 
 
 def _holds_bytes(kind: Any) -> bool:

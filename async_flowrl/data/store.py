@@ -13,8 +13,16 @@ from typing import overload
 import numpy as np
 import numpy.typing as npt
 
-from async_flowrl.data.messages import PromptError
-from async_flowrl.data.prompts import Keys, digest, digest_all, no_target, read_prompt, read_weight, text_key
+from async_flowrl.data.prompts import (
+    Keys,
+    PromptError,
+    digest,
+    digest_all,
+    no_target,
+    read_prompt,
+    read_weight,
+    text_key,
+)
 from async_flowrl.data.rows import Row, Rows
 from async_flowrl.types import Prompt, Resolution
 

@@ -22,7 +22,7 @@ from async_flowrl.doctor import features, nodes
 from async_flowrl.doctor.configuration import configuration_findings, nearest, this_machine
 from async_flowrl.doctor.facts import Asked
 from async_flowrl.doctor.findings import FAILED, OK, Finding, verdict
-from async_flowrl.plan.arguments import count
+from async_flowrl.plan.from_run import count
 
 CONFIGURATION = "a configuration, as `train` takes it: whether it can start here"
 REMOVED = ("--gpu", "--quick", "--minutes", "--only", "--out")

@@ -14,6 +14,7 @@ from async_flowrl.config.pools import ROLLOUT, TRAINER
 from async_flowrl.config.schema import FULL, SHARED, Config
 from async_flowrl.memory.changes import best, fresh_images
 from async_flowrl.memory.processes import (
+    GIB,
     host_bytes,
     in_one,
     ring_bytes,
@@ -28,7 +29,6 @@ from separation.node_memory import NodeMemory
 
 logger = logging.getLogger(__name__)
 
-GIB = 2**30
 PROCESS_BYTES = 700_000_000
 """Host memory of a process without its model: Python, torch and diffusers; `ps` shows 530 to 710 MB on a CPU."""
 KEPT_BY_RANK, KEPT_BY_CONTROLLER = 4, 3
@@ -44,8 +44,6 @@ class NodeProcesses:
     memory: NodeMemory
     workers: Mapping[str, tuple[int, ...]]
     """Pool → indices of its workers there."""
-    controller: bool
-    """True if the process that started the run is there."""
 
 
 @dataclass(frozen=True)
@@ -68,8 +66,6 @@ class Process:
     bytes: int
     per_node: int = 1
     """Number of the processes that one node must hold (`workers_per_node`)."""
-    later: int = 0
-    """Number of further processes that may join while the run goes on, in a pool with `max_workers`."""
     copies: int = 0
     """Number of the processes that copy their state to host memory, which is not in `bytes`."""
     copy: int = 0
@@ -97,9 +93,9 @@ def training_processes(config: Config, model: Sizes, *, on_gpus: bool) -> list[P
     ranks = Process(pool, trainer.num_workers, rank, trainer.workers_per_node or 1, **copies)
     if config.placement == SHARED:
         return [ranks]
-    least, most = rollout.worker_bounds
+    least, _ = rollout.worker_bounds
     worker = PROCESS_BYTES + rollout_bytes(config, model, on_gpu=of_rollout)
-    return [ranks, Process(ROLLOUT, least, worker, rollout.workers_per_node or 1, later=most - least)]
+    return [ranks, Process(ROLLOUT, least, worker, rollout.workers_per_node or 1)]
 
 
 def rank_bytes(config: Config, model: Sizes, *, on_gpu: bool, sends: bool = True, certain: bool = False) -> int:

@@ -8,9 +8,10 @@ import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from async_flowrl.config.pools import is_scoring_pool
+from async_flowrl.config.pools import TRAINER
 from async_flowrl.config.schema import FULL, SHARED, Config
-from async_flowrl.memory.devices import GIB, MEMORY_WARNING_SHARE, ROLLOUT, footprint, titled_devices
+from async_flowrl.memory.devices import MEMORY_WARNING_SHARE, device_of, processes
+from async_flowrl.memory.processes import GIB
 from async_flowrl.training.messages import Layout
 
 logger = logging.getLogger(__name__)
@@ -68,17 +69,15 @@ def fitting(config: Config, memory: Mapping[str, int]) -> tuple[Layout, str]:
     `memory` is pool → bytes of its smallest device. A layout fits if its planned memory, activations included, is at
     most MEMORY_WARNING_SHARE of the device. Raises the errors of the planner.
     """
-    pools = {pool: size for pool, size in memory.items() if not is_scoring_pool(pool)}
-    devices = {title: device for title, device in titled_devices(config, pools).items() if title != ROLLOUT}
-    ((title, device),) = devices.items()
-    most = MEMORY_WARNING_SHARE * device.available
     tried: list[tuple[Layout, int]] = []
     for layout in candidates(config):
-        tried.append((layout, footprint(title, with_layout(config, layout)).total))
-        if tried[-1][1] <= most:
+        process = next(processes(with_layout(config, layout), [TRAINER]))
+        available = process.available(device_of(process, memory))
+        tried.append((layout, process.footprint.total))
+        if tried[-1][1] <= MEMORY_WARNING_SHARE * available:
             break
-    layout, total = tried[-1] if tried[-1][1] <= most else min(tried, key=lambda one: one[1])
-    return layout, _why(title, tried, layout, total, device.available)
+    layout, total = min(tried, key=lambda one: one[1])
+    return layout, _why(f"a {process.title}", tried, layout, total, available)
 
 
 def _why(title: str, tried: list[tuple[Layout, int]], layout: Layout, total: int, available: int) -> str:

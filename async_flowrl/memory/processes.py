@@ -23,6 +23,7 @@ from async_flowrl.memory.sizes import Sizes
 from async_flowrl.tickets.arithmetic import SENT_VERSIONS, stored_bytes, ticket_bytes
 from checkpoint_engine.pinned_memory import pinned_bytes
 
+GIB = 2**30
 FLOAT32_BYTES = 4
 INT64_BYTES = 8
 MARGIN_SHARE = 0.10
@@ -85,6 +86,26 @@ def in_one(trainer: Footprint, rollout: Footprint, *, full: bool) -> Footprint:
 
 
 @dataclass(frozen=True)
+class Process:
+    """A kind of process on a device, or several kinds that share one."""
+
+    title: str
+    pools: tuple[str, ...]
+    """Pools whose workers are such a process."""
+    footprint: Footprint
+    share: float
+    """GPUs of the process: a share of one device, or whole devices from 1 on."""
+    key: str = ""
+    """Setting of the share of a reward worker; empty for all other processes."""
+    caveat: str = ""
+    """Clause for the end of a sentence on memory that is not known."""
+
+    def available(self, device: int) -> int:
+        """Returns the bytes that the process may use of a device of `device` bytes."""
+        return round(device * (min(1.0, self.share) or 1.0))
+
+
+@dataclass(frozen=True)
 class MemoryPlan:
     """Memory that a configuration needs. All sizes are in bytes."""
 
@@ -130,27 +151,21 @@ def plan_memory(config: Config) -> MemoryPlan:
     )
 
 
-def planned_trainer(config: Config) -> Footprint:
-    """Returns the memory of a trainer rank. Raises as `plan_memory`."""
+def planned_trainer(config: Config, *, lasting: bool = False) -> Footprint:
+    """Returns the memory of a trainer rank, with `lasting` without activations. Raises as `plan_memory`."""
+    model, passing = model_sizes(config), 0
+    if not lasting:
+        passing = max(0, training_peak(config) - trainer_footprint(alone(config), model).resident)
+    return trainer_footprint(config, model, passing)
+
+
+def planned_rollout(config: Config, *, lasting: bool = False) -> Footprint:
+    """Returns the memory of a rollout worker, with `lasting` without activations and VAE. Raises as `plan_memory`."""
     model = model_sizes(config)
-    lasting = trainer_footprint(alone(config), model).resident
-    return trainer_footprint(config, model, max(0, training_peak(config) - lasting))
-
-
-def planned_rollout(config: Config) -> Footprint:
-    """Returns the memory of a rollout worker. Raises as `plan_memory`."""
+    if lasting:
+        return rollout_footprint(config, model)
     vae = rehearsed_rollout(config).vae_parameters
-    return rollout_footprint(config, replace(model_sizes(config), vae_parameters=vae), sampling_bytes(config))
-
-
-def lasting_trainer(config: Config) -> Footprint:
-    """Returns the memory of a trainer rank without activations. Raises as `plan_memory`."""
-    return trainer_footprint(config, model_sizes(config))
-
-
-def lasting_rollout(config: Config) -> Footprint:
-    """Returns the memory of a rollout worker without activations and VAE. Raises as `plan_memory`."""
-    return rollout_footprint(config, model_sizes(config))
+    return rollout_footprint(config, replace(model, vae_parameters=vae), sampling_bytes(config))
 
 
 def trainer_footprint(config: Config, model: Sizes, activations: int = 0) -> Footprint:

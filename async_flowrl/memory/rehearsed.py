@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from async_flowrl.memory.sizes import Sizes
     from async_flowrl.policies.base import Shapes
 
-NONE, FULL = "none", "full"
-"""Values of `trainer.gradient_checkpointing` with which the sizes of a model are rehearsed."""
 _remembered: dict[str, Any] = {}
 
 
@@ -44,16 +42,14 @@ def alone(config: Config) -> Config:
     )
 
 
-def rehearsed_rank(config: Config, how: str) -> "RankRehearsal":
-    """Returns a lone trainer rank with `trainer.gradient_checkpointing=how`, as it is rehearsed or was before.
+def rehearsed_rank(config: Config) -> "RankRehearsal":
+    """Returns a lone trainer rank, as it is rehearsed or was before.
 
     Raises ValueError if the model's architecture is not known.
     """
     from async_flowrl.memory.rehearsal.whole import whole_rank
 
-    config = alone(config)
-    config = replace(config, trainer=replace(config.trainer, gradient_checkpointing=how))
-    return _once(config, "trainer", whole_rank)  # type: ignore[no-any-return]
+    return _once(alone(config), "trainer", whole_rank)  # type: ignore[no-any-return]
 
 
 def rehearsed_rollout(config: Config) -> "RolloutRehearsal":
@@ -72,19 +68,13 @@ def model_sizes(config: Config) -> "Sizes":
 
     key = f"sizes {architecture(config)} {config.model!r} {config.lora!r} {config.tune} {config.full!r}"
     if key not in _remembered:
-        _remembered[key] = rehearsed_rank(config, _usual(config)).sizes
+        _remembered[key] = rehearsed_rank(config).sizes
     return cast("Sizes", _remembered[key])
 
 
 def rehearsed_shapes(config: Config) -> "Shapes":
     """Returns the shapes of a ticket's arrays. Raises ValueError as `rehearsed_rank`."""
-    return rehearsed_rank(config, _usual(config)).shapes
-
-
-def _usual(config: Config) -> str:
-    """Returns the checkpointing with which a rank is rehearsed in any case."""
-    how = config.trainer.gradient_checkpointing
-    return how if how == NONE else FULL
+    return rehearsed_rank(config).shapes
 
 
 def _once(config: Config, side: str, rehearse: Callable[..., Any]) -> Any:
@@ -101,7 +91,7 @@ def _once(config: Config, side: str, rehearse: Callable[..., Any]) -> Any:
 
 def training_peak(config: Config) -> int:
     """Returns the most bytes that a lone trainer rank holds after it was loaded."""
-    return _peak(rehearsed_rank(config, config.trainer.gradient_checkpointing).phases)
+    return _peak(rehearsed_rank(config).phases)
 
 
 def sampling_bytes(config: Config) -> int:

@@ -1,68 +1,38 @@
 """GPUs that a configuration takes, and the device memory of reward workers as far as the rewards declare it."""
 
 import logging
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection
 
 from async_flowrl.config.pools import held_out_by_pool, scoring_pools
 from async_flowrl.config.schema import SHARED, Config, RewardTerm
-from async_flowrl.memory.processes import Footprint
+from async_flowrl.memory.processes import GIB, Footprint, Process
 from async_flowrl.rewards.registry import memory_gib
 from async_flowrl.rewards.served import served_terms
 from separation.placement import fewest_gpus
 
 logger = logging.getLogger(__name__)
 
-GIB = 2**30
 MODELS = "reward models"
 
 
-@dataclass(frozen=True)
-class RewardSeat:
-    """Place of the workers of one reward pool on their devices."""
-
-    pool: str
-    key: str
-    """Name of the setting that `gpus` comes from."""
-    workers: int
-    gpus: float
-    """GPUs of each worker; below 1 it is a share of one device."""
-    known: Mapping[str, float]
-    """Reward term → GiB that its model takes while it scores."""
-    unknown: tuple[str, ...]
-    """Reward terms that do not declare their memory."""
-
-    @property
-    def title(self) -> str:
-        return f"worker of the pool {self.pool}"
-
-    @property
-    def footprint(self) -> Footprint:
-        """Memory of one worker, for the terms in `known`."""
-        return Footprint({f"{MODELS}: {name}": round(gib * GIB) for name, gib in self.known.items()})
-
-    @property
-    def caveat(self) -> str:
-        """Clause for the end of a sentence that names the terms missing in the footprint; empty if none is missing."""
-        return f", and what {', '.join(self.unknown)} takes is unknown" if self.unknown else ""
-
-
-def reward_seats(config: Config) -> list[RewardSeat]:
-    """Returns the seats of every pool that scores images and whose workers have GPUs.
+def reward_seats(config: Config) -> list[Process]:
+    """Returns a worker of every pool that scores images and whose workers have GPUs.
 
     The rewards' classes are looked up, but no reward is built. The workers of the first pool also score evaluations,
     so its seat includes the terms of `evaluate.reward` that have no pool of their own.
     """
-    seats: list[RewardSeat] = []
+    seats: list[Process] = []
     held_out = held_out_by_pool(config)
     for pool in scoring_pools(config):
         if pool.gpus_per_worker > 0:
             terms = {**pool.config(config.reward).terms, **held_out.get(pool.name, {})}
             said = {name: _gib(name, term) for name, term in terms.items()}
-            known = {name: gib for name, gib in said.items() if gib is not None}
-            unknown = tuple(name for name, gib in said.items() if gib is None)
+            parts = {f"{MODELS}: {name}": round(gib * GIB) for name, gib in said.items() if gib is not None}
+            unknown = ", ".join(name for name, gib in said.items() if gib is None)
+            caveat = f", and what {unknown} takes is unknown" if unknown else ""
             key = f"{pool.section}.gpus_per_worker"
-            seats.append(RewardSeat(pool.name, key, pool.workers, pool.gpus_per_worker, known, unknown))
+            title = f"worker of the pool {pool.name}"
+            seats.append(Process(title, (pool.name,), Footprint(parts), pool.gpus_per_worker, key, caveat))
     return seats
 
 

@@ -122,33 +122,41 @@ def process_began(history: Sequence[Event]) -> int:
     return int(before["step"]) if before["event"] == "rollback" else 0
 
 
+def steady_steps(history: Iterable[Event], max_staleness: int) -> tuple[Interval, int] | None:
+    """Returns when all pools have work, as (begin, end), and the number of training steps in it; None if it has none.
+
+    These are all steps but the first WARM_UP_STEPS and the last `max_staleness`.
+    """
+    steps = sorted((event for event in history if event["event"] == "step"), key=lambda event: int(event["step"]))
+    inner = steps[WARM_UP_STEPS : len(steps) - max_staleness]
+    return ((inner[0]["started"], inner[-1]["ended"]), len(inner)) if inner else None
+
+
 def steady_state(
     config: Config, workers: Sequence[Track], history: Sequence[Event], peak: float | None
 ) -> dict[str, Any]:
-    """The part of the summary that is measured where all pools have work; values are None if no such steps are left.
+    """The part of the summary that is measured in `steady_steps`; values are None if there are none.
 
-    These are all steps but the first WARM_UP_STEPS and the last max_staleness. G is the busy seconds of rollout per
-    step, divided by the number of rollout workers, T the same of trainer ranks, which may train unequal shares.
+    G is the busy seconds of rollout per step, divided by the number of rollout workers, T the same of trainer ranks,
+    which may train unequal shares.
     """
-    steps = sorted((event for event in history if event["event"] == "step"), key=lambda event: int(event["step"]))
-    inner = steps[WARM_UP_STEPS : len(steps) - config.max_staleness]
     rollout, trainer = _pool(workers, "rollout"), _pool(workers, "trainer")
     overlap: dict[str, float | None] = {"seconds": length(intersect(rollout, trainer)), "share": None}
-    if not inner:
+    if (steady := steady_steps(history, config.max_staleness)) is None:
         bound = dict.fromkeys(("generation", "update", "seconds_per_step"))
         return {"overlap": overlap, "bound": bound, "efficiency": None, "flops_per_s": {}, "mfu": {}}
-    window = inner[0]["started"], inner[-1]["ended"]
+    window, count = steady
     generation = intersect(rollout, [window])
     update = intersect(_pool(workers, "trainer", first_only=True), [window])
     if (least := min(length(generation), length(update))) > 0:
         overlap["share"] = length(intersect(generation, update)) / least
-    g, t = (_worked(workers, pool, window) / len(inner) for pool in ("rollout", "trainer"))
+    g, t = (_worked(workers, pool, window) / count for pool in ("rollout", "trainer"))
     shortest = g + t if config.placement == SHARED else max(g, t)
     rates = flops_per_second(workers, window)
     return {
         "overlap": overlap,
         "bound": {"generation": g, "update": t, "seconds_per_step": shortest},
-        "efficiency": shortest / ((window[1] - window[0]) / len(inner)),
+        "efficiency": shortest / ((window[1] - window[0]) / count),
         "flops_per_s": rates,
         "mfu": {pool: rate / peak if peak else None for pool, rate in rates.items()},
     }

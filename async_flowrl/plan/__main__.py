@@ -9,42 +9,28 @@ values, and `--from-run` says what a run measured, what limits it, and what to c
     python -m async_flowrl.plan --from-run outputs/one_step_off --devices 8
 """
 
-import argparse
 import sys
 from collections.abc import Sequence
+from importlib import import_module
+
+MODES = {"--memory": "memory", "--fit": "fit", "--rehearse": "rehearse"}
+"""Option → the module of this package whose `main` it runs; without one of them it is that of `--from-run`."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the planner on `arguments` (None: the process's own) and returns the exit code."""
+    """Runs the planner on `arguments` (None: the process's own) and returns the exit code, 2 if there is no plan."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    if "--memory" in words:
-        from async_flowrl.plan.memory import main as report_memory
-
-        words.remove("--memory")
-        return report_memory(words)
-    if "--fit" in words:
-        from async_flowrl.plan.fit import main as fit
-
-        words.remove("--fit")
-        return fit(words)
-    if "--rehearse" in words:
-        from async_flowrl.plan.rehearse import main as rehearse
-
-        words.remove("--rehearse")
-        return rehearse(words)
-    from async_flowrl.plan.from_run import add_arguments
-    from async_flowrl.plan.from_run import main as from_run
-
-    parser = argparse.ArgumentParser(
-        prog="python -m async_flowrl.plan", description="Plan a configuration, or learn from a run."
-    )
-    add_arguments(parser)
-    for option in ("--memory", "--fit", "--rehearse"):
-        parser.add_argument(option, action="store_true", help="has options of its own: add --help")
-    given = parser.parse_args(words)
-    if given.from_run is None:
-        parser.error("one of --memory, --fit, --rehearse and --from-run RUN_DIR is needed")
-    return from_run(given)
+    option = next((each for each in MODES if each in words), None)
+    module = import_module(f"async_flowrl.plan.{MODES[option] if option else 'from_run'}")
+    try:
+        module.main([word for word in words if word != option])
+    except ValueError as error:
+        sys.stderr.write(f"plan: {error}\n")
+        return 2
+    except MemoryError as error:  # the bytes of a version are real host memory in a rehearsal too
+        sys.stderr.write(f"plan: this machine has too little memory for the rehearsal: {error}\n")
+        return 2
+    return 0
 
 
 if __name__ == "__main__":

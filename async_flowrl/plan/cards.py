@@ -25,6 +25,7 @@ class Card:
     """Bytes per second to the other cards of the machine, per direction."""
 
 
+ALL = "all"
 _NVLINK_3, _NVLINK_4, _NVLINK_5, _PCIE_4 = 300e9, 450e9, 900e9, 32e9
 CARDS: Mapping[str, Card] = {
     card.name: card
@@ -119,9 +120,15 @@ class Roofline:
         return size / self.given.host_bytes_per_second if from_host else self.traffic(2 * size)
 
 
-def card_of(name: str) -> Card:
-    """Returns the card of that name in any case. Raises ValueError, with the nearest name, for an unknown one."""
-    card = {known.upper(): each for known, each in CARDS.items()}.get(name.upper())
-    if card is None:
-        raise ValueError(unknown_name("--card", name, CARDS))
-    return card
+def cards_of(names: str) -> list[Card]:
+    """Returns the cards of a list of names in any case with commas, or of `all`.
+
+    Raises ValueError, with the nearest name, for an unknown one.
+    """
+    if names.lower() == ALL:
+        return list(CARDS.values())
+    known, wanted = {name.upper(): card for name, card in CARDS.items()}, [name.strip() for name in names.split(",")]
+    for name in wanted:
+        if name.upper() not in known:
+            raise ValueError(unknown_name("--card", name, [*CARDS, ALL] if len(wanted) == 1 else CARDS))
+    return [known[name.upper()] for name in wanted]

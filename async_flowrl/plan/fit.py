@@ -11,18 +11,18 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
-from async_flowrl.config.check import ConfigError, check
+from async_flowrl.config.check import check
 from async_flowrl.config.compose import compose_config
 from async_flowrl.config.pools import HELD_OUT, REWARD, scoring_pools, workers_key
-from async_flowrl.config.schema import FULL, SHARED, Config, RewardTerm
-from async_flowrl.memory.largest import at_largest
+from async_flowrl.config.schema import SHARED, Config, RewardTerm
+from async_flowrl.memory.devices import processes
 from async_flowrl.memory.layout import on_devices, resolved
-from async_flowrl.memory.processes import Footprint, in_one, planned_rollout, planned_trainer
-from async_flowrl.memory.seats import describe_pools, gpus_taken, reward_seats
+from async_flowrl.memory.processes import GIB, planned_rollout, planned_trainer
+from async_flowrl.memory.prompts import at_largest
+from async_flowrl.memory.seats import describe_pools, gpus_taken
 from async_flowrl.rewards.served import served_terms
 from async_flowrl.tickets.arithmetic import check_batching
 
-GIB = 2**30
 Staff = Mapping[str, int]
 """Reward pool of a single term that has GPUs (`reward/X`, `held_out/X`) → its workers."""
 RECIPES = ("sd35_ocr", "qwen_image_ocr", "flux_pickscore")
@@ -92,12 +92,11 @@ def answer(experiment: str, hardware: Hardware, overrides: Sequence[str] = ()) -
             config = compose_config(words[0].removeprefix("--config-name "), words[1:])
             check(config)
             check_batching(config)
-            config = at_largest(config)
-        except (ConfigError, ValueError):
+        except ValueError:
             continue
         if gpus_taken(config) > hardware.devices:
             continue
-        answers.append(judged(experiment, hardware, words, config))
+        answers.append(judged(experiment, hardware, words, at_largest(config)))
         if answers[-1].fits:
             return answers[-1]
     if not answers:
@@ -110,7 +109,7 @@ def judged(experiment: str, hardware: Hardware, words: Sequence[str], config: Co
     device = round(hardware.gib * GIB)
     config = resolved(config, on_devices(config, device)).applied(config)
     trainer, rollout = planned_trainer(config), planned_rollout(config)
-    missing, lacking = max(shortages(config, trainer, rollout, device))
+    missing, lacking = max((each.footprint.total - each.available(device), each.title) for each in processes(config))
     return Answer(
         experiment,
         hardware.name,
@@ -123,22 +122,6 @@ def judged(experiment: str, hardware: Hardware, words: Sequence[str], config: Co
         lacking,
         describe_pools(config, without=("trainer", "rollout", "shared")),
     )
-
-
-def shortages(config: Config, trainer: Footprint, rollout: Footprint, device: int) -> Iterator[tuple[float, str]]:
-    """Yields (missing bytes, name) for each kind of process.
-
-    Missing bytes are the planned memory less the process's share of a device of `device` bytes; negative if it fits.
-    """
-    shares = config.trainer.gpus_per_worker, config.rollout.gpus_per_worker
-    if config.placement == SHARED:
-        both = in_one(trainer, rollout, full=config.tune == FULL)
-        yield both.total - device * min(1.0, shares[0]), "process that samples and trains"
-    else:
-        yield trainer.total - device * min(1.0, shares[0]), "trainer rank"
-        yield rollout.total - device * min(1.0, shares[1]), "rollout worker"
-    for seat in reward_seats(config):
-        yield seat.footprint.total - device * min(1.0, seat.gpus), seat.title
 
 
 def candidates(words: Sequence[str], plain: Config, devices: int) -> Iterator[list[str]]:
@@ -247,7 +230,7 @@ def _one_device(words: Sequence[str], config: Config, staff: Staff) -> Iterator[
     seated += sum(serve.gpus * serve.replicas for _, serve in served_terms(config))
     if seated >= 1:
         return
-    given = [*_numbers(1), *_staff(config, 1, staff)]
+    given = _counts(config, 1, 1, staff)
     given += [f"{pool}.gpus_per_worker={1 - seated:g}" for pool in ("trainer", "rollout")] if seated else []
     yield _shared(words, config, given)
 
@@ -255,10 +238,6 @@ def _one_device(words: Sequence[str], config: Config, staff: Staff) -> Iterator[
 def _shared(words: Sequence[str], config: Config, given: Sequence[str]) -> list[str]:
     placement = [] if config.placement == SHARED else [f"placement={SHARED}"]
     return ["--config-name one_step_off", words[0], *placement, *words[1:], *given]
-
-
-def _numbers(workers: int) -> list[str]:
-    return [f"{pool}.num_workers={workers}" for pool in ("rollout", "trainer", "reward")]
 
 
 def _counts(config: Config, trainer: int, rollout: int, staff: Staff) -> list[str]:
@@ -302,8 +281,8 @@ def typed_words(one: Answer) -> str:
     return f"{command} ({one.seats})" if one.seats else command
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Prints the table; returns the exit code, 2 for a recipe that cannot be read or planned."""
+def main(arguments: Sequence[str]) -> None:
+    """Prints the table. Raises ValueError for a recipe that cannot be read or planned."""
     parser = argparse.ArgumentParser(
         prog="python -m async_flowrl.plan --fit", description="Which recipes fit which hardware, and what to type."
     )
@@ -313,10 +292,5 @@ def main(arguments: Sequence[str]) -> int:
     given = parser.parse_args(arguments)
     experiments = [word for word in given.words if "=" not in word]
     overrides = [word for word in given.words if "=" in word]
-    try:
-        answers = [answer(name, hardware, overrides) for name in experiments or RECIPES for hardware in HARDWARE]
-    except (ConfigError, ValueError) as error:
-        sys.stderr.write(f"plan: {error}\n")
-        return 2
+    answers = [answer(name, hardware, overrides) for name in experiments or RECIPES for hardware in HARDWARE]
     sys.stdout.write(json.dumps([asdict(one) for one in answers], indent=2) + "\n" if given.json else markdown(answers))
-    return 0

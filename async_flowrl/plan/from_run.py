@@ -14,28 +14,20 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 from async_flowrl.config.check import sharing_refusal
+from async_flowrl.config.compose import read_config
 from async_flowrl.config.pools import reward_pools, workers_key
 from async_flowrl.config.schema import SHARED, Config
-from async_flowrl.observability.summary import WARM_UP_STEPS
-from async_flowrl.plan.arguments import count, pair
-from async_flowrl.plan.measured import (
-    Actual,
-    NothingToLearn,
-    actual,
-    delivery_times,
-    generation_seconds,
-    load,
-    score_seconds,
-    span_seconds,
-    within,
-)
+from async_flowrl.observability.events import Event, effective, read_events
+from async_flowrl.observability.intervals import intersect, length
+from async_flowrl.observability.ledger import pool_of
+from async_flowrl.observability.summary import WARM_UP_STEPS, last_attempt, steady_steps
+from async_flowrl.observability.timeline import tracks
 from separation.table import format_table
 
 HEAD = ("placement", "rollout", "trainer", "overlapped s/step", "sync s/step")
@@ -79,41 +71,63 @@ class Split:
 
 
 def measured(run: Path) -> tuple[Config, Measured]:
-    """Returns the run's configuration and what the steps of its last attempt took, after the warm-up.
+    """Returns the run's configuration and what the steady steps of its last attempt took (see `steady_steps`).
 
-    Raises NothingToLearn if these steps have no timings or tickets, and ValueError if the directory is not a run's.
+    Only files are read: neither the model nor the rewards of the configuration are imported. Raises ValueError if
+    there is no steady step, if rollout workers made nothing in them, or if the directory is not a run's.
     """
-    config, began, history, metrics = load(run)
-    first = began + WARM_UP_STEPS
-    lines = [line for line in metrics if line["step"] >= first and "timing/update" in line]
-    steady = actual(run)
-    if not lines or steady is None:
-        raise NothingToLearn(f"{run} has no step from {first} on with its timing: it needs more steps")
-    history = within(history, first, lines[-1]["step"] + 1)
-    return config, _measured(config, history, lines, steady)
-
-
-def _measured(
-    config: Config, history: Sequence[Mapping[str, Any]], lines: Sequence[Mapping[str, Any]], steady: Actual
-) -> Measured:
-    steps, events = len(lines), [dict(event) for event in history]
-    if config.placement == SHARED:
-        generation, update = (span_seconds(events, pool) / steps for pool in ("rollout", "trainer"))
-    else:
-        generation = generation_seconds(events) / steps
-        update = fmean(line["timing/update"] for line in lines) * config.trainer.num_workers
-    if not generation:
-        raise NothingToLearn("no ticket of these steps is in events.jsonl")
-    pools = {pool.name: pool.workers for pool in reward_pools(config.reward)}
-    scored = score_seconds(events, list(pools))
-    return Measured(
-        generation=generation,
-        update=update,
-        rewards={pool: scored[pool] / steps / workers for pool, workers in pools.items()},
-        delivery=fmean(delivery_times(events) or [0.0]),
-        step=steady.step_seconds,
-        busy=steady.busy,
+    config, history = load(run)
+    workers = tracks(history)
+    if (steady := steady_steps(history, config.max_staleness)) is None:
+        raise ValueError(f"{run} has no step between its first {WARM_UP_STEPS} and its last: it needs more steps")
+    (begin, end), steps = steady
+    worked: dict[str, list[float]] = {}
+    for track in workers:
+        worked.setdefault(pool_of(track.place), []).append(length(intersect(track.busy, [(begin, end)])))
+    total = {pool: sum(seconds) / steps for pool, seconds in worked.items()}
+    if not total.get("rollout"):
+        raise ValueError("no ticket of these steps is in events.jsonl")
+    delivered = delivery_times(event for event in history if begin <= event["time"] <= end)
+    return config, Measured(
+        generation=total["rollout"],
+        update=total.get("trainer", 0.0),
+        rewards={pool.name: total.get(pool.name, 0.0) / pool.workers for pool in reward_pools(config.reward)},
+        delivery=fmean(delivered or [0.0]),
+        step=(end - begin) / steps,
+        busy={pool: fmean(seconds) / (end - begin) for pool, seconds in worked.items()},
     )
+
+
+def load(run: Path) -> tuple[Config, Sequence[Event]]:
+    """Returns the configuration, and the events since the run was last resumed.
+
+    The configuration's placement is replaced by the one that the events record for these steps. They differ if the run
+    is being resumed with another placement, because the new configuration is already written. Raises ValueError if a
+    file is missing or broken.
+    """
+    try:
+        whole = effective(read_events(run / "events.jsonl"))
+    except FileNotFoundError as error:
+        raise ValueError(f"{error.filename} is missing: {run} is not the directory of a run") from error
+    config, (_, attempt) = read_config(run / "config.yaml"), last_attempt(whole)
+    placements = [event["placement"] for event in whole if event["event"] == "inputs" and "placement" in event]
+    return replace(config, placement=(placements or [config.placement])[-1]), attempt
+
+
+def delivery_times(history: Iterable[Event]) -> list[float]:
+    """Returns the seconds from the staging of a version to each worker's acknowledgement of it."""
+    staged: dict[int, float] = {}
+    acknowledged: list[tuple[int, float]] = []
+    for event in history:
+        if event["event"] == "version" and event["stream"] == "policy":
+            if event["state"] == "staged":
+                staged[event["version"]] = event["time"]
+            elif event["state"] == "acknowledged":
+                acknowledged.append((event["version"], event["time"]))
+    # A version that is acknowledged after the next one was staged was delivered again, for an evaluation.
+    return [
+        max(0.0, time - staged[v]) for v, time in acknowledged if v in staged and time < staged.get(v + 1, time + 1)
+    ]
 
 
 def split_of(took: Measured, rollout: int, trainer: int) -> Split:
@@ -189,13 +203,21 @@ def without_rewards(took: Measured, split: Split) -> float:
     return max(took.generation / split.rollout, took.update / split.trainer)
 
 
-def main(given: argparse.Namespace) -> int:
-    """Prints what the run measured and the splits; returns the exit code, 2 if the run says too little."""
-    try:
-        config, took = measured(given.from_run.expanduser())
-    except ValueError as error:
-        sys.stderr.write(f"plan: {error}\n")
-        return 2
+def main(arguments: Sequence[str]) -> None:
+    """Prints what the run measured and the splits. Raises ValueError if the run says too little."""
+    parser = argparse.ArgumentParser(
+        prog="python -m async_flowrl.plan", description="Plan a configuration, or learn from a run."
+    )
+    parser.add_argument("--from-run", type=Path, metavar="RUN_DIR", help="a run, whose measured seconds are taken")
+    parser.add_argument("--devices", type=count, help="devices to split (default: the run's)")
+    parser.add_argument("--split", type=pair, metavar="R:T", help="this split alone")
+    parser.add_argument("--json", action="store_true", help="print the plan as JSON")
+    for option in ("--memory", "--fit", "--rehearse"):
+        parser.add_argument(option, action="store_true", help="has options of its own: add --help")
+    given = parser.parse_args(arguments)
+    if given.from_run is None:
+        parser.error("one of --memory, --fit, --rehearse and --from-run RUN_DIR is needed")
+    config, took = measured(given.from_run.expanduser())
     now = present(config, took)
     own = now.trainer if now.placement == SHARED else now.rollout + now.trainer
     devices = given.devices or (sum(given.split) if given.split else own)
@@ -210,7 +232,7 @@ def main(given: argparse.Namespace) -> int:
             "advice": sentences,
         }
         sys.stdout.write(json.dumps(record, indent=2) + "\n")
-        return 0
+        return
     rows = [
         (split.placement, str(split.rollout), str(split.trainer), f"{split.overlapped:.3g}", f"{split.sync:.3g}")
         for split in candidates
@@ -222,11 +244,18 @@ def main(given: argparse.Namespace) -> int:
         f"rewards {rewards or 0} s, delivery {took.delivery:.3g} s; busy: {busy}\n\n"
         f"{format_table(HEAD, rows, align=str.rjust)}\n\n" + "\n".join(sentences) + "\n"
     )
-    return 0
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--from-run", type=Path, metavar="RUN_DIR", help="a run, whose measured seconds are taken")
-    parser.add_argument("--devices", type=count, help="devices to split (default: the run's)")
-    parser.add_argument("--split", type=pair, metavar="R:T", help="this split alone")
-    parser.add_argument("--json", action="store_true", help="print the plan as JSON")
+def count(value: str) -> int:
+    """Parses a whole number of at least 1."""
+    if (number := int(value)) < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
+    return number
+
+
+def pair(value: str) -> tuple[int, int]:
+    """Parses `ROLLOUT:TRAINER`, two whole numbers of at least 1."""
+    left, separator, right = value.partition(":")
+    if not separator:
+        raise argparse.ArgumentTypeError(f"must be ROLLOUT:TRAINER, for example 5:3, got {value}")
+    return count(left), count(right)

@@ -5,47 +5,19 @@ import json
 import math
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import Any
 
-from async_flowrl.config.check import ConfigError, check
+from async_flowrl.config.check import check
 from async_flowrl.config.compose import DEFAULT, compose_config
 from async_flowrl.config.resolution import in_pixels, parse_resolution
-from async_flowrl.config.schema import SHARED, Config
-from async_flowrl.memory.devices import GIB, ONE, ROLLOUT, TRAINER, Device, enough_gpus, remedy, seat_for
-from async_flowrl.memory.largest import at_largest
+from async_flowrl.config.schema import Config
+from async_flowrl.memory.devices import enough_gpus, processes, remedy, seat_for
 from async_flowrl.memory.layout import Chosen, on_devices, resolved
-from async_flowrl.memory.processes import (
-    MARGIN_SHARE,
-    RUNTIME_BYTES,
-    Footprint,
-    MemoryPlan,
-    in_one,
-    plan_memory,
-    rollout_ranks,
-)
-from async_flowrl.memory.seats import describe_gpus, gpus_taken, reward_seats
+from async_flowrl.memory.processes import GIB, MARGIN_SHARE, RUNTIME_BYTES, MemoryPlan, Process, plan_memory
+from async_flowrl.memory.prompts import at_largest
+from async_flowrl.memory.seats import describe_gpus, gpus_taken
 from separation.table import format_table
-
-
-@dataclass(frozen=True)
-class Process:
-    """Kind of process on a device, or several kinds that share one."""
-
-    title: str
-    footprint: Footprint
-    share: float
-    """GPUs per worker: a share of one device, or whole devices from 1 on."""
-    kind: str = ""
-    """Title of this kind in `memory/devices.py`; empty for reward workers, whose settings are none of that module."""
-    key: str = ""
-    """Setting of the share of a reward worker."""
-    caveat: str = ""
-    """Clause for the end of a sentence on memory that is not known."""
-
-    def available(self, device_gib: float) -> int:
-        """Returns the bytes that the process may use of a device of `device_gib` GiB."""
-        return round(device_gib * GIB * (min(1.0, self.share) or 1.0))
 
 
 def describe(plan: MemoryPlan, config: Config, device_gib: float) -> str:
@@ -58,7 +30,7 @@ def describe(plan: MemoryPlan, config: Config, device_gib: float) -> str:
     what = "full weights: {} M trained" if model.full else "LoRA of {} M parameters"
     trained = f"{what.format(f'{model.adapter_parameters / 1e6:.1f}')}, {plan.adapter_bytes / 1e6:.0f} MB per version"
     sections = [f"{whole}, {trained}", f"images of {in_pixels(parse_resolution(config.rollout.resolution))}", ""]
-    for process in processes(plan, config):
+    for process in processes(config):
         title, footprint = process.title, process.footprint
         rows = [(name, f"{size / GIB:.2f}") for name, size in footprint.parts.items()]
         extra = footprint.total - sum(footprint.parts.values())
@@ -71,7 +43,8 @@ def describe(plan: MemoryPlan, config: Config, device_gib: float) -> str:
         f"{plan.ticket_bytes / 1e6:.1f} MB per ticket, at most {plan.payload / 1e9:.2f} GB in the object store, "
         f"{plan.sent_weights / 1e9:.2f} of them weights on their way to rollout workers"
     )
-    return "\n".join([*sections, payload, *(verdict(plan, config, device_gib))]) + "\n"
+    verdicts = [judged(process, config, device_gib) for process in processes(config)]
+    return "\n".join([*sections, payload, *verdicts, describe_gpus(config)]) + "\n"
 
 
 def on_the_host(plan: MemoryPlan, config: Config) -> list[str]:
@@ -90,65 +63,33 @@ def on_the_host(plan: MemoryPlan, config: Config) -> list[str]:
     ]
 
 
-def processes(plan: MemoryPlan, config: Config) -> list[Process]:
-    """Returns trainer rank and rollout worker (as one if they share a device), and a worker of each reward pool.
-
-    Reward pools without GPUs are left out.
-    """
-    trainer, rollout = config.trainer.gpus_per_worker, config.rollout.gpus_per_worker
-    seats = [
-        Process(seat.title, seat.footprint, seat.gpus, key=seat.key, caveat=seat.caveat)
-        for seat in reward_seats(config)
-    ]
-    if config.placement == SHARED:
-        whole = in_one(plan.trainer, plan.rollout, full=plan.model.full)
-        return [Process("process that samples and trains", whole, trainer, ONE), *seats]
-    spread = "GPU of a rollout worker" if rollout_ranks(config) > 1 else "rollout worker"
-    return [
-        Process("trainer rank", plan.trainer, trainer, TRAINER),
-        Process(spread, plan.rollout, rollout, ROLLOUT),
-        *seats,
-    ]
-
-
-def verdict(plan: MemoryPlan, config: Config, device_gib: float) -> list[str]:
-    """Returns a sentence per kind of process on whether it fits devices of `device_gib` GiB, and one on the devices."""
-    return [*(judged(each, config, device_gib) for each in processes(plan, config)), describe_gpus(config)]
-
-
 def judged(process: Process, config: Config, device_gib: float) -> str:
     """Returns a sentence on whether the process fits, and if not, on settings that help."""
-    footprint, available = process.footprint, process.available(device_gib)
-    whole = f"{device_gib:g} GiB"
+    footprint, device = process.footprint, round(device_gib * GIB)
+    available = process.available(device)
     part = "" if process.share >= 1 else f"{process.share:g} of "
     left = (available - footprint.total) / GIB
     if not footprint.parts:
-        return f"whether a {process.title} fits {part}{whole} is unknown: its rewards do not say what they take"
+        return (
+            f"whether a {process.title} fits {part}{device_gib:g} GiB is unknown: its rewards do not say what they take"
+        )
     if left >= 0:
-        return f"a {process.title} fits {part}a device of {whole}, {left:.1f} GiB left{process.caveat}"
-    return f"a {process.title} does not fit {part}{whole}, {-left:.1f} GiB are missing: " + cure(
-        process, config, Device(round(device_gib * GIB), available)
-    )
-
-
-def cure(process: Process, config: Config, device: Device) -> str:
-    """Returns a clause with settings that make the process fit, or come nearest to it, or more of a device."""
-    footprint = process.footprint
-    if not process.kind:
-        return seat_for(footprint, device.memory, process.key) + process.caveat
-    share = device.available / device.memory
-    larger = f"a device of {math.ceil(footprint.total / GIB / share)} GiB"
-    if footprint.total <= device.memory:
-        larger = f"{enough_gpus(footprint.total, device.memory):g} of the device"
-    lasting = footprint.resident > device.available
-    return f"{remedy(process.kind, config, device, lasting=lasting)}, or with {larger}"
+        return f"a {process.title} fits {part}a device of {device_gib:g} GiB, {left:.1f} GiB left{process.caveat}"
+    lacks = f"a {process.title} does not fit {part}{device_gib:g} GiB, {-left:.1f} GiB are missing"
+    if process.key:
+        return f"{lacks}: {seat_for(process, device)}{process.caveat}"
+    larger = f"a device of {math.ceil(footprint.total * device / available / GIB)} GiB"
+    if footprint.total <= device:
+        larger = f"{enough_gpus(footprint.total, device):g} of the device"
+    lasting = footprint.resident > available
+    return f"{lacks}: {remedy(process, config, device, lasting=lasting)}, or with {larger}"
 
 
 def as_json(plan: MemoryPlan, config: Config, device_gib: float) -> dict[str, Any]:
     """Returns the plan as a dictionary for JSON, all sizes in bytes."""
     parts = {
         process.title.replace(" ", "_"): {**process.footprint.parts, "total": process.footprint.total}
-        for process in processes(plan, config)
+        for process in processes(config)
     }
     return {
         "base_parameters": plan.model.base_parameters,
@@ -163,7 +104,7 @@ def as_json(plan: MemoryPlan, config: Config, device_gib: float) -> dict[str, An
         "sent_weights": plan.sent_weights,
         "adapter_bytes": plan.adapter_bytes,
         "devices": gpus_taken(config),
-        "fits": all(process.footprint.total <= process.available(device_gib) for process in processes(plan, config)),
+        "fits": all(each.footprint.total <= each.available(round(device_gib * GIB)) for each in processes(config)),
     }
 
 
@@ -182,8 +123,8 @@ def recommended(config: Config, cheapest: Chosen, chosen: Chosen) -> list[str]:
     return [f"the cheapest layout is another one; {sentence}" for sentence in cheapest.reasons]
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Prints the plan; returns the exit code, 2 if there is none."""
+def main(arguments: Sequence[str]) -> None:
+    """Prints the plan. Raises ValueError if there is none."""
     parser = argparse.ArgumentParser(
         prog="python -m async_flowrl.plan --memory", description="What a configuration needs, and whether it fits."
     )
@@ -192,17 +133,12 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     given = parser.parse_intermixed_args(arguments)
-    try:
-        config = compose_config(given.config_name, given.overrides)
-        check(config)
-        config = at_largest(config)
-        chosen = resolved(config, on_devices(config, round(given.device * GIB)))
-        cheapest = cheapest_layout(config, round(given.device * GIB))
-        config = chosen.applied(config)
-        plan = plan_memory(config)
-    except (ConfigError, ValueError) as error:
-        sys.stderr.write(f"plan: {error}\n")
-        return 2
+    config = compose_config(given.config_name, given.overrides)
+    check(config)
+    config, device = at_largest(config), round(given.device * GIB)
+    chosen, cheapest = resolved(config, on_devices(config, device)), cheapest_layout(config, device)
+    config = chosen.applied(config)
+    plan = plan_memory(config)
     if given.json:
         printed = as_json(plan, config, given.device)
         printed |= {"layout": asdict(chosen.layout), "cheapest_layout": asdict(cheapest.layout)}
@@ -210,4 +146,3 @@ def main(arguments: Sequence[str]) -> int:
     else:
         said = "".join(f"{sentence}\n" for sentence in chosen.reasons or recommended(config, cheapest, chosen))
         sys.stdout.write(describe(plan, config, given.device) + said)
-    return 0

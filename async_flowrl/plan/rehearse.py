@@ -1,28 +1,119 @@
 """Command `python -m async_flowrl.plan --rehearse`: runs a configuration's workers on fake tensors.
 
 Fake tensors have shapes and dtypes but no values. `rehearse` returns a `Rehearsal`: memory, FLOPs, collectives and
-estimated seconds of a trainer rank and of a rollout worker.
+estimated seconds of a trainer rank and of a rollout worker; none of them is measured. In what is printed GiB are 2**30
+bytes; MB, GB and TFLOP are powers of ten.
 """
 
 import argparse
 import json
 import logging
 import sys
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from typing import Any
 
-from async_flowrl.config.check import ConfigError, check
+from async_flowrl.config.check import check
 from async_flowrl.config.compose import DEFAULT, compose_config
 from async_flowrl.config.quiet import quieter
-from async_flowrl.config.schema import Config
-from async_flowrl.memory.largest import at_largest
+from async_flowrl.config.schema import FULL, SHARED, Config
 from async_flowrl.memory.layout import on_devices, resolved
+from async_flowrl.memory.processes import GIB
+from async_flowrl.memory.prompts import at_largest
+from async_flowrl.memory.rehearsal.ledger import Phase
 from async_flowrl.memory.rehearsal.model import FakeModel
+from async_flowrl.memory.rehearsal.rollout import RolloutRehearsal
+from async_flowrl.memory.rehearsal.trainer import RankRehearsal
 from async_flowrl.memory.rehearsal.whole import whole_rank, whole_rollout
-from async_flowrl.plan import by_card
-from async_flowrl.plan.cards import CARDS, Card, Roofline
-from async_flowrl.plan.estimate import estimate
-from async_flowrl.plan.report import Rehearsal, as_json, describe
+from async_flowrl.plan.cards import CARDS, Card, Roofline, cards_of
 from async_flowrl.tickets.arithmetic import check_batching
+from separation.table import format_table
+
+BOTH = "process that samples and trains"
+TRAINING, SAMPLING = "update", "sample"
+"""The phases of either side at whose entry everything is there that lasts."""
+OF_PHASES = ("phase", "resident GiB", "peak GiB", "times", "kernels", "TFLOP", "estimated s", "collectives")
+OF_CARDS = ("card", "fits", "ticket s", "micro-batch s", "generation s/step", "training s/step", "images/s", "longer")
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Seconds and FLOPs of one rollout worker and one trainer rank by the roofline model; none of them is measured."""
+
+    ticket: float
+    """Seconds of one ticket: denoising and decoding, without the text encoders."""
+    generation: float
+    """Seconds per training step, with its tickets spread evenly over the rollout workers, each of which activates one
+    version."""
+    micro_batch: float
+    """Seconds of forward and backward, collectives included."""
+    update: float
+    """Seconds of all passes and optimizer steps of a rank per training step."""
+    delivery: float
+    """Seconds to stage a version, send it to a rollout worker and receive it there."""
+    activation: float
+    """Seconds to put a version into a rollout worker's network, once per training step."""
+    ticket_flops: float
+    update_flops: float
+    """FLOPs of a rank per training step."""
+    update_sent: float
+    """Bytes that a rank sends in collectives per training step."""
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """Result of a rehearsal: both kinds of process, to be estimated for the card of `roofline`."""
+
+    config: Config
+    roofline: Roofline
+    rank: RankRehearsal
+    rollout: RolloutRehearsal
+
+    @cached_property
+    def estimate(self) -> Estimate:
+        """The estimated durations."""
+        return estimate(self.config, self.rank, self.rollout, self.roofline)
+
+    @property
+    def lacking(self) -> float:
+        """Most bytes by which a process exceeds the card's memory; 0 if all fit."""
+        return max(0.0, *(phase.peak - self.roofline.card.memory for phase in self.peaks().values()))
+
+    @property
+    def shared(self) -> bool:
+        """Each process samples and trains."""
+        return self.config.placement == SHARED
+
+    @property
+    def devices(self) -> int:
+        """Devices of all trainer ranks and rollout workers."""
+        trainers = self.config.trainer.num_workers
+        return trainers if self.shared else trainers + self.config.rollout.num_workers
+
+    def peaks(self) -> dict[str, Phase]:
+        """Returns process title → the phase that needs the most memory."""
+        rank, rollout = peak(self.rank.phases.values()), peak(self.rollout.phases.values())
+        return {BOTH: self.in_one()} if self.shared else {"trainer rank": rank, "rollout worker": rollout}
+
+    def in_one(self) -> Phase:
+        """Returns the phase that needs the most memory in a process that samples and trains.
+
+        While one side computes, all that lasts of the other one is there, too, and the frozen weights are there once.
+        Only the rollout worker is loaded while nothing else is there.
+        """
+        training, sampling = self.rank.phases, dict(self.rollout.phases)
+        alone = sampling.pop("load")
+        highest = [alone]
+        for phases, lasting in ((training, sampling[SAMPLING]), (sampling, training[TRAINING])):
+            own = peak(phases.values())
+            highest.append(replace(own, peak=own.peak + lasting.resident - self.rank.frozen_bytes))
+        return peak(highest)
+
+    def on(self, card: Card) -> "Rehearsal":
+        """Returns the rehearsal to be estimated for another card; the counts are the same on every card."""
+        return replace(self, roofline=Roofline(card, self.roofline.given))
 
 
 def rehearse(config: Config, card: Card) -> Rehearsal:
@@ -37,12 +128,209 @@ def rehearse(config: Config, card: Card) -> Rehearsal:
         raise ValueError("a warm start is not rehearsed, it needs the memory of one more version: leave lora.path out")
     config = resolved(config, on_devices(config, int(card.memory))).applied(config)
     model, roofline = FakeModel.of(config), Roofline(card)
-    rank, rollout = whole_rank(config, model), whole_rollout(config, model)
-    return Rehearsal(config, roofline, rank, rollout, estimate(config, rank, rollout, roofline))
+    return Rehearsal(config, roofline, whole_rank(config, model), whole_rollout(config, model))
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Prints the rehearsal; returns the exit code, 2 if there is none."""
+def estimate(config: Config, rank: RankRehearsal, rollout: RolloutRehearsal, roofline: Roofline) -> Estimate:
+    """Estimates the configuration's durations with its numbers of workers, on the card of `roofline`.
+
+    All images count as the largest ones with the longest prompt, which were rehearsed.
+    """
+    tickets = config.prompts_per_step * config.group_size // config.images_per_ticket
+    repeats = rollout.passes / rollout.run
+    batch = sum(
+        seconds(phase, roofline) * (repeats if name in ("denoise", "sample") else 1.0)
+        for name, phase in rollout.phases.items()
+        if name in ("denoise", "sample", "decode")
+    )
+    ticket = batch / rollout.tickets
+    flops = (rollout.phases["denoise"].flops * repeats + rollout.phases["decode"].flops) / rollout.tickets
+    forward, backward = (_once(roofline, rank.phases[name]) for name in ("forward", "backward"))
+    optimizer = _once(roofline, rank.phases["optimizer"])
+    per_pass = rank.phases["forward"].flops / rank.phases["forward"].entered
+    per_update = per_pass + rank.phases["backward"].flops / rank.phases["backward"].entered
+    passes, micro_batches = rank.frozen_passes, rank.micro_batches
+    activation = roofline.activation(rollout.version_bytes, from_host=config.versions_on_host)
+    sent = {name: phase.sent / phase.entered for name, phase in rank.phases.items()}
+    return Estimate(
+        ticket=ticket,
+        generation=ticket * tickets / config.rollout.num_workers + activation,
+        micro_batch=forward + backward,
+        update=micro_batches * (forward + backward) + passes * forward + rank.optimizer_steps * optimizer,
+        delivery=roofline.delivery(rank.version_bytes, rank.share_bytes),
+        activation=activation,
+        ticket_flops=flops,
+        update_flops=micro_batches * per_update + passes * per_pass,
+        update_sent=(micro_batches + passes) * sent["forward"]
+        + micro_batches * sent["backward"]
+        + rank.optimizer_steps * sent["optimizer"],
+    )
+
+
+def seconds(phase: Phase, roofline: Roofline) -> float:
+    """Returns the estimated seconds of all kernels of a phase on the roofline's card, without collectives."""
+    return sum(roofline.kernel(*kernel) * times for kernel, times in phase.kernels.items())
+
+
+def _once(roofline: Roofline, phase: Phase) -> float:
+    """Returns the mean seconds per entry of the phase, collectives included."""
+    return (seconds(phase, roofline) + roofline.collective(phase.sent)) / phase.entered
+
+
+def peak(phases: Iterable[Phase]) -> Phase:
+    """Returns the phase that needs the most memory."""
+    return max(phases, key=lambda phase: phase.peak)
+
+
+def describe(done: Rehearsal) -> str:
+    """Returns the text: tables of both kinds of process, what fits, the estimate, and its assumptions."""
+    config, rank, rollout, card = done.config, done.rank, done.rollout, done.roofline.card
+    trained = "full weights, trained" if config.tune == FULL else "LoRA of"
+    shared = f", {rank.share_bytes / 1e6:.0f} MB of it on each rank" * (rank.share_bytes < rank.version_bytes)
+    lines = [
+        f"{config.model.path}: {rank.sizes.base_parameters / 1e9:.2f} B parameters, "
+        f"{trained} {rank.sizes.adapter_parameters / 1e6:.1f} M, {rank.version_bytes / 1e6:.0f} MB per version"
+        f"{shared}; shapes only, nothing was computed",
+        "",
+        f"trainer rank ({rank.layout}), micro-batch of {rank.rows} rows",
+        table(rank.phases, done.roofline),
+        *(
+            [f"{rank.host_bytes / GIB:.1f} GiB of pinned host memory hold its share of the base"]
+            * bool(rank.host_bytes)
+        ),
+        "",
+        f"rollout worker, {rollout.rows} images at once, {rollout.run} of {rollout.passes} forward passes of a "
+        + ("ticket" if rollout.tickets == 1 else f"batch of {rollout.tickets} tickets"),
+        table(rollout.phases, done.roofline),
+        "",
+        *fits(done),
+        "",
+        *sentences(done),
+        "",
+        f"Estimated for {card.name} by arithmetic; it takes for granted:",
+        *(f"- {sentence}" for sentence in done.roofline.given.sentences(card)),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def table(phases: Mapping[str, Phase], roofline: Roofline) -> str:
+    """Returns a table with a row per phase."""
+    rows = [
+        (
+            phase.name,
+            f"{phase.resident / GIB:.3g}",
+            f"{phase.peak / GIB:.3g}",
+            str(phase.entered),
+            str(phase.kernels.total()),
+            f"{phase.flops / 1e12:.3g}",
+            f"{seconds(phase, roofline):.3g}",
+            ", ".join(f"{name.strip('_')} {size / 1e9:.3g} GB" for name, size in sorted(phase.collectives.items())),
+        )
+        for phase in phases.values()
+    ]
+    return format_table(OF_PHASES, rows)
+
+
+def fits(done: Rehearsal) -> list[str]:
+    """Returns a sentence per process on whether its peak fits the card, without fragmentation and CUDA's own memory."""
+    card = done.roofline.card
+    sentences = []
+    for title, phase in done.peaks().items():
+        share = phase.peak / card.memory
+        verdict = "does not fit" if share > 1 else "is tight on" if share > 0.9 else "fits"
+        sentences.append(
+            f"a {title} holds {phase.peak / GIB:.3g} GiB at most ({phase.name}): {verdict} {card.name}'s "
+            f"{card.memory / GIB:.1f} GiB ({share:.0%}), fragments and CUDA's own memory aside"
+        )
+    return sentences
+
+
+def sentences(done: Rehearsal) -> list[str]:
+    """Returns the estimate in sentences."""
+    config, times = done.config, done.estimate
+    return [
+        f"estimated: a ticket of {config.images_per_ticket} images {times.ticket:.3g} s "
+        f"({times.ticket_flops / 1e12:.4g} TFLOP), a micro-batch {times.micro_batch:.3g} s, a delivery of "
+        f"{done.rank.version_bytes / 1e6:.0f} MB {times.delivery:.3g} s, its activation {times.activation:.3g} s",
+        f"estimated per training step: {times.generation:.4g} s of generation on {config.rollout.num_workers} rollout "
+        f"workers, {times.update:.4g} s of training on {config.trainer.num_workers} ranks ({done.rank.micro_batches} "
+        f"micro-batches, {done.rank.frozen_passes} passes without gradient, {times.update_sent / 1e9:.3g} GB sent per "
+        f"rank); {together(done)}",
+    ]
+
+
+def together(done: Rehearsal) -> str:
+    """Returns what a training step takes, from the seconds of generation and training, as the end of a sentence."""
+    generation, update = done.estimate.generation, done.estimate.update
+    if done.shared:
+        return f"each of {done.devices} processes does both, one after the other: {generation + update:.4g} s"
+    return f"{'training' if update > generation else 'generation'} is the longer one"
+
+
+def as_json(done: Rehearsal) -> dict[str, Any]:
+    """Returns the rehearsal as a dictionary for JSON: sizes in bytes, times in seconds."""
+    rank, rollout, card = done.rank, done.rollout, done.roofline.card
+    return {
+        "trainer_rank": {**asdict(rank), "phases": _phases(rank.phases, done.roofline)},
+        "rollout_worker": {**asdict(rollout), "phases": _phases(rollout.phases, done.roofline)},
+        "peak": {title.replace(" ", "_"): phase.peak for title, phase in done.peaks().items()},
+        "fits": not done.lacking,
+        "estimate": asdict(done.estimate),
+        "card": asdict(card),
+        "assumptions": done.roofline.given.sentences(card),
+    }
+
+
+def _phases(phases: Mapping[str, Phase], roofline: Roofline) -> dict[str, dict[str, Any]]:
+    return {name: _phase(phase, roofline) for name, phase in phases.items()}
+
+
+def _phase(phase: Phase, roofline: Roofline) -> dict[str, Any]:
+    """Returns the phase as a dictionary, with the number and the seconds of its kernels but not each kernel."""
+    arithmetic = sum(
+        roofline.kernel(*kernel) * times for kernel, times in phase.kernels.items() if roofline.is_arithmetic(*kernel)
+    )
+    whole = seconds(phase, roofline)
+    return {
+        **asdict(replace(phase, kernels=Counter())),
+        "kernels": phase.kernels.total(),
+        "flops": phase.flops,
+        "collectives": dict(phase.collectives),
+        "seconds": whole,
+        "arithmetic": arithmetic,
+        "traffic": whole - arithmetic,
+    }
+
+
+def by_card(done: Rehearsal, cards: Sequence[Card]) -> str:
+    """Returns a table with a row per card.
+
+    For images per second a step takes the longer of generation and training, or both with `max_staleness=0` or
+    `placement=shared`.
+    """
+    rows = [_row(done.on(card)) for card in cards]
+    layout = f"the same processes on each card; the base is held as on {done.roofline.card.name} ({done.rank.layout})"
+    return f"By card, estimated by arithmetic ({layout}):\n{format_table(OF_CARDS, rows)}\n"
+
+
+def _row(done: Rehearsal) -> tuple[str, ...]:
+    estimated, config, missing = done.estimate, done.config, done.lacking
+    one_after_the_other = config.max_staleness == 0 or done.shared
+    step = (sum if one_after_the_other else max)((estimated.generation, estimated.update))
+    return (
+        done.roofline.card.name,
+        f"no, {missing / GIB:.1f} GiB are missing" if missing else "yes",
+        f"{estimated.ticket:.3g}",
+        f"{estimated.micro_batch:.3g}",
+        f"{estimated.generation:.3g}",
+        f"{estimated.update:.3g}",
+        f"{config.prompts_per_step * config.group_size / step:.3g}",
+        "training" if estimated.update > estimated.generation else "generation",
+    )
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Prints the rehearsal. Raises ValueError if there is none."""
     parser = argparse.ArgumentParser(
         prog="python -m async_flowrl.plan --rehearse",
         description="Runs a configuration's trainer and rollout worker on shapes alone: memory, collectives, FLOPs.",
@@ -57,21 +345,18 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print the rehearsal as JSON")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     given = parser.parse_intermixed_args(arguments)
-    try:
-        cards = by_card.cards_of(given.card)
-        config = compose_config(given.config_name, given.overrides)
-        check(config)
-        # The package's warnings are about values, and fake tensors have none.
-        with quieter("async_flowrl", logging.ERROR):
-            done = rehearse(config, cards[0])
-    except (ConfigError, ValueError) as error:
-        sys.stderr.write(f"plan: {error}\n")
-        return 2
-    except MemoryError as error:  # the bytes of a version are real host memory in a rehearsal too
-        sys.stderr.write(f"plan: this machine has too little memory for the rehearsal: {error}\n")
-        return 2
+    cards = cards_of(given.card)
+    config = compose_config(given.config_name, given.overrides)
+    check(config)
+    # The package's warnings are about values, and fake tensors have none.
+    with quieter("async_flowrl", logging.ERROR):
+        done = rehearse(config, cards[0])
     if given.json:
-        sys.stdout.write(json.dumps({**as_json(done), "by_card": by_card.as_json(done, cards)}, indent=2) + "\n")
+        on_cards = [done.on(card) for card in cards]
+        priced = [
+            {"card": asdict(each.roofline.card), "fits": not each.lacking, "estimate": asdict(each.estimate)}
+            for each in on_cards
+        ]
+        sys.stdout.write(json.dumps({**as_json(done), "by_card": priced}, indent=2) + "\n")
     else:
-        sys.stdout.write(describe(done) + (f"\n{by_card.by_card(done, cards)}" if len(cards) > 1 else ""))
-    return 0
+        sys.stdout.write(describe(done) + (f"\n{by_card(done, cards)}" if len(cards) > 1 else ""))

@@ -14,7 +14,7 @@ from async_flowrl.controller.download import download_model, loaders, model_of
 from async_flowrl.memory.host import Hosts, NodeProcesses, check_hosts
 from async_flowrl.run.prepare import Prepared
 from separation.group import PoolSpec, WorkerFailed, WorkerGroup
-from separation.node_memory import NodeMemory, node_memory
+from separation.node_memory import NodeMemory
 from separation.supervise import deadline, together
 
 logger = logging.getLogger(__name__)
@@ -76,9 +76,8 @@ async def look_at(groups: Mapping[str, WorkerGroup]) -> tuple[NodeProcesses, ...
         node = worker.node, seen.host, seen.place
         memory.setdefault(node, seen)
         there.setdefault(node, {}).setdefault(name, []).append(worker.index)
-    here = own_node(memory)
     return tuple(
-        NodeProcesses(node[0], memory[node], {name: tuple(of) for name, of in pools.items()}, controller=node == here)
+        NodeProcesses(node[0], memory[node], {name: tuple(of) for name, of in pools.items()})
         for node, pools in there.items()
     )
 
@@ -86,13 +85,3 @@ async def look_at(groups: Mapping[str, WorkerGroup]) -> tuple[NodeProcesses, ...
 def quick_lane(spec: PoolSpec) -> str:
     """Returns a lane of the pool's workers on which an answer comes soon."""
     return next((lane for lane in QUICK_LANES if lane in spec.lanes), "main")
-
-
-def own_node(memory: Mapping[tuple[str, str, str], NodeMemory]) -> tuple[str, str, str] | None:
-    """Returns the node of this process, or None if it has no workers.
-
-    A shell and a job step of one machine have different control groups; without a limit of their own they count as one.
-    """
-    own = node_memory()
-    same = [node for node, seen in memory.items() if (seen.host, seen.total) == (own.host, own.total)]
-    return max(same, key=lambda node: node[2] == own.place, default=None)

@@ -11,7 +11,7 @@ import pyarrow
 import pyarrow.parquet
 
 from async_flowrl.config.schema import DataConfig
-from async_flowrl.data.load import load_prompts
+from async_flowrl.data.load import load_data
 
 SYSTEM = (
     "Describe the image by detailing the color, shape, size, texture, quantity, text, spatial relationships of the "
@@ -42,7 +42,7 @@ def write(path: Path, source: str, system: str, negative: str) -> tuple[Path, in
     `system` and `negative` fill the prompts that bring none. Raises ValueError, with file and line, for a prompt
     without a quoted target, and FileNotFoundError if `source` does not exist.
     """
-    prompts = load_prompts(DataConfig(train=source, held_out=0), split="train", needs_target=True)
+    prompts = load_data(DataConfig(train=source, held_out=0), needs_target=True).train
     rows = [
         {
             "prompt": prompt.text,

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from async_flowrl.check_model.__main__ import main
-from async_flowrl.check_model.rows import STEPS
+from async_flowrl.check_model.compare import CAUSES
 from async_flowrl.config.compose import compose_config
 from async_flowrl.policies.registry import resolve_model
 from async_flowrl.run.job import run
@@ -63,7 +63,7 @@ def verdicts(printed: str) -> dict[str, str]:
 def test_a_shipped_family_is_its_stock_pipeline(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     padded = [] if name == "qwen_image" else SHORT
     assert main(["tiny", "--tiny-family", name, *padded]) == 0
-    assert verdicts(capsys.readouterr().out) == dict.fromkeys(STEPS, "yes")
+    assert verdicts(capsys.readouterr().out) == dict.fromkeys(CAUSES, "yes")
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from PIL import Image
 
 from async_flowrl.config.compose import read_config
 from async_flowrl.config.schema import Config, LoraConfig, RewardTerm
-from async_flowrl.data.load import load_prompts
+from async_flowrl.data.load import load_data
 from async_flowrl.evaluate import job_of_run, measure
 from async_flowrl.evaluate.__main__ import main as evaluating
 from async_flowrl.evaluate.measure import Scored
@@ -74,7 +74,7 @@ def run(trained: Path, tmp_path: Path) -> Path:
 
 def engine_scores(config: Config, policy: QwenImagePolicy) -> list[list[float]]:
     """The weighted rewards of the rollout engine's own evaluation images, by prompt."""
-    prompts = load_prompts(config.data, split="evaluation", needs_target=False)
+    prompts = load_data(config.data, needs_target=False).evaluation
     assert prompts[1].system is not None and prompts[1].negative is not None
     recipe, engine = RequestBuilder(config, prompts, prompts), DiffusersEngine(policy)
     (term,) = build_reward(config.reward).terms

@@ -78,7 +78,7 @@ from separation.node_memory import node_memory
 prepared = prepare(compose_config(overrides=sys.argv[1:]))
 resolved(prepared.at_largest, {})
 workers = {"trainer": (0,), "rollout": (0,)}
-node = NodeProcesses("here", node_memory(), workers, controller=True)
+node = NodeProcesses("here", node_memory(), workers)
 hosts = Hosts((node,), StoredElements({"blocks.0.a": 9}, 0, 0), {})
 before = set(sys.modules)
 for tune in ("lora", "full"):

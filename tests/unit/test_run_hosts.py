@@ -16,7 +16,7 @@ from async_flowrl.config.schema import Config
 from async_flowrl.memory.host import Hosts, NodeProcesses
 from async_flowrl.policies.stored import FILE
 from async_flowrl.run import hosts
-from async_flowrl.run.hosts import look_at, own_node, ready_nodes
+from async_flowrl.run.hosts import look_at, ready_nodes
 from async_flowrl.run.prepare import Prepared, prepare
 from separation import node_memory as memory
 from separation.cluster import cluster
@@ -75,7 +75,7 @@ def test_nodes_are_compared_while_reward_servers_start_and_tickets_are_made(prep
     asked(lambda config, of: seen.append(of) or (), prepared, busy=busy)  # type: ignore[func-returns-value]
     ((node,),) = (of.nodes for of in seen)
     assert node.workers == {"trainer": (0, 1), "server/judge": (0,), "rollout": (0, 1), "reward": (0,)}
-    assert node.controller and node.memory.total == memory.total_memory()
+    assert node.memory.total == memory.total_memory()
     assert seen[0].devices == {"trainer": 7} and seen[0].stored.transformer == {"a": 3}
 
 
@@ -111,19 +111,14 @@ def test_a_model_without_safetensors_files_is_not_compared(
     assert "only safetensors weights are loaded" in caplog.text
 
 
-def places(monkeypatch: pytest.MonkeyPatch, by_worker: Mapping[str, NodeMemory], own: NodeMemory) -> None:
-    """Has each worker, by the name of its thread, see this memory, and the process itself see `own`."""
-    monkeypatch.setattr(memory, "node_memory", lambda: by_worker[threading.current_thread().name.partition("/")[0]])
-    monkeypatch.setattr(hosts, "node_memory", lambda: own)
-
-
 def test_workers_of_one_address_in_two_containers_are_on_two_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two containers of one machine with its network; a third node has another address."""
     first, second = NodeMemory("m", 100, 50, place="cgroup:[1] a"), NodeMemory("m", 100, 40, place="cgroup:[2] a")
     third = NodeMemory("n", 100, 30, place="cgroup:[1] a")
     pools = (PoolSpec("rollout", TOY, 3, lanes=("control",)), PoolSpec("trainer", TOY, 2, lanes=("control",)))
     there = {"trainer-0": second, "trainer-1": first, "rollout-0": first, "rollout-1": second, "rollout-2": third}
-    places(monkeypatch, there, replace(first, free=1))
+    # Each worker sees the memory that stands here for the name of its thread.
+    monkeypatch.setattr(memory, "node_memory", lambda: there[threading.current_thread().name.partition("/")[0]])
 
     async def main() -> tuple[NodeProcesses, ...]:
         async with cluster(pools, backend="local", start_deadline=10) as groups:
@@ -132,16 +127,7 @@ def test_workers_of_one_address_in_two_containers_are_on_two_nodes(monkeypatch: 
             return await look_at(named)
 
     assert asyncio.run(main()) == (
-        NodeProcesses("127.0.0.1", second, {"trainer": (0,), "rollout": (1,)}, controller=False),
-        NodeProcesses("127.0.0.1", first, {"trainer": (1,), "rollout": (0,)}, controller=True),
-        NodeProcesses("10.0.0.2", third, {"rollout": (2,)}, controller=False),
+        NodeProcesses("127.0.0.1", second, {"trainer": (0,), "rollout": (1,)}),
+        NodeProcesses("127.0.0.1", first, {"trainer": (1,), "rollout": (0,)}),
+        NodeProcesses("10.0.0.2", third, {"rollout": (2,)}),
     )
-
-
-def test_the_node_of_the_controller_is_the_one_that_sees_the_same_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    shell, job, other = (NodeMemory(host, 100, 50, place=place) for host, place in (("m", "s"), ("m", "j"), ("n", "s")))
-    monkeypatch.setattr(hosts, "node_memory", lambda: shell)
-    nodes = {("1", each.host, each.place): each for each in (other, job)}
-    assert own_node(nodes) == ("1", "m", "j"), "without a limit of its own, a shell counts to the job of its machine"
-    assert own_node({**nodes, ("1", "m", "s"): shell}) == ("1", "m", "s")
-    assert own_node({("1", "m", "j"): replace(job, total=60)}) is None

@@ -23,7 +23,7 @@ from async_flowrl.evaluate.show import as_json
 from async_flowrl.export.card import _sizes as sizes_on_card
 from async_flowrl.generate import check_guidance, from_config
 from async_flowrl.generate import main as generate
-from async_flowrl.memory.largest import at_largest
+from async_flowrl.memory.prompts import at_largest
 from async_flowrl.observability.images import write_grid
 from async_flowrl.observability.statistics import estimate
 from async_flowrl.run.prepare import prepare

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from async_flowrl.config.schema import Config
-from async_flowrl.memory.text_lengths import longest_prompt
+from async_flowrl.memory.prompts import longest_prompt
 from async_flowrl.policies.model_path import KNOWN, Architecture
 from async_flowrl.policies.pipeline import PipelinePolicy
 from async_flowrl.policies.pipeline_family import PipelineFamily, structure

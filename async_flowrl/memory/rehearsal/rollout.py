@@ -1,6 +1,6 @@
 """Rehearsal of a rollout worker: its real code on fake tensors, with loading, deliveries, and a ticket of two steps."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,10 +18,6 @@ from async_flowrl.tickets.request import sampling
 from async_flowrl.types import EMA, POLICY, TRAIN, Prompt, RolloutRequest
 from checkpoint_engine import EVALUATION, RING, Draft, Header
 
-Receive = Callable[[str, int, str], object]
-"""Receives a version: (stream, version, slot)."""
-Expect = Callable[[str, int], object]
-"""Begins to receive a version, (stream, version), and returns what holds its memory."""
 STEPS = 2
 """Denoising steps that are run, the first with noise; the remaining steps of a real ticket cost the same."""
 
@@ -98,19 +94,9 @@ def as_one_ticket(config: Config) -> Config:
 def deliver(worker: RolloutWorker, config: Config) -> tuple[int, Any]:
     """Fills the receiver's ring (a slot for each version that a ticket may name) and its slot for an evaluation.
 
-    Returns the newest version, and an object whose lifetime is that of the memory of a version that is arriving.
+    All bytes of the versions are zero. Returns the newest version, and an object whose lifetime is that of the memory
+    of a version that is arriving.
     """
-    streams = (POLICY,) if config.trainer.ema_decay is None else (POLICY, EMA)
-    receive, expect = at_once(worker)
-    for version in range(config.live_versions + 1):
-        for stream in streams:
-            receive(stream, version, RING)
-    receive(streams[-1], version, EVALUATION)
-    return config.live_versions, expect(streams[-1], version)
-
-
-def at_once(worker: RolloutWorker) -> tuple[Receive, Expect]:
-    """Returns functions by which the worker receives a version whose bytes are all zero, and begins to receive one."""
     receiver, layout = worker.receiver, worker.receiver.layout
     data = np.zeros(layout.nbytes, np.uint8)
     digests = layout.digests(data)
@@ -118,10 +104,12 @@ def at_once(worker: RolloutWorker) -> tuple[Receive, Expect]:
     def header(stream: str, version: int) -> Header:
         return Draft(stream, version, layout, receiver.alpha, receiver.rank).sealed(digests)
 
-    return (
-        lambda stream, version, slot: receiver.receive(header(stream, version), data, slot),
-        lambda stream, version: receiver.expect(header(stream, version)),
-    )
+    streams, newest = (POLICY,) if config.trainer.ema_decay is None else (POLICY, EMA), config.live_versions
+    for version in range(newest + 1):
+        for stream in streams:
+            receiver.receive(header(stream, version), data, RING)
+    receiver.receive(header(streams[-1], newest), data, EVALUATION)
+    return newest, receiver.expect(header(streams[-1], newest))
 
 
 def ticket_request(config: Config, version: int) -> RolloutRequest:

@@ -18,8 +18,9 @@ from async_flowrl.config.schema import FULL, Config
 from async_flowrl.memory.rehearsal.ledger import Ledger, Phase
 from async_flowrl.memory.rehearsal.model import FakeModel, conditioning
 from async_flowrl.memory.rehearsal.process import rehearsed_process
-from async_flowrl.memory.sizes import Sizes
+from async_flowrl.memory.sizes import Sizes, stored_sizes
 from async_flowrl.policies.base import Shapes
+from async_flowrl.policies.stored import StoredElements
 from async_flowrl.policies.tuning import tuning_of
 from async_flowrl.tickets.arithmetic import trained_steps
 from async_flowrl.tickets.request import sampling
@@ -89,7 +90,7 @@ def rehearse_trainer(config: Config, model: FakeModel, *, kernels: bool = True) 
         rows = samples * _columns(config)
         return RankRehearsal(
             phases=ledger.phases,
-            sizes=sizes_of(worker, model, int(info["base_parameters"])),
+            sizes=sizes_of(worker, model),
             shapes=cast("Any", worker.policy).shapes(config.rollout.resolution),
             layout=str(info["layout"]),
             rows=rows,
@@ -101,26 +102,17 @@ def rehearse_trainer(config: Config, model: FakeModel, *, kernels: bool = True) 
         )
 
 
-def sizes_of(worker: TrainerWorker, model: FakeModel, base_parameters: int) -> Sizes:
-    """Returns the sizes of a worker's model, without its VAE; blocks and root are those of a lone rank."""
-    policy, itemsize = worker.policy, model.dtype.itemsize
-    lora = (
-        set() if worker.config.tune == FULL else set(tuning_of(worker.config).parameters(policy.transformer).values())
-    )
-    blocks = [sum(p.numel() for p in block.parameters() if p not in lora) for block in policy.blocks]
-    return Sizes(
-        base_parameters=base_parameters,
-        blocks=len(blocks),
-        block_bytes=itemsize * max(blocks),
-        root_bytes=itemsize * (base_parameters - sum(blocks)),
-        adapter_parameters=sum(
-            part.numel() for part in tuning_of(worker.config).parameters(policy.transformer).values()
-        ),
-        text_parameters=model.known.text_parameters,
-        vae_parameters=0,
-        buffer_bytes=sum(buffer.nbytes for buffer in policy.transformer.buffers()),
-        itemsize=itemsize,
-        full=worker.config.tune == FULL,
+def sizes_of(worker: TrainerWorker, model: FakeModel) -> Sizes:
+    """Returns the sizes of a worker's model, without its VAE."""
+    network, config = worker.policy.transformer, worker.config
+    trained = tuning_of(config).parameters(network).values()
+    lora = set() if config.tune == FULL else set(trained)
+    elements = {name: each.numel() for name, each in network.named_parameters() if each not in lora}
+    stored = StoredElements(elements, model.known.text_parameters, 0)
+    return replace(
+        stored_sizes(config, stored, model.dtype.itemsize),
+        adapter_parameters=sum(each.numel() for each in trained),
+        buffer_bytes=sum(buffer.nbytes for buffer in network.buffers()),
     )
 
 

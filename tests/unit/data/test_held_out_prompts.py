@@ -7,9 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from async_flowrl.data.messages import PromptError
-from async_flowrl.data.prompts import text_key
-from async_flowrl.data.split import held_out, held_out_by_default
+from async_flowrl.data.load import held_out, held_out_by_default
+from async_flowrl.data.prompts import PromptError, text_key
 from async_flowrl.data.store import shared_texts
 from tests.unit.data.prompt_files import lines, load, texts
 

@@ -11,7 +11,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from async_flowrl.data.messages import PromptError
+from async_flowrl.data.prompts import PromptError
 from async_flowrl.types import Prompt
 from tests.unit.data.prompt_files import lines, load, texts
 

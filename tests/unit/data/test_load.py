@@ -7,8 +7,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from async_flowrl.data.messages import PromptError
-from async_flowrl.data.prompts import MAX_CHARACTERS, digest
+from async_flowrl.data.prompts import MAX_CHARACTERS, PromptError, digest
 from async_flowrl.data.store import digest_of
 from async_flowrl.types import Prompt
 from tests.unit.data.prompt_files import lines, load, rows, texts

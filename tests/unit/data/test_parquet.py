@@ -12,7 +12,7 @@ import pytest
 
 from async_flowrl.config.schema import DataConfig
 from async_flowrl.data.load import load_data
-from async_flowrl.data.messages import PromptError
+from async_flowrl.data.prompts import PromptError
 from async_flowrl.data.rows import TableRows
 
 ROWS = 14_000

@@ -10,15 +10,14 @@ import pytest
 
 from async_flowrl.config.paths import config_dir, find_data
 from async_flowrl.config.schema import DataConfig
-from async_flowrl.data.load import load_prompts
-from async_flowrl.data.messages import PromptError
-from async_flowrl.data.prompts import quoted_target
+from async_flowrl.data.load import load_data
+from async_flowrl.data.prompts import PromptError, quoted_target
 from async_flowrl.types import Prompt
 
 
 def load(path: Path, *, needs_target: bool = False, key: str = "prompt") -> list[Prompt]:
     config = DataConfig(train=str(path), prompt_key=key)
-    return list(load_prompts(config, split="train", needs_target=needs_target))
+    return list(load_data(config, needs_target=needs_target).train)
 
 
 def parquet(path: Path, rows: list[dict[str, Any]]) -> Path:
@@ -89,8 +88,7 @@ def test_evaluation_falls_back_to_the_training_prompts(tmp_path: Path) -> None:
     both = DataConfig(train="train.txt", evaluation="test.txt")
     alone = DataConfig(train="train.txt")
     texts = [
-        [p.text for p in load_prompts(config, split="evaluation", needs_target=False, base=tmp_path)]
-        for config in (both, alone)
+        [p.text for p in load_data(config, needs_target=False, base=tmp_path).evaluation] for config in (both, alone)
     ]
     assert texts == [["c"], ["a", "b"]]
 
@@ -128,7 +126,7 @@ def test_a_prompt_without_target_is_refused_with_its_line(tmp_path: Path) -> Non
         ("number.jsonl", '{"prompt": 3}\n', r"number\.jsonl:1: expected text or a list of messages, got int 3"),
         ("target.jsonl", '{"prompt": "a", "target": 3}\n', r"target\.jsonl:1: target: expected text"),
         ("chat.jsonl", '{"prompt": [{"role": "assistant", "content": "a"}]}\n', r"chat\.jsonl:1: .* \['assistant'\]"),
-        ("system.jsonl", '{"prompt": [{"role": "system", "content": "a"}]}\n', r"no user message"),
+        ("system.jsonl", '{"prompt": [{"role": "system", "content": "a"}]}\n', r"got roles \['system'\]"),
         ("image.jsonl", '{"prompt": [{"role": "user", "content": [{"type": "image"}]}]}\n', r"only text messages"),
         (
             "ids.jsonl",
@@ -181,7 +179,7 @@ def test_the_working_directory_comes_before_the_shipped_files(tmp_path: Path, mo
 
 def test_shipped_ocr_prompts_have_targets_and_are_held_out() -> None:
     config = DataConfig(train="prompts/ocr_train.txt", evaluation="prompts/ocr_test.txt")
-    train = load_prompts(config, split="train", needs_target=True, base=config_dir())
-    test = load_prompts(config, split="evaluation", needs_target=True, base=config_dir())
+    train = load_data(config, needs_target=True, base=config_dir()).train
+    test = load_data(config, needs_target=True, base=config_dir()).evaluation
     assert (len(train), len(test)) == (200, 40)
     assert not {p.text for p in train} & {p.text for p in test}

@@ -10,7 +10,7 @@ import torch
 from diffusers import AutoencoderKLQwenImage, QwenImagePipeline
 
 from async_flowrl.config.schema import DataConfig, ModelConfig, TinyConfig
-from async_flowrl.data.load import load_prompts
+from async_flowrl.data.load import load_data
 from async_flowrl.policies.registry import load_policy, resolve_model
 from async_flowrl.policies.tiny.qwen_image import tiny_pipeline
 from async_flowrl.rewards.ocr import OCR, text_score
@@ -37,11 +37,11 @@ def test_held_out_words_are_in_neither_training_set_and_made_of_the_same_letters
     assert all(len(word) == 3 for word in (*TEST, *TRAIN))
 
 
-@pytest.mark.parametrize(("split", "words"), [("train", TRAIN), ("evaluation", TEST)])
-def test_prompt_files_hold_the_words(split: str, words: tuple[str, ...]) -> None:
+def test_prompt_files_hold_the_words() -> None:
     config = DataConfig(train="prompts/glyphs_train.txt", evaluation="prompts/glyphs_test.txt")
-    prompts = load_prompts(config, split=split, needs_target=True)
-    assert [(p.text, p.target) for p in prompts] == [(prompt(word), word) for word in words]
+    data = load_data(config, needs_target=True)
+    for prompts, words in ((data.train, TRAIN), (data.evaluation, TEST)):
+        assert [(p.text, p.target) for p in prompts] == [(prompt(word), word) for word in words]
 
 
 def test_drawn_words_vary_and_are_read() -> None:

@@ -6,9 +6,8 @@ from async_flowrl.config.compose import compose_config
 from async_flowrl.config.schema import Config
 from async_flowrl.memory.rehearsal.model import FakeModel
 from async_flowrl.memory.rehearsal.rollout import RolloutRehearsal, rehearse_rollout
-from async_flowrl.plan.cards import card_of
-from async_flowrl.plan.rehearse import rehearse
-from async_flowrl.plan.report import Rehearsal
+from async_flowrl.plan.cards import CARDS
+from async_flowrl.plan.rehearse import Rehearsal, rehearse
 
 
 def shallow(*overrides: str) -> Config:
@@ -18,7 +17,7 @@ def shallow(*overrides: str) -> Config:
 
 @cache
 def rehearsed(*overrides: str, card: str = "H100") -> Rehearsal:
-    return rehearse(shallow(*overrides), card_of(card))
+    return rehearse(shallow(*overrides), CARDS[card])
 
 
 def worker_alone(*overrides: str) -> RolloutRehearsal:

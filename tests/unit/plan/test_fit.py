@@ -9,9 +9,11 @@ from async_flowrl.config.check import check
 from async_flowrl.config.compose import compose_config
 from async_flowrl.config.pools import scoring_pools
 from async_flowrl.config.schema import Config
+from async_flowrl.memory import devices
 from async_flowrl.memory.layout import Chosen
 from async_flowrl.memory.processes import Footprint
 from async_flowrl.memory.seats import gpus_by_pool, gpus_taken, reward_seats
+from async_flowrl.plan import __main__ as planner
 from async_flowrl.plan import fit
 from async_flowrl.plan.fit import Answer, Hardware, candidates, layouts, splits, staffs
 from async_flowrl.training.messages import Layout
@@ -37,11 +39,12 @@ def answer(experiment: str, kind: Hardware, overrides: Sequence[str] = ()) -> An
 def sized(monkeypatch: pytest.MonkeyPatch) -> None:
     """Footprints are given, in GiB: what saves memory is only the micro-batch."""
 
-    def trainer(config: Config) -> Footprint:
+    def trainer(config: Config, *, lasting: bool = False) -> Footprint:
         return Footprint({"all": (10 + 4 * config.trainer.micro_batch_size) * GIB})
 
-    monkeypatch.setattr(fit, "planned_trainer", trainer)
-    monkeypatch.setattr(fit, "planned_rollout", lambda config: Footprint({"all": 16 * GIB}))
+    for module in (fit, devices):
+        monkeypatch.setattr(module, "planned_trainer", trainer)
+        monkeypatch.setattr(module, "planned_rollout", lambda config, **_: Footprint({"all": 16 * GIB}))
     monkeypatch.setattr(fit, "resolved", lambda config, memory: Chosen(Layout.named(config.trainer), ()))
 
 
@@ -87,7 +90,7 @@ def test_servers_of_a_judge_have_devices_of_their_own_in_the_table() -> None:
 def test_one_device_is_shared_with_the_rewards_seat() -> None:
     (words,) = layouts(words_of("flux_pickscore"), plain("flux_pickscore"), 1, {})
     assert placement(words) == "shared"
-    assert gpus_taken(composed(words)) == 1 and reward_seats(composed(words))[0].gpus == 0.1
+    assert gpus_taken(composed(words)) == 1 and reward_seats(composed(words))[0].share == 0.1
     assert gpus_taken(compose_config("one_step_off", ["experiment=flux_pickscore"])) == 8
     assert Hardware("2 nodes", 79, 8, 2).devices == 16
 
@@ -156,8 +159,9 @@ def test_one_device_holds_a_held_out_pool_with_a_share() -> None:
 
 def test_one_card_has_one_base_and_several_cards_one_pool_after_the_splits(monkeypatch: pytest.MonkeyPatch) -> None:
     """A card of 79 GiB holds one base of 50 GiB, not two; the memory of `placement=shared` counts a base once."""
-    for side in ("planned_trainer", "planned_rollout"):
-        monkeypatch.setattr(fit, side, lambda config: Footprint({"base weights": 50 * GIB}))
+    for module in (fit, devices):
+        for side in ("planned_trainer", "planned_rollout"):
+            monkeypatch.setattr(module, side, lambda config, **_: Footprint({"base weights": 50 * GIB}))
     one = answer("sd35_ocr", Hardware("1 x 80 GB", 79, 1))
     assert one.fits and placement(one.words) == "shared"
     tried = list(layouts(words_of("sd35_ocr"), plain("sd35_ocr"), 4, {}))
@@ -193,7 +197,7 @@ def test_fewer_held_out_workers_are_tried_after_everything_that_saves_memory() -
 def test_a_recipe_that_cannot_be_read_is_refused(
     words: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert fit.main(words) == 2
+    assert planner.main(["--fit", *words]) == 2
     written = capsys.readouterr().err
     assert written.startswith("plan: ") and said in written and written.count("\n") == 1
 
@@ -202,6 +206,6 @@ def test_the_command_takes_overrides_of_all_recipes(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fit, "HARDWARE", (Hardware("4 x 80 GB", 79, 4),))
-    assert fit.main(["--json", "sd35_ocr", PICK]) == 0
+    assert planner.main(["--fit", "--json", "sd35_ocr", PICK]) == 0
     (row,) = json.loads(capsys.readouterr().out)
     assert row["seats"] == "held_out/pick 2" and PICK in row["words"]

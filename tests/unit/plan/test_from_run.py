@@ -19,7 +19,6 @@ from async_flowrl.plan.from_run import (
     split_of,
     splits,
 )
-from async_flowrl.plan.measured import NothingToLearn
 from tests.support.recorded import recorded
 from tests.support.toy import toy_config, virtual
 from tests.support.toy_pool import Timing
@@ -29,7 +28,21 @@ GROUPS, STEPS = 4, 16
 
 def learnt(folder: Path, timing: Timing, **changes: Any) -> tuple[Config, Measured]:
     config = toy_config(1, hand_over="stream", steps=STEPS, **changes)
-    return measured(recorded(folder / "run", virtual(config, timing), config))
+    return measured(run_of(folder, config, timing))
+
+
+def run_of(folder: Path, config: Config, timing: Timing) -> Path:
+    """Returns the directory of a toy run, in which every busy time of a worker is a span, as real workers report it."""
+    run = virtual(config, timing)
+    began: dict[str, float] = {}
+    for event in run.observer.of("state"):
+        if (start := began.pop(event["worker"], None)) is not None:
+            span = {"event": "span", "worker": event["worker"], "name": "work", "start": start, "end": event["time"]}
+            run.observer.events.append({**span, "time": event["time"]})
+        if event["state"] == "busy":
+            began[event["worker"]] = event["time"]
+    run.observer.events.sort(key=lambda event: event["time"])
+    return recorded(folder / "run", run, config)
 
 
 def test_what_a_run_measured_are_the_seconds_that_its_workers_took(tmp_path: Path) -> None:
@@ -72,7 +85,7 @@ def test_splits_are_all_pairs_or_the_one_that_is_given_and_one_shared_pool() -> 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = toy_config(1, hand_over="stream", steps=STEPS)
-    run = recorded(tmp_path / "run", virtual(config, Timing(generate=1.0, update=0.25)), config)
+    run = run_of(tmp_path, config, Timing(generate=1.0, update=0.25))
     assert main(["--from-run", str(run), "--devices", "8", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["limit"] == "rollout" and len(found["splits"]) == 8
@@ -87,5 +100,5 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 
 def test_a_run_that_is_too_short_is_named(tmp_path: Path) -> None:
     config = toy_config(1, steps=1)
-    with pytest.raises(NothingToLearn):
-        measured(recorded(tmp_path / "run", virtual(config), config))
+    with pytest.raises(ValueError, match="needs more steps"):
+        measured(run_of(tmp_path, config, Timing()))

@@ -45,7 +45,7 @@ def node(total: float, free: float | None = None, **workers: tuple[int, ...]) ->
     """A node with so many bytes; without `workers` all of them are on it, and one for rewards."""
     there = workers or {"trainer": (0, 1), "rollout": (0, 1), "reward/color": (0,)}
     memory = NodeMemory("a", round(total), round(total if free is None else free))
-    return NodeProcesses("10.0.0.1", memory, there, controller=True)
+    return NodeProcesses("10.0.0.1", memory, there)
 
 
 def on(*nodes: NodeProcesses, gpus: bool = True) -> Hosts:

@@ -13,7 +13,7 @@ from torch import nn
 from async_flowrl.config.compose import compose_config
 from async_flowrl.config.schema import Config
 from async_flowrl.memory.processes import host_bytes, plan_memory, planned_trainer, trainer_footprint
-from async_flowrl.memory.rehearsal.allocations import Allocations
+from async_flowrl.memory.rehearsal.ledger import Allocations
 from async_flowrl.memory.rehearsal.model import FakeModel
 from async_flowrl.memory.rehearsal.trainer import rehearse_trainer
 from async_flowrl.memory.rehearsed import alone, model_sizes, rehearsed_shapes, training_peak
@@ -117,7 +117,7 @@ def test_each_stream_of_whole_weights_pins_its_versions() -> None:
 RESIDENT = """
 import torch
 from diffusers import FluxTransformer2DModel
-from async_flowrl.memory.rehearsal.allocations import Allocations
+from async_flowrl.memory.rehearsal.ledger import Allocations
 torch.set_num_threads(1)
 model = FluxTransformer2DModel(num_layers=2, num_single_layers=3, num_attention_heads=8, attention_head_dim=64,
     axes_dims_rope=(16, 24, 24), joint_attention_dim=64, pooled_projection_dim=64).requires_grad_(False)

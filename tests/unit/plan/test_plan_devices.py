@@ -7,7 +7,7 @@ from async_flowrl.config.compose import compose_config
 from async_flowrl.config.schema import Config
 from async_flowrl.memory import rehearsed
 from async_flowrl.memory.devices import check_devices
-from async_flowrl.memory.processes import lasting_rollout, lasting_trainer, plan_memory
+from async_flowrl.memory.processes import plan_memory, planned_rollout, planned_trainer
 from async_flowrl.memory.rehearsed import model_sizes
 
 GIB = 2**30
@@ -21,7 +21,7 @@ def small(*overrides: str) -> Config:
 
 def lasting(config: Config) -> tuple[int, int]:
     """Bytes that last of a trainer rank and of a rollout worker, without the activations, which take long to count."""
-    return lasting_trainer(config).resident, lasting_rollout(config).resident
+    return planned_trainer(config, lasting=True).resident, planned_rollout(config, lasting=True).resident
 
 
 def test_a_device_smaller_than_what_lasts_is_refused_with_what_would_make_it_fit() -> None:

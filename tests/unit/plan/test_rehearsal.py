@@ -12,10 +12,8 @@ from async_flowrl.memory.processes import plan_memory
 from async_flowrl.memory.rehearsal.model import FakeModel
 from async_flowrl.memory.rehearsal.trainer import RankRehearsal, rehearse_trainer
 from async_flowrl.plan import __main__ as planner
-from async_flowrl.plan.cards import card_of
-from async_flowrl.plan.estimate import peak
-from async_flowrl.plan.rehearse import rehearse
-from async_flowrl.plan.report import Rehearsal, describe
+from async_flowrl.plan.cards import CARDS
+from async_flowrl.plan.rehearse import Rehearsal, describe, peak, rehearse
 from tests.unit.plan.rehearsed_runs import rehearsed, shallow, worker_alone
 
 FAMILIES = {"tiny": (), "tiny_sd3": (), "tiny_z_image": (), "tiny_flux": ("rollout.guidance_scale=3.5",)}
@@ -49,7 +47,7 @@ def agrees_with_the_plan(done: Rehearsal) -> None:
 )
 def test_the_recipes_are_rehearsed_at_full_size(experiment: str) -> None:
     config = compose_config("one_step_off", [f"experiment={experiment}"])
-    done = rehearse(config, card_of("H100"))
+    done = rehearse(config, CARDS["H100"])
     assert done.rank.phases.keys() > PHASES and done.rollout.phases.keys() == ROLLOUT_PHASES
     assert done.rank.phases["load"].peak > RECIPES[experiment] * 2**30
     assert all(phase.peak < done.roofline.card.memory for phase in done.peaks().values())
@@ -63,7 +61,7 @@ def test_the_recipes_are_rehearsed_at_full_size(experiment: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("experiment", "shared_by"), [("qwen_image_ocr_full", 8), ("sd35_medium_full", 1)])
 def test_the_recipes_of_whole_models_are_rehearsed_at_full_size(experiment: str, shared_by: int) -> None:
-    done = rehearse(compose_config("one_step_off", [f"experiment={experiment}"]), card_of("H200"))
+    done = rehearse(compose_config("one_step_off", [f"experiment={experiment}"]), CARDS["H200"])
     rank = done.rank
     assert rank.phases.keys() > PHASES and done.rollout.phases.keys() == ROLLOUT_PHASES
     assert rank.sizes.adapter_parameters == rank.sizes.base_parameters, "all of it is trained"

@@ -11,14 +11,11 @@ from torch import nn
 
 from async_flowrl.config.compose import compose_config
 from async_flowrl.memory.processes import plan_memory
-from async_flowrl.memory.rehearsal.allocations import Allocations
-from async_flowrl.memory.rehearsal.ledger import Ledger, Phase
+from async_flowrl.memory.rehearsal.ledger import Allocations, Ledger, Phase
 from async_flowrl.memory.rehearsal.trainer import _counts
 from async_flowrl.plan import __main__ as planner
-from async_flowrl.plan import by_card
-from async_flowrl.plan.cards import Assumptions, Card, Roofline, card_of
-from async_flowrl.plan.estimate import estimate, peak, seconds
-from async_flowrl.plan.report import describe
+from async_flowrl.plan.cards import CARDS, Assumptions, Card, Roofline, cards_of
+from async_flowrl.plan.rehearse import by_card, describe, estimate, peak, seconds
 from async_flowrl.tickets.arithmetic import trained_steps
 from async_flowrl.training.parts import RankPosition
 from tests.unit.plan.rehearsed_runs import rehearsed, shallow, worker_alone
@@ -98,15 +95,15 @@ def test_the_rank_with_most_parts_decides_how_long_a_step_takes() -> None:
 def test_one_rehearsal_is_priced_on_several_cards(capsys: pytest.CaptureFixture[str]) -> None:
     """What another card's own rehearsal gives, where the base is held in the same way."""
     done, alone = rehearsed(), rehearsed(card="L4")
-    assert by_card.on(card_of("L4"), done).estimate == alone.estimate != done.estimate
-    small = replace(card_of("L4"), memory=2**20)
-    text = by_card.by_card(done, [card_of("H100"), small])
+    assert done.on(CARDS["L4"]).estimate == alone.estimate != done.estimate
+    small = replace(CARDS["L4"], memory=2**20)
+    text = by_card(done, [CARDS["H100"], small])
     assert "H100  yes" in text and "GiB are missing" in text.splitlines()[-1]
-    assert [card.name for card in by_card.cards_of("h200, L4")] == ["H200", "L4"]
+    assert [card.name for card in cards_of("h200, L4")] == ["H200", "L4"]
     assert planner.main(["--rehearse", "--card", "H100,H20"]) == 2
     assert "'H20'; did you mean 'H200'?" in capsys.readouterr().err
     with pytest.raises(ValueError, match=r"one of A100, B200, H100, H200, L4, L40S, got 'all'$"):
-        by_card.cards_of("all,H100")
+        cards_of("all,H100")
 
 
 def test_a_batch_of_tickets_is_rehearsed_as_one_pass() -> None:

@@ -8,10 +8,8 @@ import pytest
 
 from async_flowrl.config.compose import compose_config
 from async_flowrl.memory.processes import in_one, plan_memory
-from async_flowrl.plan import by_card
-from async_flowrl.plan.cards import card_of
-from async_flowrl.plan.rehearse import rehearse
-from async_flowrl.plan.report import BOTH, Rehearsal, as_json, describe
+from async_flowrl.plan.cards import CARDS
+from async_flowrl.plan.rehearse import BOTH, Rehearsal, as_json, by_card, describe, rehearse
 
 ONE_CARD = ("rollout.text_encoder=cached", "rollout.batch_size=2", "trainer.micro_batch_size=1", "ticket_size=4")
 """Of experiment=qwen_image_1x80gb."""
@@ -22,14 +20,14 @@ WIDE = ("model.tiny.heads=16", "rollout.resolution=16", "lora.rank=2")
 @cache
 def rehearsed(*overrides: str) -> Rehearsal:
     given = ["model.tiny.layers=2", *WIDE, *ONE_CARD, *overrides]
-    return rehearse(compose_config("one_step_off", given), card_of("H100"))
+    return rehearse(compose_config("one_step_off", given), CARDS["H100"])
 
 
 def on_two(done: Rehearsal) -> Rehearsal:
     """The same processes, two of each kind."""
     trainer, rollout = (replace(each, num_workers=2) for each in (done.config.trainer, done.config.rollout))
     config = replace(done.config, trainer=trainer, rollout=rollout)
-    return by_card.on(done.roofline.card, replace(done, config=config))
+    return replace(done, config=config)
 
 
 def test_a_process_that_samples_and_trains_holds_the_base_once() -> None:
@@ -61,5 +59,5 @@ def test_its_devices_are_counted_once_and_do_both_one_after_the_other() -> None:
     assert f"a {BOTH} holds" in said and "is the longer one" in also and "a rollout worker holds" in also
     cards: Any = [shared.roofline.card]
     images = shared.config.prompts_per_step * shared.config.group_size / step
-    assert f"{images:.3g}" in by_card.by_card(shared, cards)
+    assert f"{images:.3g}" in by_card(shared, cards)
     assert set(as_json(shared)["peak"]) == {BOTH.replace(" ", "_")}

@@ -11,12 +11,13 @@ from async_flowrl.config.check import ConfigError
 from async_flowrl.config.compose import compose_config
 from async_flowrl.config.schema import Config, RewardTerm
 from async_flowrl.memory import processes
-from async_flowrl.memory.devices import ROLLOUT, Device, check_devices, refusal
+from async_flowrl.memory.devices import check_devices, refusal
+from async_flowrl.memory.devices import processes as kinds
 from async_flowrl.memory.processes import rollout_footprint
-from async_flowrl.memory.rehearsal.allocations import Allocations
+from async_flowrl.memory.rehearsal.ledger import Allocations
 from async_flowrl.memory.seats import describe_gpus, gpus_taken, reward_seats
 from async_flowrl.memory.sizes import Sizes
-from async_flowrl.plan import memory
+from async_flowrl.plan import __main__ as planner
 from async_flowrl.rewards.clip import VIT_H, memory_gib
 from async_flowrl.rewards.registry import memory_gib as said_gib
 from tests.support.fused_attention import fused_attention
@@ -74,19 +75,16 @@ def test_a_reward_says_its_memory_with_its_options_or_not_at_all() -> None:
 
 def test_seats_are_counted_among_the_devices() -> None:
     config = seated("reward.gpus_per_worker=0.25", "reward.num_workers=2", judge=judge(workers=2, gpus_per_worker=1))
-    assert [(seat.pool, seat.workers, seat.gpus) for seat in reward_seats(config)] == [
-        ("reward", 2, 0.25),
-        ("reward/judge", 2, 1),
-    ]
+    assert [(seat.pools, seat.share) for seat in reward_seats(config)] == [(("reward",), 0.25), (("reward/judge",), 1)]
     assert gpus_taken(config) == 1 + 1 + 2 + 1
     assert describe_gpus(config) == "the run takes 5 devices: trainer 1, rollout 1, reward 2 x 0.25, reward/judge 2"
     config.rollout.gpus_per_worker = 0.5
     assert gpus_taken(config) == 4
     config.evaluate.reward.terms = {"a": judge(5.0, gpus_per_worker=0.5), "b": judge(7.0)}
-    assert [(seat.pool, dict(seat.known)) for seat in reward_seats(config)] == [
-        ("reward", {"b": 7.0}),
-        ("reward/judge", {"judge": 3.0}),
-        ("held_out/a", {"a": 5.0}),
+    assert [(*seat.pools, seat.footprint.parts) for seat in reward_seats(config)] == [
+        ("reward", {"reward models: b": 7 * GIB}),
+        ("reward/judge", {"reward models: judge": 3 * GIB}),
+        ("held_out/a", {"reward models: a": 5 * GIB}),
     ]
     assert reward_seats(config)[-1].key == "evaluate.reward.terms.a.gpus_per_worker"
     assert describe_gpus(config).endswith("reward 2 x 0.25, reward/judge 2, held_out/a 2 x 0.5")
@@ -120,16 +118,16 @@ def test_a_seat_that_is_too_small_is_refused_before_models_are_loaded() -> None:
 def test_the_memory_plan_shows_known_and_unknown_rewards(capsys: pytest.CaptureFixture[str]) -> None:
     terms = f"{{a: {{name: '{__name__}:Judge', options: {{gib: 3.0}}}}, b: {{name: sharpness}}}}"
     words = ["model.dtype=float32", "reward.gpus_per_worker=0.1", f"reward.terms={terms}", "--device", "79"]
-    assert memory.main(words) == 0
+    assert planner.main(["--memory", *words]) == 0
     said = capsys.readouterr().out
     assert "reward models: a" in said and "3.00" in said
     assert "a worker of the pool reward fits 0.1 of a device of 79 GiB, " in said
     assert "left, and what b takes is unknown" in said
     assert "the run takes 3 devices: trainer 1, rollout 1, reward 1 x 0.1" in said
-    assert memory.main([*words[:-2], "--device", "24"]) == 0
+    assert planner.main(["--memory", *words[:-2], "--device", "24"]) == 0
     said = capsys.readouterr().out
     assert "reward does not fit 0.1 of 24 GiB, " in said and "it would fit with reward.gpus_per_worker=0.2" in said
-    assert memory.main([*words[:-2], "--device", "2"]) == 0
+    assert planner.main(["--memory", *words[:-2], "--device", "2"]) == 0
     said = capsys.readouterr().out
     assert "reward does not fit 0.1 of 2 GiB, " in said
     assert "it needs a whole device of 5 GiB, with reward.gpus_per_worker=1" in said
@@ -145,10 +143,11 @@ def test_a_card_that_base_and_encoders_overflow_is_told_what_would_do_and_not_a_
 ) -> None:
     monkeypatch.setattr(processes, "model_sizes", lambda config: large_model())
     config = compose_config("one_step_off", ["lora.rank=64", "model.dtype=bfloat16"])
-    said = refusal(ROLLOUT, config, Device(24 * GIB, 24 * GIB))
+    (worker,) = kinds(config, ["rollout"], lasting=True)
+    said = refusal(worker, config, 24 * GIB)
     assert "base weights 37.8" in said and "text encoders 15.4" in said and "batch" not in said
     assert "though not little enough, with rollout.text_encoder=offload (" in said
-    said = refusal(ROLLOUT, config, Device(48 * GIB, 48 * GIB))
+    said = refusal(worker, config, 48 * GIB)
     assert "it would fit with rollout.text_encoder=offload (" in said
 
 

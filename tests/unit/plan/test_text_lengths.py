@@ -7,8 +7,8 @@ import pytest
 from async_flowrl.config.compose import compose_config
 from async_flowrl.config.schema import Config
 from async_flowrl.memory.processes import plan_memory
+from async_flowrl.memory.prompts import BYTES_PER_TOKEN, USUAL_TOKENS, longest_prompt, tokens_of
 from async_flowrl.memory.rehearsed import sampling_bytes, training_peak
-from async_flowrl.memory.text_lengths import BYTES_PER_TOKEN, USUAL_TOKENS, longest_prompt, tokens_of
 from async_flowrl.types import Prompt
 
 LONG = round(300 * BYTES_PER_TOKEN)

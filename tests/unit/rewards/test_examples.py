@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from async_flowrl.config.schema import DataConfig, RewardConfig, RewardTerm
-from async_flowrl.data.load import load_prompts
+from async_flowrl.data.load import load_data
 from async_flowrl.rewards.registry import is_deterministic
 from async_flowrl.rewards.worker import RewardWorker
 from async_flowrl.types import Prompt
@@ -24,8 +24,8 @@ def prepare(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
 def test_prepare_writes_both_splits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     prepare(monkeypatch, "--out", str(tmp_path), "--negative", "blurry")
     config = DataConfig(train=str(tmp_path / "train.parquet"), evaluation=str(tmp_path / "test.parquet"))
-    train = load_prompts(config, split="train", needs_target=True)
-    test = load_prompts(config, split="evaluation", needs_target=True)
+    train = load_data(config, needs_target=True).train
+    test = load_data(config, needs_target=True).evaluation
     assert (len(train), len(test)) == (200, 40)
     assert all(prompt.target in prompt.text for prompt in train if prompt.target)
     assert {prompt.negative for prompt in [*train, *test]} == {"blurry"}

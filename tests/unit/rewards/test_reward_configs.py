@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 from async_flowrl.config.compose import compose_config
 from async_flowrl.config.paths import config_dir
 from async_flowrl.config.schema import Config
-from async_flowrl.data.load import load_prompts
+from async_flowrl.data.load import load_data
 from async_flowrl.rewards.registry import REWARDS, build_reward, check_prompts, check_rewards
 
 GROUPS = sorted(path.stem for path in (config_dir() / "reward").glob("*.yaml"))
@@ -38,8 +38,8 @@ def test_reward_groups_build(group: str) -> None:
     config = composed(reward=group, data="ocr" if "ocr" in group else "two_prompts")
     assert build_reward(config.reward).weights
     needs_target = check_rewards(config.reward)
-    for split in ("train", "evaluation"):
-        prompts = load_prompts(config.data, split=split, needs_target=needs_target, base=config_dir())
+    data = load_data(config.data, needs_target=needs_target, base=config_dir())
+    for prompts in (data.train, data.evaluation):
         check_prompts(config.reward, prompts)
 
 
