@@ -170,7 +170,7 @@ def run_id(folder: Path) -> str:
 
 def versions() -> dict[str, str]:
     """Package → version for the installed ones of PACKAGES."""
-    return {package: found.version for package in PACKAGES for found in distributions(name=package)}
+    return {package: installed.version for package in PACKAGES for installed in distributions(name=package)}
 
 
 def age_histogram(metrics: Mapping[str, Any]) -> tuple[list[int], list[float]] | None:

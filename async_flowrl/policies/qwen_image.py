@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from async_flowrl.config.resolution import height_width
+from async_flowrl.policies import qwen_text
 from async_flowrl.policies.base import JOINT_ATTENTION
 from async_flowrl.policies.pipeline import PipelinePolicy, with_norm_of
 from async_flowrl.policies.pipeline_family import PipelineFamily
-from async_flowrl.policies.qwen_text import check_ids, encode_ids, padded_texts, skip_unused_lengths, system_prompt
 from async_flowrl.policies.stored import configuration
 from async_flowrl.types import Conditioning, Prompt, Resolution, Sampling, TokenIds, Wording
 
@@ -36,7 +36,7 @@ class QwenImagePolicy(PipelinePolicy):
         self, transformer: nn.Module, scheduler: Any, *, max_sequence_length: int | None = None, **options: Any
     ) -> None:
         super().__init__(transformer, scheduler, max_sequence_length=max_sequence_length or _TEXT_TOKENS, **options)
-        skip_unused_lengths()
+        qwen_text.skip_unused_lengths()
         if self._config.guidance_embeds:
             raise ValueError("Qwen-Image with embedded guidance (guidance_embeds=true) is not supported by diffusers")
         self._known_statistics: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
@@ -61,7 +61,7 @@ class QwenImagePolicy(PipelinePolicy):
         Token ids are those of the whole prompt template. If they contain another system prompt than the usual one, it
         must also be given as `system`.
         """
-        with system_prompt(self._whole("encode prompts"), system):
+        with qwen_text.system_prompt(self._whole("encode prompts"), system):
             return super().encode(texts, negative=negative)
 
     def _encode_one(self, text: str) -> Conditioning:
@@ -73,7 +73,7 @@ class QwenImagePolicy(PipelinePolicy):
 
     def _encode_ids(self, ids: TokenIds) -> Conditioning:
         pipeline = self._whole("encode prompts")
-        embeds = encode_ids(pipeline, ids)[: self._text_tokens(_TEXT_TOKENS)]
+        embeds = qwen_text.encode_ids(pipeline, ids)[: self._text_tokens(_TEXT_TOKENS)]
         return {"prompt_embeds": embeds.float().cpu().numpy()}
 
     def conditioning_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -92,7 +92,7 @@ class QwenImagePolicy(PipelinePolicy):
     def _network(
         self, latents: Tensor, sigma: Tensor, branches: Sequence[Mapping[str, Tensor]], sampling: Sampling
     ) -> Tensor:
-        embeds, mask = padded_texts(branches, len(latents) // len(branches), self._dtype)
+        embeds, mask = qwen_text.padded_texts(branches, len(latents) // len(branches), self._dtype)
         out = self.transformer(
             hidden_states=latents.to(self._dtype),
             timestep=self._time(sigma),
@@ -137,20 +137,13 @@ class QwenImageFamily(PipelineFamily):
 
     def framed(self, tokenizer: Any, text: str, limit: int) -> tuple[str, int, int]:
         """The prompt stands in a template, whose beginning is left out of the limit."""
-        bare = self._bare(tokenizer)
+        bare = qwen_text.bare_pipeline(tokenizer)
         template = bare.prompt_template_encode
         return template.format(text), template.index("{}"), bare.prompt_template_encode_start_idx + limit
-
-    @staticmethod
-    def _bare(tokenizer: Any) -> Any:
-        """Returns a pipeline that has only a tokenizer."""
-        from diffusers import QwenImagePipeline
-
-        return QwenImagePipeline(scheduler=None, vae=None, text_encoder=None, tokenizer=tokenizer, transformer=None)
 
     def check_token_ids(self, prompts: Sequence[Prompt], path: str, *, revision: str | None) -> None:
         from transformers import Qwen2Tokenizer
 
-        bare = self._bare(Qwen2Tokenizer.from_pretrained(path, subfolder="tokenizer", revision=revision))
+        bare = qwen_text.bare_pipeline(Qwen2Tokenizer.from_pretrained(path, subfolder="tokenizer", revision=revision))
         encoder = configuration(path, "text_encoder", revision)
-        check_ids(bare, prompts, int(encoder.get("text_config", encoder)["vocab_size"]))
+        qwen_text.check_ids(bare, prompts, int(encoder.get("text_config", encoder)["vocab_size"]))

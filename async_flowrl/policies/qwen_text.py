@@ -64,6 +64,13 @@ def encode_ids(pipeline: Any, ids: TokenIds) -> Tensor:
     return cast("Tensor", output.hidden_states[-1][0, start:])
 
 
+def bare_pipeline(tokenizer: Any) -> Any:
+    """Returns a QwenImagePipeline that has only a tokenizer."""
+    from diffusers import QwenImagePipeline
+
+    return QwenImagePipeline(scheduler=None, vae=None, text_encoder=None, tokenizer=tokenizer, transformer=None)
+
+
 def check_ids(pipeline: Any, prompts: Sequence[Prompt], vocabulary: int) -> None:
     """Raises ValueError, one sentence, for token ids that are not a prompt in the pipeline's template.
 
