@@ -10,13 +10,15 @@ from async_flowrl.config.check import ConfigError
 from async_flowrl.config.compose import compose_config
 from async_flowrl.config.paths import find_data
 from async_flowrl.config.resolution import in_pixels, in_words, pixels
-from async_flowrl.config.schema import DataConfig, RewardConfig
+from async_flowrl.config.schema import DataConfig, ModelConfig, RewardConfig
 from async_flowrl.data.load import divided, evaluation_rows, open_split
 from async_flowrl.data.prompts import COLUMNS, SIZES, Keys
 from async_flowrl.data.rows import LineRows
 from async_flowrl.data.store import MAX_KEPT_REFUSALS, Prompts, Scan, Weights, scan
+from async_flowrl.policies.prompt_length import LengthCheck
+from async_flowrl.policies.registry import resolve_model
 from async_flowrl.rewards.registry import check_rewards, prompt_check
-from async_flowrl.types import EVALUATION, TRAIN
+from async_flowrl.types import EVALUATION, TRAIN, Prompt
 
 ROWS_SHOWN = 3
 SIZES_SHOWN = 8
@@ -37,19 +39,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--held-out", type=float, help="data.held_out: share that is evaluated instead of trained")
     parser.add_argument("--held-out-seed", type=int, default=0, help="data.held_out_seed")
     parser.add_argument("--reward", help="also refuse what this reward could not score: a group of configs/reward/")
+    parser.add_argument(
+        "--model", help="also count prompts that this model's text encoder reads only in part: a folder or hub name"
+    )
     given = parser.parse_args(arguments)
     try:
         if given.held_out is not None and not 0 <= given.held_out < 1:
             raise ConfigError(f"--held-out must be at least 0 and below 1, got {given.held_out:g}")
-        scanned, train, evaluation = look(given)
+        lengths = LengthCheck(resolve_model(ModelConfig(path=given.model))) if given.model else None
+        scanned, train, evaluation = look(given, lengths)
     except (ValueError, FileNotFoundError) as error:
         sys.stderr.write(f"async_flowrl: {error}\n")
         return exit_codes.CONFIG
-    sys.stdout.write(page(scanned, train, evaluation))
+    sys.stdout.write(page(scanned, train, evaluation, lengths.cut if lengths else None))
     return exit_codes.CONFIG if scanned.refusals or not len(scanned.places) else exit_codes.OK
 
 
-def look(given: argparse.Namespace) -> tuple[Scan, Prompts, str]:
+def look(given: argparse.Namespace, lengths: LengthCheck | None = None) -> tuple[Scan, Prompts, str]:
     """Reads the whole file and keeps the refusals of its rows; returns what `page` takes.
 
     Raises ValueError if the file cannot be read at all.
@@ -58,7 +64,13 @@ def look(given: argparse.Namespace) -> tuple[Scan, Prompts, str]:
     keys = Keys(given.prompt_key, given.weight_key, bool(given.reward) and check_rewards(reward))
     path = find_data(given.file, key="FILE", folder=True)
     rows = open_split(path, given.split, keys)
-    scanned = scan(rows, keys, keep_refusals=True, check=prompt_check(reward))
+    checks = [check for check in (prompt_check(reward), lengths) if check is not None]
+
+    def check(prompt: Prompt) -> None:
+        for each in checks:
+            each(prompt)
+
+    scanned = scan(rows, keys, keep_refusals=True, check=check)
     if given.split == EVALUATION or not len(scanned.places):
         return scanned, Prompts(scanned), ""
     settings = DataConfig(held_out=given.held_out, held_out_seed=given.held_out_seed)
@@ -71,16 +83,18 @@ def look(given: argparse.Namespace) -> tuple[Scan, Prompts, str]:
     return scanned, data.train, held_out
 
 
-def page(scan: Scan, train: Prompts, evaluation: str) -> str:
+def page(scan: Scan, train: Prompts, evaluation: str, cut: int | None = None) -> str:
     """Returns the page: layout, counts, columns, the first rows, and the refused rows with their places.
 
-    `evaluation` says in words which prompts are evaluated; empty if nothing is to be said.
+    `evaluation` says in words which prompts are evaluated; empty if nothing is to be said. `cut` is the number of
+    prompts of which the text encoder reads only a part; None if no model was named.
     """
     lines = [
         ("file", str(scan.rows.path)),
         ("layout", layout(scan)),
         ("prompts", _counts(scan, evaluation)),
         ("longest", f"{scan.longest:,} characters, {scan.rows.where(scan.longest_row)}") if scan.longest else None,
+        ("cut", f"{cut:,} prompts are longer than the text encoder reads") if cut is not None else None,
         ("sizes", sizes(scan)) if scan.sizes else None,
         ("weights", _weights(train.weights)) if train.weights is not None and len(train) else None,
     ]

@@ -1,7 +1,8 @@
 """Prompts of which a family's text encoder reads only the beginning: diffusers cuts longer ones without a word."""
 
 import logging
-from collections.abc import Iterable, Iterator
+from functools import cache
+from typing import Any
 
 from async_flowrl.policies.pipeline_family import PipelineFamily
 from async_flowrl.policies.registry import ResolvedModel, load_family
@@ -14,47 +15,52 @@ MARGIN = 16
 fewer bytes than the limit less these is not tokenised."""
 
 
-def cut_prompts(model: ResolvedModel, prompts: Iterable[Prompt]) -> Iterator[tuple[Prompt, int]]:
-    """Yields each prompt that is cut, with the number of its characters that the text encoder reads.
+class LengthCheck:
+    """Check of prompts that counts in `cut` those of which the model's text encoder reads only a part.
 
-    Prompts of token ids, and families of your own without the tokenizer of a diffusers folder, are left out. If the
+    Prompts of token ids, and families of your own without the tokenizer of a diffusers folder, are not counted. If the
     tokenizer cannot be read, that is logged as a warning.
     """
-    family, tokenizer = load_family(model.family), None
-    if not isinstance(family, PipelineFamily):
-        return
-    limit = model.max_sequence_length or family.text_tokens
-    for prompt in prompts:
-        if not isinstance(prompt.wording, str) or len(prompt.text.encode()) < limit - MARGIN:
-            continue
-        if tokenizer is None:
-            from transformers import AutoTokenizer
 
-            try:
-                tokenizer = AutoTokenizer.from_pretrained(
-                    model.path, subfolder=family.tokenizer, revision=model.revision
-                )
-            except (OSError, ValueError) as error:
-                logger.warning("whether prompts are longer than the text encoder reads is not known: %s", error)
-                return
-        text, start, kept = family.framed(tokenizer, prompt.text, limit)
-        places = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
-        if len(places) > kept and (read := places[kept - 1][1] - start) < len(prompt.text.rstrip()):
-            yield prompt, max(0, read)
+    def __init__(self, model: ResolvedModel) -> None:
+        family = load_family(model.family)
+        self._model, self._family = model, family if isinstance(family, PipelineFamily) else None
+        self.cut = 0
 
-
-def check_lengths(model: ResolvedModel, prompts: Iterable[Prompt]) -> int:
-    """Returns the number of prompts that are cut.
-
-    Raises ValueError for one whose target stands in the part that the text encoder does not read.
-    """
-    count = 0
-    for prompt, read in cut_prompts(model, prompts):
-        count += 1
+    def __call__(self, prompt: Prompt) -> None:
+        """Raises ValueError for a prompt whose target stands in its text, but only in the part that is not read."""
+        if (read := self.read(prompt)) is None:
+            return
+        self.cut += 1
         if prompt.target and prompt.target in prompt.text and prompt.target not in prompt.text[:read]:
             raise ValueError(
                 f"prompt {prompt.index} ({prompt.text[:40]!r}…) is longer than the text encoder reads: it is cut after "
                 f"{read} characters, and its target {prompt.target!r} comes later; shorten the prompt, or raise "
                 "model.max_sequence_length"
             )
-    return count
+
+    def read(self, prompt: Prompt) -> int | None:
+        """Returns the number of the prompt's characters that are read; None if that is all of them, or not known."""
+        if self._family is None or not isinstance(prompt.wording, str):
+            return None
+        limit = self._model.max_sequence_length or self._family.text_tokens
+        if len(prompt.text.encode()) < limit - MARGIN:
+            return None
+        if (tokenizer := _tokenizer(self._model.path, self._family.tokenizer, self._model.revision)) is None:
+            return None
+        text, start, kept = self._family.framed(tokenizer, prompt.text, limit)
+        places = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
+        if len(places) <= kept or (read := places[kept - 1][1] - start) >= len(prompt.text.rstrip()):
+            return None
+        return max(0, int(read))
+
+
+@cache
+def _tokenizer(path: str, folder: str, revision: str | None) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(path, subfolder=folder, revision=revision)
+    except (OSError, ValueError) as error:
+        logger.warning("whether prompts are longer than the text encoder reads is not known: %s", error)
+        return None

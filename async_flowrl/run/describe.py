@@ -121,7 +121,7 @@ def training(prepared: Prepared) -> str:
     said = [f"{_count(len(prompts))} of {prompts.rows.path}"]
     if prompts.duplicates:
         said.append(f"{prompts.duplicates:,} of them duplicates by their text")
-    if cut := prepared.cut[0]:
+    if cut := prepared.cut:
         said.append(f"{cut:,} of them longer than the text encoder reads (model.max_sequence_length) and cut")
     if prompts.rows.left_out:
         said.append(f"without the columns {', '.join(prompts.rows.left_out)}, which hold bytes")

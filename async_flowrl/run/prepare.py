@@ -19,7 +19,7 @@ from async_flowrl.data.store import Prompts
 from async_flowrl.policies import lora_file
 from async_flowrl.policies.base import Shapes
 from async_flowrl.policies.checked import unchecked
-from async_flowrl.policies.prompt_length import check_lengths
+from async_flowrl.policies.prompt_length import LengthCheck
 from async_flowrl.policies.registry import (
     ResolvedModel,
     check_prompts_of,
@@ -60,8 +60,8 @@ class Prepared:
     data: Data
     sizes: tuple[Resolution, ...]
     """All sizes in pixels that the run's images can have, sorted by their number of pixels."""
-    cut: tuple[int, int] = (0, 0)
-    """Numbers of training and of evaluation prompts of which the text encoder reads only the beginning."""
+    cut: int = 0
+    """Number of training prompts of which the text encoder reads only the beginning."""
     workers: Workers = field(default_factory=lambda: OUR_OWN)
     """Worker classes of tests and benchmarks in place of the run's own."""
 
@@ -112,7 +112,13 @@ def prepare(config: Config) -> Prepared:
         for prompts in (data.train, data.evaluation):
             if prompts.special:
                 check_prompts_of(model, prompts)
-        cut = check_lengths(model, data.train), check_lengths(model, data.evaluation)
+        lengths = LengthCheck(model)
+        for prompt in data.train:
+            lengths(prompt)
+        cut = lengths.cut
+        if data.evaluation is not data.train:
+            for prompt in data.evaluation:
+                lengths(prompt)
         sizes = allowed_sizes(model, config, data)
         shapes = shapes_of(model, sizes[-1])
         check_trained(model, config)

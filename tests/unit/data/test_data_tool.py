@@ -1,11 +1,13 @@
 """Tests of `async-flowrl data FILE`: its report on a file, and its exit code."""
 
+import json
 from pathlib import Path
 
 import pytest
 
 from async_flowrl.cli.verbs import VERBS
 from async_flowrl.data.__main__ import main
+from tests.support.families import model_config
 
 
 def shown(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
@@ -54,6 +56,20 @@ def test_a_reward_that_could_not_score_a_prompt(tmp_path: Path, capsys: pytest.C
     code, page = shown(capsys, str(path), "--reward", "color")
     assert code == 2 and f"{path}:2: reward 'color'" in page
     assert shown(capsys, str(path))[0] == 0
+
+
+def test_prompts_that_a_model_reads_only_in_part(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """SD3 reads 256 tokens, which is less than 300 words."""
+    model, path = model_config("sd3").path, tmp_path / "long.jsonl"
+    text = " ".join(f"word {number}" for number in range(300))
+    rows = [{"prompt": text, "target": "word 1"}, {"prompt": text}, {"prompt": "a sign"}]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    code, page = shown(capsys, str(path), "--model", model)
+    assert code == 0 and "cut        2 prompts" in page
+    assert "cut  " not in shown(capsys, str(path))[1]
+    path.write_text(json.dumps({"prompt": text, "target": "word 299"}) + "\n")
+    code, page = shown(capsys, str(path), "--model", model)
+    assert code == 2 and f"{path}:1: " in page and "model.max_sequence_length" in page
 
 
 @pytest.mark.parametrize(

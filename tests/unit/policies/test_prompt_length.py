@@ -8,7 +8,7 @@ import pytest
 
 from async_flowrl.config.check import ConfigError
 from async_flowrl.config.compose import compose_config
-from async_flowrl.policies.prompt_length import check_lengths, cut_prompts
+from async_flowrl.policies.prompt_length import LengthCheck
 from async_flowrl.policies.registry import load_policy, resolve_model
 from async_flowrl.run.describe import describe_inputs
 from async_flowrl.run.prepare import prepare
@@ -22,8 +22,10 @@ LONG = " ".join(f"word {number}" for number in range(60))
 def test_a_prompt_is_cut_where_the_encoder_stops_reading(family: str) -> None:
     model = resolve_model(replace(model_config(family), max_sequence_length=LIMIT))
     policy = load_policy(model, dtype="float32", device="cpu", parts="all")
-    ((prompt, read),) = cut_prompts(model, [Prompt(0, "short"), Prompt(1, LONG)])
-    assert prompt.text == LONG and 8 < read < len(LONG)
+    lengths = LengthCheck(model)
+    assert lengths.read(Prompt(0, "short")) is None
+    read = lengths.read(Prompt(1, LONG))
+    assert read is not None and 8 < read < len(LONG)
 
     def encoded(text: str) -> np.ndarray:
         """Without SD3's tokens of CLIP, which has a limit of its own."""
@@ -37,10 +39,12 @@ def test_a_prompt_is_cut_where_the_encoder_stops_reading(family: str) -> None:
 
 def test_a_target_behind_the_cut_is_refused_and_the_others_are_counted(tmp_path: Path) -> None:
     model = resolve_model(replace(model_config("qwen_image"), max_sequence_length=LIMIT))
-    prompts = [Prompt(0, LONG, target="word 1"), Prompt(1, LONG), Prompt(2, "word 59", target="word 59")]
-    assert check_lengths(model, prompts) == 2
+    lengths = LengthCheck(model)
+    for prompt in (Prompt(0, LONG, target="word 1"), Prompt(1, LONG), Prompt(2, "word 59", target="word 59")):
+        lengths(prompt)
+    assert lengths.cut == 2
     with pytest.raises(ValueError, match=r"^prompt 3 .*target 'word 59'.*model\.max_sequence_length$"):
-        check_lengths(model, [*prompts, Prompt(3, LONG, target="word 59")])
+        lengths(Prompt(3, LONG, target="word 59"))
     file = tmp_path / "prompts.txt"
     file.write_text(f"red {LONG}\nred {LONG} again\nred\n")
     config = compose_config("one_step_off", [f"data.train={file}", f"model.max_sequence_length={LIMIT}"])
