@@ -98,7 +98,7 @@ def test_the_driver_of_workers_that_are_processes_loads_no_model_code(tmp_path: 
     assert driver.returncode == 0, driver.stderr
     names = {name.partition(".")[0] for name in driver.stdout.split()}
     assert "ray" in names and not names & {"diffusers", "transformers", "peft", "accelerate", "sympy"}
-    build = "import sys; from async_flowrl.rewards import worker, color; print(*sys.modules)"
+    build = "import sys; from async_flowrl.rewards import image_statistics, worker; print(*sys.modules)"
     reward = subprocess.run(
         [sys.executable, "-c", build], cwd=ROOT, capture_output=True, text=True, timeout=LIMIT, check=True
     )
