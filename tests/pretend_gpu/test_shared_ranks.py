@@ -75,7 +75,7 @@ def one_rank(rank: int, port: int, config: Config, batches: Batches, planted: bo
                     worker.trainer.sender.stage(step + 1)
             waited = waited_for(written)
         header = worker.trainer.sender.policy.seal(step + 1) if rank == 0 else None
-        ours.send((worker.trainer.parameters.fingerprint(), waited, counted(waits), header))
+        ours.send((rig.digest(worker.trainer), waited, counted(waits), header))
         header = ours.recv()
 
         def keep_and_sample(header: Any = header, version: int = step + 1) -> None:
