@@ -35,6 +35,7 @@ from async_flowrl.tickets.table import Shape, TicketTable
 from async_flowrl.training.messages import Manifest, StepPlan, Summed, TrainRequest, UpdateStats
 from async_flowrl.training.parts import RankPosition, parts_of
 from async_flowrl.types import Prompt, RolloutReport, RolloutRequest, Scores, Trajectory
+from benchmarks.page import markdown_table
 from checkpoint_engine import RING, Ack, Header, Layout, binding_probe, canary_tensors
 from tests.support.toy_weights import ToySender, toy_lora, toy_tensors
 from tests.support.virtual import VirtualPool, VirtualWorker, run_virtual
@@ -220,17 +221,13 @@ def _config(workers: int, max_staleness: int, hand_over: str) -> Config:
 
 
 def markdown(costs: Sequence[Cost]) -> str:
-    head = (
-        "| workers | ranks | max_staleness | hand_over | CPU ms per ticket | tickets/s on one core "
-        "| bytes per waiting ticket |"
-    )
-    lines = [head, "|" + "---|" * 7]
-    lines += [
-        f"| {cost.workers} | {cost.ranks} | {cost.max_staleness} | {cost.hand_over} | {1e3 * cost.cpu_per_ticket:.2f} "
-        f"| {cost.tickets_per_s:.0f} | {cost.bytes_per_ticket:.0f} |"
+    rates = ("CPU ms per ticket", "tickets/s on one core", "bytes per waiting ticket")
+    rows = [
+        f"{cost.workers} {cost.ranks} {cost.max_staleness} {cost.hand_over} {1e3 * cost.cpu_per_ticket:.2f} "
+        f"{cost.tickets_per_s:.0f} {cost.bytes_per_ticket:.0f}".split()
         for cost in costs
     ]
-    return "\n".join(lines) + "\n"
+    return markdown_table(("workers", "ranks", "max_staleness", "hand_over", *rates), rows) + "\n"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

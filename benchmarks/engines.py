@@ -80,7 +80,7 @@ def requests(prepared: Prepared, tickets: int) -> list[RolloutRequest]:
 
 def deliver(worker: RolloutWorker) -> None:
     """Delivers version 0, a LoRA that changes every layer and depends only on tensor names: equal for all engines."""
-    layout, receiver = worker.receiver.layout, worker.receiver
+    receiver, layout = worker.receiver, worker.receiver.layout
     buffer = layout.empty()
     for name, view in layout.views(buffer).items():
         view.copy_(0.02 * torch.randn(view.shape, generator=generator(derive(worker.config.seed, name))))
@@ -123,10 +123,10 @@ def measure(engine: str, overrides: Sequence[str], tickets: int, rounds: int, ou
     return measured
 
 
-def cpu_seconds() -> float:
-    """Returns the CPU seconds that this process and those that it started have taken so far, ended ones included."""
+def cpu_seconds(root: psutil.Process | None = None) -> float:
+    """Returns the CPU seconds that a process (this one) and those that it started took so far, ended ones included."""
     seconds = 0.0
-    for process in processes():
+    for process in processes(root):
         with suppress(psutil.NoSuchProcess):  # It has just ended, and counts as its parent's then.
             seconds += sum(process.cpu_times()[:4])  # user and system, its own and those of its ended children
     return seconds
@@ -142,10 +142,10 @@ def memory() -> tuple[int, int]:
     return host, torch.cuda.max_memory_reserved() if torch.cuda.is_available() else 0
 
 
-def processes() -> list[psutil.Process]:
-    """Returns this process and all living ones that it started."""
-    own = psutil.Process()
-    return [own, *own.children(recursive=True)]
+def processes(root: psutil.Process | None = None) -> list[psutil.Process]:
+    """Returns a process (this one) and all living ones that it started."""
+    root = root or psutil.Process()
+    return [root, *root.children(recursive=True)]
 
 
 def save(path: Path, made: Sequence[Rollout]) -> None:

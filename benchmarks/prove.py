@@ -204,12 +204,7 @@ def rank_killed(folder: Path, overrides: Sequence[str]) -> str:
     """Case in which the first of two trainer ranks is killed; the run must go on without the checkpoint."""
     run = start(folder, [*overrides, "trainer.num_workers=2", "trainer.shard=none", "disturb.generate=0.2"])
     wait_for(run, folder, lambda: any(event["step"] == 4 for event in events(folder, "step")), "step 4 is done")
-    pids = {event["worker"]: event["pid"] for event in events(folder, "worker")}
-    os.kill(pids["trainer-0"], signal.SIGKILL)  # This rank sends the weights and writes the checkpoints.
-    finish(run, folder)
-    if "trainer-0" not in {event["worker"] for event in events(folder, "fault")}:
-        raise NotProven("the run has no event of the trainer rank's death")
-    back = [event["step"] for event in events(folder, "rollback")]
+    back = kill_rank(run, folder, "trainer-0")  # This rank sends the weights and writes the checkpoints.
     if len(back) != 1 or back[0] < 4:
         raise NotProven(f"the run went back to step {back} when one of two trainer ranks died after step 4")
     shares = Counter(event["worker"].split(".")[0] for event in events(folder, "fetched") if event["bytes"])
@@ -226,14 +221,26 @@ def share_killed(folder: Path, overrides: Sequence[str]) -> str:
     delays = [f"disturb.{stage}=0.3" for stage in ("generate", "update")]
     run = start(folder, [*overrides, "rollout.num_workers=2", *delays])
     wait_for(run, folder, lambda: is_written(folder, 3), "checkpoint 3 is written")
-    pids = {event["worker"]: event["pid"] for event in events(folder, "worker")}
-    os.kill(pids["trainer-1"], signal.SIGKILL)
-    finish(run, folder)
-    if "trainer-1" not in {event["worker"] for event in events(folder, "fault")}:
-        raise NotProven("the run has no event of the trainer rank's death")
-    if [event["step"] for event in events(folder, "rollback")] != [3]:
+    if kill_rank(run, folder, "trainer-1") != [3]:
         raise NotProven("the run did not go back to checkpoint 3 when a trainer rank with a share of the weights died")
     return digest(folder)
+
+
+def kill_rank(run: "subprocess.Popen[bytes]", folder: Path, rank: str) -> list[int]:
+    """Kills a trainer rank and waits for the end of the run; returns the steps to which the run went back.
+
+    Raises NotProven if the run has not noticed it.
+    """
+    os.kill(pids(folder)[rank], signal.SIGKILL)
+    finish(run, folder)
+    if rank not in {event["worker"] for event in events(folder, "fault")}:
+        raise NotProven("the run has no event of the trainer rank's death")
+    return [event["step"] for event in events(folder, "rollback")]
+
+
+def pids(folder: Path) -> dict[str, int]:
+    """Returns worker → process id."""
+    return {event["worker"]: event["pid"] for event in events(folder, "worker")}
 
 
 def start(folder: Path, overrides: Sequence[str]) -> "subprocess.Popen[bytes]":
@@ -274,10 +281,9 @@ def is_written(folder: Path, checkpoint: int) -> bool:
 
 def running_worker(folder: Path, *, step: int) -> int | None:
     """Returns the process id of a rollout worker that runs a training ticket of `step` or later, or None."""
-    pids = {event["worker"]: event["pid"] for event in events(folder, "worker")}
     last = {event["ordinal"]: event for event in events(folder, "ticket") if event["kind"] == "train"}
     running = [event for event in last.values() if event["state"] == "RUNNING" and event["step"] >= step]
-    return pids[running[-1]["worker"]] if running else None
+    return pids(folder)[running[-1]["worker"]] if running else None
 
 
 def events(folder: Path, name: str) -> list[Event]:

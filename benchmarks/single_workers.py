@@ -211,30 +211,14 @@ def markdown(ratios: Ratios) -> str:
     return f"{table}\n\n{stalls}\n"
 
 
-@dataclass(frozen=True)
-class Given:
-    """A command line: what is measured, how often, and whether as JSON."""
-
-    prepared: Prepared
-    overrides: Sequence[str]
-    rounds: int
-    json: bool
-
-
-def command_line(program: str, arguments: Sequence[str] | None, *, rounds: int) -> Given:
-    """Of a tool that plays one_step_off in its own process; `rounds` is the default."""
-    parser = argparse.ArgumentParser(prog=program)
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.single_workers")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
-    parser.add_argument("--rounds", type=int, default=rounds)
+    parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--json", action="store_true")
     given = parser.parse_intermixed_args(arguments)
     config = compose_config("one_step_off", [*given.overrides, "output_dir=outputs/none"])
-    return Given(prepare(config), given.overrides, given.rounds, given.json)
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    given = command_line("python -m benchmarks.single_workers", arguments, rounds=10)
-    ratios = compare(given.prepared, given.rounds)
+    ratios = compare(prepare(config), given.rounds)
     sys.stdout.write(json.dumps(asdict(ratios), indent=2) + "\n" if given.json else markdown(ratios))
     return 0
 

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from types import CodeType, FrameType, ModuleType
+from types import FrameType, ModuleType
 from typing import Any
 
 CALLS, PROJECT = "VISITED_CALLS", "VISITED_PROJECT"
@@ -40,29 +40,17 @@ def start() -> None:
     project = os.environ[PROJECT] + os.sep
     packages = tuple(project + package + os.sep for package in PACKAGES)
 
-    def note(code: CodeType) -> None:
+    def called(frame: FrameType, event: str, argument: Any) -> None:
+        code = frame.f_code
         name = code.co_filename
-        if name.startswith(packages) and code.co_name != "<module>":
+        if event == "call" and name.startswith(packages) and code.co_name != "<module>":
             file, now = name.removeprefix(project), time.time()
             _first.setdefault(file, now)
             _visited[file].add(int(now * TENTHS))
 
-    if sys.version_info >= (3, 12):
-        monitoring: Any = sys.monitoring
-        monitoring.use_tool_id(monitoring.PROFILER_ID, "visited")
-        monitoring.register_callback(
-            monitoring.PROFILER_ID, monitoring.events.PY_START, lambda code, offset: note(code)
-        )
-        monitoring.set_events(monitoring.PROFILER_ID, monitoring.events.PY_START)
-    else:
-
-        def called(frame: FrameType, event: str, argument: Any) -> None:
-            if event == "call":
-                note(frame.f_code)
-
-        sys.setprofile(called)
-        threading.setprofile(called)
-        _call_in_own_threads()
+    sys.setprofile(called)
+    threading.setprofile(called)
+    _call_in_own_threads()
     threading.Thread(target=_write_often, daemon=True).start()
     atexit.register(_write)
 

@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import ray
 import torch
 
 from benchmarks.delivery.measure import (
@@ -24,8 +23,10 @@ from benchmarks.delivery.measure import (
     after_kill,
     measure,
     obstacle,
+    ray_here,
 )
-from benchmarks.delivery.report import into_page, report
+from benchmarks.delivery.report import report
+from benchmarks.page import write_between
 from checkpoint_engine.transports import GLOO, NCCL, OBJECT_STORE, PYNCCL
 
 
@@ -36,18 +37,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """
     options = _parser().parse_args(arguments)
     if options.read is None:
-        with contextlib.redirect_stdout(sys.stderr):  # where Ray reports that a process died
-            if ours := not ray.is_initialized():
-                _start_ray(MAX_STORE_COPIES * max(*options.megabytes, KILL_MEGABYTES))
+        room = MAX_STORE_COPIES * max(*options.megabytes, KILL_MEGABYTES)
+        with contextlib.redirect_stdout(sys.stderr), ray_here(room):  # where Ray reports that a process died
             result = asyncio.run(run(options))
-            if ours:
-                ray.shutdown()
         options.out.parent.mkdir(parents=True, exist_ok=True)
         options.out.write_text(json.dumps(result, indent=1), encoding="utf-8")
     else:
         result = json.loads(options.read.read_text(encoding="utf-8"))
     if options.page is not None:
-        into_page(options.page, result)
+        write_between(options.page, "numbers", report(result))
     sys.stdout.write(report(result) + "\n")
 
 
@@ -64,18 +62,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--read", type=Path, help="an earlier result, instead of measuring")
     parser.add_argument("--page", type=Path, help="a Markdown page that gets the table, between its two markers")
     return parser
-
-
-def _start_ray(megabytes: float) -> None:
-    """Starts a Ray cluster of its own, as a run does, with room for `megabytes` in its object store."""
-    os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0", "OMP_NUM_THREADS": "1"}
-    ray.init(
-        address="local",
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level="ERROR",
-        object_store_memory=int((megabytes + 100) * 1e6),
-    )
 
 
 async def run(options: argparse.Namespace) -> dict[str, Any]:

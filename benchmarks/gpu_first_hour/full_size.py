@@ -4,7 +4,6 @@ Both run in this process, one after the other, with Qwen-Image of full size and 
 """
 
 import gc
-import time
 from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Any
@@ -23,7 +22,7 @@ from async_flowrl.training.worker import TrainerWorker
 from async_flowrl.types import POLICY, Conditioning, Span, Trajectory, Wording
 from benchmarks.gpu_first_hour.random_qwen import real_card, settings, sizes_here
 from benchmarks.gpu_first_hour.task import Task
-from benchmarks.single_workers import meta, tickets
+from benchmarks.single_workers import meta, tickets, timed
 from checkpoint_engine import Publisher
 
 GIB = 2**30
@@ -140,13 +139,8 @@ def figures(work: Callable[[], Any], rounds: int, before: int, spans: Sequence[S
 
     A first round is not counted; one more is done under the profiler.
     """
-    taken, cuda = [], torch.cuda.is_available()
-    for _ in range(rounds + 1):
-        began = time.perf_counter()
-        work()
-        if cuda:
-            torch.cuda.synchronize()
-        taken.append(time.perf_counter() - began)
+    cuda = torch.cuda.is_available()
+    taken = [timed(work)[0] for _ in range(rounds + 1)]
     told = {"seconds": median(taken[1:]), "flops": sum(span.flops or 0.0 for span in spans)}
     told |= {"peak_gib": (torch.cuda.max_memory_allocated() - before) / GIB if cuda else 0.0}
     told |= {"reserved_gib": torch.cuda.max_memory_reserved() / GIB if cuda else 0.0}

@@ -17,6 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from async_flowrl.policies.kernels import repeatable_kernels
 from benchmarks.gpu_first_hour.random_qwen import HEAD_DIM, real_card
 from benchmarks.gpu_first_hour.task import Task
+from benchmarks.single_workers import timed
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 HEADS, IMAGES, TOKENS, TEXT = (24, 4, 1024, 128) if real_card() else (2, 2, 64, 8)
@@ -155,14 +156,7 @@ def drawn(*shape: int) -> Tensor:
 
 def ms(work: Callable[[], Any], rounds: int = 10) -> float:
     """Returns the median milliseconds of a call, with the device's work; three calls before are not counted."""
-    taken = []
-    for _ in range(3 + rounds):
-        began = time.perf_counter()
-        work()
-        if DEVICE.type == "cuda":
-            torch.cuda.synchronize()
-        taken.append(1000 * (time.perf_counter() - began))
-    return median(taken[3:])
+    return 1000 * median([timed(work)[0] for _ in range(3 + rounds)][3:])
 
 
 def ms_of_copy(target: Tensor, source: Tensor) -> float:
