@@ -62,12 +62,15 @@ class Workers:
         self.trainer.load()
         self.step = 0
         self.batches: dict[int, list[Trajectory]] = {}
-        self.deliver(0)
         self.staging: list[float] = []
         self.activating: list[float] = []
+        self.deliver(0)
 
     def deliver(self, version: int) -> None:
+        """Only staging holds the trainer up."""
+        began = time.perf_counter()
         self.trainer.sender.stage(version, STREAM)
+        self.staging.append(time.perf_counter() - began)
         self.trainer.sender.policy.seal(version)
         self.rollout.receiver.receive(*self.trainer.sender.policy.payload(version))
 
@@ -91,13 +94,9 @@ class Workers:
         trainer.train(TrainRequest(self.step, (), finishes=True))
 
     def publish(self) -> None:
-        """The next version; only staging holds the trainer up."""
-        began = time.perf_counter()
-        self.trainer.sender.stage(self.step + 1, STREAM)
-        self.staging.append(time.perf_counter() - began)
-        self.trainer.sender.policy.seal(self.step + 1)
-        self.rollout.receiver.receive(*self.trainer.sender.policy.payload(self.step + 1))
+        """Delivers the next version."""
         self.step += 1
+        self.deliver(self.step)
 
 
 def tickets(config: Config, step: int) -> list[Ticket]:
@@ -147,7 +146,7 @@ def compare(prepared: Prepared, rounds: int) -> Ratios:
         rollout_to_bare=ratio(taken, "bare rollout", "rollout"),
         bare_to_pipeline=ratio(taken, "pipeline", "bare rollout"),
         update_to_bare=ratio(taken, "bare update", "update"),
-        stage_to_update=median(workers.staging[1:]) / update,
+        stage_to_update=median(workers.staging[2:]) / update,
         activate_to_generate=median(workers.activating[1:]) / median(t["rollout"][0] for t in taken),
         seconds={name: min(t[name][0] for t in taken) for name in contestants},
     )

@@ -11,11 +11,9 @@ import sys
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
-from types import FrameType, ModuleType
+from types import FrameType
 from typing import Any
 
 CALLS, PROJECT = "VISITED_CALLS", "VISITED_PROJECT"
@@ -57,31 +55,16 @@ def start() -> None:
 
 def _call_in_own_threads() -> None:
     """Has a worker's calls made in threads that Python starts: those that Ray's own code starts are not profiled."""
-    import importlib.abc
-    import importlib.machinery
+    from separation.worker_process import Host
 
-    class Finder(importlib.abc.MetaPathFinder):
-        def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
-            if name not in ("separation.host", "separation.worker_process"):
-                return None
-            spec = importlib.machinery.PathFinder.find_spec(name, path)
-            if spec is not None and spec.loader is not None:
-                spec.loader.exec_module = partial(_execute, spec.loader.exec_module)  # type: ignore[method-assign]
-            return spec
+    host: Any = Host
+    for name in ("run", "run_split"):
 
-    def _execute(execute: Callable[[ModuleType], None], module: ModuleType) -> None:
-        execute(module)
-        host: Any = module.Host
-        for name in ("run", "run_split"):
-            method = getattr(host, name)
+        def profiled(self: Any, *arguments: Any, _method: Any = getattr(host, name)) -> Any:  # noqa: B008
+            with ThreadPoolExecutor(1) as thread:
+                return thread.submit(_method, self, *arguments).result()
 
-            def profiled(self: Any, *arguments: Any, _method: Any = method) -> Any:
-                with ThreadPoolExecutor(1) as thread:
-                    return thread.submit(_method, self, *arguments).result()
-
-            setattr(host, name, profiled)
-
-    sys.meta_path.insert(0, Finder())
+        setattr(host, name, profiled)
 
 
 def _write_often() -> None:

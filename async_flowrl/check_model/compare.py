@@ -266,11 +266,14 @@ def _steps(job: Job, stock: Stock, branches: Sequence[Branch]) -> dict[str, Call
 
     def round_trip() -> Row:
         bare = denoised()[-1]
-        _adapt(policy)
+        tensors = _adapted(policy)
         adapted = denoised()[-1]
         if gap(adapted, bare)[1] <= relative:
             return Row(LORA, False, said="the adapter changes nothing: is it on a branch whose output is dropped?")
-        _move_to_pipeline(policy, job.pipeline)
+        job.pipeline.unload_lora_weights()  # Its network is the policy's.
+        with tempfile.TemporaryDirectory() as work:
+            lora_file.save(Path(work), tensors, alpha=LORA_CONFIG.alpha)
+            apply_lora(job.pipeline, Path(work))
         theirs = record(job.pipeline, job.settings, job.prompt, job.start()).after[-1]
         return row_of(LORA, [(adapted, theirs)], relative=relative)
 
@@ -362,23 +365,15 @@ def _is_latents_or_time(name: str) -> bool:
     return name in ("hidden_states", "x", "sample", "latents", "t", "sigma", "sigmas") or "timestep" in name
 
 
-def _adapt(policy: Policy) -> None:
-    """Adds a LoRA with random weights to the policy's network, so that it changes the output."""
+def _adapted(policy: Policy) -> dict[str, Tensor]:
+    """Adds a LoRA with random weights to the policy's network, so that it changes the output, and returns these."""
     add_lora(policy.transformer, LORA_CONFIG, policy, seed=0)
-    with torch.no_grad():
-        for name, parameter in lora_parameters(policy.transformer).items():
-            if ".lora_B." in name:
-                drawn = torch.randn(parameter.shape, generator=generator(derive(1, name)))
-                parameter.copy_(LORA_STRENGTH * drawn)
-
-
-def _move_to_pipeline(policy: Policy, pipeline: Any) -> None:
-    """Exports the policy's LoRA to a file and loads that into the pipeline, whose network is the policy's."""
-    tensors = {name: parameter.detach().cpu() for name, parameter in lora_parameters(policy.transformer).items()}
-    pipeline.unload_lora_weights()
-    with tempfile.TemporaryDirectory() as work:
-        lora_file.save(Path(work), tensors, alpha=LORA_CONFIG.alpha)
-        apply_lora(pipeline, Path(work))
+    weights = lora_parameters(policy.transformer)
+    for name, parameter in weights.items():
+        if ".lora_B." in name:
+            drawn = torch.randn(parameter.shape, generator=generator(derive(1, name)))
+            parameter.copy_(LORA_STRENGTH * drawn)
+    return {name: parameter.detach().cpu() for name, parameter in weights.items()}
 
 
 def gap(ours: Tensor, theirs: Tensor) -> tuple[float, float]:
@@ -396,11 +391,7 @@ def gap(ours: Tensor, theirs: Tensor) -> tuple[float, float]:
 
 
 def row_of(
-    step: str,
-    pairs: Iterable[tuple[Tensor, Tensor]],
-    *,
-    relative: float = float("inf"),
-    absolute: float = float("inf"),
+    step: str, pairs: Iterable[tuple[Tensor, Tensor]], *, relative: float = float("inf"), absolute: float = float("inf")
 ) -> Row:
     """Returns the row of a step from pairs of the family's tensor and the stock pipeline's, in order."""
     gaps, first = [(0.0, 0.0)], None

@@ -66,13 +66,7 @@ class Scan:
     refusals: int = 0
 
 
-def scan(
-    rows: Rows,
-    keys: Keys,
-    *,
-    keep_refusals: bool = False,
-    check: Callable[[Prompt], None] | None = None,
-) -> Scan:
+def scan(rows: Rows, keys: Keys, *, keep_refusals: bool = False, check: Callable[[Prompt], None] | None = None) -> Scan:
     """Reads every row once. Raises PromptError for the first refused row; with `keep_refusals` it stores them instead.
 
     `check` may refuse a prompt by raising ValueError.

@@ -83,10 +83,7 @@ def _check(places: Mapping[str, Place], lora: LoraFile, base: Path) -> None:
         if f"{module}.weight" not in places:
             raise ValueError(f"the LoRA adapts {module}, of which {base / TRANSFORMER} holds no weight")
         shape = places[f"{module}.weight"][2]
-        wanted = (
-            lora.tensors[f"{module}.lora_B.weight"].shape[0],
-            lora.tensors[f"{module}.lora_A.weight"].shape[1],
-        )
+        wanted = (lora.tensors[f"{module}.lora_B.weight"].shape[0], lora.tensors[f"{module}.lora_A.weight"].shape[1])
         if shape != wanted:
             raise ValueError(f"the LoRA's {module} is for a matrix of {wanted}, {base / TRANSFORMER} has {shape}")
 

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from async_flowrl.memory.rehearsal.rollout import RolloutRehearsal
     from async_flowrl.memory.rehearsal.trainer import RankRehearsal
     from async_flowrl.memory.sizes import Sizes
-    from async_flowrl.policies.base import Shapes
 
 _remembered: dict[str, Any] = {}
 
@@ -70,11 +69,6 @@ def model_sizes(config: Config) -> "Sizes":
     if key not in _remembered:
         _remembered[key] = rehearsed_rank(config).sizes
     return cast("Sizes", _remembered[key])
-
-
-def rehearsed_shapes(config: Config) -> "Shapes":
-    """Returns the shapes of a ticket's arrays. Raises ValueError as `rehearsed_rank`."""
-    return rehearsed_rank(config).shapes
 
 
 def _once(config: Config, side: str, rehearse: Callable[..., Any]) -> Any:

@@ -28,7 +28,7 @@ def describe(plan: MemoryPlan, config: Config, device_gib: float) -> str:
     model = plan.model
     whole = f"{config.model.path}: {model.base_parameters / 1e9:.2f} B parameters in {model.blocks} blocks"
     what = "full weights: {} M trained" if model.full else "LoRA of {} M parameters"
-    trained = f"{what.format(f'{model.adapter_parameters / 1e6:.1f}')}, {plan.adapter_bytes / 1e6:.0f} MB per version"
+    trained = f"{what.format(f'{model.adapter_parameters / 1e6:.1f}')}, {model.version_bytes / 1e6:.0f} MB per version"
     sections = [f"{whole}, {trained}", f"images of {in_pixels(parse_resolution(config.rollout.resolution))}", ""]
     for process in processes(config):
         title, footprint = process.title, process.footprint
@@ -102,7 +102,7 @@ def as_json(plan: MemoryPlan, config: Config, device_gib: float) -> dict[str, An
         "ticket_bytes": plan.ticket_bytes,
         "payload": plan.payload,
         "sent_weights": plan.sent_weights,
-        "adapter_bytes": plan.adapter_bytes,
+        "adapter_bytes": plan.model.version_bytes,
         "devices": gpus_taken(config),
         "fits": all(each.footprint.total <= each.available(round(device_gib * GIB)) for each in processes(config)),
     }

@@ -271,18 +271,16 @@ def as_json(done: Rehearsal) -> dict[str, Any]:
     """Returns the rehearsal as a dictionary for JSON: sizes in bytes, times in seconds."""
     rank, rollout, card = done.rank, done.rollout, done.roofline.card
     return {
-        "trainer_rank": {**asdict(rank), "phases": _phases(rank.phases, done.roofline)},
-        "rollout_worker": {**asdict(rollout), "phases": _phases(rollout.phases, done.roofline)},
+        **{
+            side: {**asdict(of), "phases": {name: _phase(each, done.roofline) for name, each in of.phases.items()}}
+            for side, of in (("trainer_rank", rank), ("rollout_worker", rollout))
+        },
         "peak": {title.replace(" ", "_"): phase.peak for title, phase in done.peaks().items()},
         "fits": not done.lacking,
         "estimate": asdict(done.estimate),
         "card": asdict(card),
         "assumptions": done.roofline.given.sentences(card),
     }
-
-
-def _phases(phases: Mapping[str, Phase], roofline: Roofline) -> dict[str, dict[str, Any]]:
-    return {name: _phase(phase, roofline) for name, phase in phases.items()}
 
 
 def _phase(phase: Phase, roofline: Roofline) -> dict[str, Any]:
