@@ -51,16 +51,13 @@ def write_card(
         pipeline_tag="text-to-image",
         tags=[*([] if source.whole is not None else ["lora"]), *TAGS],
     )
-    parts = [f"# {_title(source, out)}", _origin(source, base)]
+    title = source.config.name if source.config is not None else out.resolve().name
+    parts = [f"# {title}", _origin(source, base)]
     parts += [*_training(source), *_results(out, source, evaluation), _usage(source, base), _files(out, files)]
     parts += [*_reproduction(source), _licence(licence, base)]
     card = ModelCard(f"---\n{front.to_yaml()}\n---\n\n" + "\n\n".join(parts) + "\n")
     (out / README).write_text(str(card))
     return out / README
-
-
-def _title(source: Source, out: Path) -> str:
-    return source.config.name if source.config is not None else out.resolve().name
 
 
 def _origin(source: Source, base: str | None) -> str:

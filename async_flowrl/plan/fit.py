@@ -35,13 +35,7 @@ class Hardware:
     name: str
     gib: float
     """Memory of one device in GiB."""
-    per_node: int
-    """Devices of one node."""
-    nodes: int = 1
-
-    @property
-    def devices(self) -> int:
-        return self.per_node * self.nodes
+    devices: int
 
 
 HARDWARE = (
@@ -51,7 +45,7 @@ HARDWARE = (
     Hardware("2 x 80 GB", 79, 2),
     Hardware("4 x 80 GB", 79, 4),
     Hardware("8 x 80 GB", 79, 8),
-    Hardware("2 nodes x 8 x 80 GB", 79, 8, 2),
+    Hardware("2 nodes x 8 x 80 GB", 79, 16),
 )
 
 
@@ -108,20 +102,10 @@ def judged(experiment: str, hardware: Hardware, words: Sequence[str], config: Co
     """Returns the answer for one candidate: `words` are its arguments, and `config` is their configuration."""
     device = round(hardware.gib * GIB)
     config = resolved(config, on_devices(config, device)).applied(config)
-    trainer, rollout = planned_trainer(config), planned_rollout(config)
+    memory = planned_trainer(config).total / GIB, planned_rollout(config).total / GIB, hardware.gib
     missing, lacking = max((each.footprint.total - each.available(device), each.title) for each in processes(config))
-    return Answer(
-        experiment,
-        hardware.name,
-        missing <= 0,
-        tuple(words),
-        trainer.total / GIB,
-        rollout.total / GIB,
-        hardware.gib,
-        missing / GIB,
-        lacking,
-        describe_pools(config, without=("trainer", "rollout", "shared")),
-    )
+    seats = describe_pools(config, without=("trainer", "rollout", "shared"))
+    return Answer(experiment, hardware.name, missing <= 0, tuple(words), *memory, missing / GIB, lacking, seats)
 
 
 def candidates(words: Sequence[str], plain: Config, devices: int) -> Iterator[list[str]]:
