@@ -16,12 +16,13 @@ import psutil
 import torch
 
 from async_flowrl.config.compose import compose_config
+from async_flowrl.policies.loading import quiet
 from async_flowrl.policies.lora import targeted_modules
-from async_flowrl.policies.registry import load_policy
+from async_flowrl.policies.registry import DTYPES, load_policy
 from async_flowrl.run.prepare import prepare
 from async_flowrl.tickets.arithmetic import trained_steps
+from benchmarks.bare import Bare
 from benchmarks.engines import cpu_seconds
-from benchmarks.single_workers import bare_of
 
 WARM_UP_STEPS, POLL_SECONDS = 5, 0.05
 QUIET = ("evaluate.before_training=false", "evaluate.every=0", "console=quiet", "monitor.report=false", "save.every=0")
@@ -53,7 +54,15 @@ def bare(steps: int, overrides: Sequence[str]) -> float:
     prepared = prepare(compose_config("one_step_off", [*QUIET, "output_dir=nowhere", *overrides]))
     config, count = prepared.config, trained_steps(prepared.config)
     policy = load_policy(prepared.model, dtype=prepared.model.dtype, device="cpu", parts="structure")
-    loop = bare_of(prepared, targeted_modules(policy.transformer, config.lora, policy))
+    with quiet():
+        loop = Bare(
+            prepared.model.path,
+            side=config.rollout.resolution,
+            steps=config.rollout.num_inference_steps,
+            targets=list(targeted_modules(policy.transformer, config.lora, policy)),
+            rank=config.lora.rank,
+            dtype=DTYPES[config.model.dtype],
+        )
     texts = [prepared.requests.train[index].text for index in range(config.prompts_per_step)]
     began = time.process_time()
     for step in range(steps + 1):

@@ -96,13 +96,7 @@ def families(overrides: Sequence[str]) -> list[Family]:
     The latter are left out if the overrides set `tune`. Each is left out, with a line that says why, if a run of it
     would be refused with these overrides.
     """
-    cases: dict[str, Case] = {
-        "1 rollout worker, undisturbed": undisturbed,
-        "3 rollout workers, random delays in every stage": delayed,
-        "2 rollout workers, one killed -9; driver killed -9, resumed": killed,
-        "2 trainer ranks, one killed -9": rank_killed,
-    }
-    first = Family("", "run", overrides, cases)
+    first = Family("", "run", overrides, on_one_rank(killed) | {"2 trainer ranks, one killed -9": rank_killed})
     if any(override.startswith("tune=") for override in overrides):
         return [first]
     accepted = [first]
@@ -115,13 +109,18 @@ def families(overrides: Sequence[str]) -> list[Family]:
     return accepted
 
 
-def whole_weights(overrides: Sequence[str]) -> list[Family]:
-    """Returns the families of runs with whole weights: all of them on one trainer rank, and in shares on two."""
-    alone: dict[str, Case] = {
+def on_one_rank(kill: Case) -> dict[str, Case]:
+    """Returns title → case, for runs with a single trainer rank."""
+    return {
         "1 rollout worker, undisturbed": undisturbed,
         "3 rollout workers, random delays in every stage": delayed,
-        "2 rollout workers, one killed -9; driver killed -9, resumed": partial(killed, victim_step=1, checkpoint=3),
+        "2 rollout workers, one killed -9; driver killed -9, resumed": kill,
     }
+
+
+def whole_weights(overrides: Sequence[str]) -> list[Family]:
+    """Returns the families of runs with whole weights: all of them on one trainer rank, and in shares on two."""
+    alone = on_one_rank(partial(killed, victim_step=1, checkpoint=3))
     in_shares: dict[str, Case] = {
         "undisturbed": undisturbed,
         "2 rollout workers, delays, one trainer rank killed -9": share_killed,

@@ -17,7 +17,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from async_flowrl.policies.kernels import repeatable_kernels
 from benchmarks.gpu_first_hour.random_qwen import HEAD_DIM, real_card
 from benchmarks.gpu_first_hour.task import Task
-from benchmarks.single_workers import timed
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 HEADS, IMAGES, TOKENS, TEXT = (24, 4, 1024, 128) if real_card() else (2, 2, 64, 8)
@@ -156,7 +155,16 @@ def drawn(*shape: int) -> Tensor:
 
 def ms(work: Callable[[], Any], rounds: int = 10) -> float:
     """Returns the median milliseconds of a call, with the device's work; three calls before are not counted."""
-    return 1000 * median([timed(work)[0] for _ in range(3 + rounds)][3:])
+    return 1000 * median([timed(work) for _ in range(3 + rounds)][3:])
+
+
+def timed(work: Callable[[], Any]) -> float:
+    """Returns the seconds of a call, with the device's work."""
+    began = time.perf_counter()
+    work()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter() - began
 
 
 def ms_of_copy(target: Tensor, source: Tensor) -> float:
