@@ -18,7 +18,6 @@ from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
-from rich.table import Table
 from torch import Tensor, nn
 
 from async_flowrl.algorithms import sde
@@ -27,7 +26,6 @@ from async_flowrl.config.messages import in_one_line
 from async_flowrl.config.resolution import asked_resolution, in_pixels
 from async_flowrl.config.schema import LoraConfig, ModelConfig, TinyConfig
 from async_flowrl.generate import Settings, open_pipeline, run_pipeline
-from async_flowrl.observability.terminal import print_table
 from async_flowrl.policies import lora_file
 from async_flowrl.policies.base import Policy
 from async_flowrl.policies.checked import in_diffusers, pipeline_class, write_stamp
@@ -36,6 +34,7 @@ from async_flowrl.policies.registry import DTYPES, ResolvedModel, load_family, r
 from async_flowrl.policies.trained_file import apply_lora
 from async_flowrl.seeds import derive, generator
 from async_flowrl.types import ByteArray, Sampling
+from separation.table import format_table
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -156,7 +155,7 @@ def run(given: argparse.Namespace) -> int:
     family = job.model.family
     sys.stdout.write(f"{family} against diffusers' {job.pipeline_name}: {job.how}\n")
     rows = compare(job)
-    print_table(table(rows))
+    sys.stdout.write(f"{table(rows)}\n")
     if first := next((row for row in rows if not row.holds), None):
         sys.stdout.write(f"{first.step} is the first step that differs: {first.said}\n")
         return exit_codes.ERROR
@@ -185,16 +184,11 @@ def settings_of(given: argparse.Namespace) -> Settings:
     return Settings(model, sampling)
 
 
-def table(rows: Sequence[Row]) -> Table:
+def table(rows: Sequence[Row]) -> str:
     """One row per step: the largest difference, absolute and relative to the stock pipeline's largest value."""
-    drawn = Table()
-    drawn.add_column("step", no_wrap=True)
-    for name in ("equal", "max |difference|", "relative"):
-        drawn.add_column(name, justify="right", no_wrap=True)
-    for row in rows:
-        numbers = ("" if value is None else f"{value:.2g}" for value in (row.difference, row.relative))
-        drawn.add_row(row.step, "yes" if row.holds else "no", *numbers)
-    return drawn
+    numbers = [["–" if each is None else f"{each:.2g}" for each in (row.difference, row.relative)] for row in rows]
+    said = [(row.step, "yes" if row.holds else "no", *of) for row, of in zip(rows, numbers, strict=True)]
+    return format_table(("step", "equal", "max |difference|", "relative"), said)
 
 
 def job_of(settings: Settings, prompt: str, device: str) -> Job:

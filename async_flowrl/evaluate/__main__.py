@@ -13,7 +13,6 @@ from async_flowrl.controller.reward_servers import ServerLost
 from async_flowrl.evaluate.job import job_of
 from async_flowrl.evaluate.measure import evaluate
 from async_flowrl.evaluate.show import table, write
-from async_flowrl.observability.terminal import print_table
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.getLogger("separation").setLevel(logging.WARNING)  # hides the normal end of a reward's server
     try:
         comparison = evaluate(job_of(given), device="cuda" if torch.cuda.is_available() else "cpu")
-        print_table(table(comparison))
+        sys.stdout.write(table(comparison))
         for written in write(comparison, given.out.expanduser()) if given.out is not None else ():
             logger.info("wrote %s", written)
     except (ValueError, OSError) as error:
