@@ -155,21 +155,21 @@ def run_stage(
     answer.unlink(missing_ok=True)
     command = [sys.executable, "-m", "benchmarks.gpu_first_hour.task", stage.place, str(answer), str(work)]
     began = time.monotonic()
-    ended = run_within([*command, str(most), *words], most, log, environment, ROOT)
+    code, left_over = run_within([*command, str(most), *words], most, log, environment, ROOT)
     lines = json.loads(answer.read_text()) if answer.exists() else []
     failed = [each["what"] for each in lines if each.get("ok") is False]
     kinds = {each.get("kind") for each in lines}
-    if ended.code is None:
+    if code is None:
         result = f"hangs: not done within {most:.0f} s"
-    elif kinds.intersection(MEMORY_ERRORS) or ended.code == KILLED:
-        result = "out of memory" if ended.code != KILLED else "killed (SIGKILL), as Linux does where memory is short"
-    elif ended.code != 0:
-        result = f"failed: {', '.join(failed) or f'exit code {ended.code}'}"
+    elif kinds.intersection(MEMORY_ERRORS) or code == KILLED:
+        result = "out of memory" if code != KILLED else "killed (SIGKILL), as Linux does where memory is short"
+    elif code != 0:
+        result = f"failed: {', '.join(failed) or f'exit code {code}'}"
     else:
         result = "ok" if lines else "failed: it said nothing"
     seconds = round(time.monotonic() - began, 1)
     told = {"result": result, "seconds": seconds, "limit": most, "lines": lines, "card": cards()}
-    return told | ({"left_over": ended.left_over} if ended.left_over and ended.code is not None else {})
+    return told | ({"left_over": left_over} if left_over and code is not None else {})
 
 
 def line(name: str, result: Mapping[str, Any]) -> str:

@@ -70,12 +70,12 @@ class Task:
         most = min(most, self.left)
         if most <= 0:
             return "no time was left"
-        ended = run_within([sys.executable, *command], most, log, {**os.environ, **environment})
-        if ended.code == 0 and not ended.left_over:
+        code, left_over = run_within([sys.executable, *command], most, log, {**os.environ, **environment})
+        if code == 0 and not left_over:
             return None
         lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
-        why = f"not done within {most:.0f} s" if ended.code is None else f"exit code {ended.code}"
-        return "; ".join([why, f"left over: {', '.join(ended.left_over) or 'nothing'}", *lines[-1:]])[:400]
+        why = f"not done within {most:.0f} s" if code is None else f"exit code {code}"
+        return "; ".join([why, f"left over: {', '.join(left_over) or 'nothing'}", *lines[-1:]])[:400]
 
     def train(
         self, name: str, *words: str, most: float = float("inf"), prefix: Sequence[str] = (), **environment: str
@@ -118,20 +118,14 @@ class Task:
         self.say(what, ok=good, digests={name: digest[:16] for name, digest in digests.items()})
 
 
-@dataclass(frozen=True)
-class Ended:
-    """How a process ended."""
-
-    code: int | None
-    """Exit code, negative for a signal; None if the limit ended it."""
-    left_over: tuple[str, ...]
-    """Names of the processes that were still there and were killed."""
-
-
 def run_within(
     command: Sequence[str], seconds: float, log: Path, environment: Mapping[str, str], cwd: Path | None = None
-) -> Ended:
-    """Runs a command until it ends or `seconds` are over; its output and errors are appended to `log`."""
+) -> tuple[int | None, tuple[str, ...]]:
+    """Runs a command until it ends or `seconds` are over; its output and errors are appended to `log`.
+
+    Returns the exit code, negative for a signal and None if the limit ended it, and the names of the processes that
+    were still there and were killed.
+    """
     mark = f"GPU_FIRST_HOUR_{secrets.token_hex(8)}"
     with log.open("ab") as stream:
         process = subprocess.Popen(
@@ -148,7 +142,7 @@ def run_within(
     finally:
         left_over = end_marked(mark)
         process.wait()
-    return Ended(code, left_over)
+    return code, left_over
 
 
 def end_marked(mark: str) -> tuple[str, ...]:
