@@ -58,9 +58,7 @@ class Cost:
     hand_over: str
     tickets: int
     cpu_per_ticket: float
-    """Seconds."""
-    tickets_per_s: float
-    """What one core keeps up with."""
+    """Seconds; one core keeps up with its inverse of tickets per second."""
     bytes_per_ticket: float
     """Memory of a ticket waiting in the table."""
     ranks: int = 1
@@ -181,7 +179,7 @@ def measure(workers: int, max_staleness: int = 1, hand_over: str = "stream", *, 
         clocked = run_virtual(_run(config, Path(directory) / "events.jsonl"), horizon=1e12)
     tickets = workers * (STEPS - WARM_UP_STEPS)
     cpu = (clocked.ends[-1] - clocked.ends[WARM_UP_STEPS - 1]) / tickets
-    return Cost(workers, max_staleness, hand_over, tickets, cpu, 1.0 / cpu, bytes_per_ticket(workers), ranks)
+    return Cost(workers, max_staleness, hand_over, tickets, cpu, bytes_per_ticket(workers), ranks)
 
 
 def bytes_per_ticket(workers: int) -> float:
@@ -215,7 +213,7 @@ def markdown(costs: Sequence[Cost]) -> str:
     rates = ("CPU ms per ticket", "tickets/s on one core", "bytes per waiting ticket")
     rows = [
         f"{cost.workers} {cost.ranks} {cost.max_staleness} {cost.hand_over} {1e3 * cost.cpu_per_ticket:.2f} "
-        f"{cost.tickets_per_s:.0f} {cost.bytes_per_ticket:.0f}".split()
+        f"{1 / cost.cpu_per_ticket:.0f} {cost.bytes_per_ticket:.0f}".split()
         for cost in costs
     ]
     return markdown_table(("workers", "ranks", "max_staleness", "hand_over", *rates), rows) + "\n"

@@ -94,9 +94,8 @@ def deliver(worker: RolloutWorker) -> None:
 
 def measure(engine: str, overrides: Sequence[str], tickets: int, rounds: int, out: Path) -> list[Found]:
     """Measures one engine in the current process, once per way, and writes its results into the folder `out`."""
-    config = configuration(engine, overrides)
-    asked = requests(prepared := prepare(config), tickets)
-    config = prepared.config
+    prepared = prepare(configuration(engine, overrides))
+    config, asked = prepared.config, requests(prepared, tickets)
     torch.set_num_threads(config.rollout.threads)
     began = time.monotonic()
     worker = RolloutWorker(config, prepared.model, 0, "rollout-0")

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Sequence
 from datetime import timedelta
+from itertools import product
 from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
@@ -160,11 +161,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     result: dict[str, Any] = {"rows": [], "skipped": [], "load": os.getloadavg(), "repeats": options.repeats}
     result["date"] = time.strftime("%Y-%m-%d")
     with ray_here(2.5 * max(options.megabytes)):
-        for megabytes in options.megabytes:
-            for receivers in options.receivers:
-                if reason := obstacle(megabytes, receivers):
-                    result["skipped"].append(f"not measured: {reason}")
-                    continue
+        for megabytes, receivers in product(options.megabytes, options.receivers):
+            if reason := obstacle(megabytes, receivers):
+                result["skipped"].append(f"not measured: {reason}")
+            else:
                 result["rows"].append(asyncio.run(measure(megabytes, receivers, options.bucket, options.repeats)))
                 sys.stderr.write(f"{megabytes:g} MB to {receivers}: done\n")
     if options.out is not None:

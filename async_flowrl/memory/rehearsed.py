@@ -22,15 +22,8 @@ _remembered: dict[str, Any] = {}
 
 def alone(config: Config) -> Config:
     """Returns the configuration with a lone trainer rank that holds everything, without what cannot be rehearsed."""
-    trainer = replace(
-        config.trainer,
-        num_workers=1,
-        shard="none",
-        shard_size=None,
-        workers_per_node=None,
-        cpu_offload=False,
-        compile=False,
-    )
+    one_rank: dict[str, Any] = {"num_workers": 1, "workers_per_node": None, "cpu_offload": False, "compile": False}
+    trainer = replace(config.trainer, shard="none", shard_size=None, **one_rank)
     return replace(
         config,
         trainer=trainer,

@@ -67,8 +67,7 @@ def notices(history: Sequence[Evaluation]) -> list[Finding]:
     It is no alarm, because runs without reward hacking lose some diversity, too.
     """
     past = policy_versions(history)
-    for k in range(1, len(past)):
-        now = past[k]
+    for k, now in enumerate(past):
         earlier = [e for e in past[:k] if comparable(DIVERSITY, now, e)]
         if not earlier:
             continue

@@ -11,6 +11,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     A process that is connected to a Ray cluster measures there.
     """
-    options = _parser().parse_args(arguments)
+    transports = [OBJECT_STORE, GLOO, NCCL, PYNCCL]
+    here = transports[:3] if torch.cuda.is_available() else transports[:2]
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.delivery", description=__doc__)
+    parser.add_argument("--megabytes", type=float, nargs="+", default=[5.0, 50.0, 200.0, 850.0])
+    parser.add_argument("--receivers", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--transports", nargs="+", choices=transports, default=here, help="nccl by default on a GPU")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--kills", type=int, default=3, help="per transport")
+    parser.add_argument("--out", type=Path, default=Path("outputs/checkpoint_engine.json"))
+    parser.add_argument("--read", type=Path, help="an earlier result, instead of measuring")
+    parser.add_argument("--page", type=Path, help="a Markdown page that gets the table, between its two markers")
+    options = parser.parse_args(arguments)
     if options.read is None:
         room = MAX_STORE_COPIES * max(*options.megabytes, KILL_MEGABYTES)
         with contextlib.redirect_stdout(sys.stderr), ray_here(room):  # where Ray reports that a process died
@@ -49,33 +61,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     sys.stdout.write(report(result) + "\n")
 
 
-def _parser() -> argparse.ArgumentParser:
-    transports = [OBJECT_STORE, GLOO, NCCL, PYNCCL]
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.delivery", description=__doc__)
-    parser.add_argument("--megabytes", type=float, nargs="+", default=[5.0, 50.0, 200.0, 850.0])
-    parser.add_argument("--receivers", type=int, nargs="+", default=[1, 2, 4])
-    here = transports[:3] if torch.cuda.is_available() else transports[:2]
-    parser.add_argument("--transports", nargs="+", choices=transports, default=here, help="nccl by default on a GPU")
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--kills", type=int, default=3, help="per transport")
-    parser.add_argument("--out", type=Path, default=Path("outputs/checkpoint_engine.json"))
-    parser.add_argument("--read", type=Path, help="an earlier result, instead of measuring")
-    parser.add_argument("--page", type=Path, help="a Markdown page that gets the table, between its two markers")
-    return parser
-
-
 async def run(options: argparse.Namespace) -> dict[str, Any]:
     """Runs all measurements and returns the result as plain JSON; see measure.py."""
     cells, kills, skipped = [], [], []
     for transport in options.transports:
-        for megabytes in options.megabytes:
-            for receivers in options.receivers:
-                if (reason := obstacle(transport, megabytes, receivers)) is not None:
-                    skipped.append(reason)
-                    continue
+        for megabytes, receivers in product(options.megabytes, options.receivers):
+            if reason := obstacle(transport, megabytes, receivers):
+                skipped.append(reason)
+            else:
                 cells.append(await measure(transport, megabytes, receivers, repeats=options.repeats))
                 sys.stderr.write(f"{transport} {megabytes:g} MB to {receivers}: done\n")
-        if options.kills and (reason := obstacle(transport, KILL_MEGABYTES, KILL_RECEIVERS)) is not None:
+        if options.kills and (reason := obstacle(transport, KILL_MEGABYTES, KILL_RECEIVERS)):
             skipped.append(f"SIGKILL of one receiver, {reason}")
         else:
             kills += [await after_kill(transport) for _ in range(options.kills)]

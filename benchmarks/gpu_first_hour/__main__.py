@@ -67,7 +67,7 @@ KILLED = -9
 HEAD = "| stage | result | seconds | of | what came out | card afterwards |\n|---|---|---|---|---|---|\n"
 
 
-def parser() -> argparse.ArgumentParser:
+def main(arguments: Sequence[str] | None = None) -> int:
     rows = (f"  {name:9} {each.seconds:4} s, call {each.call}: {each.what}" for name, each in STAGES.items())
     listed, form = "Stages, in this order:\n" + "\n".join(rows), argparse.RawDescriptionHelpFormatter
     command_line = argparse.ArgumentParser("gpu_first_hour", description=listed, formatter_class=form)
@@ -79,11 +79,7 @@ def parser() -> argparse.ArgumentParser:
     option("--out", type=Path, default=Path("outputs/gpu_first_hour"), metavar="FOLDER", help="for the results")
     scratch = Path(tempfile.gettempdir()) / "gpu_first_hour"
     option("--work", type=Path, default=scratch, metavar="FOLDER", help="for models, runs and logs; kept")
-    return command_line
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    given = parser().parse_intermixed_args(arguments)
+    given = command_line.parse_intermixed_args(arguments)
     settings = [word for word in given.words if "=" in word]
     names = [word for word in given.words if "=" not in word]
     if unknown := [name for name in names if name not in STAGES]:
