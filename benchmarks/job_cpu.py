@@ -54,15 +54,10 @@ def bare(steps: int, overrides: Sequence[str]) -> float:
     prepared = prepare(compose_config("one_step_off", [*QUIET, "output_dir=nowhere", *overrides]))
     config, count = prepared.config, trained_steps(prepared.config)
     policy = load_policy(prepared.model, dtype=prepared.model.dtype, device="cpu", parts="structure")
+    targets, dtype = list(targeted_modules(policy.transformer, config.lora, policy)), DTYPES[config.model.dtype]
+    side, denoising = config.rollout.resolution, config.rollout.num_inference_steps
     with quiet():
-        loop = Bare(
-            prepared.model.path,
-            side=config.rollout.resolution,
-            steps=config.rollout.num_inference_steps,
-            targets=list(targeted_modules(policy.transformer, config.lora, policy)),
-            rank=config.lora.rank,
-            dtype=DTYPES[config.model.dtype],
-        )
+        loop = Bare(prepared.model.path, side, denoising, targets=targets, rank=config.lora.rank, dtype=dtype)
     texts = [prepared.requests.train[index].text for index in range(config.prompts_per_step)]
     began = time.process_time()
     for step in range(steps + 1):

@@ -201,27 +201,25 @@ def groups_without(metrics: Sequence[Metrics]) -> Counter[str]:
 
 def warnings_of(metrics: Sequence[Metrics]) -> list[str]:
     """Warnings, one sentence each, about skipped tickets, missing optional terms and too much clipped gradient."""
-    kept, counts = gradient_kept(metrics), skipped(metrics)
-    lost = [
-        f"{counts['tickets']} tickets in {counts['steps']} steps were skipped, as their rewards could not be had; "
-        f"{counts['steps_without_reward']} of these steps trained nothing (see the events `skipped` in events.jsonl)"
-    ]
-    without = [
+    counts = skipped(metrics)
+    flat = bool(metrics) and all(line.get("zero_std_ratio") == 1.0 for line in metrics)
+    warnings = [FLAT.format(steps=len(metrics))] if flat else []
+    if counts["tickets"]:
+        warnings.append(
+            f"{counts['tickets']} tickets in {counts['steps']} steps were skipped, as their rewards could not be had; "
+            f"{counts['steps_without_reward']} of these steps trained nothing (see the events `skipped` in "
+            "events.jsonl)"
+        )
+    warnings += [
         f"{count} groups were trained without the term {term}, which is not required and could not be had (see the "
         "events `unscored` in events.jsonl)"
         for term, count in groups_without(metrics).items()
     ]
-    flat = bool(metrics) and all(line.get("zero_std_ratio") == 1.0 for line in metrics)
-    return [
-        *([FLAT.format(steps=len(metrics))] if flat else []),
-        *(lost if counts["tickets"] else []),
-        *without,
-        *(
-            f"only {share:.0%} of the gradient survived clip and mask for samples {age} versions old; widen "
-            "algorithm.clip_range or lower max_staleness"
-            for age, share in kept.items()
-            if share < MIN_GRADIENT_KEPT
-        ),
+    return warnings + [
+        f"only {share:.0%} of the gradient survived clip and mask for samples {age} versions old; widen "
+        "algorithm.clip_range or lower max_staleness"
+        for age, share in gradient_kept(metrics).items()
+        if share < MIN_GRADIENT_KEPT
     ]
 
 
