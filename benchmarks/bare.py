@@ -28,7 +28,7 @@ class Bare:
     Images are square, of `side` pixels, a multiple of 16; there is no classifier-free guidance.
     """
 
-    def __init__(self, path: str, *, side: int, steps: int, targets: list[str], rank: int, dtype: torch.dtype) -> None:
+    def __init__(self, path: str, side: int, steps: int, *, targets: list[str], rank: int, dtype: torch.dtype) -> None:
         self.pipe: Any = QwenImagePipeline.from_pretrained(path, dtype=dtype).to(torch.get_default_device())
         for part in (self.pipe.transformer, self.pipe.vae, self.pipe.text_encoder):
             part.eval().requires_grad_(False)

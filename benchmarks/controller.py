@@ -22,20 +22,18 @@ from typing import Any
 import numpy as np
 import torch
 
-from async_flowrl.algorithms.registry import build_algorithm
-from async_flowrl.config.schema import Config, DeadlinesConfig, RewardTerm
-from async_flowrl.controller.build import build_context
+from async_flowrl.config.schema import Config, DeadlinesConfig
 from async_flowrl.controller.context import Context, Steps
-from async_flowrl.controller.trainer import TrainerGroup
 from async_flowrl.loop import run
 from async_flowrl.observability.events import EventLog
 from async_flowrl.observability.ledger import PoolLedger
-from async_flowrl.tickets.request import RequestBuilder
 from async_flowrl.tickets.table import Shape, TicketTable
 from async_flowrl.training.messages import Manifest, StepPlan, Summed, TrainRequest, UpdateStats
 from async_flowrl.training.parts import RankPosition, parts_of
 from async_flowrl.types import Prompt, RolloutReport, RolloutRequest, Scores, Trajectory
+from benchmarks.page import markdown_table
 from checkpoint_engine import RING, Ack, Header, Layout, binding_probe, canary_tensors
+from tests.support.toy import toy_config, toy_context
 from tests.support.toy_weights import ToySender, toy_lora, toy_tensors
 from tests.support.virtual import VirtualPool, VirtualWorker, run_virtual
 
@@ -60,9 +58,7 @@ class Cost:
     hand_over: str
     tickets: int
     cpu_per_ticket: float
-    """Seconds."""
-    tickets_per_s: float
-    """What one core keeps up with."""
+    """Seconds; one core keeps up with its inverse of tickets per second."""
     bytes_per_ticket: float
     """Memory of a ticket waiting in the table."""
     ranks: int = 1
@@ -168,13 +164,22 @@ class Clocked(Steps):
 
 def measure(workers: int, max_staleness: int = 1, hand_over: str = "stream", *, ranks: int = 1) -> Cost:
     """One ticket per worker and step; the CPU seconds of the steps after the warm-up."""
-    config = _config(workers, max_staleness, hand_over)
-    config.trainer.num_workers = ranks
+    config = toy_config(
+        max_staleness,
+        hand_over=hand_over,
+        steps=STEPS,
+        prompts_per_step=workers,
+        group_size=2,
+        rollout__num_workers=workers,
+        reward__num_workers=max(1, workers // 10),
+        trainer__num_workers=ranks,
+        deadlines=DeadlinesConfig(**{deadline.name: 1e12 for deadline in fields(DeadlinesConfig)}),
+    )
     with tempfile.TemporaryDirectory() as directory:
         clocked = run_virtual(_run(config, Path(directory) / "events.jsonl"), horizon=1e12)
     tickets = workers * (STEPS - WARM_UP_STEPS)
     cpu = (clocked.ends[-1] - clocked.ends[WARM_UP_STEPS - 1]) / tickets
-    return Cost(workers, max_staleness, hand_over, tickets, cpu, 1.0 / cpu, bytes_per_ticket(workers), ranks)
+    return Cost(workers, max_staleness, hand_over, tickets, cpu, bytes_per_ticket(workers), ranks)
 
 
 def bytes_per_ticket(workers: int) -> float:
@@ -198,39 +203,20 @@ async def _run(config: Config, events: Path) -> Clocked:
         name: VirtualPool(name, [TimedWorker(name, index, target) for index, target in enumerate(of_pool)])
         for name, of_pool in targets.items()
     }
-    prompts = [Prompt(index, f"prompt {index}") for index in range(100)]
-    requests, trainers = (
-        RequestBuilder(config, prompts, prompts[:1]),
-        TrainerGroup(pools["trainer"], build_algorithm(config)),
-    )
-    clock, clocked = asyncio.get_running_loop().time, Clocked()
+    texts, clock, clocked = [f"prompt {index}" for index in range(100)], asyncio.get_running_loop().time, Clocked()
     with closing(EventLog(events, clock, ledger=PoolLedger(clock))) as log:
-        await run(build_context(requests, pools, trainers, log, clocked, base_digest="toy"))
+        await run(toy_context(config, pools, log, clocked, texts))
     return clocked
 
 
-def _config(workers: int, max_staleness: int, hand_over: str) -> Config:
-    config = Config(total_steps=STEPS, prompts_per_step=workers, group_size=2)
-    config.max_staleness, config.hand_over = max_staleness, hand_over
-    config.rollout.num_workers, config.reward.num_workers = workers, max(1, workers // 10)
-    config.reward.terms = {"color": RewardTerm()}
-    config.evaluate.before_training = False
-    config.deadlines = DeadlinesConfig(**{deadline.name: 1e12 for deadline in fields(DeadlinesConfig)})
-    return config
-
-
 def markdown(costs: Sequence[Cost]) -> str:
-    head = (
-        "| workers | ranks | max_staleness | hand_over | CPU ms per ticket | tickets/s on one core "
-        "| bytes per waiting ticket |"
-    )
-    lines = [head, "|" + "---|" * 7]
-    lines += [
-        f"| {cost.workers} | {cost.ranks} | {cost.max_staleness} | {cost.hand_over} | {1e3 * cost.cpu_per_ticket:.2f} "
-        f"| {cost.tickets_per_s:.0f} | {cost.bytes_per_ticket:.0f} |"
+    rates = ("CPU ms per ticket", "tickets/s on one core", "bytes per waiting ticket")
+    rows = [
+        f"{cost.workers} {cost.ranks} {cost.max_staleness} {cost.hand_over} {1e3 * cost.cpu_per_ticket:.2f} "
+        f"{1 / cost.cpu_per_ticket:.0f} {cost.bytes_per_ticket:.0f}".split()
         for cost in costs
     ]
-    return "\n".join(lines) + "\n"
+    return markdown_table(("workers", "ranks", "max_staleness", "hand_over", *rates), rows) + "\n"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -55,10 +55,16 @@ def late(sender: PublishedStreams, disturbance: Disturbance) -> PublishedStreams
     return sender
 
 
-class _Late(TrainerWorker):
-    """A trainer rank whose steps and publishers are late."""
+class _Late:
+    """What disturbs a worker."""
 
-    disturbance: Disturbance
+    def __init__(self, *given: Any, disturbance: Disturbance, **options: Any) -> None:
+        super().__init__(*given, **options)
+        self.disturbance = disturbance
+
+
+class LateTrainer(_Late, TrainerWorker):
+    """A trainer rank whose steps and publishers are late."""
 
     def take_step(self) -> Any:
         stats = super().take_step()
@@ -69,17 +75,7 @@ class _Late(TrainerWorker):
         return late(super()._new_sender(), self.disturbance)
 
 
-class LateTrainer(_Late):
-    def __init__(self, *given: Any, disturbance: Disturbance, **options: Any) -> None:
-        super().__init__(*given, **options)
-        self.disturbance = disturbance
-
-
-class LateRollout(RolloutWorker):
-    def __init__(self, *given: Any, disturbance: Disturbance, **options: Any) -> None:
-        super().__init__(*given, **options)
-        self.disturbance = disturbance
-
+class LateRollout(_Late, RolloutWorker):
     def generate(self, request: Any) -> Any:
         made = super().generate(request)
         self.disturbance.wait("generate", self.name, request.ordinal)
@@ -91,7 +87,7 @@ class LateRollout(RolloutWorker):
         return made
 
 
-class _LateSharedTrainer(_Late, SharedTrainer):
+class _LateSharedTrainer(LateTrainer, SharedTrainer):
     pass
 
 
@@ -108,10 +104,8 @@ class LateShared(SharedWorker):
         self.trainer.__class__, self.rollout.__class__ = _LateSharedTrainer, _LateSharedRollout
 
 
-class LateReward(RewardWorker):
-    def __init__(self, *given: Any, disturbance: Disturbance, **options: Any) -> None:
-        super().__init__(*given, **options)
-        self.disturbance, self.calls = disturbance, 0
+class LateReward(_Late, RewardWorker):
+    calls = 0
 
     def score_terms(self, *given: Any) -> Any:
         scores = super().score_terms(*given)

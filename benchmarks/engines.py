@@ -9,15 +9,17 @@ tickets are measured too. The tables of several models can be put together, as e
 
 import argparse
 import json
-import subprocess
+import os
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from multiprocessing import get_context
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 import psutil
@@ -80,7 +82,7 @@ def requests(prepared: Prepared, tickets: int) -> list[RolloutRequest]:
 
 def deliver(worker: RolloutWorker) -> None:
     """Delivers version 0, a LoRA that changes every layer and depends only on tensor names: equal for all engines."""
-    layout, receiver = worker.receiver.layout, worker.receiver
+    receiver, layout = worker.receiver, worker.receiver.layout
     buffer = layout.empty()
     for name, view in layout.views(buffer).items():
         view.copy_(0.02 * torch.randn(view.shape, generator=generator(derive(worker.config.seed, name))))
@@ -92,9 +94,8 @@ def deliver(worker: RolloutWorker) -> None:
 
 def measure(engine: str, overrides: Sequence[str], tickets: int, rounds: int, out: Path) -> list[Found]:
     """Measures one engine in the current process, once per way, and writes its results into the folder `out`."""
-    config = configuration(engine, overrides)
-    asked = requests(prepared := prepare(config), tickets)
-    config = prepared.config
+    prepared = prepare(configuration(engine, overrides))
+    config, asked = prepared.config, requests(prepared, tickets)
     torch.set_num_threads(config.rollout.threads)
     began = time.monotonic()
     worker = RolloutWorker(config, prepared.model, 0, "rollout-0")
@@ -123,10 +124,10 @@ def measure(engine: str, overrides: Sequence[str], tickets: int, rounds: int, ou
     return measured
 
 
-def cpu_seconds() -> float:
-    """Returns the CPU seconds that this process and those that it started have taken so far, ended ones included."""
+def cpu_seconds(root: psutil.Process | None = None) -> float:
+    """Returns the CPU seconds that a process (this one) and those that it started took so far, ended ones included."""
     seconds = 0.0
-    for process in processes():
+    for process in processes(root):
         with suppress(psutil.NoSuchProcess):  # It has just ended, and counts as its parent's then.
             seconds += sum(process.cpu_times()[:4])  # user and system, its own and those of its ended children
     return seconds
@@ -142,10 +143,10 @@ def memory() -> tuple[int, int]:
     return host, torch.cuda.max_memory_reserved() if torch.cuda.is_available() else 0
 
 
-def processes() -> list[psutil.Process]:
-    """Returns this process and all living ones that it started."""
-    own = psutil.Process()
-    return [own, *own.children(recursive=True)]
+def processes(root: psutil.Process | None = None) -> list[psutil.Process]:
+    """Returns a process (this one) and all living ones that it started."""
+    root = root or psutil.Process()
+    return [root, *root.children(recursive=True)]
 
 
 def save(path: Path, made: Sequence[Rollout]) -> None:
@@ -184,22 +185,10 @@ def differences(file: Path, reference: Path) -> list[str]:
     return [*(f"{gap:.1e}" for gap in gaps), "same" if same else "differ"]
 
 
-def parser() -> argparse.ArgumentParser:
-    command_line = argparse.ArgumentParser(prog=PROGRAM, description="The rollout engines on the same tickets.")
-    option = command_line.add_argument
-    option("overrides", nargs="*", metavar="key=value", help="configuration of both engines")
-    option("--engine", action="append", choices=ENGINES, help="only this engine (and others given so)")
-    option("--tickets", type=int, default=2, help="tickets of the first step")
-    option("--rounds", type=int, default=3, help="how often each way is repeated, after one to warm up")
-    option("--out", type=Path, help="keep images, latents and log-probs here, and engines.json")
-    option("--measure", choices=ENGINES, help=argparse.SUPPRESS)
-    return command_line
-
-
 def compare(given: argparse.Namespace, out: Path) -> str:
-    """Runs each engine in a process of its own and returns the table.
+    """Runs each engine in a process of its own, whose output goes to stderr, and returns the table.
 
-    Raises ConfigError or ValueError for wrong settings before any engine starts, and ValueError if an engine fails.
+    Raises ConfigError or ValueError for wrong settings before any engine starts, and what an engine raises.
     """
     engines = given.engine or list(ENGINES)
     for engine in engines:
@@ -210,23 +199,21 @@ def compare(given: argparse.Namespace, out: Path) -> str:
             check_installed()
     measured = []
     for engine in engines:
-        counts = [f"--tickets={given.tickets}", f"--rounds={given.rounds}"]
-        command = [*PROGRAM.split()[1:], *given.overrides, *counts, f"--measure={engine}", f"--out={out}"]
-        done = subprocess.run([sys.executable, *command], stdout=sys.stderr)
-        if done.returncode:
-            raise ValueError(f"{engine} failed, see above")
-        measured += [Found(**one) for one in json.loads((out / f"{engine}.json").read_text())]
+        with ProcessPoolExecutor(1, get_context("spawn"), initializer=os.dup2, initargs=(2, 1)) as process:
+            measured += process.submit(measure, engine, given.overrides, given.tickets, given.rounds, out).result()
     (out / "engines.json").write_text(json.dumps([asdict(one) for one in measured], indent=2) + "\n")
     return table(measured, out)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    given: Any = parser().parse_intermixed_args(arguments)
+    parser = argparse.ArgumentParser(prog=PROGRAM, description="The rollout engines on the same tickets.")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="configuration of both engines")
+    parser.add_argument("--engine", action="append", choices=ENGINES, help="only this engine (and others given so)")
+    parser.add_argument("--tickets", type=int, default=2, help="tickets of the first step")
+    parser.add_argument("--rounds", type=int, default=3, help="how often each way is repeated, after one to warm up")
+    parser.add_argument("--out", type=Path, help="keep images, latents and log-probabilities here, and engines.json")
+    given = parser.parse_intermixed_args(arguments)
     try:
-        if given.measure:
-            measured = measure(given.measure, given.overrides, given.tickets, given.rounds, given.out)
-            (given.out / f"{given.measure}.json").write_text(json.dumps([asdict(one) for one in measured]))
-            return 0
         with tempfile.TemporaryDirectory() as directory:
             out = given.out or Path(directory)
             out.mkdir(parents=True, exist_ok=True)

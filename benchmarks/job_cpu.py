@@ -10,31 +10,22 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 
 import psutil
 import torch
 
 from async_flowrl.config.compose import compose_config
+from async_flowrl.policies.loading import quiet
 from async_flowrl.policies.lora import targeted_modules
-from async_flowrl.policies.registry import load_policy
-from async_flowrl.run.prepare import Prepared, prepare
+from async_flowrl.policies.registry import DTYPES, load_policy
+from async_flowrl.run.prepare import prepare
 from async_flowrl.tickets.arithmetic import trained_steps
 from benchmarks.bare import Bare
-from benchmarks.single_workers import bare_of
+from benchmarks.engines import cpu_seconds
 
 WARM_UP_STEPS, POLL_SECONDS = 5, 0.05
 QUIET = ("evaluate.before_training=false", "evaluate.every=0", "console=quiet", "monitor.report=false", "save.every=0")
-
-
-def tree_seconds(root: psutil.Process) -> float:
-    """Returns the CPU seconds so far of a process and all below it."""
-    seconds = 0.0
-    for process in [root, *root.children(recursive=True)]:
-        with suppress(psutil.NoSuchProcess):
-            seconds += sum(process.cpu_times()[:2])
-    return seconds
 
 
 def job(steps: int, overrides: Sequence[str]) -> float:
@@ -48,7 +39,7 @@ def job(steps: int, overrides: Sequence[str]) -> float:
             for step in (WARM_UP_STEPS, WARM_UP_STEPS + steps):
                 while run.poll() is None and done(folder) < step:
                     time.sleep(POLL_SECONDS)
-                looks.append(tree_seconds(root))
+                looks.append(cpu_seconds(root))
     return (looks[1] - looks[0]) / steps
 
 
@@ -61,7 +52,12 @@ def bare(steps: int, overrides: Sequence[str]) -> float:
     """Returns the CPU seconds per step of the bare loop in this process."""
     torch.set_num_threads(1)
     prepared = prepare(compose_config("one_step_off", [*QUIET, "output_dir=nowhere", *overrides]))
-    config, count, loop = prepared.config, trained_steps(prepared.config), bare_loop(prepared)
+    config, count = prepared.config, trained_steps(prepared.config)
+    policy = load_policy(prepared.model, dtype=prepared.model.dtype, device="cpu", parts="structure")
+    targets, dtype = list(targeted_modules(policy.transformer, config.lora, policy)), DTYPES[config.model.dtype]
+    side, denoising = config.rollout.resolution, config.rollout.num_inference_steps
+    with quiet():
+        loop = Bare(prepared.model.path, side, denoising, targets=targets, rank=config.lora.rank, dtype=dtype)
     texts = [prepared.requests.train[index].text for index in range(config.prompts_per_step)]
     began = time.process_time()
     for step in range(steps + 1):
@@ -70,12 +66,6 @@ def bare(steps: int, overrides: Sequence[str]) -> float:
         groups = [loop.generate(text, config.group_size)[1] for text in texts]
         loop.update(groups, trained=count, at_once=config.trainer.timesteps_per_forward or count)
     return (time.process_time() - began) / steps
-
-
-def bare_loop(prepared: Prepared) -> Bare:
-    """Returns the bare loop on the model of a run, with adapters on the same layers."""
-    policy = load_policy(prepared.model, dtype=prepared.model.dtype, device="cpu", parts="structure")
-    return bare_of(prepared, targeted_modules(policy.transformer, prepared.config.lora, policy))
 
 
 def main() -> None:

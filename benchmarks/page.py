@@ -1,6 +1,7 @@
 """Tables in Markdown, and their insertion into pages of the documentation, between two markers."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 
 def between_markers(page: str, name: str, text: str) -> str:
@@ -21,6 +22,6 @@ def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join([lines[0], "|---" * len(head) + "|", *lines[1:]])
 
 
-def as_sentence(description: Mapping[str, str]) -> str:
-    """Returns a description of a machine (machine.py) as one sentence."""
-    return "; ".join(f"{name} {value}" for name, value in description.items()) + "." if description else ""
+def write_between(page: Path, name: str, text: str) -> None:
+    """Replaces what stands between the two markers of a page by `text`, below an empty line; see `between_markers`."""
+    page.write_text(between_markers(page.read_text(encoding="utf-8"), name, f"\n{text}"), encoding="utf-8")

@@ -68,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as scratch:
         out = options.out or Path(scratch)
         try:
-            digests_of_families = prove(out, options.overrides)
+            digests_of_families = [run_cases(family, out) for family in families(options.overrides)]
         except NotProven as error:
             sys.stderr.write(f"not proven: {error}\n")
             return 1
@@ -90,45 +90,37 @@ class Family:
     """Title → case."""
 
 
-def prove(out: Path, overrides: Sequence[str]) -> list[dict[str, str]]:
-    """Makes all runs in folders below `out` and returns one mapping, title of the run → digest, for each family.
-
-    Raises NotProven as the cases do.
-    """
-    return [run_cases(family, out) for family in families(overrides)]
-
-
 def families(overrides: Sequence[str]) -> list[Family]:
     """Returns the family of the run that the overrides describe, and those of runs with whole weights.
 
     The latter are left out if the overrides set `tune`. Each is left out, with a line that says why, if a run of it
     would be refused with these overrides.
     """
-    cases: dict[str, Case] = {
-        "1 rollout worker, undisturbed": undisturbed,
-        "3 rollout workers, random delays in every stage": delayed,
-        "2 rollout workers, one killed -9; driver killed -9, resumed": killed,
-        "2 trainer ranks, one killed -9": rank_killed,
-    }
-    first = Family("", "run", overrides, cases)
+    first = Family("", "run", overrides, on_one_rank(killed) | {"2 trainer ranks, one killed -9": rank_killed})
     if any(override.startswith("tune=") for override in overrides):
         return [first]
-    accepted = []
+    accepted = [first]
     for family in whole_weights(overrides):
-        if reason := refusal(family.overrides):
-            sys.stdout.write(f"{family.title} are left out: {reason}\n")
-        else:
+        try:
+            check(compose_config("one_step_off", [*SHORT_RUN, *family.overrides]))
             accepted.append(family)
-    return [first, *accepted]
+        except ConfigError as error:
+            sys.stdout.write(f"{family.title} are left out: {error}\n")
+    return accepted
+
+
+def on_one_rank(kill: Case) -> dict[str, Case]:
+    """Returns title → case, for runs with a single trainer rank."""
+    return {
+        "1 rollout worker, undisturbed": undisturbed,
+        "3 rollout workers, random delays in every stage": delayed,
+        "2 rollout workers, one killed -9; driver killed -9, resumed": kill,
+    }
 
 
 def whole_weights(overrides: Sequence[str]) -> list[Family]:
     """Returns the families of runs with whole weights: all of them on one trainer rank, and in shares on two."""
-    alone: dict[str, Case] = {
-        "1 rollout worker, undisturbed": undisturbed,
-        "3 rollout workers, random delays in every stage": delayed,
-        "2 rollout workers, one killed -9; driver killed -9, resumed": partial(killed, victim_step=1, checkpoint=3),
-    }
+    alone = on_one_rank(partial(killed, victim_step=1, checkpoint=3))
     in_shares: dict[str, Case] = {
         "undisturbed": undisturbed,
         "2 rollout workers, delays, one trainer rank killed -9": share_killed,
@@ -138,15 +130,6 @@ def whole_weights(overrides: Sequence[str]) -> list[Family]:
         Family("full weights", "whole", full, alone),
         Family("full weights in shares of 2 ranks", "shares", [*full, *SHARES], in_shares),
     ]
-
-
-def refusal(overrides: Sequence[str]) -> str | None:
-    """Returns the reason why a run with these overrides would be refused, or None if it would be accepted."""
-    try:
-        check(compose_config("one_step_off", [*SHORT_RUN, *overrides]))
-    except ConfigError as error:
-        return str(error)
-    return None
 
 
 def run_cases(family: Family, out: Path) -> dict[str, str]:
@@ -204,12 +187,7 @@ def rank_killed(folder: Path, overrides: Sequence[str]) -> str:
     """Case in which the first of two trainer ranks is killed; the run must go on without the checkpoint."""
     run = start(folder, [*overrides, "trainer.num_workers=2", "trainer.shard=none", "disturb.generate=0.2"])
     wait_for(run, folder, lambda: any(event["step"] == 4 for event in events(folder, "step")), "step 4 is done")
-    pids = {event["worker"]: event["pid"] for event in events(folder, "worker")}
-    os.kill(pids["trainer-0"], signal.SIGKILL)  # This rank sends the weights and writes the checkpoints.
-    finish(run, folder)
-    if "trainer-0" not in {event["worker"] for event in events(folder, "fault")}:
-        raise NotProven("the run has no event of the trainer rank's death")
-    back = [event["step"] for event in events(folder, "rollback")]
+    back = kill_rank(run, folder, "trainer-0")  # This rank sends the weights and writes the checkpoints.
     if len(back) != 1 or back[0] < 4:
         raise NotProven(f"the run went back to step {back} when one of two trainer ranks died after step 4")
     shares = Counter(event["worker"].split(".")[0] for event in events(folder, "fetched") if event["bytes"])
@@ -226,14 +204,26 @@ def share_killed(folder: Path, overrides: Sequence[str]) -> str:
     delays = [f"disturb.{stage}=0.3" for stage in ("generate", "update")]
     run = start(folder, [*overrides, "rollout.num_workers=2", *delays])
     wait_for(run, folder, lambda: is_written(folder, 3), "checkpoint 3 is written")
-    pids = {event["worker"]: event["pid"] for event in events(folder, "worker")}
-    os.kill(pids["trainer-1"], signal.SIGKILL)
-    finish(run, folder)
-    if "trainer-1" not in {event["worker"] for event in events(folder, "fault")}:
-        raise NotProven("the run has no event of the trainer rank's death")
-    if [event["step"] for event in events(folder, "rollback")] != [3]:
+    if kill_rank(run, folder, "trainer-1") != [3]:
         raise NotProven("the run did not go back to checkpoint 3 when a trainer rank with a share of the weights died")
     return digest(folder)
+
+
+def kill_rank(run: "subprocess.Popen[bytes]", folder: Path, rank: str) -> list[int]:
+    """Kills a trainer rank and waits for the end of the run; returns the steps to which the run went back.
+
+    Raises NotProven if the run has not noticed it.
+    """
+    os.kill(pids(folder)[rank], signal.SIGKILL)
+    finish(run, folder)
+    if rank not in {event["worker"] for event in events(folder, "fault")}:
+        raise NotProven("the run has no event of the trainer rank's death")
+    return [event["step"] for event in events(folder, "rollback")]
+
+
+def pids(folder: Path) -> dict[str, int]:
+    """Returns worker → process id."""
+    return {event["worker"]: event["pid"] for event in events(folder, "worker")}
 
 
 def start(folder: Path, overrides: Sequence[str]) -> "subprocess.Popen[bytes]":
@@ -274,10 +264,9 @@ def is_written(folder: Path, checkpoint: int) -> bool:
 
 def running_worker(folder: Path, *, step: int) -> int | None:
     """Returns the process id of a rollout worker that runs a training ticket of `step` or later, or None."""
-    pids = {event["worker"]: event["pid"] for event in events(folder, "worker")}
     last = {event["ordinal"]: event for event in events(folder, "ticket") if event["kind"] == "train"}
     running = [event for event in last.values() if event["state"] == "RUNNING" and event["step"] >= step]
-    return pids[running[-1]["worker"]] if running else None
+    return pids(folder)[running[-1]["worker"]] if running else None
 
 
 def events(folder: Path, name: str) -> list[Event]:

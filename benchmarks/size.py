@@ -20,8 +20,9 @@ import tempfile
 import tokenize
 import tomllib
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, dataclass
+from operator import add
 from pathlib import Path
 from typing import Any
 
@@ -48,12 +49,7 @@ class Count:
     docstrings: int = 0
 
     def __add__(self, other: "Count") -> "Count":
-        return Count(
-            self.files + other.files,
-            self.lines + other.lines,
-            self.code + other.code,
-            self.docstrings + other.docstrings,
-        )
+        return Count(*map(add, astuple(self), astuple(other)))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -76,19 +72,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def measured(root: Path) -> dict[str, float]:
     """Returns name → size: `code/ROOM` and `files/ROOM` for each room, totals, and words of the documentation."""
     rooms: dict[str, Count] = defaultdict(Count)
-    for path in python_files(root, PACKAGES):
+    for path in tracked(root, [f"{package}/*.py" for package in PACKAGES]):
         rooms[room_of(path.relative_to(root))] += count(path.read_text())
     packages = sum(rooms.values(), Count())
-    others = {folder: total(root, folder) for folder in ("benchmarks", "examples", "tests")}
+    others = {
+        folder: sum(count(path.read_text()).code for path in tracked(root, (f"{folder}/*.py",)))
+        for folder in ("benchmarks", "examples", "tests")
+    }
     scripts = sum(script_lines(path) for path in tracked(root, ("*.js", "*.css")) if not path.name.endswith(".min.js"))
     by_room = {f"code/{name}": float(room.code) for name, room in sorted(rooms.items(), key=lambda item: -item[1].code)}
     return by_room | {
         "code/packages": packages.code,
         "files/packages": packages.files,
         "docstring_percent/packages": round(100 * packages.docstrings / packages.lines, 1),
-        **{f"code/{folder}": found.code for folder, found in others.items()},
+        **{f"code/{folder}": found for folder, found in others.items()},
         "code/js_and_css": scripts,
-        "code/all_but_tests": packages.code + others["benchmarks"].code + others["examples"].code + scripts,
+        "code/all_but_tests": packages.code + others["benchmarks"] + others["examples"] + scripts,
         "words/docs": sum(len(path.read_text().split()) for path in tracked(root, ("docs/*.md",))),
     }
 
@@ -99,14 +98,6 @@ def room_of(path: Path) -> str:
     if package != PACKAGES[0]:
         return package
     return f"{package}/{inner[0]}" if len(inner) > 1 else package
-
-
-def total(root: Path, folder: str) -> Count:
-    return sum((count(path.read_text()) for path in python_files(root, (folder,))), Count())
-
-
-def python_files(root: Path, folders: Iterable[str]) -> list[Path]:
-    return [path for folder in folders for path in tracked(root, (f"{folder}/*.py",))]
 
 
 def tracked(root: Path, patterns: Sequence[str]) -> list[Path]:

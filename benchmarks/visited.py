@@ -11,11 +11,9 @@ import sys
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
-from types import CodeType, FrameType, ModuleType
+from types import FrameType
 from typing import Any
 
 CALLS, PROJECT = "VISITED_CALLS", "VISITED_PROJECT"
@@ -40,60 +38,33 @@ def start() -> None:
     project = os.environ[PROJECT] + os.sep
     packages = tuple(project + package + os.sep for package in PACKAGES)
 
-    def note(code: CodeType) -> None:
+    def called(frame: FrameType, event: str, argument: Any) -> None:
+        code = frame.f_code
         name = code.co_filename
-        if name.startswith(packages) and code.co_name != "<module>":
+        if event == "call" and name.startswith(packages) and code.co_name != "<module>":
             file, now = name.removeprefix(project), time.time()
             _first.setdefault(file, now)
             _visited[file].add(int(now * TENTHS))
 
-    if sys.version_info >= (3, 12):
-        monitoring: Any = sys.monitoring
-        monitoring.use_tool_id(monitoring.PROFILER_ID, "visited")
-        monitoring.register_callback(
-            monitoring.PROFILER_ID, monitoring.events.PY_START, lambda code, offset: note(code)
-        )
-        monitoring.set_events(monitoring.PROFILER_ID, monitoring.events.PY_START)
-    else:
-
-        def called(frame: FrameType, event: str, argument: Any) -> None:
-            if event == "call":
-                note(frame.f_code)
-
-        sys.setprofile(called)
-        threading.setprofile(called)
-        _call_in_own_threads()
+    sys.setprofile(called)
+    threading.setprofile(called)
+    _call_in_own_threads()
     threading.Thread(target=_write_often, daemon=True).start()
     atexit.register(_write)
 
 
 def _call_in_own_threads() -> None:
     """Has a worker's calls made in threads that Python starts: those that Ray's own code starts are not profiled."""
-    import importlib.abc
-    import importlib.machinery
+    from separation.worker_process import Host
 
-    class Finder(importlib.abc.MetaPathFinder):
-        def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
-            if name not in ("separation.host", "separation.worker_process"):
-                return None
-            spec = importlib.machinery.PathFinder.find_spec(name, path)
-            if spec is not None and spec.loader is not None:
-                spec.loader.exec_module = partial(_execute, spec.loader.exec_module)  # type: ignore[method-assign]
-            return spec
+    host: Any = Host
+    for name in ("run", "run_split"):
 
-    def _execute(execute: Callable[[ModuleType], None], module: ModuleType) -> None:
-        execute(module)
-        host: Any = module.Host
-        for name in ("run", "run_split"):
-            method = getattr(host, name)
+        def profiled(self: Any, *arguments: Any, _method: Any = getattr(host, name)) -> Any:  # noqa: B008
+            with ThreadPoolExecutor(1) as thread:
+                return thread.submit(_method, self, *arguments).result()
 
-            def profiled(self: Any, *arguments: Any, _method: Any = method) -> Any:
-                with ThreadPoolExecutor(1) as thread:
-                    return thread.submit(_method, self, *arguments).result()
-
-            setattr(host, name, profiled)
-
-    sys.meta_path.insert(0, Finder())
+        setattr(host, name, profiled)
 
 
 def _write_often() -> None:

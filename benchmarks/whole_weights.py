@@ -12,13 +12,12 @@ import sys
 import time
 from collections.abc import Sequence
 from datetime import timedelta
+from itertools import product
 from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
 from typing import Any
 
-import psutil
-import ray
 import torch
 import torch.distributed as dist
 
@@ -26,7 +25,8 @@ from async_flowrl.config.schema import Config
 from async_flowrl.controller.endpoints import DELIVERIES, PUBLISHING, RolloutEndpoint
 from async_flowrl.controller.rank_weights import ShardedWeights
 from async_flowrl.types import POLICY
-from benchmarks.page import between_markers
+from benchmarks.delivery.measure import ray_here, too_large
+from benchmarks.page import markdown_table, write_between
 from checkpoint_engine import Delivery, DeliveryOptions, Header, Layout, Receiver
 from checkpoint_engine.gather import Gather, GatheredVersions, shard_layout
 from separation.cluster import cluster
@@ -137,17 +137,15 @@ async def measure(megabytes: float, receivers: int, bucket: int, repeats: int) -
 def obstacle(megabytes: float, receivers: int) -> str | None:
     """Returns why a row cannot be measured on this machine, or None."""
     copies = COPIES["ranks"] + COPIES["store"] + COPIES["receiver"] * receivers
-    needed, free = megabytes / 1000 * copies + 0.4 * (RANKS + receivers), psutil.virtual_memory().available / 1e9
-    return f"{megabytes:g} MB to {receivers}: may take {needed:.0f} GB, {free:.0f} are free" if needed > free else None
+    return too_large(f"{megabytes:g} MB to {receivers}", megabytes / 1000 * copies + 0.4 * (RANKS + receivers))
 
 
 def report(result: dict[str, Any]) -> str:
     """Returns the table, and what is to be known of it, as Markdown."""
     rows = [[format(row[name], "g" if name in COLUMNS[:2] else ".3f") for name in COLUMNS] for row in result["rows"]]
-    table = "\n".join("| " + " | ".join(row) + " |" for row in [COLUMNS, ["---"] * len(COLUMNS), *rows])
     load = " ".join(f"{value:.1f}" for value in (*result["load"], *os.getloadavg()))
     about = f"{os.cpu_count()} cores, {result['date']}, medians of {result['repeats']}; load before and after: {load}"
-    return "\n\n".join([table, "\n".join(f"- {line}" for line in (about, *result["skipped"]))])
+    return "\n\n".join([markdown_table(COLUMNS, rows), "\n".join(f"- {line}" for line in (about, *result["skipped"]))])
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -162,31 +160,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     result: dict[str, Any] = {"rows": [], "skipped": [], "load": os.getloadavg(), "repeats": options.repeats}
     result["date"] = time.strftime("%Y-%m-%d")
-    if ours := not ray.is_initialized():
-        os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "OMP_NUM_THREADS": "1"}
-        store = int(2.5e6 * max(options.megabytes) + 100e6)
-        ray.init(
-            address="local",
-            num_cpus=16,
-            include_dashboard=False,
-            log_to_driver=False,
-            logging_level="ERROR",
-            object_store_memory=store,
-        )
-    for megabytes in options.megabytes:
-        for receivers in options.receivers:
+    with ray_here(2.5 * max(options.megabytes)):
+        for megabytes, receivers in product(options.megabytes, options.receivers):
             if reason := obstacle(megabytes, receivers):
                 result["skipped"].append(f"not measured: {reason}")
-                continue
-            result["rows"].append(asyncio.run(measure(megabytes, receivers, options.bucket, options.repeats)))
-            sys.stderr.write(f"{megabytes:g} MB to {receivers}: done\n")
-    if ours:
-        ray.shutdown()
+            else:
+                result["rows"].append(asyncio.run(measure(megabytes, receivers, options.bucket, options.repeats)))
+                sys.stderr.write(f"{megabytes:g} MB to {receivers}: done\n")
     if options.out is not None:
         options.out.write_text(json.dumps(result, indent=1), encoding="utf-8")
     if options.page is not None:
-        page = options.page.read_text(encoding="utf-8")
-        options.page.write_text(between_markers(page, SECTION, f"\n{report(result)}\n\n"), encoding="utf-8")
+        write_between(options.page, SECTION, report(result))
     sys.stdout.write(report(result) + "\n")
 
 

@@ -18,7 +18,6 @@ from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
-from rich.table import Table
 from torch import Tensor, nn
 
 from async_flowrl.algorithms import sde
@@ -27,7 +26,6 @@ from async_flowrl.config.messages import in_one_line
 from async_flowrl.config.resolution import asked_resolution, in_pixels
 from async_flowrl.config.schema import LoraConfig, ModelConfig, TinyConfig
 from async_flowrl.generate import Settings, open_pipeline, run_pipeline
-from async_flowrl.observability.terminal import print_table
 from async_flowrl.policies import lora_file
 from async_flowrl.policies.base import Policy
 from async_flowrl.policies.checked import in_diffusers, pipeline_class, write_stamp
@@ -36,6 +34,7 @@ from async_flowrl.policies.registry import DTYPES, ResolvedModel, load_family, r
 from async_flowrl.policies.trained_file import apply_lora
 from async_flowrl.seeds import derive, generator
 from async_flowrl.types import ByteArray, Sampling
+from separation.table import format_table
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -156,7 +155,7 @@ def run(given: argparse.Namespace) -> int:
     family = job.model.family
     sys.stdout.write(f"{family} against diffusers' {job.pipeline_name}: {job.how}\n")
     rows = compare(job)
-    print_table(table(rows))
+    sys.stdout.write(f"{table(rows)}\n")
     if first := next((row for row in rows if not row.holds), None):
         sys.stdout.write(f"{first.step} is the first step that differs: {first.said}\n")
         return exit_codes.ERROR
@@ -185,16 +184,11 @@ def settings_of(given: argparse.Namespace) -> Settings:
     return Settings(model, sampling)
 
 
-def table(rows: Sequence[Row]) -> Table:
+def table(rows: Sequence[Row]) -> str:
     """One row per step: the largest difference, absolute and relative to the stock pipeline's largest value."""
-    drawn = Table()
-    drawn.add_column("step", no_wrap=True)
-    for name in ("equal", "max |difference|", "relative"):
-        drawn.add_column(name, justify="right", no_wrap=True)
-    for row in rows:
-        numbers = ("" if value is None else f"{value:.2g}" for value in (row.difference, row.relative))
-        drawn.add_row(row.step, "yes" if row.holds else "no", *numbers)
-    return drawn
+    numbers = [["–" if each is None else f"{each:.2g}" for each in (row.difference, row.relative)] for row in rows]
+    said = [(row.step, "yes" if row.holds else "no", *of) for row, of in zip(rows, numbers, strict=True)]
+    return format_table(("step", "equal", "max |difference|", "relative"), said)
 
 
 def job_of(settings: Settings, prompt: str, device: str) -> Job:
@@ -266,11 +260,14 @@ def _steps(job: Job, stock: Stock, branches: Sequence[Branch]) -> dict[str, Call
 
     def round_trip() -> Row:
         bare = denoised()[-1]
-        _adapt(policy)
+        tensors = _adapted(policy)
         adapted = denoised()[-1]
         if gap(adapted, bare)[1] <= relative:
             return Row(LORA, False, said="the adapter changes nothing: is it on a branch whose output is dropped?")
-        _move_to_pipeline(policy, job.pipeline)
+        job.pipeline.unload_lora_weights()  # Its network is the policy's.
+        with tempfile.TemporaryDirectory() as work:
+            lora_file.save(Path(work), tensors, alpha=LORA_CONFIG.alpha)
+            apply_lora(job.pipeline, Path(work))
         theirs = record(job.pipeline, job.settings, job.prompt, job.start()).after[-1]
         return row_of(LORA, [(adapted, theirs)], relative=relative)
 
@@ -362,23 +359,15 @@ def _is_latents_or_time(name: str) -> bool:
     return name in ("hidden_states", "x", "sample", "latents", "t", "sigma", "sigmas") or "timestep" in name
 
 
-def _adapt(policy: Policy) -> None:
-    """Adds a LoRA with random weights to the policy's network, so that it changes the output."""
+def _adapted(policy: Policy) -> dict[str, Tensor]:
+    """Adds a LoRA with random weights to the policy's network, so that it changes the output, and returns these."""
     add_lora(policy.transformer, LORA_CONFIG, policy, seed=0)
-    with torch.no_grad():
-        for name, parameter in lora_parameters(policy.transformer).items():
-            if ".lora_B." in name:
-                drawn = torch.randn(parameter.shape, generator=generator(derive(1, name)))
-                parameter.copy_(LORA_STRENGTH * drawn)
-
-
-def _move_to_pipeline(policy: Policy, pipeline: Any) -> None:
-    """Exports the policy's LoRA to a file and loads that into the pipeline, whose network is the policy's."""
-    tensors = {name: parameter.detach().cpu() for name, parameter in lora_parameters(policy.transformer).items()}
-    pipeline.unload_lora_weights()
-    with tempfile.TemporaryDirectory() as work:
-        lora_file.save(Path(work), tensors, alpha=LORA_CONFIG.alpha)
-        apply_lora(pipeline, Path(work))
+    weights = lora_parameters(policy.transformer)
+    for name, parameter in weights.items():
+        if ".lora_B." in name:
+            drawn = torch.randn(parameter.shape, generator=generator(derive(1, name)))
+            parameter.copy_(LORA_STRENGTH * drawn)
+    return {name: parameter.detach().cpu() for name, parameter in weights.items()}
 
 
 def gap(ours: Tensor, theirs: Tensor) -> tuple[float, float]:
@@ -396,11 +385,7 @@ def gap(ours: Tensor, theirs: Tensor) -> tuple[float, float]:
 
 
 def row_of(
-    step: str,
-    pairs: Iterable[tuple[Tensor, Tensor]],
-    *,
-    relative: float = float("inf"),
-    absolute: float = float("inf"),
+    step: str, pairs: Iterable[tuple[Tensor, Tensor]], *, relative: float = float("inf"), absolute: float = float("inf")
 ) -> Row:
     """Returns the row of a step from pairs of the family's tensor and the stock pipeline's, in order."""
     gaps, first = [(0.0, 0.0)], None

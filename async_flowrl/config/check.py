@@ -4,9 +4,10 @@ Every error message is one sentence.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass, replace
 from fnmatch import fnmatchcase
+from itertools import chain
 from typing import Any, get_args, get_origin, get_type_hints
 
 from async_flowrl.config.messages import unknown_name
@@ -27,16 +28,10 @@ MEANT_STALENESS = {"sync": "0", "stream": "0", "one_step_off": "1", "fully_async
 def check(config: Config) -> None:
     """Raises ConfigError for values or combinations that cannot work on any machine."""
     check_fields(config)
-    _check_mode(config)
-    _check_sizes(config)
-    _check_placement(config)
-    _check_devices(config)
-    _check_trainer(config)
-    _check_tune(config)
-    _check_reward_pools(config)
-    _check_group_setup(config)
-    _check_environment(config)
-    _check_engine(config)
+    placement = (_placement, _shared, _node, _elastic, _devices)
+    parts = (_mode, _sizes, *placement, _trainer, _tune, _reward_pools, _group_setup, _environment, _engine)
+    if refusal := next(chain.from_iterable(part(config) for part in parts), None):
+        raise ConfigError(refusal)
 
 
 def check_fields(section: Any, prefix: str = "") -> None:
@@ -53,57 +48,59 @@ def check_fields(section: Any, prefix: str = "") -> None:
             raise ConfigError(f"{key} must be {wanted}, got {value}")
 
 
-def _check_mode(config: Config) -> None:
+def _mode(config: Config) -> Iterator[str]:
     given, named = config.mode, config.mode_name
     if given in (None, named):
         return
     if (meant := MEANT_STALENESS[given]) != MEANT_STALENESS[named]:
-        raise ConfigError(f"mode={given} means max_staleness={meant}, got {config.max_staleness}")
+        yield f"mode={given} means max_staleness={meant}, got {config.max_staleness}"
     hand_over = "batch" if given == "sync" else "stream"
-    raise ConfigError(f"mode={given} means hand_over={hand_over}, got {config.hand_over}")
+    yield f"mode={given} means hand_over={hand_over}, got {config.hand_over}"
 
 
-def _check_sizes(config: Config) -> None:
+def _sizes(config: Config) -> Iterator[str]:
     try:
         configured(config.rollout)
     except ValueError as error:
-        raise ConfigError(str(error)) from error
+        yield str(error)
     if config.group_size % config.images_per_ticket:
-        raise ConfigError(f"ticket_size={config.ticket_size} must divide group_size={config.group_size}")
+        yield f"ticket_size={config.ticket_size} must divide group_size={config.group_size}"
     if refusal := guidance_refusal("rollout.true_cfg_scale", config.rollout.true_cfg_scale):
-        raise ConfigError(refusal)
+        yield refusal
 
 
-def _check_placement(config: Config) -> None:
+def _placement(config: Config) -> Iterator[str]:
     if config.runtime.backend == "local" and config.trainer.num_workers > 1:
-        raise ConfigError(
+        yield (
             "runtime.backend=local has all workers in one process, which holds one trainer rank, got "
             f"trainer.num_workers={config.trainer.num_workers}"
         )
     if config.runtime.backend == "local" and config.runtime.numa_binding:
-        raise ConfigError(
+        yield (
             "runtime.numa_binding=true binds processes to the CPUs beside their GPUs, and with runtime.backend=local "
             "workers are threads of one process: use runtime.backend=ray"
         )
-    if obstacle := shared_obstacle(config) or node_obstacle(config) or elastic_obstacle(config):
-        raise ConfigError(obstacle)
 
 
-def _check_devices(config: Config) -> None:
-    if obstacle := ranks_on_one_device(config):
-        raise ConfigError(f"{obstacle}, where NCCL cannot connect them: ask for more than half a GPU each, or for none")
+def _devices(config: Config) -> Iterator[str]:
+    gpus, ranks = config.trainer.gpus_per_worker, config.trainer.num_workers
+    if ranks > 1 and may_share(gpus, gpus):
+        yield (
+            f"trainer.gpus_per_worker={gpus:g} lets two of the {ranks} trainer ranks share a device, where NCCL cannot "
+            "connect them: ask for more than half a GPU each, or for none"
+        )
     transport = config.checkpoint_engine.transport
     if transport in ("nccl", "pynccl") and (obstacle := nccl_obstacle(config)):
-        raise ConfigError(
+        yield (
             f"checkpoint_engine.transport={transport} needs a GPU of its own for the trainer and for every rollout "
             f"worker, but {obstacle}: use gloo, object_store or auto"
         )
 
 
-def _check_trainer(config: Config) -> None:
+def _trainer(config: Config) -> Iterator[str]:
     trainer, rollout = config.trainer, config.rollout
     if trainer.cpu_offload and trainer.shard == "none":
-        raise ConfigError(
+        yield (
             "trainer.cpu_offload=true is FSDP2's, which shards the base: set trainer.shard to full or auto, got none"
         )
     spread = [("trainer", "a trainer rank", trainer.gpus_per_worker)]
@@ -111,54 +108,52 @@ def _check_trainer(config: Config) -> None:
         spread.append(("rollout", f"a rollout worker with rollout.engine={rollout.engine}", rollout.gpus_per_worker))
     for pool, what, gpus in spread:
         if gpus > 1:
-            raise ConfigError(
+            yield (
                 f"{pool}.gpus_per_worker={gpus:g}, but {what} computes on one GPU and would leave the others idle: use "
                 f"more {pool}.num_workers"
             )
 
 
-def _check_tune(config: Config) -> None:
-    """Raises ConfigError for settings that tune=lora or tune=full cannot have."""
+def _tune(config: Config) -> Iterator[str]:
+    """Yields sentences about settings that tune=lora or tune=full cannot have."""
     if config.tune == LORA:
         if config.full.freeze:
-            raise ConfigError(
-                f"full.freeze={config.full.freeze} is for tune=full; tune=lora freezes the whole base model"
-            )
+            yield f"full.freeze={config.full.freeze} is for tune=full; tune=lora freezes the whole base model"
         return
     trainer = config.trainer
     if config.lora.path is not None:
-        raise ConfigError(
+        yield (
             f"lora.path={config.lora.path} is for tune=lora: to start tune=full at a LoRA, write it into a model's "
             "weights (async-flowrl export … --merged) and give that folder as model.path"
         )
     if trainer.shard == "hybrid":
-        raise ConfigError(
+        yield (
             "tune=full has every trainer rank hold all of the weights (trainer.shard=none) or one share of them "
             "(full); trainer.shard=hybrid is for tune=lora"
         )
     if trainer.cpu_offload:
-        raise ConfigError("trainer.cpu_offload=true offloads a frozen base, and tune=full has none: set it to false")
+        yield "trainer.cpu_offload=true offloads a frozen base, and tune=full has none: set it to false"
     if config.rollout.engine != "diffusers":
-        raise ConfigError(
+        yield (
             "tune=full delivers whole weights, which rollout.engine=diffusers alone puts into its network, got "
             f"{config.rollout.engine}"
         )
 
 
-def _check_reward_pools(config: Config) -> None:
+def _reward_pools(config: Config) -> Iterator[str]:
     for pool in scoring_pools(config):
         gpus = pool.gpus_per_worker
         if gpus > 1 and gpus != int(gpus):
-            raise ConfigError(
+            yield (
                 f"{pool.section}.gpus_per_worker above 1 must be a whole number of GPUs, got {gpus:g}: a fraction is a "
                 "share of one"
             )
 
 
-def _check_group_setup(config: Config) -> None:
-    """Raises ConfigError if the setup of a collective transport's group may take longer than `deadlines.publish`.
+def _group_setup(config: Config) -> Iterator[str]:
+    """Yields a sentence if the setup of a collective transport's group may take longer than `deadlines.publish`.
 
-    Setup runs on the lane (worker thread) that publishes, so calls that wait for it are limited by that deadline.
+    It runs on the lane (worker thread) that publishes, so calls that wait for it are limited by that deadline.
     """
     _, workers = config.rollout.worker_bounds
     seconds = config.checkpoint_engine.setup_seconds + 0.1 * (workers + 1)
@@ -166,45 +161,42 @@ def _check_group_setup(config: Config) -> None:
     if transport == "object_store" or (transport == "auto" and nccl_obstacle(config)):
         return
     if seconds >= config.deadlines.publish:
-        raise ConfigError(
+        yield (
             f"deadlines.publish={config.deadlines.publish:g} leaves no time beside making a group of "
             f"{workers} rollout workers, which may take {seconds:g} s by "
             "checkpoint_engine.setup_seconds: give it more, or the group less"
         )
 
 
-def _check_environment(config: Config) -> None:
+def _environment(config: Config) -> Iterator[str]:
     for pool in ("rollout", "trainer", "reward"):
-        environment = getattr(config, pool).environment
-        if refusal := environment_refusal(f"{pool}.environment", environment, config.runtime.backend):
-            raise ConfigError(refusal)
+        key, environment = f"{pool}.environment", getattr(config, pool).environment
+        yield from filter(None, [environment_refusal(key, environment, config.runtime.backend)])
 
 
-def _check_engine(config: Config) -> None:
+def _engine(config: Config) -> Iterator[str]:
     if config.rollout.engine != "vllm_omni":
         return
     if config.runtime.backend != "ray":
-        raise ConfigError(
+        yield (
             "rollout.engine=vllm_omni claims its process's torch.distributed world, so it needs runtime.backend=ray, "
             f"got {config.runtime.backend}"
         )
     if config.placement != "separate":
-        raise ConfigError(
+        yield (
             "rollout.engine=vllm_omni keeps its device's memory for itself, so it needs placement=separate, "
             f"got {config.placement}"
         )
     if config.rollout.compile:
-        raise ConfigError(
-            "rollout.compile=true is for rollout.engine=diffusers: the adapters of vllm_omni break compiled graphs"
-        )
+        yield ("rollout.compile=true is for rollout.engine=diffusers: the adapters of vllm_omni break compiled graphs")
     if config.rollout.text_encoder == "cached":
-        raise ConfigError(
+        yield (
             "rollout.text_encoder=cached is for rollout.engine=diffusers, as vllm_omni does not give its network's "
             "memory away: use offload"
         )
     gpus = config.rollout.gpus_per_worker
     if gpus > 1 and gpus != int(gpus):
-        raise ConfigError(
+        yield (
             "rollout.gpus_per_worker is the tensor parallel size of rollout.engine=vllm_omni, so above 1 it must be a "
             f"whole number, got {gpus:g}"
         )
@@ -215,26 +207,24 @@ def section_or_null(kind: Any) -> Any:
     return next((part for part in get_args(kind) if is_dataclass(part) and type(None) in get_args(kind)), kind)
 
 
-def unknown_keys(values: Mapping[str, Any], schema: type[Any], prefix: str = "") -> list[str]:
-    """Returns a sentence for every key that the schema lacks; Hydra accepts `+key=value` for any key."""
+def unknown_keys(values: Mapping[str, Any], schema: type[Any], prefix: str = "") -> Iterator[str]:
+    """Yields a sentence for every key that the schema lacks; Hydra accepts `+key=value` for any key."""
     hints = get_type_hints(schema)
     known = {f.name for f in fields(schema)}
-    sentences = []
     for key, value in values.items():
         if str(key) not in known:
             unknown = f"configuration key {prefix}{key} is unknown: " + unknown_name("it", str(key), known)
-            sentences.append(removed(f"{prefix}{key}") or unknown)
+            yield removed(f"{prefix}{key}") or unknown
             continue
         if not isinstance(value, Mapping):
             continue
         kind = section_or_null(hints[str(key)])
         if isinstance(kind, type) and is_dataclass(kind):
-            sentences.extend(unknown_keys(value, kind, f"{prefix}{key}."))
+            yield from unknown_keys(value, kind, f"{prefix}{key}.")
         elif get_origin(kind) is dict and isinstance(entry := get_args(kind)[1], type) and is_dataclass(entry):
             for name, inner in value.items():
                 if isinstance(inner, Mapping):
-                    sentences.extend(unknown_keys(inner, entry, f"{prefix}{key}.{name}."))
-    return sentences
+                    yield from unknown_keys(inner, entry, f"{prefix}{key}.{name}.")
 
 
 REMOVED: Mapping[str, str] = {
@@ -258,41 +248,40 @@ SAME = ("num_workers", "workers_per_node", "gpus_per_worker", "threads")
 """Settings that must be equal for trainer and rollout, because a process belongs to both pools."""
 
 
-def shared_obstacle(config: Config) -> str | None:
-    """Returns one sentence about what placement=shared cannot be combined with; None if nothing stands against it."""
+def _shared(config: Config) -> Iterator[str]:
+    """Yields sentences about what placement=shared cannot be combined with."""
     if config.placement != SHARED:
-        return None
+        return
     trainer, rollout = config.trainer, config.rollout
     for key in SAME:
         ours, theirs = getattr(trainer, key), getattr(rollout, key)
         if ours != theirs:
-            return (
+            yield (
                 f"placement=shared has each process be a trainer rank and a rollout worker, so trainer.{key} and "
                 f"rollout.{key} must be equal, got {_said(ours)} and {_said(theirs)}"
             )
     for name in sorted(trainer.environment.keys() & rollout.environment.keys()):
         if trainer.environment[name] != rollout.environment[name]:
-            return (
+            yield (
                 f"placement=shared has one process for both pools, and {name} is {trainer.environment[name]} in "
                 f"trainer.environment, {rollout.environment[name]} in rollout.environment"
             )
     if trainer.shard not in ("auto", "none") or trainer.cpu_offload:
         given = "trainer.cpu_offload=true" if trainer.cpu_offload else f"trainer.shard={trainer.shard}"
-        return (
+        yield (
             "placement=shared samples with the base that it trains on, so each process holds all of it: "
             f"trainer.shard must be none or auto without trainer.cpu_offload, got {given}"
         )
     if rollout.elastic:
-        return (
+        yield (
             "placement=shared has as many rollout workers as trainer ranks all the time: leave rollout.min_workers and "
             "rollout.max_workers out"
         )
     if config.checkpoint_engine.transport not in ("object_store", "auto"):
-        return (
+        yield (
             "placement=shared sends no versions, as each worker makes them itself: checkpoint_engine.transport must be "
             f"object_store or auto, got {config.checkpoint_engine.transport}"
         )
-    return None
 
 
 def _said(value: object) -> str:
@@ -305,79 +294,72 @@ def sharing_refusal(config: Config, workers: int) -> str | None:
     The run gets as many processes as `workers`. Settings that must be equal for both pools, and of which the number of
     processes is one, do not count, because whoever takes the advice sets them.
     """
+    trainer = replace(config.trainer, num_workers=workers, workers_per_node=None)
+    rollout = replace(config.rollout, **{key: getattr(trainer, key) for key in SAME})
     try:
-        check(_shared_by(config, workers))
+        check(replace(config, placement=SHARED, trainer=trainer, rollout=rollout))
     except ConfigError as error:
         return str(error)
     return None
 
 
-def _shared_by(config: Config, workers: int) -> Config:
-    """Returns the configuration with processes that sample and train, which have the trainer's settings."""
-    trainer = replace(config.trainer, num_workers=workers, workers_per_node=None)
-    rollout = replace(config.rollout, **{key: getattr(trainer, key) for key in SAME})
-    return replace(config, placement=SHARED, trainer=trainer, rollout=rollout)
-
-
-def node_obstacle(config: Config) -> str | None:
-    """Returns one sentence about why workers_per_node or shard_size cannot have its value; None if nothing is wrong."""
+def _node(config: Config) -> Iterator[str]:
+    """Yields sentences about why workers_per_node or shard_size cannot have its value."""
     for pool, section in (("trainer", config.trainer), ("rollout", config.rollout)):
         each, workers = section.workers_per_node, section.num_workers
         if each is None:
             continue
         given = f"{pool}.workers_per_node={each}"
         if config.runtime.backend == "local":
-            return f"{given} places processes on nodes, and runtime.backend=local has threads of one process"
+            yield f"{given} places processes on nodes, and runtime.backend=local has threads of one process"
         if workers % each:
             least, most = max(1, workers // each) * each, -(-workers // each) * each
             near = f"{least}" if least == most else f"{least} or {most}"
-            return f"{given} must divide {pool}.num_workers={workers}: with as many on every node, {near} workers fit"
+            yield f"{given} must divide {pool}.num_workers={workers}: with as many on every node, {near} workers fit"
         if config.runtime.address is None and each < workers:
-            return (
+            yield (
                 f"{given} with {pool}.num_workers={workers} asks for {workers // each} nodes, and without "
                 "runtime.address the run has this machine alone: start Ray on the nodes and say runtime.address=auto"
             )
     trainer = config.trainer
     size, each = trainer.shard_size, trainer.workers_per_node
     if trainer.shard == "hybrid" and size and each and each % size:
-        return (
+        yield (
             f"trainer.shard_size={size} must divide trainer.workers_per_node={each}: ranks that hold the base between "
             "them would sit on two nodes"
         )
-    return None
 
 
-def elastic_obstacle(config: Config) -> str | None:
-    """Returns one sentence about why min_workers or max_workers cannot have its value; None if nothing is wrong."""
+def _elastic(config: Config) -> Iterator[str]:
+    """Yields sentences about why min_workers or max_workers cannot have its value."""
     rollout = config.rollout
     if not rollout.elastic:
-        return None
+        return
     (least, most), workers = rollout.worker_bounds, rollout.num_workers
     key = "min_workers" if rollout.max_workers is None else "max_workers"
     given = f"rollout.{key}={getattr(rollout, key)}"
     if least > most:
-        return f"rollout.min_workers={least} must be at most rollout.max_workers={most}"
+        yield f"rollout.min_workers={least} must be at most rollout.max_workers={most}"
     if least > workers:
-        return (
+        yield (
             f"rollout.min_workers={least} must be at most rollout.num_workers={workers}, the size that is planned for"
         )
     if most < workers:
-        return (
+        yield (
             f"rollout.max_workers={most} must be at least rollout.num_workers={workers}, the size that is planned for"
         )
     if config.runtime.backend == "local":
-        return f"{given} follows the nodes of a cluster, and runtime.backend=local has threads of one process"
+        yield f"{given} follows the nodes of a cluster, and runtime.backend=local has threads of one process"
     if config.runtime.address is None:
-        return (
+        yield (
             f"{given} follows the nodes of a cluster, and without runtime.address the run has this machine alone: "
             "start Ray on the nodes and say runtime.address=auto"
         )
     if rollout.workers_per_node is not None:
-        return (
+        yield (
             f"{given} seats worker by worker, and rollout.workers_per_node={rollout.workers_per_node} whole nodes at "
             "the start: leave one of them out"
         )
-    return None
 
 
 def nccl_obstacle(config: Config) -> str | None:
@@ -402,18 +384,6 @@ def nccl_obstacle(config: Config) -> str | None:
         return f"trainer.gpus_per_worker={trainer:g} and rollout.gpus_per_worker={rollout:g} fit on one device"
     if config.rollout.worker_bounds[1] > 1 and may_share(rollout, rollout):
         return f"rollout.gpus_per_worker={rollout:g} lets several rollout workers share a device"
-    return None
-
-
-def ranks_on_one_device(config: Config) -> str | None:
-    """Returns why two trainer ranks could be put on one GPU; None if they cannot be.
-
-    NCCL would refuse their process group.
-    """
-    gpus = config.trainer.gpus_per_worker
-    if config.trainer.num_workers > 1 and may_share(gpus, gpus):
-        ranks = f"two of the {config.trainer.num_workers} trainer ranks"
-        return f"trainer.gpus_per_worker={gpus:g} lets {ranks} share a device"
     return None
 
 

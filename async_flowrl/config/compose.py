@@ -58,7 +58,7 @@ def compose_config(name: str = DEFAULT, overrides: Sequence[str] = (), folder: P
 
     `folder` holds configurations beside the shipped ones; None means none. Raises ConfigError.
     """
-    return _as_dataclass(_without_hydra_in_place(composed(name, overrides, folder)))
+    return typed(composed(name, overrides, folder))
 
 
 def composed(name: str, overrides: Sequence[str], folder: Path | None = None) -> DictConfig:
@@ -68,19 +68,26 @@ def composed(name: str, overrides: Sequence[str], folder: Path | None = None) ->
 
 
 def with_replaced_terms(name: str, overrides: Sequence[str], folder: Path | None = None) -> list[str]:
-    """Adds deletions before overrides that replace all terms of a reward. Raises ConfigError."""
+    """Adds deletions of the old terms before an override that replaces all terms of a reward. Raises ConfigError.
+
+    All overrides must be valid in Hydra's grammar.
+    """
 
     def terms_of(key: str, others: Sequence[str]) -> list[str]:
         return list(OmegaConf.select(_composed(name.removesuffix(".yaml"), others, folder), key) or {})
 
-    return replacing_terms(overrides, terms_of)
+    written = list(overrides)
+    for key in TERMS:
+        written = _replacing(key, written, terms_of)
+    return written
 
 
 def _composed(name: str, overrides: Sequence[str], folder: Path | None) -> DictConfig:
     # Hydra looks for the primary configuration in the first folder only.
     both = [config_dir(), *([folder.absolute()] if folder else [])]
     folders = sorted(both, key=lambda each: not (each / f"{name}.yaml").exists())
-    others = [f"hydra.searchpath=['{_quotable(f'file://{other}')}']" for other in folders[1:]]
+    quotable = [str(other).replace("'", "\\'") for other in folders[1:]]
+    others = [f"hydra.searchpath=['file://{other}']" for other in quotable]
     try:
         with initialize_config_dir(str(folders[0]), job_name="async_flowrl", version_base=VERSION_BASE):
             return compose(name, [*others, *overrides], return_hydra_config=True)
@@ -88,22 +95,13 @@ def _composed(name: str, overrides: Sequence[str], folder: Path | None) -> DictC
         raise ConfigError(explain(error)) from error
 
 
-def _quotable(text: str) -> str:
-    """Escapes text that is put between single quotes in a Hydra override."""
-    return text.replace("'", "\\'")
-
-
 def typed(values: DictConfig) -> Config:
     """Returns a composed configuration as the dataclass. Raises ConfigError for unknown keys and wrong types."""
-    return _as_dataclass(without_hydra(values))
-
-
-def _as_dataclass(job: DictConfig) -> Config:
-    """Returns `typed` of a configuration that has no settings of Hydra's own."""
+    job = without_hydra(values)
     try:
         plain = cast("dict[str, Any]", OmegaConf.to_container(job, resolve=True))
-        if wrong := unknown_keys(plain, Config):
-            raise ConfigError(wrong[0])
+        if wrong := next(unknown_keys(plain, Config), None):
+            raise ConfigError(wrong)
         config = cast("Config", OmegaConf.to_object(job))
     except OmegaConfBaseException as error:
         raise ConfigError(explain(error)) from error
@@ -113,14 +111,10 @@ def _as_dataclass(job: DictConfig) -> Config:
 
 def without_hydra(values: DictConfig) -> DictConfig:
     """Returns a copy without Hydra's own settings."""
-    return _without_hydra_in_place(copy.deepcopy(values))
-
-
-def _without_hydra_in_place(values: DictConfig) -> DictConfig:
-    """Removes Hydra's own settings from `values` and returns it."""
-    with read_write(values), open_dict(values):
-        values.pop("hydra", None)
-    return values
+    own = copy.deepcopy(values)
+    with read_write(own), open_dict(own):
+        own.pop("hydra", None)
+    return own
 
 
 def read_config(path: Path) -> Config:
@@ -183,18 +177,15 @@ def check_words(name: str, overrides: Sequence[str], folder: Path | None = None)
             if isinstance(value := override.value(), str) and value not in options:
                 raise ConfigError(unknown_name(key, value, options))
             continue
-        if wrong := unknown_keys(_nest(key.split(".")), Config):
-            raise ConfigError(wrong[0])
+        nested = functools.reduce(lambda inner, part: {part: inner}, reversed(key.split(".")), cast("Any", None))
+        if wrong := next(unknown_keys(nested, Config), None):
+            raise ConfigError(wrong)
 
 
 def is_hydras(override: str) -> bool:
     """Returns True for overrides of Hydra itself: `hydra.verbose=true`, `hydra/launcher=basic`, `experiment/x@y=z`."""
     key = override.lstrip("+~").partition("=")[0]
     return key == "hydra" or key.startswith("hydra.") or "/" in key
-
-
-def _nest(parts: Sequence[str]) -> dict[str, Any]:
-    return {parts[0]: _nest(parts[1:]) if len(parts) > 1 else None}
 
 
 def explain(error: Exception) -> str:
@@ -207,11 +198,8 @@ def explain(error: Exception) -> str:
         cause = cause.__cause__ or cause.__context__
     key = getattr(cause, "full_key", None)
     text = f"{error}\n{error.__cause__ or ''}\n{cause or ''}"
-    if unknown := re.search(r"Key '\w+' not in '\w+'\s+full_key: ([\w.]+)", text):
-        sentence = removed(unknown[1])
-    else:
-        sentence = _missing_term(text)
-    if sentence:
+    unknown = re.search(r"Key '\w+' not in '\w+'\s+full_key: ([\w.]+)", text)
+    if sentence := removed(unknown[1]) if unknown else _missing_term(text):
         return sentence
     if cause is not None and key and (expected := _expected(key)):
         reason = str(getattr(cause, "msg", cause)).splitlines()[0].rstrip(".")
@@ -264,39 +252,28 @@ def parse(override: str) -> Override:
     return parsed
 
 
-def replacing_terms(overrides: Sequence[str], terms_of: Terms) -> list[str]:
-    """Returns the overrides for Hydra; before an override that replaces all terms come deletions of the old ones.
-
-    All overrides must be valid in Hydra's grammar.
-    """
-    written = list(overrides)
-    for key in TERMS:
-        written = _replacing(key, written, terms_of)
-    return written
-
-
 def _replacing(key: str, written: list[str], terms_of: Terms) -> list[str]:
     parsed = [parse(each) for each in written]
     own = [override for override in parsed if _under(key, override)]
     if not own:
         return written
     others = [text for text, override in zip(written, parsed, strict=True) if override not in own]
-    whole = [override for override in own if override.key_or_group == key and _gives_terms(override)]
+
+    def gives_terms(override: Override) -> bool:
+        return not override.is_delete() and (override.is_sweep_override() or isinstance(override.value(), dict))
+
+    whole = [override for override in own if override.key_or_group == key and gives_terms(override)]
     if not whole:
         return [*others, *(_added(key, override) for override in own)]
     plain = [text for text, override in zip(written, parsed, strict=True)
              if not any(_under(each, override) for each in TERMS) and not override.is_sweep_override()]  # fmt: skip
     deleted = [f"~{key}.{name}" for name in terms_of(key, plain)]
     rest = [_added(key, each) for each in own if each not in whole and each.input_line not in deleted]
-    return [*others, *deleted, _as_addition(whole[-1], key), *rest]
+    return [*others, *deleted, f"+{key}={str(whole[-1].input_line).partition('=')[2]}", *rest]
 
 
 def _under(key: str, override: Override) -> bool:
     return override.key_or_group == key or override.key_or_group.startswith(f"{key}.")
-
-
-def _gives_terms(override: Override) -> bool:
-    return not override.is_delete() and (override.is_sweep_override() or isinstance(override.value(), dict))
 
 
 def _added(key: str, override: Override) -> str:
@@ -307,10 +284,6 @@ def _added(key: str, override: Override) -> str:
     if override.is_sweep_override() or not isinstance(override.value(), dict):
         return line
     return f"+{key}={{{name}: {line.partition('=')[2]}}}"
-
-
-def _as_addition(override: Override, key: str) -> str:
-    return f"+{key}={str(override.input_line).partition('=')[2]}"
 
 
 ConfigStore.instance().store(name="schema", node=Config)

@@ -7,11 +7,6 @@ REWARD, DIVERSITY = "reward", "diversity"
 """Curve names: the weighted sum that is trained on, and the mean distance between two images of a prompt."""
 
 
-def curve_names(config: Config) -> list[str]:
-    """Returns the names of the curves that `save.best` may name: the reward, its terms and the held-out terms."""
-    return [REWARD, *config.reward.terms, *config.evaluate.reward.terms]
-
-
 def quality_terms(config: Config) -> list[str]:
     """Returns the held-out terms with a weight other than 0, by which images are judged."""
     return [name for name, term in config.evaluate.reward.terms.items() if term.weight != 0]
@@ -41,7 +36,7 @@ def evaluation_due(config: Config, version: int) -> bool:
 
 def check_curves(config: Config) -> None:
     """Raises ValueError, one sentence, if `save.best` is no curve, or if evaluation settings contradict each other."""
-    names, wanted = curve_names(config), config.save.best
+    names, wanted = [REWARD, *config.reward.terms, *config.evaluate.reward.terms], config.save.best
     if wanted is not None and wanted not in names:
         raise ValueError(unknown_name("save.best", wanted, names))
     if config.evaluate.on_hacking == "stop" and not quality_terms(config):

@@ -3,6 +3,7 @@
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
+from typing import cast
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -15,7 +16,7 @@ def typed_command(hydra_record: Mapping[str, str], *, without: tuple[str, ...] =
     `hydra_record` maps file names in `.hydra/` to their texts. Overrides of keys in `without` are left
     out, and so is `--config-dir` if it is in there.
     """
-    return _command(hydra_record, _hydras(hydra_record), without, ()) if _is_whole(hydra_record) else None
+    return _command(hydra_record, without, ())
 
 
 def resume_command(hydra_record: Mapping[str, str], output_dir: Path | None = None) -> str | None:
@@ -24,30 +25,28 @@ def resume_command(hydra_record: Mapping[str, str], output_dir: Path | None = No
     `output_dir` is the run directory to continue; None means the one of the command, or the job's own folder in a
     sweep.
     """
-    if not _is_whole(hydra_record):
-        return None
     hydras = _hydras(hydra_record)
     if output_dir is None and str(OmegaConf.select(hydras, "hydra.mode")) in ("MULTIRUN", "RunMode.MULTIRUN"):
         output_dir = Path(str(OmegaConf.select(hydras, "hydra.runtime.output_dir")))
     if output_dir is None:
-        return _command(hydra_record, hydras, ("resume",), ("resume=auto",))
+        return _command(hydra_record, ("resume",), ("resume=auto",))
     more = (f"output_dir={_quoted(str(output_dir))}", "resume=auto")
-    return _command(hydra_record, hydras, ("resume", "output_dir"), more)
+    return _command(hydra_record, ("resume", "output_dir"), more)
 
 
-def _is_whole(hydra_record: Mapping[str, str]) -> bool:
-    return {"hydra.yaml", "overrides.yaml"} <= hydra_record.keys()
+def record_of(run: Path) -> dict[str, str]:
+    """Returns Hydra's record of a run directory, file name → text; empty for a run started from Python."""
+    return {file.name: file.read_text(encoding="utf-8") for file in (run / ".hydra").glob("*.yaml")}
 
 
 def _hydras(hydra_record: Mapping[str, str]) -> DictConfig:
-    hydras = OmegaConf.create(hydra_record["hydra.yaml"])
-    assert isinstance(hydras, DictConfig)
-    return hydras
+    return cast("DictConfig", OmegaConf.create(hydra_record.get("hydra.yaml", "{}")))
 
 
-def _command(
-    hydra_record: Mapping[str, str], hydras: DictConfig, without: tuple[str, ...], more: tuple[str, ...]
-) -> str:
+def _command(hydra_record: Mapping[str, str], without: tuple[str, ...], more: tuple[str, ...]) -> str | None:
+    if not {"hydra.yaml", "overrides.yaml"} <= hydra_record.keys():
+        return None
+    hydras = _hydras(hydra_record)
     name, folder = OmegaConf.select(hydras, "hydra.job.config_name"), _own_folder(hydras)
     overrides = OmegaConf.to_container(OmegaConf.create(hydra_record["overrides.yaml"]), resolve=False)
     given = [str(override) for override in overrides or ()]

@@ -103,13 +103,6 @@ def split_messages(value: Any, where: str) -> tuple[str, str | None]:
     return by_role["user"], by_role.get("system")
 
 
-def content_of(value: Any, where: str) -> str:
-    """Returns the text of a column that holds plain text or messages with one user message. Raises PromptError."""
-    if isinstance(value, str):
-        return value
-    return split_messages(value, where)[0]
-
-
 def no_target(text: str) -> str:
     """Returns the error text for a prompt without the target that a reward needs."""
     return f"the reward needs a target, but there is none in double quotes: {text!r:.200}"
@@ -158,7 +151,7 @@ def _check_text(what: str, text: str) -> None:
 
 def _optional(columns: Mapping[str, Any], name: str, where: str) -> str | None:
     value = columns.get(name)
-    return None if value is None else content_of(value, f"{where}: {name}")
+    return None if value is None else split_messages(value, f"{where}: {name}")[0]
 
 
 def _token_ids(columns: Mapping[str, Any], name: str, where: str) -> TokenIds | None:

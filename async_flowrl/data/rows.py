@@ -55,7 +55,7 @@ class LineRows:
             for number, line in enumerate(iter(lambda: file.readline(MAX_LINE_BYTES + 1), b""), start=1):
                 if len(line) > MAX_LINE_BYTES:
                     raise PromptError(f"{path}:{number}: the line has more than {MAX_LINE_BYTES / 2**20:g} MiB")
-                if not _blank(line):
+                if line.strip() and (line.isascii() or line.decode(errors="replace").strip()):  # it is not blank
                     mark = len(BYTE_ORDER_MARK) if start == 0 and line.startswith(BYTE_ORDER_MARK) else 0
                     self._starts.append(start + mark)
                     self._lengths.append(len(line.removesuffix(b"\n")) - mark)
@@ -282,7 +282,3 @@ def _holds_bytes(kind: Any) -> bool:
     if types.is_binary(kind) or types.is_large_binary(kind) or types.is_fixed_size_binary(kind):
         return True
     return any(_holds_bytes(kind.field(index).type) for index in range(kind.num_fields))
-
-
-def _blank(line: bytes) -> bool:
-    return not line.strip() or (not line.isascii() and not line.decode(errors="replace").strip())

@@ -33,9 +33,7 @@ class Sampler:
         weights: npt.NDArray[np.float64] | None = None,
     ) -> None:
         if num_prompts < 1 or prompts_per_step < 1:
-            raise ValueError(
-                f"both must be at least 1, got num_prompts={num_prompts}, prompts_per_step={prompts_per_step}"
-            )
+            raise ValueError(f"both must be at least 1, got {num_prompts=}, {prompts_per_step=}")
         self.num_prompts, self.prompts_per_step = num_prompts, prompts_per_step
         self._seed, self._shuffle, self._weights = seed, shuffle, weights
         self._order = lru_cache(maxsize=4)(self.order)

@@ -3,6 +3,7 @@
 `scan` reads and checks a file once; `Prompts` is the sequence of its prompts, or of some of them.
 """
 
+from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -41,14 +42,14 @@ class Scan:
 
     rows: Rows
     keys: Keys
-    places: Indices
+    places: Indices = field(init=False)
     """[prompts] Row of each prompt in the file; refused rows are missing."""
-    texts: TextKeys
+    texts: TextKeys = field(init=False)
     """[prompts] Hash of each prompt's text (`text_key`)."""
-    digests: npt.NDArray[np.uint8]
+    digests: npt.NDArray[np.uint8] = field(init=False)
     """[prompts, 16] Digest of each prompt (`digest`)."""
-    weights: Weights | None
-    special: bool
+    weights: Weights | None = None
+    special: bool = False
     """True if a prompt has token ids or a system prompt, which not every model can encode."""
     longest: int = 0
     """Number of characters of the longest prompt; `longest_row` is its row."""
@@ -66,29 +67,20 @@ class Scan:
     refusals: int = 0
 
 
-def scan(
-    rows: Rows,
-    keys: Keys,
-    *,
-    keep_refusals: bool = False,
-    check: Callable[[Prompt], None] | None = None,
-) -> Scan:
+def scan(rows: Rows, keys: Keys, *, keep_refusals: bool = False, check: Callable[[Prompt], None] | None = None) -> Scan:
     """Reads every row once. Raises PromptError for the first refused row; with `keep_refusals` it stores them instead.
 
     `check` may refuse a prompt by raising ValueError.
     """
-    places = np.empty(len(rows), np.int64)
-    texts, weights = np.empty(len(rows), np.uint64), np.empty(len(rows) if keys.weight else 0, np.float64)
-    digests = bytearray()
-    result = Scan(rows, keys, places, texts, np.empty(0, np.uint8), None, special=False)
-    count = 0
+    places, texts, weights, digests = array("q"), array("Q"), array("d"), bytearray()
+    result = Scan(rows, keys)
     for place, row in enumerate(rows.scan()):
         try:
             if isinstance(row, PromptError):
                 raise row
             where = rows.where(place)
             result.columns.update(row.keys())
-            prompt = read_prompt(count, where, row, keys)
+            prompt = read_prompt(len(places), where, row, keys)
             weight = read_weight(where, row, keys.weight) if keys.weight else None
             if check is not None:
                 check(prompt)
@@ -100,15 +92,15 @@ def scan(
             if len(result.refused) < MAX_KEPT_REFUSALS:
                 result.refused.append(refusal)
             continue
-        places[count], texts[count] = place, text_key(prompt.text)
+        places.append(place)
+        texts.append(text_key(prompt.text))
         digests += digest(prompt, weight)
         if weight is not None:
-            weights[count] = weight
+            weights.append(weight)
         _note(result, prompt, place)
-        count += 1
-    result.places, result.texts = places[:count], texts[:count]
-    result.digests = np.frombuffer(digests, np.uint8).reshape(count, DIGEST_BYTES)
-    result.weights = weights[:count] if keys.weight else None
+    result.places, result.texts = np.frombuffer(places, np.int64), np.frombuffer(texts, np.uint64)
+    result.digests = np.frombuffer(digests, np.uint8).reshape(-1, DIGEST_BYTES)
+    result.weights = np.frombuffer(weights, np.float64) if keys.weight else None
     return result
 
 

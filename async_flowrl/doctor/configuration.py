@@ -116,7 +116,7 @@ def judged(prepared: Prepared, here: Machine, machines: Sequence[Machine], looke
     except ValueError as error:
         yield failed("plan", error, "memory and disks were not compared", WARNING)
     else:
-        version = plan.adapter_bytes
+        version = plan.model.version_bytes
         on_gpus = any(each.facts["gpus"] for each in machines)
         yield memory_finding(host_processes(config, plan, on_gpus=on_gpus), machines)
         yield store_finding(plan.payload, machines)
@@ -182,7 +182,7 @@ def disk_findings(config: Config, plan: MemoryPlan, here: Machine, machines: Seq
     """
     folder, best = run_folder(config), config.save.best is not None
     checkpoint = plan.snapshot * (config.trainer.num_workers if config.in_shares else 1)
-    size = FOLDER_BYTES + (1 + best) * plan.adapter_bytes + (config.save.keep + 1 + best) * checkpoint
+    size = FOLDER_BYTES + (1 + best) * plan.model.version_bytes + (config.save.keep + 1 + best) * checkpoint
     disk = here.facts["disks"][folder]
     said = f"{folder}: {size / GB:.2f} GB planned, {disk['free'] / GB:.1f} free"
     locked = not disk["writable"], FAILED, "it cannot be written: set output_dir to a folder of yours"

@@ -13,7 +13,6 @@ from async_flowrl.controller.reward_servers import ServerLost
 from async_flowrl.evaluate.job import job_of
 from async_flowrl.evaluate.measure import evaluate
 from async_flowrl.evaluate.show import table, write
-from async_flowrl.observability.terminal import print_table
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.getLogger("separation").setLevel(logging.WARNING)  # hides the normal end of a reward's server
     try:
         comparison = evaluate(job_of(given), device="cuda" if torch.cuda.is_available() else "cpu")
-        print_table(table(comparison))
+        sys.stdout.write(table(comparison))
         for written in write(comparison, given.out.expanduser()) if given.out is not None else ():
             logger.info("wrote %s", written)
     except (ValueError, OSError) as error:
@@ -46,29 +45,26 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m async_flowrl.evaluate",
         description="Scores before and after: of the base model, and with a LoRA or trained weights.",
     )
-    parser.add_argument(
-        "source", type=Path, metavar="RUN_OR_LORA", help="a run directory, a LoRA of any format, or RUN/transformer"
-    )
-    parser.add_argument("--lora", type=Path, help="with a run directory: another LoRA than its own")
-    parser.add_argument("--base", help="tiny, a diffusers folder or a hub name (default: the run's, or the LoRA's own)")
-    parser.add_argument("--prompts", type=Path, help="a file of prompts (default: those of the run's evaluations)")
-    parser.add_argument(
-        "--max-prompts", type=int, help="from the beginning of the file (default: all of FILE, or as the run)"
-    )
-    parser.add_argument(
+    option = parser.add_argument
+    option("source", type=Path, metavar="RUN_OR_LORA", help="a run directory, a LoRA of any format, or RUN/transformer")
+    option("--lora", type=Path, help="with a run directory: another LoRA than its own")
+    option("--base", help="tiny, a diffusers folder or a hub name (default: the run's, or the LoRA's own)")
+    option("--prompts", type=Path, help="a file of prompts (default: those of the run's evaluations)")
+    option("--max-prompts", type=int, help="from the beginning of the file (default: all of FILE, or as the run)")
+    option(
         "--reward",
         action="append",
         help="a registered name, pkg.module:attr, or a term of the run; may be repeated (default: the run's)",
     )
-    parser.add_argument("--images", type=int, help="images per prompt and seed (default: the run's, or 8)")
-    parser.add_argument("--seeds", type=int, help="how many seeds, counted up from --seed (default 1)")
-    parser.add_argument("--seed", type=int, help="first seed of the noises (default: the run's evaluations')")
-    parser.add_argument("--steps", type=int, help="denoising steps")
-    parser.add_argument("--guidance", type=float, help="guidance scale, of the kind that the model family takes")
-    parser.add_argument(
+    option("--images", type=int, help="images per prompt and seed (default: the run's, or 8)")
+    option("--seeds", type=int, help="how many seeds, counted up from --seed (default 1)")
+    option("--seed", type=int, help="first seed of the noises (default: the run's evaluations')")
+    option("--steps", type=int, help="denoising steps")
+    option("--guidance", type=float, help="guidance scale, of the kind that the model family takes")
+    option(
         "--resolution", metavar="SIZE", help="512, or HEIGHTxWIDTH in pixels (default: what the prompt or the run says)"
     )
-    parser.add_argument("--out", type=Path, help="a folder for evaluation.json and before_after.png")
+    option("--out", type=Path, help="a folder for evaluation.json and before_after.png")
     return parser
 
 

@@ -102,11 +102,7 @@ def job_of(given: Namespace) -> Job:
 
 
 def _job(
-    config: Config,
-    trained: Path,
-    terms: Mapping[str, tuple[RewardTerm, str]],
-    file: str | None,
-    seeds: tuple[int, ...],
+    config: Config, trained: Path, terms: Mapping[str, tuple[RewardTerm, str]], file: str | None, seeds: tuple[int, ...]
 ) -> Job:
     whole = replace(config.reward, terms={name: term for name, (term, _) in terms.items()})
     needs_target = check_rewards(whole)

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from PIL import Image
-from rich.table import Table
 
 from async_flowrl.config.resolution import height_width, in_words, pixels
 from async_flowrl.evaluate.job import TOTAL
@@ -15,13 +14,14 @@ from async_flowrl.generate import from_config
 from async_flowrl.observability.images import grid
 from async_flowrl.observability.statistics import Estimate
 from async_flowrl.types import Resolution
+from separation.table import format_table
 
 RESULTS, GRID = "evaluation.json", "before_after.png"
 _MAX_SCORES = 4
 """Largest number of score lines below an image."""
 
 
-def table(comparison: Comparison) -> Table:
+def table(comparison: Comparison) -> str:
     """One row per score: means ± half their 95 % intervals before and after, and the paired difference likewise."""
     job, how = comparison.job, from_config(comparison.job.config).sampling
     sizes = sizes_of(comparison)
@@ -29,14 +29,11 @@ def table(comparison: Comparison) -> Table:
         f"{len(job.prompts)} prompts ({job.chosen}) × {job.images_per_prompt} images, {how.num_inference_steps} steps "
         f"at {', '.join(map(in_words, sizes))} px, guidance {how.guidance_scale or how.true_cfg_scale:g}"
     )
-    drawn = Table(title=title, title_justify="left", title_style="")
-    drawn.add_column("score")
-    for name in ("before", "after", "difference [95 %]", "images improved"):
-        drawn.add_column(name, justify="right")
+    rows = []
     for name, row in comparison.rows.items():
         label = name if name == TOTAL or row.kind != "held_out" else f"{name} (held out)"
-        drawn.add_row(label, _mean(row.before), _mean(row.after), _difference(row.difference), f"{row.improved:.0%}")
-    return drawn
+        rows.append((label, _mean(row.before), _mean(row.after), _difference(row.difference), f"{row.improved:.0%}"))
+    return f"{title}\n{format_table(('score', 'before', 'after', 'difference [95 %]', 'images improved'), rows)}\n"
 
 
 def sizes_of(comparison: Comparison) -> list[Resolution]:

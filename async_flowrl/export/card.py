@@ -10,7 +10,7 @@ from PIL import Image
 
 from async_flowrl.config.resolution import configured, in_pixels
 from async_flowrl.config.schema import Config, RewardTerm
-from async_flowrl.config.typed import typed_command
+from async_flowrl.config.typed import record_of, typed_command
 from async_flowrl.export.source import PEFT, Source
 from async_flowrl.observability.evaluations import (
     Evaluation,
@@ -51,16 +51,13 @@ def write_card(
         pipeline_tag="text-to-image",
         tags=[*([] if source.whole is not None else ["lora"]), *TAGS],
     )
-    parts = [f"# {_title(source, out)}", _origin(source, base)]
+    title = source.config.name if source.config is not None else out.resolve().name
+    parts = [f"# {title}", _origin(source, base)]
     parts += [*_training(source), *_results(out, source, evaluation), _usage(source, base), _files(out, files)]
     parts += [*_reproduction(source), _licence(licence, base)]
     card = ModelCard(f"---\n{front.to_yaml()}\n---\n\n" + "\n\n".join(parts) + "\n")
     (out / README).write_text(str(card))
     return out / README
-
-
-def _title(source: Source, out: Path) -> str:
-    return source.config.name if source.config is not None else out.resolve().name
 
 
 def _origin(source: Source, base: str | None) -> str:
@@ -90,13 +87,13 @@ def _training(source: Source) -> list[str]:
     if source.config is None:
         return []
     config = source.config
-    held_out = config.evaluate.reward.terms
+    held_out, evaluated = config.evaluate.reward.terms, config.data.evaluation
     rows = [
         ("algorithm", f"`{config.algorithm.name}`"),
         ("trained reward", _terms(config.reward.terms)),
         *([("held-out scores, not trained", _terms(held_out))] if held_out else []),
         ("training prompts", f"`{Path(config.data.train).name}`"),
-        ("evaluation prompts", _evaluation_prompts(config)),
+        ("evaluation prompts", "from the training file" if evaluated is None else f"`{Path(evaluated).name}`"),
         ("steps", f"{source.step if source.step is not None else config.total_steps} of {config.total_steps}"),
         ("images per step", f"{config.prompts_per_step} prompts × {config.group_size}"),
         ("learning rate", f"{config.trainer.learning_rate:g}"),
@@ -115,12 +112,6 @@ def _sizes(config: Config) -> str:
 
 def _terms(terms: Mapping[str, RewardTerm]) -> str:
     return ", ".join(f"{term.weight:g} × `{name}`" for name, term in terms.items())
-
-
-def _evaluation_prompts(config: Config) -> str:
-    if config.data.evaluation is None:
-        return "from the training file"
-    return f"`{Path(config.data.evaluation).name}`"
 
 
 def _results(out: Path, source: Source, evaluation: Path | None) -> list[str]:
@@ -245,8 +236,7 @@ def _reproduction(source: Source) -> list[str]:
     run = source.run
     if run is None:
         return []
-    record = {file.name: file.read_text(encoding="utf-8") for file in (run / ".hydra").glob("*.yaml")}
-    command = typed_command(record, without=("--config-dir", "output_dir", "resume")) or "async-flowrl train"
+    command = typed_command(record_of(run), without=("--config-dir", "output_dir", "resume")) or "async-flowrl train"
     lines = ["## Reproduce", "", "```", command, "async-flowrl verify RUN", "```"]
     summary = json.loads((run / "summary.json").read_text()) if (run / "summary.json").is_file() else {}
     if digest := summary.get("weights_digest"):

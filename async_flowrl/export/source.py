@@ -61,14 +61,8 @@ def read_source(path: Path, *, average: bool = True, base: str | None = None) ->
     config = read_config(run / "config.yaml") if (run / "config.yaml").is_file() else None
     held = read_checkpoint(checkpoint)
     part = "ema" if average and "ema" in held.tensors else "weights"
-    return Source(
-        _trained(held, part, str(checkpoint)),
-        _model(base, config),
-        config,
-        run if config is not None else None,
-        checkpoint_step(checkpoint),
-        part,
-    )
+    weights, known = _trained(held, part, str(checkpoint)), run if config is not None else None
+    return Source(weights, _model(base, config), config, known, checkpoint_step(checkpoint), part)
 
 
 def _trained(held: Checkpoint, part: str, where: str) -> LoraFile | Mapping[str, Tensor]:

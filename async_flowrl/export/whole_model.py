@@ -48,7 +48,8 @@ def write_merged(model: ModelConfig, lora: LoraFile, out: Path, what: str) -> Pa
         shutil.copytree(copied, destination, ignore=shutil.ignore_patterns(*IGNORED), copy_function=shutil.copyfile)
         for module in modules_of(lora.tensors):
             file, offset, _ = places[f"{module}.weight"]
-            _add(work / TRANSFORMER / file.name, offset, f"{module}.weight", _update(lora, module))
+            a, b = (lora.tensors[f"{module}.lora_{side}.weight"].float() for side in "AB")
+            _add(work / TRANSFORMER / file.name, offset, f"{module}.weight", (b @ a) * (lora.alpha / lora.rank))
         work.rename(target)
     finally:
         shutil.rmtree(work, ignore_errors=True)
@@ -83,18 +84,9 @@ def _check(places: Mapping[str, Place], lora: LoraFile, base: Path) -> None:
         if f"{module}.weight" not in places:
             raise ValueError(f"the LoRA adapts {module}, of which {base / TRANSFORMER} holds no weight")
         shape = places[f"{module}.weight"][2]
-        wanted = (
-            lora.tensors[f"{module}.lora_B.weight"].shape[0],
-            lora.tensors[f"{module}.lora_A.weight"].shape[1],
-        )
+        wanted = (lora.tensors[f"{module}.lora_B.weight"].shape[0], lora.tensors[f"{module}.lora_A.weight"].shape[1])
         if shape != wanted:
             raise ValueError(f"the LoRA's {module} is for a matrix of {wanted}, {base / TRANSFORMER} has {shape}")
-
-
-def _update(lora: LoraFile, module: str) -> Tensor:
-    """Returns alpha / rank · B A, float32 [out, in]."""
-    a, b = lora.tensors[f"{module}.lora_A.weight"].float(), lora.tensors[f"{module}.lora_B.weight"].float()
-    return (b @ a) * (lora.alpha / lora.rank)
 
 
 def _add(file: Path, offset: int, name: str, update: Tensor) -> None:

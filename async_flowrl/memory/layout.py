@@ -28,17 +28,12 @@ class Chosen:
     """A layout of the trainer."""
 
     layout: Layout
-    reasons: tuple[str, ...]
+    reasons: tuple[str, ...] = ()
     """One sentence that says what `auto` means in it and why; empty if no setting is `auto`."""
 
     def applied(self, config: Config) -> Config:
-        """Returns a copy of the configuration with this layout."""
-        return with_layout(config, self.layout)
-
-
-def with_layout(config: Config, layout: Layout) -> Config:
-    """Returns a copy of the configuration with `layout` in its trainer settings."""
-    return replace(config, trainer=layout.applied(config.trainer))
+        """Returns a copy of the configuration with this layout in its trainer settings."""
+        return replace(config, trainer=self.layout.applied(config.trainer))
 
 
 def resolved(config: Config, memory: Mapping[str, int]) -> Chosen:
@@ -51,7 +46,7 @@ def resolved(config: Config, memory: Mapping[str, int]) -> Chosen:
     """
     asked = _asked(config)
     if not asked:
-        return Chosen(Layout.named(config.trainer), ())
+        return Chosen(Layout.named(config.trainer))
     if "trainer" not in memory:
         return _chosen(_filled(config, "none", "none"), asked, "the trainer has no GPU whose memory it could save")
     try:
@@ -71,7 +66,7 @@ def fitting(config: Config, memory: Mapping[str, int]) -> tuple[Layout, str]:
     """
     tried: list[tuple[Layout, int]] = []
     for layout in candidates(config):
-        process = next(processes(with_layout(config, layout), [TRAINER]))
+        process = next(processes(Chosen(layout).applied(config), [TRAINER]))
         available = process.available(device_of(process, memory))
         tried.append((layout, process.footprint.total))
         if tried[-1][1] <= MEMORY_WARNING_SHARE * available:

@@ -14,8 +14,8 @@ from async_flowrl.config.schema import Config
 from async_flowrl.memory.rehearsed import (
     alone,
     model_sizes,
+    rehearsed_rank,
     rehearsed_rollout,
-    rehearsed_shapes,
     sampling_bytes,
     training_peak,
 )
@@ -125,18 +125,13 @@ class MemoryPlan:
     sent_weights: int
     """The weights among that, on their way to rollout workers."""
 
-    @property
-    def adapter_bytes(self) -> int:
-        """Bytes of one version."""
-        return self.model.version_bytes
-
 
 def plan_memory(config: Config) -> MemoryPlan:
     """Plans the memory of a configuration with a layout (see `trainer_footprint`).
 
     Raises ValueError if the model cannot be built without weights, and the errors of a rehearsal.
     """
-    model, shapes = model_sizes(config), rehearsed_shapes(config)
+    model, shapes = model_sizes(config), rehearsed_rank(config).shapes
     sent = SENT_VERSIONS * model.version_bytes
     return MemoryPlan(
         model=model,

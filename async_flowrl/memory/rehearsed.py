@@ -16,22 +16,14 @@ if TYPE_CHECKING:
     from async_flowrl.memory.rehearsal.rollout import RolloutRehearsal
     from async_flowrl.memory.rehearsal.trainer import RankRehearsal
     from async_flowrl.memory.sizes import Sizes
-    from async_flowrl.policies.base import Shapes
 
 _remembered: dict[str, Any] = {}
 
 
 def alone(config: Config) -> Config:
     """Returns the configuration with a lone trainer rank that holds everything, without what cannot be rehearsed."""
-    trainer = replace(
-        config.trainer,
-        num_workers=1,
-        shard="none",
-        shard_size=None,
-        workers_per_node=None,
-        cpu_offload=False,
-        compile=False,
-    )
+    one_rank: dict[str, Any] = {"num_workers": 1, "workers_per_node": None, "cpu_offload": False, "compile": False}
+    trainer = replace(config.trainer, shard="none", shard_size=None, **one_rank)
     return replace(
         config,
         trainer=trainer,
@@ -70,11 +62,6 @@ def model_sizes(config: Config) -> "Sizes":
     if key not in _remembered:
         _remembered[key] = rehearsed_rank(config).sizes
     return cast("Sizes", _remembered[key])
-
-
-def rehearsed_shapes(config: Config) -> "Shapes":
-    """Returns the shapes of a ticket's arrays. Raises ValueError as `rehearsed_rank`."""
-    return rehearsed_rank(config).shapes
 
 
 def _once(config: Config, side: str, rehearse: Callable[..., Any]) -> Any:

@@ -4,7 +4,7 @@ import logging
 from collections.abc import Collection
 
 from async_flowrl.config.pools import held_out_by_pool, scoring_pools
-from async_flowrl.config.schema import SHARED, Config, RewardTerm
+from async_flowrl.config.schema import SHARED, Config, RewardTerm, RolloutConfig, TrainerConfig
 from async_flowrl.memory.processes import GIB, Footprint, Process
 from async_flowrl.rewards.registry import memory_gib
 from async_flowrl.rewards.served import served_terms
@@ -49,14 +49,10 @@ def gpus_by_pool(config: Config) -> dict[str, list[float]]:
 
     Trainer and rollout workers that share their processes count as one pool.
     """
-    trainer, rollout = config.trainer, config.rollout
+    pools: dict[str, TrainerConfig | RolloutConfig] = {"trainer": config.trainer, "rollout": config.rollout}
     if config.placement == SHARED:
-        shares = {SHARED: [trainer.gpus_per_worker] * trainer.num_workers}
-    else:
-        shares = {
-            "trainer": [trainer.gpus_per_worker] * trainer.num_workers,
-            "rollout": [rollout.gpus_per_worker] * rollout.num_workers,
-        }
+        pools = {SHARED: config.trainer}
+    shares = {name: [pool.gpus_per_worker] * pool.num_workers for name, pool in pools.items()}
     shares |= {pool.name: [pool.gpus_per_worker] * pool.workers for pool in scoring_pools(config)}
     shares |= {f"servers of {name}": [serve.gpus] * serve.replicas for name, serve in served_terms(config)}
     return {pool: [gpus for gpus in each if gpus > 0] for pool, each in shares.items() if any(each)}

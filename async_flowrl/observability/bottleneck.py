@@ -8,9 +8,9 @@ from async_flowrl.config.pools import is_reward_pool, workers_key
 from async_flowrl.config.schema import SHARED
 from async_flowrl.observability.events import Event, step_window
 from async_flowrl.observability.intervals import Interval, intersect, length, subtract, union
-from async_flowrl.observability.ledger import STATES, pool_of
+from async_flowrl.observability.ledger import STATES
 from async_flowrl.observability.summary import last_attempt
-from async_flowrl.observability.timeline import Track, by_device, device_time
+from async_flowrl.observability.timeline import Track, by_device, by_pool, device_time
 
 MIN_LOST_SHARE = 0.1
 """Smallest share of its time that a pool must lose in one state before the loss is mentioned."""
@@ -100,12 +100,10 @@ def bottleneck(pools: Mapping[str, Mapping[str, float]]) -> str:
 
 def step_pools(workers: Sequence[Track], window: Interval) -> dict[str, dict[str, float]]:
     """Pool → state → seconds inside `window`, summed over the pool's places."""
-    pools: dict[str, dict[str, float]] = {}
-    for track in workers:
-        seconds = pools.setdefault(pool_of(track.place), dict.fromkeys(STATES, 0.0))
-        for state in STATES:
-            seconds[state] += length(intersect(track.intervals(state), [window]))
-    return pools
+    return {
+        pool: {state: sum(length(intersect(track.intervals(state), [window])) for track in members) for state in STATES}
+        for pool, members in by_pool(workers).items()
+    }
 
 
 def reward_bound(workers: Sequence[Track], window: Interval) -> str | None:
@@ -114,9 +112,7 @@ def reward_bound(workers: Sequence[Track], window: Interval) -> str | None:
     None if rollout or trainer workers are occupied longer, or if one of the two thresholds above is not reached.
     """
     whole = window[1] - window[0]
-    pools: dict[str, list[Track]] = {}
-    for track in workers:
-        pools.setdefault(pool_of(track.place), []).append(track)
+    pools = by_pool(workers)
     seconds = {pool: [taken(track, window) for track in tracks] for pool, tracks in pools.items()}
     rewards = {pool: each for pool, each in seconds.items() if is_reward_pool(pool)}
     if not rewards or whole <= 0 or not {"trainer", "rollout"} <= pools.keys():

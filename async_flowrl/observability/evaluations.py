@@ -109,9 +109,13 @@ def first_comparable(history: Sequence[Evaluation], now: Evaluation) -> Evaluati
     return min(earlier, key=lambda each: each.version, default=None)
 
 
-def first_of(name: str, history: Sequence[Evaluation], now: Evaluation) -> Evaluation | None:
-    """The evaluation of the lowest version below `now`'s whose curve `name` is comparable with `now`'s, or None."""
-    return first_comparable([earlier for earlier in history if comparable(name, now, earlier)], now)
+def since_first(name: str, now: Evaluation, history: Sequence[Evaluation]) -> Change | None:
+    """Paired change of the curve `name` since the lowest version below `now`'s that is comparable; None without one.
+
+    The baseline is compared with nothing.
+    """
+    first = first_comparable([earlier for earlier in history if comparable(name, now, earlier)], now)
+    return None if now.baseline or first is None else between(name, now, first)
 
 
 def metric_keys(now: Evaluation, history: Sequence[Evaluation]) -> dict[str, float]:
@@ -126,8 +130,7 @@ def metric_keys(now: Evaluation, history: Sequence[Evaluation]) -> dict[str, flo
         prefix = f"held_out/{name}" if curve.kind == HELD_OUT else name
         estimate = curve.estimate
         keys |= {f"{prefix}/{kind}": getattr(estimate, kind) for kind in ("mean", "std", "stderr", "low", "high")}
-        first = None if now.baseline else first_of(name, history, now)
-        if first is not None and (moved := between(name, now, first)) is not None:
+        if (moved := since_first(name, now, history)) is not None:
             keys |= {f"{prefix}/{kind}": value for kind, value in moved.fields().items()}
     keys |= {f"held_out/{term}/extra/{name}": mean for term, by in now.extras.items() for name, mean in by.items()}
     return {name: value for name, value in keys.items() if value is not None}

@@ -10,7 +10,7 @@ because that one was chosen from k evaluations. docs/reward_hacking.md shows how
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -67,8 +67,7 @@ def notices(history: Sequence[Evaluation]) -> list[Finding]:
     It is no alarm, because runs without reward hacking lose some diversity, too.
     """
     past = policy_versions(history)
-    for k in range(1, len(past)):
-        now = past[k]
+    for k, now in enumerate(past):
         earlier = [e for e in past[:k] if comparable(DIVERSITY, now, e)]
         if not earlier:
             continue
@@ -148,5 +147,4 @@ def best(history: Sequence[Evaluation], name: str) -> Evaluation | None:
     if not past:
         return None
     past = [e for e in past if e.setting == past[-1].setting and e.curves[name].source == past[-1].curves[name].source]
-    means: Mapping[int, float] = {e.version: e.curves[name].sign * e.curves[name].estimate.mean for e in past}
-    return max(past, key=lambda each: (means[each.version], -each.version))
+    return max(past, key=lambda each: (each.curves[name].sign * each.curves[name].estimate.mean, -each.version))

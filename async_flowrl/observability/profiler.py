@@ -37,13 +37,12 @@ class StepProfiler:
         self.stop(write=False)
         if step not in self._steps:
             return
+        name = f"{self._worker}-step-{step:06d}{what}"
         if not ONE_PER_PROCESS.acquire(blocking=False):
             logger.warning(
-                "no trace of %s-step-%06d%s: another trace runs in this process, and torch allows one; with "
-                "placement=separate and runtime.backend=ray each worker has a process of its own",
-                self._worker,
-                step,
-                what,
+                "no trace of %s: another trace runs in this process, and torch allows one; with placement=separate and "
+                "runtime.backend=ray each worker has a process of its own",
+                name,
             )
             return
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
@@ -53,7 +52,7 @@ class StepProfiler:
         except BaseException:
             ONE_PER_PROCESS.release()
             raise
-        self._running = tracer, self._directory / f"{self._worker}-step-{step:06d}{what}.json"
+        self._running = tracer, self._directory / f"{name}.json"
 
     def stop(self, *, write: bool = True) -> None:
         """Ends a running trace and writes it, or discards it if `write` is False."""

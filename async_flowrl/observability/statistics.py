@@ -56,11 +56,15 @@ class Change:
         """Half the width of the confidence interval around the mean; None without `stderr`."""
         return None if self.stderr is None else _quantile(self.freedom) * self.stderr
 
+    @property
+    def ends(self) -> tuple[float, float] | tuple[None, None]:
+        """The two ends of the confidence interval; None without `stderr`."""
+        half = self.half
+        return (None, None) if half is None else (self.mean - half, self.mean + half)
+
     def fields(self) -> dict[str, float | None]:
         """The keys CHANGE_FIELDS: mean, standard error and the two ends of the confidence interval."""
-        half = self.half
-        ends = (None, None) if half is None else (self.mean - half, self.mean + half)
-        return dict(zip(CHANGE_FIELDS, (self.mean, self.stderr, *ends), strict=True))
+        return dict(zip(CHANGE_FIELDS, (self.mean, self.stderr, *self.ends), strict=True))
 
     def p_above(self) -> float:
         """One-sided p-value (Student's t) of the hypothesis of no change against an increase; 1 without `stderr`."""
@@ -76,15 +80,8 @@ def estimate(scores: ByPrompt) -> Estimate:
     images = [float(x) for group in scores.values() for x in group]
     units = _units([np.asarray(group, dtype=np.float64) for group in scores.values()])
     mean, stderr = float(np.mean(units)), _stderr(units)
-    half = None if stderr is None else _quantile(len(units) - 1) * stderr
-    return Estimate(
-        mean=mean,
-        std=float(np.std(images)),
-        stderr=stderr,
-        low=None if half is None else mean - half,
-        high=None if half is None else mean + half,
-        prompts=len(scores),
-    )
+    low, high = Change(mean, stderr, len(units) - 1).ends
+    return Estimate(mean, float(np.std(images)), stderr, low, high, len(scores))
 
 
 def change(now: ByPrompt, before: ByPrompt) -> Change | None:

@@ -12,7 +12,7 @@ from typing import Any
 from async_flowrl.config.curves import best_curve
 from async_flowrl.config.pools import scoring_pools
 from async_flowrl.config.schema import SHARED, Config
-from async_flowrl.observability.evaluations import Evaluation, between, first_of, policy_versions
+from async_flowrl.observability.evaluations import Evaluation, policy_versions, since_first
 from async_flowrl.observability.events import Event, effective
 from async_flowrl.observability.hacking import alarms, best, notices
 from async_flowrl.observability.intervals import Interval, intersect, length, union
@@ -20,7 +20,7 @@ from async_flowrl.observability.ledger import place_of, pool_of
 from async_flowrl.observability.metrics import Metrics, by_age, missing_terms
 from async_flowrl.observability.result import tenths
 from async_flowrl.observability.statistics import CHANGE_FIELDS
-from async_flowrl.observability.timeline import Track, device_shares, tracks
+from async_flowrl.observability.timeline import Track, by_pool, device_shares, tracks
 from async_flowrl.rewards.served import served_terms, server_pool
 
 WARM_UP_STEPS = 2
@@ -201,39 +201,37 @@ def groups_without(metrics: Sequence[Metrics]) -> Counter[str]:
 
 def warnings_of(metrics: Sequence[Metrics]) -> list[str]:
     """Warnings, one sentence each, about skipped tickets, missing optional terms and too much clipped gradient."""
-    kept, counts = gradient_kept(metrics), skipped(metrics)
-    lost = [
-        f"{counts['tickets']} tickets in {counts['steps']} steps were skipped, as their rewards could not be had; "
-        f"{counts['steps_without_reward']} of these steps trained nothing (see the events `skipped` in events.jsonl)"
-    ]
-    without = [
+    counts = skipped(metrics)
+    flat = bool(metrics) and all(line.get("zero_std_ratio") == 1.0 for line in metrics)
+    warnings = [FLAT.format(steps=len(metrics))] if flat else []
+    if counts["tickets"]:
+        warnings.append(
+            f"{counts['tickets']} tickets in {counts['steps']} steps were skipped, as their rewards could not be had; "
+            f"{counts['steps_without_reward']} of these steps trained nothing (see the events `skipped` in "
+            "events.jsonl)"
+        )
+    warnings += [
         f"{count} groups were trained without the term {term}, which is not required and could not be had (see the "
         "events `unscored` in events.jsonl)"
         for term, count in groups_without(metrics).items()
     ]
-    flat = bool(metrics) and all(line.get("zero_std_ratio") == 1.0 for line in metrics)
-    return [
-        *([FLAT.format(steps=len(metrics))] if flat else []),
-        *(lost if counts["tickets"] else []),
-        *without,
-        *(
-            f"only {share:.0%} of the gradient survived clip and mask for samples {age} versions old; widen "
-            "algorithm.clip_range or lower max_staleness"
-            for age, share in kept.items()
-            if share < MIN_GRADIENT_KEPT
-        ),
+    return warnings + [
+        f"only {share:.0%} of the gradient survived clip and mask for samples {age} versions old; widen "
+        "algorithm.clip_range or lower max_staleness"
+        for age, share in gradient_kept(metrics).items()
+        if share < MIN_GRADIENT_KEPT
     ]
 
 
 def _pool(workers: Sequence[Track], pool: str, *, first_only: bool = False) -> list[Interval]:
     """Times at which any worker of the pool was busy, or with `first_only` its first worker."""
-    members = [track for track in workers if pool_of(track.place) == pool]
+    members = by_pool(workers).get(pool, [])
     return union(interval for track in (members[:1] if first_only else members) for interval in track.busy)
 
 
 def _worked(workers: Sequence[Track], pool: str, window: Interval) -> float:
     """Busy seconds in `window` of a worker of the pool, on average; 0.0 without workers."""
-    members = [track for track in workers if pool_of(track.place) == pool]
+    members = by_pool(workers).get(pool, [])
     return sum(length(intersect(track.busy, [window])) for track in members) / max(1, len(members))
 
 
@@ -322,13 +320,7 @@ def best_row(config: Config, history: Sequence[Evaluation]) -> dict[str, Any] | 
 def _row(evaluation: Evaluation, history: Sequence[Evaluation]) -> dict[str, Any]:
     curves = {}
     for name, curve in evaluation.curves.items():
-        first = None if evaluation.baseline else first_of(name, history, evaluation)
-        moved = None if first is None else between(name, evaluation, first)
+        moved = since_first(name, evaluation, history)
         paired = dict.fromkeys(CHANGE_FIELDS) if moved is None else moved.fields()
         curves[name] = {"kind": curve.kind, **asdict(curve.estimate), **paired}
-    return {
-        "version": evaluation.version,
-        "steps": evaluation.steps,
-        "guidance": evaluation.guidance,
-        "curves": curves,
-    }
+    return {"version": evaluation.version, "steps": evaluation.steps, "guidance": evaluation.guidance, "curves": curves}

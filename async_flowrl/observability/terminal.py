@@ -6,24 +6,12 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, TextIO
-
-if TYPE_CHECKING:
-    from rich.table import Table
+from typing import TextIO
 
 logger = logging.getLogger(__name__)
 
 MIN_WIDTH = 30
 """Lines are not wrapped if the terminal has fewer columns than this."""
-WIDTH = 120
-"""Width in characters of a table that is not written to a terminal."""
-
-
-def print_table(drawn: "Table") -> None:
-    """Prints a rich table on stdout, as wide as the terminal if there is one."""
-    from rich.console import Console
-
-    Console(width=None if sys.stdout.isatty() else WIDTH).print(drawn)
 
 
 def say(text: str, stream: TextIO | None = None) -> None:

@@ -81,6 +81,14 @@ def _waits(changes: list[tuple[float, str]], last: float, busy: list[Interval]) 
     return {state: subtract(union(times), busy) for state, times in by_state.items() if state != "busy"}
 
 
+def by_pool(workers: Iterable[Track]) -> dict[str, list[Track]]:
+    """Returns pool → its tracks."""
+    pools: dict[str, list[Track]] = {}
+    for track in workers:
+        pools.setdefault(pool_of(track.place), []).append(track)
+    return pools
+
+
 def by_device(workers: Sequence[Track]) -> list[Track]:
     """Returns the tracks sorted by process, without waits during which the other worker of the process computes."""
     busy = busy_by_device(workers)

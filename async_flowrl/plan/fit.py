@@ -35,13 +35,7 @@ class Hardware:
     name: str
     gib: float
     """Memory of one device in GiB."""
-    per_node: int
-    """Devices of one node."""
-    nodes: int = 1
-
-    @property
-    def devices(self) -> int:
-        return self.per_node * self.nodes
+    devices: int
 
 
 HARDWARE = (
@@ -51,7 +45,7 @@ HARDWARE = (
     Hardware("2 x 80 GB", 79, 2),
     Hardware("4 x 80 GB", 79, 4),
     Hardware("8 x 80 GB", 79, 8),
-    Hardware("2 nodes x 8 x 80 GB", 79, 8, 2),
+    Hardware("2 nodes x 8 x 80 GB", 79, 16),
 )
 
 
@@ -108,20 +102,10 @@ def judged(experiment: str, hardware: Hardware, words: Sequence[str], config: Co
     """Returns the answer for one candidate: `words` are its arguments, and `config` is their configuration."""
     device = round(hardware.gib * GIB)
     config = resolved(config, on_devices(config, device)).applied(config)
-    trainer, rollout = planned_trainer(config), planned_rollout(config)
+    memory = planned_trainer(config).total / GIB, planned_rollout(config).total / GIB, hardware.gib
     missing, lacking = max((each.footprint.total - each.available(device), each.title) for each in processes(config))
-    return Answer(
-        experiment,
-        hardware.name,
-        missing <= 0,
-        tuple(words),
-        trainer.total / GIB,
-        rollout.total / GIB,
-        hardware.gib,
-        missing / GIB,
-        lacking,
-        describe_pools(config, without=("trainer", "rollout", "shared")),
-    )
+    seats = describe_pools(config, without=("trainer", "rollout", "shared"))
+    return Answer(experiment, hardware.name, missing <= 0, tuple(words), *memory, missing / GIB, lacking, seats)
 
 
 def candidates(words: Sequence[str], plain: Config, devices: int) -> Iterator[list[str]]:
@@ -177,16 +161,8 @@ def splits(config: Config, devices: int, staff: Staff) -> list[tuple[int, int]]:
     The shared reward pool has as many workers as the rollout pool. So if its workers have whole GPUs, the sum of
     trainer and rollout devices differs between splits.
     """
-
-    def fits(trainer: int, rollout: int) -> bool:
-        return gpus_taken(with_workers(config, trainer, rollout, staff)) <= devices
-
-    fitting = {
-        (trainer, rollout)
-        for trainer in range(1, devices)
-        for rollout in range(1, devices - trainer + 1)
-        if fits(trainer, rollout)
-    }
+    pairs = ((trainer, rollout) for trainer in range(1, devices) for rollout in range(1, devices - trainer + 1))
+    fitting = {pair for pair in pairs if gpus_taken(with_workers(config, *pair, staff)) <= devices}
     largest = [(t, r) for t, r in fitting if (t + 1, r) not in fitting and (t, r + 1) not in fitting]
     return sorted(largest, key=lambda split: (-min(split), -sum(split), split))
 
@@ -248,17 +224,9 @@ def _counts(config: Config, trainer: int, rollout: int, staff: Staff) -> list[st
         "reward.num_workers": (rollout, config.reward.num_workers),
     }
     counts = [f"{key}={value}" for key, (value, usual) in given.items() if value != usual]
-    return [*counts, *_staff(config, rollout, staff)]
-
-
-def _staff(config: Config, shared: int, staff: Staff) -> list[str]:
-    """Returns the settings of `staff` that differ from the recipe with `shared` workers in the shared reward pool."""
-    now = replace(config, reward=replace(config.reward, num_workers=shared))
-    return [
-        f"{workers_key(pool.name)}={staff[pool.name]}"
-        for pool in scoring_pools(now)
-        if pool.name in staff and pool.workers != staff[pool.name]
-    ]
+    pools = scoring_pools(replace(config, reward=replace(config.reward, num_workers=rollout)))
+    moved = [pool.name for pool in pools if staff.get(pool.name, pool.workers) != pool.workers]
+    return [*counts, *(f"{workers_key(name)}={staff[name]}" for name in moved)]
 
 
 def markdown(answers: Sequence[Answer]) -> str:

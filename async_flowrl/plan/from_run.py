@@ -25,9 +25,8 @@ from async_flowrl.config.pools import reward_pools, workers_key
 from async_flowrl.config.schema import SHARED, Config
 from async_flowrl.observability.events import Event, effective, read_events
 from async_flowrl.observability.intervals import intersect, length
-from async_flowrl.observability.ledger import pool_of
 from async_flowrl.observability.summary import WARM_UP_STEPS, last_attempt, steady_steps
-from async_flowrl.observability.timeline import tracks
+from async_flowrl.observability.timeline import by_pool, tracks
 from separation.table import format_table
 
 HEAD = ("placement", "rollout", "trainer", "overlapped s/step", "sync s/step")
@@ -77,13 +76,13 @@ def measured(run: Path) -> tuple[Config, Measured]:
     there is no steady step, if rollout workers made nothing in them, or if the directory is not a run's.
     """
     config, history = load(run)
-    workers = tracks(history)
     if (steady := steady_steps(history, config.max_staleness)) is None:
         raise ValueError(f"{run} has no step between its first {WARM_UP_STEPS} and its last: it needs more steps")
     (begin, end), steps = steady
-    worked: dict[str, list[float]] = {}
-    for track in workers:
-        worked.setdefault(pool_of(track.place), []).append(length(intersect(track.busy, [(begin, end)])))
+    worked = {
+        pool: [length(intersect(track.busy, [(begin, end)])) for track in members]
+        for pool, members in by_pool(tracks(history)).items()
+    }
     total = {pool: sum(seconds) / steps for pool, seconds in worked.items()}
     if not total.get("rollout"):
         raise ValueError("no ticket of these steps is in events.jsonl")
@@ -224,13 +223,8 @@ def main(arguments: Sequence[str]) -> None:
     candidates = splits(took, config, devices, given.split)
     sentences = advice(config, took, candidates)
     if given.json:
-        record = {
-            "measured": asdict(took),
-            "present": asdict(now),
-            "limit": limit_of(took, now),
-            "splits": [asdict(split) for split in candidates],
-            "advice": sentences,
-        }
+        found = {"measured": asdict(took), "present": asdict(now), "limit": limit_of(took, now)}
+        record = {**found, "splits": [asdict(split) for split in candidates], "advice": sentences}
         sys.stdout.write(json.dumps(record, indent=2) + "\n")
         return
     rows = [

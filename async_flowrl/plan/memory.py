@@ -28,7 +28,7 @@ def describe(plan: MemoryPlan, config: Config, device_gib: float) -> str:
     model = plan.model
     whole = f"{config.model.path}: {model.base_parameters / 1e9:.2f} B parameters in {model.blocks} blocks"
     what = "full weights: {} M trained" if model.full else "LoRA of {} M parameters"
-    trained = f"{what.format(f'{model.adapter_parameters / 1e6:.1f}')}, {plan.adapter_bytes / 1e6:.0f} MB per version"
+    trained = f"{what.format(f'{model.adapter_parameters / 1e6:.1f}')}, {model.version_bytes / 1e6:.0f} MB per version"
     sections = [f"{whole}, {trained}", f"images of {in_pixels(parse_resolution(config.rollout.resolution))}", ""]
     for process in processes(config):
         title, footprint = process.title, process.footprint
@@ -102,7 +102,7 @@ def as_json(plan: MemoryPlan, config: Config, device_gib: float) -> dict[str, An
         "ticket_bytes": plan.ticket_bytes,
         "payload": plan.payload,
         "sent_weights": plan.sent_weights,
-        "adapter_bytes": plan.adapter_bytes,
+        "adapter_bytes": plan.model.version_bytes,
         "devices": gpus_taken(config),
         "fits": all(each.footprint.total <= each.available(round(device_gib * GIB)) for each in processes(config)),
     }
@@ -123,18 +123,24 @@ def recommended(config: Config, cheapest: Chosen, chosen: Chosen) -> list[str]:
     return [f"the cheapest layout is another one; {sentence}" for sentence in cheapest.reasons]
 
 
+def configured(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> tuple[argparse.Namespace, Config]:
+    """Parses a command line with a configuration; returns it and the checked configuration. Raises ValueError."""
+    parser.add_argument("--config-name", default=DEFAULT, help=f"as of async_flowrl.main (default {DEFAULT})")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    given = parser.parse_intermixed_args(arguments)
+    config = compose_config(given.config_name, given.overrides)
+    check(config)
+    return given, config
+
+
 def main(arguments: Sequence[str]) -> None:
     """Prints the plan. Raises ValueError if there is none."""
     parser = argparse.ArgumentParser(
         prog="python -m async_flowrl.plan --memory", description="What a configuration needs, and whether it fits."
     )
-    parser.add_argument("--config-name", default=DEFAULT, help=f"as of async_flowrl.main (default {DEFAULT})")
     parser.add_argument("--device", type=float, default=79.0, metavar="GIB", help="memory of a device (default 79)")
-    parser.add_argument("--json", action="store_true", help="print the plan as JSON")
-    parser.add_argument("overrides", nargs="*", metavar="key=value")
-    given = parser.parse_intermixed_args(arguments)
-    config = compose_config(given.config_name, given.overrides)
-    check(config)
+    given, config = configured(parser, arguments)
     config, device = at_largest(config), round(given.device * GIB)
     chosen, cheapest = resolved(config, on_devices(config, device)), cheapest_layout(config, device)
     config = chosen.applied(config)

@@ -15,8 +15,6 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from async_flowrl.config.check import check
-from async_flowrl.config.compose import DEFAULT, compose_config
 from async_flowrl.config.quiet import quieter
 from async_flowrl.config.schema import FULL, SHARED, Config
 from async_flowrl.memory.layout import on_devices, resolved
@@ -28,6 +26,7 @@ from async_flowrl.memory.rehearsal.rollout import RolloutRehearsal
 from async_flowrl.memory.rehearsal.trainer import RankRehearsal
 from async_flowrl.memory.rehearsal.whole import whole_rank, whole_rollout
 from async_flowrl.plan.cards import CARDS, Card, Roofline, cards_of
+from async_flowrl.plan.memory import configured
 from async_flowrl.tickets.arithmetic import check_batching
 from separation.table import format_table
 
@@ -271,18 +270,16 @@ def as_json(done: Rehearsal) -> dict[str, Any]:
     """Returns the rehearsal as a dictionary for JSON: sizes in bytes, times in seconds."""
     rank, rollout, card = done.rank, done.rollout, done.roofline.card
     return {
-        "trainer_rank": {**asdict(rank), "phases": _phases(rank.phases, done.roofline)},
-        "rollout_worker": {**asdict(rollout), "phases": _phases(rollout.phases, done.roofline)},
+        **{
+            side: {**asdict(of), "phases": {name: _phase(each, done.roofline) for name, each in of.phases.items()}}
+            for side, of in (("trainer_rank", rank), ("rollout_worker", rollout))
+        },
         "peak": {title.replace(" ", "_"): phase.peak for title, phase in done.peaks().items()},
         "fits": not done.lacking,
         "estimate": asdict(done.estimate),
         "card": asdict(card),
         "assumptions": done.roofline.given.sentences(card),
     }
-
-
-def _phases(phases: Mapping[str, Phase], roofline: Roofline) -> dict[str, dict[str, Any]]:
-    return {name: _phase(phase, roofline) for name, phase in phases.items()}
 
 
 def _phase(phase: Phase, roofline: Roofline) -> dict[str, Any]:
@@ -335,19 +332,14 @@ def main(arguments: Sequence[str]) -> None:
         prog="python -m async_flowrl.plan --rehearse",
         description="Runs a configuration's trainer and rollout worker on shapes alone: memory, collectives, FLOPs.",
     )
-    parser.add_argument("--config-name", default=DEFAULT, help=f"as of async_flowrl.main (default {DEFAULT})")
     parser.add_argument(
         "--card",
         default="H100",
         metavar="NAME[,NAME…]",
         help=f"of {', '.join(CARDS)}, or all (default H100); of several, the first one's memory is planned for",
     )
-    parser.add_argument("--json", action="store_true", help="print the rehearsal as JSON")
-    parser.add_argument("overrides", nargs="*", metavar="key=value")
-    given = parser.parse_intermixed_args(arguments)
+    given, config = configured(parser, arguments)
     cards = cards_of(given.card)
-    config = compose_config(given.config_name, given.overrides)
-    check(config)
     # The package's warnings are about values, and fake tensors have none.
     with quieter("async_flowrl", logging.ERROR):
         done = rehearse(config, cards[0])

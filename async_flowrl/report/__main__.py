@@ -69,11 +69,10 @@ def parser() -> argparse.ArgumentParser:
         description="Writes one page about run directories: report.html in the run's folder, in the folder that holds "
         "all runs, or in the current one for several folders.",
     )
-    made.add_argument("runs", metavar="RUN", nargs="+", type=Path, help="a run directory, or a folder of a --multirun")
-    made.add_argument("--out", type=Path, help="file to write")
-    made.add_argument(
-        "--max-mib", type=float, help="MiB of images in the page (default: monitor.report_mib of the runs)"
-    )
+    option = made.add_argument
+    option("runs", metavar="RUN", nargs="+", type=Path, help="a run directory, or a folder of a --multirun")
+    option("--out", type=Path, help="file to write")
+    option("--max-mib", type=float, help="MiB of images in the page (default: monitor.report_mib of the runs)")
     return made
 
 

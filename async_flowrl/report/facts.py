@@ -11,7 +11,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from async_flowrl.config.schema import Config, RewardTerm
-from async_flowrl.config.typed import resume_command, typed_command
+from async_flowrl.config.typed import record_of, resume_command, typed_command
 from async_flowrl.observability.bottleneck import step_pools
 from async_flowrl.observability.ledger import STATES, pool_of
 from async_flowrl.observability.summary import mfu
@@ -101,17 +101,12 @@ def environment_of(run: Records) -> list[Row]:
 def verification_of(run: Records) -> dict[str, Any]:
     """`digest` of the final weights; `typed`, the command line of the run (None if unknown); `commands`, (purpose,
     command) pairs that verify the run, or resume it if it has not finished."""
-    folder = shlex.quote(str(run.root))
-    record = {file.name: file.read_text(encoding="utf-8") for file in (run.root / ".hydra").glob("*.yaml")}
+    folder, record = shlex.quote(str(run.root)), record_of(run.root)
     commands = [("check these files against the guarantees", f"async-flowrl verify {folder}")]
     if run.state not in ("finished", "running"):
         unknown = f"async-flowrl train … output_dir={folder} resume=auto"
         commands = [("go on from the last checkpoint", resume_command(record, run.root) or unknown)]
-    return {
-        "digest": run.summary.get("weights_digest"),
-        "commands": commands,
-        "typed": typed_command(record),
-    }
+    return {"digest": run.summary.get("weights_digest"), "commands": commands, "typed": typed_command(record)}
 
 
 def _text(value: Any, form: str = ".4g") -> str | None:

@@ -2,169 +2,135 @@
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 MAX_OTHERS = 60
 """Largest number of curves that are drawn although no chart in PANELS names them."""
 
 
-@dataclass(frozen=True)
-class Panel:
-    """One chart: it draws all curves whose key matches a pattern in `curves` (pattern → label, see re.Match.expand)."""
-
-    id: str
-    section: str
-    title: str
-    help: str
-    curves: Mapping[str, str]
-
-
-PANELS = (
-    Panel(
-        "evaluated",
-        "result",
-        "Score of evaluations",
-        "Mean over the evaluated prompts, the same initial noises each time; the band is the 95 % interval, its errors "
-        "clustered by prompt; one that leaves the chart is wider than it. The number to compare runs by.",
-        {"evaluation:trained:(.+)": r"\1"},
-    ),
-    Panel(
-        "held_out",
-        "evaluations",
-        "Held-out terms",
-        "Scores that nothing is trained on. One that falls while the trained reward rises: the reward is being hacked.",
-        {"evaluation:held_out:(.+)": r"\1"},
-    ),
-    Panel(
-        "diversity",
-        "evaluations",
-        "Diversity",
-        "Mean distance of two images of one prompt. A fall means that they become alike.",
-        {"evaluation:diversity:(.+)": r"\1"},
-    ),
-    Panel(
-        "reward",
-        "learning",
-        "Training reward",
-        "Mean weighted reward of a step's images: noisy samples, of versions up to max_staleness old. Steps that were "
-        "skipped have no point.",
-        {"reward/mean": "reward"},
-    ),
-    Panel(
-        "terms",
-        "learning",
-        "Reward by term",
-        "Mean of each term, unweighted: which one moves.",
-        {"reward/(.+)/mean": r"\1"},
-    ),
-    Panel(
-        "spread",
-        "learning",
-        "Spread inside groups",
-        "Mean over groups of the standard deviation inside the group: what a term teaches, as advantages come from "
-        "differences inside groups alone.",
-        {"reward/(.+)/group_std": r"\1", "reward/std": "over all images"},
-    ),
-    Panel(
-        "flat",
-        "learning",
-        "Groups without spread",
-        "Share of groups whose images all have the same score, so that nothing is learned from them. Near 1: solved, "
-        "or collapsed to one value.",
-        {"zero_std_ratio": "weighted sum", "reward/(.+)/zero_std_ratio": r"\1"},
-    ),
-    Panel(
-        "clip",
-        "update",
-        "Clipped, and gradient kept",
-        "Clipped: rows whose ratio was outside the clip. Kept: share of the gradient that survived clip and mask, by "
-        "the age of the samples; below 0.8, staleness costs too much.",
-        {"clip_fraction": "clipped", r"kept:(\d+)": r"kept, \1 old", "masked": "masked"},
-    ),
-    Panel(
-        "kl",
-        "update",
-        "KL per update",
-        "How far one update moved the policy, in nats per image. Several times what it was at first: the same step "
-        "moves the policy ever further; algorithm.max_kl_per_update bounds it.",
-        {"kl_per_update": "per update", "trust_region/raw_kl": "before the trust region", "kl": "to the reference"},
-    ),
-    Panel(
-        "trust",
-        "update",
-        "Trust region",
-        "Share of the optimizer's step that the bound on the KL left. 1: it did not bind.",
-        {"trust_region/scale": "trust_region/scale"},
-    ),
-    Panel(
-        "snr",
-        "update",
-        "Gradient signal to noise",
-        "Squared length of the gradient's signal over that of its noise, of either sign in single steps. An average "
-        "below 0.01 over 50 steps: the weights walk at random.",
-        {"gradient_snr": "gradient_snr"},
-    ),
-    Panel(
-        "gradient",
-        "update",
-        "Gradient norm",
-        "Length of the whole gradient, before it is cut to trainer.max_grad_norm.",
-        {"grad_norm": "grad_norm"},
-    ),
-    Panel(
-        "loss",
-        "update",
-        "Loss",
-        "Near 0 and of either sign for policy gradients: watch the reward instead.",
-        {"loss": "loss", "positive_loss": "positive_loss", "negative_loss": "negative_loss"},
-    ),
-    Panel(
-        "gap",
-        "staleness",
-        "Gap between engines",
-        "behaviour_gap: what rollout and trainer disagree by under the same weights, 1e-8 in float32 and up to 1e-3 in "
-        "bfloat16. A jump: rollout did not use the weights it claims. log_prob_gap: age and engines together.",
-        {"behaviour_gap": "behaviour_gap", "log_prob_gap": "log_prob_gap"},
-    ),
-    Panel(
-        "staleness",
-        "staleness",
-        "Age of samples",
-        "Step minus the version that made the images, at the trainer's door. Never above max_staleness.",
-        {"staleness/(mean)": r"\1", "staleness/(max)": r"\1"},
-    ),
-    Panel(
-        "ess",
-        "staleness",
-        "Effective sample size",
-        "Share of the samples that importance weights would leave. Below one half, correct for staleness or lower it.",
-        {"effective_sample_size": "effective_sample_size"},
-    ),
-    Panel(
-        "busy",
-        "time",
-        "Busy share of each pool",
-        "Share of each step in which a pool's workers worked. With placement=shared a ticket that waits for training "
-        "counts, too: there the timeline says what was computed.",
-        {"pool/(.+)/busy": r"\1"},
-    ),
-    Panel(
-        "timing",
-        "time",
-        "Seconds of a step",
-        "wait_rollout near 0: trainer-bound. Near step less update: rollout-bound. wait_ticket: with placement=shared, "
-        "what steps with a limit on their KL waited for tickets.",
-        {"timing/(step|wait_rollout|wait_ticket|update|publish|activate)": r"\1", "timing/(score/.+)": r"\1"},
-    ),
-    Panel(
-        "rate",
-        "time",
-        "Images per second",
-        "Training images over the seconds of the step.",
-        {"images_per_s": "images_per_s"},
-    ),
-)
+PANELS: Mapping[str, Mapping[str, tuple[str, str, Mapping[str, str]]]] = {
+    "result": {
+        "evaluated": (
+            "Score of evaluations",
+            "Mean over the evaluated prompts, the same initial noises each time; the band is the 95 % interval, its "
+            "errors clustered by prompt; one that leaves the chart is wider than it. The number to compare runs by.",
+            {"evaluation:trained:(.+)": r"\1"},
+        ),
+    },
+    "evaluations": {
+        "held_out": (
+            "Held-out terms",
+            "Scores that nothing is trained on. One that falls while the trained reward rises: the reward is being "
+            "hacked.",
+            {"evaluation:held_out:(.+)": r"\1"},
+        ),
+        "diversity": (
+            "Diversity",
+            "Mean distance of two images of one prompt. A fall means that they become alike.",
+            {"evaluation:diversity:(.+)": r"\1"},
+        ),
+    },
+    "learning": {
+        "reward": (
+            "Training reward",
+            "Mean weighted reward of a step's images: noisy samples, of versions up to max_staleness old. Steps that "
+            "were skipped have no point.",
+            {"reward/mean": "reward"},
+        ),
+        "terms": (
+            "Reward by term",
+            "Mean of each term, unweighted: which one moves.",
+            {"reward/(.+)/mean": r"\1"},
+        ),
+        "spread": (
+            "Spread inside groups",
+            "Mean over groups of the standard deviation inside the group: what a term teaches, as advantages come from"
+            " differences inside groups alone.",
+            {"reward/(.+)/group_std": r"\1", "reward/std": "over all images"},
+        ),
+        "flat": (
+            "Groups without spread",
+            "Share of groups whose images all have the same score, so that nothing is learned from them. Near 1: "
+            "solved, or collapsed to one value.",
+            {"zero_std_ratio": "weighted sum", "reward/(.+)/zero_std_ratio": r"\1"},
+        ),
+    },
+    "update": {
+        "clip": (
+            "Clipped, and gradient kept",
+            "Clipped: rows whose ratio was outside the clip. Kept: share of the gradient that survived clip and mask, "
+            "by the age of the samples; below 0.8, staleness costs too much.",
+            {"clip_fraction": "clipped", r"kept:(\d+)": r"kept, \1 old", "masked": "masked"},
+        ),
+        "kl": (
+            "KL per update",
+            "How far one update moved the policy, in nats per image. Several times what it was at first: the same step"
+            " moves the policy ever further; algorithm.max_kl_per_update bounds it.",
+            {"kl_per_update": "per update", "trust_region/raw_kl": "before the trust region", "kl": "to the reference"},
+        ),
+        "trust": (
+            "Trust region",
+            "Share of the optimizer's step that the bound on the KL left. 1: it did not bind.",
+            {"trust_region/scale": "trust_region/scale"},
+        ),
+        "snr": (
+            "Gradient signal to noise",
+            "Squared length of the gradient's signal over that of its noise, of either sign in single steps. An "
+            "average below 0.01 over 50 steps: the weights walk at random.",
+            {"gradient_snr": "gradient_snr"},
+        ),
+        "gradient": (
+            "Gradient norm",
+            "Length of the whole gradient, before it is cut to trainer.max_grad_norm.",
+            {"grad_norm": "grad_norm"},
+        ),
+        "loss": (
+            "Loss",
+            "Near 0 and of either sign for policy gradients: watch the reward instead.",
+            {"loss": "loss", "positive_loss": "positive_loss", "negative_loss": "negative_loss"},
+        ),
+    },
+    "staleness": {
+        "gap": (
+            "Gap between engines",
+            "behaviour_gap: what rollout and trainer disagree by under the same weights, 1e-8 in float32 and up to "
+            "1e-3 in bfloat16. A jump: rollout did not use the weights it claims. log_prob_gap: age and engines "
+            "together.",
+            {"behaviour_gap": "behaviour_gap", "log_prob_gap": "log_prob_gap"},
+        ),
+        "staleness": (
+            "Age of samples",
+            "Step minus the version that made the images, at the trainer's door. Never above max_staleness.",
+            {"staleness/(mean)": r"\1", "staleness/(max)": r"\1"},
+        ),
+        "ess": (
+            "Effective sample size",
+            "Share of the samples that importance weights would leave. Below one half, correct for staleness or lower "
+            "it.",
+            {"effective_sample_size": "effective_sample_size"},
+        ),
+    },
+    "time": {
+        "busy": (
+            "Busy share of each pool",
+            "Share of each step in which a pool's workers worked. With placement=shared a ticket that waits for "
+            "training counts, too: there the timeline says what was computed.",
+            {"pool/(.+)/busy": r"\1"},
+        ),
+        "timing": (
+            "Seconds of a step",
+            "wait_rollout near 0: trainer-bound. Near step less update: rollout-bound. wait_ticket: with "
+            "placement=shared, what steps with a limit on their KL waited for tickets.",
+            {"timing/(step|wait_rollout|wait_ticket|update|publish|activate)": r"\1", "timing/(score/.+)": r"\1"},
+        ),
+        "rate": (
+            "Images per second",
+            "Training images over the seconds of the step.",
+            {"images_per_s": "images_per_s"},
+        ),
+    },
+}
+"""Section → id of a chart → its title, its help text, and its curves: pattern of keys → label (see re.Match.expand)."""
 
 HIDDEN = {"step", "policy_version", "images", "kept", "kept_of", "evaluation", "evaluation_before"} | {
     "evaluation_baseline"
@@ -179,12 +145,12 @@ def panels_for(keys: Iterable[str]) -> list[dict[str, Any]]:
     """
     left = sorted(set(keys))
     shown: list[dict[str, Any]] = []
-    for panel in PANELS:
-        matches = [(re.fullmatch(pattern, key), label) for pattern, label in panel.curves.items() for key in left]
-        lines = [{"key": match[0], "label": match.expand(label)} for match, label in matches if match]
-        if lines and (panel.id != "terms" or len(lines) > 1):
-            texts = {"id": panel.id, "section": panel.section, "title": panel.title, "help": panel.help}
-            shown.append({**texts, "lines": lines})
+    for section, panels in PANELS.items():
+        for name, (title, text, curves) in panels.items():
+            matches = [(re.fullmatch(pattern, key), label) for pattern, label in curves.items() for key in left]
+            lines = [{"key": match[0], "label": match.expand(label)} for match, label in matches if match]
+            if lines and (name != "terms" or len(lines) > 1):
+                shown.append({"id": name, "section": section, "title": title, "help": text, "lines": lines})
     return shown + _others(left, {line["key"] for panel in shown for line in panel["lines"]})
 
 

@@ -9,14 +9,7 @@ from statistics import fmean
 from typing import Any
 
 from async_flowrl.observability.bottleneck import reward_bound
-from async_flowrl.observability.evaluations import (
-    DIVERSITY,
-    HELD_OUT,
-    TRAINED,
-    Evaluation,
-    between,
-    first_comparable,
-)
+from async_flowrl.observability.evaluations import DIVERSITY, HELD_OUT, TRAINED, Evaluation, between, first_comparable
 from async_flowrl.observability.hacking import alarms, notices
 from async_flowrl.observability.metrics import Metrics
 from async_flowrl.observability.result import (

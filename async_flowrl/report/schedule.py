@@ -13,7 +13,7 @@ import numpy.typing as npt
 from async_flowrl.observability.events import Event
 from async_flowrl.observability.intervals import Interval, intersect
 from async_flowrl.observability.ledger import STATES, pool_of
-from async_flowrl.observability.timeline import Track
+from async_flowrl.observability.timeline import Track, by_pool
 from async_flowrl.report.curves import chosen
 from async_flowrl.report.records import Records
 
@@ -108,10 +108,7 @@ def _places(workers: Sequence[Track]) -> list[Track]:
     """All workers in their order, or evenly spaced ones of each pool if there are more than MAX_PLACES."""
     if len(workers) <= MAX_PLACES:
         return list(workers)
-    pools: dict[str, list[Track]] = {}
-    for track in workers:
-        pools.setdefault(pool_of(track.place), []).append(track)
-    kept: set[str] = set()
+    pools, kept = by_pool(workers), set[str]()
     for left, members in zip(range(len(pools), 0, -1), sorted(pools.values(), key=len), strict=True):
         kept |= {track.place for track in chosen(members, max(1, (MAX_PLACES - len(kept)) // left))}
     return [track for track in workers if track.place in kept]

@@ -5,7 +5,9 @@
 
 import argparse
 import asyncio
+import ipaddress
 import logging
+import os
 import socket
 import sys
 from pathlib import Path
@@ -15,13 +17,12 @@ import numpy as np
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from async_flowrl.config.listening import LOOPBACK, is_loopback, read_token
-from async_flowrl.config.listening import ServeError as ServeError
 from async_flowrl.rewards.http_contract import HEALTH, PATH, Limits
 from async_flowrl.serve_rewards.app import build_app
 from async_flowrl.serve_rewards.scorer import PromptRefused, Score, Settings, call
 from async_flowrl.types import Prompt
 
+LOOPBACK = "127.0.0.1"
 ALL_BYTES_FACTOR = 4
 """Default of --max-all-bytes, as a multiple of --max-bytes."""
 ASK_SECONDS = 20.0
@@ -31,28 +32,29 @@ uvicorn itself would wait for a connection's first request without limit.
 """
 
 
+class ServeError(ValueError):
+    """Raised if a server cannot start; the message is one sentence."""
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments for address, token and limits to `parser`."""
     limits = Limits()
-    parser.add_argument("--host", default=LOOPBACK, help="address to listen at (default: %(default)s)")
-    parser.add_argument("--port", type=int, default=8000, help="0: any that is free (default: %(default)s)")
-    parser.add_argument("--token-env", metavar="NAME", help="environment variable with the token that clients send")
-    parser.add_argument("--token-file", type=Path, metavar="FILE", help="the same from a file")
-    parser.add_argument("--max-bytes", type=int, default=limits.body_bytes, help="of a request (default: %(default)s)")
-    parser.add_argument(
+    option = parser.add_argument
+    option("--host", default=LOOPBACK, help="address to listen at (default: %(default)s)")
+    option("--port", type=int, default=8000, help="0: any that is free (default: %(default)s)")
+    option("--token-env", metavar="NAME", help="environment variable with the token that clients send")
+    option("--token-file", type=Path, metavar="FILE", help="the same from a file")
+    option("--max-bytes", type=int, default=limits.body_bytes, help="of a request (default: %(default)s)")
+    option(
         "--max-all-bytes",
         type=int,
         help="of all requests together that arrive, wait or are scored; others get 429 (default: 4 times --max-bytes)",
     )
-    parser.add_argument("--max-images", type=int, default=limits.images, help="per request (default: %(default)s)")
-    parser.add_argument("--max-pixels", type=int, default=limits.pixels, help="of one image (default: %(default)s)")
-    parser.add_argument("--max-all-pixels", type=int, default=limits.all_pixels, help="of all (default: %(default)s)")
-    parser.add_argument(
-        "--warm-up",
-        metavar="PROMPT",
-        help="score a grey image of it before listening: weights are loaded then",
-    )
-    parser.add_argument("--max-waiting", type=int, default=16, help="requests that may wait (default: %(default)s)")
+    option("--max-images", type=int, default=limits.images, help="per request (default: %(default)s)")
+    option("--max-pixels", type=int, default=limits.pixels, help="of one image (default: %(default)s)")
+    option("--max-all-pixels", type=int, default=limits.all_pixels, help="of all (default: %(default)s)")
+    option("--warm-up", metavar="PROMPT", help="score a grey image of it before listening: weights are loaded then")
+    option("--max-waiting", type=int, default=16, help="requests that may wait (default: %(default)s)")
 
 
 def settings_of(given: argparse.Namespace) -> Settings:
@@ -77,6 +79,36 @@ def settings_of(given: argparse.Namespace) -> Settings:
         )
     limits = Limits(given.max_bytes, given.max_images, given.max_pixels, given.max_all_pixels)
     return Settings(token, limits, given.max_waiting, given.max_all_bytes)
+
+
+def read_token(variable: str | None, file: Path | None) -> str | None:
+    """Returns the token from an environment variable or a file; None if neither is named.
+
+    Raises ServeError if both are named, or if the token is missing or empty.
+    """
+    if variable is not None and file is not None:
+        raise ServeError("--token-env and --token-file exclude each other")
+    if variable is not None:
+        if not (token := os.environ.get(variable, "").strip()):
+            raise ServeError(f"--token-env {variable}: there is no such environment variable, or it is empty")
+        return token
+    if file is None:
+        return None
+    try:
+        token = file.read_text(encoding="utf-8").strip()
+    except OSError as error:
+        raise ServeError(f"--token-file {file} cannot be read: {error.strerror}") from error
+    if not token:
+        raise ServeError(f"--token-file {file} is empty")
+    return token
+
+
+def is_loopback(host: str) -> bool:
+    """Returns True if only this machine can reach the address; any host name except localhost counts as reachable."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def serve(score: Score, given: argparse.Namespace, what: str) -> int:

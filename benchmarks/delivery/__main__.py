@@ -11,10 +11,10 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
-import ray
 import torch
 
 from benchmarks.delivery.measure import (
@@ -24,8 +24,10 @@ from benchmarks.delivery.measure import (
     after_kill,
     measure,
     obstacle,
+    ray_here,
 )
-from benchmarks.delivery.report import into_page, report
+from benchmarks.delivery.report import report
+from benchmarks.page import write_between
 from checkpoint_engine.transports import GLOO, NCCL, OBJECT_STORE, PYNCCL
 
 
@@ -34,62 +36,42 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     A process that is connected to a Ray cluster measures there.
     """
-    options = _parser().parse_args(arguments)
-    if options.read is None:
-        with contextlib.redirect_stdout(sys.stderr):  # where Ray reports that a process died
-            if ours := not ray.is_initialized():
-                _start_ray(MAX_STORE_COPIES * max(*options.megabytes, KILL_MEGABYTES))
-            result = asyncio.run(run(options))
-            if ours:
-                ray.shutdown()
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps(result, indent=1), encoding="utf-8")
-    else:
-        result = json.loads(options.read.read_text(encoding="utf-8"))
-    if options.page is not None:
-        into_page(options.page, result)
-    sys.stdout.write(report(result) + "\n")
-
-
-def _parser() -> argparse.ArgumentParser:
     transports = [OBJECT_STORE, GLOO, NCCL, PYNCCL]
+    here = transports[:3] if torch.cuda.is_available() else transports[:2]
     parser = argparse.ArgumentParser(prog="python -m benchmarks.delivery", description=__doc__)
     parser.add_argument("--megabytes", type=float, nargs="+", default=[5.0, 50.0, 200.0, 850.0])
     parser.add_argument("--receivers", type=int, nargs="+", default=[1, 2, 4])
-    here = transports[:3] if torch.cuda.is_available() else transports[:2]
     parser.add_argument("--transports", nargs="+", choices=transports, default=here, help="nccl by default on a GPU")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--kills", type=int, default=3, help="per transport")
     parser.add_argument("--out", type=Path, default=Path("outputs/checkpoint_engine.json"))
     parser.add_argument("--read", type=Path, help="an earlier result, instead of measuring")
     parser.add_argument("--page", type=Path, help="a Markdown page that gets the table, between its two markers")
-    return parser
-
-
-def _start_ray(megabytes: float) -> None:
-    """Starts a Ray cluster of its own, as a run does, with room for `megabytes` in its object store."""
-    os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0", "OMP_NUM_THREADS": "1"}
-    ray.init(
-        address="local",
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level="ERROR",
-        object_store_memory=int((megabytes + 100) * 1e6),
-    )
+    options = parser.parse_args(arguments)
+    if options.read is None:
+        room = MAX_STORE_COPIES * max(*options.megabytes, KILL_MEGABYTES)
+        with contextlib.redirect_stdout(sys.stderr), ray_here(room):  # where Ray reports that a process died
+            result = asyncio.run(run(options))
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.write_text(json.dumps(result, indent=1), encoding="utf-8")
+    else:
+        result = json.loads(options.read.read_text(encoding="utf-8"))
+    if options.page is not None:
+        write_between(options.page, "numbers", report(result))
+    sys.stdout.write(report(result) + "\n")
 
 
 async def run(options: argparse.Namespace) -> dict[str, Any]:
     """Runs all measurements and returns the result as plain JSON; see measure.py."""
     cells, kills, skipped = [], [], []
     for transport in options.transports:
-        for megabytes in options.megabytes:
-            for receivers in options.receivers:
-                if (reason := obstacle(transport, megabytes, receivers)) is not None:
-                    skipped.append(reason)
-                    continue
+        for megabytes, receivers in product(options.megabytes, options.receivers):
+            if reason := obstacle(transport, megabytes, receivers):
+                skipped.append(reason)
+            else:
                 cells.append(await measure(transport, megabytes, receivers, repeats=options.repeats))
                 sys.stderr.write(f"{transport} {megabytes:g} MB to {receivers}: done\n")
-        if options.kills and (reason := obstacle(transport, KILL_MEGABYTES, KILL_RECEIVERS)) is not None:
+        if options.kills and (reason := obstacle(transport, KILL_MEGABYTES, KILL_RECEIVERS)):
             skipped.append(f"SIGKILL of one receiver, {reason}")
         else:
             kills += [await after_kill(transport) for _ in range(options.kills)]

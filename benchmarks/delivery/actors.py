@@ -18,7 +18,7 @@ import torch.distributed as dist
 from ray.exceptions import RayActorError
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from checkpoint_engine.base import RING, Draft, Header
+from checkpoint_engine.base import RING, Header
 from checkpoint_engine.collective import CollectiveReceiver, CollectiveSender
 from checkpoint_engine.digest import ByteArray
 from checkpoint_engine.layout import Layout
@@ -130,6 +130,15 @@ class Receiving(Side):
         return self._seconds_since(began)
 
 
+def remote(method: str, lane: str = DELIVERY) -> Any:
+    """Returns a coroutine method of an endpoint, which calls a method of its actor on a lane."""
+
+    async def called(end: "End", *arguments: Any) -> Any:
+        return await end.call(method, *arguments, lane=lane)
+
+    return called
+
+
 class End:
     """Endpoint of an actor: creates it and calls its methods."""
 
@@ -153,14 +162,7 @@ class End:
         except RayActorError as error:
             raise ConnectionResetError(f"{self.name} is gone") from error
 
-    async def open_group(self, epoch: Epoch, rank: int) -> None:
-        await self.call("group.open", epoch, rank, lane=DELIVERY)
-
-    async def ready(self, epoch: int, draft: Draft) -> None:
-        await self.call("group.ready", epoch, draft, lane=DELIVERY)
-
-    async def abort_group(self) -> None:
-        await self.call("group.abort", lane=CONTROL)
+    open_group, ready, abort_group = remote("group.open"), remote("group.ready"), remote("group.abort", CONTROL)
 
     async def close(self) -> None:
         """Ends the actor and waits until Ray knows that it has ended."""
@@ -177,40 +179,22 @@ class End:
 class SenderEnd(End):
     """The sending actor as a SenderEndpoint and a GroupSender."""
 
-    async def stage(self, version: int) -> None:
-        await self.call("publisher.stage", version)
-
-    async def seal(self, version: int) -> Any:
-        return await self.call("publisher.seal", version, lane=DELIVERY)
+    stage, seal = remote("publisher.stage", MAIN), remote("publisher.seal")
+    hold, release = remote("publisher.hold"), remote("publisher.release")
+    draft, send = remote("publisher.draft"), remote("group.send")
 
     async def payload(self, version: int) -> Any:
         return await self._payload("publisher.payload", version)
-
-    async def hold(self, version: int) -> None:
-        await self.call("publisher.hold", version, lane=DELIVERY)
-
-    async def release(self, version: int) -> None:
-        await self.call("publisher.release", version, lane=DELIVERY)
 
     async def address(self) -> Any:
         host, port = await self.call("group.address", lane=DELIVERY)
         return (host if self.node == "local" else self.node), port
 
-    async def draft(self, version: int) -> Any:
-        return await self.call("publisher.draft", version, lane=DELIVERY)
-
-    async def send(self, draft: Draft) -> None:
-        await self.call("group.send", draft, lane=DELIVERY)
-
 
 class ReceiverEnd(End):
     """A receiving actor as a ReceiverEndpoint and a GroupReceiver."""
 
-    async def receive(self, header: Header, payload: Any, slot: str = RING) -> Any:
-        return await self.call("receiver.receive", header, payload, slot, lane=DELIVERY)
+    receive, accept = remote("receiver.receive"), remote("group.accept")
 
     async def relay(self, header: Header, slot: str = RING) -> Any:
         return await self._payload("receiver.export", header.stream, header.version, slot)
-
-    async def accept(self, draft: Draft) -> Any:
-        return await self.call("group.accept", draft, lane=DELIVERY)

@@ -22,10 +22,10 @@ async def sent(transport: str, megabytes: float, nodes: list[str], *, publishes:
     """Returns one result as plain JSON: `copies` of the payload leave `nodes[0]` per publish, for the other nodes."""
     async with rig(transport, megabytes, len(nodes) - 1, nodes) as made:
         for version in range(WARM_UP_PUBLISHES):
-            await publish(made, version)
+            await made.publish(version)
         before = await made.sender.call("bytes_sent")
         for version in range(WARM_UP_PUBLISHES, WARM_UP_PUBLISHES + publishes):
-            await publish(made, version)
+            await made.publish(version)
         total = (await made.sender.call("bytes_sent") - before) / publishes
         return {
             "transport": transport,
@@ -36,12 +36,6 @@ async def sent(transport: str, megabytes: float, nodes: list[str], *, publishes:
             "fallbacks": made.delivery.stats.fallbacks,
             "member_busy": made.delivery.stats.member_busy,
         }
-
-
-async def publish(made: Any, version: int) -> None:
-    await made.sender.call("train", version)
-    await made.delivery.publish(version)
-    await made.delivery.drain()
 
 
 def main() -> int:

@@ -8,13 +8,14 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import asdict
 from operator import truediv
 from statistics import median
 from typing import Any
 
 import psutil
+import ray
 import torch
 
 from benchmarks.delivery.actors import ON_GPUS, ReceiverEnd, Receiving, SenderEnd, Sending
@@ -31,6 +32,24 @@ WARM_UP_PUBLISHES = 2
 MAX_SENDER_COPIES, MAX_RECEIVER_COPIES, MAX_STORE_COPIES = 5, 4, 4
 """Upper bounds for payload-sized buffers in each process and in Ray's store, with those of the primitive."""
 KILL_MEGABYTES, KILL_RECEIVERS = 50.0, 3
+
+
+@contextlib.contextmanager
+def ray_here(megabytes: float) -> Iterator[None]:
+    """Connects to a Ray cluster of its own, as a run does, with room for `megabytes` in its object store.
+
+    A process that is connected already measures there.
+    """
+    if ray.is_initialized():
+        yield
+        return
+    os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0", "OMP_NUM_THREADS": "1"}
+    store, quiet = int((megabytes + 100) * 1e6), {"log_to_driver": False, "logging_level": "ERROR"}
+    ray.init("local", num_cpus=16, include_dashboard=False, object_store_memory=store, **quiet)
+    try:
+        yield
+    finally:
+        ray.shutdown()
 
 
 class Rig:
@@ -60,6 +79,12 @@ class Rig:
             address = await self.sender.address()
             opening = (end.call("open", *address, len(self.ends), rank) for rank, end in enumerate(self.ends, SENDER))
             await asyncio.gather(*opening)
+
+    async def publish(self, version: int) -> None:
+        """Makes a version and delivers it."""
+        await self.sender.call("train", version)
+        await self.delivery.publish(version)
+        await self.delivery.drain()
 
     async def ask(self, ends: list[Any], method: str, *arguments: Any) -> list[Any]:
         """Calls a method of all ends concurrently; returns their results in order."""
@@ -165,8 +190,7 @@ async def after_kill(transport: str) -> dict[str, Any]:
         victim, *survivors = made.receivers
         pid = await victim.call("pid")
         for version in range(2):
-            await made.delivery.publish(version)
-            await made.delivery.drain()
+            await made.publish(version)
         made.delivery.on_ack(lambda name, ack: served.update({name: time.perf_counter()}))
         await made.delivery.publish(2)
         os.kill(pid, signal.SIGKILL)
@@ -183,8 +207,13 @@ def obstacle(transport: str, megabytes: float, receivers: int) -> str | None:
     name = f"{transport} {megabytes:g} MB to {receivers}"
     if transport in ON_GPUS and torch.cuda.device_count() <= receivers:
         return f"{name}: needs {receivers + 1} GPUs, {torch.cuda.device_count()} are here"
-    needed, free = memory_needed(megabytes, receivers), psutil.virtual_memory().available / 1e9
-    return f"{name}: may take {needed:.0f} GB, {free:.0f} GB are free" if needed > free else None
+    return too_large(name, memory_needed(megabytes, receivers))
+
+
+def too_large(name: str, gigabytes: float) -> str | None:
+    """Returns that a row may take more gigabytes than are free, or None."""
+    free = psutil.virtual_memory().available / 1e9
+    return f"{name}: may take {gigabytes:.0f} GB, {free:.0f} GB are free" if gigabytes > free else None
 
 
 def memory_needed(megabytes: float, receivers: int) -> float:

@@ -1,8 +1,9 @@
 """Report of a benchmark result as Markdown, for the terminal and for a documentation page."""
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
+
+from benchmarks.page import markdown_table
 
 COLUMNS = (
     ("transport", "transport", "{}"),
@@ -15,7 +16,6 @@ COLUMNS = (
     ("worker stall, copies", "worker_stall_memcpys", "{:.2f}"),
     ("loop lag p99 ms", "loop_lag_p99_ms", "{:.1f}"),
 )
-BEGIN, END = "<!-- numbers: begin -->", "<!-- numbers: end -->"
 LARGE_MB = 50.0
 """The targets hold for payloads of at least this many megabytes."""
 TARGETS: tuple[tuple[str, str, Callable[[float], bool]], ...] = (
@@ -30,10 +30,12 @@ MAX_SURVIVOR_SECONDS = 5.0
 
 def report(result: dict[str, Any]) -> str:
     """Returns the table, the recoveries after SIGKILL, the rows that met each target, and those not measured."""
-    machine = result["machine"]
+    machine, cells = result["machine"], map(_with_milliseconds, result["cells"])
     load = " ".join(f"{value:.1f}" for value in machine["load"])
     parts = [
-        _table(result["cells"]),
+        markdown_table(
+            [title for title, _, _ in COLUMNS], [[form.format(cell[key]) for _, key, form in COLUMNS] for cell in cells]
+        ),
         "\n".join(_kills(result["after_kill"])),
         "\n".join(_targets(result)),
         "\n".join(f"- Not measured: {reason}" for reason in result["skipped"]),
@@ -41,21 +43,6 @@ def report(result: dict[str, Any]) -> str:
         f"load averages at the end: {load}",
     ]
     return "\n\n".join(part for part in parts if part)
-
-
-def into_page(page: Path, result: dict[str, Any]) -> None:
-    """Replaces the text between the page's two markers by the report. Raises ValueError if they are missing."""
-    before, begin, rest = page.read_text(encoding="utf-8").partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not (begin and end):
-        raise ValueError(f"{page} has no place for the numbers: it needs the lines {BEGIN} and {END}")
-    page.write_text(f"{before}{BEGIN}\n\n{report(result)}\n\n{END}{after}", encoding="utf-8")
-
-
-def _table(cells: list[dict[str, Any]]) -> str:
-    rows = [[title for title, _, _ in COLUMNS], ["---"] * len(COLUMNS)]
-    rows += [[form.format(cell[key]) for _, key, form in COLUMNS] for cell in map(_with_milliseconds, cells)]
-    return "\n".join("| " + " | ".join(row) + " |" for row in rows).replace(" --- |", "---|").replace("| ---", "|---")
 
 
 def _kills(kills: list[dict[str, Any]]) -> list[str]:

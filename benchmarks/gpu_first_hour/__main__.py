@@ -16,16 +16,44 @@ import tarfile
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from async_flowrl.config.messages import unknown_name
-from benchmarks.gpu_first_hour.processes import GRACE_SECONDS, run_within
-from benchmarks.gpu_first_hour.stages import CALL_SECONDS, STAGES, Stage
+from benchmarks.gpu_first_hour.task import GRACE_SECONDS, run_within
 
 ROOT = Path(__file__).resolve().parents[2]
 SITE = ROOT / ".gpukit" / "site.tar.xz"
+CALL_SECONDS = 590
+"""The longest that all stages of one call may take together."""
+HOUR_SECONDS = 1500
+"""The longest that all stages may take together."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One stage. `place` is `module:function`, `seconds` its limit, `call` the call (1, 2, 3) that it belongs to."""
+
+    place: str
+    seconds: int
+    call: int
+    what: str
+
+
+HERE = "benchmarks.gpu_first_hour"
+STAGES = {
+    "kernels": Stage(f"{HERE}.kernels:kernels", 80, 1, "one kernel of each kind gives the same bits again"),
+    "tiny": Stage(f"{HERE}.runs:tiny", 140, 1, "digests of the tiny job: seeds, placements, dtypes, families"),
+    "full": Stage(f"{HERE}.full_size:full", 190, 1, "Qwen-Image at full size: speed, MFU, peak against plan"),
+    "tests": Stage(f"{HERE}.runs:gpu_tests", 150, 1, "tests/gpu"),
+    "one_card": Stage(f"{HERE}.one_card:one_card", 200, 2, "NCCL and pynccl between processes on one card"),
+    "glyphs": Stage(f"{HERE}.runs:glyphs", 190, 2, "a small model learns to write: held-out OCR of at least 0.8"),
+    "probe": Stage(f"{HERE}.probe:probe", 130, 2, "ceilings, attention, torch.compile and CUDA graphs of a block"),
+    "whole": Stage(f"{HERE}.runs:whole", 220, 3, "two whole runs at full size end with one digest"),
+    "compiled": Stage(f"{HERE}.full_size:compiled", 200, 3, "`full` with compiled blocks"),
+}
+"""Name → stage, in the order in which they run."""
 LEAST_SECONDS = 5.0
 """A stage that would have less is skipped."""
 HEAVY = (".safetensors", ".pt", ".bin", ".png", ".webp")
@@ -39,7 +67,7 @@ KILLED = -9
 HEAD = "| stage | result | seconds | of | what came out | card afterwards |\n|---|---|---|---|---|---|\n"
 
 
-def parser() -> argparse.ArgumentParser:
+def main(arguments: Sequence[str] | None = None) -> int:
     rows = (f"  {name:9} {each.seconds:4} s, call {each.call}: {each.what}" for name, each in STAGES.items())
     listed, form = "Stages, in this order:\n" + "\n".join(rows), argparse.RawDescriptionHelpFormatter
     command_line = argparse.ArgumentParser("gpu_first_hour", description=listed, formatter_class=form)
@@ -51,11 +79,7 @@ def parser() -> argparse.ArgumentParser:
     option("--out", type=Path, default=Path("outputs/gpu_first_hour"), metavar="FOLDER", help="for the results")
     scratch = Path(tempfile.gettempdir()) / "gpu_first_hour"
     option("--work", type=Path, default=scratch, metavar="FOLDER", help="for models, runs and logs; kept")
-    return command_line
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    given = parser().parse_intermixed_args(arguments)
+    given = command_line.parse_intermixed_args(arguments)
     settings = [word for word in given.words if "=" in word]
     names = [word for word in given.words if "=" not in word]
     if unknown := [name for name in names if name not in STAGES]:
@@ -127,21 +151,21 @@ def run_stage(
     answer.unlink(missing_ok=True)
     command = [sys.executable, "-m", "benchmarks.gpu_first_hour.task", stage.place, str(answer), str(work)]
     began = time.monotonic()
-    ended = run_within([*command, str(most), *words], most, log, environment, ROOT)
+    code, left_over = run_within([*command, str(most), *words], most, log, environment, ROOT)
     lines = json.loads(answer.read_text()) if answer.exists() else []
     failed = [each["what"] for each in lines if each.get("ok") is False]
     kinds = {each.get("kind") for each in lines}
-    if ended.code is None:
+    if code is None:
         result = f"hangs: not done within {most:.0f} s"
-    elif kinds.intersection(MEMORY_ERRORS) or ended.code == KILLED:
-        result = "out of memory" if ended.code != KILLED else "killed (SIGKILL), as Linux does where memory is short"
-    elif ended.code != 0:
-        result = f"failed: {', '.join(failed) or f'exit code {ended.code}'}"
+    elif kinds.intersection(MEMORY_ERRORS) or code == KILLED:
+        result = "out of memory" if code != KILLED else "killed (SIGKILL), as Linux does where memory is short"
+    elif code != 0:
+        result = f"failed: {', '.join(failed) or f'exit code {code}'}"
     else:
         result = "ok" if lines else "failed: it said nothing"
     seconds = round(time.monotonic() - began, 1)
     told = {"result": result, "seconds": seconds, "limit": most, "lines": lines, "card": cards()}
-    return told | ({"left_over": ended.left_over} if ended.left_over and ended.code is not None else {})
+    return told | ({"left_over": left_over} if left_over and code is not None else {})
 
 
 def line(name: str, result: Mapping[str, Any]) -> str:

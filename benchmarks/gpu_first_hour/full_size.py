@@ -4,26 +4,29 @@ Both run in this process, one after the other, with Qwen-Image of full size and 
 """
 
 import gc
-import time
 from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Any
 
+import numpy as np
 import torch
 from torch.profiler import ProfilerActivity, profile
 
 from async_flowrl.config.compose import compose_config
+from async_flowrl.config.schema import Config
 from async_flowrl.memory.processes import MARGIN_SHARE, Footprint, plan_memory
 from async_flowrl.observability.flops import device_peak
 from async_flowrl.rollout.worker import RolloutWorker
 from async_flowrl.run.prepare import Prepared, prepare
 from async_flowrl.tickets.arithmetic import trained_steps
-from async_flowrl.training.messages import StepPlan, TrainRequest, UpdateStats
+from async_flowrl.tickets.request import sampling
+from async_flowrl.tickets.table import TRAIN, Ticket
+from async_flowrl.training.messages import GroupMeta, StepPlan, TrainRequest, UpdateStats
 from async_flowrl.training.worker import TrainerWorker
 from async_flowrl.types import POLICY, Conditioning, Span, Trajectory, Wording
+from benchmarks.gpu_first_hour.probe import timed
 from benchmarks.gpu_first_hour.random_qwen import real_card, settings, sizes_here
 from benchmarks.gpu_first_hour.task import Task
-from benchmarks.single_workers import meta, tickets
 from checkpoint_engine import Publisher
 
 GIB = 2**30
@@ -127,6 +130,29 @@ def trained(
     return figures(update, rounds, before, spans)
 
 
+def tickets(config: Config, step: int) -> list[Ticket]:
+    """The tickets of a step, a whole group each."""
+    groups, version = config.prompts_per_step, max(0, step - config.max_staleness)
+    return [Ticket(TRAIN, step * groups + group, step, group, 0, version) for group in range(groups)]
+
+
+def meta(config: Config, ticket: Ticket) -> GroupMeta:
+    """The metadata of a ticket's group; its advantages are random and depend on step and group."""
+    size = config.group_size
+    drawn = np.random.default_rng([ticket.step, ticket.group]).standard_normal(size)
+    return GroupMeta(
+        group=ticket.group,
+        tickets=1,
+        version=ticket.version,
+        age=ticket.step - ticket.version,
+        advantages=tuple((drawn - drawn.mean()).tolist()),
+        selected=tuple(range(size)),
+        seeds=tuple(range(size)),
+        negative=config.rollout.negative_prompt,
+        sampling=sampling(config),
+    )
+
+
 def begun() -> int:
     """Resets the peak counter; returns the bytes in use now, 0 on a CPU."""
     if not torch.cuda.is_available():
@@ -140,13 +166,8 @@ def figures(work: Callable[[], Any], rounds: int, before: int, spans: Sequence[S
 
     A first round is not counted; one more is done under the profiler.
     """
-    taken, cuda = [], torch.cuda.is_available()
-    for _ in range(rounds + 1):
-        began = time.perf_counter()
-        work()
-        if cuda:
-            torch.cuda.synchronize()
-        taken.append(time.perf_counter() - began)
+    cuda = torch.cuda.is_available()
+    taken = [timed(work) for _ in range(rounds + 1)]
     told = {"seconds": median(taken[1:]), "flops": sum(span.flops or 0.0 for span in spans)}
     told |= {"peak_gib": (torch.cuda.max_memory_allocated() - before) / GIB if cuda else 0.0}
     told |= {"reserved_gib": torch.cuda.max_memory_reserved() / GIB if cuda else 0.0}

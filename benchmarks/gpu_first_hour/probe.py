@@ -155,14 +155,16 @@ def drawn(*shape: int) -> Tensor:
 
 def ms(work: Callable[[], Any], rounds: int = 10) -> float:
     """Returns the median milliseconds of a call, with the device's work; three calls before are not counted."""
-    taken = []
-    for _ in range(3 + rounds):
-        began = time.perf_counter()
-        work()
-        if DEVICE.type == "cuda":
-            torch.cuda.synchronize()
-        taken.append(1000 * (time.perf_counter() - began))
-    return median(taken[3:])
+    return 1000 * median([timed(work) for _ in range(3 + rounds)][3:])
+
+
+def timed(work: Callable[[], Any]) -> float:
+    """Returns the seconds of a call, with the device's work."""
+    began = time.perf_counter()
+    work()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter() - began
 
 
 def ms_of_copy(target: Tensor, source: Tensor) -> float:

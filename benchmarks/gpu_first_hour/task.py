@@ -2,26 +2,35 @@
 
 A stage is a function of a Task. It says lines; each is written to ANSWER (a JSON list) at once, so that a crash, a hang
 or a full device loses nothing that was measured before. The exit code is 1 if a line was not ok or an error ended it.
+Stages run programs with a time limit (`run_within`), and nothing that such a program has started outlives it, in
+whatever session it is.
 """
 
 import faulthandler
 import json
 import os
 import re
+import secrets
 import shutil
 import signal
+import subprocess
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
-from benchmarks.gpu_first_hour.processes import run_within
+import psutil
 
+GRACE_SECONDS = 5.0
+"""Seconds between SIGTERM and SIGKILL."""
+_ROUNDS = 5
+"""Number of searches for processes that were started while others were killed."""
 RESERVE_SECONDS = 15.0
 """Seconds before the stage's own limit at which the last program that it starts is ended."""
 
@@ -61,12 +70,12 @@ class Task:
         most = min(most, self.left)
         if most <= 0:
             return "no time was left"
-        ended = run_within([sys.executable, *command], most, log, {**os.environ, **environment})
-        if ended.code == 0 and not ended.left_over:
+        code, left_over = run_within([sys.executable, *command], most, log, {**os.environ, **environment})
+        if code == 0 and not left_over:
             return None
         lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
-        why = f"not done within {most:.0f} s" if ended.code is None else f"exit code {ended.code}"
-        return "; ".join([why, f"left over: {', '.join(ended.left_over) or 'nothing'}", *lines[-1:]])[:400]
+        why = f"not done within {most:.0f} s" if code is None else f"exit code {code}"
+        return "; ".join([why, f"left over: {', '.join(left_over) or 'nothing'}", *lines[-1:]])[:400]
 
     def train(
         self, name: str, *words: str, most: float = float("inf"), prefix: Sequence[str] = (), **environment: str
@@ -107,6 +116,58 @@ class Task:
         kinds = len(set(digests.values()))
         good = kinds == (1 if equal else len(digests)) and "failed" not in digests.values()
         self.say(what, ok=good, digests={name: digest[:16] for name, digest in digests.items()})
+
+
+def run_within(
+    command: Sequence[str], seconds: float, log: Path, environment: Mapping[str, str], cwd: Path | None = None
+) -> tuple[int | None, tuple[str, ...]]:
+    """Runs a command until it ends or `seconds` are over; its output and errors are appended to `log`.
+
+    Returns the exit code, negative for a signal and None if the limit ended it, and the names of the processes that
+    were still there and were killed.
+    """
+    mark = f"GPU_FIRST_HOUR_{secrets.token_hex(8)}"
+    with log.open("ab") as stream:
+        process = subprocess.Popen(
+            command, stdout=stream, stderr=stream, env={**environment, mark: "1"}, cwd=cwd, start_new_session=True
+        )
+    code = None
+    try:
+        code = process.wait(max(seconds, 0.0))
+        psutil.wait_procs(marked(mark), GRACE_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(GRACE_SECONDS)
+    finally:
+        left_over = end_marked(mark)
+        process.wait()
+    return code, left_over
+
+
+def end_marked(mark: str) -> tuple[str, ...]:
+    """Kills every process whose environment has the variable `mark`, and its descendants; returns their names."""
+    killed: list[str] = []
+    for _ in range(_ROUNDS):
+        found = marked(mark)
+        for process in found:
+            with suppress(psutil.NoSuchProcess):
+                killed.append(process.name())
+                process.kill()
+        psutil.wait_procs(found, GRACE_SECONDS)
+        if not found:
+            break
+    return tuple(killed)
+
+
+def marked(mark: str) -> list[psutil.Process]:
+    """Returns the living processes with the variable `mark` in their environment, and their descendants."""
+    found: set[psutil.Process] = set()
+    for process in psutil.process_iter():
+        with suppress(psutil.Error, OSError):
+            if process.pid != os.getpid() and mark in process.environ():
+                found |= {process, *process.children(recursive=True)}
+    return [process for process in found if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
 
 
 def main(arguments: Sequence[str]) -> int:

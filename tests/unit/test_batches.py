@@ -15,7 +15,7 @@ from async_flowrl.tickets.batches import by_length
 from async_flowrl.tickets.request import RequestBuilder
 from async_flowrl.tickets.table import TRAIN, Shape, Ticket, TicketTable
 from async_flowrl.types import Prompt, Span
-from benchmarks.padding import share, words
+from benchmarks.prompts import share, words
 from tests.support.toy import ToyRun, toy_config, virtual
 from tests.support.toy_pool import Fault, Timing
 

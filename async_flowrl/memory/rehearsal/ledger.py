@@ -7,7 +7,7 @@ new size (FSDP2 resizes the buffers that it gathers). Views do not count; of a s
 
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -192,14 +192,9 @@ class Ledger(Allocations):  # type: ignore[no-untyped-call]
             phase.sent += _SENT[name](size, self.world) if name in _SENT else size
             return
         made = _tensors(out)
-        if (not made and not func._schema.is_mutable) or func.is_view or name.startswith(_ALLOCATING):
+        tensors, works = [*given, *made], made or func._schema.is_mutable
+        if not works or func.is_view or name.startswith(_ALLOCATING) or func.namespace == "prim":
             return
-        if func.namespace == "prim":
-            return
-        self._kernel(phase, func, (args, kwargs, out), [*given, *made])
-
-    def _kernel(self, phase: Phase, func: Any, call: tuple[Any, Any, Any], tensors: Sequence[Tensor]) -> None:
-        args, kwargs, out = call
         moved = sum({id(tensor): _bytes(tensor) for tensor in tensors}.values())
         formula = FORMULAS.get(func._overloadpacket)
         flops, dtype = 0.0, None

@@ -1,6 +1,6 @@
 """Policies of fake tensors for a rehearsal: a model at full size with shapes, dtypes and storages, but no weights."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,11 +15,10 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from async_flowrl.config.schema import Config
 from async_flowrl.memory.prompts import longest_prompt
 from async_flowrl.policies.model_path import KNOWN, Architecture
-from async_flowrl.policies.pipeline import PipelinePolicy
 from async_flowrl.policies.pipeline_family import PipelineFamily, structure
 from async_flowrl.policies.registry import DTYPES, ResolvedModel, load_family, resolve_model
 from async_flowrl.policies.stored import configuration, elements_in
-from async_flowrl.types import Conditioning, Resolution, Wording
+from async_flowrl.types import Conditioning, Resolution
 
 Aside = Callable[[], AbstractContextManager[None]]
 """Returns a context in which new tensors count as host memory (`Ledger.aside`)."""
@@ -92,7 +91,10 @@ class FakeModel:
             max_sequence_length=self.resolved.max_sequence_length,
         )
         policy.planned_tokens = self.planned_tokens
-        return rehearsed(policy)
+        changed = cast("Any", policy)  # Its noise levels fall evenly, and all prompts have one length.
+        changed.sigmas = _sigmas
+        changed.encode = lambda texts, system=None, *, negative=False: [conditioning(policy) for _ in texts]
+        return policy
 
     def _network(self, aside: Aside, *, on_meta: bool) -> nn.Module:
         """Builds the network in host memory, because its tables are computed, and then replaces its tensors."""
@@ -154,14 +156,6 @@ def architecture(config: Config) -> tuple[Architecture, str]:
     return Architecture(resolved.family, transformer, vae, text, resolved.dtype), resolved.dtype
 
 
-def rehearsed(policy: PipelinePolicy) -> PipelinePolicy:
-    """Returns the same policy, changed: its noise levels fall evenly, and all prompts have one length."""
-    changed = cast("Any", policy)
-    changed.sigmas = _sigmas
-    changed.encode = lambda texts, system=None, *, negative=False: _encode(policy, texts)
-    return policy
-
-
 def _sigmas(num_inference_steps: int, resolution: Resolution) -> Tensor:
     with unset_fake_temporarily():
         return torch.linspace(1.0, 0.0, num_inference_steps + 1)
@@ -170,7 +164,3 @@ def _sigmas(num_inference_steps: int, resolution: Resolution) -> Tensor:
 def conditioning(policy: Any) -> Conditioning:
     """Returns the longest prompt's embeddings as float32 zeros."""
     return {name: np.zeros(shape, np.float32) for name, shape in policy.conditioning_shapes().items()}
-
-
-def _encode(policy: PipelinePolicy, texts: Sequence[Wording]) -> list[Conditioning]:
-    return [conditioning(policy) for _ in texts]

@@ -6,7 +6,7 @@ because a torch without CUDA cannot run a backward pass on fake `cuda` tensors.
 """
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -39,10 +39,9 @@ def rehearsed_process(model: FakeModel, ledger: Ledger, *, joined: bool) -> Iter
     """
     if dist.is_initialized():
         raise RuntimeError("a rehearsal needs a process that has joined no process group")
-    deterministic, environment = torch.are_deterministic_algorithms_enabled(), dict(os.environ)
     with ExitStack() as stack:
-        stack.callback(torch.use_deterministic_algorithms, deterministic)
-        stack.callback(_restore, environment)
+        stack.callback(torch.use_deterministic_algorithms, torch.are_deterministic_algorithms_enabled())
+        stack.enter_context(mock.patch.dict(os.environ))  # restores it
         if joined:
             dist.init_process_group("fake", rank=0, world_size=ledger.world, store=FakeStore())
             stack.callback(dist.destroy_process_group)
@@ -51,11 +50,6 @@ def rehearsed_process(model: FakeModel, ledger: Ledger, *, joined: bool) -> Iter
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(ledger)
         yield
-
-
-def _restore(environment: Mapping[str, str]) -> None:
-    os.environ.clear()
-    os.environ.update(environment)
 
 
 def _stand_ins(model: FakeModel, ledger: Ledger) -> list[tuple[Any, str, Any]]:

@@ -1,7 +1,6 @@
 """Rehearsal of a rollout worker: its real code on fake tensors, with loading, deliveries, and a ticket of two steps."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -64,7 +63,8 @@ def rehearse_rollout(config: Config, model: FakeModel, *, kernels: bool = True) 
         with ledger.phase("delivery"), ledger.aside() if config.versions_on_host else nullcontext():
             newest, arriving = deliver(worker, config)
         request = ticket_request(config, newest)
-        with ledger.phase("sample"), _phases(ledger, worker, config, model, chunk):
+        _make_phases(ledger, worker, config, model, chunk)
+        with ledger.phase("sample"):
             worker.generate(request)
         del arriving
         rows = config.rollout.batch_size or config.images_per_ticket
@@ -134,12 +134,11 @@ def ticket_request(config: Config, version: int) -> RolloutRequest:
     )
 
 
-@contextmanager
-def _phases(ledger: Ledger, worker: RolloutWorker, config: Config, model: FakeModel, chunk: int) -> Iterator[None]:
-    """Makes forward passes, decoding and encoding phases of their own.
+def _make_phases(ledger: Ledger, worker: RolloutWorker, config: Config, model: FakeModel, chunk: int) -> None:
+    """Makes forward passes, decoding and encoding of the worker's policy phases of their own, from now on.
 
     Of a batch of tickets each ticket decodes its own chunks of `chunk` images. An offloaded text encoder counts as
-    device memory only while it encodes. The change of the policy is permanent.
+    device memory only while it encodes.
     """
     policy: Any = worker.engine.policy  # type: ignore[attr-defined]
     encode = policy.encode
@@ -157,7 +156,6 @@ def _phases(ledger: Ledger, worker: RolloutWorker, config: Config, model: FakeMo
     policy.velocity = _within(ledger, "denoise", policy.velocity)
     decode = _within(ledger, "decode", policy.decode)
     policy.decode = lambda latents, size: torch.cat([decode(part, size) for part in latents.split(chunk)])
-    yield
 
 
 def _within(ledger: Ledger, name: str, call: Any) -> Any:

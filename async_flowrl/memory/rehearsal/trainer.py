@@ -74,7 +74,9 @@ def rehearse_trainer(config: Config, model: FakeModel, *, kernels: bool = True) 
         worker = TrainerWorker(config, model.resolved, 0, "trainer-0")
         with ledger.phase("load"):
             info = worker.load()
-            host = _offloaded(worker) if config.trainer.cpu_offload else 0
+        shards = [each for each in worker.policy.transformer.parameters() if isinstance(each, DTensor)]
+        # FSDP2 keeps an offloaded base in host memory.
+        host = sum(each.to_local().nbytes for each in shards) if config.trainer.cpu_offload else 0
         ledger.moved(-host)
         ledger.phases["load"].peak -= host
         with ledger.phase("settle"):
@@ -133,12 +135,6 @@ def _spans(ledger: Ledger) -> Any:
     return span
 
 
-def _offloaded(worker: TrainerWorker) -> int:
-    """Returns the bytes of the base that FSDP2 keeps in host memory."""
-    shards = [p for p in worker.policy.transformer.parameters() if isinstance(p, DTensor)]
-    return sum(shard.to_local().nbytes for shard in shards)
-
-
 def settle(worker: TrainerWorker, config: Config) -> None:
     """Brings the worker to steady state: steps without groups fill its retained versions, one Adam step its moments."""
     last = StepPlan(rows=1, update=config.trainer.updates_per_batch - 1)
@@ -165,7 +161,7 @@ def update_request(worker: TrainerWorker, config: Config) -> tuple[TrainRequest,
     The group has one micro-batch for every rank, or fewer if the algorithm trains on fewer of its images, and is
     trained at as many denoising steps as one forward pass has.
     """
-    size, steps = config.group_size, config.rollout.num_inference_steps
+    size, steps, ranks = config.group_size, config.rollout.num_inference_steps, config.trainer.num_workers
     drawn = draw_window(config.algorithm, num_inference_steps=steps, seed=config.seed, step=0, group=0)
     points = {point for step in drawn.train_steps if drawn.noise_steps for point in (step, step + 1)} or {steps}
     policy, trained = worker.policy, drawn.train_steps[: _columns(config)]
@@ -177,7 +173,8 @@ def update_request(worker: TrainerWorker, config: Config) -> tuple[TrainRequest,
         sigmas=np.linspace(1.0, 0.0, steps + 1, dtype=np.float32),
         conditioning=conditioning(policy),
     )
-    selected = tuple(_selected(worker, config))
+    # A micro-batch for every rank.
+    selected = tuple(worker.algorithm.select(_advantages(config))[: config.trainer.micro_batch_size * ranks])
     meta = GroupMeta(
         group=0,
         tickets=1,
@@ -191,12 +188,6 @@ def update_request(worker: TrainerWorker, config: Config) -> tuple[TrainRequest,
         owners=tuple(range(len(cut(selected, config.trainer.micro_batch_size)))),
     )
     return TrainRequest(worker.versions.newest, (meta,), StepPlan(rows=1), True), trajectory
-
-
-def _selected(worker: TrainerWorker, config: Config) -> list[int]:
-    """Returns the places in the group of the images to train: a micro-batch for every rank."""
-    chosen = worker.algorithm.select(_advantages(config))
-    return chosen[: config.trainer.micro_batch_size * config.trainer.num_workers]
 
 
 def _advantages(config: Config) -> npt.NDArray[np.float64]:

@@ -19,8 +19,8 @@ from async_flowrl.config.compose import compose_config
 from async_flowrl.run.prepare import Prepared, prepare
 from benchmarks.gpu_first_hour import __main__ as program
 from benchmarks.gpu_first_hour import full_size, kernels, one_card
+from benchmarks.gpu_first_hour.__main__ import CALL_SECONDS, HOUR_SECONDS, STAGES, Stage
 from benchmarks.gpu_first_hour.random_qwen import HEAD_DIM, SMALL, settings
-from benchmarks.gpu_first_hour.stages import CALL_SECONDS, HOUR_SECONDS, STAGES, Stage
 from benchmarks.gpu_first_hour.task import Task
 
 ROOT = Path(__file__).parents[3]

@@ -4,10 +4,7 @@ from typing import Any
 
 import pytest
 
-from async_flowrl.config.compose import compose_config
-from async_flowrl.config.schema import Config
-from async_flowrl.run.prepare import prepare
-from benchmarks import controller, single_workers
+from benchmarks import controller, job_cpu
 from tests.unit.benchmarks import image_payload as payload
 
 
@@ -40,14 +37,8 @@ def test_what_wakes_a_worker_is_its_own_acknowledgement(monkeypatch: pytest.Monk
     assert counts[1] <= 1.2 * counts[0]
 
 
-def tiny(*overrides: str) -> Config:
-    return compose_config("one_step_off", ["group_size=2", "trainer.micro_batch_size=2", *overrides])
-
-
-def test_single_workers_beside_bare_loops() -> None:
-    found = single_workers.compare(prepare(tiny("rollout.num_inference_steps=3", "output_dir=nowhere")), rounds=1)
-    assert min(found.seconds.values()) > 0
-    assert "rollout worker ÷ bare loop" in single_workers.markdown(found)
+def test_the_bare_loop_takes_a_step() -> None:
+    assert job_cpu.bare(1, ["group_size=2", "trainer.micro_batch_size=2", "rollout.num_inference_steps=3"]) > 0
 
 
 def test_bytes_of_a_ticket_in_the_object_store() -> None:

@@ -92,7 +92,6 @@ def test_one_device_is_shared_with_the_rewards_seat() -> None:
     assert placement(words) == "shared"
     assert gpus_taken(composed(words)) == 1 and reward_seats(composed(words))[0].share == 0.1
     assert gpus_taken(compose_config("one_step_off", ["experiment=flux_pickscore"])) == 8
-    assert Hardware("2 nodes", 79, 8, 2).devices == 16
 
 
 def composed(words: Sequence[str]) -> Config:
@@ -132,7 +131,7 @@ def test_workers_that_a_term_takes_from_the_shared_pool_do_not_grow_with_the_dev
     term = "+evaluate.reward.terms={pick: {name: pickscore, gpus_per_worker: 0.5}}"
     own = "+reward.terms.judge={name: pickscore, gpus_per_worker: 1, workers: 1}"
     overrides = ["reward.num_workers=2", term, own]
-    many = answer("sd35_ocr", Hardware("2 nodes x 8 x 80 GB", 79, 8, 2), overrides)
+    many = answer("sd35_ocr", Hardware("2 nodes x 8 x 80 GB", 79, 16), overrides)
     assert pools(many.words) == {"trainer": 7, "rollout": 7, "reward/judge": 1, "held_out/pick": 2}
     assert many.seats == "reward/judge 1, held_out/pick 2 x 0.5"
 

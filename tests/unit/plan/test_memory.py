@@ -16,7 +16,7 @@ from async_flowrl.memory.processes import host_bytes, plan_memory, planned_train
 from async_flowrl.memory.rehearsal.ledger import Allocations
 from async_flowrl.memory.rehearsal.model import FakeModel
 from async_flowrl.memory.rehearsal.trainer import rehearse_trainer
-from async_flowrl.memory.rehearsed import alone, model_sizes, rehearsed_shapes, training_peak
+from async_flowrl.memory.rehearsed import alone, model_sizes, rehearsed_rank, training_peak
 from async_flowrl.plan import __main__ as planner
 from async_flowrl.plan.memory import describe
 from async_flowrl.policies.model_path import KNOWN
@@ -186,7 +186,7 @@ def test_a_tickets_bytes_are_those_of_its_arrays(shared_models: SharedModels) ->
     made = DiffusersEngine(shared_models.tiny).generate(request(16))
     assert made.trajectory is not None
     arrays = [made.images, made.trajectory.latents, made.trajectory.log_probs]
-    told = ticket_bytes(config, rehearsed_shapes(config))
+    told = ticket_bytes(config, rehearsed_rank(config).shapes)
     text = (128 - len(made.trajectory.conditioning["prompt_embeds"])) * 32 * 4
     assert told - text == sum(a.nbytes for a in [*arrays, *made.trajectory.conditioning.values()])
 

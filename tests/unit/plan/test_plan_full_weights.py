@@ -36,12 +36,12 @@ def test_the_plan_is_what_a_rank_holds(dtype: str) -> None:
     size = sum(tensor.nbytes for tensor in worker.versions.retained.values())
     assert 4 * size / 2 <= parts["versions of the weights"] * padded / numel + 1, "two kept, two slots on a GPU"
     receiver = Receiver(sampler.engine.live_tensors(), capacity=config.live_versions)
-    assert plan.adapter_bytes == pytest.approx(receiver.layout.nbytes, rel=0.05)
-    assert plan.rollout.parts["versions of the weights"] == plan.adapter_bytes, "the live one"
-    assert plan.ring == 4 * pinned_bytes(plan.adapter_bytes)
+    assert plan.model.version_bytes == pytest.approx(receiver.layout.nbytes, rel=0.05)
+    assert plan.rollout.parts["versions of the weights"] == plan.model.version_bytes, "the live one"
+    assert plan.ring == 4 * pinned_bytes(plan.model.version_bytes)
     config.rollout.versions_on = "device"
     on_device = plan_memory(config)
-    assert (on_device.rollout.parts["versions of the weights"], on_device.ring) == (5 * plan.adapter_bytes, 0)
+    assert (on_device.rollout.parts["versions of the weights"], on_device.ring) == (5 * plan.model.version_bytes, 0)
     held_back = sum(t.nbytes for part in worker._state.tensors().values() for t in part.values())
     assert plan.snapshot == pytest.approx(held_back, rel=0.02)
     assert plan.rollout.parts["base weights"] == plan.model.buffer_bytes
@@ -71,7 +71,7 @@ def test_a_share_is_what_a_rank_of_four_holds(dtype: str) -> None:
     assert plan.host == 5 * plan.model.version_bytes, "on the first rank"
     assert plan.snapshot == -(-whole.snapshot // 4)
     assert "each trainer rank copies" in describe(plan, config, 79) and "the first" in describe(whole, of_one, 79)
-    assert plan.sent_weights == whole.sent_weights == 3 * plan.adapter_bytes <= plan.payload
+    assert plan.sent_weights == whole.sent_weights == 3 * plan.model.version_bytes <= plan.payload
     config.algorithm.kl_coef = 0.05
     more = plan_memory(config).trainer.parts["versions of the weights"] - plan.trainer.parts["versions of the weights"]
     assert more == pytest.approx(plan.model.version_bytes / 4, abs=2), "a share of the reference"
