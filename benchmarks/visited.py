@@ -13,7 +13,7 @@ import time
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 CALLS, PROJECT = "VISITED_CALLS", "VISITED_PROJECT"
@@ -38,17 +38,28 @@ def start() -> None:
     project = os.environ[PROJECT] + os.sep
     packages = tuple(project + package + os.sep for package in PACKAGES)
 
-    def called(frame: FrameType, event: str, argument: Any) -> None:
-        code = frame.f_code
+    def note(code: CodeType) -> None:
         name = code.co_filename
-        if event == "call" and name.startswith(packages) and code.co_name != "<module>":
+        if name.startswith(packages) and code.co_name != "<module>":
             file, now = name.removeprefix(project), time.time()
             _first.setdefault(file, now)
             _visited[file].add(int(now * TENTHS))
 
-    sys.setprofile(called)
-    threading.setprofile(called)
-    _call_in_own_threads()
+    if sys.version_info >= (3, 12):
+        monitoring: Any = sys.monitoring
+        tool, begins = monitoring.PROFILER_ID, monitoring.events.PY_START
+        monitoring.use_tool_id(tool, "visited")
+        monitoring.register_callback(tool, begins, lambda code, offset: note(code))
+        monitoring.set_events(tool, begins)
+    else:
+
+        def called(frame: FrameType, event: str, argument: Any) -> None:
+            if event == "call":
+                note(frame.f_code)
+
+        sys.setprofile(called)
+        threading.setprofile(called)
+        _call_in_own_threads()
     threading.Thread(target=_write_often, daemon=True).start()
     atexit.register(_write)
 
