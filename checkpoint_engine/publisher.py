@@ -19,7 +19,6 @@ from checkpoint_engine.layout import Layout
 from checkpoint_engine.sealed import SealedVersions
 from checkpoint_engine.side_stream import HostCopy, SideStream, recorded
 from checkpoint_engine.spot_check import check_sample, sample
-from checkpoint_engine.together import Together
 
 MAX_STAGED_VERSIONS = 2
 """Largest number of versions that are staged and not sealed yet."""
@@ -191,16 +190,10 @@ class Publisher(SealedVersions):
 
     def _copy(self, slot: int, sources: list[Tensor]) -> _Staged:
         host = self._buffers.take() if self._device.type == "cpu" else None
-        together = Together.of(sources) if host is not None else None
         with torch.no_grad():
-            if host is None or together is None or not self._copied_at_once(together, host):
-                torch._foreach_copy_(self._views[slot] if host is None else host.views, sources)
-            picked = sample(self.layout, sources, together)
+            torch._foreach_copy_(self._views[slot] if host is None else host.views, sources)
+            picked = sample(self.layout, sources)
         return _Staged(slot, host, picked, recorded(self._device))
-
-    def _copied_at_once(self, together: Together, host: HostBuffer) -> bool:
-        """Returns False, and copies nothing, where torch must cast the tensors or has several threads for the copy."""
-        return torch.get_num_threads() == 1 and together.copy_to(self.layout, host.data)
 
     def _give_back(self, slot: int) -> None:
         with self._changed:
