@@ -91,7 +91,6 @@ class SenderEndpoint(Protocol):
 
     async def seal(self, version: int) -> Header:
         """Digests a staged version and returns its header. Raises VersionGone if it is not staged or retained."""
-        ...
 
     async def payload(self, version: int) -> Any:
         """Returns a version's bytes or a reference to them, for which it may wait until the sender is free.
@@ -114,7 +113,6 @@ class ReceiverEndpoint(Protocol):
 
     async def receive(self, header: Header, payload: Any, slot: str) -> Ack:
         """Verifies and retains a version. Raises TransferCorrupted or WeightsMismatch, as `Receiver.receive` does."""
-        ...
 
     async def relay(self, header: Header, slot: str) -> Any:
         """Returns a payload of a version that this receiver retains, to be sent to other receivers."""

@@ -160,18 +160,15 @@ class Observer(Protocol):
 
     def now(self) -> float:
         """Returns the time in seconds, on the clock that stamps the events."""
-        ...
 
     def event(self, event: str, **fields: Any) -> None:
         """Records an event of the kind `event` with the current time."""
-        ...
 
     def state(self, worker: str, state: str) -> None:
         """Records the state in which `worker` is from now on.
 
         The states are busy, wait_data, wait_weights, wait_work, sync (it gets or copies weights), idle and gone.
         """
-        ...
 
 
 def book_span(observer: Observer, worker: str, span: Span, **fields: Any) -> None:
@@ -185,11 +182,9 @@ class Trainer(Protocol):
 
     async def update(self, ctx: "Context", step: int) -> dict[str, float]:
         """Waits for the groups of `step`, trains on them, and returns the step's metrics (name → value)."""
-        ...
 
     async def watch(self) -> None:
         """Runs beside the loop and raises the death of a rank."""
-        ...
 
 
 class Weights(Protocol):
@@ -197,11 +192,9 @@ class Weights(Protocol):
 
     async def publish_first(self) -> None:
         """Publishes the versions that the first tickets of the attempt name; called once, before `publish`."""
-        ...
 
     async def publish(self, version: int) -> None:
         """Returns when the version is staged (copied aside); its delivery goes on during the next update."""
-        ...
 
     async def welcome(self, worker: Worker) -> None:
         """Checks that delivered weights reach the new worker's modules, then sends it all versions that tickets name.
@@ -209,35 +202,27 @@ class Weights(Protocol):
         Raises WeightsMismatch, WorkerDied or DeadlineExceeded if the check fails, and an error of sender_errors.py if a
         trainer rank cannot send the weights.
         """
-        ...
 
     async def leave(self, worker: str) -> None:
         """Ends the deliveries to the worker of this name."""
-        ...
 
     async def retain_for_evaluation(self, version: int) -> None:
         """Retains a published version until `deliver_for_evaluation` has sent it to the workers."""
-        ...
 
     async def deliver_for_evaluation(self, version: int) -> None:
         """Starts the delivery of a retained version to every rollout worker, for an evaluation."""
-        ...
 
     async def watch(self) -> None:
         """Runs beside the loop and raises an error of a delivery that must end the run."""
-        ...
 
     async def drain(self) -> None:
         """Waits until all deliveries are done."""
-        ...
 
     async def close(self) -> None:
         """Cancels the deliveries; the rollout workers keep the versions that they hold."""
-        ...
 
     def report(self) -> dict[str, Any]:
         """Returns the `sync` section of summary.json."""
-        ...
 
 
 class Steps(Protocol):
@@ -249,22 +234,18 @@ class Steps(Protocol):
 
     async def before_training(self, ctx: "Context") -> None:
         """Writes the attempt's first checkpoint and starts evaluations that are due."""
-        ...
 
     async def after_step(self, ctx: "Context", step: int, stats: dict[str, float]) -> None:
         """Writes the metrics of `step`, with `stats` from the trainer; starts the checkpoint and evaluation then due.
 
         Raises the error of an earlier checkpoint or evaluation.
         """
-        ...
 
     async def drain(self, ctx: "Context") -> None:
         """Writes the last checkpoint and waits for all evaluations."""
-        ...
 
     def abandon(self) -> None:
         """Cancels what is still under way after the loop, which has ended or failed."""
-        ...
 
 
 class Servers(Protocol):
@@ -272,11 +253,9 @@ class Servers(Protocol):
 
     async def up(self, terms: Collection[str]) -> None:
         """Waits until each of the reward terms has a running server, or has lost all of its servers for good."""
-        ...
 
     def lost(self) -> Mapping[str, str]:
         """Returns term → reason for the terms that have lost all of their servers for good."""
-        ...
 
 
 class NoServers:
@@ -301,7 +280,6 @@ class Attempt(Protocol):
     @property
     def base_digest(self) -> str:
         """Digest of the base weights that every rank must hold."""
-        ...
 
 
 @dataclass
