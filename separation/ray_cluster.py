@@ -200,13 +200,7 @@ class RaySession:
         self._groups: dict[str, RayGroup] = {}
         self._headless = False
 
-    async def start(
-        self,
-        *,
-        start_deadline: float,
-        log_dir: Path | None,
-        store_bytes: int,
-    ) -> dict[str, WorkerGroup]:
+    async def start(self, *, start_deadline: float, log_dir: Path | None, store_bytes: int) -> dict[str, WorkerGroup]:
         """Reserves the seats of all pools, builds their workers, and returns pool name → pool.
 
         The arguments are those of `cluster` (cluster.py). Raises ResourcesMissing, OtherCode, WorkerFailed, WorkerDied

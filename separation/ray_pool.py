@@ -108,13 +108,8 @@ class Seats:
         """Takes and returns all seats that are free now or become free within `seconds`."""
         end = asyncio.get_running_loop().time() + seconds
         seats: list[ReservedSeat] = []
-        while len(self._taken) < self._most:
-            if (seat := await self._look()) is not None:
-                seats.append(seat)
-            elif asyncio.get_running_loop().time() > end:
-                break
-            else:
-                await asyncio.sleep(POLL_SECONDS / 4)
+        while len(self._taken) < self._most and (seat := await self._until(end)) is not None:
+            seats.append(seat)
         return seats
 
     async def next(self) -> ReservedSeat:
@@ -133,13 +128,17 @@ class Seats:
         end = asyncio.get_running_loop().time() + SUCCESSOR_SECONDS
         try:
             await self.give_back(old)
-            while asyncio.get_running_loop().time() <= end:
-                if (seat := await self._look()) is not None:
-                    return seat
-                await asyncio.sleep(POLL_SECONDS / 4)
-            raise NoSeat(f"no node has had a seat for {SUCCESSOR_SECONDS:g} s")
+            if (seat := await self._until(end)) is None:
+                raise NoSeat(f"no node has had a seat for {SUCCESSOR_SECONDS:g} s")
+            return seat
         finally:
             self._successors -= 1
+
+    async def _until(self, end: float) -> ReservedSeat | None:
+        """Takes and returns the first seat that is free, or None if none is before `end` on the loop's clock."""
+        while (seat := await self._look()) is None and asyncio.get_running_loop().time() <= end:  # noqa: ASYNC110
+            await asyncio.sleep(POLL_SECONDS / 4)
+        return seat
 
     async def give_back(self, seat: ReservedSeat) -> None:
         """Removes the seat's placement group; does nothing if that was done before."""
@@ -241,7 +240,7 @@ class RayWorker:
     async def build(self) -> None:
         """Builds the worker's object. Raises WorkerFailed, WorkerDied, or OtherCode if the node's code differs."""
         arguments = {**self._spec.arguments, "index": self.index, "name": self.name}
-        self.pid, *created_on = await self._answer("start", self._actor.identity.remote())
+        self.pid, *created_on = await self.call("separation.processes:identity")
         self.process = process_of(self.pid, *created_on)
         self.node = await self.call("separation.head_watchdog:settle_in", self._code is not None)
         if self._code:
@@ -348,12 +347,7 @@ class RayGroup:
     """
 
     def __init__(
-        self,
-        spec: PoolSpec,
-        reserved: Sequence[ReservedSeat],
-        *,
-        start_deadline: float,
-        log_dir: Path | None = None,
+        self, spec: PoolSpec, reserved: Sequence[ReservedSeat], *, start_deadline: float, log_dir: Path | None = None
     ) -> None:
         self.spec = spec
         self.growth: Growth | None = None
