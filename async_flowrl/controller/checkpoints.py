@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from async_flowrl.config.curves import checkpoint_due
 from async_flowrl.config.schema import Config
 from async_flowrl.controller.context import Context
 from async_flowrl.controller.fingerprint import config_hash, device_type, inputs_of, numerics
@@ -55,10 +54,6 @@ class Checkpoints:
 
     def __post_init__(self) -> None:
         self._inputs = inputs_of(self.requests)
-
-    def due(self, version: int) -> bool:
-        """Returns True if `version` must have a checkpoint."""
-        return checkpoint_due(self.config, version)
 
     async def insist(self, ctx: Context, version: int) -> None:
         """Writes the last checkpoint of the run, and tries again if that fails, because no later one can replace it.

@@ -268,20 +268,6 @@ class NoServers:
         return {}
 
 
-class Attempt(Protocol):
-    """The parts of an attempt that the endpoints need; `Context` is one implementation."""
-
-    @property
-    def config(self) -> Config: ...
-
-    @property
-    def observer(self) -> Observer: ...
-
-    @property
-    def base_digest(self) -> str:
-        """Digest of the base weights that every rank must hold."""
-
-
 @dataclass
 class Context:
     """The shared state of one attempt. Its fields stay the same objects; the objects themselves change."""

@@ -50,19 +50,11 @@ class SenderLate(RuntimeError):
 
 @contextmanager
 def sender_errors() -> Iterator[None]:
-    """Raises SenderLost or SenderFailed in place of a WorkerDied or WorkerFailed of the body, which calls one rank."""
-    try:
-        with failures_of_ranks():
-            yield
-    except WorkerDied as error:
-        raise SenderLost(error.worker, error.reason) from error
-
-
-@contextmanager
-def failures_of_ranks() -> Iterator[None]:
-    """Raises SenderFailed in place of a WorkerFailed of the body, which calls trainer ranks only."""
+    """Raises SenderLost or SenderFailed in place of a WorkerDied or WorkerFailed of the body, which calls ranks."""
     try:
         yield
+    except WorkerDied as error:
+        raise SenderLost(error.worker, error.reason) from error
     except WorkerFailed as error:
         raise SenderFailed(error.worker, error.method, error.kind, error.message, error.remote_traceback) from error
 

@@ -202,7 +202,7 @@ class TrainerGroup:
             for group in groups:
                 statistics.add_group(group.tickets, group.scores, group.advantages)
                 spread.append(None if group.scores is None else any(group.advantages))
-            statistics.add_update(merged(results))
+            statistics.updates.append(merged(results))
         timing = {"timing/wait_rollout": self._waited, "timing/update": now() - began - self._waited}
         return statistics.metrics() | ctx.requests.trained(step, spread) | ctx.reward_calls.pop(step) | timing
 

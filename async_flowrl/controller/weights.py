@@ -34,29 +34,6 @@ class CorruptedVersion(RuntimeError):
     """Raised if too many workers receive damaged weights, so that the sender is at fault and no replacement helps."""
 
 
-@dataclass
-class CorruptionWatch:
-    """Counts the workers that were given up over damaged weights since a new version last arrived."""
-
-    newest: int = -1
-    """Highest version that any worker has acknowledged; -1 for none."""
-    given_up: int = 0
-    """Workers given up over damaged weights since `newest` was acknowledged for the first time."""
-
-    def acknowledged(self, version: int) -> None:
-        if version > self.newest:
-            self.newest, self.given_up = version, 0
-
-    def gave_up(self, error: BaseException) -> None:
-        """Counts the worker if `error` is TransferCorrupted; raises CorruptedVersion if there are now too many."""
-        self.given_up += "TransferCorrupted" in error_names(error)
-        if self.given_up >= MAX_CORRUPTED_WORKERS_IN_A_ROW:
-            raise CorruptedVersion(
-                f"{self.given_up} workers in a row received damaged weights, however often they were sent; nothing "
-                f"newer than version {self.newest} has arrived anywhere: {error}"
-            ) from error
-
-
 class EmaWeights:
     """Retains the EMA of a version when it is due for evaluation, and delivers it when its evaluation begins.
 
@@ -123,13 +100,16 @@ class PublishedWeights:
     """Seconds that the trainer has waited in `publish`."""
     _first: int = 0
     """First version that this attempt publishes for training."""
-    _corruption: CorruptionWatch = field(default_factory=CorruptionWatch)
+    _newest: int = -1
+    """Highest version that any worker has acknowledged; -1 for none."""
+    _corrupted: int = 0
+    """Workers given up over damaged weights since `_newest` was acknowledged for the first time."""
     _started: asyncio.Event = field(default_factory=asyncio.Event)
     _sealed: dict[int, asyncio.Event] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.sender = self.trainers.weights.sender(self.config, self.transport, self.sealed)
-        self.proof = WorkerProof(self, self.sender, self.transport)
+        self.proof = WorkerProof(self.config, self.observer, self.sender, self.transport)
 
     async def publish_first(self) -> None:
         """Checks all present workers with the canary, then publishes the versions that the first tickets name.
@@ -237,17 +217,9 @@ class PublishedWeights:
 
     def report(self) -> dict[str, Any]:
         stats = self.delivery.stats
-        return {
-            "publishes": stats.publishes,
-            "bytes": stats.bytes,
-            "seconds": stats.seconds,
-            "trainer_stall_seconds": self.stall_seconds,
-            "transport": self.transport,
-            "retries": stats.retries,
-            "corrupt": stats.corrupt,
-            "fallbacks": stats.fallbacks,
-            "member_busy": stats.member_busy,
-        }
+        names = ("publishes", "bytes", "seconds", "retries", "corrupt", "fallbacks", "member_busy")
+        counts = {name: getattr(stats, name) for name in names}
+        return counts | {"trainer_stall_seconds": self.stall_seconds, "transport": self.transport}
 
     async def _start(self) -> None:
         """Makes the canary, the sender and the deliveries of the policy and of its EMA."""
@@ -295,7 +267,8 @@ class PublishedWeights:
     def _acknowledged(self, worker: str, ack: Ack) -> None:
         if worker not in self.table.held:
             return  # The worker was declared dead while its acknowledgement was under way.
-        self._corruption.acknowledged(ack.version)
+        if ack.version > self._newest:
+            self._newest, self._corrupted = ack.version, 0
         for_evaluation = ack.slot == EVALUATION or ack.stream == EMA
         self.table.acknowledge(worker, ack.version, ack.digest, evaluation=for_evaluation)
         self.observer.event(
@@ -314,4 +287,9 @@ class PublishedWeights:
                 worker.kill()
         self.table.lost_worker(name)
         self.work.notify()
-        self._corruption.gave_up(error)
+        self._corrupted += "TransferCorrupted" in error_names(error)
+        if self._corrupted >= MAX_CORRUPTED_WORKERS_IN_A_ROW:
+            raise CorruptedVersion(
+                f"{self._corrupted} workers in a row received damaged weights, however often they were sent; nothing "
+                f"newer than version {self._newest} has arrived anywhere: {error}"
+            ) from error
