@@ -37,8 +37,9 @@ class Draft:
 
     def sealed(self, digests: tuple[bytes, ...]) -> "Header":
         """Returns the header of a version whose tensors have these digests, in layout order."""
-        parts = (self.stream, self.version, self.layout, self.alpha, self.rank, digests)
-        return Header(*parts, digest=_identity(*parts))
+        scaling = repr(self.alpha), repr(self.rank)
+        digest = combine([self.stream, str(self.version), self.layout.hash, *scaling, *digests])
+        return Header(self.stream, self.version, self.layout, self.alpha, self.rank, digests, digest)
 
 
 @dataclass(frozen=True)
@@ -57,8 +58,7 @@ class Header(Draft):
 
     def is_consistent(self) -> bool:
         """Returns True if `digest` matches the other fields."""
-        parts = (self.stream, self.version, self.layout, self.alpha, self.rank, self.digests)
-        return len(self.digests) == len(self.layout.entries) and self.digest == _identity(*parts)
+        return len(self.digests) == len(self.layout.entries) and self.digest == self.sealed(self.digests).digest
 
 
 @dataclass(frozen=True)
@@ -143,8 +143,6 @@ class DeliveryStats:
     """Size of the published versions; a version counts once, not per receiver."""
     seconds: float = 0.0
     """Seconds from staged to acknowledged by all receivers."""
-    stall_seconds: float = 0.0
-    """Seconds of waiting for the sender to stage."""
     acknowledged: int = 0
     retries: int = 0
     corrupt: int = 0
@@ -153,9 +151,3 @@ class DeliveryStats:
     member_busy: int = 0
     """Versions for which the collective transport was not used, because a member was busy with an earlier delivery."""
     replaced: int = 0
-
-
-def _identity(
-    stream: str, version: int, layout: Layout, alpha: float | None, rank: int | None, digests: tuple[bytes, ...]
-) -> str:
-    return combine([stream, str(version), layout.hash, repr(alpha), repr(rank), *digests])

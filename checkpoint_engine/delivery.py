@@ -77,9 +77,7 @@ class Delivery:
     async def publish(self, version: int) -> None:
         """Returns when the version is staged, so that the tensors may change; delivery goes on in the background."""
         self._background.check()
-        start = self._now()
         await self._sender.stage(version)
-        self.stats.stall_seconds += self._now() - start
         self._staged.add(version)
         self._background.start(self._deliver(version), f"deliver-{version}")
 

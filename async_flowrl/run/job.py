@@ -53,8 +53,9 @@ from async_flowrl.run.stopping import StopRequest, listening
 from async_flowrl.run.transport import choose_transport
 from async_flowrl.training.checkpoint_folder import checkpoint_step, find_checkpoint
 from separation.group import WorkerDied, WorkerFailed
+from separation.node_checks import OtherCode
 from separation.placement import ResourcesMissing, StoreTooSmall
-from separation.supervise import deadline
+from separation.supervise import deadline, leaves
 
 logger = logging.getLogger(__name__)
 
@@ -114,7 +115,7 @@ def _run(
         return _fail("interrupted", exit_codes.INTERRUPTED)
     except StoreTooSmall as error:
         return _fail(f"{error}: {stored(config)}", exit_codes.CONFIG)
-    except (ConfigError, ResourcesMissing) as error:
+    except (ConfigError, ResourcesMissing, OtherCode) as error:
         return _fail(error, exit_codes.CONFIG)
     except Exception as error:
         logger.exception("the run failed")
@@ -155,7 +156,7 @@ def last_resort(error: BaseException, stop: StopRequest, directory: RunDirectory
     It can if it was asked to stop and `error` is the death of a worker or server: a scheduler that asks a run to stop
     often ends the workers as well. Shares of several ranks are not read for it.
     """
-    if not stop() or not isinstance(innermost(error), WorkerDied | ServerLost):
+    if not stop() or not isinstance(leaves(error)[0], WorkerDied | ServerLost):
         return None
     path = find_checkpoint(directory.checkpoints, shares=False)
     return None if path is None else checkpoint_step(path)
@@ -274,21 +275,15 @@ def refused(error: BaseException) -> str | None:
 
     An example is a LoRA for layers that do not exist. Returns None for other errors.
     """
-    cause = innermost(error)
+    cause = leaves(error)[0]
     loading = isinstance(cause, WorkerFailed) and cause.method in ("load", "restore") and cause.kind == "ValueError"
     return cause.message if isinstance(cause, WorkerFailed) and loading else None
 
 
 def first_cause(error: BaseException) -> str:
     """Returns type and message of the first failure inside nested exception groups."""
-    cause = innermost(error)
+    cause = leaves(error)[0]
     return f"{type(cause).__name__}: {cause}"
-
-
-def innermost(error: BaseException) -> BaseException:
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
 
 
 def _fail(message: object, code: int) -> int:

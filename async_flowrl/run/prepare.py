@@ -238,12 +238,8 @@ def baseline_sampling(config: Config, family: str) -> Sampling | None:
     if evaluate.baseline_steps is not None:
         sampling = replace(sampling, num_inference_steps=evaluate.baseline_steps)
     if evaluate.baseline_guidance is not None:
-        sampling = _guided(sampling, evaluate.baseline_guidance, embedded)
+        scale = evaluate.baseline_guidance
+        if refusal := guidance_refusal("evaluate.baseline_guidance", scale, embedded=embedded):
+            raise ValueError(refusal)
+        sampling = replace(sampling, guidance_scale=scale) if embedded else replace(sampling, true_cfg_scale=scale)
     return sampling
-
-
-def _guided(sampling: Sampling, scale: float, embedded: bool) -> Sampling:
-    """Returns `sampling` with `evaluate.baseline_guidance=scale`; `embedded`: it is an input of the network."""
-    if refusal := guidance_refusal("evaluate.baseline_guidance", scale, embedded=embedded):
-        raise ValueError(refusal)
-    return replace(sampling, guidance_scale=scale) if embedded else replace(sampling, true_cfg_scale=scale)
