@@ -35,6 +35,11 @@ class Draft:
     def nbytes(self) -> int:
         return self.layout.nbytes
 
+    @property
+    def title(self) -> str:
+        """The version in words, for messages."""
+        return f"version {self.version} of stream {self.stream}"
+
     def sealed(self, digests: tuple[bytes, ...]) -> "Header":
         """Returns the header of a version whose tensors have these digests, in layout order."""
         scaling = repr(self.alpha), repr(self.rank)

@@ -130,14 +130,10 @@ class Checkpoints:
         except WorkerFailed as error:
             if error.kind not in DISK_ERRORS:
                 raise
-            self._missed(version, error.message, error)
+            self.misses += 1
+            logger.warning("checkpoint %d could not be written (%d in a row): %s", version, self.misses, error.message)
+            if self.misses >= self.config.limits.missed_checkpoints:
+                raise SaveFailed(f"{self.misses} checkpoints in a row could not be written: {error.message}") from error
         else:
             self.misses = 0
             self.saved.append(version)
-
-    def _missed(self, version: int, why: str, error: Exception) -> None:
-        """Counts a checkpoint that could not be written. Raises SaveFailed after `limits.missed_checkpoints`."""
-        self.misses += 1
-        logger.warning("checkpoint %d could not be written (%d in a row): %s", version, self.misses, why)
-        if self.misses >= self.config.limits.missed_checkpoints:
-            raise SaveFailed(f"{self.misses} checkpoints in a row could not be written: {why}") from error

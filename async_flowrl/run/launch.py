@@ -73,9 +73,7 @@ def check_machine(prepared: Prepared) -> None:
     config, runtime = prepared.config, prepared.config.runtime
     show_what_can_be_shown()
     console_of(config.console)
-    if runtime.address is not None:
-        return
-    if runtime.backend != "ray":
+    if runtime.address is not None or runtime.backend != "ray":
         return
     check_fits_here(config)
     if config.checkpoint_engine.transport in (NCCL, PYNCCL):
