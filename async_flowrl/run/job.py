@@ -9,7 +9,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -73,60 +73,49 @@ def run(
     the checks before the run, which are logged. `workers` are worker classes of tests and benchmarks.
     """
     directory = RunDirectory(Path(config.output_dir))
-    try:
-        return _run(config, directory, hydra_record, warnings, workers)
-    finally:
-        end_log(directory.logs)
-
-
-def _run(
-    config: Config,
-    directory: RunDirectory,
-    hydra_record: Mapping[str, str],
-    warnings: Sequence[str],
-    workers: Workers,
-) -> int:
-    try:
-        prepared = replace(prepare(config), workers=workers)
-        check_machine(prepared)
-        if config.resume != "never" and not config.dry_run and directory.logs.is_dir():
-            log_to(directory.logs / "controller.log")  # find_resume logs a warning for each damaged checkpoint
-        # This comes before the first write to the run directory, so a refused run leaves the directory unchanged. Only
-        # damaged shares of a checkpoint are found later, by their ranks.
-        resume = find_resume(prepared.requests, directory)
-        if config.dry_run:
-            directory.claim()
-            say(describe_inputs(prepared) + describe_run(prepared))
-            return exit_codes.OK
-        directory.create(prepared.config, hydra_record)
-    except ConfigError as error:
-        return _fail(error, exit_codes.CONFIG)
-    log_to(directory.logs / "controller.log")
-    logger.info(ATTEMPT)
-    say(first_lines(prepared, directory.root))
-    ending = Ending(prepared, directory, StopRequest(), hydra_record)
-    for sentence in (*warnings, *doubts_of(prepared)):
-        logger.warning("%s", sentence)
-    try:
-        with closing(open_display(prepared.config)) as display:
-            return asyncio.run(train(ending, resume, display))
-    except KeyboardInterrupt:
-        after_failure(ending)
-        return _fail("interrupted", exit_codes.INTERRUPTED)
-    except StoreTooSmall as error:
-        return _fail(f"{error}: {stored(config)}", exit_codes.CONFIG)
-    except (ConfigError, ResourcesMissing, OtherCode) as error:
-        return _fail(error, exit_codes.CONFIG)
-    except Exception as error:
-        logger.exception("the run failed")
-        if (refusal := refused(error)) is not None:
-            return _fail(refusal, exit_codes.CONFIG)
-        after_failure(ending)
-        return _fail(
-            f"the run failed: {first_cause(error)} (traceback in {directory.logs}/controller.log)", exit_codes.ERROR
-        )
-    finally:
-        directory.release()
+    with ExitStack() as last:
+        last.callback(end_log, directory.logs)
+        try:
+            prepared = replace(prepare(config), workers=workers)
+            check_machine(prepared)
+            if config.resume != "never" and not config.dry_run and directory.logs.is_dir():
+                log_to(directory.logs / "controller.log")  # find_resume logs a warning for each damaged checkpoint
+            # This comes before the first write to the run directory, so a refused run leaves the directory unchanged.
+            # Only damaged shares of a checkpoint are found later, by their ranks.
+            resume = find_resume(prepared.requests, directory)
+            if config.dry_run:
+                directory.claim()
+                say(describe_inputs(prepared) + describe_run(prepared))
+                return exit_codes.OK
+            directory.create(prepared.config, hydra_record)
+        except ConfigError as error:
+            return _fail(error, exit_codes.CONFIG)
+        log_to(directory.logs / "controller.log")
+        logger.info(ATTEMPT)
+        say(first_lines(prepared, directory.root))
+        ending = Ending(prepared, directory, StopRequest(), hydra_record)
+        for sentence in (*warnings, *doubts_of(prepared)):
+            logger.warning("%s", sentence)
+        try:
+            with closing(open_display(prepared.config)) as display:
+                return asyncio.run(train(ending, resume, display))
+        except KeyboardInterrupt:
+            after_failure(ending)
+            return _fail("interrupted", exit_codes.INTERRUPTED)
+        except StoreTooSmall as error:
+            return _fail(f"{error}: {stored(config)}", exit_codes.CONFIG)
+        except (ConfigError, ResourcesMissing, OtherCode) as error:
+            return _fail(error, exit_codes.CONFIG)
+        except Exception as error:
+            logger.exception("the run failed")
+            if (refusal := refused(error)) is not None:
+                return _fail(refusal, exit_codes.CONFIG)
+            after_failure(ending)
+            return _fail(
+                f"the run failed: {first_cause(error)} (traceback in {directory.logs}/controller.log)", exit_codes.ERROR
+            )
+        finally:
+            directory.release()
 
 
 async def train(ending: Ending, resume: Resume, display: Display) -> int:
