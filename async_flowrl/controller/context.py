@@ -87,21 +87,20 @@ class RewardCalls:
     Scores that were read from scores.jsonl are not counted.
     """
 
-    _retries: dict[int, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
-    _failures: dict[int, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
+    _counts: dict[int, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
+    """Step → counts by metric name."""
 
     def add(self, step: int, scores: Scores) -> None:
         """Adds the retries and failures of one group of `step`."""
-        self._retries[step].update(scores.retries)
-        self._failures[step].update(scores.failed.keys())
+        self._counts[step].update({f"reward/{term}/retries": count for term, count in scores.retries.items()})
+        self._counts[step].update(f"reward/{term}/failures" for term in scores.failed)
 
     def pop(self, step: int) -> dict[str, float]:
         """Removes and returns the step's counts: metric name → count, without zeros.
 
         The names are `reward/<term>/retries` and `reward/<term>/failures`.
         """
-        counts = {"retries": self._retries.pop(step, Counter()), "failures": self._failures.pop(step, Counter())}
-        return {f"reward/{term}/{what}": n for what, by_term in counts.items() for term, n in sorted(by_term.items())}
+        return dict(sorted(self._counts.pop(step, Counter()).items()))
 
 
 TICKETS_PER_WORKER = 2
