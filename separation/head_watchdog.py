@@ -118,7 +118,7 @@ def unreachable(host: str, port: int, seconds: float) -> str | None:
     """Returns why no connection came about within the time; None if one did."""
     try:
         socket.create_connection((host, port), seconds).close()
-    except OSError as error:
+    except (OSError, OverflowError) as error:  # the latter for a port that no address can have
         return str(error) or type(error).__name__
     return None
 

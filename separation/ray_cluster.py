@@ -6,7 +6,6 @@ cluster.py uses both.
 import asyncio
 import logging
 import os
-import socket
 import sys
 import sysconfig
 import time
@@ -21,7 +20,7 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 
 from separation.group import PoolSpec, WorkerGroup
-from separation.head_watchdog import HeadLost, watch_head
+from separation.head_watchdog import HeadLost, unreachable, watch_head
 from separation.placement import (
     PACK,
     STRICT_PACK,
@@ -166,13 +165,11 @@ def check_reachable(address: str) -> None:
     host, _, port = address.rpartition(":")
     if "/" in address or not (host and port.isdigit()):
         return  # "auto" or "ray://…": only Ray can resolve these.
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), _REACH_SECONDS).close()
-    except (OSError, OverflowError) as error:
+    if (why := unreachable(host.strip("[]"), int(port), _REACH_SECONDS)) is not None:
         raise ResourcesMissing(
-            f"no Ray cluster answers at the address {address} ({error}): start one with `ray start --head` and take "
-            "the address that it prints, or leave the address out for a cluster of this machine"
-        ) from error
+            f"no Ray cluster answers at the address {address} ({why}): start one with `ray start --head` and take the "
+            "address that it prints, or leave the address out for a cluster of this machine"
+        )
 
 
 def token_refusal(error: Exception, address: str) -> str | None:
