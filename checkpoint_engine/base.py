@@ -155,4 +155,3 @@ class DeliveryStats:
     """Versions that the collective transport failed to bring to its members, and payloads that were not passed on."""
     member_busy: int = 0
     """Versions for which the collective transport was not used, because a member was busy with an earlier delivery."""
-    replaced: int = 0

@@ -271,7 +271,6 @@ class Delivery:
             listener(name, ack)
 
     def _retire(self, queue: ReceiverQueue, error: BaseException) -> None:
-        self.stats.replaced += 1
         if self._queues.get(queue.name) is queue:
             del self._queues[queue.name]
         self._background.start(self._replace(queue.name, error), f"replace-{queue.name}")

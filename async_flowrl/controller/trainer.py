@@ -119,9 +119,9 @@ class TrainerGroup:
         """Returns the images that the algorithm selects for training from a group in which all rewards differ."""
         return list(self.algorithm.select(np.arange(config.group_size, dtype=np.float64)))
 
-    async def all(self, method: str, *args: Any, lane: str = "main") -> list[Any]:
+    async def all(self, method: str, *args: Any) -> list[Any]:
         """Returns the method's results on all ranks, in rank order. Raises the first error."""
-        return await together(*(worker.call(method, *args, lane=lane) for worker in self.workers.workers))
+        return await together(*(worker.call(method, *args) for worker in self.workers.workers))
 
     async def watch(self) -> None:
         """Runs beside the loop and raises WorkerDied as soon as a rank dies."""
