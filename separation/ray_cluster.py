@@ -134,7 +134,13 @@ def _connect(pools: Sequence[PoolSpec], address: str | None) -> None:
         cpus, custom = own_cluster(pools, os.cpu_count() or 1)
         ray.init("local", num_cpus=cpus, resources=custom, include_dashboard=False, **common)
     else:
-        join(address, **common)
+        check_reachable(os.environ.get("RAY_ADDRESS", address) if address == "auto" else address)
+        try:
+            ray.init(address, **common)
+        except Exception as error:
+            if (refusal := token_refusal(error, address)) is None:
+                raise
+            raise ResourcesMissing(refusal) from error
     keep_terminal_clear()
 
 
@@ -144,20 +150,6 @@ def import_path() -> list[str]:
     standard |= {os.path.join(path, "lib-dynload") for path in standard}
     folders = [os.path.realpath(path or os.getcwd()) for path in sys.path]
     return [path for path in dict.fromkeys(folders) if os.path.isdir(path) and path not in standard]
-
-
-def join(address: str, **options: Any) -> None:
-    """Connects this process to the cluster at `address`; the options are those of `ray.init`.
-
-    Raises ResourcesMissing if nothing answers at the address or the cluster asks for another token.
-    """
-    check_reachable(os.environ.get("RAY_ADDRESS", address) if address == "auto" else address)
-    try:
-        ray.init(address, **options)
-    except Exception as error:
-        if (refusal := token_refusal(error, address)) is None:
-            raise
-        raise ResourcesMissing(refusal) from error
 
 
 def check_reachable(address: str) -> None:
