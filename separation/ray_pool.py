@@ -323,15 +323,11 @@ class RayWorker:
         if not watch.cancelled() and (error := watch.exception()) is not None:
             self._end(one_line(error))
 
-    def _where_to_look(self) -> str:
-        if not self.pid:
-            return SILENT
-        return f"; its output is in {self._log}" if self._log else ""
-
     def _end(self, reason: str) -> str:
         """Declares the worker dead, kills its remaining processes, and returns the reason of the first call."""
         if self._calls.reason is None:
-            self._calls.declare_dead(reason + ("" if reason == "killed" else self._where_to_look()))
+            where = f"; its output is in {self._log}" if self._log else ""
+            self._calls.declare_dead(reason + ("" if reason == "killed" else where if self.pid else SILENT))
             if self.process is not None and alive(self.process):
                 for process in [self.process, *descendants(self.pid)]:
                     kill(process)
