@@ -128,12 +128,9 @@ class Delivery:
         oldest = min(asked) if asked else max(self._headers, default=-1) + 1
         async with self._sealing:
             # Versions evicted while this waited are left out: newer ones have replaced them.
-            wanted = sorted(v for v in self._headers if v >= oldest)
+            newer = [self._headers[version] for version in sorted(self._headers) if version >= oldest]
             queue = self._queues[receiver.name] = ReceiverQueue(receiver, self._options, self.stats, self._events)
-            jobs = []
-            for version in wanted:
-                if (header := self._headers.get(version)) is not None:
-                    jobs += self._enqueue(header, RING, [queue])
+            jobs = [job for header in newer for job in self._enqueue(header, RING, [queue])]
             if self._evaluated is not None:
                 jobs += self._enqueue(self._evaluated, EVALUATION, [queue])
         return await self._settle(jobs)
