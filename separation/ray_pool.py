@@ -221,15 +221,13 @@ class RayWorker:
 
         `code` (see `code_of`) is compared with the node's; None on a cluster of one node.
         """
-        if _WATCH in spec.lanes:
-            raise ValueError(f"the lane name {_WATCH!r} is taken")
         self.name, self.pool, self.index = name, spec.name, index
         self.pid, self.node = 0, ""
         self._spec, self._code = spec, code
         self._log = log_dir.absolute() / f"{name}.log" if log_dir is not None else None
         self._calls = CallTable(name)
-        self._lanes: dict[str, dict[str, str]] = {"main": {}}
-        self._lanes |= {lane: {"concurrency_group": lane} for lane in spec.lanes}
+        groups = {lane: {"concurrency_group": lane} for lane in spec.lanes}
+        self._lanes: dict[str, dict[str, str]] = {"main": {}, **groups}
         self.process: psutil.Process | None = None
         """The actor's process; None before `build`, and if it is on another machine."""
         self._gone = asyncio.Event()
