@@ -81,18 +81,12 @@ def usual(model: str) -> Config:
     """Configuration for a model outside a run, without prompts: its family's usual guidance, 512 × 512 pixels, 28 steps
     (`tiny`: 32 × 32, 6)."""
     config = Config(model=ModelConfig(path=model), data=DataConfig(train=""))
-    size, steps, (true_cfg_scale, guidance_scale) = 32, 6, (1.0, 0.0)
+    size, steps, guidance = 32, 6, (1.0, 0.0)
     if model != "tiny":
-        size, steps = 512, 28
-        true_cfg_scale, guidance_scale = load_family(resolve_model(config.model).family).usual_guidance
-    config.rollout = replace(
-        config.rollout,
-        resolution=size,
-        num_inference_steps=steps,
-        true_cfg_scale=true_cfg_scale,
-        guidance_scale=guidance_scale,
-        negative_prompt=" ",
-    )
+        size, steps, guidance = 512, 28, load_family(resolve_model(config.model).family).usual_guidance
+    how = config.rollout
+    how.resolution, how.num_inference_steps, how.negative_prompt = size, steps, " "
+    how.true_cfg_scale, how.guidance_scale = guidance
     return config
 
 

@@ -35,10 +35,16 @@ class Draft:
     def nbytes(self) -> int:
         return self.layout.nbytes
 
+    @property
+    def title(self) -> str:
+        """The version in words, for messages."""
+        return f"version {self.version} of stream {self.stream}"
+
     def sealed(self, digests: tuple[bytes, ...]) -> "Header":
         """Returns the header of a version whose tensors have these digests, in layout order."""
-        parts = (self.stream, self.version, self.layout, self.alpha, self.rank, digests)
-        return Header(*parts, digest=_identity(*parts))
+        scaling = repr(self.alpha), repr(self.rank)
+        digest = combine([self.stream, str(self.version), self.layout.hash, *scaling, *digests])
+        return Header(self.stream, self.version, self.layout, self.alpha, self.rank, digests, digest)
 
 
 @dataclass(frozen=True)
@@ -57,8 +63,7 @@ class Header(Draft):
 
     def is_consistent(self) -> bool:
         """Returns True if `digest` matches the other fields."""
-        parts = (self.stream, self.version, self.layout, self.alpha, self.rank, self.digests)
-        return len(self.digests) == len(self.layout.entries) and self.digest == _identity(*parts)
+        return len(self.digests) == len(self.layout.entries) and self.digest == self.sealed(self.digests).digest
 
 
 @dataclass(frozen=True)
@@ -91,7 +96,6 @@ class SenderEndpoint(Protocol):
 
     async def seal(self, version: int) -> Header:
         """Digests a staged version and returns its header. Raises VersionGone if it is not staged or retained."""
-        ...
 
     async def payload(self, version: int) -> Any:
         """Returns a version's bytes or a reference to them, for which it may wait until the sender is free.
@@ -114,7 +118,6 @@ class ReceiverEndpoint(Protocol):
 
     async def receive(self, header: Header, payload: Any, slot: str) -> Ack:
         """Verifies and retains a version. Raises TransferCorrupted or WeightsMismatch, as `Receiver.receive` does."""
-        ...
 
     async def relay(self, header: Header, slot: str) -> Any:
         """Returns a payload of a version that this receiver retains, to be sent to other receivers."""
@@ -145,8 +148,6 @@ class DeliveryStats:
     """Size of the published versions; a version counts once, not per receiver."""
     seconds: float = 0.0
     """Seconds from staged to acknowledged by all receivers."""
-    stall_seconds: float = 0.0
-    """Seconds of waiting for the sender to stage."""
     acknowledged: int = 0
     retries: int = 0
     corrupt: int = 0
@@ -154,10 +155,3 @@ class DeliveryStats:
     """Versions that the collective transport failed to bring to its members, and payloads that were not passed on."""
     member_busy: int = 0
     """Versions for which the collective transport was not used, because a member was busy with an earlier delivery."""
-    replaced: int = 0
-
-
-def _identity(
-    stream: str, version: int, layout: Layout, alpha: float | None, rank: int | None, digests: tuple[bytes, ...]
-) -> str:
-    return combine([stream, str(version), layout.hash, repr(alpha), repr(rank), *digests])

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
-from checkpoint_engine.base import RING, Ack, Draft
+from checkpoint_engine.base import Ack, Draft
 from checkpoint_engine.errors import TransferFailed, WeightsMismatch
 from checkpoint_engine.incremental import Intake, Sealing, trailer, trailer_bytes
 from checkpoint_engine.process_group import POLL_SECONDS, SENDER, Epoch, Limit, Link
@@ -204,9 +204,9 @@ class CollectiveReceiver:
         self._member.ready(epoch)
         self._receiver.check(draft)
 
-    def accept(self, draft: Draft, slot: str = RING) -> Ack:
-        """Receives a broadcast into a slot. Raises TransferFailed, TransferCorrupted or WeightsMismatch."""
-        return self._member.take(self._receiver.expect(draft, slot))
+    def accept(self, draft: Draft) -> Ack:
+        """Receives a broadcast into the ring. Raises TransferFailed, TransferCorrupted or WeightsMismatch."""
+        return self._member.take(self._receiver.expect(draft))
 
     def abort(self) -> None:
         self._member.abort()

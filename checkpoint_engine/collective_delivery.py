@@ -6,8 +6,8 @@ Delivery (delivery.py) calls it. An epoch is one group of the sender and a fixed
 import asyncio
 import logging
 import secrets
-from collections.abc import Awaitable, Sequence
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from collections.abc import Sequence
+from typing import Any, Protocol, runtime_checkable
 
 from checkpoint_engine.base import Ack, Draft, ReceiverEndpoint
 from checkpoint_engine.errors import MemberBusy, TransferFailed, Verdict, error_names, verdict
@@ -15,8 +15,6 @@ from checkpoint_engine.fanout import leaders
 from checkpoint_engine.process_group import MIN_BYTES_PER_SECOND, SENDER, Epoch
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 MAX_FAILURES_IN_A_ROW = 3
 """After this many consecutive failures that no member's death explains, the collective transport is not used again."""
@@ -101,7 +99,7 @@ class CollectiveBroadcast:
         async with self._order:
             members = self._who(_able(receivers), _able(busy))
             try:
-                draft = await self._within(self._sender_seconds, self._sender.draft(version))
+                draft = await asyncio.wait_for(self._sender.draft(version), self._sender_seconds)
                 await self._meet(members)
                 results = await self._exchange(draft, members, await self._enter(draft, members))
             except Exception as error:  # any error: the caller delivers in another way
@@ -166,7 +164,7 @@ class CollectiveBroadcast:
         self._number += 1
         world = len(members) + 1
         seconds = self._setup_seconds + SETUP_SECONDS_PER_MEMBER * world
-        host, port = await self._within(self._sender_seconds, self._sender.address())
+        host, port = await asyncio.wait_for(self._sender.address(), self._sender_seconds)
         epoch = Epoch(self._number, self._secret, host, port, world, self._ready_seconds, seconds)
         joins = [member.open_group(epoch, rank) for rank, member in enumerate(members, start=SENDER + 1)]
         loop = asyncio.get_running_loop()
@@ -228,7 +226,7 @@ class CollectiveBroadcast:
             await self._abort(members)
             _, waiting = await asyncio.wait(waiting, timeout=self._ready_seconds)
         await _ended(tasks)
-        results = {name: _outcome(task) for name, task in accepting.items()}
+        results = {name: _error(task) or task.result() for name, task in accepting.items()}
         error = _error(sending)
         served = all(isinstance(result, Ack) for result in results.values())
         if error is not None and (served or error_names(error) & _VERIFIED):
@@ -243,10 +241,6 @@ class CollectiveBroadcast:
         await self._abort(members)
         after = f"; {self.name} is not tried again" if self._is_off else ""
         logger.warning("%s: %s%s", what, repr(errors[0]), after)
-
-    async def _within(self, seconds: float, call: Awaitable[T]) -> T:
-        async with asyncio.timeout(seconds):
-            return await call
 
     async def _abort(self, members: Sequence[GroupReceiver]) -> None:
         """Aborts the group at the sender and all members; members that cannot be reached are only logged."""
@@ -276,7 +270,3 @@ def _error_of_a_transfer(done: "set[asyncio.Task[Any]]") -> bool:
 
 def _error(task: "asyncio.Task[Any]") -> BaseException | None:
     return TransferFailed("no answer") if task.cancelled() else task.exception()
-
-
-def _outcome(task: "asyncio.Task[Ack]") -> Ack | BaseException:
-    return _error(task) or task.result()

@@ -77,9 +77,7 @@ class Delivery:
     async def publish(self, version: int) -> None:
         """Returns when the version is staged, so that the tensors may change; delivery goes on in the background."""
         self._background.check()
-        start = self._now()
         await self._sender.stage(version)
-        self.stats.stall_seconds += self._now() - start
         self._staged.add(version)
         self._background.start(self._deliver(version), f"deliver-{version}")
 
@@ -130,12 +128,9 @@ class Delivery:
         oldest = min(asked) if asked else max(self._headers, default=-1) + 1
         async with self._sealing:
             # Versions evicted while this waited are left out: newer ones have replaced them.
-            wanted = sorted(v for v in self._headers if v >= oldest)
+            newer = [self._headers[version] for version in sorted(self._headers) if version >= oldest]
             queue = self._queues[receiver.name] = ReceiverQueue(receiver, self._options, self.stats, self._events)
-            jobs = []
-            for version in wanted:
-                if (header := self._headers.get(version)) is not None:
-                    jobs += self._enqueue(header, RING, [queue])
+            jobs = [job for header in newer for job in self._enqueue(header, RING, [queue])]
             if self._evaluated is not None:
                 jobs += self._enqueue(self._evaluated, EVALUATION, [queue])
         return await self._settle(jobs)
@@ -273,7 +268,6 @@ class Delivery:
             listener(name, ack)
 
     def _retire(self, queue: ReceiverQueue, error: BaseException) -> None:
-        self.stats.replaced += 1
         if self._queues.get(queue.name) is queue:
             del self._queues[queue.name]
         self._background.start(self._replace(queue.name, error), f"replace-{queue.name}")

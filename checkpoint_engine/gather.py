@@ -110,14 +110,13 @@ class Gather:
                 _settle(receipt)
                 pieces.append(piece)
             self._place(bucket, number, [piece.numpy() for piece in pieces], work)
-        title = f"version {work.draft.version} of stream {work.draft.stream}"
         for rank, layout in enumerate(self._shares):
             rows = [shard_rows(len(tensor), len(self._shares), rank) for tensor in whole]
             views = [tensor[own.start : own.stop] for tensor, own in zip(whole, rows, strict=True)]
             expected = torch.empty_like(sample(layout, views)) if rank else share.sample.cpu()
             if rank:
                 _settle(self._started("recv", expected.view(torch.uint8), rank, len(self._buckets)))
-            check_sample(layout, f"{title}, of rank {rank}", expected, views)
+            check_sample(layout, f"{work.draft.title}, of rank {rank}", expected, views)
         self._count += 1
 
     def _coming(self, number: int, room: Tensor) -> list[tuple[Any, Tensor]]:

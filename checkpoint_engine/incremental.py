@@ -135,9 +135,7 @@ class Intake:
         data, count = trailer.tobytes(), len(self.draft.layout.entries)
         header = self.draft.sealed(tuple(data[i * DIGEST_BYTES : (i + 1) * DIGEST_BYTES] for i in range(count)))
         if header.digest != data[count * DIGEST_BYTES :].hex():
-            raise TransferCorrupted(
-                f"version {header.version} of stream {header.stream} arrived with a damaged trailer"
-            )
+            raise TransferCorrupted(f"{header.title} arrived with a damaged trailer")
         return self.accept(header)
 
 

@@ -118,25 +118,21 @@ class RunningDigests:
     """Digests of a buffer's tensors, computed while the buffer is filled from its beginning."""
 
     def __init__(self, layout: Layout) -> None:
-        self._entries, self._end = layout.entries, 0
+        self._entries, self.end = layout.entries, 0
+        """`end` is the number of bytes that have been fed."""
         self._state: xxhash.xxh3_128 | None = None
         self._finished: list[bytes] = []
 
-    @property
-    def end(self) -> int:
-        """Number of bytes that have been fed."""
-        return self._end
-
     def feed(self, data: ByteArray) -> None:
         """Digests the bytes [n] that follow those fed before."""
-        start, self._end = self._end, self._end + data.shape[0]
+        start, self.end = self.end, self.end + data.shape[0]
         while len(self._finished) < len(self._entries):
             entry = self._entries[len(self._finished)]
-            if entry.offset > self._end:
+            if entry.offset > self.end:
                 return
             state = self._state or xxhash.xxh3_128(seed=entry.offset)
             state.update(data[max(entry.offset, start) - start : entry.end - start].data)
-            if entry.end > self._end:
+            if entry.end > self.end:
                 self._state = state
                 return
             self._finished.append(state.digest())
@@ -145,7 +141,7 @@ class RunningDigests:
     def finish(self) -> tuple[bytes, ...]:
         """Returns the digests of all tensors. Raises ValueError if not all bytes have been fed."""
         if len(self._finished) < len(self._entries):
-            raise ValueError(f"{self._entries[len(self._finished)].name} is not complete after {self._end} bytes")
+            raise ValueError(f"{self._entries[len(self._finished)].name} is not complete after {self.end} bytes")
         return tuple(self._finished)
 
 

@@ -172,7 +172,8 @@ class TorchLink:
         """Waits for one bucket, then calls `seen(end)`, unless `end` is None."""
         while not work.is_completed():
             if self.backend == "gloo":
-                _wait(work)
+                with contextlib.suppress(RuntimeError):  # `work.wait()` below raises it
+                    work.wait(ABORT_LATENCY)
                 limit.check()
             else:
                 limit.pause()  # NCCL's own wait with a time-out ends the whole group at that time-out
@@ -253,9 +254,3 @@ def _variable(name: str, value: str) -> Iterator[None]:
             del os.environ[name]
         else:
             os.environ[name] = before
-
-
-def _wait(work: Any) -> None:
-    """Waits at most ABORT_LATENCY for the work. Errors are ignored here, because the caller's own wait raises them."""
-    with contextlib.suppress(RuntimeError):
-        work.wait(ABORT_LATENCY)

@@ -6,6 +6,7 @@ It runs in the sending process, i.e. in one trainer rank. It copies the tensors 
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +20,6 @@ from checkpoint_engine.layout import Layout
 from checkpoint_engine.sealed import SealedVersions
 from checkpoint_engine.side_stream import HostCopy, SideStream, recorded
 from checkpoint_engine.spot_check import check_sample, sample
-from checkpoint_engine.together import Together
 
 MAX_STAGED_VERSIONS = 2
 """Largest number of versions that are staged and not sealed yet."""
@@ -120,40 +120,34 @@ class Publisher(SealedVersions):
                 raise VersionGone(f"version {version} of stream {self.stream} is neither staged nor retained")
             self._sealing.add(version)
         try:
-            return self._from_device(version, staged) if staged.host is None else self._from_host(version, staged)
+            return self._sealing_of(version, staged)
         except BaseException:
             self._sealing_ends(version)
             self._give_back(staged.slot)
             raise
 
-    def _from_host(self, version: int, staged: _Staged) -> Sealing:
-        assert staged.host is not None
-        host, sample = staged.host, staged.sample
-        self._give_back(staged.slot)
-        return Sealing(
-            self.draft(version), host.data, self._end, proven=lambda: self._check_sample(version, sample, host.views)
-        )
-
-    def _from_device(self, version: int, staged: _Staged) -> Sealing:
-        """Starts the copy from the GPU slot to the host. The slot stays in use until the end of the Sealing."""
-        assert self._side is not None
-        slot = self._slots[staged.slot]
-        self._side.wait(staged.ready)
-        with self._side.current():
-            sample = staged.sample.cpu()
-            self._check_sample(version, sample, self._views[staged.slot])
-        buffer = self._buffers.take()
-        data = buffer.data
-        host = torch.from_numpy(data)
+    def _sealing_of(self, version: int, staged: _Staged) -> Sealing:
+        """Returns the Sealing of a staged version. A GPU slot stays in use until its end, as the bytes come from it."""
+        buffer, expected, copy = staged.host, staged.sample, None
+        if buffer is not None:
+            self._give_back(staged.slot)
+        else:
+            assert self._side is not None
+            self._side.wait(staged.ready)
+            with self._side.current():
+                expected = staged.sample.cpu()
+                self._check_sample(version, expected, self._views[staged.slot])
+            buffer = self._buffers.take()
+            copy = HostCopy(self._slots[staged.slot], torch.from_numpy(buffer.data), self._side)
+        views = buffer.views
 
         def end(work: Sealing, header: Header | None) -> None:
             self._end(work, header)
-            self._give_back(staged.slot)
+            if copy is not None:
+                self._give_back(staged.slot)
 
-        copy = HostCopy(slot, host, self._side)
-        return Sealing(
-            self.draft(version), data, end, copy=copy, proven=lambda: self._check_sample(version, sample, buffer.views)
-        )
+        proven = partial(self._check_sample, version, expected, views)
+        return Sealing(self.draft(version), buffer.data, end, copy=copy, proven=proven)
 
     def _end(self, work: Sealing, header: Header | None) -> None:
         super()._end(work, header)
@@ -191,16 +185,10 @@ class Publisher(SealedVersions):
 
     def _copy(self, slot: int, sources: list[Tensor]) -> _Staged:
         host = self._buffers.take() if self._device.type == "cpu" else None
-        together = Together.of(sources) if host is not None else None
         with torch.no_grad():
-            if host is None or together is None or not self._copied_at_once(together, host):
-                torch._foreach_copy_(self._views[slot] if host is None else host.views, sources)
-            picked = sample(self.layout, sources, together)
+            torch._foreach_copy_(self._views[slot] if host is None else host.views, sources)
+            picked = sample(self.layout, sources)
         return _Staged(slot, host, picked, recorded(self._device))
-
-    def _copied_at_once(self, together: Together, host: HostBuffer) -> bool:
-        """Returns False, and copies nothing, where torch must cast the tensors or has several threads for the copy."""
-        return torch.get_num_threads() == 1 and together.copy_to(self.layout, host.data)
 
     def _give_back(self, slot: int) -> None:
         with self._changed:

@@ -99,7 +99,7 @@ class Receiver:
         """
         self.check(header, slot)
         if not header.is_consistent():
-            raise TransferCorrupted(f"{_title(header)} arrived with a damaged header")
+            raise TransferCorrupted(f"{header.title} arrived with a damaged header")
         data = as_bytes(buffer)
         self._check_length(header, data)
         intake = self.expect(header, slot)
@@ -135,7 +135,7 @@ class Receiver:
         self._check_scaling(draft)
         difference = self.layout.difference(draft.layout)
         if difference:
-            raise WeightsMismatch(f"{_title(draft)} doesn't fit the receiver: {difference}")
+            raise WeightsMismatch(f"{draft.title} doesn't fit the receiver: {difference}")
 
     def _accept(self, header: Header, intake: Intake) -> Ack:
         self._check_digests(header, intake.digests)
@@ -198,7 +198,7 @@ class Receiver:
         for name, sent, expected in (("alpha", header.alpha, self.alpha), ("rank", header.rank, self.rank)):
             if sent != expected:
                 raise WeightsMismatch(
-                    f"{_title(header)} has LoRA {name} {sent}, expected {expected}: "
+                    f"{header.title} has LoRA {name} {sent}, expected {expected}: "
                     f"{self.layout.entries[0].name} and all others would be scaled wrongly"
                 )
 
@@ -207,20 +207,20 @@ class Receiver:
         if size != header.nbytes:
             cut = next((entry.name for entry in self.layout.entries if entry.end > size), "nothing")
             raise TransferCorrupted(
-                f"{_title(header)} arrived with {size} of {header.nbytes} bytes: the first tensor cut off is {cut}"
+                f"{header.title} arrived with {size} of {header.nbytes} bytes: the first tensor cut off is {cut}"
             )
 
     def _check_fresh(self, header: Header, ring: Sequence[int]) -> None:
         if len(ring) >= self.capacity and header.version < ring[0]:
             raise WeightsMismatch(
-                f"{_title(header)} is stale: the receiver holds {list(ring)} already, "
+                f"{header.title} is stale: the receiver holds {list(ring)} already, "
                 f"{self.layout.entries[0].name} and all others are newer there"
             )
 
     def _check_digests(self, header: Header, digests: RunningDigests) -> None:
         for entry, arrived, expected in zip(self.layout.entries, digests.finish(), header.digests, strict=True):
             if arrived != expected:
-                raise TransferCorrupted(f"{_title(header)} arrived with wrong bytes in {entry.name}")
+                raise TransferCorrupted(f"{header.title} arrived with wrong bytes in {entry.name}")
 
     def retain(self, header: Header, storage: Tensor, slot: str) -> None:
         """Retains the bytes uint8 [nbytes] in `storage`, which were verified.
@@ -231,7 +231,7 @@ class Receiver:
         with self._lock:
             same = self._retained.get(key)
             if same is not None and same[0].digest != header.digest:
-                raise WeightsMismatch(f"{_title(header)} came twice with different contents")
+                raise WeightsMismatch(f"{header.title} came twice with different contents")
             ring = sorted(v for s, stream, v in self._retained if s == slot and stream == header.stream)
             if slot == RING and same is None:
                 self._check_fresh(header, ring)
@@ -249,7 +249,3 @@ class Receiver:
             names = sorted(f"{s} {v} ({kind})" for kind, s, v in self._retained) or ["nothing"]
             raise WeightsMismatch(f"{stream} {version} ({slot}) is not held, only {', '.join(names)}")
         return retained
-
-
-def _title(header: Draft) -> str:
-    return f"version {header.version} of stream {header.stream}"

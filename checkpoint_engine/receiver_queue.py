@@ -140,7 +140,7 @@ class ReceiverQueue:
                 if judged is Verdict.STOP:
                     if "VersionGone" not in error_names(raised) or not await self._events.superseded(job):
                         raise
-                    title = f"version {job.header.version} of stream {job.header.stream}"
+                    title = job.header.title
                     logger.info("%s goes on without %s, for which it was too late: %s", self.name, title, raised)
                     job.settle(False)
                     return None
@@ -171,8 +171,8 @@ class ReceiverQueue:
                     raise
                 self._stats.fallbacks += 1
                 why = repr(error)
-        version = f"version {job.header.version} of stream {job.header.stream}"
-        logger.warning("%s gets %s from the sender, not passed on by %s: %s", self.name, version, endpoint.name, why)
+        title = job.header.title
+        logger.warning("%s gets %s from the sender, not passed on by %s: %s", self.name, title, endpoint.name, why)
         return await asyncio.shield(job.payload)
 
     async def _has_it(self, parent: Job) -> bool:

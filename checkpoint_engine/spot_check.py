@@ -8,29 +8,18 @@ import math
 from collections.abc import Sequence
 from functools import lru_cache
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from checkpoint_engine.errors import WeightsMismatch
 from checkpoint_engine.layout import Layout, dtype_of
-from checkpoint_engine.together import Together
 
 MAX_SAMPLES_PER_TENSOR = 16
 """Largest number of elements per tensor that are compared."""
-MAX_CACHED_LAYOUTS = 16
-"""Largest number of layouts for which it is remembered which elements these are."""
 
 
-def sample(layout: Layout, sources: Sequence[Tensor], together: Together | None = None) -> Tensor:
-    """Returns a few elements of every tensor, in layout order and the dtype that is sent, on the tensors' device.
-
-    `together` are the same tensors as one, if they lie so; then they are read by one operation instead of one for each.
-    """
-    if together is not None and (sent := _only_dtype(layout)) is not None:
-        places = torch.from_numpy(_places(layout, together.offsets))
-        return together.elements.index_select(0, places).to(sent)
+def sample(layout: Layout, sources: Sequence[Tensor]) -> Tensor:
+    """Returns a few elements of every tensor, in layout order and the dtype that is sent, on the tensors' device."""
     picked = []
     for (count, step, dtype), source in zip(_samplings(layout), sources, strict=True):
         flat = source if source.is_contiguous() else source.contiguous()
@@ -44,7 +33,7 @@ def check_sample(layout: Layout, title: str, expected: Tensor, views: Sequence[T
 
     `expected` is in host memory, `views` on any device in layout order; the error names `title` and the tensor.
     """
-    staged = sample(layout, views, Together.of(views)).cpu()
+    staged = sample(layout, views).cpu()
     if torch.equal(staged.view(torch.uint8), expected.view(torch.uint8)):
         return
     start = 0
@@ -58,24 +47,7 @@ def check_sample(layout: Layout, title: str, expected: Tensor, views: Sequence[T
         start = end
 
 
-@lru_cache(MAX_CACHED_LAYOUTS)
-def _places(layout: Layout, offsets: tuple[int, ...]) -> NDArray[np.int64]:
-    """Returns the elements [n] that are compared, of tensors that begin at these elements of one storage.
-
-    It is no tensor, because one that is made while a plan is rehearsed on shapes alone would have no content.
-    """
-    parts = zip(_samplings(layout), offsets, strict=True)
-    return np.concatenate([offset + step * np.arange(count, dtype=np.int64) for (count, step, _), offset in parts])
-
-
-@lru_cache(MAX_CACHED_LAYOUTS)
-def _only_dtype(layout: Layout) -> torch.dtype | None:
-    """Returns the dtype in which all tensors are sent; None if there are several."""
-    dtypes = {dtype for _, _, dtype in _samplings(layout)}
-    return dtypes.pop() if len(dtypes) == 1 else None
-
-
-@lru_cache(MAX_CACHED_LAYOUTS)
+@lru_cache(16)
 def _samplings(layout: Layout) -> tuple[tuple[int, int, torch.dtype], ...]:
     """Returns by tensor the number of elements that are compared, their distance in elements, and the dtype sent."""
     samplings = []

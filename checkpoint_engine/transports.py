@@ -1,6 +1,8 @@
-"""Transports by name: checks, the choice of `auto`, and the group members of the collective transports.
+"""Transports by name: checks, the choice of `auto`, and the ends of the collective transports in workers.
 
-`object_store` sends payloads by calls of each receiver; gloo, nccl and pynccl broadcast them in a process group.
+`object_store` sends payloads by calls of each receiver; gloo, nccl and pynccl broadcast them in a process group. A
+SendingEnd in trainer rank 0 and ReceivingEnds in rollout workers make their members of the process group when the first
+epoch (set of members, see collective.py) is made.
 """
 
 from difflib import get_close_matches
@@ -8,8 +10,10 @@ from difflib import get_close_matches
 import torch
 import torch.distributed as dist
 
-from checkpoint_engine.collective import Member
-from checkpoint_engine.process_group import TorchLink
+from checkpoint_engine.collective import CollectiveReceiver, CollectiveSender, Member
+from checkpoint_engine.process_group import Epoch, TorchLink
+from checkpoint_engine.receiver import Receiver
+from checkpoint_engine.sealed import SealedVersions
 from checkpoint_engine.side_stream import concrete
 
 OBJECT_STORE, GLOO, NCCL, PYNCCL, AUTO = "object_store", "gloo", "nccl", "pynccl", "auto"
@@ -64,3 +68,42 @@ def make_member(transport: str, device: torch.device | str = "cpu") -> Member:
 
     where = concrete(device)  # here, as the thread that makes the link has another current GPU
     return Member(lambda: PyncclLink(where), where)
+
+
+class SendingEnd:
+    """The end of trainer rank 0. All methods except `abort` run on the lane (worker thread) for publishing."""
+
+    def __init__(self, publisher: SealedVersions, device: torch.device) -> None:
+        self._publisher, self._device = publisher, device
+        self.sender: CollectiveSender
+        """Set when the group's address is asked for."""
+
+    def address(self, transport: str, host: str) -> tuple[str, int]:
+        if not hasattr(self, "sender"):
+            self.sender = CollectiveSender(self._publisher, make_member(transport, self._device), host=host)
+        return self.sender.address()
+
+    def abort(self) -> None:
+        if hasattr(self, "sender"):
+            self.sender.abort()
+
+
+class ReceivingEnd:
+    """The end of a rollout worker. All methods except `abort` run on the lane (worker thread) for deliveries."""
+
+    def __init__(self, receiver: Receiver) -> None:
+        self._retains = receiver
+        self.receiver: CollectiveReceiver
+        """Set when the worker joins a group."""
+
+    def open(self, transport: str, epoch: Epoch, rank: int) -> None:
+        """Joins a group. Raises TransferFailed; ValueError if the transport cannot write where versions are kept."""
+        if not hasattr(self, "receiver"):
+            device = self._retains.slot_device
+            check_receiver(transport, device)
+            self.receiver = CollectiveReceiver(self._retains, make_member(transport, device))
+        self.receiver.open(epoch, rank)
+
+    def abort(self) -> None:
+        if hasattr(self, "receiver"):
+            self.receiver.abort()

@@ -141,7 +141,6 @@ class Worker(Protocol):
         Raises WorkerDied, WorkerFailed or RefLost, and ValueError for an unknown lane. Cancelling the await does not
         stop the method; its result is then discarded.
         """
-        ...
 
     async def call_split(
         self, method: str, *args: Any, returns: int, lane: str = "main"
@@ -150,11 +149,9 @@ class Worker(Protocol):
 
         Raises as `call` does, and WorkerFailed if the method's result is no such tuple.
         """
-        ...
 
     async def watch(self) -> NoReturn:
         """Waits until the worker dies and raises WorkerDied, also while no call is under way."""
-        ...
 
     def kill(self) -> None:
         """Ends the worker at once; open and later calls raise WorkerDied.
@@ -162,7 +159,6 @@ class Worker(Protocol):
         A Ray worker's process gets SIGKILL. A thread cannot be killed: its current method runs to its end, and the
         result is discarded.
         """
-        ...
 
 
 @dataclass(frozen=True)
@@ -181,7 +177,6 @@ class Growth(Protocol):
 
     async def seat(self) -> Any:
         """Waits for a seat for one more worker, at most `max_workers`. The caller must fill it or give it back."""
-        ...
 
     async def fill(self, seat: Any) -> Worker:
         """Builds the worker of a seat, adds it to the pool and returns it; several may be built at the same time.
@@ -189,22 +184,18 @@ class Growth(Protocol):
         Raises the errors of building a worker; the seat is still taken then. If the call is cancelled, no worker is
         left.
         """
-        ...
 
     async def give_back(self, seat: Any) -> None:
         """Gives back a seat that no worker has."""
-        ...
 
     async def departures(self, known: Collection[str]) -> Sequence[Departure]:
         """Waits for announcements that nodes will end; returns their workers, except those whose names are in `known`.
 
         The result is never empty.
         """
-        ...
 
     async def release(self, index: int) -> None:
         """Kills the worker, removes it from the pool and gives its seat back. A second call does nothing."""
-        ...
 
 
 class WorkerGroup(Protocol):
@@ -223,18 +214,15 @@ class WorkerGroup(Protocol):
         free seat, WorkerDied, WorkerFailed or OtherCode if the successor can't be built, DeadlineExceeded if that takes
         too long.
         """
-        ...
 
     async def fetch(self, ref: Ref) -> Any:
         """Returns the value of a ref; numpy arrays in it are read-only.
 
         Raises RefLost, or WorkerFailed if the call whose result it is failed.
         """
-        ...
 
     async def close(self) -> None:
         """Kills every worker. Values of existing refs can still be fetched."""
-        ...
 
 
 def seated(group: WorkerGroup, index: int) -> Worker:

@@ -12,12 +12,12 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from typing import NoReturn
 
 import ray
 
+from separation.local import Lane
 from separation.processes import descendants, kill
 
 PATIENCE = "RAY_gcs_rpc_server_reconnect_timeout_s"
@@ -63,23 +63,13 @@ async def watch_head() -> NoReturn:
 
 async def watch_address(host: str, port: int, seconds: float) -> NoReturn:
     """Raises HeadLost when the address has been out of reach for `seconds` (see `keep_in_touch`)."""
-    loop, stopped = asyncio.get_running_loop(), threading.Event()
-    lost = asyncio.Event()
-    reasons: list[str] = []
-
-    def give_up(why: str) -> None:
-        reasons.append(why)
-        with suppress(RuntimeError):  # The loop has ended meanwhile.
-            loop.call_soon_threadsafe(lost.set)
-
-    threading.Thread(
-        target=keep_in_touch, args=(host, port, seconds, give_up, stopped), name="head", daemon=True
-    ).start()
+    lane, stopped = Lane("head"), threading.Event()
     try:
-        await lost.wait()
+        why = await asyncio.get_running_loop().run_in_executor(lane, keep_in_touch, host, port, seconds, stopped)
     finally:
         stopped.set()
-    raise HeadLost(f"{reasons[0]}, and with it goes the cluster: start Ray again, then go on with resume=auto")
+        lane.shutdown()
+    raise HeadLost(f"{why}, and with it goes the cluster: start Ray again, then go on with resume=auto")
 
 
 def head() -> tuple[str, int]:
@@ -94,15 +84,13 @@ def settle_in(fenced: bool) -> str:
     With `fenced`, it also starts the thread that ends this process when the cluster's head cannot be reached.
     """
     if fenced:
-        seconds = FENCE_SHARE_OF_PATIENCE * ray_patience()
-        threading.Thread(target=keep_in_touch, args=(*head(), seconds, end), name="fence", daemon=True).start()
+        watched = *head(), FENCE_SHARE_OF_PATIENCE * ray_patience()
+        threading.Thread(target=lambda: end(keep_in_touch(*watched)), name="fence", daemon=True).start()
     return node_address()
 
 
-def keep_in_touch(
-    host: str, port: int, seconds: float, give_up: Callable[[str], None], stopped: threading.Event | None = None
-) -> None:
-    """Connects to the address again and again; when this has failed for `seconds`, it calls `give_up` and returns.
+def keep_in_touch(host: str, port: int, seconds: float, stopped: threading.Event | None = None) -> str:
+    """Connects to the address again and again; returns the reason in words when this has failed for `seconds`.
 
     It also returns, soon, once `stopped` is set.
 
@@ -121,16 +109,16 @@ def keep_in_touch(
             failing_since = failing_since if failures else began
             failures += 1
             if failures >= FEWEST_FAILURES and time.monotonic() - failing_since >= seconds:
-                give_up(f"Ray's head {host}:{port} was out of reach for {seconds:g} s ({why})")
-                return
+                return f"Ray's head {host}:{port} was out of reach for {seconds:g} s ({why})"
         time.sleep(PAUSE * seconds)
+    return "stopped"
 
 
 def unreachable(host: str, port: int, seconds: float) -> str | None:
     """Returns why no connection came about within the time; None if one did."""
     try:
         socket.create_connection((host, port), seconds).close()
-    except OSError as error:
+    except (OSError, OverflowError) as error:  # the latter for a port that no address can have
         return str(error) or type(error).__name__
     return None
 

@@ -11,7 +11,7 @@ import pickle
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from separation.group import Growth, PoolSpec, Ref, Worker, WorkerFailed
@@ -97,22 +97,14 @@ class LocalWorker:
         await self._submit("main", factory, lambda: self._host.build(factory, parcel.open()))
 
     async def call(self, method: str, *args: Any, lane: str = "main") -> Any:
-        parcels = [_pack(arg) for arg in args]
-        result: Parcel = await self._submit(
-            lane, method, lambda: Parcel(self._host.run(method, *[parcel.open() for parcel in parcels]))
-        )
+        (result,) = await self._parcels(lane, method, args, lambda *opened: (self._host.run(method, *opened),))
         return result.open()
 
     async def call_split(
         self, method: str, *args: Any, returns: int, lane: str = "main"
     ) -> tuple[Any, tuple[Ref, ...]]:
-        parcels = [_pack(arg) for arg in args]
-
-        def work() -> list[Parcel]:
-            results = self._host.run_split(method, returns, *[parcel.open() for parcel in parcels])
-            return [Parcel(result) for result in results]
-
-        first, *rest = await self._submit(lane, method, work)
+        split = self._host.run_split
+        first, *rest = await self._parcels(lane, method, args, lambda *opened: split(method, returns, *opened))
         return first.open(), tuple(rest)
 
     async def watch(self) -> NoReturn:
@@ -128,6 +120,13 @@ class LocalWorker:
         """Waits until the worker's threads have ended, but not longer than until `time.monotonic()` is `until`."""
         for lane in self._lanes.values():
             lane.join(until)
+
+    async def _parcels(self, lane: str, method: str, args: Sequence[Any], work: Callable[..., Any]) -> list[Parcel]:
+        parcels = [arg if isinstance(arg, Parcel) else Parcel(arg) for arg in args]
+        packed: list[Parcel] = await self._submit(
+            lane, method, lambda: [Parcel(result) for result in work(*(parcel.open() for parcel in parcels))]
+        )
+        return packed
 
     async def _submit(self, lane: str, method: str, work: Callable[[], Any]) -> Any:
         executor = pick_lane(self._lanes, lane, self.name)
@@ -147,10 +146,6 @@ class LocalWorker:
             return None
         remote = error if isinstance(error, RemoteError) else RemoteError.of(error)
         return WorkerFailed(self.name, method, remote.kind, remote.message, remote.remote_traceback)
-
-
-def _pack(value: Any) -> Parcel:
-    return value if isinstance(value, Parcel) else Parcel(value)
 
 
 class LocalGroup:

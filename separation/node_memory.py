@@ -34,12 +34,15 @@ class NodeMemory:
     swap: int = 0
     """The machine's swap space, which comes on top of `total`."""
     place: str = ""
-    """Names the control groups. Processes of one host with the same place share `total`."""
+    """The namespace of the control groups and the folders of those that limit memory. Processes of one host with the
+    same place share `total`."""
 
 
 def node_memory() -> NodeMemory:
     """Returns the memory of this node."""
-    return NodeMemory(socket.gethostname(), total_memory(), free_memory(), swap_space(), own_place())
+    namespace = NAMESPACE.readlink().name if NAMESPACE.is_symlink() else ""
+    place = " ".join([namespace, *(str(folder) for folder, _ in control_groups())])
+    return NodeMemory(socket.gethostname(), total_memory(), free_memory(), swap_space(), place)
 
 
 def total_memory() -> int:
@@ -57,12 +60,6 @@ def free_memory() -> int:
 def swap_space() -> int:
     """Returns the bytes of the machine's swap space; a control group may allow less."""
     return int(psutil.swap_memory().total)
-
-
-def own_place() -> str:
-    """Returns the namespace of this process's control groups and the folders of those that limit memory."""
-    namespace = NAMESPACE.readlink().name if NAMESPACE.is_symlink() else ""
-    return " ".join([namespace, *(str(folder) for folder, _ in control_groups())])
 
 
 def control_groups() -> Iterator[tuple[Path, Sequence[str]]]:

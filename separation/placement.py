@@ -117,8 +117,7 @@ def totals(groups: Iterable[Resources]) -> Counter[str]:
     """Sums resources by name."""
     total: Counter[str] = Counter()
     for group in groups:
-        for name, amount in group.items():
-            total[name] += amount  # type: ignore[assignment]
+        total.update(group)
     return total
 
 

@@ -75,7 +75,7 @@ class Program:
 
     def stop(self) -> None:
         """Ends the program by SIGTERM, and by SIGKILL after the grace time; returns when it has ended."""
-        if self._signal(self._terminate):
+        if self._signal(lambda: os.kill(self.pid, signal.SIGTERM)):
             end = time.monotonic() + self._grace + KEEPER_SECONDS
             while self.exit_code() is None and time.monotonic() < end:
                 time.sleep(POLL_SECONDS)
@@ -97,9 +97,6 @@ class Program:
                 send()
                 return True
             return False
-
-    def _terminate(self) -> None:
-        os.kill(self.pid, signal.SIGTERM)
 
     def _kill_group(self) -> None:
         """Kills processes that are left if the reaper itself was killed."""

@@ -6,7 +6,6 @@ cluster.py uses both.
 import asyncio
 import logging
 import os
-import socket
 import sys
 import sysconfig
 import time
@@ -21,7 +20,7 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 
 from separation.group import PoolSpec, WorkerGroup
-from separation.head_watchdog import HeadLost, watch_head
+from separation.head_watchdog import HeadLost, unreachable, watch_head
 from separation.placement import (
     PACK,
     STRICT_PACK,
@@ -135,7 +134,13 @@ def _connect(pools: Sequence[PoolSpec], address: str | None) -> None:
         cpus, custom = own_cluster(pools, os.cpu_count() or 1)
         ray.init("local", num_cpus=cpus, resources=custom, include_dashboard=False, **common)
     else:
-        join(address, **common)
+        check_reachable(os.environ.get("RAY_ADDRESS", address) if address == "auto" else address)
+        try:
+            ray.init(address, **common)
+        except Exception as error:
+            if (refusal := token_refusal(error, address)) is None:
+                raise
+            raise ResourcesMissing(refusal) from error
     keep_terminal_clear()
 
 
@@ -147,32 +152,16 @@ def import_path() -> list[str]:
     return [path for path in dict.fromkeys(folders) if os.path.isdir(path) and path not in standard]
 
 
-def join(address: str, **options: Any) -> None:
-    """Connects this process to the cluster at `address`; the options are those of `ray.init`.
-
-    Raises ResourcesMissing if nothing answers at the address or the cluster asks for another token.
-    """
-    check_reachable(os.environ.get("RAY_ADDRESS", address) if address == "auto" else address)
-    try:
-        ray.init(address, **options)
-    except Exception as error:
-        if (refusal := token_refusal(error, address)) is None:
-            raise
-        raise ResourcesMissing(refusal) from error
-
-
 def check_reachable(address: str) -> None:
     """Raises ResourcesMissing if nothing listens at `host:port`; Ray would try for minutes and ignore signals."""
     host, _, port = address.rpartition(":")
     if "/" in address or not (host and port.isdigit()):
         return  # "auto" or "ray://…": only Ray can resolve these.
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), _REACH_SECONDS).close()
-    except (OSError, OverflowError) as error:
+    if (why := unreachable(host.strip("[]"), int(port), _REACH_SECONDS)) is not None:
         raise ResourcesMissing(
-            f"no Ray cluster answers at the address {address} ({error}): start one with `ray start --head` and take "
-            "the address that it prints, or leave the address out for a cluster of this machine"
-        ) from error
+            f"no Ray cluster answers at the address {address} ({why}): start one with `ray start --head` and take the "
+            "address that it prints, or leave the address out for a cluster of this machine"
+        )
 
 
 def token_refusal(error: Exception, address: str) -> str | None:
@@ -200,13 +189,7 @@ class RaySession:
         self._groups: dict[str, RayGroup] = {}
         self._headless = False
 
-    async def start(
-        self,
-        *,
-        start_deadline: float,
-        log_dir: Path | None,
-        store_bytes: int,
-    ) -> dict[str, WorkerGroup]:
+    async def start(self, *, start_deadline: float, log_dir: Path | None, store_bytes: int) -> dict[str, WorkerGroup]:
         """Reserves the seats of all pools, builds their workers, and returns pool name → pool.
 
         The arguments are those of `cluster` (cluster.py). Raises ResourcesMissing, OtherCode, WorkerFailed, WorkerDied

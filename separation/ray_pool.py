@@ -108,13 +108,8 @@ class Seats:
         """Takes and returns all seats that are free now or become free within `seconds`."""
         end = asyncio.get_running_loop().time() + seconds
         seats: list[ReservedSeat] = []
-        while len(self._taken) < self._most:
-            if (seat := await self._look()) is not None:
-                seats.append(seat)
-            elif asyncio.get_running_loop().time() > end:
-                break
-            else:
-                await asyncio.sleep(POLL_SECONDS / 4)
+        while len(self._taken) < self._most and (seat := await self._until(end)) is not None:
+            seats.append(seat)
         return seats
 
     async def next(self) -> ReservedSeat:
@@ -133,13 +128,17 @@ class Seats:
         end = asyncio.get_running_loop().time() + SUCCESSOR_SECONDS
         try:
             await self.give_back(old)
-            while asyncio.get_running_loop().time() <= end:
-                if (seat := await self._look()) is not None:
-                    return seat
-                await asyncio.sleep(POLL_SECONDS / 4)
-            raise NoSeat(f"no node has had a seat for {SUCCESSOR_SECONDS:g} s")
+            if (seat := await self._until(end)) is None:
+                raise NoSeat(f"no node has had a seat for {SUCCESSOR_SECONDS:g} s")
+            return seat
         finally:
             self._successors -= 1
+
+    async def _until(self, end: float) -> ReservedSeat | None:
+        """Takes and returns the first seat that is free, or None if none is before `end` on the loop's clock."""
+        while (seat := await self._look()) is None and asyncio.get_running_loop().time() <= end:  # noqa: ASYNC110
+            await asyncio.sleep(POLL_SECONDS / 4)
+        return seat
 
     async def give_back(self, seat: ReservedSeat) -> None:
         """Removes the seat's placement group; does nothing if that was done before."""
@@ -222,15 +221,13 @@ class RayWorker:
 
         `code` (see `code_of`) is compared with the node's; None on a cluster of one node.
         """
-        if _WATCH in spec.lanes:
-            raise ValueError(f"the lane name {_WATCH!r} is taken")
         self.name, self.pool, self.index = name, spec.name, index
         self.pid, self.node = 0, ""
         self._spec, self._code = spec, code
         self._log = log_dir.absolute() / f"{name}.log" if log_dir is not None else None
         self._calls = CallTable(name)
-        self._lanes: dict[str, dict[str, str]] = {"main": {}}
-        self._lanes |= {lane: {"concurrency_group": lane} for lane in spec.lanes}
+        groups = {lane: {"concurrency_group": lane} for lane in spec.lanes}
+        self._lanes: dict[str, dict[str, str]] = {"main": {}, **groups}
         self.process: psutil.Process | None = None
         """The actor's process; None before `build`, and if it is on another machine."""
         self._gone = asyncio.Event()
@@ -241,7 +238,7 @@ class RayWorker:
     async def build(self) -> None:
         """Builds the worker's object. Raises WorkerFailed, WorkerDied, or OtherCode if the node's code differs."""
         arguments = {**self._spec.arguments, "index": self.index, "name": self.name}
-        self.pid, *created_on = await self._answer("start", self._actor.identity.remote())
+        self.pid, *created_on = await self.call("separation.processes:identity")
         self.process = process_of(self.pid, *created_on)
         self.node = await self.call("separation.head_watchdog:settle_in", self._code is not None)
         if self._code:
@@ -324,15 +321,11 @@ class RayWorker:
         if not watch.cancelled() and (error := watch.exception()) is not None:
             self._end(one_line(error))
 
-    def _where_to_look(self) -> str:
-        if not self.pid:
-            return SILENT
-        return f"; its output is in {self._log}" if self._log else ""
-
     def _end(self, reason: str) -> str:
         """Declares the worker dead, kills its remaining processes, and returns the reason of the first call."""
         if self._calls.reason is None:
-            self._calls.declare_dead(reason + ("" if reason == "killed" else self._where_to_look()))
+            where = f"; its output is in {self._log}" if self._log else ""
+            self._calls.declare_dead(reason + ("" if reason == "killed" else where if self.pid else SILENT))
             if self.process is not None and alive(self.process):
                 for process in [self.process, *descendants(self.pid)]:
                     kill(process)
@@ -348,12 +341,7 @@ class RayGroup:
     """
 
     def __init__(
-        self,
-        spec: PoolSpec,
-        reserved: Sequence[ReservedSeat],
-        *,
-        start_deadline: float,
-        log_dir: Path | None = None,
+        self, spec: PoolSpec, reserved: Sequence[ReservedSeat], *, start_deadline: float, log_dir: Path | None = None
     ) -> None:
         self.spec = spec
         self.growth: Growth | None = None

@@ -113,21 +113,22 @@ async def _end(tasks: Sequence[asyncio.Task[Any]], failures: list[tuple[str, Bas
 def _with_notes(failures: Sequence[tuple[str, BaseException]]) -> BaseException:
     """Returns the first failure, with a note on where it was raised and one note for each later failure."""
     where, error = failures[0]
-    first, *others = _leaves(error)
+    first, *others = leaves(error)
     if where != _BODY:
         first.add_note(f"raised in the background task {where}")
     later = [(where, leaf) for leaf in others]
-    later += [(name, leaf) for name, failure in failures[1:] for leaf in _leaves(failure)]
+    later += [(name, leaf) for name, failure in failures[1:] for leaf in leaves(failure)]
     for name, other in later:
         if not isinstance(other, asyncio.CancelledError) and other is not first:
             first.add_note(f"then {name} failed too: {type(other).__name__}: {other}")
     return first
 
 
-def _leaves(error: BaseException) -> list[BaseException]:
+def leaves(error: BaseException) -> list[BaseException]:
+    """Returns the exceptions inside nested exception groups, in order; of another exception, only itself."""
     if not isinstance(error, BaseExceptionGroup):
         return [error]
-    return [leaf for member in error.exceptions for leaf in _leaves(member)]
+    return [leaf for member in error.exceptions for leaf in leaves(member)]
 
 
 async def together(*coroutines: Coroutine[Any, Any, T]) -> list[T]:

@@ -12,12 +12,10 @@ import socket
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
-
-from separation.processes import identity
 
 ALLOCATOR_NAMES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 """Environment variables from which torch reads settings of its memory allocator; the first is the current name."""
@@ -75,7 +73,8 @@ class Host:
         Raises RemoteError.
         """
         try:
-            return self._find(method)(*args)
+            function = resolve(method) if ":" in method else attrgetter(method)(self._target)
+            return function(*args)
         except Exception as error:
             raise RemoteError.of(error) from None
 
@@ -90,10 +89,6 @@ class Host:
             error = TypeError(f"{method} must return a tuple of {returns} items, got {got}")
             raise RemoteError.of(error)
         return result
-
-    def _find(self, method: str) -> Callable[..., Any]:
-        method_or_function: Callable[..., Any] = resolve(method) if ":" in method else attrgetter(method)(self._target)
-        return method_or_function
 
 
 class ProcessHost(Host):
@@ -116,10 +111,6 @@ class ProcessHost(Host):
     def watch(self) -> None:
         """Never returns, so that the caller learns of this process's end: its pending call of `watch` then fails."""
         threading.Event().wait()
-
-    def identity(self) -> tuple[int, float, str]:
-        """Returns this process's id, start time and host, which no other process has (`processes.identity`)."""
-        return identity()
 
 
 def limit_threads(count: int) -> bool:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from async_flowrl.config.schema import Config
-from async_flowrl.controller.context import Attempt, Context
+from async_flowrl.controller.context import Context, Observer
 from async_flowrl.controller.download import download_model, loaders, model_of
 from async_flowrl.controller.endpoints import RolloutEndpoint, TrainerEndpoint
 from checkpoint_engine import CANARY_VERSION, Header, check_binding
@@ -18,28 +18,25 @@ T = TypeVar("T")
 
 
 @dataclass
-class Canary:
-    """Random weights; a new worker must compute the same with them as the trainer before it serves."""
-
-    header: Header
-    payload: Any
-    """A reference to the weights' bytes in the object store."""
-    probe: dict[str, Any]
-    """Results of the trainer's network with these weights (checkpoint_engine/binding_proof.py)."""
-
-
-@dataclass
 class WorkerProof:
-    """Sends the canary to new rollout workers and compares what they make of it; `begin` must be called first."""
+    """Sends the canary to new rollout workers and compares what they make of it; `begin` must be called first.
 
-    attempt: Attempt
+    The canary are random weights: a new worker must compute the same with them as the trainer before it serves.
+    """
+
+    config: Config
+    observer: Observer
     sender: TrainerEndpoint
     transport: str
-    canary: Canary = field(init=False)
+    header: Header = field(init=False)
+    payload: Any = None
+    """A reference to the canary's bytes in the object store."""
+    probe: dict[str, Any] = field(default_factory=dict)
+    """Results of the trainer's network with the canary (checkpoint_engine/binding_proof.py)."""
 
     async def begin(self) -> None:
         """Has the trainer make the canary. Raises SenderLost, SenderFailed or SenderLate."""
-        self.canary = Canary(*await self.sender.canary())
+        self.header, self.payload, self.probe = await self.sender.canary()
 
     async def of(self, worker: Worker) -> None:
         """Delivers the canary to the worker and compares the results of its network with the trainer's.
@@ -48,16 +45,15 @@ class WorkerProof:
         SenderLost, SenderFailed or SenderLate of a trainer rank.
         """
         await self._deliver(worker)
-        proof = await in_time(self.attempt.config, f"proof of {worker.name}", worker.call("prove", CANARY_VERSION))
-        check_binding(self.canary.probe, proof, who=worker.name)
+        proof = await in_time(self.config, f"proof of {worker.name}", worker.call("prove", CANARY_VERSION))
+        check_binding(self.probe, proof, who=worker.name)
 
     async def _deliver(self, worker: Worker) -> None:
-        config = self.attempt.config
-        end, retries = RolloutEndpoint(worker, self.attempt.observer, self.transport), config.checkpoint_engine.retries
+        retries = self.config.checkpoint_engine.retries
+        end = RolloutEndpoint(worker, self.observer, self.transport)
         for attempt in range(retries + 1):
             try:
-                received = end.receive(self.canary.header, self.canary.payload)
-                await in_time(config, f"canary to {worker.name}", received)
+                await in_time(self.config, f"canary to {worker.name}", end.receive(self.header, self.payload))
                 return
             except Exception as error:
                 if verdict(error) is not Verdict.RESEND or isinstance(error, DeadlineExceeded):
@@ -65,7 +61,7 @@ class WorkerProof:
                 if attempt == retries:
                     raise WorkerDied(worker.name, f"given up, the canary does not arrive: {error}") from error
                 if isinstance(error, RefLost):
-                    self.canary.payload = await self.sender.canary_again()
+                    self.payload = await self.sender.canary_again()
 
 
 async def in_time(config: Config, what: str, call: Awaitable[T]) -> T:

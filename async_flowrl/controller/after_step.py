@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from async_flowrl.algorithms.diagnostics import clip_of_means, warnings
 from async_flowrl.algorithms.registry import resolve_correction
-from async_flowrl.config.curves import evaluation_due
+from async_flowrl.config.curves import checkpoint_due, evaluation_due
 from async_flowrl.config.schema import Config
 from async_flowrl.controller.checkpoints import Checkpoints
 from async_flowrl.controller.context import Context
@@ -93,7 +93,7 @@ class AfterStep:
         if is_kept(ctx.config):
             part = self.checkpoints.controller_part(ctx, version)
             await self.kept.keep(ctx, self.checkpoints.trainers.first, version, part)
-        if self.checkpoints.due(version):
+        if checkpoint_due(ctx.config, version):
             await self._save(ctx, version)
         if version < ctx.config.total_steps and evaluation_due(ctx.config, version):
             await self.evaluations.start(ctx, version)

@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from async_flowrl.config.curves import checkpoint_due
 from async_flowrl.config.schema import Config
 from async_flowrl.controller.context import Context
 from async_flowrl.controller.fingerprint import config_hash, device_type, inputs_of, numerics
@@ -55,10 +54,6 @@ class Checkpoints:
 
     def __post_init__(self) -> None:
         self._inputs = inputs_of(self.requests)
-
-    def due(self, version: int) -> bool:
-        """Returns True if `version` must have a checkpoint."""
-        return checkpoint_due(self.config, version)
 
     async def insist(self, ctx: Context, version: int) -> None:
         """Writes the last checkpoint of the run, and tries again if that fails, because no later one can replace it.
@@ -135,14 +130,10 @@ class Checkpoints:
         except WorkerFailed as error:
             if error.kind not in DISK_ERRORS:
                 raise
-            self._missed(version, error.message, error)
+            self.misses += 1
+            logger.warning("checkpoint %d could not be written (%d in a row): %s", version, self.misses, error.message)
+            if self.misses >= self.config.limits.missed_checkpoints:
+                raise SaveFailed(f"{self.misses} checkpoints in a row could not be written: {error.message}") from error
         else:
             self.misses = 0
             self.saved.append(version)
-
-    def _missed(self, version: int, why: str, error: Exception) -> None:
-        """Counts a checkpoint that could not be written. Raises SaveFailed after `limits.missed_checkpoints`."""
-        self.misses += 1
-        logger.warning("checkpoint %d could not be written (%d in a row): %s", version, self.misses, why)
-        if self.misses >= self.config.limits.missed_checkpoints:
-            raise SaveFailed(f"{self.misses} checkpoints in a row could not be written: {why}") from error

@@ -87,21 +87,20 @@ class RewardCalls:
     Scores that were read from scores.jsonl are not counted.
     """
 
-    _retries: dict[int, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
-    _failures: dict[int, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
+    _counts: dict[int, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
+    """Step → counts by metric name."""
 
     def add(self, step: int, scores: Scores) -> None:
         """Adds the retries and failures of one group of `step`."""
-        self._retries[step].update(scores.retries)
-        self._failures[step].update(scores.failed.keys())
+        self._counts[step].update({f"reward/{term}/retries": count for term, count in scores.retries.items()})
+        self._counts[step].update(f"reward/{term}/failures" for term in scores.failed)
 
     def pop(self, step: int) -> dict[str, float]:
         """Removes and returns the step's counts: metric name → count, without zeros.
 
         The names are `reward/<term>/retries` and `reward/<term>/failures`.
         """
-        counts = {"retries": self._retries.pop(step, Counter()), "failures": self._failures.pop(step, Counter())}
-        return {f"reward/{term}/{what}": n for what, by_term in counts.items() for term, n in sorted(by_term.items())}
+        return dict(sorted(self._counts.pop(step, Counter()).items()))
 
 
 TICKETS_PER_WORKER = 2
@@ -160,18 +159,15 @@ class Observer(Protocol):
 
     def now(self) -> float:
         """Returns the time in seconds, on the clock that stamps the events."""
-        ...
 
     def event(self, event: str, **fields: Any) -> None:
         """Records an event of the kind `event` with the current time."""
-        ...
 
     def state(self, worker: str, state: str) -> None:
         """Records the state in which `worker` is from now on.
 
         The states are busy, wait_data, wait_weights, wait_work, sync (it gets or copies weights), idle and gone.
         """
-        ...
 
 
 def book_span(observer: Observer, worker: str, span: Span, **fields: Any) -> None:
@@ -185,11 +181,9 @@ class Trainer(Protocol):
 
     async def update(self, ctx: "Context", step: int) -> dict[str, float]:
         """Waits for the groups of `step`, trains on them, and returns the step's metrics (name → value)."""
-        ...
 
     async def watch(self) -> None:
         """Runs beside the loop and raises the death of a rank."""
-        ...
 
 
 class Weights(Protocol):
@@ -197,11 +191,9 @@ class Weights(Protocol):
 
     async def publish_first(self) -> None:
         """Publishes the versions that the first tickets of the attempt name; called once, before `publish`."""
-        ...
 
     async def publish(self, version: int) -> None:
         """Returns when the version is staged (copied aside); its delivery goes on during the next update."""
-        ...
 
     async def welcome(self, worker: Worker) -> None:
         """Checks that delivered weights reach the new worker's modules, then sends it all versions that tickets name.
@@ -209,35 +201,27 @@ class Weights(Protocol):
         Raises WeightsMismatch, WorkerDied or DeadlineExceeded if the check fails, and an error of sender_errors.py if a
         trainer rank cannot send the weights.
         """
-        ...
 
     async def leave(self, worker: str) -> None:
         """Ends the deliveries to the worker of this name."""
-        ...
 
     async def retain_for_evaluation(self, version: int) -> None:
         """Retains a published version until `deliver_for_evaluation` has sent it to the workers."""
-        ...
 
     async def deliver_for_evaluation(self, version: int) -> None:
         """Starts the delivery of a retained version to every rollout worker, for an evaluation."""
-        ...
 
     async def watch(self) -> None:
         """Runs beside the loop and raises an error of a delivery that must end the run."""
-        ...
 
     async def drain(self) -> None:
         """Waits until all deliveries are done."""
-        ...
 
     async def close(self) -> None:
         """Cancels the deliveries; the rollout workers keep the versions that they hold."""
-        ...
 
     def report(self) -> dict[str, Any]:
         """Returns the `sync` section of summary.json."""
-        ...
 
 
 class Steps(Protocol):
@@ -249,22 +233,18 @@ class Steps(Protocol):
 
     async def before_training(self, ctx: "Context") -> None:
         """Writes the attempt's first checkpoint and starts evaluations that are due."""
-        ...
 
     async def after_step(self, ctx: "Context", step: int, stats: dict[str, float]) -> None:
         """Writes the metrics of `step`, with `stats` from the trainer; starts the checkpoint and evaluation then due.
 
         Raises the error of an earlier checkpoint or evaluation.
         """
-        ...
 
     async def drain(self, ctx: "Context") -> None:
         """Writes the last checkpoint and waits for all evaluations."""
-        ...
 
     def abandon(self) -> None:
         """Cancels what is still under way after the loop, which has ended or failed."""
-        ...
 
 
 class Servers(Protocol):
@@ -272,11 +252,9 @@ class Servers(Protocol):
 
     async def up(self, terms: Collection[str]) -> None:
         """Waits until each of the reward terms has a running server, or has lost all of its servers for good."""
-        ...
 
     def lost(self) -> Mapping[str, str]:
         """Returns term → reason for the terms that have lost all of their servers for good."""
-        ...
 
 
 class NoServers:
@@ -287,21 +265,6 @@ class NoServers:
 
     def lost(self) -> Mapping[str, str]:
         return {}
-
-
-class Attempt(Protocol):
-    """The parts of an attempt that the endpoints need; `Context` is one implementation."""
-
-    @property
-    def config(self) -> Config: ...
-
-    @property
-    def observer(self) -> Observer: ...
-
-    @property
-    def base_digest(self) -> str:
-        """Digest of the base weights that every rank must hold."""
-        ...
 
 
 @dataclass

@@ -5,14 +5,14 @@ describe the methods, by calls of the workers that hold the tensors.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 from async_flowrl.config.schema import SHARED, Config
 from async_flowrl.controller.context import Observer
 from async_flowrl.controller.kept_state import is_kept
-from async_flowrl.controller.sender_errors import SenderFailed, answers_of, sender_errors
+from async_flowrl.controller.sender_errors import SenderFailed, answers_of
 from async_flowrl.types import EMA, POLICY
 from checkpoint_engine import CANARY_VERSION, RING, Ack, Draft, Header, VersionGone
 from checkpoint_engine.process_group import Epoch
@@ -134,11 +134,8 @@ class TrainerEndpoint:
         async with self._answers(waiting, method):
             return await together(*(answered(rank.name, call) for rank, call in zip(self._ranks, calls, strict=True)))
 
-    @asynccontextmanager
-    async def _answers(self, waiting: Sequence[str], method: str) -> AsyncIterator[None]:
-        with sender_errors():
-            async with answers_of(waiting, method, self._config.deadlines.publish):
-                yield
+    def _answers(self, waiting: Sequence[str], method: str) -> AbstractAsyncContextManager[None]:
+        return answers_of(waiting, method, self._config.deadlines.publish)
 
     async def _keep(self, version: int, *, lane: str) -> None:
         """Has the rank copy the version to host memory, as a part of its state, if that is kept (kept_state.py)."""

@@ -91,10 +91,6 @@ def device_type(device: str) -> str:
     return device.partition(":")[0]
 
 
-SERVER = ", or its server's command,"
-"""Part of the sentences of `other_inputs`, after the name of the term."""
-
-
 def inputs_of(requests: RequestBuilder) -> dict[str, Any]:
     """Returns the digests and counts of the prompts, and `reward_sources` of trained and held-out terms. Plain JSON."""
     return {
@@ -151,21 +147,15 @@ def other_inputs(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]
     phrases = []
     if before["evaluation"] != now["evaluation"]:
         phrases.append("the prompts of evaluations have changed, so that their curve breaks here")
-    phrases += [
-        f"the source file of the reward {term!r}{SERVER} has changed, so that scores may differ and its curve begins "
-        "anew"
-        for term in edited("rewards", before, now)
-    ]
-    return phrases + [
-        f"the source file of the held-out reward {term!r}{SERVER} has changed, so that its curve begins anew"
-        for term in edited("held_out_rewards", before, now)
-    ]
-
-
-def edited(kind: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Returns the terms that both have and whose digests differ; none if an old checkpoint `before` lacks `kind`.
-
-    `kind` is `rewards` or `held_out_rewards`, a key of `inputs_of`.
-    """
-    sources: Mapping[str, str] = before.get(kind, {})
-    return sorted(term for term in sources.keys() & now[kind].keys() if sources[term] != now[kind][term])
+    anew = "its curve begins anew"
+    for kind, title, effect in (
+        ("rewards", "reward", f"scores may differ and {anew}"),
+        ("held_out_rewards", "held-out reward", anew),
+    ):
+        sources: Mapping[str, str] = before.get(kind, {})  # An old checkpoint lacks those of held-out terms.
+        edited = sorted(term for term in sources.keys() & now[kind].keys() if sources[term] != now[kind][term])
+        phrases += [
+            f"the source file of the {title} {term!r}, or its server's command, has changed, so that {effect}"
+            for term in edited
+        ]
+    return phrases

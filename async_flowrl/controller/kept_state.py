@@ -71,17 +71,12 @@ class KeptStates:
         `controller` returns the controller's part; it is called when the version is published. Raises the errors of
         the fetch before: WorkerDied, WorkerFailed, DamagedState, or DeadlineExceeded after `deadlines.update`.
         """
-        await self.fetched()
+        if self._fetching is not None:
+            await asyncio.shield(self._fetching)  # `settle` may still wait for it where the caller is cancelled.
         self._version = version
         self._fetching = asyncio.create_task(
             self._fetch(ctx, rank, version, controller), name=f"state of version {version}"
         )
-
-    async def fetched(self) -> None:
-        """Waits for the state that is being fetched, if there is one. Raises as `keep`."""
-        if self._fetching is not None:
-            await asyncio.shield(self._fetching)  # `settle` may still wait for it where the caller is cancelled.
-            self._fetching = None
 
     def cancel(self) -> None:
         """Cancels the fetch under way, because no attempt will follow."""

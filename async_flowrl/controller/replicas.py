@@ -16,7 +16,7 @@ from async_flowrl.tickets.table import describe
 from async_flowrl.training.messages import TrainRequest
 from async_flowrl.training.parts import RankPosition, cut, tickets_for, tickets_of
 from separation.group import RefLost, Worker
-from separation.supervise import deadline, together
+from separation.supervise import deadline, leaves, together
 
 ARRIVED = "async_flowrl.training.messages:arrived"
 """Function with which a worker confirms that the arguments of the call have arrived."""
@@ -160,7 +160,4 @@ async def failing_as_one() -> AsyncIterator[asyncio.TaskGroup]:
         async with asyncio.TaskGroup() as tasks:
             yield tasks
     except BaseExceptionGroup as group:
-        first: BaseException = group
-        while isinstance(first, BaseExceptionGroup):
-            first = first.exceptions[0]
-        raise first from None
+        raise leaves(group)[0] from None

@@ -169,7 +169,9 @@ class RewardServers:
         while True:
             worker = replicas.group.workers[index]
             deaths = replicas.down(index)
-            self._died(replicas, worker.name, reason)
+            logger.warning("%s, a server of %s, died: %s", worker.name, replicas.key, reason)
+            if self.observer is not None:
+                self.observer.event("fault", worker=worker.name, kind="ServerDied", message=reason)
             if deaths > replicas.serve.restarts:
                 self._lost(replicas, index, reason)
                 return
@@ -180,11 +182,6 @@ class RewardServers:
                 return
             except LOST as error:
                 reason = _said(error)
-
-    def _died(self, replicas: Replicas, name: str, reason: str) -> None:
-        logger.warning("%s, a server of %s, died: %s", name, replicas.key, reason)
-        if self.observer is not None:
-            self.observer.event("fault", worker=name, kind="ServerDied", message=reason)
 
     def _lost(self, replicas: Replicas, index: int, reason: str) -> None:
         """Marks a replica as lost for good. Raises ServerLost if the run needs it."""

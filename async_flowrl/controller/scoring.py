@@ -92,7 +92,7 @@ async def ask_pool(ctx: Context, pool: str, group: list[Ticket], places: asyncio
             return gone
         except FAILURES as error:
             lost = error
-            parts.append(without(only or terms, error))
+            parts.append(Scores((), {}, failed={name: Failure(str(error)) for name in only or terms}))
             await reward_failed(ctx, pool, index, error)
         finally:
             places.put_nowait(index)
@@ -105,7 +105,10 @@ async def ask_pool(ctx: Context, pool: str, group: list[Ticket], places: asyncio
     scores = combined(config.terms, parts)
     fatal = required(ctx, scores)
     if fatal and ends_run(ctx, group):
-        raise lost or said_in_worker(scores.failed[fatal[0]])
+        failure = scores.failed[fatal[0]]
+        said = RewardError(failure.reason)
+        said.add_note(f"in the worker:\n{failure.traceback}")
+        raise lost or said
     return scores
 
 
@@ -113,18 +116,6 @@ def without_server(servers: Servers, terms: Sequence[str]) -> Scores | None:
     """Returns failures of those of the terms that have lost all of their servers; None if there are none."""
     failed = {name: Failure(why, final=True) for name, why in servers.lost().items() if name in terms}
     return Scores((), {}, failed=failed) if failed else None
-
-
-def without(terms: Sequence[str], error: Exception) -> Scores:
-    """Returns failures of all `terms` of a call that ended with `error`."""
-    return Scores((), {}, failed={name: Failure(str(error)) for name in terms})
-
-
-def said_in_worker(failure: Failure) -> RewardError:
-    """Returns the failure of a term as an error, with the worker's traceback as a note."""
-    error = RewardError(failure.reason)
-    error.add_note(f"in the worker:\n{failure.traceback}")
-    return error
 
 
 async def score_once(

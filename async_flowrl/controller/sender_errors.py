@@ -3,8 +3,8 @@
 A rollout worker that waits for the weights is not to blame for any of them and must not be replaced.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractAsyncContextManager, contextmanager
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from typing import Any
 
 from checkpoint_engine import VersionGone
@@ -48,28 +48,17 @@ class SenderLate(RuntimeError):
         self.workers, self.method, self.seconds = tuple(workers), method, seconds
 
 
-@contextmanager
-def sender_errors() -> Iterator[None]:
-    """Raises SenderLost or SenderFailed in place of a WorkerDied or WorkerFailed of the body, which calls one rank."""
+@asynccontextmanager
+async def answers_of(waiting: Sequence[str], method: str, seconds: float) -> AsyncIterator[None]:
+    """Raises SenderLate if the body, which waits for answers of ranks to calls of `method`, takes too long.
+
+    `waiting` are the names of these ranks; the body may take out those that have answered. Raises SenderLost or
+    SenderFailed in place of a WorkerDied or WorkerFailed of the body.
+    """
     try:
-        with failures_of_ranks():
+        async with limited(seconds, lambda: SenderLate(waiting, method, seconds)):
             yield
     except WorkerDied as error:
         raise SenderLost(error.worker, error.reason) from error
-
-
-@contextmanager
-def failures_of_ranks() -> Iterator[None]:
-    """Raises SenderFailed in place of a WorkerFailed of the body, which calls trainer ranks only."""
-    try:
-        yield
     except WorkerFailed as error:
         raise SenderFailed(error.worker, error.method, error.kind, error.message, error.remote_traceback) from error
-
-
-def answers_of(waiting: Sequence[str], method: str, seconds: float) -> AbstractAsyncContextManager[None]:
-    """Raises SenderLate if the body, which waits for answers of ranks to calls of `method`, takes too long.
-
-    `waiting` are the names of these ranks; the body may take out those that have answered.
-    """
-    return limited(seconds, lambda: SenderLate(waiting, method, seconds))

@@ -1,7 +1,7 @@
 """StepStatistics makes the line of metrics.jsonl of one step, from its groups' rewards and its optimizer steps."""
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -30,6 +30,7 @@ class StepStatistics:
         self.constant = self.skipped = 0
         """Number of groups whose advantages are all 0, and number of tickets of skipped groups."""
         self.updates: list[UpdateStats] = []
+        """Statistics of each optimizer step."""
 
     def add_group(self, tickets: Sequence[Ticket], scores: Scores | None, advantages: Sequence[float]) -> None:
         """Adds a group, with one advantage per image; `scores` is None if `reward.on_error` skipped it."""
@@ -42,10 +43,6 @@ class StepStatistics:
         self.constant += not any(advantages)
         self.scores.append(scores)
 
-    def add_update(self, stats: UpdateStats) -> None:
-        """Adds the statistics of one optimizer step."""
-        self.updates.append(stats)
-
     def metrics(self) -> dict[str, float]:
         """Returns metric name → value; docs/metrics.md describes the names.
 
@@ -55,17 +52,13 @@ class StepStatistics:
         are missing.
         """
         flat = [value for group in self.rewards for value in group]
-        line: dict[str, float] = {
-            "step": self.step,
-            "policy_version": self.step,
-            "images": len(flat),
-        }
+        line: dict[str, float] = {"step": self.step, "policy_version": self.step, "images": len(flat)}
         if flat:
             line["reward/mean"], line["reward/std"] = float(np.mean(flat)), float(np.std(flat))
             line["zero_std_ratio"] = self.constant / len(self.rewards)
             line["staleness/mean"], line["staleness/max"] = float(np.mean(self.ages)), max(self.ages)
         line |= term_metrics(self.scores)
-        line |= self._means({name for metrics in self._ran() for name in metrics})
+        line |= self._means()
         for stats in self.updates:
             for age, (kept, total) in stats.kept.items():
                 line[f"kept/{age}"] = line.get(f"kept/{age}", 0) + kept
@@ -74,16 +67,15 @@ class StepStatistics:
             line["timing/wait_ticket"] = sum(waits)
         if self.skipped:
             line["tickets_skipped"] = self.skipped
-        return line | self._by_window() | self._sample_size(line)
+        size = sample_size(line)
+        line |= self._by_window()
+        return line if size is None else line | {"effective_sample_size": size}
 
-    def _ran(self) -> list[Mapping[str, float]]:
-        """Returns the metrics of each optimizer step that was not skipped."""
-        return [stats.metrics for stats in self.updates if not stats.skipped]
-
-    def _means(self, names: Iterable[str]) -> dict[str, float]:
-        """Returns the mean of each metric over the optimizer steps that have it."""
-        ran = self._ran()
-        return {name: float(np.mean([metrics[name] for metrics in ran if name in metrics])) for name in sorted(names)}
+    def _means(self) -> dict[str, float]:
+        """Returns the mean of each metric over the optimizer steps that have it and were not skipped."""
+        ran = [stats.metrics for stats in self.updates if not stats.skipped]
+        names = sorted({name for metrics in ran for name in metrics})
+        return {name: float(np.mean([metrics[name] for metrics in ran if name in metrics])) for name in names}
 
     def _by_window(self) -> dict[str, float]:
         """Returns the metrics of losses by the start of the group's window; empty for an algorithm without windows."""
@@ -93,11 +85,6 @@ class StepStatistics:
         return window_metrics(
             WindowGroup(group.window_start, self.rewards_of[group.group], group.metrics) for group in groups
         )
-
-    @staticmethod
-    def _sample_size(line: dict[str, float]) -> dict[str, float]:
-        size = sample_size(line)
-        return {} if size is None else {"effective_sample_size": size}
 
 
 def term_metrics(groups: Sequence[Scores]) -> dict[str, float]:

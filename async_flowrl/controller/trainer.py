@@ -13,7 +13,6 @@ A rank that dies ends the attempt: run/recovery.py then starts all ranks again.
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -62,59 +61,6 @@ def divisor(ctx: Context, groups: Sequence[HandedGroup]) -> int | None:
         return None
     steps = len(ctx.requests.request(groups[0].tickets[0]).train_steps)
     return sum(len(group.meta.selected) * steps for group in groups if group.meta is not None)
-
-
-def planned_parts(groups: Sequence[HandedGroup]) -> dict[int, int]:
-    """Returns group number → number of its parts, for the groups that are trained."""
-    return {group.meta.group: len(group.meta.owners) for group in groups if group.meta is not None}
-
-
-async def add_up(
-    ctx: Context,
-    workers: Sequence[Worker],
-    sums: Sums,
-    groups: Sequence[HandedGroup],
-    *,
-    measures: bool,
-    training: AbstractAsyncContextManager[Any],
-) -> list[Summed]:
-    """Has the ranks add up their sums and returns each rank's answer.
-
-    `measures` is True if it is measured, on the first part of a group, how far the step moves the policy. `training` is
-    the context of the call. Raises NotThePlan if a part is missing or is in two sums, and the errors of the ranks.
-    """
-    trained = [group for group in groups if group.meta is not None]
-    planned, step, plan = planned_parts(trained), sums.step, sums.plan
-    by_name: Mapping[str, Manifest] = {workers[rank].name: manifest for rank, manifest in sums.manifests.items()}
-    check_plan(step, plan.update, plan.attempt, planned, by_name)
-    requests = [
-        TrainRequest(
-            step,
-            (),
-            None if rank in sums.manifests else plan,
-            finishes=True,
-            planned=tuple(planned.items()),
-            rows=divisor(ctx, groups),
-            attempt=plan.attempt,
-        )
-        for rank in range(len(workers))
-    ]
-    probe = next((group for group in trained if group.meta and group.meta.selected), None) if measures else None
-    return await with_probe(ctx, workers, probe, requests, training)
-
-
-async def take_step(ctx: Context, workers: Sequence[Worker], step: int) -> Stepped:
-    """Has every rank step by the total, compares the ranks' weights, and returns the statistics by rank.
-
-    Raises errors of the ranks, and RuntimeError if their weights differ afterwards.
-    """
-    async with deadline(update_seconds(ctx.config, 1), f"update: optimizer step of step {step}"):
-        stepped: list[UpdateStats] = await together(*(worker.call("take_step") for worker in workers))
-    did = list(zip(workers, stepped, strict=True))
-    if len({stats.digest for stats in stepped}) > 1:
-        digests = ", ".join(f"{worker.name} {stats.digest}" for worker, stats in did)
-        raise RuntimeError(f"step {step}: the trainer ranks have different weights after the same sum: {digests}")
-    return did
 
 
 logger = logging.getLogger(__name__)
@@ -173,9 +119,9 @@ class TrainerGroup:
         """Returns the images that the algorithm selects for training from a group in which all rewards differ."""
         return list(self.algorithm.select(np.arange(config.group_size, dtype=np.float64)))
 
-    async def all(self, method: str, *args: Any, lane: str = "main") -> list[Any]:
+    async def all(self, method: str, *args: Any) -> list[Any]:
         """Returns the method's results on all ranks, in rank order. Raises the first error."""
-        return await together(*(worker.call(method, *args, lane=lane) for worker in self.workers.workers))
+        return await together(*(worker.call(method, *args) for worker in self.workers.workers))
 
     async def watch(self) -> None:
         """Runs beside the loop and raises WorkerDied as soon as a rank dies."""
@@ -202,7 +148,7 @@ class TrainerGroup:
             for group in groups:
                 statistics.add_group(group.tickets, group.scores, group.advantages)
                 spread.append(None if group.scores is None else any(group.advantages))
-            statistics.add_update(merged(results))
+            statistics.updates.append(merged(results))
         timing = {"timing/wait_rollout": self._waited, "timing/update": now() - began - self._waited}
         return statistics.metrics() | ctx.requests.trained(step, spread) | ctx.reward_calls.pop(step) | timing
 
@@ -357,16 +303,34 @@ class TrainerGroup:
         return [(self.first, summed)]
 
     async def _finish(self, ctx: Context, sums: Sums, groups: Sequence[HandedGroup]) -> Stepped | int:
-        """Adds up the ranks' sums and has each rank step; returns statistics by rank, or a larger exponent."""
+        """Adds up the ranks' sums and has each rank step; returns statistics by rank, or a larger exponent.
+
+        If it is measured how far the step moves the policy, that is done on the first part of a group. Raises
+        NotThePlan if a part is missing or is in two sums, errors of the ranks, and RuntimeError if their weights differ
+        afterwards.
+        """
         for replica in self._replicas:
             self._book_state(ctx, replica, "busy")
-        workers = self.workers.workers
-        training = self.weights.training
-        summed = await add_up(ctx, workers, sums, groups, measures=self._measures, training=training)
+        workers, training, step, plan = self.workers.workers, self.weights.training, sums.step, sums.plan
+        planned = {group.meta.group: len(group.meta.owners) for group in groups if group.meta is not None}
+        by_name: Mapping[str, Manifest] = {workers[rank].name: manifest for rank, manifest in sums.manifests.items()}
+        check_plan(step, plan.update, plan.attempt, planned, by_name)
+        rows, parts = divisor(ctx, groups), tuple(planned.items())
+        known = TrainRequest(step, (), finishes=True, planned=parts, rows=rows, attempt=plan.attempt)
+        requests = [known if rank in sums.manifests else replace(known, begins=plan) for rank in range(len(workers))]
+        measured = (group for group in groups if group.meta and group.meta.selected)
+        summed: list[Summed] = await with_probe(
+            ctx, workers, next(measured, None) if self._measures else None, requests, training
+        )
         if (overflow := summed[0].overflow) is not None:
             return overflow
-        async with training:
-            return await take_step(ctx, workers, sums.step)
+        async with training, deadline(update_seconds(ctx.config, 1), f"update: optimizer step of step {step}"):
+            stepped: list[UpdateStats] = await together(*(worker.call("take_step") for worker in workers))
+        did = list(zip(workers, stepped, strict=True))
+        if len({stats.digest for stats in stepped}) > 1:
+            digests = ", ".join(f"{worker.name} {stats.digest}" for worker, stats in did)
+            raise RuntimeError(f"step {step}: the trainer ranks have different weights after the same sum: {digests}")
+        return did
 
     def _plan(self, ctx: Context, group: HandedGroup, update: int, groups: int) -> StepPlan:
         """Returns the plan of an optimizer step of `groups` groups; its rows count skipped groups, too."""

@@ -4,7 +4,7 @@ trainer.py calls `hand_over`; replicas.py calls the other functions if a group's
 """
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -129,25 +129,13 @@ def group_advantages(
         return list(algorithm.advantages(rewards, weights=weights, seeds=seeds))
     total = [np.zeros(len(each.total)) for each in scores]
     for name in terms:
-        for index, part in _one_term(algorithm, name, weights[name], scores, seeds).items():
-            total[index] = total[index] + part
+        if there := _there(scores, name):
+            rewards = {name: [_values(scores[index], name) for index in there]}
+            seeds_there = [seeds[index] for index in there]
+            parts = algorithm.advantages(rewards, weights={name: weights[name]}, seeds=seeds_there)
+            for index, part in zip(there, parts, strict=True):
+                total[index] = total[index] + part
     return total
-
-
-def _one_term(
-    algorithm: Algorithm,
-    name: str,
-    weight: float,
-    scores: Sequence[Scores],
-    seeds: Sequence[int],
-) -> Mapping[int, FloatArray]:
-    """Returns the weighted advantages of one term: index of a group that has the term → array [n]."""
-    there = _there(scores, name)
-    if not there:
-        return {}
-    rewards: dict[str, Any] = {name: [_values(scores[index], name) for index in there]}
-    parts = algorithm.advantages(rewards, weights={name: weight}, seeds=[seeds[index] for index in there])
-    return dict(zip(there, parts, strict=True))
 
 
 def _there(scores: Sequence[Scores], name: str) -> list[int]:

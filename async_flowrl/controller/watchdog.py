@@ -26,7 +26,7 @@ class Stalled(RuntimeError):
 
 @dataclass(frozen=True)
 class StallRow:
-    """A line of a StallReport: one ticket that waits."""
+    """A line of the report: one ticket that waits."""
 
     ticket: str
     state: str
@@ -38,23 +38,17 @@ class StallRow:
     """The versions that the worker holds; if no living worker has the ticket, the version that it needs."""
 
 
-class StallReport:
-    """Table of all waiting tickets as text, `limit` lines at most.
+def stall_report(rows: Sequence[StallRow], *, most: int = 20) -> str:
+    """Returns a table of the waiting tickets, `most` lines at most.
 
     The ticket that has waited longest comes first, because it usually blocks the others.
     """
-
-    def __init__(self, rows: Sequence[StallRow], *, limit: int = 20) -> None:
-        self.rows = sorted(rows, key=lambda row: (-row.age, row.ticket))
-        self.limit = limit
-
-    def __str__(self) -> str:
-        if not self.rows:
-            return "nothing is under way"
-        shown = [(r.ticket, r.state, r.worker, f"{r.age:.1f} s", r.last_event) for r in self.rows[: self.limit]]
-        text = format_table(("ticket", "state", "worker", "age", "last event"), shown)
-        hidden = len(self.rows) - len(shown)
-        return text + (f"\n… and {hidden} more" if hidden > 0 else "")
+    if not rows:
+        return "nothing is under way"
+    oldest = sorted(rows, key=lambda row: (-row.age, row.ticket))
+    shown = [(r.ticket, r.state, r.worker, f"{r.age:.1f} s", r.last_event) for r in oldest[:most]]
+    text = format_table(("ticket", "state", "worker", "age", "last event"), shown)
+    return text + (f"\n… and {len(rows) - most} more" if len(rows) > most else "")
 
 
 @dataclass
@@ -83,8 +77,8 @@ class TicketAges:
         moved = {k: v[:2] for k, v in before.items()} != {k: v[:2] for k, v in self.seen.items()}
         return moved or known_workers != self.workers
 
-    def report(self, ctx: Context, now: float) -> StallReport:
-        return StallReport([self._row(ctx, ticket, now) for ticket in ctx.table.live()])
+    def report(self, ctx: Context, now: float) -> str:
+        return stall_report([self._row(ctx, ticket, now) for ticket in ctx.table.live()])
 
     def _row(self, ctx: Context, ticket: Ticket, now: float) -> StallRow:
         since = self.seen[ticket.kind, ticket.ordinal][2]
@@ -107,7 +101,7 @@ def limit(config: Config) -> float:
 
 
 async def watch_for_stalls(ctx: Context) -> None:
-    """Checks every `deadlines.stall` seconds whether anything has changed, and logs a StallReport if nothing has.
+    """Checks every `deadlines.stall` seconds whether anything has changed, and logs a report if nothing has.
 
     Runs until it is cancelled. Raises Stalled if nothing has changed for longer than `limit`.
     """
@@ -119,7 +113,7 @@ async def watch_for_stalls(ctx: Context) -> None:
             changed = clock()
             continue
         report = ages.report(ctx, clock())
-        ctx.observer.event("stall", seconds=clock() - changed, report=str(report))
+        ctx.observer.event("stall", seconds=clock() - changed, report=report)
         logger.info("nothing has changed for %.0f s:\n%s", clock() - changed, report)
         if clock() - changed > limit(ctx.config):
             raise Stalled(f"nothing has changed for {clock() - changed:.0f} s:\n{report}")

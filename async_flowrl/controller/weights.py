@@ -6,7 +6,7 @@ effect in its network as in the trainer's.
 """
 
 import asyncio
-from collections.abc import Callable, Collection, Coroutine
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +19,7 @@ from async_flowrl.controller.shared import delivery_options
 from async_flowrl.controller.trainer import TrainerGroup
 from async_flowrl.tickets.table import TicketTable
 from async_flowrl.types import EMA, POLICY
-from checkpoint_engine import EVALUATION, Ack, Delivery, DeliveryOptions, Header, ReceiverEndpoint
+from checkpoint_engine import EVALUATION, Ack, Delivery, Header
 from checkpoint_engine.collective_delivery import CollectiveBroadcast
 from checkpoint_engine.errors import error_names
 from checkpoint_engine.transports import OBJECT_STORE
@@ -32,66 +32,6 @@ MAX_CORRUPTED_WORKERS_IN_A_ROW = 3
 
 class CorruptedVersion(RuntimeError):
     """Raised if too many workers receive damaged weights, so that the sender is at fault and no replacement helps."""
-
-
-@dataclass
-class CorruptionWatch:
-    """Counts the workers that were given up over damaged weights since a new version last arrived."""
-
-    newest: int = -1
-    """Highest version that any worker has acknowledged; -1 for none."""
-    given_up: int = 0
-    """Workers given up over damaged weights since `newest` was acknowledged for the first time."""
-
-    def acknowledged(self, version: int) -> None:
-        if version > self.newest:
-            self.newest, self.given_up = version, 0
-
-    def gave_up(self, error: BaseException) -> None:
-        """Counts the worker if `error` is TransferCorrupted; raises CorruptedVersion if there are now too many."""
-        self.given_up += "TransferCorrupted" in error_names(error)
-        if self.given_up >= MAX_CORRUPTED_WORKERS_IN_A_ROW:
-            raise CorruptedVersion(
-                f"{self.given_up} workers in a row received damaged weights, however often they were sent; nothing "
-                f"newer than version {self.newest} has arrived anywhere: {error}"
-            ) from error
-
-
-class EmaWeights:
-    """Retains the EMA of a version when it is due for evaluation, and delivers it when its evaluation begins.
-
-    `replace` is awaited with the name of a worker to which the EMA cannot be delivered, and the error; `acknowledged`
-    is called with a worker's name and its acknowledgement.
-    PublishedWeights (weights.py) uses this class.
-    """
-
-    def __init__(
-        self,
-        sender: EmaEndpoint,
-        *,
-        options: DeliveryOptions,
-        replace: Callable[[str, BaseException], Coroutine[Any, Any, None]],
-        acknowledged: Callable[[str, Ack], None],
-    ) -> None:
-        self._sender = sender
-        self.delivery = Delivery(self._sender, replace=replace, options=options)
-        self.delivery.on_ack(acknowledged)
-        self._current: int | None = None
-
-    async def retain(self, version: int) -> None:
-        """Keeps a copy of the EMA as it is now, as `version`, on the trainer ranks."""
-        await self._sender.retain(version)
-
-    async def deliver(self, version: int) -> None:
-        """Starts the delivery of the retained `version` to all workers and releases the version before it."""
-        before, self._current = self._current, version
-        await self.delivery.publish(version)
-        if before is not None:
-            await self._sender.release(before)
-
-    async def join(self, receiver: ReceiverEndpoint) -> None:
-        """Adds a worker and delivers the current version to it, if there is one."""
-        await self.delivery.join(receiver, [] if self._current is None else [self._current])
 
 
 @dataclass
@@ -117,19 +57,26 @@ class PublishedWeights:
     sender: TrainerEndpoint = field(init=False)
     delivery: Delivery = field(init=False)
     proof: WorkerProof = field(init=False)
-    ema: EmaWeights | None = None
-    """Deliveries of the EMA for evaluations; None if `trainer.ema_decay` is null."""
+    ema: EmaEndpoint | None = None
+    """Sender of the EMA for evaluations; None if `trainer.ema_decay` is null."""
     stall_seconds: float = 0.0
     """Seconds that the trainer has waited in `publish`."""
     _first: int = 0
     """First version that this attempt publishes for training."""
-    _corruption: CorruptionWatch = field(default_factory=CorruptionWatch)
+    _newest: int = -1
+    """Highest version that any worker has acknowledged; -1 for none."""
+    _corrupted: int = 0
+    """Workers given up over damaged weights since `_newest` was acknowledged for the first time."""
+    _deliveries: list[Delivery] = field(default_factory=list)
+    """Those of the policy and, if there is one, of its EMA."""
+    _delivered: int | None = None
+    """The version of the EMA that was delivered last."""
     _started: asyncio.Event = field(default_factory=asyncio.Event)
     _sealed: dict[int, asyncio.Event] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.sender = self.trainers.weights.sender(self.config, self.transport, self.sealed)
-        self.proof = WorkerProof(self, self.sender, self.transport)
+        self.proof = WorkerProof(self.config, self.observer, self.sender, self.transport)
 
     async def publish_first(self) -> None:
         """Checks all present workers with the canary, then publishes the versions that the first tickets name.
@@ -197,10 +144,13 @@ class PublishedWeights:
         await self.delivery.keep(version)
 
     async def deliver_for_evaluation(self, version: int) -> None:
-        if self.ema is not None:
-            await self.ema.deliver(version)
-        else:
+        if self.ema is None:
             await self.delivery.place(version)
+            return
+        before, self._delivered = self._delivered, version
+        await self._deliveries[1].publish(version)
+        if before is not None:
+            await self.ema.release(before)
 
     async def watch(self) -> None:
         await self._started.wait()
@@ -216,10 +166,6 @@ class PublishedWeights:
         if self._started.is_set():
             for delivery in self._deliveries:
                 await delivery.close()
-
-    @property
-    def _deliveries(self) -> list[Delivery]:
-        return [self.delivery] if self.ema is None else [self.delivery, self.ema.delivery]
 
     def sealed(self, header: Header) -> None:
         """Publishes a sealed version in the ticket table, which then issues the tickets that name it."""
@@ -237,17 +183,9 @@ class PublishedWeights:
 
     def report(self) -> dict[str, Any]:
         stats = self.delivery.stats
-        return {
-            "publishes": stats.publishes,
-            "bytes": stats.bytes,
-            "seconds": stats.seconds,
-            "trainer_stall_seconds": self.stall_seconds,
-            "transport": self.transport,
-            "retries": stats.retries,
-            "corrupt": stats.corrupt,
-            "fallbacks": stats.fallbacks,
-            "member_busy": stats.member_busy,
-        }
+        names = ("publishes", "bytes", "seconds", "retries", "corrupt", "fallbacks", "member_busy")
+        counts = {name: getattr(stats, name) for name in names}
+        return counts | {"trainer_stall_seconds": self.stall_seconds, "transport": self.transport}
 
     async def _start(self) -> None:
         """Makes the canary, the sender and the deliveries of the policy and of its EMA."""
@@ -265,14 +203,12 @@ class PublishedWeights:
             )
         options = delivery_options(config, POLICY)
         self.delivery = Delivery(self.sender, replace=self._give_up, options=options, broadcast=broadcast)
-        self.delivery.on_ack(self._acknowledged)
+        self._deliveries.append(self.delivery)
         if config.trainer.ema_decay is not None:
-            self.ema = EmaWeights(
-                self.trainers.weights.average_sender(config, self._sent),
-                options=delivery_options(config, EMA),
-                replace=self._give_up,
-                acknowledged=self._acknowledged,
-            )
+            self.ema = self.trainers.weights.average_sender(config, self._sent)
+            self._deliveries.append(Delivery(self.ema, replace=self._give_up, options=delivery_options(config, EMA)))
+        for delivery in self._deliveries:
+            delivery.on_ack(self._acknowledged)
         self._started.set()
 
     async def _admit(self, worker: Worker) -> None:
@@ -289,13 +225,14 @@ class PublishedWeights:
     async def _join(self, worker: Worker, versions: list[int]) -> None:
         end = endpoint_of(self.config)(worker, self.observer, self.transport)
         await self.delivery.join(end, versions)
-        if self.ema is not None:
-            await self.ema.join(end)
+        for average in self._deliveries[1:]:
+            await average.join(end, [] if self._delivered is None else [self._delivered])
 
     def _acknowledged(self, worker: str, ack: Ack) -> None:
         if worker not in self.table.held:
             return  # The worker was declared dead while its acknowledgement was under way.
-        self._corruption.acknowledged(ack.version)
+        if ack.version > self._newest:
+            self._newest, self._corrupted = ack.version, 0
         for_evaluation = ack.slot == EVALUATION or ack.stream == EMA
         self.table.acknowledge(worker, ack.version, ack.digest, evaluation=for_evaluation)
         self.observer.event(
@@ -314,4 +251,9 @@ class PublishedWeights:
                 worker.kill()
         self.table.lost_worker(name)
         self.work.notify()
-        self._corruption.gave_up(error)
+        self._corrupted += "TransferCorrupted" in error_names(error)
+        if self._corrupted >= MAX_CORRUPTED_WORKERS_IN_A_ROW:
+            raise CorruptedVersion(
+                f"{self._corrupted} workers in a row received damaged weights, however often they were sent; nothing "
+                f"newer than version {self._newest} has arrived anywhere: {error}"
+            ) from error

@@ -4,7 +4,6 @@ import os
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -37,11 +36,6 @@ class Ending:
     hydra_record: Mapping[str, str]
     """Name → text of the files in `.hydra/`; empty if the run was not started from a command line."""
 
-    @cached_property
-    def command(self) -> str | None:
-        """Command line that started the run, with `resume=auto`; None if it was not started from a command line."""
-        return resume_command(self.hydra_record)
-
     @property
     def quiet(self) -> bool:
         return self.prepared.config.console == "quiet"
@@ -52,8 +46,8 @@ class Ending:
 
     @property
     def goes_on(self) -> str:
-        """Command that continues the run."""
-        return self.command or "the same command with resume=auto"
+        """Command that continues the run: the command line that started it, with `resume=auto`."""
+        return resume_command(self.hydra_record) or "the same command with resume=auto"
 
 
 def conclude(ending: Ending, summary: Mapping[str, Any]) -> int:

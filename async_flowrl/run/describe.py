@@ -8,6 +8,7 @@ import torch
 
 from async_flowrl.config.schema import LORA, SHARED, Config, RewardTerm
 from async_flowrl.observability.terminal import named_lines
+from async_flowrl.run.nodes import LABEL_CHARACTERS
 from async_flowrl.run.pools import pools
 from async_flowrl.run.prepare import Prepared
 
@@ -30,12 +31,12 @@ def first_lines(prepared: Prepared, directory: Path) -> str:
         ("devices", devices(prepared)),
         ("files", where),
     ]
-    return _lines(rows)
+    return named_lines(rows, LABEL_CHARACTERS)
 
 
 def describe_inputs(prepared: Prepared) -> str:
     """Returns only the lines on prompts and reward, for `dry_run`, which prints tables of the rest."""
-    return _lines(inputs(prepared))
+    return named_lines(inputs(prepared), LABEL_CHARACTERS)
 
 
 def inputs(prepared: Prepared) -> Rows:
@@ -46,10 +47,6 @@ def inputs(prepared: Prepared) -> Rows:
         ("evaluation", evaluation(prepared)),
         ("reward", " + ".join(_term(key, term) for key, term in terms.items()).replace("+ -", "- ")),
     ]
-
-
-def _lines(rows: Rows) -> str:
-    return named_lines(rows, 10)
 
 
 OVERLAP = {

@@ -5,7 +5,7 @@ from pathlib import Path
 from async_flowrl.config.check import ConfigError, check
 from async_flowrl.config.curves import check_curves
 from async_flowrl.config.paths import find_data
-from async_flowrl.config.schema import Config, DataConfig
+from async_flowrl.config.schema import Config
 from async_flowrl.observability.run_directory import RunDirectory
 from async_flowrl.policies.model_path import local_index
 from async_flowrl.rewards.registry import check_rewards
@@ -17,18 +17,13 @@ def refuse_early(config: Config) -> None:
         check(config)
         check_rewards(config.reward)
         check_curves(config)
-        check_prompt_files(config.data)
+        for key, file in (("data.train", config.data.train), ("data.evaluation", config.data.evaluation)):
+            if file is not None:
+                find_data(file, key=key, folder=True)
         check_output(config)
         local_index(config.model.path)
     except (ValueError, FileNotFoundError, PermissionError) as error:
         raise ConfigError(str(error)) from error
-
-
-def check_prompt_files(config: DataConfig) -> None:
-    """Raises FileNotFoundError, with the nearest name, for a prompt file that does not exist."""
-    find_data(config.train, key="data.train", folder=True)
-    if config.evaluation is not None:
-        find_data(config.evaluation, key="data.evaluation", folder=True)
 
 
 def check_output(config: Config) -> None:

@@ -9,7 +9,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -53,8 +53,9 @@ from async_flowrl.run.stopping import StopRequest, listening
 from async_flowrl.run.transport import choose_transport
 from async_flowrl.training.checkpoint_folder import checkpoint_step, find_checkpoint
 from separation.group import WorkerDied, WorkerFailed
+from separation.node_checks import OtherCode
 from separation.placement import ResourcesMissing, StoreTooSmall
-from separation.supervise import deadline
+from separation.supervise import deadline, leaves
 
 logger = logging.getLogger(__name__)
 
@@ -72,60 +73,49 @@ def run(
     the checks before the run, which are logged. `workers` are worker classes of tests and benchmarks.
     """
     directory = RunDirectory(Path(config.output_dir))
-    try:
-        return _run(config, directory, hydra_record, warnings, workers)
-    finally:
-        end_log(directory.logs)
-
-
-def _run(
-    config: Config,
-    directory: RunDirectory,
-    hydra_record: Mapping[str, str],
-    warnings: Sequence[str],
-    workers: Workers,
-) -> int:
-    try:
-        prepared = replace(prepare(config), workers=workers)
-        check_machine(prepared)
-        if config.resume != "never" and not config.dry_run and directory.logs.is_dir():
-            log_to(directory.logs / "controller.log")  # find_resume logs a warning for each damaged checkpoint
-        # This comes before the first write to the run directory, so a refused run leaves the directory unchanged. Only
-        # damaged shares of a checkpoint are found later, by their ranks.
-        resume = find_resume(prepared.requests, directory)
-        if config.dry_run:
-            directory.claim()
-            say(describe_inputs(prepared) + describe_run(prepared))
-            return exit_codes.OK
-        directory.create(prepared.config, hydra_record)
-    except ConfigError as error:
-        return _fail(error, exit_codes.CONFIG)
-    log_to(directory.logs / "controller.log")
-    logger.info(ATTEMPT)
-    say(first_lines(prepared, directory.root))
-    ending = Ending(prepared, directory, StopRequest(), hydra_record)
-    for sentence in (*warnings, *doubts_of(prepared)):
-        logger.warning("%s", sentence)
-    try:
-        with closing(open_display(prepared.config)) as display:
-            return asyncio.run(train(ending, resume, display))
-    except KeyboardInterrupt:
-        after_failure(ending)
-        return _fail("interrupted", exit_codes.INTERRUPTED)
-    except StoreTooSmall as error:
-        return _fail(f"{error}: {stored(config)}", exit_codes.CONFIG)
-    except (ConfigError, ResourcesMissing) as error:
-        return _fail(error, exit_codes.CONFIG)
-    except Exception as error:
-        logger.exception("the run failed")
-        if (refusal := refused(error)) is not None:
-            return _fail(refusal, exit_codes.CONFIG)
-        after_failure(ending)
-        return _fail(
-            f"the run failed: {first_cause(error)} (traceback in {directory.logs}/controller.log)", exit_codes.ERROR
-        )
-    finally:
-        directory.release()
+    with ExitStack() as last:
+        last.callback(end_log, directory.logs)
+        try:
+            prepared = replace(prepare(config), workers=workers)
+            check_machine(prepared)
+            if config.resume != "never" and not config.dry_run and directory.logs.is_dir():
+                log_to(directory.logs / "controller.log")  # find_resume logs a warning for each damaged checkpoint
+            # This comes before the first write to the run directory, so a refused run leaves the directory unchanged.
+            # Only damaged shares of a checkpoint are found later, by their ranks.
+            resume = find_resume(prepared.requests, directory)
+            if config.dry_run:
+                directory.claim()
+                say(describe_inputs(prepared) + describe_run(prepared))
+                return exit_codes.OK
+            directory.create(prepared.config, hydra_record)
+        except ConfigError as error:
+            return _fail(error, exit_codes.CONFIG)
+        log_to(directory.logs / "controller.log")
+        logger.info(ATTEMPT)
+        say(first_lines(prepared, directory.root))
+        ending = Ending(prepared, directory, StopRequest(), hydra_record)
+        for sentence in (*warnings, *doubts_of(prepared)):
+            logger.warning("%s", sentence)
+        try:
+            with closing(open_display(prepared.config)) as display:
+                return asyncio.run(train(ending, resume, display))
+        except KeyboardInterrupt:
+            after_failure(ending)
+            return _fail("interrupted", exit_codes.INTERRUPTED)
+        except StoreTooSmall as error:
+            return _fail(f"{error}: {stored(config)}", exit_codes.CONFIG)
+        except (ConfigError, ResourcesMissing, OtherCode) as error:
+            return _fail(error, exit_codes.CONFIG)
+        except Exception as error:
+            logger.exception("the run failed")
+            if (refusal := refused(error)) is not None:
+                return _fail(refusal, exit_codes.CONFIG)
+            after_failure(ending)
+            return _fail(
+                f"the run failed: {first_cause(error)} (traceback in {directory.logs}/controller.log)", exit_codes.ERROR
+            )
+        finally:
+            directory.release()
 
 
 async def train(ending: Ending, resume: Resume, display: Display) -> int:
@@ -155,7 +145,7 @@ def last_resort(error: BaseException, stop: StopRequest, directory: RunDirectory
     It can if it was asked to stop and `error` is the death of a worker or server: a scheduler that asks a run to stop
     often ends the workers as well. Shares of several ranks are not read for it.
     """
-    if not stop() or not isinstance(innermost(error), WorkerDied | ServerLost):
+    if not stop() or not isinstance(leaves(error)[0], WorkerDied | ServerLost):
         return None
     path = find_checkpoint(directory.checkpoints, shares=False)
     return None if path is None else checkpoint_step(path)
@@ -274,21 +264,15 @@ def refused(error: BaseException) -> str | None:
 
     An example is a LoRA for layers that do not exist. Returns None for other errors.
     """
-    cause = innermost(error)
+    cause = leaves(error)[0]
     loading = isinstance(cause, WorkerFailed) and cause.method in ("load", "restore") and cause.kind == "ValueError"
     return cause.message if isinstance(cause, WorkerFailed) and loading else None
 
 
 def first_cause(error: BaseException) -> str:
     """Returns type and message of the first failure inside nested exception groups."""
-    cause = innermost(error)
+    cause = leaves(error)[0]
     return f"{type(cause).__name__}: {cause}"
-
-
-def innermost(error: BaseException) -> BaseException:
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
 
 
 def _fail(message: object, code: int) -> int:

@@ -25,7 +25,6 @@ from async_flowrl.types import Conditioning, Wording
 from checkpoint_engine.transports import NCCL, PYNCCL, resolve_transport
 from separation.cluster import check_results, cluster
 from separation.group import Worker, WorkerGroup
-from separation.node_checks import OtherCode
 from separation.placement import ResourcesMissing, check_fits, own_cluster, reserve
 from separation.processes import ctrl_c_ignored
 from separation.rendezvous import join_process_group
@@ -74,9 +73,7 @@ def check_machine(prepared: Prepared) -> None:
     config, runtime = prepared.config, prepared.config.runtime
     show_what_can_be_shown()
     console_of(config.console)
-    if runtime.address is not None:
-        return
-    if runtime.backend != "ray":
+    if runtime.address is not None or runtime.backend != "ray":
         return
     check_fits_here(config)
     if config.checkpoint_engine.transport in (NCCL, PYNCCL):
@@ -105,8 +102,7 @@ def check_fits_here(config: Config) -> None:
 async def open_cluster(prepared: Prepared, logs: Path) -> AsyncIterator[Mapping[str, WorkerGroup]]:
     """Starts the pools and yields pool name → pool; they end with the block.
 
-    Raises ConfigError if a node has another version of the code, and as `cluster` does. While the pools end, Ctrl-C is
-    ignored, because Ray would exit in the middle.
+    Raises as `cluster` does. While the pools end, Ctrl-C is ignored, because Ray would exit in the middle.
     """
     config = prepared.config
     pooled = cluster(
@@ -118,7 +114,7 @@ async def open_cluster(prepared: Prepared, logs: Path) -> AsyncIterator[Mapping[
         store_bytes=stored_bytes(prepared.at_largest, prepared.shapes),
     )
     with ExitStack() as last:
-        async with refusals(), pooled as groups:
+        async with pooled as groups:
             try:
                 async with as_two(groups) as divided:
                     await look_at_nodes(config, divided, logs.parent)
@@ -136,15 +132,6 @@ def check_stored(prepared: Prepared, trained: int) -> None:
     config = prepared.config
     sent = SENT_VERSIONS * trained * DTYPES[prepared.model.dtype].itemsize
     check_results(config.runtime.backend, stored_bytes(prepared.at_largest, prepared.shapes, trained) + sent)
-
-
-@asynccontextmanager
-async def refusals() -> AsyncIterator[None]:
-    """Raises an OtherCode of its body as a ConfigError."""
-    try:
-        yield
-    except OtherCode as error:
-        raise ConfigError(str(error)) from error
 
 
 async def load_pools(config: Config, groups: Mapping[str, WorkerGroup], trainers: TrainerGroup) -> dict[str, Any]:

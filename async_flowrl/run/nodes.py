@@ -7,6 +7,7 @@ import logging
 import secrets
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from itertools import groupby
 from pathlib import Path
 
 from async_flowrl.config.check import ConfigError
@@ -55,13 +56,9 @@ def seats(groups: Mapping[str, WorkerGroup]) -> dict[str, str]:
 
 def runs(numbers: list[int]) -> list[str]:
     """Returns sorted numbers as texts, where consecutive numbers become `first…last`."""
-    spans: list[list[int]] = []
-    for number in numbers:
-        if spans and spans[-1][1] == number - 1:
-            spans[-1][1] = number
-        else:
-            spans.append([number, number])
-    return [f"{first}" if first == last else f"{first}…{last}" for first, last in spans]
+    # Consecutive numbers have the same distance from their places.
+    spans = [[n for _, n in span] for _, span in groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0])]
+    return [f"{span[0]}" if len(span) == 1 else f"{span[0]}…{span[-1]}" for span in spans]
 
 
 async def check_run_directory(config: Config, groups: Mapping[str, WorkerGroup], folder: Path) -> None:

@@ -33,7 +33,10 @@ loads the text encoder again."""
 def pools(prepared: "Prepared") -> list[PoolSpec]:
     """Returns the pools of the run: trainer ranks, rollout workers, reward workers and reward servers."""
     config = prepared.config
-    model, ahead = {"config": config, "model": prepared.model}, told_ahead(prepared)
+    model: dict[str, Any] = {"config": config, "model": prepared.model}
+    # Rollout workers that keep no text encoder loaded are told the prompts to come.
+    cached = config.rollout.text_encoder == "cached"
+    ahead = {"upcoming": upcoming(prepared.requests, MAX_UPCOMING)} if cached else {}
     arguments = {
         SHARED: {**model, "sizes": prepared.trained_sizes, **ahead},
         TRAINER: {**model, "sizes": prepared.trained_sizes},
@@ -114,13 +117,6 @@ def separate_pools(config: Config) -> list[PoolSpec]:
             allocator="" if vllm_omni else EXPANDABLE,
         ),
     ]
-
-
-def told_ahead(prepared: "Prepared") -> dict[str, Any]:
-    """Returns the argument `upcoming`, the prompts to come, for rollout workers that keep no text encoder loaded."""
-    if prepared.config.rollout.text_encoder != "cached":
-        return {}
-    return {"upcoming": upcoming(prepared.requests, MAX_UPCOMING)}
 
 
 def reward_spec(pool: RewardPool, config: Config) -> PoolSpec:

@@ -203,21 +203,13 @@ def with_limits(config: Config, prompts: int) -> Config:
 
 def doubts_of(prepared: Prepared) -> list[str]:
     """Returns warnings, one sentence each, about settings that are possible but perhaps not intended."""
-    model = prepared.model
+    config, model, doubts = prepared.config, prepared.model, list[str]()
+    if config.epochs is not None:
+        steps = steps_for(config.epochs, len(prepared.requests.train), config.prompts_per_step)
+        if (last := config.total_steps) < steps:
+            doubts.append(f"epochs={config.epochs} would take {steps} steps; total_steps={last} ends the run before")
     never_checked = unchecked(model.family, model.path, model.revision, resolution=prepared.sizes[-1])
-    sentences = ends_before_its_epochs(prepared), never_checked
-    return [sentence for sentence in sentences if sentence is not None]
-
-
-def ends_before_its_epochs(prepared: Prepared) -> str | None:
-    """Returns a sentence if `total_steps` ends the run before `epochs` passes over the prompts, else None."""
-    config = prepared.config
-    if config.epochs is None:
-        return None
-    steps = steps_for(config.epochs, len(prepared.requests.train), config.prompts_per_step)
-    if config.total_steps >= steps:
-        return None
-    return f"epochs={config.epochs} would take {steps} steps; total_steps={config.total_steps} ends the run before"
+    return doubts if never_checked is None else [*doubts, never_checked]
 
 
 def baseline_sampling(config: Config, family: str) -> Sampling | None:
@@ -244,12 +236,8 @@ def baseline_sampling(config: Config, family: str) -> Sampling | None:
     if evaluate.baseline_steps is not None:
         sampling = replace(sampling, num_inference_steps=evaluate.baseline_steps)
     if evaluate.baseline_guidance is not None:
-        sampling = _guided(sampling, evaluate.baseline_guidance, embedded)
+        scale = evaluate.baseline_guidance
+        if refusal := guidance_refusal("evaluate.baseline_guidance", scale, embedded=embedded):
+            raise ValueError(refusal)
+        sampling = replace(sampling, guidance_scale=scale) if embedded else replace(sampling, true_cfg_scale=scale)
     return sampling
-
-
-def _guided(sampling: Sampling, scale: float, embedded: bool) -> Sampling:
-    """Returns `sampling` with `evaluate.baseline_guidance=scale`; `embedded`: it is an input of the network."""
-    if refusal := guidance_refusal("evaluate.baseline_guidance", scale, embedded=embedded):
-        raise ValueError(refusal)
-    return replace(sampling, guidance_scale=scale) if embedded else replace(sampling, true_cfg_scale=scale)

@@ -9,7 +9,7 @@ generated again, identically.
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
 
@@ -143,9 +143,20 @@ async def attempt(run: Run, ctx: Context) -> None:
         await run.kept.settle(ctx)
 
 
+DEATH_DETECTION_SECONDS = 2.0
+"""Time within which the death of one rank must show after another rank has failed because of it."""
+
+
 async def dead_ranks(trainers: TrainerGroup) -> list[str]:
-    """Returns the names of the trainer ranks that are known to be dead by now."""
-    return [worker.name for worker in await dead_among(trainers.workers.workers)]
+    """Returns the ranks whose death shows within DEATH_DETECTION_SECONDS, by name; returns as soon as one has."""
+    watches = {asyncio.create_task(worker.watch()): worker.name for worker in trainers.workers.workers}
+    try:
+        done, _ = await asyncio.wait(watches, timeout=DEATH_DETECTION_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+        return [watches[task] for task in done if isinstance(task.exception(), WorkerDied)]
+    finally:
+        for task in watches:
+            task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # nobody else asks for it
+            task.cancel()
 
 
 async def recover(run: Run, before: Resume) -> Resume:
@@ -222,9 +233,8 @@ async def follow_trainer(run: Run, rollout: SubGroup) -> None:
     """Loads the rollout workers of the new processes, which have replaced those of the old trainer ranks."""
     workers = [rollout.follow(worker.index) for worker in list(rollout.workers)]
     seconds = run.prepared.config.deadlines.load
-    for worker, digest in zip(
-        workers, await together(*(load_rollout(w, seconds=seconds) for w in workers)), strict=True
-    ):
+    digests = await together(*(load_rollout(worker, seconds=seconds) for worker in workers))
+    for worker, digest in zip(workers, digests, strict=True):
         check_base(worker, digest, run.base_digest)
 
 
@@ -278,21 +288,6 @@ async def clean_rollout(worker: Worker, *, seconds: float) -> None:
         worker.kill()
 
 
-def records_of(run: Run) -> EvaluationRecords:
-    """Returns the recorder of evaluations, which also knows the evaluations that the directory already holds."""
-    ledgers = run.ledgers
-    return EvaluationRecords(
-        run.prepared.config,
-        run.directory,
-        ledgers.metrics,
-        ledgers.monitor,
-        ledgers.evaluations,
-        ledgers.events,
-        ledgers.failures,
-        lambda reason: run.stop.ask(reason, exit_codes.HACKING),
-    )
-
-
 def context_of(run: Run, resume: Resume) -> Context:
     """Returns fresh controller state for an attempt from `resume`, and records the workers in the event log."""
     config, ledgers = run.prepared.config, run.ledgers
@@ -301,8 +296,16 @@ def context_of(run: Run, resume: Resume) -> Context:
         there = any(checkpoint_step(path) == resume.version for path in written(run.directory.checkpoints))
         own = there or not checkpoint_due(config, resume.version)
     requests = with_outcomes(run.prepared.requests, resume)
-    saved = [resume.version] if own else []
-    records = records_of(run)
+    records = EvaluationRecords(
+        config,
+        run.directory,
+        ledgers.metrics,
+        ledgers.monitor,
+        ledgers.evaluations,
+        ledgers.events,
+        ledgers.failures,
+        lambda reason: run.stop.ask(reason, exit_codes.HACKING),
+    )
     checkpoints = Checkpoints(
         config,
         run.directory,
@@ -311,11 +314,11 @@ def context_of(run: Run, resume: Resume) -> Context:
         requests=requests,
         base_digest=run.base_digest,
         schedules=run.schedules,
-        saved=saved,
+        saved=[resume.version] if own else [],
         spare=records.spare,
     )
-    first_step = resume.version
-    score_log = ScoreLog(run.directory.scores, first_step=first_step) if keeps_scores(config.reward) else None
+    scored = run.directory.scores
+    score_log = ScoreLog(scored, first_step=resume.version) if keeps_scores(config.reward) else None
     ctx = build_context(
         requests,
         run.groups,
@@ -338,19 +341,3 @@ def context_of(run: Run, resume: Resume) -> Context:
     for worker in [worker for group in run.groups.values() for worker in group.workers]:
         ledgers.events.event("worker", worker=worker.name, pid=worker.pid, node=worker.node)
     return replace(ctx, score_log=score_log, stop_requested=run.stop, servers=run.servers)
-
-
-DEATH_DETECTION_SECONDS = 2.0
-"""Time within which the death of one rank must show after another rank has failed because of it."""
-
-
-async def dead_among(workers: Sequence[Worker]) -> list[Worker]:
-    """Returns those of the workers whose death shows within DEATH_DETECTION_SECONDS; returns as soon as one has."""
-    watches = {asyncio.create_task(worker.watch()): worker for worker in workers}
-    try:
-        done, _ = await asyncio.wait(watches, timeout=DEATH_DETECTION_SECONDS, return_when=asyncio.FIRST_COMPLETED)
-        return [watches[task] for task in done if isinstance(task.exception(), WorkerDied)]
-    finally:
-        for task in watches:
-            task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # nobody else asks for it
-            task.cancel()

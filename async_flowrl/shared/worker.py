@@ -44,15 +44,8 @@ class TrainingLane:
     """
 
     def __init__(self, turns: Turns, device: torch.device) -> None:
-        self._turns, self._device = turns, device
+        self.turns, self._device = turns, device
         self._side = SideStream.of(device)
-        self._depth = 0
-        """Number of turns that were entered and not left, each inside the one before."""
-
-    @property
-    def waited(self) -> float:
-        """Seconds that the training thread has waited for its turns until now, in sum."""
-        return self._turns.waited
 
     @contextmanager
     def turn(self, *, more: bool = False) -> Iterator[None]:
@@ -60,18 +53,16 @@ class TrainingLane:
 
         `more` has the meaning that it has in `Turns.training`.
         """
-        with self._turns.training(more=more):
+        with self.turns.training(more=more):
             if self._side is None:
                 yield
                 return
             default = cuda.default_stream(self._device)
             default.wait_event(self._side.record())
-            self._depth += 1
             try:
                 with cuda.stream(default):
                     yield
             finally:
-                self._depth -= 1
                 with cuda.stream(default):
                     self._side.wait(recorded(self._device))
 
@@ -82,7 +73,7 @@ class TrainingLane:
         When the context ends, the device has finished this work, so that other threads may use the results. Inside a
         turn the context does nothing, and the work belongs to the turn.
         """
-        if self._side is None or self._depth:
+        if self._side is None or self.turns.depth:
             yield
             return
         with self._side.current():
@@ -164,11 +155,11 @@ class SharedTrainer(TrainerWorker):
     @contextmanager
     def _counted(self) -> Iterator[None]:
         """Adds what the body waits for its turns to `waited`."""
-        before = self.lane.waited
+        before = self.lane.turns.waited
         try:
             yield
         finally:
-            self.waited += self.lane.waited - before
+            self.waited += self.lane.turns.waited - before
 
     load = beside(TrainerWorker.load)
     snapshot = beside(TrainerWorker.snapshot)

@@ -11,7 +11,7 @@ from functools import cached_property, lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from async_flowrl.algorithms.window import draw_window
+from async_flowrl.algorithms.window import Window, draw_window
 from async_flowrl.config.resolution import configured, parse_resolution
 from async_flowrl.config.schema import Config
 from async_flowrl.data.curriculum import NO_SPREAD, SPREAD, UNKNOWN, Curriculum
@@ -114,60 +114,37 @@ class RequestBuilder:
         """Returns the sampling settings of a training ticket, which its rollout worker and the trainer both get."""
         return sampling(self.config, self.resolution(ticket))
 
-    def request(self, ticket: Ticket) -> RolloutRequest:
-        """Returns the request for a training or an evaluation ticket."""
-        return self._evaluation(ticket) if ticket.kind == EVALUATION else self._train(ticket)
-
     def image_seed(self, name: str, step: int, group: int, image: int) -> int:
         """Returns the seed of image number `image` (from 0) of a group for the purpose `name`, e.g. `initial`."""
         return derive(self.config.seed, name, step, group, image)
 
-    def _train(self, ticket: Ticket) -> RolloutRequest:
-        config = self.config
-        size = config.images_per_ticket
-        images = tuple(range(ticket.slice_index * size, (ticket.slice_index + 1) * size))
-        window = draw_window(
-            config.algorithm,
-            num_inference_steps=config.rollout.num_inference_steps,
-            seed=config.seed,
-            step=ticket.step,
-            group=ticket.group,
-        )
-        same = config.algorithm.same_initial_noise
+    def request(self, ticket: Ticket) -> RolloutRequest:
+        """Returns the request for a training or an evaluation ticket."""
+        config, step, group = self.config, ticket.step, ticket.group
+        window = Window((), ())
+        if ticket.kind == EVALUATION:
+            images = range(config.evaluate.images_per_prompt)
+            initial = noise = [derive(config.evaluate.seed, "evaluation", group, image) for image in images]
+            how = self.baseline if ticket.baseline and self.baseline else evaluation_sampling(config)
+        else:
+            size, same = config.images_per_ticket, config.algorithm.same_initial_noise
+            images = range(ticket.slice_index * size, (ticket.slice_index + 1) * size)
+            initial = [self.image_seed("initial", step, group, 0 if same else image) for image in images]
+            noise = [self.image_seed("noise", step, group, image) for image in images]
+            how, steps = sampling(config), config.rollout.num_inference_steps
+            window = draw_window(config.algorithm, num_inference_steps=steps, seed=config.seed, step=step, group=group)
         return RolloutRequest(
             kind=ticket.kind,
             ordinal=ticket.ordinal,
-            step=ticket.step,
-            group=ticket.group,
+            step=step,
+            group=group,
             version=ticket.version,
             prompt=self.prompt(ticket),
-            images=images,
-            initial_seeds=tuple(
-                self.image_seed("initial", ticket.step, ticket.group, 0 if same else image) for image in images
-            ),
-            noise_seeds=tuple(self.image_seed("noise", ticket.step, ticket.group, image) for image in images),
+            images=tuple(images),
+            initial_seeds=tuple(initial),
+            noise_seeds=tuple(noise),
             noise_steps=window.noise_steps,
             train_steps=window.train_steps,
-            sampling=self.sampling(ticket),
-        )
-
-    def _evaluation(self, ticket: Ticket) -> RolloutRequest:
-        config = self.config
-        images = tuple(range(config.evaluate.images_per_prompt))
-        seeds = tuple(derive(config.evaluate.seed, "evaluation", ticket.group, image) for image in images)
-        how = self.baseline if ticket.baseline and self.baseline else evaluation_sampling(config)
-        return RolloutRequest(
-            kind=ticket.kind,
-            ordinal=ticket.ordinal,
-            step=ticket.step,
-            group=ticket.group,
-            version=ticket.version,
-            prompt=self.prompt(ticket),
-            images=images,
-            initial_seeds=seeds,
-            noise_seeds=seeds,
-            noise_steps=(),
-            train_steps=(),
             sampling=replace(how, resolution=self.resolution(ticket)),
         )
 

@@ -11,7 +11,7 @@ There is no other queue or counter of tickets. A method raises Refused for a cal
 
 import heapq
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from async_flowrl.tickets.ticket import (
@@ -137,7 +137,11 @@ class TicketTable:
             return
         if version < self.shape.version_for(self.step):
             return  # the worker was slow: no ticket needs this version any more
-        check_acknowledged(worker, version, digest, self.published)
+        if self.published.get(version) != digest:
+            published = self.published.get(version)
+            raise Refused(
+                f"{worker} acknowledged version {version} with digest {digest}, but {published} was published"
+            )
         held.policy[version] = digest
         for old in sorted(held.policy)[: -(self.shape.max_staleness + 1)]:
             del held.policy[old]
@@ -192,7 +196,8 @@ class TicketTable:
         """
         held = self.held[worker]
         known = held.policy if ticket.kind == TRAIN else held.evaluation
-        check_start(ticket, worker, known)
+        if ticket.state is not State.PENDING or ticket.version not in known:
+            raise Refused(f"{worker} may not start {describe(ticket)}: it holds versions {sorted(known)}")
         held.taken += not along
         ticket.worker, ticket.attempt, ticket.batch = worker, ticket.attempt + 1, batch
         self._move(ticket, State.RUNNING)
@@ -208,7 +213,11 @@ class TicketTable:
         if ticket.state not in (State.PENDING, State.RUNNING):
             self.duplicates += 1
             return False
-        check_made_with(ticket, version, digest, self.published if ticket.kind == TRAIN else self.evaluated)
+        known = (self.published if ticket.kind == TRAIN else self.evaluated).get(version)
+        if version != ticket.version:
+            raise Refused(f"{describe(ticket)} came back labelled version {version}")
+        if digest != known:
+            raise Refused(f"{describe(ticket)} was made with weights {digest}, but version {version} is {known}")
         ticket.digest, ticket.payload = digest, payload
         self._move(ticket, State.SCORING)
         return True
@@ -261,9 +270,22 @@ class TicketTable:
             raise Refused(f"step {step} asked for its samples, but step {self.step} is due")
         tickets = self.group(step, group)
         for ticket in tickets:
-            check_handed(ticket, step, self.shape.max_staleness, self.published)
+            self._check_handed(ticket)
             self._move(ticket, State.HANDED)
         return tickets
+
+    def _check_handed(self, ticket: Ticket) -> None:
+        """Raises Refused if a ticket that goes to the trainer now is not READY, is too old, or has other weights."""
+        age, most = self.step - ticket.version, self.shape.max_staleness
+        if ticket.state is not State.READY:
+            raise Refused(f"{describe(ticket)} is not ready")
+        if not 0 <= age <= most:
+            raise Refused(f"{describe(ticket)} is {age} versions old; the bound is {most}")
+        if ticket.digest != self.published.get(ticket.version):
+            raise Refused(
+                f"{describe(ticket)} was made with weights {ticket.digest}, which this run did not publish as version "
+                f"{ticket.version}"
+            )
 
     def close_step(self, step: int) -> list[Ticket]:
         """Removes a trained step's HANDED tickets and returns them, now TRAINED or, without scores, SKIPPED."""
@@ -341,40 +363,3 @@ class TicketTable:
         if state is State.PENDING:
             self._pending.add(ticket)
         self._on_change(ticket)
-
-
-def check_start(ticket: Ticket, worker: str, versions: Collection[int]) -> None:
-    """Raises Refused unless the ticket is PENDING and `versions`, those that the worker holds, have its own."""
-    if ticket.state is not State.PENDING or ticket.version not in versions:
-        raise Refused(f"{worker} may not start {describe(ticket)}: it holds versions {sorted(versions)}")
-
-
-def check_acknowledged(worker: str, version: int, digest: str, digests: Mapping[int, str]) -> None:
-    """Raises Refused if the worker verified `version` with another digest than the published one."""
-    if digests.get(version) != digest:
-        raise Refused(
-            f"{worker} acknowledged version {version} with digest {digest}, but {digests.get(version)} was published"
-        )
-
-
-def check_made_with(ticket: Ticket, version: int, digest: str, digests: Mapping[int, str]) -> None:
-    """Raises Refused if a ticket's images were made with other weights (`version`, `digest`) than its version's."""
-    if version != ticket.version:
-        raise Refused(f"{describe(ticket)} came back labelled version {version}")
-    if digest != digests.get(version):
-        raise Refused(
-            f"{describe(ticket)} was made with weights {digest}, but version {version} is {digests.get(version)}"
-        )
-
-
-def check_handed(ticket: Ticket, step: int, max_staleness: int, digests: Mapping[int, str]) -> None:
-    """Raises Refused if a ticket that goes to the trainer in `step` is not READY, is too old, or has other weights."""
-    if ticket.state is not State.READY:
-        raise Refused(f"{describe(ticket)} is not ready")
-    if not 0 <= step - ticket.version <= max_staleness:
-        raise Refused(f"{describe(ticket)} is {step - ticket.version} versions old; the bound is {max_staleness}")
-    if ticket.digest != digests.get(ticket.version):
-        raise Refused(
-            f"{describe(ticket)} was made with weights {ticket.digest}, which this run did not publish as version "
-            f"{ticket.version}"
-        )

@@ -17,7 +17,6 @@ from torch.utils.checkpoint import checkpoint
 
 from async_flowrl.policies.base import Policy
 from async_flowrl.training.parts import RankPosition
-from separation.rendezvous import sum_ranks
 
 
 @dataclass(frozen=True)
@@ -39,8 +38,8 @@ class World(RankPosition):
 
         Without a process group, because no other rank lives, `values` stays as it is.
         """
-        if self.size > 1:
-            sum_ranks(values)
+        if self.size > 1 and dist.is_initialized():
+            dist.all_reduce(values)
 
     def gather(self, values: Tensor) -> list[Tensor]:
         """Returns the `values` of all ranks, in rank order."""

@@ -70,7 +70,7 @@ def test_a_rank_that_dies_with_the_node_of_its_canary_is_blamed() -> None:
     async def node_dies(ctx: Context, pools: Pools) -> None:
         await worker_dies(ctx, pools)
         weights: Any = ctx.weights
-        weights.proof.canary.payload.lost = True
+        weights.proof.payload.lost = True
         pools["trainer"].workers[0].kill()
 
     assert blamed(one_worker(elastic=False), node_dies) == ["rollout-0"], "its successor is not to blame"
@@ -110,7 +110,7 @@ def test_a_rank_that_cannot_make_the_canary_again_is_blamed(
     async def canary_is_lost(ctx: Context, pools: Pools) -> None:
         weights: Any = ctx.weights
         await (worker_comes if comes else worker_dies)(ctx, pools)
-        weights.proof.canary.payload.lost = True
+        weights.proof.payload.lost = True
 
     fault = once("trainer-0", "canary_again", 1, what)
     found = blamed(one_worker(elastic=True), canary_is_lost, fault, error, match)

@@ -199,14 +199,14 @@ def test_staging_waits_for_the_version_before_the_last_one() -> None:
 
 def test_several_threads_may_seal_one_version(monkeypatch: pytest.MonkeyPatch) -> None:
     publisher, _ = ends(lora())
-    copy, copies = publisher._from_host, []
+    copy, copies = publisher._sealing_of, []
 
     def slow(version, staged):
         copies.append(staged)
         time.sleep(0.05)
         return copy(version, staged)
 
-    monkeypatch.setattr(publisher, "_from_host", slow)
+    monkeypatch.setattr(publisher, "_sealing_of", slow)
     publisher.stage(0)
     with ThreadPoolExecutor(4) as pool:
         headers = list(pool.map(publisher.seal, [0] * 4))

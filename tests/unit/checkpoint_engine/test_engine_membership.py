@@ -126,7 +126,7 @@ def test_a_sender_that_is_late_when_it_is_asked_again_is_named_and_no_receiver_i
         await rig.delivery.publish(0)
         with pytest.raises(Late):
             await rig.delivery.drain()
-        assert rig.replaced == [] and rig.delivery.stats.replaced == 0
+        assert rig.replaced == []
         await rig.delivery.close()
 
     run_virtual(main())

@@ -1,16 +1,13 @@
 """Tests of the comparison of a few elements of every live tensor with the bytes that were staged of them."""
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from checkpoint_engine import Layout, Publisher, WeightsMismatch
 from checkpoint_engine.spot_check import sample
-from checkpoint_engine.together import Together, _runs
 
 SHAPES = {"a": (7, 5), "b": (0, 3), "c": (3,), "d": (40, 9)}
 Placed = Callable[[dict[str, Tensor]], dict[str, Tensor]]
@@ -42,19 +39,7 @@ def test_a_sample_does_not_depend_on_where_tensors_lie(placed: Placed, sent: tor
     alone = sample(layout, list(given.values()))
     assert alone.numel() == 16 + 0 + 3 + 16 and alone.dtype == (sent or torch.float32)
     lying = placed(given)
-    elsewhere = [lying[name] for name in given]
-    one = Together.of(elsewhere)
-    assert (one is not None) == (placed is together)
-    assert torch.equal(sample(layout, elsewhere, one), alone)
-
-
-def test_tensors_together_may_be_sent_in_several_dtypes() -> None:
-    given = tensors()
-    layout = Layout.of(given, dict.fromkeys(given, torch.bfloat16) | {"c": torch.float32})
-    lying = together(given)
-    placed = [lying[name] for name in given]
-    found = sample(layout, placed, Together.of(placed))
-    assert torch.equal(found, sample(layout, list(given.values()))) and found.dtype == torch.float32
+    assert torch.equal(sample(layout, [lying[name] for name in given]), alone)
 
 
 def adjoining(given: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -74,41 +59,17 @@ def dense(given: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: part.view(given[name].shape) for name, part in zip(names, parts, strict=True)}
 
 
-@pytest.fixture
-def threads() -> Iterator[Callable[[int], None]]:
-    """Sets torch's number of threads until the end of the test."""
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
-
-
 @pytest.mark.parametrize("placed", [adjoining, together, dense, transposed, dict])
 @pytest.mark.parametrize("sent", [None, torch.bfloat16], ids=["as they are", "cast"])
-@pytest.mark.parametrize("count", [1, 2], ids=["one thread", "two threads"])
-def test_what_is_staged_does_not_depend_on_where_tensors_lie(
-    placed: Placed, sent: torch.dtype | None, count: int, threads: Callable[[int], None]
-) -> None:
+def test_what_is_staged_does_not_depend_on_where_tensors_lie(placed: Placed, sent: torch.dtype | None) -> None:
     """Tensors of 256 bytes adjoin each other in a layout; the others have padding behind them."""
     given = tensors() | {name: torch.full((64,), float(value)) for value, name in enumerate("efgh")}
-    threads(count)
     publisher = Publisher(placed(given), dtypes=None if sent is None else dict.fromkeys(given, sent))
     publisher.stage(0)
     header = publisher.seal(0)
     data = publisher.payload(0)[1]
     assert header.digests == publisher.layout.digests(publisher.layout.packed(given))
     assert not data[publisher.layout.entries[0].end : publisher.layout.entries[1].offset].any(), "padding stays zero"
-
-
-def test_neighbours_are_copied_at_once_and_what_is_cast_is_not_copied_so() -> None:
-    given = {name: torch.full((64,), float(value)) for value, name in enumerate("abcdefgh")}
-    layout = Layout.of(given)
-    in_order = layout.views(torch.from_numpy(layout.packed(given)))
-    for placed, runs in ((in_order, 1), (adjoining(given), 4), (together(given), 8)):
-        one = Together.of([placed[name] for name in given])
-        assert one is not None and len(_runs(layout, one.offsets, torch.float32) or ()) == runs
-        target = layout.empty().numpy()
-        assert one.copy_to(layout, target) and (target == layout.packed(given)).all()
-        assert not one.copy_to(Layout.of(given, dict.fromkeys(given, torch.bfloat16)), target)
 
 
 @pytest.mark.parametrize("victim", ["a", "c", "d"])
@@ -138,15 +99,3 @@ def test_a_parameter_that_was_re_pointed_is_staged_from_its_new_memory() -> None
     live["a"].data = torch.ones(SHAPES["a"])
     publisher.stage(2)
     assert publisher.seal(2).digests == header.digests != publisher.seal(0).digests
-
-
-def test_nothing_of_tensors_without_content_is_remembered() -> None:
-    """A plan is rehearsed with fake tensors, perhaps in the process that then trains with the same layout."""
-    layout, samples = Layout.of(tensors()), []
-    for mode in (FakeTensorMode(), contextlib.nullcontext(), contextlib.nullcontext()):
-        with mode:
-            given = list(together(tensors()).values())
-            assert (Together.of(given) is None) == isinstance(given[0], FakeTensor)
-            samples.append(sample(layout, list(together(tensors()).values())[::-1], Together.of(given[::-1])))
-    assert isinstance(samples[0], FakeTensor) and not isinstance(samples[1], FakeTensor)
-    assert torch.equal(samples[1], samples[2]) and samples[0].shape == samples[1].shape
