@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from async_flowrl.algorithms import sde
-from async_flowrl.policies import qwen_image
+from async_flowrl.policies import qwen_text
 from async_flowrl.policies.lora import lora_parameters, reference_mode
 from async_flowrl.policies.qwen_image import QwenImagePolicy
 from async_flowrl.rollout.diffusers_engine import DiffusersEngine
@@ -105,8 +105,8 @@ def test_replay_notices_wrong_conditioning(policy: QwenImagePolicy) -> None:
     def unmasked(*args: object) -> tuple[Tensor, None]:
         return text(*args)[0], None  # type: ignore[arg-type]
 
-    text = qwen_image.padded_texts
-    with patch.object(qwen_image, "padded_texts", unmasked):
+    text = qwen_text.padded_texts
+    with patch.object(qwen_text, "padded_texts", unmasked):
         assert wrong_values(policy, found, how, right) > 1e-4
 
     def unrescaled(*args: object) -> Tensor:
