@@ -11,12 +11,12 @@ All run with the same shapes, grad mode and code, so equal weights give equal bi
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from async_flowrl.algorithms.base import Algorithm, LossOutput, MicroBatch, Prediction, Velocity, detached, rows_of
+from async_flowrl.algorithms.base import Algorithm, LossOutput, MicroBatch, Prediction, Velocity, detached
 from async_flowrl.algorithms.sde import expand
 from async_flowrl.config.schema import Config
 from async_flowrl.policies.base import Policy
@@ -161,7 +161,7 @@ class ForwardPasses:
 
         The weights are equal, so it measures the difference between the trainer and the rollout engine.
         """
-        rows = rows_of(behaviour)
+        rows = len(next(iter(cast("dict[str, Tensor]", behaviour).values())))
         metrics = self._inputs.algorithm.loss(first_rows(batch, rows), behaviour, None, None, None).metrics
         return metrics["log_prob_gap"].double().mean() if "log_prob_gap" in metrics else None
 

@@ -208,13 +208,7 @@ class Fetched:
 
     def plus(self, trajectories: Sequence[Trajectory]) -> "Fetched":
         """Returns the numbers with these trajectories added."""
-        return Fetched(self.tickets + len(trajectories), self.bytes + sum(map(nbytes, trajectories)))
-
-
-def nbytes(trajectory: Trajectory) -> int:
-    """Returns the size in bytes of a trajectory's arrays."""
-    arrays = (trajectory.latents, trajectory.log_probs, trajectory.sigmas, *trajectory.conditioning.values())
-    return sum(array.nbytes for array in arrays)
+        return Fetched(self.tickets + len(trajectories), self.bytes + sum(each.nbytes for each in trajectories))
 
 
 @dataclass(frozen=True)
