@@ -55,12 +55,6 @@ def detached(prediction: Prediction) -> Prediction:
     return cast("Prediction", {name: value.detach() for name, value in named.items()})
 
 
-def rows_of(prediction: Prediction) -> int:
-    """Returns B, the number of rows of a prediction."""
-    named: dict[str, Tensor] = dict(cast("Any", prediction))
-    return len(next(iter(named.values())))
-
-
 @dataclass(frozen=True)
 class MicroBatch:
     """B = images × denoising steps rows, all of one group. Tensors are on the trainer's device if nothing else is said.
