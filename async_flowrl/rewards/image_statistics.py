@@ -1,13 +1,12 @@
 """Rewards that are formulas of an image's pixels, without weights: sharpness, colorfulness, color and the JPEG size."""
 
-import io
 from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
-from PIL import Image
 
 from async_flowrl.config.messages import unknown_name
+from async_flowrl.rewards.http_contract import encode_image
 from async_flowrl.types import ByteArray, Prompt
 
 
@@ -69,18 +68,12 @@ class Color:
         return CHANNELS[word]
 
 
-QUALITY = 95
 KILOBYTE = 1000
 
 
 def jpeg_kilobytes(images: ByteArray) -> list[float]:
-    """Returns the sizes of images uint8 [n, H, W, 3] as JPEG files at quality 95, in units of 1000 bytes."""
-    sizes = []
-    for image in images:
-        buffer = io.BytesIO()
-        Image.fromarray(image).save(buffer, format="JPEG", quality=QUALITY)
-        sizes.append(buffer.tell() / KILOBYTE)
-    return sizes
+    """Returns the sizes of images uint8 [n, H, W, 3] as JPEG files (JPEG_QUALITY), in units of 1000 bytes."""
+    return [len(encode_image(image, "jpeg")) / KILOBYTE for image in images]
 
 
 def jpeg_incompressibility(images: ByteArray, prompt: Prompt) -> Sequence[float]:
