@@ -254,7 +254,6 @@ def _load(path: Path, prefixes: list[str]) -> tuple[dict[str, Tensor], dict[str,
 
 
 def _check(config: Mapping[str, Any], where: str) -> None:
-    """Raises ValueError if `config` uses a variant of LoRA that is not supported."""
     for key in _UNSUPPORTED:
         if config.get(key):
             raise ValueError(f"{where} uses {key}={config[key]!r}, which is not supported; plain LoRA is")

@@ -42,7 +42,7 @@ class OneBase:
 
     @cached_property
     def _read(self) -> tuple[Policy, dict[str, Tensor], str]:
-        """The policy, with its tensors by name and their digest as they are before an adapter renames some of them."""
+        # Taken before an adapter is attached, because that changes the names of the adapted layers' parameters.
         policy = load_policy(self._model, dtype=self._model.dtype, device=self._device, parts=self._parts)
         state = dict(cast("Any", policy.transformer).state_dict(keep_vars=True))
         return policy, state, base_digest(dict(policy.transformer.named_parameters()))

@@ -249,8 +249,7 @@ class PipelinePolicy(ABC):
         negative: Mapping[str, Tensor] | None,
         sampling: Sampling,
     ) -> Tensor:
-        """Returns the velocity with guidance; see `Policy.velocity`. Raises ValueError for latents of another image
-        size.
+        """Returns the velocity with guidance; see `Policy.velocity`. Raises ValueError for latents of another size.
 
         With true CFG, prompt and negative prompt both get gradients. They are one batch for the network, or two
         (`apart`).
@@ -335,12 +334,10 @@ class PipelinePolicy(ABC):
         changes some pixels; the VAE decides which images are large. Raises ValueError if the VAE does not support it.
         """
         vae = self._whole("decode images").vae
-        for wanted, key, name in ((images, "vae_slicing", "enable_slicing"), (tiles, "vae_tiling", "enable_tiling")):
-            if not wanted:
-                continue
-            if not hasattr(vae, name):
-                raise ValueError(f"rollout.{key}=true: {self.title}'s {type(vae).__name__} has no {name}")
-            getattr(vae, name)()
+        for what in ["slicing"] * images + ["tiling"] * tiles:
+            if not hasattr(vae, f"enable_{what}"):
+                raise ValueError(f"rollout.vae_{what}=true: {self.title}'s {type(vae).__name__} has no enable_{what}")
+            getattr(vae, f"enable_{what}")()
 
     def _decoded(self, pipeline: Any, latents: Tensor, resolution: Resolution) -> Tensor:
         """Returns the VAE's output [n, 3, H, W]."""

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from huggingface_hub import parse_safetensors_file_metadata, try_to_load_from_cache
+from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, LocalEntryNotFoundError, SafetensorsParsingError
 from safetensors import SafetensorError, safe_open
 
 from async_flowrl.config.check import check_fields
@@ -104,10 +106,8 @@ def _found(config: ModelConfig) -> tuple[str, str, str | None]:
 def load_policy(resolved: ResolvedModel, *, dtype: str, device: str | torch.device, parts: str) -> Policy:
     """Loads the policy; the same arguments give equal bits in all processes.
 
-    `parts` says what is loaded: "all" (transformer, text encoders, VAE), "offload" (all, text encoders in host memory),
-    "cached" (all but the text encoders), "text" (only text encoders), "transformer", or "structure" (the transformer
-    without weights). A hub model is downloaded if necessary. Raises ValueError for an unknown `parts` or a wrong
-    `model.attention_backend`.
+    `parts` says what is loaded (`PolicyFamily.load`). A hub model is downloaded if necessary. Raises ValueError for an
+    unknown `parts` or a wrong `model.attention_backend`.
     """
     if parts not in PARTS:
         raise ValueError(unknown_name("parts", parts, PARTS))
@@ -186,13 +186,11 @@ def load_pipeline(resolved: ResolvedModel, *, dtype: str, device: str | torch.de
     """Loads the diffusers pipeline itself, for tools that sample with it as users of the model do."""
     from diffusers import DiffusionPipeline
 
-    from async_flowrl.policies.loading import quiet, settle_pipeline, weight_options
+    from async_flowrl.policies.loading import load_whole, quiet, weight_options
 
     with quiet():
         options = weight_options(DTYPES[dtype], resolved.revision)
-        pipeline = DiffusionPipeline.from_pretrained(resolved.path, trust_remote_code=False, **options)
-    settle_pipeline(pipeline, torch.device(device))
-    return pipeline
+        return load_whole(DiffusionPipeline, resolved.path, torch.device(device), **options)
 
 
 def _family(wanted: str, index: Path, path: str) -> str:
@@ -206,8 +204,6 @@ def _family(wanted: str, index: Path, path: str) -> str:
 
 def _hub_index(config: ModelConfig) -> tuple[Path, str]:
     """Returns model_index.json of a hub model and its commit, from the hub or from the local cache."""
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
-
     try:
         index = hub_file(config.path, "model_index.json", config.revision)
     except LocalEntryNotFoundError as error:
@@ -276,9 +272,6 @@ def _header(file: Path) -> Counter[str]:
 
 def _hub(path: str, revision: str) -> Counter[str]:
     """Counts bits by dtype over all files of a hub transformer; only headers of files outside the cache are loaded."""
-    from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import EntryNotFoundError
-
     try:
         names = _names(hub_file(path, f"{FOLDER}/{FILE}.index.json", revision))
     except EntryNotFoundError:
@@ -292,9 +285,6 @@ def _hub(path: str, revision: str) -> Counter[str]:
 
 def _remote(path: str, name: str, revision: str) -> Counter[str]:
     """Counts bits by dtype from a file's header on the hub. Raises OSError if it cannot be loaded."""
-    from huggingface_hub import parse_safetensors_file_metadata
-    from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, SafetensorsParsingError
-
     if not hub_answers():
         raise OSError(f"{name} is not in the local cache, and the hub cannot be reached")
     # Its base classes include the HTTP library's error, which comes unwrapped if the hub does not answer.
