@@ -130,15 +130,12 @@ class Algorithm(Protocol):
         `rewards` maps the name of a reward to the groups' raw rewards [n], `weights` to its weight (None: all 1).
         `seeds`, one per group, are used only by `algorithm.permute_advantages`.
         """
-        ...
 
     def select(self, advantages: npt.NDArray[np.float64]) -> list[int]:
         """Returns the indices of the images of a group [n] that are trained; a pairwise loss may select two."""
-        ...
 
     def predict(self, batch: MicroBatch, velocity: Velocity) -> Prediction:
         """Returns the tensors named in `predicts` for the active weights; `velocity` calls the network."""
-        ...
 
     def loss(
         self,
@@ -153,7 +150,6 @@ class Algorithm(Protocol):
         With records = "transitions" the trainer also calls it with `current` alone (all others None) on a few rows per
         batch, and reads only the metric `log_prob_gap`.
         """
-        ...
 
 
 @runtime_checkable
@@ -165,7 +161,6 @@ class Diverges(Protocol):
 
         Its unit is nats, summed over all latent elements.
         """
-        ...
 
 
 def draw(batch: MicroBatch, seeds: Sequence[int]) -> tuple[Tensor, Tensor]:

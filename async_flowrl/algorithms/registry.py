@@ -89,7 +89,14 @@ def check_schedule(config: AlgorithmConfig, sigmas: Tensor, *, max_staleness: in
                     f"a cps step has std {std:.4f}; KL, correction, flow_dppo and clip_unit=nats need at least "
                     f"{MIN_GAUSSIAN_STD}: end algorithm.sde_window_range earlier or raise algorithm.noise_level"
                 )
-    _check_bound(config, sigmas)
+    if config.max_kl_per_update is not None:
+        widest = float(step_stds(sigmas, sde_type=config.sde_type, noise_level=config.noise_level).max())
+        if widest < MIN_GAUSSIAN_STD:
+            raise ValueError(
+                f"algorithm.max_kl_per_update would bound nothing: the largest std of a step's noise is {widest:.3g}, "
+                f"and only steps with at least {MIN_GAUSSIAN_STD} are measured; raise algorithm.noise_level or set "
+                "algorithm.max_kl_per_update=null"
+            )
 
 
 def _factory(name: str) -> Any:
@@ -176,18 +183,6 @@ def _check_steps(algorithm: Algorithm, config: AlgorithmConfig, *, final: bool) 
     if config.step_weight == "variance" and (final or not getattr(algorithm, "gaussian", True)):
         reason = "has no noisy steps to weigh" if final else "weighs steps by their variance already, under cps"
         raise ValueError(f"{config.name} {reason}: set algorithm.step_weight=none")
-
-
-def _check_bound(config: AlgorithmConfig, sigmas: Tensor) -> None:
-    if config.max_kl_per_update is None:
-        return
-    widest = float(step_stds(sigmas, sde_type=config.sde_type, noise_level=config.noise_level).max())
-    if widest < MIN_GAUSSIAN_STD:
-        raise ValueError(
-            f"algorithm.max_kl_per_update would bound nothing: the largest std of a step's noise is {widest:.3g}, and "
-            f"only steps with at least {MIN_GAUSSIAN_STD} are measured; raise algorithm.noise_level or set "
-            "algorithm.max_kl_per_update=null"
-        )
 
 
 def _check_algorithm(algorithm: Algorithm, config: AlgorithmConfig, *, max_staleness: int, hand_over: str) -> None:

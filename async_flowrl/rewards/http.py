@@ -96,7 +96,6 @@ class HTTP:
         return self._scores(requests, [len(part) for part in parts], first=prompt.index)
 
     def _request(self, files: Sequence[bytes], prompt: Prompt, kind: str) -> tuple[bytes, str]:
-        """Returns the body and its content type."""
         if self.encoding == MULTIPART:
             return multipart(files, prompt, kind)
         return request_body(files, [prompt_fields(prompt)]), "application/json"

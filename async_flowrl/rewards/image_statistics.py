@@ -68,17 +68,9 @@ class Color:
         return CHANNELS[word]
 
 
-KILOBYTE = 1000
-
-
-def jpeg_kilobytes(images: ByteArray) -> list[float]:
-    """Returns the sizes of images uint8 [n, H, W, 3] as JPEG files (JPEG_QUALITY), in units of 1000 bytes."""
-    return [len(encode_image(image, "jpeg")) / KILOBYTE for image in images]
-
-
 def jpeg_incompressibility(images: ByteArray, prompt: Prompt) -> Sequence[float]:
-    """Returns the JPEG size in kilobytes: noise and detail score high."""
-    return jpeg_kilobytes(images)
+    """Returns the size as a JPEG file (JPEG_QUALITY), in units of 1000 bytes: noise and detail score high."""
+    return [len(encode_image(image, "jpeg")) / 1000 for image in images]
 
 
 def jpeg_compressibility(images: ByteArray, prompt: Prompt) -> Sequence[float]:
@@ -86,4 +78,4 @@ def jpeg_compressibility(images: ByteArray, prompt: Prompt) -> Sequence[float]:
 
     flow_grpo divides this reward by 500. To have the same scale here, set the term's weight to 1/500 = 0.002.
     """
-    return [-size for size in jpeg_kilobytes(images)]
+    return [-size for size in jpeg_incompressibility(images, prompt)]

@@ -8,7 +8,6 @@ import torch
 from async_flowrl.config.schema import Config
 from async_flowrl.policies.base import Policy
 from async_flowrl.policies.kernels import compile_blocks
-from async_flowrl.policies.loading import ONE_AT_A_TIME
 from async_flowrl.policies.one_base import OneBase
 from async_flowrl.policies.pipeline import PipelinePolicy
 from async_flowrl.policies.registry import ResolvedModel, folder_of, load_policy
@@ -42,14 +41,9 @@ def open_embeddings(
         return None
     where = torch.device(device)
     digest = encoder_digest(folder_of(model, "text"), model, where, deterministic=config.deterministic)
-
-    def load() -> Policy:
-        with ONE_AT_A_TIME:
-            return load_policy(model, dtype=model.dtype, device=device, parts="text")
-
     embeddings = StoredEmbeddings(
         EmbeddingFiles(cache_dir() / "embeddings", digest),
-        load,
+        partial(load_policy, model, dtype=model.dtype, device=device, parts="text"),
         upcoming,
         ahead=config.rollout.encode_ahead,
         worker=worker,

@@ -80,7 +80,6 @@ class Encoder(Protocol):
 
     def encode(self, asked: Sequence[Asked]) -> list[Conditioning]:
         """Returns the conditioning of each, with the same bits as if the policy had encoded it alone."""
-        ...
 
 
 class PolicyEncoder:

@@ -82,7 +82,6 @@ class BatchEngine(Protocol):
 
     def generate_together(self, requests: Sequence[RolloutRequest]) -> list[Rollout]:
         """Returns the result of each request, in order."""
-        ...
 
 
 class TogetherEngine(DiffusersEngine):

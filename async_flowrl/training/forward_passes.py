@@ -211,7 +211,6 @@ def copied(batch: MicroBatch) -> MicroBatch:
 
 
 def _per_row(batch: MicroBatch) -> list[str]:
-    """Returns the names of the fields that have a row for each row of the micro-batch."""
     return [field.name for field in fields(batch) if field.name not in ("sigmas", "age")]
 
 

@@ -315,7 +315,6 @@ def _means(parts: Sequence[PartStats], denominator: int) -> dict[str, float]:
 
 
 def _kept(parts: Sequence[PartStats]) -> Mapping[int, tuple[int, int]]:
-    """Returns `UpdateStats.kept`."""
     by_age: dict[int, tuple[int, int]] = {}
     for part in parts:
         kept, nonzero = by_age.get(part.age, (0, 0))

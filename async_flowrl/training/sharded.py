@@ -236,9 +236,7 @@ class ShardSaving:
         return read_share(Path(path), self.world.size, self._read)
 
     def _write(self, folder: Path, parts: Parts) -> None:
-        """Writes this rank's tensors into the folder of all ranks' files; raises as `write_shards`."""
         write_shards(folder, parts, self.shapes, self.mesh, self.group)
 
     def _read(self, folder: Path) -> Parts:
-        """Returns this rank's tensors by part and name."""
         return read_shards(folder, self.mesh)
