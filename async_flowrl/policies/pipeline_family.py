@@ -51,7 +51,8 @@ class PipelineFamily:
         import diffusers
 
         kind: Any = getattr(diffusers, self.transformer)
-        stock = getattr(diffusers, self.pipeline)
+        # A trainer rank does not import the pipeline, which would bring its text encoder's code.
+        stock: Any = None if parts in ("transformer", "structure") else getattr(diffusers, self.pipeline)
         options, pipeline = loading.weight_options(dtype, revision), None
         with loading.quiet():
             if parts in ("all", "offload", "cached"):

@@ -129,7 +129,9 @@ class ForwardPasses:
                 behaviour = self.predict(group, wanted)
         reference = None
         if inputs.algorithm.needs_reference:
-            with measured.span("reference"), self._reference():
+            base = inputs.reference
+            under = reference_mode(inputs.policy.transformer) if base is None else inputs.parameters.swapped(base)
+            with measured.span("reference"), under:
                 reference = self.predict(group, batches)
         return FrozenPredictions(proximal, behaviour, reference, on_policy=fresh and (plan.update == 0 or lacking))
 
@@ -170,12 +172,6 @@ class ForwardPasses:
         if self._inputs.algorithm.needs_behaviour:
             return list(batches)
         return [first_rows(batch, PROBED_ROWS) for batch in batches[:1]] if probing else []
-
-    def _reference(self) -> AbstractContextManager[None]:
-        inputs = self._inputs
-        if inputs.reference is None:
-            return reference_mode(inputs.policy.transformer)
-        return inputs.parameters.swapped(inputs.reference)
 
     def predict(self, group: Group, batches: Sequence[MicroBatch]) -> list[Prediction]:
         """Returns detached predictions under the active weights.
