@@ -18,12 +18,14 @@ from async_flowrl.policies.base import Shapes
 from async_flowrl.policies.loading import TEXT_ENCODERS
 from async_flowrl.types import Conditioning, Resolution, Sampling, TokenIds, Wording
 
+_STAGES = ("temperal_downsample", "encoder_block_out_channels", "block_out_channels")
+"""Keys of configurations of VAEs that list stages. All but the last halve the side; of the first key, all do."""
 
-def scale_factor(vae: Mapping[str, Any]) -> int:
-    """Returns the side of one latent in pixels, from the configuration of the VAE: all stages but the last halve it."""
-    if "temperal_downsample" in vae:
-        return int(2 ** len(vae["temperal_downsample"]))
-    return int(2 ** (len(vae.get("encoder_block_out_channels") or vae["block_out_channels"]) - 1))
+
+def scale_factor(vae: Mapping[str, Any], stages: str | None = None) -> int:
+    """Returns the side of one latent in pixels, from the VAE's configuration and its key in it; None: the one there."""
+    key = stages or next(key for key in _STAGES if key in vae)
+    return int(2 ** (len(vae[key]) - (key != "temperal_downsample")))
 
 
 def on_host(**tensors: Tensor) -> Conditioning:
@@ -73,6 +75,8 @@ class PipelinePolicy(ABC):
     """True: latents are [tokens, channels]; False: [channels, h, w]."""
     names_patch_size: ClassVar[bool] = False
     """True: `patch_size` of the network's configuration is the side of a token in latents; False: it is 2."""
+    vae_stages: ClassVar[str] = "block_out_channels"
+    """Key of the VAE's configuration that lists its stages; KeyError for a VAE without it, which is another model's."""
     has_system_prompt: ClassVar[bool] = False
     planned_tokens: int = 128
     """Length in tokens of a prompt of `conditioning_shapes`, in families that do not pad every prompt to one length. A
@@ -357,7 +361,7 @@ class PipelinePolicy(ABC):
     @classmethod
     def pixels_per_token(cls, vae: Mapping[str, Any], transformer: Mapping[str, Any]) -> int:
         """Returns the side of an image token in pixels, from the configurations of VAE and transformer."""
-        return scale_factor(vae) * (int(transformer["patch_size"]) if cls.names_patch_size else 2)
+        return scale_factor(vae, cls.vae_stages) * (int(transformer["patch_size"]) if cls.names_patch_size else 2)
 
     @classmethod
     def guidance_arguments(cls, sampling: Sampling) -> dict[str, Any]:

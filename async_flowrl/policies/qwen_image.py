@@ -29,6 +29,7 @@ class QwenImagePolicy(PipelinePolicy):
     lora_targets: Sequence[str] = (*JOINT_ATTENTION, *_MLP)
     # With one step, stretching the schedule to its terminal value would divide by zero.
     least_steps = 2
+    vae_stages = "temperal_downsample"
     packs_tokens = names_patch_size = has_system_prompt = True
 
     def __init__(
