@@ -23,7 +23,7 @@ EPS = 1e-4
 class GroupAdvantages:
     """Base class of the built-in algorithms: its advantages follow `algorithm.*`, and all images of a group train."""
 
-    def __init__(self, config: AlgorithmConfig) -> None:
+    def __init__(self, config: AlgorithmConfig, *, correction: str = "none") -> None:
         self.config = config
         self.group_local = not config.global_std
 

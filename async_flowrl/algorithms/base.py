@@ -55,12 +55,6 @@ def detached(prediction: Prediction) -> Prediction:
     return cast("Prediction", {name: value.detach() for name, value in named.items()})
 
 
-def rows_of(prediction: Prediction) -> int:
-    """Returns B, the number of rows of a prediction."""
-    named: dict[str, Tensor] = dict(cast("Any", prediction))
-    return len(next(iter(named.values())))
-
-
 @dataclass(frozen=True)
 class MicroBatch:
     """B = images × denoising steps rows, all of one group. Tensors are on the trainer's device if nothing else is said.
@@ -136,15 +130,12 @@ class Algorithm(Protocol):
         `rewards` maps the name of a reward to the groups' raw rewards [n], `weights` to its weight (None: all 1).
         `seeds`, one per group, are used only by `algorithm.permute_advantages`.
         """
-        ...
 
     def select(self, advantages: npt.NDArray[np.float64]) -> list[int]:
         """Returns the indices of the images of a group [n] that are trained; a pairwise loss may select two."""
-        ...
 
     def predict(self, batch: MicroBatch, velocity: Velocity) -> Prediction:
         """Returns the tensors named in `predicts` for the active weights; `velocity` calls the network."""
-        ...
 
     def loss(
         self,
@@ -159,7 +150,6 @@ class Algorithm(Protocol):
         With records = "transitions" the trainer also calls it with `current` alone (all others None) on a few rows per
         batch, and reads only the metric `log_prob_gap`.
         """
-        ...
 
 
 @runtime_checkable
@@ -171,7 +161,6 @@ class Diverges(Protocol):
 
         Its unit is nats, summed over all latent elements.
         """
-        ...
 
 
 def draw(batch: MicroBatch, seeds: Sequence[int]) -> tuple[Tensor, Tensor]:

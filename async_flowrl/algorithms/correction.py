@@ -23,17 +23,13 @@ def ratio_of(log_ratio: Tensor) -> Tensor:
     return torch.exp(log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))
 
 
-def moves_away(log_ratio: Tensor, advantages: Tensor) -> Tensor:
-    """Returns [B] bool: True if the gradient would make |log_ratio| [B] larger, so the policies move further apart."""
-    return ((log_ratio > 0) & (advantages > 0)) | ((log_ratio < 0) & (advantages < 0))
-
-
 def divergence_mask(distance: Tensor, log_ratio: Tensor, advantages: Tensor, threshold: float) -> Tensor:
-    """Returns [B] bool: False (dropped) for rows with distance >= threshold that would move further away.
+    """Returns [B] bool: False (dropped) for rows with distance >= threshold whose gradient makes |log_ratio| larger.
 
     All inputs are [B]; the mask is that of Flow-DPPO (arXiv 2606.11025).
     """
-    return ~((distance >= threshold) & moves_away(log_ratio, advantages))
+    moves_away = ((log_ratio > 0) & (advantages > 0)) | ((log_ratio < 0) & (advantages < 0))
+    return ~((distance >= threshold) & moves_away)
 
 
 def importance_weight(log_ratio_nats: Tensor, cap: float) -> Tensor:

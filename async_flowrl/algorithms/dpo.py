@@ -8,7 +8,6 @@ from torch.nn.functional import logsigmoid
 from async_flowrl.algorithms.advantage import GroupAdvantages
 from async_flowrl.algorithms.base import LossOutput, MicroBatch, Prediction, Velocity, draw
 from async_flowrl.algorithms.sde import mean_over_latent
-from async_flowrl.config.schema import AlgorithmConfig
 from async_flowrl.transfers import upload
 
 
@@ -26,9 +25,6 @@ class DPO(GroupAdvantages):
     needs_behaviour = False
     needs_reference = True
     vanishes_at_zero = True
-
-    def __init__(self, config: AlgorithmConfig, *, correction: str = "none") -> None:
-        super().__init__(config)
 
     def select(self, advantages: npt.NDArray[np.float64]) -> list[int]:
         """Returns [best, worst], of equal images the first; [] if all advantages are equal."""

@@ -29,15 +29,12 @@ class FlowGRPO(PolicyGradient):
 
     def surrogate(self, batch: MicroBatch, current: Prediction, proximal: Prediction) -> Surrogate:
         ratio = ratio_of(current["log_prob"] - proximal["log_prob"])
-        low, high = self._bounds(batch, ratio)
-        return clipped_surrogate(ratio, self.clipped_advantages(batch), low, high)
-
-    def _bounds(self, batch: MicroBatch, ratio: Tensor) -> tuple[Tensor, Tensor]:
         clip = torch.full_like(ratio, self.config.clip_range)
-        if self.config.clip_unit == "mean":
-            return 1.0 - clip, 1.0 + clip
-        clip = clip / sde.latent_elements(batch.latents)
-        return torch.exp(-clip), torch.exp(clip)
+        low, high = 1.0 - clip, 1.0 + clip
+        if self.config.clip_unit == "nats":
+            clip = clip / sde.latent_elements(batch.latents)
+            low, high = torch.exp(-clip), torch.exp(clip)
+        return clipped_surrogate(ratio, self.clipped_advantages(batch), low, high)
 
 
 class DanceGRPO(FlowGRPO):

@@ -71,7 +71,15 @@ class PolicyGradient(GroupAdvantages, ABC):
 
     def predict(self, batch: MicroBatch, velocity: Velocity) -> Prediction:
         """Returns log_prob [B] float64 of the recorded step, and mean [B, ...] and std [B] of its Gaussian, float32."""
-        step = self._transition(batch, velocity(batch.latents, batch.sigma))
+        step = sde.transition(
+            batch.latents,
+            velocity(batch.latents, batch.sigma),
+            batch.sigma,
+            batch.sigma_next,
+            sigma_after_first=batch.sigmas[1],
+            sde_type=self.config.sde_type,
+            noise_level=self.config.noise_level,
+        )
         value = (
             sde.gaussian_log_prob(batch.next_latents, step)
             if self.gaussian
@@ -145,17 +153,6 @@ class PolicyGradient(GroupAdvantages, ABC):
         """Returns the advantages [B] float64, clamped to ± adv_clip_max."""
         return batch.advantages.double().clamp(-self.config.adv_clip_max, self.config.adv_clip_max)
 
-    def _transition(self, batch: MicroBatch, velocity: Tensor) -> sde.Transition:
-        return sde.transition(
-            batch.latents,
-            velocity,
-            batch.sigma,
-            batch.sigma_next,
-            sigma_after_first=batch.sigmas[1],
-            sde_type=self.config.sde_type,
-            noise_level=self.config.noise_level,
-        )
-
     def _rollout_log_prob(self, batch: MicroBatch, current: Prediction) -> Tensor:
         """Returns the recorded log-prob [B] float64; for cps steps, converted to a log-density if `gaussian`."""
         value = batch.rollout_log_prob.double()
@@ -213,15 +210,6 @@ class PolicyGradient(GroupAdvantages, ABC):
         if self.config.kl_form == "exact" or self.config.sde_type == "cps":
             return exact
         return exact * (batch.sigma - batch.sigma_next).double()
-
-
-def check_density(std: float) -> None:
-    """Raises ValueError if `std`, of a cps step, is below MIN_GAUSSIAN_STD."""
-    if std < MIN_GAUSSIAN_STD:
-        raise ValueError(
-            f"a cps step has std {std:.4f}; KL, correction, flow_dppo and clip_unit=nats need at least "
-            f"{MIN_GAUSSIAN_STD}: end algorithm.sde_window_range earlier or raise algorithm.noise_level"
-        )
 
 
 def uses_density(config: AlgorithmConfig, correction: str, needs_proximal_mean: bool) -> bool:

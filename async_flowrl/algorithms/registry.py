@@ -14,8 +14,9 @@ from async_flowrl.algorithms.base import Algorithm, Diverges
 from async_flowrl.algorithms.diffusion_nft import DiffusionNFT
 from async_flowrl.algorithms.dpo import DPO
 from async_flowrl.algorithms.flow_grpo import DanceGRPO, FlowDPPO, FlowGRPO, GRPOGuard, MixGRPO
-from async_flowrl.algorithms.policy_gradient import MIN_GAUSSIAN_STD, PolicyGradient, check_density, uses_density
-from async_flowrl.algorithms.sde import cps_std, step_stds, validate_schedule
+from async_flowrl.algorithms.policy_gradient import MIN_GAUSSIAN_STD, PolicyGradient, uses_density
+from async_flowrl.algorithms.sde import step_stds, validate_schedule
+from async_flowrl.algorithms.window import FINAL_ALGORITHMS as FINAL
 from async_flowrl.algorithms.window import check_levels, check_window, possible_steps, trains_on_final_images
 from async_flowrl.config.messages import check_options, in_one_line, unknown_name
 from async_flowrl.config.own_code import import_named
@@ -42,7 +43,6 @@ def build_algorithm(run: Config) -> Algorithm:
         check_window(config, run.rollout.num_inference_steps)
         _check_noise(config)
     _check_combination(config, final=final)
-    _check_trust_region(config, final=final)
     _check_penalty(config, final=final, updates_per_batch=run.trainer.updates_per_batch)
     correction = "none" if final else resolve_correction(config, max_staleness)
     algorithm = cast(
@@ -83,8 +83,20 @@ def check_schedule(config: AlgorithmConfig, sigmas: Tensor, *, max_staleness: in
     by_mean = bool(getattr(_factory(config.name), "needs_proximal_mean", False))
     if config.sde_type == "cps" and uses_density(config, correction, by_mean):
         for index in steps:
-            check_density(cps_std(float(sigmas[index + 1]), config.noise_level))
-    _check_bound(config, sigmas)
+            std = float(sigmas[index + 1]) * math.sin(config.noise_level * math.pi / 2.0)
+            if std < MIN_GAUSSIAN_STD:
+                raise ValueError(
+                    f"a cps step has std {std:.4f}; KL, correction, flow_dppo and clip_unit=nats need at least "
+                    f"{MIN_GAUSSIAN_STD}: end algorithm.sde_window_range earlier or raise algorithm.noise_level"
+                )
+    if config.max_kl_per_update is not None:
+        widest = float(step_stds(sigmas, sde_type=config.sde_type, noise_level=config.noise_level).max())
+        if widest < MIN_GAUSSIAN_STD:
+            raise ValueError(
+                f"algorithm.max_kl_per_update would bound nothing: the largest std of a step's noise is {widest:.3g}, "
+                f"and only steps with at least {MIN_GAUSSIAN_STD} are measured; raise algorithm.noise_level or set "
+                "algorithm.max_kl_per_update=null"
+            )
 
 
 def _factory(name: str) -> Any:
@@ -153,40 +165,24 @@ def _check_penalty(config: AlgorithmConfig, *, final: bool, updates_per_batch: i
         )
 
 
-def _check_trust_region(config: AlgorithmConfig, *, final: bool) -> None:
-    if config.max_kl_per_update is None:
-        return
-    if final:
-        raise ValueError(
-            f"algorithm.max_kl_per_update bounds the KL of noisy denoising steps, and {config.name} has none: set "
-            "algorithm.max_kl_per_update=null"
-        )
-    if config.kl_probe_images == 0:
-        raise ValueError("algorithm.max_kl_per_update needs algorithm.kl_probe_images of at least 1, got 0")
-
-
 def _check_steps(algorithm: Algorithm, config: AlgorithmConfig, *, final: bool) -> None:
-    """Refuses a trust region without `moved`, and step weights where they have no effect or are applied already."""
-    if config.max_kl_per_update is not None and not isinstance(algorithm, Diverges):
-        raise ValueError(
-            f"algorithm.max_kl_per_update needs the KL between two predictions, and {config.name} has no moved(batch, "
-            "before, after): write one, or set algorithm.max_kl_per_update=null"
-        )
+    """Refuses a trust region that measures nothing, and step weights that have no effect or are applied already."""
+    if config.max_kl_per_update is not None:
+        if final:
+            raise ValueError(
+                f"algorithm.max_kl_per_update bounds the KL of noisy denoising steps, and {config.name} has none: set "
+                "algorithm.max_kl_per_update=null"
+            )
+        if config.kl_probe_images == 0:
+            raise ValueError("algorithm.max_kl_per_update needs algorithm.kl_probe_images of at least 1, got 0")
+        if not isinstance(algorithm, Diverges):
+            raise ValueError(
+                f"algorithm.max_kl_per_update needs the KL between two predictions, and {config.name} has no "
+                "moved(batch, before, after): write one, or set algorithm.max_kl_per_update=null"
+            )
     if config.step_weight == "variance" and (final or not getattr(algorithm, "gaussian", True)):
         reason = "has no noisy steps to weigh" if final else "weighs steps by their variance already, under cps"
         raise ValueError(f"{config.name} {reason}: set algorithm.step_weight=none")
-
-
-def _check_bound(config: AlgorithmConfig, sigmas: Tensor) -> None:
-    if config.max_kl_per_update is None:
-        return
-    widest = float(step_stds(sigmas, sde_type=config.sde_type, noise_level=config.noise_level).max())
-    if widest < MIN_GAUSSIAN_STD:
-        raise ValueError(
-            f"algorithm.max_kl_per_update would bound nothing: the largest std of a step's noise is {widest:.3g}, and "
-            f"only steps with at least {MIN_GAUSSIAN_STD} are measured; raise algorithm.noise_level or set "
-            "algorithm.max_kl_per_update=null"
-        )
 
 
 def _check_algorithm(algorithm: Algorithm, config: AlgorithmConfig, *, max_staleness: int, hand_over: str) -> None:
@@ -215,9 +211,8 @@ def _check_algorithm(algorithm: Algorithm, config: AlgorithmConfig, *, max_stale
         )
 
 
-NOISY = ("flow_grpo", "dance_grpo", "mix_grpo", "grpo_guard", "flow_dppo")
+NOISY = tuple(name for name in BUILT_IN if name not in FINAL)
 """Algorithms that train on noisy denoising steps; for the others denoising adds no noise."""
-FINAL = ("diffusion_nft", "dpo")
 USED_BY: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(
         (

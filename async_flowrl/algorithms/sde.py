@@ -104,16 +104,8 @@ def transition(
 
 def step_stds(sigmas: Tensor, *, sde_type: str, noise_level: float) -> Tensor:
     """Returns the std [T - 1] that the steps of a schedule [T+1] would have with noise; the last step is left out."""
-    nothing = torch.zeros(len(sigmas) - 2, 1)
-    step = transition(
-        nothing,
-        nothing,
-        sigmas[:-2],
-        sigmas[1:-1],
-        sigma_after_first=sigmas[1],
-        sde_type=sde_type,
-        noise_level=noise_level,
-    )
+    x, before, after = torch.zeros(len(sigmas) - 2, 1), sigmas[:-2], sigmas[1:-1]
+    step = transition(x, x, before, after, sigma_after_first=sigmas[1], sde_type=sde_type, noise_level=noise_level)
     return step.std.flatten()
 
 
@@ -153,11 +145,6 @@ def _check_cps(noise_level: float | Tensor) -> None:
         raise ValueError(f"noise_level of cps steps must be 0 to 1, got {outside[0]:g}")
 
 
-def cps_std(sigma_next: float, noise_level: float) -> float:
-    """Returns the std of a cps step: s' sin(noise_level · pi / 2)."""
-    return sigma_next * math.sin(noise_level * math.pi / 2.0)
-
-
 def ode_step(x: Tensor, velocity: Tensor, sigma: Tensor, sigma_next: Tensor) -> Tensor:
     """Returns x' = x + v (s' - s) of an Euler step, float32 [B, ...]."""
     return x.float() + velocity.float() * expand((sigma_next - sigma).float(), x)
@@ -173,7 +160,8 @@ def gaussian_log_prob(next_latents: Tensor, step: Transition) -> Tensor:
 
     The gradient goes to mean and std, not to x' = `next_latents`.
     """
-    std = _row_std(step)
+    # 1 for deterministic rows: their value is unused, but its gradient must be finite.
+    std = torch.where(step.deterministic, 1.0, step.std.flatten().double())
     square = mean_over_latent((next_latents.detach().double() - step.mean.double()).square())
     return torch.where(step.deterministic, 0.0, -square / (2.0 * std * std) - torch.log(std) - LOG_SQRT_2PI)
 
@@ -194,8 +182,3 @@ def cps_to_gaussian(value: Tensor, std: Tensor) -> Tensor:
     """Returns the Gaussian log-prob [B] float64 for cps log-probs `value` [B] of noisy steps with std [B]."""
     std = std.double()
     return value.double() / (2.0 * std * std) - torch.log(std) - LOG_SQRT_2PI
-
-
-def _row_std(step: Transition) -> Tensor:
-    """Returns std [B] float64; 1 for deterministic rows: their value is unused, but its gradient must be finite."""
-    return torch.where(step.deterministic, 1.0, step.std.flatten().double())

@@ -44,16 +44,13 @@ def draw_window(config: AlgorithmConfig, *, num_inference_steps: int, seed: int,
         low, high = level_range(config, num_inference_steps)
         return Window((), _subset(range(low, high), rows_per_image(config, num_inference_steps), source))
     low, high = step_range(config, num_inference_steps)
-    if config.window == "none":
-        steps = tuple(range(low, high))
-        return Window(steps, steps)
-    if config.window == "fraction":
-        noisy = tuple(range(low, high))
-        return Window(noisy, _subset(noisy, trained_steps(config, num_inference_steps), source))
-    if config.window == "list":
-        steps = _subset(config.window_list or [], trained_steps(config, num_inference_steps), source)
-        return Window(steps, steps)
     size = trained_steps(config, num_inference_steps)
+    if config.window in ("none", "fraction"):
+        noisy = tuple(range(low, high))
+        return Window(noisy, _subset(noisy, size, source))
+    if config.window == "list":
+        steps = _subset(config.window_list or [], size, source)
+        return Window(steps, steps)
     places = range(low, high - size + 1)
     start = _sliding_start(config, places, step) if config.window == "sliding" else places[source % len(places)]
     steps = tuple(range(start, start + size))
@@ -111,9 +108,7 @@ def trained_steps(config: AlgorithmConfig, num_inference_steps: int) -> int:
         return high - low
     if config.window == "fraction":
         return max(1, int((high - low) * config.timestep_fraction))
-    if config.window == "list":
-        return config.sde_window_size or len(config.window_list or [])
-    return config.sde_window_size or 0
+    return config.sde_window_size or len(config.window_list or [])
 
 
 def level_range(config: AlgorithmConfig, num_inference_steps: int) -> tuple[int, int]:

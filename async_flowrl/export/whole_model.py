@@ -18,7 +18,7 @@ from async_flowrl.config.schema import ModelConfig
 from async_flowrl.export.source import Source
 from async_flowrl.policies import trained_file
 from async_flowrl.policies.lora_file import LoraFile, modules_of
-from async_flowrl.policies.registry import resolve_model
+from async_flowrl.policies.registry import folder_of, resolve_model
 from async_flowrl.policies.stored import StoredWeights
 
 MERGED, TRANSFORMER = "merged", "transformer"
@@ -37,7 +37,7 @@ def write_merged(model: ModelConfig, lora: LoraFile, out: Path, what: str) -> Pa
     adapted layer as a plain matrix, the disk is too small, or the folder exists.
     """
     target, work = out / MERGED, out / f".{MERGED}-unfinished"
-    base = trained_file.base_folder(resolve_model(model), "all" if what == "pipeline" else TRANSFORMER).parent
+    base = folder_of(resolve_model(model), "all" if what == "pipeline" else TRANSFORMER)
     places = _places(base)
     _check(places, lora, base)
     copied = base if what == "pipeline" else base / TRANSFORMER
@@ -112,7 +112,7 @@ def write_whole(source: Source, out: Path, what: str) -> Path:
         raise ValueError("--base is needed: SOURCE does not say which model it is for")
     target = out / TRANSFORMER
     model = resolve_model(source.model)
-    base = trained_file.base_folder(model, "all" if what == "pipeline" else "transformer")
+    base = folder_of(model, "all" if what == "pipeline" else TRANSFORMER) / TRANSFORMER
     copied = [each for each in base.parent.iterdir() if each != base] if what == "pipeline" else []
     _check_room(target, (file for each in (base, *copied) for file in (each, *each.rglob("*"))))
     ignore = shutil.ignore_patterns(*IGNORED)

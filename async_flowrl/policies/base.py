@@ -41,7 +41,6 @@ class Policy(Protocol):
     @property
     def family(self) -> str:
         """Name of the family in the registry."""
-        ...
 
     transformer: nn.Module
     """The only module that is trained. A LoRA is attached to it as PEFT adapter `default`."""
@@ -54,17 +53,14 @@ class Policy(Protocol):
 
         These layers get no LoRA.
         """
-        ...
 
     @property
     def blocks(self) -> Sequence[nn.Module]:
         """The transformer's blocks in forward order: units of FSDP, torch.compile and gradient checkpointing."""
-        ...
 
     @property
     def text_encoders(self) -> Sequence[nn.Module]:
         """The modules that only `encode` uses; `encode` runs on their device. Empty if they are not loaded."""
-        ...
 
     def encode(
         self, texts: Sequence[Wording], system: str | None = None, *, negative: bool = False
@@ -76,19 +72,15 @@ class Policy(Protocol):
         Raises ValueError for a system prompt or token ids if the family does not support them, and RuntimeError in a
         process without text encoders.
         """
-        ...
 
     def check(self, sampling: Sampling) -> None:
         """Raises ValueError, one sentence, for guidance settings that the network does not support."""
-        ...
 
     def sigmas(self, num_inference_steps: int, resolution: Resolution) -> Tensor:
         """Returns the noise levels of the schedule, float32 [T+1] on the CPU, from exactly 1 down to exactly 0."""
-        ...
 
     def latent_shape(self, resolution: Resolution) -> tuple[int, ...]:
         """Returns the shape of one image's latents, without batch dimension."""
-        ...
 
     def velocity(
         self,
@@ -103,11 +95,9 @@ class Policy(Protocol):
         `latents` is [n, ...] and `sigma` their noise levels, float32 [n], which may differ per row. `positive` and
         `negative` hold the conditioning of one prompt, without batch dimension, for all n rows.
         """
-        ...
 
     def decode(self, latents: Tensor, resolution: Resolution) -> Tensor:
         """Returns images uint8 [n, H, W, 3] of final latents, on their device; RuntimeError without a loaded VAE."""
-        ...
 
 
 class PolicyFamily(Protocol):
@@ -136,11 +126,9 @@ class PolicyFamily(Protocol):
         Rollout workers use the first four, the trainer the last two. `max_sequence_length` is the longest prompt in
         tokens; None means the default of the diffusers pipeline.
         """
-        ...
 
     def around(self, pipeline: Any, dtype: torch.dtype, *, max_sequence_length: int | None = None) -> Policy:
         """Returns the policy of a loaded diffusers pipeline, for tools that also sample with that pipeline."""
-        ...
 
     def shapes(
         self, path: str, resolution: Resolution, *, revision: str | None = None, max_sequence_length: int | None = None
@@ -149,15 +137,12 @@ class PolicyFamily(Protocol):
 
         Raises ValueError for a resolution that the model does not support.
         """
-        ...
 
     def check_prompts(self, prompts: Sequence[Prompt], path: str, *, revision: str | None = None) -> None:
         """Raises ValueError, one sentence, for a system prompt or token ids that the model cannot encode.
 
         It is called at start-up with the prompts that have one of them, and loads no weights.
         """
-        ...
 
     def guidance_arguments(self, sampling: Sampling) -> dict[str, Any]:
         """Returns the guidance of `sampling` as keyword arguments of the diffusers pipeline's `__call__`."""
-        ...

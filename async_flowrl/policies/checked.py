@@ -5,8 +5,8 @@ code of the family, one version of diffusers and one pipeline class.
 """
 
 import hashlib
-import inspect
 import json
+import sys
 from importlib.metadata import version
 from pathlib import Path
 
@@ -22,7 +22,7 @@ def unchecked(name: str, path: str, revision: str | None, *, resolution: Resolut
 
     The sentence names the command that compares the family with the pipeline of the model at `path`.
     """
-    if is_shipped(name):
+    if name in FAMILIES or name in FAMILIES.values():
         return None
     pipeline = pipeline_class(path, revision)
     if stamp_of(name, pipeline).is_file():
@@ -38,11 +38,6 @@ def in_diffusers(pipeline: str) -> bool:
     import diffusers
 
     return hasattr(diffusers, pipeline)
-
-
-def is_shipped(name: str) -> bool:
-    """Returns True for a family of this package, given by its name or as `pkg.module:attr`."""
-    return name in FAMILIES or name in FAMILIES.values()
 
 
 def stamp_of(name: str, pipeline: str) -> Path:
@@ -64,8 +59,9 @@ def source_digest(name: str) -> str:
     """Returns the hexadecimal SHA-256 of the source files of a family, its policy class and all their base classes."""
     family = type(load_family(name))
     kinds = [*family.__mro__, *getattr(getattr(family, "policy", None), "__mro__", ())]
-    files = {file for kind in kinds if (file := _source(kind)) is not None}
-    contents = sorted(hashlib.sha256(file.read_bytes()).hexdigest() for file in files)
+    modules = {kind.__module__ for kind in kinds} - {"abc", "typing"}
+    files = {file for module in modules if (file := getattr(sys.modules[module], "__file__", None))}
+    contents = sorted(hashlib.sha256(Path(file).read_bytes()).hexdigest() for file in files)
     return hashlib.sha256("".join(contents).encode()).hexdigest()
 
 
@@ -74,13 +70,3 @@ def pipeline_class(path: str, revision: str | None) -> str:
     folder = Path(path)
     index = folder / "model_index.json" if folder.is_dir() else hub_file(path, "model_index.json", revision)
     return str(json.loads(index.read_text()).get("_class_name"))
-
-
-def _source(kind: type) -> Path | None:
-    """Returns the class's source file; None for classes of Python itself and for classes without a file."""
-    try:
-        file = inspect.getsourcefile(kind)
-    except (TypeError, OSError):
-        return None
-    known = file is not None and kind.__module__ not in ("abc", "builtins", "typing") and Path(file).is_file()
-    return Path(file) if known and file is not None else None

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from huggingface_hub import constants, hf_hub_download, snapshot_download
+
 CONNECT_SECONDS = 5.0
 """Time-out of the check whether the hub answers."""
 _NEVER = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.msgpack", "*.h5", "*.onnx", "*.pb", "*.gguf", "*.py")
@@ -20,8 +22,6 @@ def download(path: str, revision: str, parts: str) -> Path:
 
     `path` is a hub name and `revision` a commit. Errors of huggingface_hub are passed on.
     """
-    from huggingface_hub import hf_hub_download, snapshot_download
-
     index = json.loads(Path(hf_hub_download(path, "model_index.json", revision=revision)).read_text())
     allowed = patterns(components(index), parts)
     ignored = [*_NEVER, *_VARIANTS]
@@ -33,8 +33,6 @@ def folder_here(path: str, revision: str) -> Path:
 
     Raises huggingface_hub's LocalEntryNotFoundError if it is not there.
     """
-    from huggingface_hub import hf_hub_download
-
     return Path(hf_hub_download(path, "model_index.json", revision=revision, local_files_only=True)).parent
 
 
@@ -44,15 +42,11 @@ def hub_file(path: str, name: str, revision: str | None) -> Path:
     If the hub does not answer, only the local cache is used; huggingface_hub itself would retry for half a minute.
     Errors of huggingface_hub are passed on.
     """
-    from huggingface_hub import hf_hub_download
-
     return Path(hf_hub_download(path, name, revision=revision, local_files_only=not hub_answers()))
 
 
 def hub_answers() -> bool:
     """Returns True if the hub, or the configured proxy to it, accepts a connection within CONNECT_SECONDS."""
-    from huggingface_hub import constants
-
     if constants.HF_HUB_OFFLINE:
         return False
     hub = urlsplit(constants.ENDPOINT)
@@ -77,8 +71,5 @@ def components(index: dict[str, object]) -> list[str]:
 def patterns(folders: Sequence[str], parts: str) -> list[str]:
     """Returns glob patterns of the files that are needed for `parts`, one of registry.PARTS."""
     structure = ["model_index.json", "scheduler/*", *(f"{folder}/*.json" for folder in folders)]
-    if parts == "structure":
-        return structure
-    if parts == "transformer":
-        return [*structure, "transformer/*"]
-    return [*structure, *(f"{folder}/*" for folder in folders)]
+    whole = {"structure": (), "transformer": ("transformer",)}.get(parts, folders)
+    return [*structure, *(f"{folder}/*" for folder in whole)]

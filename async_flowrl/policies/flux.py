@@ -1,6 +1,5 @@
 """The model family FLUX.1: latents are [tokens, 64], and FLUX.1-dev takes the guidance scale as a network input."""
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
@@ -9,7 +8,7 @@ from torch import Tensor, nn
 
 from async_flowrl.config.resolution import height_width
 from async_flowrl.policies.base import JOINT_ATTENTION
-from async_flowrl.policies.pipeline import PipelinePolicy
+from async_flowrl.policies.pipeline import PipelinePolicy, on_host
 from async_flowrl.policies.pipeline_family import PipelineFamily
 from async_flowrl.types import Conditioning, Resolution, Sampling
 
@@ -19,6 +18,7 @@ class FluxPolicy(PipelinePolicy):
 
     family = "flux"
     title = "FLUX.1"
+    packs_tokens = True
     # As in flow_grpo's FLUX scripts. `attn.to_q`, `to_k` and `to_v` also exist in the single-stream blocks.
     lora_targets: Sequence[str] = (
         *JOINT_ATTENTION,
@@ -49,22 +49,14 @@ class FluxPolicy(PipelinePolicy):
 
     def _encode_one(self, text: str) -> Conditioning:
         """Returns {"prompt_embeds": [L, D] from T5, padded without a mask, "pooled_prompt_embeds": [P] from CLIP}."""
-        pipeline = self._whole("encode prompts")
-        embeds, pooled, _ = pipeline.encode_prompt(text, device=pipeline.text_encoder.device, **self._text_options)
-        return {
-            "prompt_embeds": embeds[0].float().cpu().numpy(),
-            "pooled_prompt_embeds": pooled[0].float().cpu().numpy(),
-        }
+        embeds, pooled, _ = self._stock_encode(text)
+        return on_host(prompt_embeds=embeds, pooled_prompt_embeds=pooled)
 
     def conditioning_shapes(self) -> dict[str, tuple[int, ...]]:
         return {
             "prompt_embeds": (self._text_tokens(512), self._config.joint_attention_dim),
             "pooled_prompt_embeds": (self._config.pooled_projection_dim,),
         }
-
-    def latent_shape(self, resolution: Resolution) -> tuple[int, int]:
-        """Returns (tokens, 64)."""
-        return math.prod(self._grid(resolution)), int(self._config.in_channels)
 
     def _network(
         self, latents: Tensor, sigma: Tensor, branches: Sequence[Mapping[str, Tensor]], sampling: Sampling

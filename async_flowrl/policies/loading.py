@@ -1,6 +1,5 @@
 """Loading of diffusers pipelines and networks, common to all model families."""
 
-import inspect
 import threading
 from collections.abc import Container, Iterator
 from contextlib import contextmanager
@@ -43,26 +42,10 @@ def quiet() -> Iterator[None]:
             logger.enable_progress_bar()
 
 
-def load_without_text(stock: Any, path: str, device: torch.device, **options: Any) -> Any:
-    """Loads the pipeline of class `stock` without its text encoders."""
-    names = [name for name in TEXT_ENCODERS if name in inspect.signature(stock).parameters]
-    return load_whole(stock, path, device, text_on_host=False, **dict.fromkeys(names), **options)
-
-
-def load_text(stock: Any, path: str, device: torch.device, transformer: nn.Module, **options: Any) -> Any:
-    """Loads the pipeline's tokenizers and text encoders only, and puts `transformer` into it.
-
-    Some pipelines read the transformer's configuration when they encode.
-    """
-    pipeline = load_whole(stock, path, device, text_on_host=False, vae=None, transformer=None, **options)
-    pipeline.register_modules(transformer=transformer)
-    return pipeline
-
-
-def load_whole(stock: Any, path: str, device: torch.device, *, text_on_host: bool, **options: Any) -> Any:
+def load_whole(stock: Any, path: str, device: torch.device, *, text_on_host: bool = False, **options: Any) -> Any:
     """Loads the pipeline of class `stock` to `device`, with all networks settled (see `settle`).
 
-    `text_on_host=True` keeps the text encoders in host memory.
+    `text_on_host=True` keeps the text encoders in host memory. A part is left out if `options` has None under its name.
     """
     given: dict[str, Any] = {}
     if text_on_host:

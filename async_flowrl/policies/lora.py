@@ -37,23 +37,20 @@ class LoraLinear(Linear):  # type: ignore[misc]
         base: Tensor = self.base_layer(x)
         if self.disable_adapters:
             return base
-        a, b, scaling = _copies(self, base.dtype)
+        a, b, scaling = compute_copies(self, base.dtype)
         flat, hidden = base.flatten(0, -2), nn.functional.linear(x, a).flatten(0, -2)
         # Without a graph, nobody else has Wx, and the sum may take its memory; the bits are the same.
         out = torch.addmm(flat, hidden, b.t(), alpha=scaling, out=None if torch.is_grad_enabled() else flat)
         return out.view(base.shape)
 
 
-def compute_copies(layer: nn.Module) -> tuple[Tensor, Tensor, float]:
-    """Returns (A [rank, in], B [out, rank], alpha / rank) with A and B in the dtype of the layer's base weights.
+def compute_copies(layer: nn.Module, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor, float]:
+    """Returns (A [rank, in], B [out, rank], alpha / rank) with A and B in `dtype`, by default that of the base weights.
 
     If the parameters already have that dtype, they are returned themselves, without a copy.
     """
-    return _copies(layer, compute_dtype(layer))
-
-
-def _copies(layer: nn.Module, dtype: torch.dtype) -> tuple[Tensor, Tensor, float]:
     live: Any = layer
+    dtype = dtype or compute_dtype(layer)
     # `nn.Module`'s attribute lookup takes as long as the matrix product of a small layer.
     a, b = (live._modules[part]._modules[ADAPTER]._parameters["weight"] for part in ("lora_A", "lora_B"))
     return a.to(dtype), b.to(dtype), float(live.scaling[ADAPTER])
@@ -61,9 +58,7 @@ def _copies(layer: nn.Module, dtype: torch.dtype) -> tuple[Tensor, Tensor, float
 
 def compute_dtype(layer: nn.Module) -> torch.dtype:
     """Returns the dtype of a layer's base weights."""
-    live: Any = layer
-    dtype: torch.dtype = live.get_base_layer().weight.dtype
-    return dtype
+    return cast("torch.dtype", cast("Any", layer).get_base_layer().weight.dtype)
 
 
 _WRAPPERS = re.compile(r"(^|(?<=\.))(_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")
@@ -97,9 +92,8 @@ def attach_lora(transformer: nn.Module, config: LoraConfig, policy: Policy) -> N
     shapes_only = all(parameter.is_meta for parameter in transformer.parameters())
     with untouched_rng(), torch.device("meta") if shapes_only else nullcontext():
         cast("Any", transformer).add_adapter(adapter, adapter_name=ADAPTER)
-    for layer in lora_modules(transformer).values():
-        cast("Any", layer).lora_A[ADAPTER].to(torch.float32)
-        cast("Any", layer).lora_B[ADAPTER].to(torch.float32)
+    for parameter in lora_parameters(transformer).values():
+        parameter.data = parameter.data.to(torch.float32)
 
 
 def targeted_modules(transformer: nn.Module, config: LoraConfig, policy: Policy) -> list[str]:
@@ -120,8 +114,7 @@ def targeted_modules(transformer: nn.Module, config: LoraConfig, policy: Policy)
             hint = did_you_mean(target, suffixes, shown=str)
             raise ValueError(f"lora.targets: {target!r} names no linear layer of the model, e.g. {suffixes[0]}{hint}")
         chosen |= matches
-    if policy.lora_exclude is not None:
-        chosen = {name for name in chosen if not re.fullmatch(policy.lora_exclude, name)}
+    chosen = {name for name in chosen if not re.fullmatch(policy.lora_exclude or "", name)}
     if not chosen:
         raise ValueError(f"lora.targets {list(targets)} name only layers that cannot change the model's output")
     return sorted(chosen)
@@ -151,10 +144,11 @@ def lora_modules(transformer: nn.Module) -> dict[str, nn.Module]:
 
 def lora_parameters(transformer: nn.Module) -> dict[str, nn.Parameter]:
     """Returns the LoRA's parameters by layout name, sorted."""
-    parameters = {}
-    for name, layer in lora_modules(transformer).items():
-        parameters[f"{name}.lora_A.weight"] = cast("Any", layer).lora_A[ADAPTER].weight
-        parameters[f"{name}.lora_B.weight"] = cast("Any", layer).lora_B[ADAPTER].weight
+    parameters = {
+        f"{name}.lora_{side}.weight": getattr(layer, f"lora_{side}")[ADAPTER].weight
+        for name, layer in lora_modules(transformer).items()
+        for side in "AB"
+    }
     return dict(sorted(parameters.items()))
 
 
@@ -200,12 +194,8 @@ def load_warm_start(transformer: nn.Module, config: LoraConfig, policy: Policy) 
     if rank, alpha or the set of adapted layers differ from the run's.
     """
     source = lora_file.read_for(config)
-    excluded = re.compile(policy.lora_exclude) if policy.lora_exclude is not None else None
-    tensors = {
-        name: tensor
-        for name, tensor in source.tensors.items()
-        if excluded is None or not excluded.fullmatch(lora_file.module_name(name))
-    }
+    excluded = re.compile(policy.lora_exclude or "")
+    tensors = {n: t for n, t in source.tensors.items() if not excluded.fullmatch(lora_file.module_name(n))}
     load_tensors(transformer, tensors, where=f"lora.path {config.path}")
 
 

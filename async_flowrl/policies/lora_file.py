@@ -35,7 +35,7 @@ _METADATA = "lora_adapter_metadata"
 _BASE_KEYS = (BASE_MODEL, "base_model_name_or_path", "ss_sd_model_name")
 """Keys of metadata and of adapter_config.json that may name the base model."""
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
-_TENSOR = re.compile(r"(?P<module>.+)\.lora_(?P<side>[AB])\.weight")
+_TENSOR = re.compile(r"(?P<module>.+)\.lora_[AB]\.weight")
 _PLAIN_LORA: dict[str, Any] = {
     "peft_type": "LORA",
     "task_type": None,
@@ -68,7 +68,7 @@ class LoraFile:
     def with_alpha(self, alpha: float) -> "LoraFile":
         """Returns the same LoRA with another alpha: B is multiplied by the present alpha divided by that one."""
         factor = self.alpha / alpha
-        tensors = {name: t * factor if _side(name) == "B" else t for name, t in self.tensors.items()}
+        tensors = {name: t * factor if name.endswith(".lora_B.weight") else t for name, t in self.tensors.items()}
         return replace(self, tensors=tensors, alpha=alpha) if factor != 1.0 else self
 
 
@@ -78,11 +78,6 @@ def module_name(tensor_name: str) -> str:
     if match is None:
         raise ValueError(f"{tensor_name!r} is not the name of a LoRA tensor (<module>.lora_A.weight or .lora_B.weight)")
     return match["module"]
-
-
-def _side(tensor_name: str) -> str:
-    match = _TENSOR.fullmatch(tensor_name)
-    return "" if match is None else match["side"]
 
 
 def save(folder: Path, tensors: Mapping[str, Tensor], *, alpha: float, base: str | None = None) -> Path:
@@ -259,7 +254,6 @@ def _load(path: Path, prefixes: list[str]) -> tuple[dict[str, Tensor], dict[str,
 
 
 def _check(config: Mapping[str, Any], where: str) -> None:
-    """Raises ValueError if `config` uses a variant of LoRA that is not supported."""
     for key in _UNSUPPORTED:
         if config.get(key):
             raise ValueError(f"{where} uses {key}={config[key]!r}, which is not supported; plain LoRA is")
@@ -273,7 +267,7 @@ def rank_of(tensors: Mapping[str, Tensor], where: str) -> int:
     if not tensors:
         raise ValueError(f"{where}: no LoRA tensors")
     ranks = set()
-    for module in sorted({module_name(name) for name in tensors}):
+    for module in modules_of(tensors):
         a, b = tensors.get(f"{module}.lora_A.weight"), tensors.get(f"{module}.lora_B.weight")
         if a is None or b is None:
             raise ValueError(f"{where}: {module} has no lora_{'A' if a is None else 'B'}")

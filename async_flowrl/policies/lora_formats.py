@@ -8,7 +8,7 @@ sd-scripts (FLUX.1) and of musubi-tuner (Qwen-Image, Z-Image). All files have al
 
 import re
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,7 @@ def write(path: Path, source: LoraFile, *, family: str, form: str, base: str | N
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{path.name}-", dir=path.parent) as unchecked:
         written = lora_file.put(Path(unchecked) / path.name, lora_file.encoded(tensors, header, base))
-        compare(source, _read(written, family, path), path)
+        compare(source, read_back(written, family, path), path)
         written.replace(path)
     return path
 
@@ -60,19 +60,15 @@ def converter(form: str, family: str) -> Convert:
     return FORMS[form][family]
 
 
-def read_back(path: Path, family: str) -> LoraFile:
+def read_back(path: Path, family: str, where: Path | None = None) -> LoraFile:
     """Returns the LoRA that diffusers' loader of the family reads from a file.
 
-    Raises ValueError with one sentence if diffusers cannot read the file, or if the file adapts more than the
-    transformer, or if its layers differ in rank or in alpha.
+    Raises ValueError with one sentence, which names the file as `where` (None: its own path), if diffusers cannot read
+    it, or if the file adapts more than the transformer, or if its layers differ in rank or in alpha.
     """
-    return _read(path, family, path)
-
-
-def _read(path: Path, family: str, where: Path) -> LoraFile:
-    """Returns what `read_back` returns; the messages of errors name `where`."""
     import diffusers
 
+    where = where or path
     kind: Any = getattr(diffusers, next(name for name, of in PIPELINES.items() if of == family))
     options = {"weight_name": path.name, "use_safetensors": True}
     try:
@@ -105,31 +101,24 @@ def compare(wanted: LoraFile, written: LoraFile, where: Path) -> None:
     modules = sorted({*lora_file.modules_of(wanted.tensors), *lora_file.modules_of(written.tensors)})
     for module in modules:
         one, two = _response(wanted, module), _response(written, module)
-        if one is None or two is None:
-            same = not bool((two if one is None else one).any())  # type: ignore[union-attr]
-        else:
-            same = float((one - two).abs().max()) <= _TOLERANCE * float(one.abs().max())
-        if not same:
+        if not float((one - two).abs().max()) <= _TOLERANCE * float(one.abs().max()):
             raise ValueError(f"{where}: read back by diffusers, layer {module} is not the one that was written")
 
 
-def _response(adapter: LoraFile, module: str) -> Tensor | None:
+def _response(adapter: LoraFile, module: str) -> Tensor:
+    """Returns what the layer adds for a random x, float64; a single 0 if the LoRA does not adapt it."""
     a = adapter.tensors.get(f"{module}.lora_A.weight")
     if a is None:
-        return None
+        return torch.zeros(1, dtype=torch.float64)
     drawn = torch.randn(a.shape[1], generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     b = adapter.tensors[f"{module}.lora_B.weight"]
     return adapter.alpha / adapter.rank * (b.double() @ (a.double() @ drawn))
 
 
-def _alphas(source: LoraFile, names: Sequence[str]) -> dict[str, Tensor]:
-    return {f"{name}.alpha": torch.tensor(source.alpha) for name in names}
-
-
 def _prefixed(prefix: str) -> Convert:
     def convert(source: LoraFile) -> dict[str, Tensor]:
-        modules = [prefix + module for module in lora_file.modules_of(source.tensors)]
-        return {prefix + name: tensor for name, tensor in source.tensors.items()} | _alphas(source, modules)
+        alphas = {f"{module}.alpha": torch.tensor(source.alpha) for module in modules_of(source.tensors)}
+        return {prefix + name: tensor for name, tensor in (source.tensors | alphas).items()}
 
     return convert
 
@@ -143,16 +132,12 @@ def _flattened(source: LoraFile) -> dict[str, Tensor]:
     """Returns tensors named `lora_unet_<name with underscores>.lora_down.weight`, `.lora_up.weight` and `.alpha`."""
     tensors: dict[str, Tensor] = {}
     for module in lora_file.modules_of(source.tensors):
-        name = "lora_unet_" + module.replace(".", "_")
-        tensors[f"{name}.lora_down.weight"] = source.tensors[f"{module}.lora_A.weight"]
-        tensors[f"{name}.lora_up.weight"] = source.tensors[f"{module}.lora_B.weight"]
-        tensors[f"{name}.alpha"] = torch.tensor(source.alpha)
+        tensors |= _entry("lora_unet_" + module.replace(".", "_"), *_matrices(source, module), source.alpha)
     return tensors
 
 
 _FLUX_WIDTH = 3072
 """Width of FLUX.1. diffusers splits `linear1` of a single block into 3072 each for q, k, v, and 12288 for the MLP."""
-_MLP_WIDTH = 4 * _FLUX_WIDTH
 _DOUBLE, _SINGLE = re.compile(r"transformer_blocks\.(\d+)\.(.+)"), re.compile(r"single_transformer_blocks\.(\d+)\.(.+)")
 _FUSED = {
     "attn.to_q": ("img_attn_qkv", 0),
@@ -199,15 +184,13 @@ def _kohya_flux(source: LoraFile) -> dict[str, Tensor]:
     for module in modules_of(source.tensors):
         block, layer, place = _found(module)
         if place is None:
-            a, b = _matrices(source, module)
-            tensors |= _entry(f"{block}_{layer}", a, b, source.alpha)
+            tensors |= _entry(f"{block}_{layer}", *_matrices(source, module), source.alpha)
         else:
             fused.setdefault(f"{block}_{layer}", {})[place] = module
     for name, modules in fused.items():
-        single = name.endswith("linear1")
-        parts = 4 if single else 3
-        a, b = _joined(source, modules, [_FLUX_WIDTH] * 3 + [_MLP_WIDTH] if single else [_width(source, modules)] * 3)
-        tensors |= _entry(name, a, b, source.alpha * parts)
+        _, up = _matrices(source, next(iter(modules.values())))
+        widths = [_FLUX_WIDTH] * 3 + [4 * _FLUX_WIDTH] if name.endswith("linear1") else [len(up)] * 3
+        tensors |= _entry(name, *_joined(source, modules, widths), source.alpha * len(widths))
     return tensors
 
 
@@ -226,10 +209,6 @@ def _found(module: str) -> tuple[str, str, int | None]:
 
 def _matrices(source: LoraFile, module: str) -> tuple[Tensor, Tensor]:
     return source.tensors[f"{module}.lora_A.weight"], source.tensors[f"{module}.lora_B.weight"]
-
-
-def _width(source: LoraFile, modules: dict[int, str]) -> int:
-    return len(_matrices(source, next(iter(modules.values())))[1])
 
 
 def _joined(source: LoraFile, modules: dict[int, str], widths: list[int]) -> tuple[Tensor, Tensor]:

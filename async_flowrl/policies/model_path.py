@@ -55,50 +55,32 @@ _QWEN_IMAGE = Architecture(
     # Parameters of Qwen2.5-VL-7B.
     8_292_166_656,
 )
-_SD35: Mapping[str, Any] = {"sample_size": 128, "attention_head_dim": 64, "qk_norm": "rms_norm"}
+_VAE_FLUX = {**_VAE_16, "scaling_factor": 0.3611, "shift_factor": 0.1159}
+
+
+def _sd35(layers: int, positions: int, dual_attention_layers: int = 0) -> Architecture:
+    """Stable Diffusion 3.5: as many heads of 64 channels as layers, `positions` of image tokens along each side."""
+    network = {
+        "sample_size": 128,
+        "attention_head_dim": 64,
+        "qk_norm": "rms_norm",
+        "num_layers": layers,
+        "num_attention_heads": layers,
+        "caption_projection_dim": 64 * layers,
+        "pos_embed_max_size": positions,
+        "dual_attention_layers": list(range(dual_attention_layers)),
+    }
+    return Architecture("sd3", network, _VAE_16, CLIP_L + CLIP_L_PROJECTION + CLIP_G + T5_XXL)
+
 
 KNOWN: Mapping[str, Architecture] = {
     "Qwen/Qwen-Image": _QWEN_IMAGE,
     "Qwen/Qwen-Image-2512": _QWEN_IMAGE,
-    "stabilityai/stable-diffusion-3.5-medium": Architecture(
-        "sd3",
-        {
-            **_SD35,
-            "num_layers": 24,
-            "num_attention_heads": 24,
-            "caption_projection_dim": 1536,
-            "pos_embed_max_size": 384,
-            "dual_attention_layers": list(range(13)),
-        },
-        _VAE_16,
-        CLIP_L + CLIP_L_PROJECTION + CLIP_G + T5_XXL,
-    ),
-    "stabilityai/stable-diffusion-3.5-large": Architecture(
-        "sd3",
-        {
-            **_SD35,
-            "num_layers": 38,
-            "num_attention_heads": 38,
-            "caption_projection_dim": 2432,
-            "pos_embed_max_size": 192,
-        },
-        _VAE_16,
-        CLIP_L + CLIP_L_PROJECTION + CLIP_G + T5_XXL,
-    ),
-    "black-forest-labs/FLUX.1-dev": Architecture(
-        "flux",
-        {"guidance_embeds": True},
-        {**_VAE_16, "scaling_factor": 0.3611, "shift_factor": 0.1159},
-        CLIP_L + T5_XXL,
-    ),
-    "Tongyi-MAI/Z-Image-Turbo": Architecture(
-        # The text encoder is Qwen3-4B without its output head.
-        "z_image",
-        {},
-        {**_VAE_16, "scaling_factor": 0.3611, "shift_factor": 0.1159},
-        4_022_468_096,
-        "float32",
-    ),
+    "stabilityai/stable-diffusion-3.5-medium": _sd35(24, 384, dual_attention_layers=13),
+    "stabilityai/stable-diffusion-3.5-large": _sd35(38, 192),
+    "black-forest-labs/FLUX.1-dev": Architecture("flux", {"guidance_embeds": True}, _VAE_FLUX, CLIP_L + T5_XXL),
+    # The text encoder is Qwen3-4B without its output head.
+    "Tongyi-MAI/Z-Image-Turbo": Architecture("z_image", {}, _VAE_FLUX, 4_022_468_096, "float32"),
 }
 
 TINY = "tiny"

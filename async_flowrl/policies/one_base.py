@@ -7,6 +7,7 @@ other's adapter. shared/worker.py makes a OneBase.
 """
 
 from collections.abc import Container
+from functools import cached_property
 from typing import Any, cast
 
 import torch
@@ -23,37 +24,34 @@ class OneBase:
     def __init__(self, model: ResolvedModel, *, parts: str, device: torch.device | str) -> None:
         """The arguments are those of `load_policy`, for the policy that samples."""
         self._model, self._parts, self._device = model, parts, device
-        self._policy: Policy | None = None
-        self._state: dict[str, Tensor] = {}
-        self._digest = ""
 
     @property
     def is_read(self) -> bool:
         """True once the base weights are in memory."""
-        return self._policy is not None
+        return "_read" in vars(self)
 
     @property
     def policy(self) -> Policy:
         """The policy that samples. It is read from the files on the first access and then has no adapter."""
-        if self._policy is None:
-            policy = load_policy(self._model, dtype=self._model.dtype, device=self._device, parts=self._parts)
-            # Taken before an adapter is attached, because that changes the names of the adapted layers' parameters.
-            self._state = dict(cast("Any", policy.transformer).state_dict(keep_vars=True))
-            self._digest = base_digest(dict(policy.transformer.named_parameters()))
-            self._policy = policy
-        return self._policy
+        return self._read[0]
 
     @property
     def digest(self) -> str:
         """Digest of the parameters as they were read."""
-        assert self.policy is not None
-        return self._digest
+        return self._read[2]
+
+    @cached_property
+    def _read(self) -> tuple[Policy, dict[str, Tensor], str]:
+        # Taken before an adapter is attached, because that changes the names of the adapted layers' parameters.
+        policy = load_policy(self._model, dtype=self._model.dtype, device=self._device, parts=self._parts)
+        state = dict(cast("Any", policy.transformer).state_dict(keep_vars=True))
+        return policy, state, base_digest(dict(policy.transformer.named_parameters()))
 
     def lend(self, transformer: nn.Module, *, trained: Container[str] = ()) -> None:
         """Puts the base's parameters into a network on the meta device that has no adapter yet.
 
         Parameters named in `trained` are copied, all others shared. Raises RuntimeError if names or shapes differ.
         """
-        assert self.policy is not None
-        own = {name: nn.Parameter(t.detach().clone()) for name, t in self._state.items() if name in trained}
-        transformer.load_state_dict({**self._state, **own}, assign=True)
+        _, state, _ = self._read
+        own = {name: nn.Parameter(t.detach().clone()) for name, t in state.items() if name in trained}
+        transformer.load_state_dict({**state, **own}, assign=True)

@@ -6,7 +6,6 @@ The file of a model family adds the shape of latents, the network's arguments, a
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, ClassVar, cast
 
 import numpy as np
@@ -19,41 +18,19 @@ from async_flowrl.policies.base import Shapes
 from async_flowrl.policies.loading import TEXT_ENCODERS
 from async_flowrl.types import Conditioning, Resolution, Sampling, TokenIds, Wording
 
-
-@dataclass(frozen=True)
-class ImageTokens:
-    """The image tokens of a model."""
-
-    title: str
-    """Name of the model in messages."""
-    side: int
-    """Side of a token in pixels."""
-    size_step: int
-    """Image sides must be a multiple of this many pixels, too."""
-    largest: tuple[int, int] | None
-    """Most rows and columns for which the network has positions; None: any number of them."""
+_STAGES = ("temperal_downsample", "encoder_block_out_channels", "block_out_channels")
+"""Keys of configurations of VAEs that list stages. All but the last halve the side; of the first key, all do."""
 
 
-def grid_of(resolution: Resolution, tokens: ImageTokens) -> tuple[int, int]:
-    """Returns rows and columns of the tokens of an image.
+def scale_factor(vae: Mapping[str, Any], stages: str | None = None) -> int:
+    """Returns the side of one latent in pixels, from the VAE's configuration and its key in it; None: the one there."""
+    key = stages or next(key for key in _STAGES if key in vae)
+    return int(2 ** (len(vae[key]) - (key != "temperal_downsample")))
 
-    Raises ValueError, with the nearest size, if they are not whole, and for more than `tokens.largest`.
-    """
-    (height, width), step = height_width(resolution), math.lcm(tokens.side, tokens.size_step)
-    if height % step or width % step:
-        wanted = "a multiple" if isinstance(resolution, int) else "multiples"
-        nearest = of_sides(*(step * max(1, round(each / step)) for each in (height, width)))
-        raise ValueError(
-            f"resolution must be {wanted} of {step}, got {in_words(resolution)}, nearest: {in_words(nearest)}"
-        )
-    grid = height // tokens.side, width // tokens.side
-    if tokens.largest is not None and any(a > b for a, b in zip(grid, tokens.largest, strict=True)):
-        most = of_sides(*(tokens.side * each for each in tokens.largest))
-        raise ValueError(
-            f"resolution must be at most {in_words(most)} px for {tokens.title}, whose network has no positions beyond "
-            f"that, got {in_words(resolution)}"
-        )
-    return grid
+
+def on_host(**tensors: Tensor) -> Conditioning:
+    """Returns the first row of each tensor of a batch as a float32 array."""
+    return {name: tensor[0].float().cpu().numpy() for name, tensor in tensors.items()}
 
 
 def guided_velocity(conditional: Tensor, unconditional: Tensor, scale: float) -> Tensor:
@@ -94,6 +71,12 @@ class PipelinePolicy(ABC):
     """Smallest number of denoising steps for which the model's schedule exists."""
     size_step: ClassVar[int] = 1
     """Image sides must be a multiple of this many pixels, and of the size of an image token."""
+    packs_tokens: ClassVar[bool] = False
+    """True: latents are [tokens, channels]; False: [channels, h, w]."""
+    names_patch_size: ClassVar[bool] = False
+    """True: `patch_size` of the network's configuration is the side of a token in latents; False: it is 2."""
+    vae_stages: ClassVar[str] = "block_out_channels"
+    """Key of the VAE's configuration that lists its stages; KeyError for a VAE without it, which is another model's."""
     has_system_prompt: ClassVar[bool] = False
     planned_tokens: int = 128
     """Length in tokens of a prompt of `conditioning_shapes`, in families that do not pad every prompt to one length. A
@@ -160,6 +143,12 @@ class PipelinePolicy(ABC):
         encode = self._encode_negative if negative else self._encode_one
         return [encode(text) if isinstance(text, str) else self._encode_ids(text) for text in texts]
 
+    def _stock_encode(self, text: str, *arguments: Any, **options: Any) -> Any:
+        """Returns what the stock pipeline's `encode_prompt` returns for a text."""
+        pipeline = self._whole("encode prompts")
+        options |= self._text_options
+        return pipeline.encode_prompt(text, *arguments, device=pipeline.text_encoder.device, **options)
+
     @abstractmethod
     def _encode_one(self, text: str) -> Conditioning: ...
 
@@ -223,16 +212,34 @@ class PipelinePolicy(ABC):
 
         Raises ValueError, with the nearest size, if they are not whole, and for more than `largest_grid`.
         """
-        return grid_of(resolution, ImageTokens(self.title, self._side, self.size_step, self.largest_grid))
+        (height, width), step = height_width(resolution), math.lcm(self._side, self.size_step)
+        if height % step or width % step:
+            wanted = "a multiple" if isinstance(resolution, int) else "multiples"
+            nearest = of_sides(*(step * max(1, round(each / step)) for each in (height, width)))
+            raise ValueError(
+                f"resolution must be {wanted} of {step}, got {in_words(resolution)}, nearest: {in_words(nearest)}"
+            )
+        grid, largest = (height // self._side, width // self._side), self.largest_grid
+        if largest is not None and any(a > b for a, b in zip(grid, largest, strict=True)):
+            most = of_sides(*(self._side * each for each in largest))
+            raise ValueError(
+                f"resolution must be at most {in_words(most)} px for {self.title}, whose network has no positions "
+                f"beyond that, got {in_words(resolution)}"
+            )
+        return grid
 
     @property
     def largest_grid(self) -> tuple[int, int] | None:
         """Most rows and columns of image tokens for which the network has positions; None: any number of them."""
         return None
 
-    @abstractmethod
     def latent_shape(self, resolution: Resolution) -> tuple[int, ...]:
         """Returns the shape of one image's latents, without batch dimension."""
+        (rows, columns), channels = self._grid(resolution), int(self._config.in_channels)
+        if self.packs_tokens:
+            return rows * columns, channels
+        side = int(self._config.patch_size) if self.names_patch_size else 2
+        return channels, side * rows, side * columns
 
     def shapes(self, resolution: Resolution) -> Shapes:
         """Returns the shapes of an image's latents and of the conditioning of a prompt of `planned_tokens`."""
@@ -246,25 +253,38 @@ class PipelinePolicy(ABC):
         negative: Mapping[str, Tensor] | None,
         sampling: Sampling,
     ) -> Tensor:
-        """Returns the velocity with guidance; see `Policy.velocity`. Raises ValueError for latents of another image
-        size.
+        """Returns the velocity with guidance; see `Policy.velocity`. Raises ValueError for latents of another size.
 
         With true CFG, prompt and negative prompt both get gradients. They are one batch for the network, or two
         (`apart`).
         """
         if tuple(latents.shape[1:]) != self.latent_shape(sampling.resolution):
             raise ValueError(f"latents {tuple(latents.shape)} are not those of {in_pixels(sampling.resolution)} images")
+        if sampling.true_cfg_scale > 1 and negative is None:
+            raise ValueError(f"true_cfg_scale {sampling.true_cfg_scale} needs the negative prompt's conditioning")
+        return self.velocity_of(latents, sigma, [positive], [] if negative is None else [negative], sampling)
+
+    def velocity_of(
+        self,
+        latents: Tensor,
+        sigma: Tensor,
+        positives: Sequence[Mapping[str, Tensor]],
+        negatives: Sequence[Mapping[str, Tensor]],
+        sampling: Sampling,
+    ) -> Tensor:
+        """Returns what `velocity` returns for the rows of several prompts, which are divided evenly among them.
+
+        With true CFG, `negatives` holds the negative prompt of each; in one batch they follow all prompts.
+        """
         self.check(sampling)
         if sampling.true_cfg_scale <= 1:
-            return self._network(latents, sigma, [positive], sampling)
-        if negative is None:
-            raise ValueError(f"true_cfg_scale {sampling.true_cfg_scale} needs the negative prompt's conditioning")
-        if apart(positive, negative, latents.device):
-            conditional = self._network(latents, sigma, [positive], sampling)
-            unconditional = self._network(latents, sigma, [negative], sampling)
+            return self._network(latents, sigma, positives, sampling)
+        if any(apart(*pair, latents.device) for pair in zip(positives, negatives, strict=True)):
+            conditional = self._network(latents, sigma, positives, sampling)
+            unconditional = self._network(latents, sigma, negatives, sampling)
         else:
             rows = torch.cat([latents, latents]), torch.cat([sigma, sigma])
-            conditional, unconditional = self._network(*rows, [positive, negative], sampling).chunk(2)
+            conditional, unconditional = self._network(*rows, [*positives, *negatives], sampling).chunk(2)
         return self._guide(conditional, unconditional, sampling.true_cfg_scale)
 
     def check(self, sampling: Sampling) -> None:
@@ -318,12 +338,10 @@ class PipelinePolicy(ABC):
         changes some pixels; the VAE decides which images are large. Raises ValueError if the VAE does not support it.
         """
         vae = self._whole("decode images").vae
-        for wanted, key, name in ((images, "vae_slicing", "enable_slicing"), (tiles, "vae_tiling", "enable_tiling")):
-            if not wanted:
-                continue
-            if not hasattr(vae, name):
-                raise ValueError(f"rollout.{key}=true: {self.title}'s {type(vae).__name__} has no {name}")
-            getattr(vae, name)()
+        for what in ["slicing"] * images + ["tiling"] * tiles:
+            if not hasattr(vae, f"enable_{what}"):
+                raise ValueError(f"rollout.vae_{what}=true: {self.title}'s {type(vae).__name__} has no enable_{what}")
+            getattr(vae, f"enable_{what}")()
 
     def _decoded(self, pipeline: Any, latents: Tensor, resolution: Resolution) -> Tensor:
         """Returns the VAE's output [n, 3, H, W]."""
@@ -342,12 +360,8 @@ class PipelinePolicy(ABC):
 
     @classmethod
     def pixels_per_token(cls, vae: Mapping[str, Any], transformer: Mapping[str, Any]) -> int:
-        """Returns the side of an image token in pixels, from the configurations of VAE and transformer.
-
-        The default is for tokens of 2 × 2 latents of an `AutoencoderKL`; all its stages but the last halve the side.
-        """
-        stages = len(vae["block_out_channels"])
-        return int(2**stages)
+        """Returns the side of an image token in pixels, from the configurations of VAE and transformer."""
+        return scale_factor(vae, cls.vae_stages) * (int(transformer["patch_size"]) if cls.names_patch_size else 2)
 
     @classmethod
     def guidance_arguments(cls, sampling: Sampling) -> dict[str, Any]:

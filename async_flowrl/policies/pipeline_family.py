@@ -1,15 +1,16 @@
 """Base class of model families on a diffusers pipeline: loads them, or builds them without weights for plans."""
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
+from async_flowrl.policies import loading
 from async_flowrl.policies.base import Shapes
-from async_flowrl.policies.pipeline import PipelinePolicy
+from async_flowrl.policies.pipeline import PipelinePolicy, scale_factor
 from async_flowrl.policies.stored import configuration
 from async_flowrl.types import Prompt, Resolution, Sampling
 
@@ -31,6 +32,8 @@ class PipelineFamily:
     """Folder of the tokenizer whose limit cuts long prompts."""
     text_tokens: ClassVar[int] = 512
     """Default of the pipeline's `max_sequence_length`."""
+    scale_factor: Callable[[Mapping[str, Any]], int] = staticmethod(scale_factor)
+    """Function of the VAE's configuration: side of one latent in pixels."""
     usual_guidance: tuple[float, float]
     usual_steps: int
 
@@ -47,45 +50,38 @@ class PipelineFamily:
         """Loads the model; see `PolicyFamily.load`, also for `parts`."""
         import diffusers
 
-        from async_flowrl.policies.loading import (
-            load_text,
-            load_whole,
-            load_without_text,
-            quiet,
-            settle,
-            weight_options,
-        )
-
         kind: Any = getattr(diffusers, self.transformer)
-        options, pipeline = weight_options(dtype, revision), None
-        with quiet():
+        # A trainer rank does not import the pipeline, which would bring its text encoder's code.
+        stock: Any = None if parts in ("transformer", "structure") else getattr(diffusers, self.pipeline)
+        options, pipeline = loading.weight_options(dtype, revision), None
+        with loading.quiet():
             if parts in ("all", "offload", "cached"):
-                stock = getattr(diffusers, self.pipeline)
                 if parts == "cached":
-                    pipeline = load_without_text(stock, path, device, **options)
-                else:
-                    pipeline = load_whole(stock, path, device, text_on_host=parts == "offload", **options)
+                    known = inspect.signature(stock).parameters
+                    options |= dict.fromkeys(name for name in loading.TEXT_ENCODERS if name in known)
+                pipeline = loading.load_whole(stock, path, device, text_on_host=parts == "offload", **options)
                 return self.around(pipeline, dtype, max_sequence_length=max_sequence_length)
             if parts in ("structure", "text"):
                 described = kind.load_config(path, subfolder="transformer", revision=revision)
                 transformer: Any = structure(kind, described, dtype)
                 if parts == "text":
-                    pipeline = load_text(getattr(diffusers, self.pipeline), path, device, transformer, **options)
+                    pipeline = loading.load_whole(stock, path, device, vae=None, transformer=None, **options)
+                    # Some pipelines read its configuration when they encode.
+                    pipeline.register_modules(transformer=transformer)
             else:
                 transformer = kind.from_pretrained(path, subfolder="transformer", **options)
-                settle(transformer, device)
+                loading.settle(transformer, device)
             scheduler = diffusers.FlowMatchEulerDiscreteScheduler.from_pretrained(
                 path, subfolder="scheduler", revision=revision
             )
             vae = configuration(path, "vae", revision)
-        return self.policy(
-            transformer,
-            scheduler,
-            side=self.policy.pixels_per_token(vae, transformer.config),
-            dtype=dtype,
-            pipeline=pipeline,
-            max_sequence_length=max_sequence_length,
-        )
+        options = {"dtype": dtype, "pipeline": pipeline, "max_sequence_length": max_sequence_length}
+        return self.policy_of(transformer, scheduler, vae, **options)
+
+    def policy_of(self, transformer: Any, scheduler: Any, vae: Mapping[str, Any], **options: Any) -> PipelinePolicy:
+        """Returns the policy of a network; `vae` is the configuration of its VAE, `options` are PipelinePolicy's."""
+        side = self.policy.pixels_per_token(vae, transformer.config)
+        return self.policy(transformer, scheduler, side=side, **options)
 
     def framed(self, tokenizer: Any, text: str, limit: int) -> tuple[str, int, int]:
         """Returns the text that is tokenised for a prompt, where the prompt begins in it, and how many tokens are read.
@@ -96,14 +92,8 @@ class PipelineFamily:
 
     def around(self, pipeline: Any, dtype: torch.dtype, *, max_sequence_length: int | None = None) -> PipelinePolicy:
         """Returns the policy of a loaded diffusers pipeline."""
-        return self.policy(
-            pipeline.transformer,
-            pipeline.scheduler,
-            side=self.policy.pixels_per_token(pipeline.vae.config, pipeline.transformer.config),
-            dtype=dtype,
-            pipeline=pipeline,
-            max_sequence_length=max_sequence_length,
-        )
+        options = {"dtype": dtype, "pipeline": pipeline, "max_sequence_length": max_sequence_length}
+        return self.policy_of(pipeline.transformer, pipeline.scheduler, pipeline.vae.config, **options)
 
     def stacks(self, transformer: Mapping[str, Any]) -> dict[str, int]:
         """Returns name → number of the blocks that are alike, for a plan; empty if a class does not name them.
@@ -123,27 +113,14 @@ class PipelineFamily:
         """Returns the network's configuration with other numbers of blocks."""
         return {**transformer, **stacks}
 
-    @staticmethod
-    def scale_factor(vae: Mapping[str, Any]) -> int:
-        """Returns the side of one latent in pixels, from the configuration of the VAE."""
-        if "temperal_downsample" in vae:
-            return int(2 ** len(vae["temperal_downsample"]))
-        return int(2 ** (len(vae["block_out_channels"]) - 1))
-
     def shapes(
         self, path: str, resolution: Resolution, *, revision: str | None = None, max_sequence_length: int | None = None
     ) -> Shapes:
         """Returns shapes from the configurations of transformer and VAE; see `PolicyFamily.shapes`."""
         described, vae = (configuration(path, part, revision) for part in ("transformer", "vae"))
         bare: Any = SimpleNamespace(config=SimpleNamespace(**described))
-        policy = self.policy(
-            bare,
-            None,
-            side=self.policy.pixels_per_token(vae, described),
-            dtype=torch.float32,
-            max_sequence_length=max_sequence_length,
-        )
-        return policy.shapes(resolution)
+        side, longest = self.policy.pixels_per_token(vae, described), max_sequence_length
+        return self.policy(bare, None, side=side, dtype=torch.float32, max_sequence_length=longest).shapes(resolution)
 
     def check_prompts(self, prompts: Sequence[Prompt], path: str, *, revision: str | None = None) -> None:
         """Raises ValueError for system prompts and token ids that the model cannot encode."""

@@ -1,6 +1,5 @@
 """The model family Qwen-Image: latents are [tokens, 64], and guidance rescales each token to its norm without it."""
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
@@ -10,7 +9,7 @@ from torch import Tensor, nn
 from async_flowrl.config.resolution import height_width
 from async_flowrl.policies import qwen_text
 from async_flowrl.policies.base import JOINT_ATTENTION
-from async_flowrl.policies.pipeline import PipelinePolicy, with_norm_of
+from async_flowrl.policies.pipeline import PipelinePolicy, on_host, with_norm_of
 from async_flowrl.policies.pipeline_family import PipelineFamily
 from async_flowrl.policies.stored import configuration
 from async_flowrl.types import Conditioning, Prompt, Resolution, Sampling, TokenIds, Wording
@@ -30,7 +29,8 @@ class QwenImagePolicy(PipelinePolicy):
     lora_targets: Sequence[str] = (*JOINT_ATTENTION, *_MLP)
     # With one step, stretching the schedule to its terminal value would divide by zero.
     least_steps = 2
-    has_system_prompt = True
+    vae_stages = "temperal_downsample"
+    packs_tokens = names_patch_size = has_system_prompt = True
 
     def __init__(
         self, transformer: nn.Module, scheduler: Any, *, max_sequence_length: int | None = None, **options: Any
@@ -65,11 +65,10 @@ class QwenImagePolicy(PipelinePolicy):
             return super().encode(texts, negative=negative)
 
     def _encode_one(self, text: str) -> Conditioning:
-        pipeline = self._whole("encode prompts")
-        embeds, mask = pipeline.encode_prompt(text, device=pipeline.text_encoder.device, **self._text_options)
+        embeds, mask = self._stock_encode(text)
         if mask is not None:
             embeds = embeds[:, mask[0].bool()]
-        return {"prompt_embeds": embeds[0].float().cpu().numpy()}
+        return on_host(prompt_embeds=embeds)
 
     def _encode_ids(self, ids: TokenIds) -> Conditioning:
         pipeline = self._whole("encode prompts")
@@ -80,10 +79,6 @@ class QwenImagePolicy(PipelinePolicy):
         """Returns the shape for a prompt of `planned_tokens`; prompts are not padded."""
         tokens = min(self.planned_tokens, self._text_tokens(_TEXT_TOKENS))
         return {"prompt_embeds": (tokens, self._config.joint_attention_dim)}
-
-    def latent_shape(self, resolution: Resolution) -> tuple[int, int]:
-        """Returns (tokens, 64)."""
-        return math.prod(self._grid(resolution)), int(self._config.in_channels)
 
     def _guide(self, conditional: Tensor, unconditional: Tensor, scale: float) -> Tensor:
         """Returns v = u + w (c - u), each token scaled to the norm that it has in c, as in QwenImagePipeline."""
@@ -120,10 +115,6 @@ class QwenImagePolicy(PipelinePolicy):
                 for values in (config.latents_mean, config.latents_std)
             ]
         return self._known_statistics[kind]
-
-    @classmethod
-    def pixels_per_token(cls, vae: Mapping[str, Any], transformer: Mapping[str, Any]) -> int:
-        return int(2 ** len(vae["temperal_downsample"]) * transformer["patch_size"])
 
 
 class QwenImageFamily(PipelineFamily):

@@ -98,7 +98,6 @@ def check_ids(pipeline: Any, prompts: Sequence[Prompt], vocabulary: int) -> None
 
 
 def _template_start(pipeline: Any, system: str | None) -> list[int]:
-    """Returns the token ids of the template before the prompt."""
     with system_prompt(pipeline, system):
         before = pipeline.prompt_template_encode.format("\0").split("\0")[0]
     return cast("list[int]", pipeline.tokenizer(before).input_ids)

@@ -7,14 +7,16 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from pkgutil import resolve_name
 from typing import Any, cast
 
 import torch
+from huggingface_hub import parse_safetensors_file_metadata, try_to_load_from_cache
+from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, LocalEntryNotFoundError, SafetensorsParsingError
 from safetensors import SafetensorError, safe_open
 
 from async_flowrl.config.check import check_fields
 from async_flowrl.config.messages import first_line, in_one_line, unknown_name
+from async_flowrl.config.own_code import import_named
 from async_flowrl.config.schema import ModelConfig
 from async_flowrl.policies.base import Policy, PolicyFamily, Shapes
 from async_flowrl.policies.download import download, hub_answers, hub_file
@@ -88,24 +90,24 @@ def resolve_model(config: ModelConfig) -> ResolvedModel:
 
 def _found(config: ModelConfig) -> tuple[str, str, str | None]:
     """Returns path, family and revision."""
+    path, revision = config.path, None
     if config.path == TINY:
         from async_flowrl.policies.tiny.build import build_tiny
 
-        folder = build_tiny(config.tiny)
-        return str(folder), _family(config.family, folder / "model_index.json", TINY), None
-    if (local := local_index(config.path)) is not None:
-        return str(local.parent.resolve()), _family(config.family, local, config.path), None
-    index, revision = _hub_index(config)
-    return config.path, _family(config.family, index, config.path), revision
+        path = str(build_tiny(config.tiny))
+        index = Path(path) / "model_index.json"
+    elif (local := local_index(config.path)) is not None:
+        path, index = str(local.parent.resolve()), local
+    else:
+        index, revision = _hub_index(config)
+    return path, _family(config.family, index, config.path), revision
 
 
 def load_policy(resolved: ResolvedModel, *, dtype: str, device: str | torch.device, parts: str) -> Policy:
     """Loads the policy; the same arguments give equal bits in all processes.
 
-    `parts` says what is loaded: "all" (transformer, text encoders, VAE), "offload" (all, text encoders in host memory),
-    "cached" (all but the text encoders), "text" (only text encoders), "transformer", or "structure" (the transformer
-    without weights). A hub model is downloaded if necessary. Raises ValueError for an unknown `parts` or a wrong
-    `model.attention_backend`.
+    `parts` says what is loaded (`PolicyFamily.load`). A hub model is downloaded if necessary. Raises ValueError for an
+    unknown `parts` or a wrong `model.attention_backend`.
     """
     if parts not in PARTS:
         raise ValueError(unknown_name("parts", parts, PARTS))
@@ -162,10 +164,7 @@ def check_revision(recorded: Mapping[str, Any], model: ResolvedModel, where: str
 def load_family(name: str) -> PolicyFamily:
     """Returns the family for a registered name or `pkg.module:attr`. Raises ValueError if it cannot be imported."""
     path = FAMILIES.get(name, name)
-    try:
-        family = resolve_name(path)
-    except Exception as error:  # importing a module can raise anything
-        raise ValueError(f"model.family {path} cannot be imported: {in_one_line(error)}") from error
+    family = import_named("model.family", path)
     try:
         return cast("PolicyFamily", family())
     except Exception as error:
@@ -187,13 +186,11 @@ def load_pipeline(resolved: ResolvedModel, *, dtype: str, device: str | torch.de
     """Loads the diffusers pipeline itself, for tools that sample with it as users of the model do."""
     from diffusers import DiffusionPipeline
 
-    from async_flowrl.policies.loading import quiet, settle_pipeline, weight_options
+    from async_flowrl.policies.loading import load_whole, quiet, weight_options
 
     with quiet():
         options = weight_options(DTYPES[dtype], resolved.revision)
-        pipeline = DiffusionPipeline.from_pretrained(resolved.path, trust_remote_code=False, **options)
-    settle_pipeline(pipeline, torch.device(device))
-    return pipeline
+        return load_whole(DiffusionPipeline, resolved.path, torch.device(device), **options)
 
 
 def _family(wanted: str, index: Path, path: str) -> str:
@@ -207,8 +204,6 @@ def _family(wanted: str, index: Path, path: str) -> str:
 
 def _hub_index(config: ModelConfig) -> tuple[Path, str]:
     """Returns model_index.json of a hub model and its commit, from the hub or from the local cache."""
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
-
     try:
         index = hub_file(config.path, "model_index.json", config.revision)
     except LocalEntryNotFoundError as error:
@@ -257,8 +252,12 @@ def _unreadable(path: str, reason: str) -> str:
 
 def _local(folder: Path) -> Counter[str]:
     index = folder / f"{FILE}.index.json"
-    names = set(json.loads(index.read_text())["weight_map"].values()) if index.is_file() else {FILE}
-    return _sum(_header(folder / name) for name in sorted(names) if (folder / name).is_file())
+    files = [folder / name for name in (_names(index) if index.is_file() else {FILE})]
+    return sum((_header(file) for file in files if file.is_file()), Counter())
+
+
+def _names(index: Path) -> set[str]:
+    return set(json.loads(index.read_text())["weight_map"].values())
 
 
 def _header(file: Path) -> Counter[str]:
@@ -273,26 +272,19 @@ def _header(file: Path) -> Counter[str]:
 
 def _hub(path: str, revision: str) -> Counter[str]:
     """Counts bits by dtype over all files of a hub transformer; only headers of files outside the cache are loaded."""
-    from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import EntryNotFoundError
-
     try:
-        index = hub_file(path, f"{FOLDER}/{FILE}.index.json", revision)
-        names = set(json.loads(index.read_text())["weight_map"].values())
+        names = _names(hub_file(path, f"{FOLDER}/{FILE}.index.json", revision))
     except EntryNotFoundError:
         names = {FILE}
-    places = {f"{FOLDER}/{name}": try_to_load_from_cache(path, f"{FOLDER}/{name}", revision=revision) for name in names}
-    return _sum(
-        _header(Path(place)) if isinstance(place, str) else _remote(path, name, revision)
-        for name, place in sorted(places.items())
-    )
+    total: Counter[str] = Counter()
+    for name in sorted(f"{FOLDER}/{each}" for each in names):
+        here = try_to_load_from_cache(path, name, revision=revision)
+        total += _header(Path(here)) if isinstance(here, str) else _remote(path, name, revision)
+    return total
 
 
 def _remote(path: str, name: str, revision: str) -> Counter[str]:
     """Counts bits by dtype from a file's header on the hub. Raises OSError if it cannot be loaded."""
-    from huggingface_hub import parse_safetensors_file_metadata
-    from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, SafetensorsParsingError
-
     if not hub_answers():
         raise OSError(f"{name} is not in the local cache, and the hub cannot be reached")
     # Its base classes include the HTTP library's error, which comes unwrapped if the hub does not answer.
@@ -301,11 +293,7 @@ def _remote(path: str, name: str, revision: str) -> Counter[str]:
         header = parse_safetensors_file_metadata(path, name, revision=revision)
     except cast("tuple[type[Exception], ...]", known) as error:
         raise OSError(f"{name}: {first_line(error)}") from error
-    return _sum(Counter({t.dtype: 8 * (t.data_offsets[1] - t.data_offsets[0])}) for t in header.tensors.values())
-
-
-def _sum(counts: Iterable[Counter[str]]) -> Counter[str]:
-    total: Counter[str] = Counter()
-    for count in counts:
-        total.update(count)
-    return total
+    bits: Counter[str] = Counter()
+    for tensor in header.tensors.values():
+        bits[tensor.dtype] += 8 * (tensor.data_offsets[1] - tensor.data_offsets[0])
+    return bits

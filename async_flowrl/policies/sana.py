@@ -6,7 +6,7 @@ from typing import Any, cast
 
 from torch import Tensor
 
-from async_flowrl.policies.pipeline import PipelinePolicy
+from async_flowrl.policies.pipeline import PipelinePolicy, on_host
 from async_flowrl.policies.pipeline_family import PipelineFamily
 from async_flowrl.types import Conditioning, Resolution, Sampling
 
@@ -15,6 +15,7 @@ class SanaPolicy(PipelinePolicy):
     """Policy of SANA and SANA-1.5. `true_cfg_scale` is the scale of plain classifier-free guidance."""
 
     family, title, size_step, stock_guidance = "sana", "SANA", 32, "guidance_scale"
+    names_patch_size, vae_stages = True, "encoder_block_out_channels"
     # The layers of both attentions of a block; its feed-forward part has only convolutions.
     lora_targets: Sequence[str] = tuple(
         f"attn{which}.{layer}" for which in (1, 2) for layer in ("to_q", "to_k", "to_v", "to_out.0")
@@ -40,11 +41,8 @@ class SanaPolicy(PipelinePolicy):
         return self._read(text, None)
 
     def _read(self, text: str, instruction: Any) -> Conditioning:
-        pipeline = self._whole("encode prompts")
-        options = {"complex_human_instruction": instruction, **self._text_options}
-        embeds, mask, *_ = pipeline.encode_prompt(text, False, device=pipeline.text_encoder.device, **options)
-        tensors = {"prompt_embeds": embeds, "prompt_attention_mask": mask}
-        return {name: tensor[0].float().cpu().numpy() for name, tensor in tensors.items()}
+        embeds, mask, *_ = self._stock_encode(text, False, complex_human_instruction=instruction)
+        return on_host(prompt_embeds=embeds, prompt_attention_mask=mask)
 
     def conditioning_shapes(self) -> dict[str, tuple[int, ...]]:
         length = self._text_tokens(300)
@@ -53,12 +51,6 @@ class SanaPolicy(PipelinePolicy):
     def _set_schedule(self, steps: int, tokens: int) -> None:
         """Sets the scheduler's own levels, which do not depend on the image size."""
         self._scheduler.set_timesteps(steps)
-
-    def latent_shape(self, resolution: Resolution) -> tuple[int, int, int]:
-        """Returns (channels, h, w)."""
-        patch = int(self._config.patch_size)
-        rows, columns = self._grid(resolution)
-        return int(self._config.in_channels), patch * rows, patch * columns
 
     def _network(
         self, latents: Tensor, sigma: Tensor, branches: Sequence[Mapping[str, Tensor]], sampling: Sampling
@@ -75,10 +67,6 @@ class SanaPolicy(PipelinePolicy):
     def _decoded(self, pipeline: Any, latents: Tensor, resolution: Resolution) -> Tensor:
         vae = pipeline.vae
         return cast("Tensor", vae.decode(latents.to(vae.dtype) / vae.config.scaling_factor, return_dict=False)[0])
-
-    @classmethod
-    def pixels_per_token(cls, vae: Mapping[str, Any], transformer: Mapping[str, Any]) -> int:
-        return SanaFamily.scale_factor(vae) * int(transformer["patch_size"])
 
 
 def instruction_of(pipeline: Any) -> list[str]:
@@ -104,7 +92,3 @@ class SanaFamily(PipelineFamily):
         instruction = "\n".join(instruction_of(SanaPipeline))
         own, special = len(tokenizer.encode(instruction)), int(tokenizer.num_special_tokens_to_add())
         return instruction + text, len(instruction), own + limit - 2 - special
-
-    @staticmethod
-    def scale_factor(vae: Mapping[str, Any]) -> int:
-        return int(2 ** (len(vae["encoder_block_out_channels"]) - 1))

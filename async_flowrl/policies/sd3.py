@@ -6,9 +6,9 @@ from typing import Any, cast
 from torch import Tensor
 
 from async_flowrl.policies.base import JOINT_ATTENTION
-from async_flowrl.policies.pipeline import PipelinePolicy
+from async_flowrl.policies.pipeline import PipelinePolicy, on_host
 from async_flowrl.policies.pipeline_family import PipelineFamily
-from async_flowrl.types import Conditioning, Resolution, Sampling
+from async_flowrl.types import Conditioning, Sampling
 
 _POSITIONS = 96
 """Positions along each side if a stored configuration does not name them: diffusers' default."""
@@ -19,6 +19,7 @@ class SD3Policy(PipelinePolicy):
 
     family = "sd3"
     title = "Stable Diffusion 3"
+    names_patch_size = True
     stock_guidance = "guidance_scale"
     # As in flow_grpo's SD3 scripts; the second attention of SD3.5-M gets no LoRA.
     lora_targets: Sequence[str] = JOINT_ATTENTION
@@ -36,19 +37,8 @@ class SD3Policy(PipelinePolicy):
 
     def _encode_one(self, text: str) -> Conditioning:
         """Returns {"prompt_embeds": [77 + L, D], "pooled_prompt_embeds": [P]}: tokens of CLIP, then of T5, padded."""
-        pipeline = self._whole("encode prompts")
-        embeds, _, pooled, _ = pipeline.encode_prompt(
-            text,
-            None,
-            None,
-            device=pipeline.text_encoder.device,
-            do_classifier_free_guidance=False,
-            **self._text_options,
-        )
-        return {
-            "prompt_embeds": embeds[0].float().cpu().numpy(),
-            "pooled_prompt_embeds": pooled[0].float().cpu().numpy(),
-        }
+        embeds, _, pooled, _ = self._stock_encode(text, None, None, do_classifier_free_guidance=False)
+        return on_host(prompt_embeds=embeds, pooled_prompt_embeds=pooled)
 
     def _set_schedule(self, steps: int, tokens: int) -> None:
         """Sets the scheduler's own levels; they depend on the image size only if the model's scheduler says so."""
@@ -61,12 +51,6 @@ class SD3Policy(PipelinePolicy):
             "pooled_prompt_embeds": (self._config.pooled_projection_dim,),
         }
 
-    def latent_shape(self, resolution: Resolution) -> tuple[int, int, int]:
-        """Returns (channels, h, w)."""
-        patch = int(self._config.patch_size)
-        rows, columns = self._grid(resolution)
-        return int(self._config.in_channels), patch * rows, patch * columns
-
     def _network(
         self, latents: Tensor, sigma: Tensor, branches: Sequence[Mapping[str, Tensor]], sampling: Sampling
     ) -> Tensor:
@@ -78,11 +62,6 @@ class SD3Policy(PipelinePolicy):
             return_dict=False,
         )[0]
         return cast("Tensor", out).float()
-
-    @classmethod
-    def pixels_per_token(cls, vae: Mapping[str, Any], transformer: Mapping[str, Any]) -> int:
-        factor: int = 2 ** (len(vae["block_out_channels"]) - 1)
-        return factor * int(transformer["patch_size"])
 
 
 class SD3Family(PipelineFamily):

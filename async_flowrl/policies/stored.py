@@ -3,7 +3,8 @@
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
+from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -35,32 +36,34 @@ class StoredWeights(Mapping[str, Tensor]):
         index = place / f"{FILE}.index.json"
         if index.is_file():
             files: dict[str, str] = json.loads(index.read_text())["weight_map"]
-            self._files = {name: place / file for name, file in files.items()}
         elif (place / FILE).is_file():
             with safe_open(place / FILE, framework="pt") as file:
-                self._files = dict.fromkeys(file.keys(), place / FILE)
+                files = dict.fromkeys(file.keys(), FILE)
         else:
             raise ValueError(f"{place} holds no {FILE}: only safetensors weights are loaded")
+        self.files = {name: place / file for name, file in files.items()}
+        """Name of a tensor → its file."""
         self._dtype = dtype
 
+    def only(self, names: Container[str]) -> "StoredWeights":
+        """Returns those of the tensors whose names are in `names`."""
+        chosen = copy(self)
+        chosen.files = {name: file for name, file in self.files.items() if name in names}
+        return chosen
+
     def __getitem__(self, name: str) -> Tensor:
-        with safe_open(self._files[name], framework="pt") as file:
+        with safe_open(self.files[name], framework="pt") as file:
             tensor: Tensor = file.get_tensor(name)
         return tensor.to(self._dtype) if tensor.is_floating_point() else tensor
 
-    @property
-    def files(self) -> Mapping[str, Path]:
-        """Name of a tensor → its file."""
-        return self._files
-
     def __contains__(self, name: object) -> bool:
-        return name in self._files
+        return name in self.files
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._files)
+        return iter(self.files)
 
     def __len__(self) -> int:
-        return len(self._files)
+        return len(self.files)
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,7 @@ from async_flowrl.config.messages import first_line
 from async_flowrl.config.quiet import quieter
 from async_flowrl.config.schema import FULL, Config
 from async_flowrl.policies import lora_file
-from async_flowrl.policies.download import download
-from async_flowrl.policies.registry import DTYPES, ResolvedModel
+from async_flowrl.policies.registry import DTYPES, ResolvedModel, folder_of
 from async_flowrl.policies.stored import FILE, FOLDER, StoredWeights
 
 
@@ -71,7 +70,7 @@ def save_whole(folder: Path, tensors: Mapping[str, Tensor], model: ResolvedModel
     for left in (work, old):
         shutil.rmtree(left, ignore_errors=True)
     work.mkdir(parents=True)
-    shutil.copyfile(base_folder(model) / CONFIG, work / CONFIG)
+    shutil.copyfile(folder_of(model, "transformer") / FOLDER / CONFIG, work / CONFIG)
     pattern = FILE.replace(".safetensors", "{suffix}.safetensors")
     with quieter(inspect.getfile(save_torch_state_dict), logging.WARNING):  # the logger is named after the file
         save_torch_state_dict(state, work, filename_pattern=pattern, max_shard_size=SHARD)
@@ -82,12 +81,6 @@ def save_whole(folder: Path, tensors: Mapping[str, Tensor], model: ResolvedModel
     work.rename(folder)
     shutil.rmtree(old, ignore_errors=True)
     return folder
-
-
-def base_folder(model: ResolvedModel, parts: str = "transformer") -> Path:
-    """Returns the base model's transformer folder; of a hub model the files for `parts` are downloaded."""
-    path = Path(model.path) if model.revision is None else download(model.path, model.revision, parts)
-    return path / FOLDER
 
 
 def is_whole(path: Path) -> bool:

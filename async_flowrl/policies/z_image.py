@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from async_flowrl.policies.pipeline import PipelinePolicy
 from async_flowrl.policies.pipeline_family import PipelineFamily
-from async_flowrl.types import Conditioning, Resolution, Sampling
+from async_flowrl.types import Conditioning, Sampling
 
 _POSITIONS = 1024, 512, 512
 """Positions of text, rows and columns if a stored configuration does not name them: diffusers' default."""
@@ -44,20 +44,12 @@ class ZImagePolicy(PipelinePolicy):
 
     def _encode_one(self, text: str) -> Conditioning:
         """Returns {"prompt_embeds": [L, D]} for a prompt of L tokens, without padding."""
-        pipeline = self._whole("encode prompts")
-        (embeds,), _ = pipeline.encode_prompt(
-            text, device=pipeline.text_encoder.device, do_classifier_free_guidance=False, **self._text_options
-        )
+        (embeds,), _ = self._stock_encode(text, do_classifier_free_guidance=False)
         return {"prompt_embeds": embeds.float().cpu().numpy()}
 
     def conditioning_shapes(self) -> dict[str, tuple[int, ...]]:
         """Returns the shape for a prompt of `planned_tokens`; prompts are not padded."""
         return {"prompt_embeds": (min(self.planned_tokens, self._text_tokens(512)), self._config.cap_feat_dim)}
-
-    def latent_shape(self, resolution: Resolution) -> tuple[int, int, int]:
-        """Returns (channels, h, w)."""
-        rows, columns = self._grid(resolution)
-        return int(self._config.in_channels), 2 * rows, 2 * columns
 
     def _network(
         self, latents: Tensor, sigma: Tensor, branches: Sequence[Mapping[str, Tensor]], sampling: Sampling

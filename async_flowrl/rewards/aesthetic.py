@@ -1,6 +1,7 @@
 """The reward `aesthetic`: LAION's rating of an image from its CLIP embedding; the prompt is ignored."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from async_flowrl.rewards.clip import Clip, as_openai_prepares, memory_gib
@@ -23,6 +24,8 @@ class Aesthetic:
     .pth file only tensors are read. The default is TRL's copy of `sac+logos+ava1-l14-linearMSE.pth`.
     """
 
+    memory_gib = staticmethod(partial(memory_gib, model="openai/clip-vit-large-patch14"))
+
     def __init__(
         self,
         model: str = "openai/clip-vit-large-patch14",
@@ -38,11 +41,6 @@ class Aesthetic:
         self._clip = Clip(NAME, model, None, revision, batch_size, device, pixels=as_openai_prepares)
         self._head, self._head_file, self._head_revision = head, head_file, head_revision
         self._layers: list[Any] | None = None
-
-    @staticmethod
-    def memory_gib(model: str = "openai/clip-vit-large-patch14", **options: Any) -> float | None:
-        """Returns the device memory of the CLIP model in GiB; None if its size is unknown."""
-        return memory_gib(model, **options)
 
     def check(self, prompt: Prompt) -> None:
         """Raises ValueError if the model or the head is a local path that does not exist."""

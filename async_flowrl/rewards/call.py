@@ -12,7 +12,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any
 
@@ -50,19 +50,13 @@ def group_result(where: str, returned: object, count: int) -> Result:
         if len(returned) != count:
             raise RewardError(f"{where} must return {count} results, got {len(returned)}")
         return joined(where, [image_result(where, each) for each in returned])
-    values = _numbers(where, returned, count)
-    if values.shape != (count,):
-        raise RewardError(f"{where} must return {count} finite numbers, got shape {list(values.shape)}: {returned!r}")
-    return Result(_checked(where, values, count))
+    return Result(_numbers(where, returned, (count,)))
 
 
 def image_result(where: str, returned: object) -> Result:
     """Checks what a reward returned for one image: a number or a mapping. Raises RewardError if it is anything else."""
     if not isinstance(returned, Mapping):
-        values = _numbers(where, returned, 1)
-        if values.size != 1:
-            raise RewardError(f"{where} must return one finite number, got shape {list(values.shape)}: {returned!r}")
-        return Result(_checked(where, values.reshape(1), 1))
+        return Result(_numbers(where, returned, None))
     if "score" not in returned:
         raise RewardError(f"{where} must return a mapping with 'score', got the keys {sorted(map(str, returned))}")
     scores = image_result(where, returned["score"]).scores
@@ -91,22 +85,21 @@ def check_size(where: str, number: float) -> None:
         raise RewardError(f"{where} is {number:g}; numbers beyond {MAX_SCORE:g} overflow in the loss: scale them down")
 
 
-def _numbers(where: str, returned: object, count: int) -> np.ndarray[Any, Any]:
-    wanted = f"{where} must return " + ("one finite number" if count == 1 else f"{count} finite numbers")
+def _numbers(where: str, returned: object, shape: tuple[int] | None) -> tuple[float, ...]:
+    """Returns the checked numbers. Raises RewardError for another shape; None is one number, in any shape."""
+    count = "one finite number" if shape in (None, (1,)) else f"{shape[0]} finite numbers"
+    wanted = f"{where} must return {count}"
     try:
         values = np.asarray(returned)
     except (TypeError, ValueError, RuntimeError) as error:  # ragged lists, tensors of a GPU or with a gradient
         raise RewardError(f"{wanted}, got {returned!r}: {error}") from error
     if values.size and values.dtype.kind not in "biuf":
         raise RewardError(f"{wanted}, got {returned!r}")
-    return values.astype(np.float64)
-
-
-def _checked(where: str, values: np.ndarray[Any, Any], count: int) -> tuple[float, ...]:
-    numbers = tuple(float(value) for value in values)
+    if (values.size != 1) if shape is None else (values.shape != shape):
+        raise RewardError(f"{wanted}, got shape {list(values.shape)}: {returned!r}")
+    numbers = tuple(values.astype(np.float64).flatten().tolist())
     if not all(math.isfinite(number) for number in numbers):
-        wanted = "one finite number" if count == 1 else f"{count} finite numbers"
-        raise RewardError(f"{where} must return {wanted}, got {list(numbers)}")
+        raise RewardError(f"{wanted}, got {list(numbers)}")
     for number in numbers:
         check_size(f"{where}: a score", number)
     return numbers
@@ -168,9 +161,8 @@ class _Calls:
             result = await asyncio.get_running_loop().run_in_executor(self.executor, self._called, images)
             return await result if inspect.isawaitable(result) else result
         except Exception as error:
-            raise RewardError(
-                f"reward {self.name!r} failed on prompt {self.prompt.text!r}: {type(error).__name__}: {error}"
-            ) from error
+            where = f"reward {self.name!r} failed on prompt {self.prompt.text!r}"
+            raise RewardError(f"{where}: {type(error).__name__}: {error}") from error
 
     def _called(self, images: ByteArray) -> Any:
         try:
@@ -204,17 +196,16 @@ async def score_term(
     """Returns one term's results for images uint8 [n, H, W, 3]. A RewardError is not raised but stored in `failure`."""
     start = time.time()
     calls = _Calls(name, reward, prompt, executor)
-    scores_of_term = TermScores(Span(f"score/{name}", start, start))
+    result, failure = Result(()), None
     try:
         if pointwise:
             result = await _pointwise(calls, images, attempts)
         else:
             result = group_result(calls.where, await calls.call(images), len(images))
-        scores_of_term = replace(scores_of_term, scores=result.scores, extras=result.extras)
     except RewardError as error:
         text = "".join(traceback.format_exception(error))
-        scores_of_term = replace(scores_of_term, failure=Failure(str(error), final=pointwise, traceback=text))
-    return replace(scores_of_term, span=Span(f"score/{name}", start, time.time()), retries=calls.retries)
+        failure = Failure(str(error), final=pointwise, traceback=text)
+    return TermScores(Span(f"score/{name}", start, time.time()), result.scores, result.extras, failure, calls.retries)
 
 
 async def _pointwise(calls: _Calls, images: ByteArray, attempts: Attempts) -> Result:

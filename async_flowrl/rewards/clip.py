@@ -6,6 +6,7 @@ people's choices between two images.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from PIL import Image
@@ -67,6 +68,8 @@ class Clip:
     """Commit of `model` on the hub, also of `processor` if that is the same; None means the newest."""
     batch_size: int = 16
     device: str = "auto"
+    scale: float = 1.0
+    """Number by which the reward divides what it gives; here it is only checked."""
     build: Callable[[], Any] | None = None
     """Function that makes the CLIPModel; None loads it from the files of `model`."""
     pixels: Callable[[ByteArray, int], "torch.Tensor"] | None = None
@@ -77,7 +80,7 @@ class Clip:
     _failed: FailedLoad = field(default_factory=FailedLoad, init=False)
 
     def __post_init__(self) -> None:
-        check_model_options(self.reward, device=self.device, batch_size=self.batch_size)
+        check_model_options(self.reward, device=self.device, batch_size=self.batch_size, scale=self.scale)
 
     def check(self) -> None:
         """Raises ValueError if `model` or `processor` is a local path that does not exist. Nothing is loaded."""
@@ -119,7 +122,8 @@ class Clip:
         return self._loaded
 
     def _load(self) -> Loaded:
-        from transformers import CLIPImageProcessorPil, CLIPTokenizer
+        import torch
+        from transformers import CLIPImageProcessorPil, CLIPModel, CLIPTokenizer
 
         from async_flowrl.policies.loading import settle
 
@@ -130,40 +134,23 @@ class Clip:
             prepare = CLIPImageProcessorPil.from_pretrained(source, revision=revision)
             tokenizer = CLIPTokenizer.from_pretrained(source, revision=revision)
         with loading(self.reward, self.model):
-            model = self.build() if self.build else _from_files(self)
+            options = {"revision": self.revision, "use_safetensors": True, "trust_remote_code": False}
+            build = self.build or partial(CLIPModel.from_pretrained, self.model, dtype=torch.float32, **options)
+            model = build()
         settle(model, device)
-        return Loaded(model, self._own_pixels(model) or _pixels(prepare), tokenizer, device)
-
-    def _own_pixels(self, model: Any) -> Callable[[ByteArray], "torch.Tensor"] | None:
-        if (pixels := self.pixels) is None:
-            return None
-        size = int(model.config.vision_config.image_size)
-        return lambda images: pixels(images, size)
+        own, size = self.pixels, int(model.config.vision_config.image_size)
+        images = partial(_pixels, prepare) if own is None else lambda images: own(images, size)
+        return Loaded(model, images, tokenizer, device)
 
     def logit_scale(self) -> float:
         """Returns exp of the model's learned temperature parameter, about 100."""
         return float(self.load().model.logit_scale.detach().double().exp())
 
 
-def _from_files(clip: Clip) -> Any:
-    import torch
-    from transformers import CLIPModel
-
-    options = {"revision": clip.revision, "use_safetensors": True, "trust_remote_code": False}
-    return CLIPModel.from_pretrained(clip.model, dtype=torch.float32, **options)
-
-
-def _pixels(prepare: Any) -> Callable[[ByteArray], "torch.Tensor"]:
-    """Returns a function that scales the shortest side to the model's size (bicubic), crops the centre and normalises.
-
-    Its result is float32 [b, 3, h, w].
-    """
-
-    def pixels(images: ByteArray) -> "torch.Tensor":
-        made: torch.Tensor = prepare([Image.fromarray(image) for image in images], return_tensors="pt")["pixel_values"]
-        return made
-
-    return pixels
+def _pixels(prepare: Any, images: ByteArray) -> "torch.Tensor":
+    """Scales the shortest side to the model's size (bicubic), crops the centre and normalises: float32 [b, 3, h, w]."""
+    made: torch.Tensor = prepare([Image.fromarray(image) for image in images], return_tensors="pt")["pixel_values"]
+    return made
 
 
 def as_openai_prepares(images: ByteArray, size: int) -> "torch.Tensor":
@@ -208,6 +195,8 @@ class ClipScore:
     token, too).
     """
 
+    memory_gib = staticmethod(partial(memory_gib, model="openai/clip-vit-large-patch14"))
+
     def __init__(
         self,
         model: str = "openai/clip-vit-large-patch14",
@@ -217,21 +206,14 @@ class ClipScore:
         batch_size: int = 16,
         device: str = "auto",
     ) -> None:
-        check_model_options("CLIP score", device=device, batch_size=batch_size, scale=scale)
-        self._clip = Clip("CLIP score", model, None, revision, batch_size, device)
-        self._scale = scale
-
-    @staticmethod
-    def memory_gib(model: str = "openai/clip-vit-large-patch14", **options: Any) -> float | None:
-        """Returns the device memory of the CLIP model in GiB; None if its size is unknown."""
-        return memory_gib(model, **options)
+        self._clip = Clip("CLIP score", model, None, revision, batch_size, device, scale)
 
     def check(self, prompt: Prompt) -> None:
         """Raises ValueError if the model is a local path that does not exist."""
         self._clip.check()
 
     def __call__(self, images: ByteArray, prompt: Prompt) -> Sequence[float]:
-        return [100.0 * cosine / self._scale for cosine in self._clip.cosines(images, prompt.text)]
+        return [100.0 * cosine / self._clip.scale for cosine in self._clip.cosines(images, prompt.text)]
 
     def features(self, images: ByteArray) -> FloatArray:
         """Returns embeddings float32 [n, d] of length 1, by which evaluations measure how different images are."""
@@ -248,6 +230,8 @@ class PickScore:
     this process sees one; a reward worker does if it has `gpus_per_worker` above 0.
     """
 
+    memory_gib = staticmethod(partial(memory_gib, model="yuvalkirstain/PickScore_v1"))
+
     def __init__(
         self,
         model: str = "yuvalkirstain/PickScore_v1",
@@ -259,23 +243,16 @@ class PickScore:
         batch_size: int = 16,
         device: str = "auto",
     ) -> None:
-        check_model_options("PickScore", device=device, batch_size=batch_size, scale=scale)
         if processor != model:
             check_pins("PickScore", revision=(model, revision), processor_revision=(processor, processor_revision))
         self._clip = Clip(
-            "PickScore", model, processor, revision, batch_size, device, processor_revision=processor_revision
+            "PickScore", model, processor, revision, batch_size, device, scale, processor_revision=processor_revision
         )
-        self._scale = scale
-
-    @staticmethod
-    def memory_gib(model: str = "yuvalkirstain/PickScore_v1", **options: Any) -> float | None:
-        """Returns the device memory of the CLIP model in GiB; None if its size is unknown."""
-        return memory_gib(model, **options)
 
     def check(self, prompt: Prompt) -> None:
         """Raises ValueError if the model or the processor is a local path that does not exist."""
         self._clip.check()
 
     def __call__(self, images: ByteArray, prompt: Prompt) -> Sequence[float]:
-        factor = self._clip.logit_scale() / self._scale
+        factor = self._clip.logit_scale() / self._clip.scale
         return [factor * cosine for cosine in self._clip.cosines(images, prompt.text)]

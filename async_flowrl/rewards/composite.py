@@ -30,10 +30,6 @@ class Term:
     pointwise: bool = False
     """True: the reward is called once per image instead of once per group."""
 
-    @property
-    def needs_target(self) -> bool:
-        return bool(getattr(self.reward, "needs_target", False))
-
 
 @dataclass(frozen=True)
 class CompositeReward:
@@ -45,7 +41,7 @@ class CompositeReward:
     @property
     def needs_target(self) -> bool:
         """True if any term needs `prompt.target`."""
-        return any(term.needs_target for term in self.terms)
+        return any(getattr(term.reward, "needs_target", False) for term in self.terms)
 
     @property
     def weights(self) -> Mapping[str, float]:

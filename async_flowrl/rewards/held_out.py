@@ -6,8 +6,9 @@ reported.
 
 import asyncio
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from concurrent.futures import Executor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,6 +40,17 @@ class HeldOutScores:
     """Term → name → a further text or number about each image; as in `Scores`."""
 
 
+@contextmanager
+def _renaming() -> Iterator[None]:
+    """Makes errors of the registry, which writes `reward.terms`, name `evaluate.reward.terms`."""
+    try:
+        yield
+    except ValueError as error:
+        said = re.sub(r"(?<!evaluate\.)\breward\.terms\b", "evaluate.reward.terms", str(error))
+        raise ValueError(said) from error
+
+
+@_renaming()
 def check_held_out(config: Config) -> bool:
     """Checks names, options and signatures of all held-out terms without building anything.
 
@@ -57,28 +69,19 @@ def check_held_out(config: Config) -> bool:
                 f"{where}: reward.terms has {name!r} too, and a term is either trained on or held out; choose another "
                 f"key, with name: {terms[name].name or name}"
             )
-    try:
-        return bool(terms) and check_rewards(RewardConfig(terms=terms))
-    except ValueError as error:
-        raise _renamed(error) from error
+    return bool(terms) and check_rewards(RewardConfig(terms=terms))
 
 
+@_renaming()
 def check_held_out_prompts(config: Config, prompts: Iterable[Prompt]) -> None:
     """Raises ValueError for the first prompt that a held-out term cannot score."""
-    try:
-        check_prompts(RewardConfig(terms=config.evaluate.reward.terms), prompts)
-    except ValueError as error:
-        raise _renamed(error) from error
+    check_prompts(RewardConfig(terms=config.evaluate.reward.terms), prompts)
 
 
+@_renaming()
 def build_held_out(terms: Mapping[str, RewardTerm]) -> tuple[Term, ...]:
     """Builds the terms; empty without any. Raises ValueError, one sentence, if one cannot be built."""
-    if not terms:
-        return ()
-    try:
-        return build_reward(RewardConfig(terms=dict(terms))).terms
-    except ValueError as error:
-        raise _renamed(error) from error
+    return build_reward(RewardConfig(terms=dict(terms))).terms if terms else ()
 
 
 async def score_held_out(
@@ -120,16 +123,12 @@ async def score_held_out(
 
 def joined(answers: Iterable[HeldOutScores]) -> HeldOutScores:
     """Returns the scores of one group by several sets of terms as one; the callers have taken `spans`."""
-    by_term: dict[str, tuple[float, ...]] = {}
-    failed: dict[str, str] = {}
-    distances: dict[str, float] = {}
-    extras: dict[str, Mapping[str, tuple[float | str, ...]]] = {}
-    for answer in answers:
-        by_term |= answer.by_term
-        failed |= answer.failed
-        distances |= answer.distances
-        extras |= answer.extras
-    return HeldOutScores(by_term, failed, distances=distances, extras=extras)
+    given = list(answers)
+
+    def union(part: str) -> dict[str, Any]:
+        return {term: value for answer in given for term, value in getattr(answer, part).items()}
+
+    return HeldOutScores(union("by_term"), union("failed"), distances=union("distances"), extras=union("extras"))
 
 
 def cosine_distance(reward: Any, images: ByteArray) -> float | None:
@@ -148,8 +147,3 @@ def cosine_distance(reward: Any, images: ByteArray) -> float | None:
     lengths = np.linalg.norm(features, axis=1, keepdims=True)
     unit = features / np.where(lengths > 0.0, lengths, 1.0)
     return float(np.mean(1.0 - (unit @ unit.T)[np.triu_indices(len(images), k=1)]))
-
-
-def _renamed(error: ValueError) -> ValueError:
-    """Returns an error whose text names `evaluate.reward.terms`, since the registry writes `reward.terms`."""
-    return ValueError(re.sub(r"(?<!evaluate\.)\breward\.terms\b", "evaluate.reward.terms", str(error)))

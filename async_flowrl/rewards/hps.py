@@ -10,14 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from async_flowrl.rewards.clip import Clip, memory_gib, normalised
-from async_flowrl.rewards.weights import (
-    check_model_options,
-    check_package,
-    check_path,
-    check_pins,
-    read_weights,
-    weights_file,
-)
+from async_flowrl.rewards.weights import check_package, check_path, check_pins, read_weights, weights_file
 from async_flowrl.types import ByteArray, Prompt
 
 if TYPE_CHECKING:
@@ -35,6 +28,7 @@ class HPSv2:
 
     file = "HPS_v2_compressed.pt"
     name = "HPSv2"
+    memory_gib = staticmethod(partial(memory_gib, model="laion/CLIP-ViT-H-14-laion2B-s32B-b79K"))
 
     def __init__(
         self,
@@ -48,28 +42,21 @@ class HPSv2:
         batch_size: int = 16,
         device: str = "auto",
     ) -> None:
-        check_model_options(self.name, device=device, batch_size=batch_size, scale=scale)
         check_package(self.name, "ftfy", "hps")
         check_pins(self.name, revision=(checkpoint, revision), model_revision=(model, model_revision))
         self._checkpoint, self._revision = checkpoint, revision
         self._model, self._model_revision = model, model_revision
-        self._scale = scale
-        pixels = partial(prepared, antialias=antialias)
         self._clip = Clip(
             self.name,
             checkpoint,
             model,
             batch_size=batch_size,
             device=device,
+            scale=scale,
             build=self._build,
-            pixels=pixels,
+            pixels=partial(prepared, antialias=antialias),
             processor_revision=model_revision,
         )
-
-    @staticmethod
-    def memory_gib(model: str = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K", **options: Any) -> float | None:
-        """Returns the device memory of the CLIP model in GiB; None if its size is unknown."""
-        return memory_gib(model, **options)
 
     def check(self, prompt: Prompt) -> None:
         """Raises ValueError if the checkpoint or the model is a local path that does not exist."""
@@ -77,7 +64,7 @@ class HPSv2:
         check_path(self.name, "model", self._model)
 
     def __call__(self, images: ByteArray, prompt: Prompt) -> Sequence[float]:
-        return [cosine / self._scale for cosine in self._clip.cosines(images, clean(prompt.text))]
+        return [cosine / self._clip.scale for cosine in self._clip.cosines(images, clean(prompt.text))]
 
     def _build(self) -> Any:
         from transformers import CLIPConfig, CLIPModel

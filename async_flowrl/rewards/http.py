@@ -66,7 +66,10 @@ class HTTP:
 
     def __post_init__(self) -> None:
         """Raises ValueError, one sentence, for an option outside its range."""
-        _check_choices(self.batch, self.encoding)
+        if self.batch not in (GROUP, ONE_BY_ONE):
+            raise ValueError(unknown_name("the http reward's batch", str(self.batch), (GROUP, ONE_BY_ONE)))
+        if self.encoding not in (encodings := (*FORMATS, MULTIPART)):
+            raise ValueError(unknown_name("the http reward's encoding", str(self.encoding), encodings))
         check_numbers("http", vars(self), (*LIMITS, ("max_reply_bytes", 1, math.inf)))
         bounds = Bounds(self.timeout, self.deadline, self.retries, self.max_reply_bytes, self.concurrency)
         self._endpoint = Endpoint(_endpoints(self.url), bounds, "token_env", self.token_env)
@@ -93,7 +96,6 @@ class HTTP:
         return self._scores(requests, [len(part) for part in parts], first=prompt.index)
 
     def _request(self, files: Sequence[bytes], prompt: Prompt, kind: str) -> tuple[bytes, str]:
-        """Returns the body and its content type."""
         if self.encoding == MULTIPART:
             return multipart(files, prompt, kind)
         return request_body(files, [prompt_fields(prompt)]), "application/json"
@@ -132,10 +134,3 @@ def _endpoints(url: str | Sequence[str] | None) -> list[str]:
     """Returns each URL with its path, or with the contract's path if it has none. Raises ValueError for a wrong one."""
     urls = checked_urls("the http reward's url", url, "http://127.0.0.1:8000", "token_env")
     return [each if urlsplit(each).path.strip("/") else each + PATH for each in urls]
-
-
-def _check_choices(batch: str, encoding: str) -> None:
-    if batch not in (GROUP, ONE_BY_ONE):
-        raise ValueError(unknown_name("the http reward's batch", str(batch), (GROUP, ONE_BY_ONE)))
-    if encoding not in (*FORMATS, MULTIPART):
-        raise ValueError(unknown_name("the http reward's encoding", str(encoding), (*FORMATS, MULTIPART)))

@@ -1,13 +1,12 @@
 """Rewards that are formulas of an image's pixels, without weights: sharpness, colorfulness, color and the JPEG size."""
 
-import io
 from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
-from PIL import Image
 
 from async_flowrl.config.messages import unknown_name
+from async_flowrl.rewards.http_contract import encode_image
 from async_flowrl.types import ByteArray, Prompt
 
 
@@ -69,23 +68,9 @@ class Color:
         return CHANNELS[word]
 
 
-QUALITY = 95
-KILOBYTE = 1000
-
-
-def jpeg_kilobytes(images: ByteArray) -> list[float]:
-    """Returns the sizes of images uint8 [n, H, W, 3] as JPEG files at quality 95, in units of 1000 bytes."""
-    sizes = []
-    for image in images:
-        buffer = io.BytesIO()
-        Image.fromarray(image).save(buffer, format="JPEG", quality=QUALITY)
-        sizes.append(buffer.tell() / KILOBYTE)
-    return sizes
-
-
 def jpeg_incompressibility(images: ByteArray, prompt: Prompt) -> Sequence[float]:
-    """Returns the JPEG size in kilobytes: noise and detail score high."""
-    return jpeg_kilobytes(images)
+    """Returns the size as a JPEG file (JPEG_QUALITY), in units of 1000 bytes: noise and detail score high."""
+    return [len(encode_image(image, "jpeg")) / 1000 for image in images]
 
 
 def jpeg_compressibility(images: ByteArray, prompt: Prompt) -> Sequence[float]:
@@ -93,4 +78,4 @@ def jpeg_compressibility(images: ByteArray, prompt: Prompt) -> Sequence[float]:
 
     flow_grpo divides this reward by 500. To have the same scale here, set the term's weight to 1/500 = 0.002.
     """
-    return [-size for size in jpeg_kilobytes(images)]
+    return [-size for size in jpeg_incompressibility(images, prompt)]

@@ -18,7 +18,6 @@ from pathlib import Path
 from async_flowrl.config.schema import Config, RewardTerm, ServeConfig
 from separation.program import Program
 
-PLACEHOLDERS = ("{port}", "{host}", "{token_file}")
 HTTP_NAME = "http"
 
 

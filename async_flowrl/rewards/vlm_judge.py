@@ -19,7 +19,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO, ClassVar
+from typing import Any, BinaryIO, ClassVar, cast
 
 from async_flowrl.config.messages import unknown_name
 from async_flowrl.rewards.endpoint import LIMITS, Bounds, Endpoint, ServerError, check_numbers, checked_urls
@@ -280,20 +280,16 @@ class VLMJudge:
         asked = dict(zip(keys, calls, strict=True))
         if self._cache is not None:
             await asyncio.to_thread(self._cache.refresh)
-        ended = await asyncio.gather(
-            *(self._judged(key, call, prompt) for key, call in asked.items()), return_exceptions=True
-        )
+        judging = (self._judged(key, call, prompt) for key, call in asked.items())
+        ended = dict(zip(asked, await asyncio.gather(*judging, return_exceptions=True), strict=True))
         if self._cache is not None:
             await asyncio.to_thread(self._cache.sync)
-        failures = [each for each in ended if isinstance(each, BaseException)]
+        failures = [each for each in ended.values() if isinstance(each, BaseException)]
         if failures and isinstance(failures[0], ServerError):
             raise ServerError(f"{failures[0]} ({len(failures)} of {len(ended)} calls failed)") from failures[0]
-        verdicts: dict[bytes, list[Verdict]] = {}
-        for key, result in zip(asked, ended, strict=True):
-            if isinstance(result, BaseException):
-                raise result
-            verdicts[key] = result
-        return [verdict for key in keys for verdict in verdicts[key]]
+        if failures:
+            raise failures[0]
+        return [verdict for key in keys for verdict in cast("list[Verdict]", ended[key])]
 
     async def _judged(self, key: bytes, images: list[ByteArray], prompt: Prompt) -> list[Verdict]:
         kept = None if self._cache is None else self._cache.get(key)
@@ -427,7 +423,7 @@ def _placeholders(template: str, mode: str) -> set[str]:
 
 def _rising(given: Sequence[float]) -> tuple[float, float]:
     """Returns `range` as (low, high). Raises ValueError unless it is two finite rising numbers."""
-    numbers = [x for x in given if isinstance(x, int | float) and not isinstance(x, bool) and math.isfinite(x)]
+    numbers = [x for x in given if is_number(x)]
     if len(given) != 2 or len(numbers) != 2 or not numbers[0] < numbers[1]:
         raise ValueError(f"the vlm_judge reward's range must be two rising numbers, got {list(given)!r}")
     return float(numbers[0]), float(numbers[1])
@@ -446,7 +442,7 @@ def _answers(given: Mapping[Any, Any]) -> dict[str, float]:
     if len(answers) < 2:
         raise ValueError(f"the vlm_judge reward's answers must be two or more, got {dict(given)!r}")
     for name, value in answers.items():
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        if not is_number(value):
             raise ValueError(f"the vlm_judge reward's answers must have finite numbers, got {name!r}: {value!r}")
     names = sorted(name.casefold() for name in answers)
     for shorter, longer in itertools.pairwise(names):

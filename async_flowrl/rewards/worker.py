@@ -82,5 +82,4 @@ class RewardWorker:
 
 
 def _joined(images: tuple[ByteArray, ...]) -> ByteArray:
-    """Returns the images of a group from those of its tickets."""
     return images[0] if len(images) == 1 else np.concatenate(images)

@@ -30,26 +30,21 @@ class RolloutEngine(Protocol):
 
     def encode(self, texts: Sequence[Wording]) -> list[Conditioning]:
         """Returns the conditioning of negative prompts, which the trainer needs; called once per run."""
-        ...
 
     def generate(self, request: RolloutRequest) -> Rollout:
         """Returns the images and, for a training request, the trajectory of one request.
 
         The worker has activated the right version before.
         """
-        ...
 
     def live_tensors(self) -> Mapping[str, Tensor]:
         """Returns the trained tensors by layout name; the receiver makes them views of its own flat buffer."""
-        ...
 
     def adopt(self, active: Activation, export: Export) -> None:
         """Makes the network use the version `active`, which the receiver has just written to `live_tensors`.
 
         An engine whose network uses these tensors themselves does nothing; any other takes the bytes from `export`.
         """
-        ...
 
     def probe(self) -> Mapping[str, Tensor]:
         """Returns a probe of the tensors that the network uses now (see `checkpoint_engine.binding_proof`)."""
-        ...

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Hashable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +14,7 @@ from async_flowrl.observability.flops import Meter
 from async_flowrl.policies.base import Policy
 from async_flowrl.policies.tuning import LoraTuning, Tuning
 from async_flowrl.rollout.base import Export, Rollout
-from async_flowrl.rollout.text_encoder import Encoder, Offloaded, PolicyEncoder, Prompts, Resident
+from async_flowrl.rollout.text_encoder import Encoder, Offloaded, PolicyEncoder, Prompts
 from async_flowrl.seeds import generator
 from async_flowrl.tickets.wordings import asked_of
 from async_flowrl.transfers import download, upload
@@ -60,7 +61,7 @@ class _Plan:
 
     def shape(self, images: int) -> Hashable:
         """The key of one denoising step of so many images: steps with equal keys take equally many FLOPs."""
-        return self.request.sampling, images, _shapes(self.positive), _shapes(self.negative or {})
+        return self.request.sampling, images, shapes_by_name(self.positive), shapes_by_name(self.negative or {})
 
 
 class DiffusersEngine:
@@ -89,9 +90,8 @@ class DiffusersEngine:
         self._tuning = tuning
         self._meter = Meter(policy.transformer)
         if encoder is None:
-            offload = text_encoder == "offload"
-            residence = Offloaded(policy.text_encoders, self.device) if offload else Resident()
-            encoder = PolicyEncoder(policy, residence)
+            offloaded = Offloaded(policy.text_encoders, self.device) if text_encoder == "offload" else None
+            encoder = PolicyEncoder(policy, offloaded.visit if offloaded else nullcontext)
         self._prompts = Prompts(encoder)
 
     def encode(self, texts: Sequence[Wording]) -> list[Conditioning]:
@@ -237,7 +237,7 @@ class DiffusersEngine:
         )
 
 
-def _shapes(conditioning: Mapping[str, Tensor]) -> tuple[tuple[str, torch.Size], ...]:
+def shapes_by_name(conditioning: Mapping[str, Tensor]) -> tuple[tuple[str, torch.Size], ...]:
     return tuple((name, tensor.shape) for name, tensor in sorted(conditioning.items()))
 
 

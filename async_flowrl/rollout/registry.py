@@ -8,7 +8,6 @@ import torch
 from async_flowrl.config.schema import Config
 from async_flowrl.policies.base import Policy
 from async_flowrl.policies.kernels import compile_blocks
-from async_flowrl.policies.loading import ONE_AT_A_TIME
 from async_flowrl.policies.one_base import OneBase
 from async_flowrl.policies.pipeline import PipelinePolicy
 from async_flowrl.policies.registry import ResolvedModel, folder_of, load_policy
@@ -42,14 +41,9 @@ def open_embeddings(
         return None
     where = torch.device(device)
     digest = encoder_digest(folder_of(model, "text"), model, where, deterministic=config.deterministic)
-
-    def load() -> Policy:
-        with ONE_AT_A_TIME:
-            return load_policy(model, dtype=model.dtype, device=device, parts="text")
-
     embeddings = StoredEmbeddings(
         EmbeddingFiles(cache_dir() / "embeddings", digest),
-        load,
+        partial(load_policy, model, dtype=model.dtype, device=device, parts="text"),
         upcoming,
         ahead=config.rollout.encode_ahead,
         worker=worker,
@@ -98,10 +92,9 @@ def load_engine(
 def decode_by_parts(policy: Policy, config: Config) -> None:
     """Applies `rollout.vae_slicing` and `rollout.vae_tiling`. Raises ValueError if the model does not support them."""
     images, tiles = config.rollout.vae_slicing, config.rollout.vae_tiling
-    if not (images or tiles):
-        return
-    if not isinstance(policy, PipelinePolicy):
+    if isinstance(policy, PipelinePolicy):
+        policy.decode_by_parts(images=images, tiles=tiles)
+    elif images or tiles:
         raise ValueError(
             f"rollout.vae_slicing and vae_tiling need a model family built on PipelinePolicy, {policy.family} is not"
         )
-    policy.decode_by_parts(images=images, tiles=tiles)

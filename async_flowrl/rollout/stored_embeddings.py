@@ -207,7 +207,8 @@ class StoredEmbeddings:
 
     @contextmanager
     def _loaded(self) -> Iterator[Policy]:
-        holder = [self._load()]
+        with ONE_AT_A_TIME:
+            holder = [self._load()]
         try:
             yield holder[0]
         finally:

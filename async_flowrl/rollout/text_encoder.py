@@ -4,7 +4,7 @@ They are on the device always, or only while they encode.
 """
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol
 
@@ -19,14 +19,6 @@ SLAB_BYTES = 2**30
 """Size of a slab of pinned memory. Many tensors share a slab, because torch rounds each up to a power of two."""
 ALIGNMENT_BYTES = 512
 """Alignment of each tensor in a slab; torch's allocators align tensors to at least 64 bytes."""
-
-
-class Resident:
-    """The text encoders stay on the device."""
-
-    def visit(self) -> AbstractContextManager[None]:
-        """Returns a context manager; inside, the text encoders are on the device."""
-        return nullcontext()
 
 
 class Offloaded:
@@ -88,17 +80,19 @@ class Encoder(Protocol):
 
     def encode(self, asked: Sequence[Asked]) -> list[Conditioning]:
         """Returns the conditioning of each, with the same bits as if the policy had encoded it alone."""
-        ...
 
 
 class PolicyEncoder:
-    """Computes embeddings with the policy's text encoders, which `residence` brings to the device once per call."""
+    """Computes embeddings with the policy's text encoders.
 
-    def __init__(self, policy: Policy, residence: Resident | Offloaded) -> None:
-        self._policy, self._residence = policy, residence
+    `visit` makes a context manager for each call, inside which they are on the device; by default they always are.
+    """
+
+    def __init__(self, policy: Policy, visit: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
+        self._policy, self._visit = policy, visit
 
     def encode(self, asked: Sequence[Asked]) -> list[Conditioning]:
-        with self._residence.visit():
+        with self._visit():
             return [encode_one(self._policy, each) for each in asked]
 
 

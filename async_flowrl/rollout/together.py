@@ -10,16 +10,15 @@ import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
 
-from async_flowrl.observability.flops import Meter
 from async_flowrl.policies.base import Policy
-from async_flowrl.policies.pipeline import PipelinePolicy, apart
+from async_flowrl.policies.pipeline import PipelinePolicy
 from async_flowrl.rollout.base import Rollout
-from async_flowrl.rollout.diffusers_engine import DiffusersEngine
+from async_flowrl.rollout.diffusers_engine import DiffusersEngine, shapes_by_name
 from async_flowrl.types import Resolution, RolloutRequest, Sampling, Span
 
 Branch = Mapping[str, Tensor]
@@ -83,7 +82,6 @@ class BatchEngine(Protocol):
 
     def generate_together(self, requests: Sequence[RolloutRequest]) -> list[Rollout]:
         """Returns the result of each request, in order."""
-        ...
 
 
 class TogetherEngine(DiffusersEngine):
@@ -92,8 +90,13 @@ class TogetherEngine(DiffusersEngine):
     def __init__(self, policy: Policy, **options: Any) -> None:
         """Takes the options of `DiffusersEngine`. Raises ValueError for a policy that is not a `PipelinePolicy`."""
         super().__init__(policy, **options)
-        self._together = _Together(check_shareable(policy), self)
+        self._waiting: queue.SimpleQueue[_Asked | int] = queue.SimpleQueue()
+        self._shared: Any = _Shared(check_shareable(policy), self._waiting)
+        self._member = _Member(self._shared, batch_size=self.batch_size, device=self.device)
+        # Single tickets and those of a batch share the cache of prompts.
+        self._member._prompts, self._member.turn = self._prompts, threading.Lock()
 
+    @torch.no_grad()
     def generate_together(self, requests: Sequence[RolloutRequest]) -> list[Rollout]:
         """Returns the images and trajectories of the requests, in order.
 
@@ -101,36 +104,24 @@ class TogetherEngine(DiffusersEngine):
         first failed ticket after all have ended.
         """
         check_alike(requests)
-        return self._together.generate(requests)
-
-
-class _Together:
-    """Runs the threads of several tickets and computes their velocities."""
-
-    def __init__(self, policy: PipelinePolicy, alone: DiffusersEngine) -> None:
-        """`alone` is the engine for single tickets with the same policy; both share the cache of prompts."""
-        self._policy, self._meter, self._device = policy, Meter(policy.transformer), alone.device
-        self._waiting: queue.SimpleQueue[_Asked | int] = queue.SimpleQueue()
-        self._shared: Any = _Shared(policy, self._waiting)
-        self._member = _Member(self._shared, batch_size=alone.batch_size, device=alone.device)
-        self._member._prompts, self._member.turn = alone._prompts, threading.Lock()
-
-    @torch.no_grad()
-    def generate(self, requests: Sequence[RolloutRequest]) -> list[Rollout]:
         made: list[Future[Rollout]] = [Future() for _ in requests]
         threads = torch.get_num_threads()
         for index, request in enumerate(requests):
             work = (index, request, made[index], threads)
             threading.Thread(target=self._run, args=work, name=f"ticket {request.ordinal}", daemon=True).start()
         flops = self._serve(len(requests))
-        return [_with_flops(each.result(), flops) for each in made]
+        rollouts = [each.result() for each in made]
+        return [
+            replace(each, spans=tuple(replace(s, flops=flops) if s.name == "generate" else s for s in each.spans))
+            for each in rollouts
+        ]
 
     def _run(self, index: int, request: RolloutRequest, made: "Future[Rollout]", threads: int) -> None:
         """Runs one ticket. `threads` is torch's number of threads, a setting per thread that can change rounding."""
         try:
             torch.set_num_threads(threads)
-            if self._device.type == "cuda":
-                torch.cuda.set_device(self._device)
+            if self.device.type == "cuda":
+                torch.cuda.set_device(self.device)
             self._shared.enter(index)
             made.set_result(self._member.generate(request))
         except BaseException as error:
@@ -160,10 +151,11 @@ class _Together:
         return None if total is None else total / tickets
 
     def _answer(self, asked: Sequence[_Asked]) -> float | None:
-        shape = tuple((each.latents.shape, _shapes(each.positive), _shapes(each.negative or {})) for each in asked)
+        branches = [(each.latents.shape, each.positive, each.negative or {}) for each in asked]
+        shape = tuple((latents, shapes_by_name(one), shapes_by_name(other)) for latents, one, other in branches)
         try:
             with self._meter.measure(shape):
-                answers = velocities(self._policy, asked)
+                answers = velocities(cast("PipelinePolicy", self.policy), asked)
         except BaseException as error:
             for each in asked:
                 each.answer.set_exception(error)
@@ -179,20 +171,10 @@ def velocities(policy: PipelinePolicy, asked: Sequence[_Asked]) -> list[Tensor]:
     On CUDA negative prompts of other lengths have a pass of their own: they are mostly alike, and short, so that they
     would be padded most.
     """
-    sampling = asked[0].sampling
-    policy.check(sampling)
     latents, sigma = torch.cat([each.latents for each in asked]), torch.cat([each.sigma for each in asked])
     prompts = [each.positive for each in asked]
-    if sampling.true_cfg_scale <= 1:
-        return list(policy._network(latents, sigma, prompts, sampling).chunk(len(asked)))
     negatives = [each.negative for each in asked if each.negative is not None]
-    if any(apart(*pair, latents.device) for pair in zip(prompts, negatives, strict=True)):
-        conditional = policy._network(latents, sigma, prompts, sampling)
-        unconditional = policy._network(latents, sigma, negatives, sampling)
-    else:
-        rows = torch.cat([latents, latents]), torch.cat([sigma, sigma])
-        conditional, unconditional = policy._network(*rows, [*prompts, *negatives], sampling).chunk(2)
-    return list(policy._guide(conditional, unconditional, sampling.true_cfg_scale).chunk(len(asked)))
+    return list(policy.velocity_of(latents, sigma, prompts, negatives, asked[0].sampling).chunk(len(asked)))
 
 
 def check_shareable(policy: Policy) -> PipelinePolicy:
@@ -231,14 +213,3 @@ def check_alike(requests: Sequence[RolloutRequest]) -> None:
                 f"tickets {first.ordinal} and {other.ordinal} cannot share a batch: they must have the same version, "
                 "kind, sampling and number of images"
             )
-
-
-def _with_flops(rollout: Rollout, flops: float | None) -> Rollout:
-    """Returns the rollout with `flops` in its span `generate`."""
-    spans = (replace(span, flops=flops) if span.name == "generate" else span for span in rollout.spans)
-    named: tuple[Span, ...] = tuple(spans)
-    return replace(rollout, spans=named)
-
-
-def _shapes(branch: Branch) -> tuple[tuple[str, torch.Size], ...]:
-    return tuple((name, tensor.shape) for name, tensor in sorted(branch.items()))

@@ -7,7 +7,7 @@ The controller calls `load`, `prove` and `generate` one after another; deliverie
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -23,7 +23,7 @@ from async_flowrl.policies.loading import ONE_AT_A_TIME
 from async_flowrl.policies.one_base import OneBase
 from async_flowrl.policies.registry import ResolvedModel
 from async_flowrl.policies.tuning import tuning_of
-from async_flowrl.rollout.base import RolloutEngine
+from async_flowrl.rollout.base import Rollout, RolloutEngine
 from async_flowrl.rollout.registry import load_engine, open_embeddings
 from async_flowrl.rollout.stored_embeddings import StoredEmbeddings
 from async_flowrl.rollout.together import BatchEngine, merged_spans
@@ -116,13 +116,7 @@ class RolloutWorker:
 
         Raises the receiver's error if this worker does not hold the request's version.
         """
-        began = time.time()
-        digest, swaps = self._activate(request)
-        activated = time.time()
-        with self._profiled(request):
-            rollout = self.engine.generate(request)
-        spans = (Span(ACTIVATE, began, activated), *rollout.spans)
-        report = RolloutReport(request.ordinal, request.version, digest, len(request.images), spans, swaps)
+        (report,), (rollout,) = self._made([request], lambda: [self.engine.generate(request)])
         return report, rollout.images, rollout.trajectory
 
     def generate_together(self, requests: Sequence[RolloutRequest]) -> tuple[Any, ...]:
@@ -130,20 +124,26 @@ class RolloutWorker:
 
         The first report has the spans of all tickets. Raises as `generate`.
         """
+        reports, rollouts = self._made(requests, lambda: cast("BatchEngine", self.engine).generate_together(requests))
+        payloads = [part for rollout in rollouts for part in (rollout.images, rollout.trajectory)]
+        return reports, *payloads
+
+    def _made(
+        self, requests: Sequence[RolloutRequest], make: Callable[[], list[Rollout]]
+    ) -> tuple[list[RolloutReport], list[Rollout]]:
+        """Activates the version of the requests and makes them; returns their reports and what was made."""
         began = time.time()
         first, (digest, swaps) = requests[0], self._activate(requests[0])
         activated = time.time()
         with self._profiled(first):
-            rollouts = cast("BatchEngine", self.engine).generate_together(requests)
+            rollouts = make()
         shared = merged_spans([rollout.spans for rollout in rollouts])
         spans = (Span(ACTIVATE, began, activated), *shared)
         reports = [
             RolloutReport(request.ordinal, request.version, digest, len(request.images), () if index else spans)
             for index, request in enumerate(requests)
         ]
-        reports[0] = replace(reports[0], swaps=swaps)
-        payloads = [part for rollout in rollouts for part in (rollout.images, rollout.trajectory)]
-        return reports, *payloads
+        return [replace(reports[0], swaps=swaps), *reports[1:]], rollouts
 
     def _activate(self, request: RolloutRequest) -> tuple[str, int]:
         """Activates the request's version; returns its digest, and 1 for a swap (see `RolloutReport.swaps`), else 0.

@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import load, load_file, save, save_file
 from torch import Tensor
 
@@ -30,7 +30,6 @@ from async_flowrl.training.checkpoint_folder import (
     CONTROLLER,
     FOLDER,
     TRAINER,
-    DamagedCheckpoint,
     begin_checkpoint,
     complete,
     end_checkpoint,
@@ -145,14 +144,8 @@ def read_checkpoint(path: Path) -> Checkpoint:
         from async_flowrl.training.shard_checkpoint import whole_parts  # loads much of torch.distributed
 
         return Checkpoint(whole_parts(path / FOLDER), trainer, controller)
-    tensors = {}
-    for name in files:
-        if name.endswith(".safetensors"):
-            try:
-                tensors[name.removesuffix(".safetensors")] = load_file(path / name)
-            except SafetensorError as error:
-                raise DamagedCheckpoint(f"checkpoint {path}: {name} cannot be read: {error}") from error
-    return Checkpoint(tensors, trainer, controller)
+    parts = [name.removesuffix(".safetensors") for name in files if name.endswith(".safetensors")]
+    return Checkpoint({part: load_file(path / f"{part}.safetensors") for part in parts}, trainer, controller)
 
 
 def read_share(path: Path, ranks: int, read: Callable[[Path], Mapping[str, Mapping[str, Tensor]]]) -> Checkpoint:

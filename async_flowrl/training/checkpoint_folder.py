@@ -214,10 +214,6 @@ def put_back_replaced(directory: Path) -> None:
             replaced.rename(_original(replaced))
 
 
-def _is_replaced(path: Path) -> bool:
-    return path.name.startswith(_REPLACED)
-
-
 def _original(replaced: Path) -> Path:
     return replaced.with_name(replaced.name.removeprefix(_REPLACED))
 
@@ -260,7 +256,7 @@ def written(directory: Path) -> list[Path]:
     """
     entries = directory.iterdir() if directory.is_dir() else ()
     named = [entry for entry in entries if entry.is_dir() and _NAME.fullmatch(entry.name)]
-    checkpoints = [entry for entry in named if not (_is_replaced(entry) and _original(entry).exists())]
+    checkpoints = [entry for entry in named if not (entry.name.startswith(_REPLACED) and _original(entry).exists())]
     return sorted(checkpoints, key=checkpoint_step, reverse=True)
 
 

@@ -48,8 +48,7 @@ class Account:
 
     def plus(self, mark: int, largest: float = 0.0) -> "Account":
         """Returns the account with one more contribution; `largest` is its largest magnitude and must be finite."""
-        marks = (self.marks + mark) % (1 << _DIGIT_BITS * _MARK_DIGITS)
-        return Account(self.count + 1, marks, self.magnitude + magnitude(largest))
+        return self.joined(Account(1, mark, magnitude(largest)))
 
     def joined(self, other: "Account") -> "Account":
         """Returns the account of the contributions of both."""
@@ -138,12 +137,6 @@ class ExactSum:
         world.sum(self._whole)
         return _read(tail.tolist())
 
-    def _reduce_account(self, world: World) -> Account:
-        """Adds up the accounts of all ranks alone."""
-        tail = upload(torch.tensor(_written(self._account)), self._values.device)
-        world.sum(tail)
-        return _read(tail.tolist())
-
     def mean(self, out: Tensor, rows: int) -> None:
         """Writes the total of all ranks divided by `rows` to `out` [numel] float32; it divides in float64."""
         for start in range(0, self._numel, self._chunk):
@@ -188,9 +181,10 @@ class ShardSum(ExactSum):
 
     def witness(self, largest: float) -> None:
         """Enters a sum to which this rank's part did not contribute; `largest` is what `add` returned, and finite."""
-        account = self._account
-        self._account = Account(account.count, account.marks, account.magnitude + magnitude(largest))
+        self._account = self._account.joined(Account(magnitude=magnitude(largest)))
 
     def reduce(self, world: World) -> Account:
         """Returns the account of all ranks, equal on every rank; the values are the ranks' total already."""
-        return self._reduce_account(world)
+        tail = upload(torch.tensor(_written(self._account)), self._values.device)
+        world.sum(tail)
+        return _read(tail.tolist())

@@ -27,11 +27,7 @@ class FlatParameters:
     """Called before `values` hold other weights for a while: waits for who still reads them (training/snapshots.py)."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], device: torch.device) -> None:
-        self._shapes = {name: parameter.shape for name, parameter in sorted(parameters.items())}
-        self._offsets, end = padded(self._shapes)
-        self.values = nn.Parameter(torch.zeros(end, device=device))
-        self.gradients = torch.zeros(end, device=device)
-        self.values.grad = self.gradients
+        self._allocate({name: parameter.shape for name, parameter in sorted(parameters.items())}, device)
         self.numel = sum(shape.numel() for shape in self._shapes.values())
         self._copies: dict[str, nn.Parameter] = {}
         """The bfloat16 parameters, by name."""
@@ -48,6 +44,15 @@ class FlatParameters:
                 parameter.data = parameter.data.to(device)
                 parameter.register_post_accumulate_grad_hook(moved_to(gradients[name]))  # type: ignore[no-untyped-call]
                 self._copies[name] = parameter
+        self._all_copied = len(self._copies) == len(self._shapes)
+        """True if no parameter of the network is a view of `values`."""
+
+    def _allocate(self, shapes: Mapping[str, torch.Size], device: torch.device) -> None:
+        self._shapes = shapes
+        self._offsets, end = padded(shapes)
+        self.values = nn.Parameter(torch.zeros(end, device=device))
+        self.gradients = torch.zeros(end, device=device)
+        self.values.grad = self.gradients
 
     sharded = False
     """True for ShardedParameters: `values` is this rank's share."""
@@ -119,7 +124,7 @@ class FlatParameters:
 
         A backward pass must not follow a forward pass from the other side of its start or end.
         """
-        if len(self._copies) == len(self._shapes):  # all parameters are copies, so `values` need not change
+        if self._all_copied:  # `values` need not change
             self._compute_with(flat)
             try:
                 yield

@@ -11,12 +11,12 @@ All run with the same shapes, grad mode and code, so equal weights give equal bi
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from async_flowrl.algorithms.base import Algorithm, LossOutput, MicroBatch, Prediction, Velocity, detached, rows_of
+from async_flowrl.algorithms.base import Algorithm, LossOutput, MicroBatch, Prediction, Velocity, detached
 from async_flowrl.algorithms.sde import expand
 from async_flowrl.config.schema import Config
 from async_flowrl.policies.base import Policy
@@ -129,7 +129,9 @@ class ForwardPasses:
                 behaviour = self.predict(group, wanted)
         reference = None
         if inputs.algorithm.needs_reference:
-            with measured.span("reference"), self._reference():
+            base = inputs.reference
+            under = reference_mode(inputs.policy.transformer) if base is None else inputs.parameters.swapped(base)
+            with measured.span("reference"), under:
                 reference = self.predict(group, batches)
         return FrozenPredictions(proximal, behaviour, reference, on_policy=fresh and (plan.update == 0 or lacking))
 
@@ -161,7 +163,7 @@ class ForwardPasses:
 
         The weights are equal, so it measures the difference between the trainer and the rollout engine.
         """
-        rows = rows_of(behaviour)
+        rows = len(next(iter(cast("dict[str, Tensor]", behaviour).values())))
         metrics = self._inputs.algorithm.loss(first_rows(batch, rows), behaviour, None, None, None).metrics
         return metrics["log_prob_gap"].double().mean() if "log_prob_gap" in metrics else None
 
@@ -170,12 +172,6 @@ class ForwardPasses:
         if self._inputs.algorithm.needs_behaviour:
             return list(batches)
         return [first_rows(batch, PROBED_ROWS) for batch in batches[:1]] if probing else []
-
-    def _reference(self) -> AbstractContextManager[None]:
-        inputs = self._inputs
-        if inputs.reference is None:
-            return reference_mode(inputs.policy.transformer)
-        return inputs.parameters.swapped(inputs.reference)
 
     def predict(self, group: Group, batches: Sequence[MicroBatch]) -> list[Prediction]:
         """Returns detached predictions under the active weights.
@@ -211,7 +207,6 @@ def copied(batch: MicroBatch) -> MicroBatch:
 
 
 def _per_row(batch: MicroBatch) -> list[str]:
-    """Returns the names of the fields that have a row for each row of the micro-batch."""
     return [field.name for field in fields(batch) if field.name not in ("sigmas", "age")]
 
 

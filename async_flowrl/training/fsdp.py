@@ -106,13 +106,6 @@ def prefetch(policy: Policy, ahead: int) -> None:
             getattr(block, f"set_modules_to_{name}_prefetch")(order[index + 1 : index + 1 + ahead])
 
 
-def unplanned(how: str, device: torch.device) -> str:
-    """`trainer.gradient_checkpointing` where nobody has decided what `auto` is: what is sure to need least on a GPU."""
-    if how != "auto":
-        return how
-    return "full" if device.type == "cuda" else "none"
-
-
 def checkpoint_blocks(policy: Policy, how: str) -> None:
     """Makes blocks recompute their activations in the backward pass; `how` is `trainer.gradient_checkpointing`.
 

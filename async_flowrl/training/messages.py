@@ -208,13 +208,7 @@ class Fetched:
 
     def plus(self, trajectories: Sequence[Trajectory]) -> "Fetched":
         """Returns the numbers with these trajectories added."""
-        return Fetched(self.tickets + len(trajectories), self.bytes + sum(map(nbytes, trajectories)))
-
-
-def nbytes(trajectory: Trajectory) -> int:
-    """Returns the size in bytes of a trajectory's arrays."""
-    arrays = (trajectory.latents, trajectory.log_probs, trajectory.sigmas, *trajectory.conditioning.values())
-    return sum(array.nbytes for array in arrays)
+        return Fetched(self.tickets + len(trajectories), self.bytes + sum(each.nbytes for each in trajectories))
 
 
 @dataclass(frozen=True)
@@ -321,7 +315,6 @@ def _means(parts: Sequence[PartStats], denominator: int) -> dict[str, float]:
 
 
 def _kept(parts: Sequence[PartStats]) -> Mapping[int, tuple[int, int]]:
-    """Returns `UpdateStats.kept`."""
     by_age: dict[int, tuple[int, int]] = {}
     for part in parts:
         kept, nonzero = by_age.get(part.age, (0, 0))

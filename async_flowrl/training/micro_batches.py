@@ -13,7 +13,7 @@ from async_flowrl.seeds import derive
 from async_flowrl.training.messages import GroupMeta
 from async_flowrl.training.parts import Part, RankPosition, cut, parts_of
 from async_flowrl.transfers import upload
-from async_flowrl.types import Conditioning, Trajectory
+from async_flowrl.types import Trajectory
 
 
 class Group:
@@ -125,12 +125,9 @@ def _agree(one: Trajectory, other: Trajectory) -> bool:
         one.points == other.points
         and one.train_steps == other.train_steps
         and np.array_equal(one.sigmas, other.sigmas)
-        and _same_conditioning(one.conditioning, other.conditioning)
+        and one.conditioning.keys() == other.conditioning.keys()
+        and all(np.array_equal(value, other.conditioning[name]) for name, value in one.conditioning.items())
     )
-
-
-def _same_conditioning(one: Conditioning, other: Conditioning) -> bool:
-    return one.keys() == other.keys() and all(np.array_equal(one[name], other[name]) for name in one)
 
 
 def groups_of(

@@ -52,11 +52,6 @@ class Optimizer:
         self.steps += 1
         rms = min(norm, self._config.max_grad_norm) / self._parameters.numel**0.5
         over_eps = rms_over_eps(rms, self._config.eps)
-        self._warn_of_eps(over_eps)
-        return {"lr": learning_rate, "grad_norm": norm, "optimizer/rms_over_eps": over_eps}
-
-    def _warn_of_eps(self, over_eps: float) -> None:
-        """Warns once if eps noticeably shrinks the steps."""
         if over_eps < MIN_RMS_OVER_EPS and not self._warned:
             self._warned = True
             logger.warning(
@@ -65,6 +60,7 @@ class Optimizer:
                 self._config.eps,
                 over_eps,
             )
+        return {"lr": learning_rate, "grad_norm": norm, "optimizer/rms_over_eps": over_eps}
 
     def state(self) -> dict[str, Tensor]:
         """Returns the moments for a checkpoint: `<moment>/<tensor name>` → float32 CPU tensor; {} before any step."""

@@ -30,16 +30,15 @@ class PublishedStreams:
     "publish" lane), at the same time as the next training step.
     """
 
+    _sent_from: torch.device | None = None
+    """Device from which versions are sent; None: that of the weights."""
+
     def __init__(self, config: Config, policy: Policy, parameters: FlatParameters, versions: Versions) -> None:
         self._config, self._policy, self._parameters, self._versions = config, policy, parameters, versions
         self._tuning = tuning_of(config)
         self.policy: SealedVersions = self._new_publisher(POLICY)
         self.ema: SealedVersions | None = None if versions.ema is None else self._new_publisher(EMA)
-        self.collective = SendingEnd(self.policy, self._sent_from)
-
-    @property
-    def _sent_from(self) -> torch.device:
-        return self._parameters.values.device
+        self.collective = SendingEnd(self.policy, self._sent_from or parameters.values.device)
 
     def _new_publisher(self, stream: str) -> SealedVersions:
         return Publisher(
@@ -107,6 +106,8 @@ class GatheredStreams(PublishedStreams):
     runs in the "publish" lane, the others between two calls to train.
     """
 
+    _sent_from = torch.device("cpu")
+
     def __init__(self, config: Config, policy: Policy, parameters: ShardedParameters, versions: Versions) -> None:
         self._sharded = parameters
         whole = {name: torch.empty(shape, device="meta") for name, shape in parameters.wholes.items()}
@@ -120,10 +121,6 @@ class GatheredStreams(PublishedStreams):
         self._shares: dict[tuple[str, int], Share] = {}
         """Versions that are staged and not gathered."""
         super().__init__(config, policy, parameters, versions)
-
-    @property
-    def _sent_from(self) -> torch.device:
-        return torch.device("cpu")
 
     def _new_publisher(self, stream: str) -> GatheredVersions:
         return GatheredVersions(self._gather, stream)

@@ -24,7 +24,7 @@ from async_flowrl.policies.registry import DTYPES, ResolvedModel, load_policy
 from async_flowrl.policies.stored import StoredWeights
 from async_flowrl.policies.tuning import tuning_of
 from async_flowrl.tickets.request import sampling
-from async_flowrl.training.fsdp import World, checkpoint_blocks, shard, unplanned
+from async_flowrl.training.fsdp import World, checkpoint_blocks, shard
 from async_flowrl.training.sharded import shard_trained
 from async_flowrl.types import Resolution
 from checkpoint_engine import base_digest
@@ -81,7 +81,9 @@ def load_model(inputs: ModelInputs, world: World) -> RankModel:
     digest = _digest(inputs, world, base)
     tuning.attach(policy, config.seed)
     tuning.warm_start(policy)
-    checkpoint_blocks(policy, unplanned(trainer.gradient_checkpointing, inputs.device))
+    # What `auto` is where nobody has decided it: what is sure to need least on a GPU.
+    unplanned = {"auto": "full" if inputs.device.type == "cuda" else "none"}
+    checkpoint_blocks(policy, unplanned.get(trainer.gradient_checkpointing, trainer.gradient_checkpointing))
     if trainer.compile:
         compile_blocks(policy)
     dtypes = tuning.dtypes(policy.transformer)  # Read before sharding, which makes them float32.
@@ -137,7 +139,7 @@ def digest_of_stored(model: ResolvedModel, world: World, parameters: set[str]) -
     """
     if world.rank != 0:
         return ""
-    return base_digest(_Chosen(_stored(model), parameters))
+    return base_digest(_stored(model).only(parameters))
 
 
 def stream_base(
@@ -192,14 +194,3 @@ def _same_names(targets: Mapping[str, Tensor], stored: Mapping[str, Tensor] | No
     if odd[0]:
         lacking = "the files lack" if odd[0][0] in targets else "the network has no"
         raise ValueError(f"the weights do not fit the model: {lacking} {odd[0][0]} ({len(odd[0])} names differ)")
-
-
-class _Chosen(dict[str, Tensor]):
-    """Some tensors of a mapping that reads them from files; they are read only when accessed."""
-
-    def __init__(self, source: Mapping[str, Tensor], names: set[str]) -> None:
-        super().__init__(dict.fromkeys(names & source.keys(), torch.empty(0)))
-        self._source = source
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self._source[name]

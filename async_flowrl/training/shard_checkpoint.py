@@ -92,7 +92,7 @@ def write_shards(folder: Path, parts: Parts, shapes: Shapes, mesh: DeviceMesh, g
     `mesh` are the ranks as hosts. Raises OSError on every rank if one of them cannot write.
     """
     state = {
-        f"{part}/{name}": tensor if part == REPLICATED else _sharded(tensor, shapes[_tensor(name)], mesh)
+        f"{part}/{name}": tensor if part == REPLICATED else _sharded(tensor, shapes[name.rpartition("/")[2]], mesh)
         for part, tensors in parts.items()
         for name, tensor in tensors.items()
     }
@@ -200,7 +200,3 @@ def _stored(reader: SafeReader) -> dict[str, tuple[torch.Size, torch.dtype]]:
 def _sharded(own: Tensor, shape: tuple[int, ...], mesh: DeviceMesh) -> DTensor:
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(own, mesh, [Shard(0)], run_check=False, shape=torch.Size(shape), stride=stride)
-
-
-def _tensor(name: str) -> str:
-    return name.rpartition("/")[2]

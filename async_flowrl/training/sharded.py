@@ -6,8 +6,7 @@ norms and counts are added up over the ranks in the order of their numbers, so a
 
 import math
 import warnings
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -31,7 +30,7 @@ from async_flowrl.training.checkpoint_folder import (
     end_checkpoint,
     verify_share,
 )
-from async_flowrl.training.flat import FlatParameters, moved_to, padded
+from async_flowrl.training.flat import FlatParameters, moved_to
 from async_flowrl.training.fsdp import World, let_go
 from async_flowrl.training.shard_checkpoint import Parts, Shapes, read_shards, write_shards
 from checkpoint_engine import weights_digest
@@ -52,25 +51,17 @@ class ShardedParameters(FlatParameters):
         self, parameters: Mapping[str, nn.Parameter], network: nn.Module, world: World, device: torch.device
     ) -> None:
         """`parameters` are FSDP2's, with their weights, by layout name; `network` has them."""
-        self._network, self.world = network, world
+        self._network, self.world, self._all_copied = network, world, True
         self._locals = {name: local_of(parameter) for name, parameter in sorted(parameters.items())}
-        self._wholes = {name: tuple(parameter.shape) for name, parameter in sorted(parameters.items())}
-        self._shapes = {name: local.shape for name, local in self._locals.items()}
-        self._offsets, end = padded(self._shapes)
-        self.values = nn.Parameter(torch.zeros(end, device=device))
-        self.gradients = torch.zeros(end, device=device)
-        self.values.grad = self.gradients
-        self.numel = sum(math.prod(shape) for shape in self._wholes.values())
+        self.wholes = {name: tuple(parameter.shape) for name, parameter in sorted(parameters.items())}
+        """Tensor name → shape of the whole tensor."""
+        self._allocate({name: local.shape for name, local in self._locals.items()}, device)
+        self.numel = sum(math.prod(shape) for shape in self.wholes.values())
         gradients = self.named(self.gradients)
         for name, view in self.named(self.values.data).items():
             view.copy_(self._locals[name])
             hook = moved_to(gradients[name], local_of)
             parameters[name].register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-
-    @property
-    def wholes(self) -> Mapping[str, tuple[int, ...]]:
-        """Tensor name → shape of the whole tensor."""
-        return self._wholes
 
     @staticmethod
     def gathered(parameter: Tensor) -> Tensor:
@@ -97,14 +88,6 @@ class ShardedParameters(FlatParameters):
         let_go(self._network)
         views = self.named(flat)
         torch._foreach_copy_(list(self._locals.values()), [views[name] for name in self._locals])
-
-    @contextmanager
-    def swapped(self, flat: Tensor) -> Iterator[None]:
-        self._compute_with(flat)
-        try:
-            yield
-        finally:
-            self.changed()
 
 
 def local_of(parameter: Tensor) -> Tensor:
@@ -206,15 +189,12 @@ class ShardSaving:
 
     def begin(self, directory: str) -> str:
         """Returns a new folder for the checkpoint's files. Raises OSError if there is no room for them."""
-        if self.snapshot is None:
-            raise RuntimeError("begin was called without a snapshot")
-        return str(begin_checkpoint(Path(directory), self.world.size * self.snapshot[1].nbytes))
+        _, checkpoint = self._taken("begin")
+        return str(begin_checkpoint(Path(directory), self.world.size * checkpoint.nbytes))
 
     def write(self, work: str) -> Written:
         """Writes this rank's share of the snapshot into that folder, and hashes it; the training waits for neither."""
-        if self.snapshot is None:
-            raise RuntimeError("write was called without a snapshot")
-        _, checkpoint = self.snapshot
+        _, checkpoint = self._taken("write")
         self._write(Path(work) / FOLDER, checkpoint.tensors)
         written = Written(weights_digest(checkpoint.tensors["weights"]), described_share(Path(work), self.world.rank))
         if self.world.rank != 0:
@@ -228,14 +208,17 @@ class ShardSaving:
 
         `written` is what `write` returned on all ranks. Raises OSError if a rank's files are not here.
         """
-        if self.snapshot is None:
-            raise RuntimeError("end was called without a snapshot")
-        version, checkpoint = self.snapshot
+        version, checkpoint = self._taken("end")
         self.snapshot = None
         digest = joined_digest([share.digest for share in written])
         trainer = {**checkpoint.trainer, RANKS: self.world.size, "weights_digest": digest}
         complete(Path(work), trainer, controller, {name: d for share in written for name, d in share.files.items()})
         return str(end_checkpoint(Path(work), version, keep=keep, spare=spare))
+
+    def _taken(self, call: str) -> tuple[int, Checkpoint]:
+        if self.snapshot is None:
+            raise RuntimeError(f"{call} was called without a snapshot")
+        return self.snapshot
 
     def verify(self, path: str) -> None:
         """Checks this rank's share of the checkpoint in the folder `path`. Raises DamagedCheckpoint."""
@@ -253,9 +236,7 @@ class ShardSaving:
         return read_share(Path(path), self.world.size, self._read)
 
     def _write(self, folder: Path, parts: Parts) -> None:
-        """Writes this rank's tensors into the folder of all ranks' files; raises as `write_shards`."""
         write_shards(folder, parts, self.shapes, self.mesh, self.group)
 
     def _read(self, folder: Path) -> Parts:
-        """Returns this rank's tensors by part and name."""
         return read_shards(folder, self.mesh)

@@ -14,13 +14,10 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from async_flowrl.algorithms.base import Algorithm
-from async_flowrl.config.schema import Config
 from async_flowrl.policies.registry import ResolvedModel, check_revision
 from async_flowrl.policies.tuning import tuning_of
 from async_flowrl.training.checkpoint import Checkpoint
-from async_flowrl.training.flat import FlatParameters
-from async_flowrl.training.optimizer import Optimizer
+from async_flowrl.training.forward_passes import UpdateInputs
 from async_flowrl.training.update import Update
 from async_flowrl.training.versions import Versions
 from async_flowrl.types import Span
@@ -40,11 +37,8 @@ class Stateful(Protocol):
 class RankState:
     """The objects of a rank that have state; it copies their state, and gives it back to them."""
 
-    config: Config
+    inputs: UpdateInputs
     model: ResolvedModel
-    algorithm: Algorithm
-    parameters: FlatParameters
-    optimizer: Optimizer
     versions: Versions
     update: Update
 
@@ -56,18 +50,14 @@ class RankState:
         """
         if (step := self.update.under_way) is not None:
             raise RuntimeError(f"step {step} is under way: what was added to it is not in the weights yet")
-        tuning = tuning_of(self.config)
+        tuning = tuning_of(self.inputs.config)
         return {
             "version": self.versions.newest,
-            "optimizer_steps": self.optimizer.steps,
+            "optimizer_steps": self.inputs.optimizer.steps,
             "sum_exponent": self.update.exponent,
             "lora": None if tuning.rank is None else {"rank": tuning.rank, "alpha": tuning.alpha},
-            "model": {"path": self.config.model.path, "revision": self.model.revision},
+            "model": {"path": self.inputs.config.model.path, "revision": self.model.revision},
         }
-
-    def copied(self) -> Checkpoint:
-        """Returns a copy of the whole state. Raises RuntimeError as `counters`."""
-        return Checkpoint(self.tensors(), self.counters(), {})
 
     def tensors(self) -> dict[str, Mapping[str, Tensor]]:
         """Returns copies on the CPU of all tensors, by part and name. It hashes nothing: that is left to the writing.
@@ -76,18 +66,18 @@ class RankState:
         step and forward passes under other weights (`FlatParameters.before_change`).
         """
         tensors: dict[str, Mapping[str, Tensor]] = {
-            "weights": self.parameters.named(self.parameters.values.data.to("cpu", copy=True)),
-            "optimizer": self.optimizer.state(),
+            "weights": self.inputs.parameters.named(self.inputs.parameters.values.data.to("cpu", copy=True)),
+            "optimizer": self.inputs.optimizer.state(),
             **self.versions.state(),
         }
-        if isinstance(self.algorithm, Stateful):
-            tensors["algorithm"] = {n: t.to("cpu", copy=True) for n, t in self.algorithm.state_dict().items()}
+        if isinstance(self.inputs.algorithm, Stateful):
+            tensors["algorithm"] = {n: t.to("cpu", copy=True) for n, t in self.inputs.algorithm.state_dict().items()}
         return tensors
 
     def check(self, checkpoint: Checkpoint, path: str) -> None:
         """Raises ValueError if the checkpoint read from `path` has another model revision or other trained tensors."""
         check_revision(checkpoint.trainer, self.model, path)
-        own = self.parameters.named(self.parameters.values.data)
+        own = self.inputs.parameters.named(self.inputs.parameters.values.data)
         if odd := sorted(checkpoint.tensors["weights"].keys() ^ own.keys()):
             raise ValueError(
                 f"checkpoint {path} is of a run that trained other tensors: {odd[0]} is only in one of them "
@@ -97,12 +87,12 @@ class RankState:
 
     def load(self, checkpoint: Checkpoint) -> None:
         """Gives the objects the state of a checkpoint that `check` accepts."""
-        self.parameters.load(self.parameters.pack(checkpoint.tensors["weights"], where="weights"))
-        self.optimizer.load(checkpoint.tensors["optimizer"], int(checkpoint.trainer["optimizer_steps"]))
+        self.inputs.parameters.load(self.inputs.parameters.pack(checkpoint.tensors["weights"], where="weights"))
+        self.inputs.optimizer.load(checkpoint.tensors["optimizer"], int(checkpoint.trainer["optimizer_steps"]))
         self.update.exponent = int(checkpoint.trainer["sum_exponent"])
         self.versions.load(checkpoint.tensors)
-        if isinstance(self.algorithm, Stateful):
-            self.algorithm.load_state_dict(checkpoint.tensors["algorithm"])
+        if isinstance(self.inputs.algorithm, Stateful):
+            self.inputs.algorithm.load_state_dict(checkpoint.tensors["algorithm"])
 
 
 RETAINED = 2

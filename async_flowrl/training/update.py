@@ -7,7 +7,7 @@ the rank that trains a part, changes a bit of the weights.
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -43,93 +43,6 @@ class NonFiniteError(RuntimeError):
     """
 
 
-@dataclass(frozen=True)
-class UnderWay:
-    """The optimizer step to which parts are added."""
-
-    step: int
-    """Training step."""
-    plan: StepPlan
-    measured: UpdateMetrics
-    """Receives the spans and the statistics of the parts."""
-
-
-class PartGradients:
-    """Computes the gradients of parts and adds them to the sum of this rank."""
-
-    def __init__(self, inputs: UpdateInputs, passes: ForwardPasses, total: ExactSum) -> None:
-        """`total` is the sum; a ShardSum where the ranks have shares of the weights."""
-        self._inputs, self._passes, self._sum = inputs, passes, total
-        self._meter = Meter(inputs.policy.transformer)
-
-    def add(self, group: Group, parts: Sequence[Part], under_way: UnderWay, *, probing: bool, reported: bool) -> None:
-        """Computes parts of one group and adds the gradients of those that count; waits for the device only once.
-
-        `probing`: the first one is probed, on all ranks of a replica alike. `reported`: the group is the one whose
-        measurement counts. Raises NonFiniteError.
-        """
-        sums = [
-            self._computed(group, part, under_way, probing=probing and index == 0, reported=reported)
-            for index, part in enumerate(parts)
-        ]
-        added = [(part, of_part) for part, of_part in zip(parts, sums, strict=True) if of_part is not None]
-        by_part = on_host([of_part for _, of_part in added])
-        for (part, of_part), values in zip(added, by_part, strict=True):
-            # This is checked for each part, and not only for the whole sum, so that the message can name the group.
-            for what in ("loss", GRADIENT):
-                if not math.isfinite(values[what]):
-                    raise NonFiniteError(
-                        f"step {under_way.step}, group {group.meta.group}: the {what} is {values[what]}"
-                    )
-            if part.counts:
-                self._book(group, part, values, of_part.rows, under_way)
-            elif isinstance(self._sum, ShardSum):
-                self._sum.witness(values[GRADIENT])
-
-    def _computed(
-        self, group: Group, part: Part, under_way: UnderWay, *, probing: bool, reported: bool
-    ) -> PartSums | None:
-        """Computes one part, adds its gradient to the sum, and returns its statistics.
-
-        A part that does not count adds nothing and returns None. With sharded weights, the ranks add the sum of the
-        parts that they compute side by side, and a part that does not count adds zeros to it.
-        """
-        inputs, passes, plan, measured = self._inputs, self._passes, under_way.plan, under_way.measured
-        batches = passes.batches(group, part)
-        frozen = passes.predict_frozen(group, part, batches, plan, measured, probing=probing)
-        sums, gap, sharded = PartSums(), None, inputs.parameters.sharded
-        for index, batch in enumerate(batches):
-            shape = batch.latents.shape, tuple(value.shape for value in group.conditioning.values())
-            with self._meter.measure(shape):
-                with measured.span("forward"):
-                    output, behaviour = passes.train(group, index, batch, frozen)
-                with measured.span("backward"):
-                    loss = output.loss.sum() if part.counts or not sharded else output.loss.sum() * 0.0
-                    loss.backward()  # type: ignore[no-untyped-call]
-            measured.spans[-1] = replace(measured.spans[-1], flops=self._meter.flops(shape))
-            sums.add(output)
-            if probing and index == 0 and behaviour is not None:
-                gap = passes.behaviour_gap(batch, behaviour)
-        gradients = inputs.parameters.gradients
-        if not part.counts and not sharded:
-            gradients.zero_()
-            return None
-        if part.counts and probing and part.part == 0 and reported:
-            sums.set_mean(GAP, gap)
-        if not sharded:  # With shards, it would be the norm of a share of several parts.
-            sums.set(SQUARED, torch.linalg.vector_norm(gradients, dtype=torch.float64).square())
-        sums.set(GRADIENT, self._sum.add(gradients))
-        return sums
-
-    def _book(self, group: Group, part: Part, values: dict[str, float], rows: int, under_way: UnderWay) -> None:
-        meta, squared, largest = group.meta, values.pop(SQUARED, math.nan), values.pop(GRADIENT)
-        self._sum.book(mark_of(under_way.step, under_way.plan.update, meta.group, part.part), largest)
-        start = min(group.train_steps)
-        under_way.measured.parts.append(
-            PartStats(meta.group, part.part, meta.version, meta.age, start, rows, values, squared)
-        )
-
-
 class Update:
     """Accumulates gradients and takes optimizer steps; no other object changes the trained weights during training."""
 
@@ -139,7 +52,7 @@ class Update:
         self._region = TrustRegion(inputs, self._passes)
         kind = ShardSum if inputs.parameters.sharded else ExactSum
         self._sum = kind(len(inputs.parameters.gradients), inputs.device)
-        self._gradients = PartGradients(inputs, self._passes, self._sum)
+        self._meter = Meter(inputs.policy.transformer)
         self._next_exponent: int | None = None
         """Exponent that the next `begin` sets, because the present sum may have left its range; None: it stays."""
         self._planned = Account()
@@ -147,7 +60,7 @@ class Update:
         self._lowest: int | None = None
         """Lowest number of a group in this optimizer step so far; the first part of that group is probed."""
         self._fetched = Fetched()
-        self._step: int | None = None
+        self.under_way: int | None = None
         """Training step under way, whose gradients are not in the weights yet; None if none is."""
         self._summed = self._broken = False
         """`_summed`: the sums of all ranks were added up. `_broken`: a call that added to this rank's sum failed."""
@@ -170,17 +83,12 @@ class Update:
         self._passes.set_negatives(conditionings)
 
     @property
-    def under_way(self) -> int | None:
-        """Training step under way, whose gradients are not in the weights yet; None if none is."""
-        return self._step
-
-    @property
     def manifest(self) -> Manifest:
         """Parts that this rank has added to the optimizer step under way. Raises RuntimeError if none is under way."""
-        if self._step is None:
+        if self.under_way is None:
             raise RuntimeError("no optimizer step is under way")
         parts = tuple((part.group, part.part) for part in self._measured.parts)
-        return Manifest(self._step, self._plan.update, self._plan.attempt, parts)
+        return Manifest(self.under_way, self._plan.update, self._plan.attempt, parts)
 
     def proximal(self, request: TrainRequest, *trajectories: Trajectory) -> None:
         """Computes the predictions of the weights at the start of the batch, for groups of a later optimizer step.
@@ -204,7 +112,7 @@ class Update:
         last = self._inputs.config.trainer.updates_per_batch - 1
         if not 0 <= plan.update <= last:
             raise ValueError(f"step {step} has no update {plan.update}: trainer.updates_per_batch is {last + 1}")
-        self._step, self._plan, self._measured = step, plan, UpdateMetrics()
+        self.under_way, self._plan, self._measured = step, plan, UpdateMetrics()
         self._measured.spans, self._before = self._before, []
         self._summed = self._broken = False
         if plan.update == 0:
@@ -238,24 +146,84 @@ class Update:
             if group.meta.group == probed and self._inputs.world.size == 1:
                 self._remember(group)
             reported = group.meta.group == probed
-            self._gradients.add(group, parts, self._under_way(step), probing=probing, reported=reported)
+            self._add_parts(step, group, parts, probing=probing, reported=reported)
             probing = False
         self._broken = False
         counted = [(meta.group, len(cut(meta.selected, samples))) for meta in metas]
         self._planned = self._planned.joined(self._account_of(step, counted))
 
+    def _add_parts(self, step: int, group: Group, parts: Sequence[Part], *, probing: bool, reported: bool) -> None:
+        """Computes parts of one group and adds the gradients of those that count; waits for the device only once.
+
+        `probing`: the first one is probed, on all ranks of a replica alike. `reported`: the group is the one whose
+        measurement counts. Raises NonFiniteError.
+        """
+        sums = [
+            self._computed(group, part, probing=probing and index == 0, reported=reported)
+            for index, part in enumerate(parts)
+        ]
+        added = [(part, of_part) for part, of_part in zip(parts, sums, strict=True) if of_part is not None]
+        by_part = on_host([of_part for _, of_part in added])
+        for (part, of_part), values in zip(added, by_part, strict=True):
+            # This is checked for each part, and not only for the whole sum, so that the message can name the group.
+            for what in ("loss", GRADIENT):
+                if not math.isfinite(values[what]):
+                    raise NonFiniteError(f"step {step}, group {group.meta.group}: the {what} is {values[what]}")
+            if part.counts:
+                self._book(step, group, part, values, of_part.rows)
+            elif isinstance(self._sum, ShardSum):
+                self._sum.witness(values[GRADIENT])
+
+    def _computed(self, group: Group, part: Part, *, probing: bool, reported: bool) -> PartSums | None:
+        """Computes one part, adds its gradient to the sum, and returns its statistics.
+
+        A part that does not count adds nothing and returns None. With sharded weights, the ranks add the sum of the
+        parts that they compute side by side, and a part that does not count adds zeros to it.
+        """
+        inputs, passes, plan, measured = self._inputs, self._passes, self._plan, self._measured
+        batches = passes.batches(group, part)
+        frozen = passes.predict_frozen(group, part, batches, plan, measured, probing=probing)
+        sums, gap, sharded = PartSums(), None, inputs.parameters.sharded
+        for index, batch in enumerate(batches):
+            shape = batch.latents.shape, tuple(value.shape for value in group.conditioning.values())
+            with self._meter.measure(shape):
+                with measured.span("forward"):
+                    output, behaviour = passes.train(group, index, batch, frozen)
+                with measured.span("backward"):
+                    loss = output.loss.sum() if part.counts or not sharded else output.loss.sum() * 0.0
+                    loss.backward()  # type: ignore[no-untyped-call]
+            measured.spans[-1] = replace(measured.spans[-1], flops=self._meter.flops(shape))
+            sums.add(output)
+            if probing and index == 0 and behaviour is not None:
+                gap = passes.behaviour_gap(batch, behaviour)
+        gradients = inputs.parameters.gradients
+        if not part.counts and not sharded:
+            gradients.zero_()
+            return None
+        if part.counts and probing and part.part == 0 and reported:
+            sums.set_mean(GAP, gap)
+        if not sharded:  # With shards, it would be the norm of a share of several parts.
+            sums.set(SQUARED, torch.linalg.vector_norm(gradients, dtype=torch.float64).square())
+        sums.set(GRADIENT, self._sum.add(gradients))
+        return sums
+
+    def _book(self, step: int, group: Group, part: Part, values: dict[str, float], rows: int) -> None:
+        meta, squared, largest = group.meta, values.pop(SQUARED, math.nan), values.pop(GRADIENT)
+        self._sum.book(mark_of(step, self._plan.update, meta.group, part.part), largest)
+        start = min(group.train_steps)
+        self._measured.parts.append(
+            PartStats(meta.group, part.part, meta.version, meta.age, start, rows, values, squared)
+        )
+
     def _begun(self, call: str) -> int:
         """Returns the step under way. Raises RuntimeError if there is none, or if a call that added to it failed."""
-        if self._step is None:
+        if self.under_way is None:
             raise RuntimeError(f"{call} was called before begin")
         if self._broken:
             raise RuntimeError(
-                f"step {self._step}: {call} was called after a call that failed; the sum must begin again"
+                f"step {self.under_way}: {call} was called after a call that failed; the sum must begin again"
             )
-        return self._step
-
-    def _under_way(self, step: int) -> UnderWay:
-        return UnderWay(step, self._plan, self._measured)
+        return self.under_way
 
     def _lower_than_all_before(self, metas: Sequence[GroupMeta]) -> int | None:
         """Returns the lowest group of a call, or None if this optimizer step already had a lower one."""
@@ -313,9 +281,9 @@ class Update:
         move them by Adam's momentum. No rank waits for a rank of another replica. Raises NonFiniteError if the norm of
         the gradient is not finite, before any weight changes, and RuntimeError if `add_up` was not called.
         """
-        if self._step is None or not self._summed:
+        if self.under_way is None or not self._summed:
             raise RuntimeError("take_step was called before add_up")
-        step, self._step, self._summed = self._step, None, False
+        step, self.under_way, self._summed = self.under_way, None, False
         stats = replace(self._optimize(step), measures_next=self._region.due, fetched=self._fetched)
         self._fetched = Fetched()
         if self._plan.update == self._inputs.config.trainer.updates_per_batch - 1:

@@ -31,7 +31,8 @@ class Versions:
         averaged = samples_from_average(algorithm.name, algorithm.old_policy_decay)
         self.sampling: Tensor | None = parameters.snapshot() if averaged else None
         self.ema: Tensor | None = parameters.snapshot() if config.trainer.ema_decay is not None else None
-        self._retained: dict[int, Tensor] = {}
+        self.retained: dict[int, Tensor] = {}
+        """The last max_staleness + 1 versions; images that are not trained yet can have only these versions."""
         self._kept: dict[tuple[str, int], Tensor] = {}
         self._changed: Tensor | None = None
         self.retain(0)
@@ -39,12 +40,7 @@ class Versions:
     @property
     def newest(self) -> int:
         """The newest version."""
-        return max(self._retained)
-
-    @property
-    def retained(self) -> Mapping[int, Tensor]:
-        """The last max_staleness + 1 versions; images that are not trained yet can have only these versions."""
-        return self._retained
+        return max(self.retained)
 
     def after_optimizer_step(self, steps: int) -> None:
         """Updates the EMA if `steps`, the optimizer steps so far, is a multiple of `trainer.ema_every`."""
@@ -65,18 +61,18 @@ class Versions:
         # Old ones are removed first to save memory, because a version can be a whole model.
         self._forget_before(min(oldest, version - 1))
         source = self._parameters.values.data if self.sampling is None else self.sampling
-        before, now = self._retained.get(version - 1), source.to(self.dtype, copy=True)
+        before, now = self.retained.get(version - 1), source.to(self.dtype, copy=True)
         self._changed = None
         if before is not None and self.dtype != torch.float32:
             # The changes are counted now, because with max_staleness=0 the version before is not kept.
             pairs = zip(torch.split(before, _COMPARED_ELEMENTS), torch.split(now, _COMPARED_ELEMENTS), strict=True)
             self._changed = torch.stack([torch.count_nonzero(old.ne(new)) for old, new in pairs]).sum()
-        self._retained[version] = now
+        self.retained[version] = now
         self._forget_before(oldest)
 
     def _forget_before(self, oldest: int) -> None:
-        for old in [v for v in self._retained if v < oldest]:
-            del self._retained[old]
+        for old in [v for v in self.retained if v < oldest]:
+            del self.retained[old]
 
     def keep(self, stream: str, version: int) -> None:
         """Copies `version` of a stream to host memory, as a part of the rank's state, until `let_go`.
@@ -84,7 +80,7 @@ class Versions:
         Of the EMA only the present one can be copied. Does nothing for a version of the policy that is no longer
         retained, or that is kept already.
         """
-        source = self.ema if stream == EMA else self._retained.get(version)
+        source = self.ema if stream == EMA else self.retained.get(version)
         if source is not None and (stream, version) not in self._kept:
             self._kept[stream, version] = source.to("cpu", copy=True)
 
@@ -105,7 +101,7 @@ class Versions:
         """Returns the weights of a version of a stream, where they lie; None if they are not here."""
         if (kept := self._kept.get((stream, version))) is not None:
             return kept
-        return self._retained.get(version) if stream == POLICY else self.ema if version == self.newest else None
+        return self.retained.get(version) if stream == POLICY else self.ema if version == self.newest else None
 
     def changed_share(self) -> float | None:
         """Returns the share of elements that differ between the newest version and the one before it.
@@ -118,9 +114,9 @@ class Versions:
 
     def of(self, version: int) -> Tensor:
         """Returns the weights of a version. Raises KeyError if they are no longer kept."""
-        if version not in self._retained:
-            raise KeyError(f"version {version} is not kept; the trainer has {sorted(self._retained)}")
-        return self._retained[version]
+        if version not in self.retained:
+            raise KeyError(f"version {version} is not kept; the trainer has {sorted(self.retained)}")
+        return self.retained[version]
 
     def reference(self, *, needed: bool) -> Tensor | None:
         """Returns the weights of the reference for the KL, a flat tensor, when nothing has been trained yet.
@@ -137,7 +133,7 @@ class Versions:
     def state(self) -> dict[str, dict[str, Tensor]]:
         """Returns parts of a checkpoint: name of the part (retained, ema, sampling) → name → CPU tensor."""
         parts = {"retained": {}, **{n: self._named(t) for n, t in self._averages().items()}}
-        for version, flat in self._retained.items():
+        for version, flat in self.retained.items():
             tensors = self._named(flat).items()
             parts["retained"] |= {f"{version}/{name}": tensor.to(self.dtypes[name]) for name, tensor in tensors}
         return parts
@@ -152,7 +148,7 @@ class Versions:
         for key, tensor in parts["retained"].items():
             version, name = key.split("/", 1)
             by_version.setdefault(int(version), {})[name] = tensor
-        self._retained = {
+        self.retained = {
             version: self._parameters.pack(tensors, where=f"retained version {version}", dtype=self.dtype)
             for version, tensors in sorted(by_version.items())
         }

@@ -126,11 +126,26 @@ class TrainerWorker:
         self.optimizer = Optimizer(self.config.trainer, self.parameters)
         self.versions = Versions(self.config, self.parameters, loaded.dtypes)
         if self._sends:
-            self.sender = self._new_sender()
-        self.update = Update(self._inputs())
-        self._state = RankState(
-            self.config, self.model, self.algorithm, self.parameters, self.optimizer, self.versions, self.update
+            self.sender = (
+                GatheredStreams(self.config, self.policy, self.parameters, self.versions)
+                if isinstance(self.parameters, ShardedParameters)
+                else PublishedStreams(self.config, self.policy, self.parameters, self.versions)
+            )
+        made = UpdateInputs(
+            config=self.config,
+            policy=self.policy,
+            algorithm=self.algorithm,
+            parameters=self.parameters,
+            optimizer=self.optimizer,
+            world=self.world,
+            device=self.device,
+            sampled_by=self.versions.of,
+            averaged=self.versions.sampling is not None,
+            reference=self.versions.reference(needed=self.algorithm.needs_reference),
+            turn=self._turn,
         )
+        self.update = Update(made)
+        self._state = RankState(made, self.model, self.versions, self.update)
         self.snapshots = Snapshots(self._state, self.device)
         self.parameters.before_change = self.snapshots.wait
         peak = self.config.hardware.peak_tflops
@@ -149,27 +164,6 @@ class TrainerWorker:
     @property
     def _sends(self) -> bool:
         return self.world.rank == 0 or self.world.by_group
-
-    def _new_sender(self) -> PublishedStreams:
-        made_of = self.config, self.policy
-        if isinstance(self.parameters, ShardedParameters):
-            return GatheredStreams(*made_of, self.parameters, self.versions)
-        return PublishedStreams(*made_of, self.parameters, self.versions)
-
-    def _inputs(self) -> UpdateInputs:
-        return UpdateInputs(
-            config=self.config,
-            policy=self.policy,
-            algorithm=self.algorithm,
-            parameters=self.parameters,
-            optimizer=self.optimizer,
-            world=self.world,
-            device=self.device,
-            sampled_by=self.versions.of,
-            averaged=self.versions.sampling is not None,
-            reference=self.versions.reference(needed=self.algorithm.needs_reference),
-            turn=self._turn,
-        )
 
     def train(self, request: TrainRequest, *trajectories: Trajectory) -> UpdateStats | Summed | Manifest:
         """Begins an optimizer step, adds the gradients of groups, or finishes the step, as `request` says.
@@ -239,7 +233,7 @@ class TrainerWorker:
         lack the gradients that it has added.
         """
         if self.world.by_group:
-            self.saving.snapshot = self.versions.newest, self._state.copied()
+            self.saving.snapshot = self.versions.newest, Checkpoint(self._state.tensors(), self._state.counters(), {})
             return self.versions.newest
         return self.snapshots.begin()
 
@@ -263,9 +257,7 @@ class TrainerWorker:
         """
         if (came := files_digest(files)) != digest:
             raise RuntimeError(f"the kept state came with digest {came}, was sent with {digest}")
-        checkpoint = from_files(files)
-        self._restore(checkpoint)
-        self.versions.take_kept({key: flat for key, flat in held_in(checkpoint).items() if key in held})
+        self._restore(from_files(files), held)
         return self.parameters.fingerprint()
 
     def save(self, version: int, directory: str, controller: Mapping[str, Any], spare: Sequence[int] = ()) -> str:
@@ -295,12 +287,12 @@ class TrainerWorker:
             checkpoint = read_checkpoint(Path(path))
             check_ranks(Path(path), checkpoint.trainer, None)
         self._state.check(checkpoint, path)
-        self._restore(checkpoint)
-        self.versions.take_kept({key: flat for key, flat in held_in(checkpoint).items() if key in held})
+        self._restore(checkpoint, held)
         return cast("int", checkpoint.trainer["version"])
 
-    def _restore(self, checkpoint: Checkpoint) -> None:
+    def _restore(self, checkpoint: Checkpoint, held: Collection[tuple[str, int]]) -> None:
         self.snapshots.clear()
         self._state.load(checkpoint)
         if self._sends:
             self.sender.clear()
+        self.versions.take_kept({key: flat for key, flat in held_in(checkpoint).items() if key in held})

@@ -194,7 +194,7 @@ def test_a_shipped_family_needs_no_check(tmp_path: Path, capsys: pytest.CaptureF
         (["tiny", "--family", "sd3"], "sd3 cannot be put around a QwenImagePipeline: KeyError: 'block_out_channels'"),
         (["/nowhere/at/all"], "model.path '/nowhere/at/all' was not found"),
         (["tiny", "--steps", "1"], "--steps must be at least 2, got 1"),
-        (["tiny", "--family", "no_such_module:Family"], "model.family no_such_module:Family cannot be imported"),
+        (["tiny", "--family", "no_such_module:Family"], "model.family: no_such_module:Family cannot be imported"),
         (["tiny", "--tiny-family", "flux", "--guidance", "0"], "guidance_scale must be above 0 for FLUX.1"),
     ],
 )

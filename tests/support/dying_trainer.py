@@ -7,7 +7,7 @@ from torch import Tensor
 
 from async_flowrl.training.fsdp import World
 from async_flowrl.training.messages import Layout, Summed, TrainRequest, UpdateStats
-from async_flowrl.training.update import PartGradients
+from async_flowrl.training.update import Update
 from async_flowrl.training.worker import TrainerWorker
 from tests.support.process_pool import die
 
@@ -31,9 +31,9 @@ class DyingTrainer(TrainerWorker):
 
     def load(self, layout: Layout | None = None) -> dict[str, Any]:
         info = super().load(layout)
-        computed, add, left = PartGradients._computed, World.sum, [2]
+        computed, add, left = Update._computed, World.sum, [2]
 
-        def computing(gradients: PartGradients, *args: Any, **kwargs: Any) -> Any:
+        def computing(gradients: Update, *args: Any, **kwargs: Any) -> Any:
             if self._now("micro-batch"):
                 left[0] -= 1
                 if left[0] == 0:
@@ -46,7 +46,7 @@ class DyingTrainer(TrainerWorker):
                 die()
             add(world, values)
 
-        PartGradients._computed, World.sum = computing, adding  # type: ignore[method-assign]
+        Update._computed, World.sum = computing, adding  # type: ignore[method-assign]
         return info
 
     def add_up(self, request: TrainRequest, *trajectories: Any) -> Summed:

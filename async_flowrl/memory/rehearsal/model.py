@@ -82,10 +82,10 @@ class FakeModel:
         """
         network = self._network(aside, on_meta=parts == "structure")
         whole = parts in ("all", "offload")
-        policy = self.family.policy(
+        policy = self.family.policy_of(
             network,
             None,
-            side=self.family.policy.pixels_per_token(self.known.vae, cast("Any", network).config),
+            self.known.vae,
             dtype=self.dtype,
             pipeline=self._pipeline(network) if whole else None,
             max_sequence_length=self.resolved.max_sequence_length,

@@ -6,8 +6,9 @@ from typing import Any
 import torch
 from diffusers import AutoencoderKL
 from tokenizers import pre_tokenizers
-from transformers import CLIPTextConfig, CLIPTokenizer, T5Config, T5EncoderModel, T5Tokenizer
+from transformers import CLIPTextConfig, CLIPTokenizer, Qwen2Tokenizer, T5Config, T5EncoderModel, T5Tokenizer
 
+SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 CLIP_DIM, T5_DIM = 16, 32
 """Output widths of the text encoders."""
 
@@ -17,6 +18,12 @@ def clip_tokenizer() -> Any:
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     entries = [*alphabet, *(f"{letter}</w>" for letter in alphabet), "<|startoftext|>", "<|endoftext|>"]
     return CLIPTokenizer(vocab={entry: i for i, entry in enumerate(entries)}, merges=[], model_max_length=32)
+
+
+def byte_tokenizer(**options: Any) -> Any:
+    """Returns Qwen's tokenizer with one token per byte and three special ones."""
+    entries = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *SPECIAL]
+    return Qwen2Tokenizer(vocab={entry: i for i, entry in enumerate(entries)}, merges=[], **options)
 
 
 def clip_text_encoder(kind: Any, tokenizer: Any) -> Any:

@@ -51,25 +51,21 @@ def tiny_pipeline(config: TinyConfig) -> Any:
     with torch.no_grad():
         vae.decoder.conv_out.weight.mul_(config.contrast)
     return QwenImagePipeline(
-        scheduler=_scheduler(),
+        # The settings of Qwen/Qwen-Image.
+        scheduler=FlowMatchEulerDiscreteScheduler(
+            use_dynamic_shifting=True,
+            base_shift=0.5,
+            max_shift=0.9,
+            base_image_seq_len=256,
+            max_image_seq_len=8192,
+            shift=1.0,
+            shift_terminal=0.02,
+            time_shift_type="exponential",
+        ),
         vae=vae.eval(),
         text_encoder=_text_encoder(tokenizer).eval(),
         tokenizer=tokenizer,
         transformer=transformer.eval(),
-    )
-
-
-def _scheduler() -> Any:
-    """Returns a scheduler with the settings of Qwen/Qwen-Image."""
-    return FlowMatchEulerDiscreteScheduler(
-        use_dynamic_shifting=True,
-        base_shift=0.5,
-        max_shift=0.9,
-        base_image_seq_len=256,
-        max_image_seq_len=8192,
-        shift=1.0,
-        shift_terminal=0.02,
-        time_shift_type="exponential",
     )
 
 

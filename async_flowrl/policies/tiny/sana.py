@@ -3,19 +3,17 @@
 from typing import Any
 
 from diffusers import AutoencoderDC, FlowMatchEulerDiscreteScheduler, SanaPipeline, SanaTransformer2DModel
-from tokenizers import pre_tokenizers
-from transformers import Gemma2Config, Gemma2Model, Qwen2Tokenizer
+from transformers import Gemma2Config, Gemma2Model
 
 from async_flowrl.config.schema import TinyConfig
+from async_flowrl.policies.tiny.parts import byte_tokenizer
 
 _TEXT_DIM = 32
-_SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 
 
 def tiny_pipeline(config: TinyConfig) -> Any:
     """Returns the pipeline; its weights are drawn from torch's global CPU generator."""
-    entries = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *_SPECIAL]
-    tokenizer = Qwen2Tokenizer(vocab={entry: i for i, entry in enumerate(entries)}, merges=[])
+    tokenizer = byte_tokenizer()
     sizes = {"hidden_size": _TEXT_DIM, "intermediate_size": 64, "num_hidden_layers": 1}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
     transformer = SanaTransformer2DModel(

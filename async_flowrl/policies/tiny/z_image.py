@@ -3,14 +3,12 @@
 from typing import Any
 
 from diffusers import FlowMatchEulerDiscreteScheduler, ZImagePipeline, ZImageTransformer2DModel
-from tokenizers import pre_tokenizers
-from transformers import Qwen2Tokenizer, Qwen3Config, Qwen3Model
+from transformers import Qwen3Config, Qwen3Model
 
 from async_flowrl.config.schema import TinyConfig
-from async_flowrl.policies.tiny.parts import image_vae
+from async_flowrl.policies.tiny.parts import SPECIAL, byte_tokenizer, image_vae
 
 _TEXT_DIM = 32
-_SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 _TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.content }}<|im_end|>{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>{% endif %}"
@@ -19,11 +17,8 @@ _TEMPLATE = (
 
 def tiny_pipeline(config: TinyConfig) -> Any:
     """Returns the pipeline; its weights are drawn from torch's global CPU generator."""
-    entries = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *_SPECIAL]
-    tokenizer = Qwen2Tokenizer(
-        vocab={entry: i for i, entry in enumerate(entries)},
-        merges=[],
-        additional_special_tokens=list(_SPECIAL),
+    tokenizer = byte_tokenizer(
+        additional_special_tokens=list(SPECIAL),
         eos_token="<|im_end|>",
         pad_token="<|endoftext|>",
         chat_template=_TEMPLATE,

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from async_flowrl.config.resolution import height_width
 from async_flowrl.config.schema import Config
-from async_flowrl.policies.download import download
-from async_flowrl.policies.registry import ResolvedModel
+from async_flowrl.policies.registry import ResolvedModel, folder_of
 from async_flowrl.rollout.base import Export, Rollout
 from async_flowrl.rollout.together import check_alike
 from async_flowrl.rollout.vllm_omni.names import network_shapes
@@ -46,7 +45,8 @@ class VllmOmniEngine:
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
         shapes = network_shapes(config, model)
         self._parameters = shapes.empty_adapter()
-        local = replace(model, path=_folder(model), revision=None)
+        # With a hub name, vllm-omni would take the newest revision.
+        local = replace(model, path=str(folder_of(model, "all")), revision=None)
         self._client = _started(config, local)
         self._numbers: dict[Activation, int] = {}
         self._active: Activation | None = None
@@ -197,13 +197,6 @@ def _started(config: Config, model: ResolvedModel) -> Client:
     port = open_store(ranks, config.deadlines.load)
     arguments = engine_arguments(config, folder=model.path, family=model.family, ranks=ranks, port=port)
     return Client(arguments, start_timeout=config.deadlines.load, timeout=config.deadlines.generate)
-
-
-def _folder(model: ResolvedModel) -> str:
-    """Returns a local folder with exactly the model's revision; vllm-omni itself would take the hub's newest one."""
-    if model.revision is None:
-        return model.path
-    return str(download(model.path, model.revision, "all"))
 
 
 def reply(method: str, results: Any, kind: type[T]) -> T:

@@ -106,14 +106,8 @@ def around_network(network: Any, model: ResolvedModel, device: torch.device, *, 
         stock = getattr(diffusers, family.pipeline)
         options = weight_options(dtype, None) | {"transformer": None}
         pipeline = load_whole(stock, model.path, device, text_on_host=offload, **options)
-    return family.policy(
-        network,
-        pipeline.scheduler,
-        side=family.policy.pixels_per_token(pipeline.vae.config, network.config),
-        dtype=dtype,
-        pipeline=pipeline,
-        max_sequence_length=model.max_sequence_length,
-    )
+    parts = {"dtype": dtype, "pipeline": pipeline, "max_sequence_length": model.max_sequence_length}
+    return family.policy_of(network, pipeline.scheduler, pipeline.vae.config, **parts)
 
 
 def whole_tickets(batch: Any) -> tuple[RolloutRequest, ...]:

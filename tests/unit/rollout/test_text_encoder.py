@@ -52,7 +52,7 @@ class Visited:
 
 
 def prompts_of(visited: Any) -> Prompts:
-    return Prompts(PolicyEncoder(visited, visited))
+    return Prompts(PolicyEncoder(visited, visited.visit))
 
 
 def test_what_a_ticket_lacks_is_encoded_in_one_visit_and_never_again() -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from async_flowrl.rollout import together
+from async_flowrl.policies import pipeline
 from async_flowrl.rollout.diffusers_engine import DiffusersEngine
 from async_flowrl.rollout.together import TogetherEngine, check_shareable, merged_spans
 from async_flowrl.seeds import derive
@@ -71,7 +71,7 @@ def test_negative_prompts_may_have_a_pass_of_their_own(policy: Any) -> None:
         lengths.append({len(branch["prompt_embeds"]) for branch in branches})
         return network(latents, sigma, branches, *others)
 
-    with patch.object(policy, "_network", noted), patch.object(together, "apart", return_value=True):
+    with patch.object(policy, "_network", noted), patch.object(pipeline, "apart", return_value=True):
         made = TogetherEngine(policy).generate_together(asked)
     assert len(lengths) == 2 * 6 and all(len(texts) == 3 for texts in lengths[::2])
     assert all(len(texts) == 1 for texts in lengths[1::2])

@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import pytest
 
-from async_flowrl.training.messages import nbytes
 from tests.support import trainer_rig as rig
 from tests.support.forked import CONTEXT, PRELOADED, imported
 from tests.unit.training.trainer_ranks import NARROW, Job, Outcome, run_alone, run_ranks
@@ -136,7 +135,7 @@ def test_a_rank_fetches_the_groups_that_it_trains_and_the_probe(
 ) -> None:
     """Of four groups, one ticket each, a rank trains two. Both also get the ticket of the lowest one, the probe."""
     ((batch,),) = jobs["four groups"][1:]
-    sizes = [sum(map(nbytes, tickets)) for _, tickets in batch]
+    sizes = [sum(each.nbytes for each in tickets) for _, tickets in batch]
     one, other = (rank["fetched"][0] for rank in two["four groups"])
     assert one.tickets == other.tickets == 2 + 1
     assert one.bytes + other.bytes == sum(sizes) + 2 * sizes[0]
