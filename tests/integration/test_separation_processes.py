@@ -196,10 +196,7 @@ def test_a_process_group_meets_and_meets_again_after_a_death(rays: Bench) -> Non
 @pytest.mark.slow
 @pytest.mark.usefixtures("rays")
 def test_a_worker_may_ask_for_an_environment_of_its_own() -> None:
-    """No pool does; a reward may, with Ray's own functions. The agent that prepares it starts when it is asked.
-
-    By default: an idle agent becomes Ray's (tests/unit/separation/test_ray_agents.py).
-    """
+    """No pool does; a reward may, with Ray's own functions."""
     task = ray.remote(num_cpus=0, runtime_env={"env_vars": {"TOY_MODE": "own"}})(os.getenv)
     assert ray.get(task.remote("TOY_MODE"), timeout=120) == "own"
 
