@@ -223,8 +223,13 @@ def main(arguments: Sequence[str]) -> None:
     candidates = splits(took, config, devices, given.split)
     sentences = advice(config, took, candidates)
     if given.json:
-        found = {"measured": asdict(took), "present": asdict(now), "limit": limit_of(took, now)}
-        record = {**found, "splits": [asdict(split) for split in candidates], "advice": sentences}
+        record = {
+            "measured": asdict(took),
+            "present": asdict(now),
+            "limit": limit_of(took, now),
+            "splits": [asdict(split) for split in candidates],
+            "advice": sentences,
+        }
         sys.stdout.write(json.dumps(record, indent=2) + "\n")
         return
     rows = [

@@ -92,9 +92,10 @@ def load_engine(
 def decode_by_parts(policy: Policy, config: Config) -> None:
     """Applies `rollout.vae_slicing` and `rollout.vae_tiling`. Raises ValueError if the model does not support them."""
     images, tiles = config.rollout.vae_slicing, config.rollout.vae_tiling
-    if isinstance(policy, PipelinePolicy):
-        policy.decode_by_parts(images=images, tiles=tiles)
-    elif images or tiles:
+    if not (images or tiles):
+        return
+    if not isinstance(policy, PipelinePolicy):
         raise ValueError(
             f"rollout.vae_slicing and vae_tiling need a model family built on PipelinePolicy, {policy.family} is not"
         )
+    policy.decode_by_parts(images=images, tiles=tiles)

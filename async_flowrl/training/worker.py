@@ -126,11 +126,7 @@ class TrainerWorker:
         self.optimizer = Optimizer(self.config.trainer, self.parameters)
         self.versions = Versions(self.config, self.parameters, loaded.dtypes)
         if self._sends:
-            self.sender = (
-                GatheredStreams(self.config, self.policy, self.parameters, self.versions)
-                if isinstance(self.parameters, ShardedParameters)
-                else PublishedStreams(self.config, self.policy, self.parameters, self.versions)
-            )
+            self.sender = self._new_sender()
         made = UpdateInputs(
             config=self.config,
             policy=self.policy,
@@ -160,6 +156,11 @@ class TrainerWorker:
             "device": str(self.device),
             "peak_flops": device_peak() if peak is None else peak * 1e12,
         }
+
+    def _new_sender(self) -> PublishedStreams:
+        if isinstance(self.parameters, ShardedParameters):
+            return GatheredStreams(self.config, self.policy, self.parameters, self.versions)
+        return PublishedStreams(self.config, self.policy, self.parameters, self.versions)
 
     @property
     def _sends(self) -> bool:
