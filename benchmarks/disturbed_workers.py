@@ -44,14 +44,15 @@ class LateVersions(GatheredVersions):
 LATE = {Publisher: LatePublisher, GatheredVersions: LateVersions}
 
 
-def late(sender: PublishedStreams, disturbance: Disturbance) -> None:
-    """Makes the publishers of a sender late ones."""
+def late(sender: PublishedStreams, disturbance: Disturbance) -> PublishedStreams:
+    """Makes the publishers of a sender late ones; returns the sender."""
     for publisher in filter(None, (sender.policy, sender.ema)):
         if type(publisher) in LATE:
             made: Any = publisher
             made.disturbance = disturbance
             made.frozen = disturbance.freeze_publish and publisher.stream == POLICY
             made.__class__ = LATE[type(publisher)]
+    return sender
 
 
 class _Late:
@@ -70,10 +71,8 @@ class LateTrainer(_Late, TrainerWorker):
         self.disturbance.wait("update", "update", stats.step, stats.update)
         return stats
 
-    def load(self, *given: Any) -> Any:
-        loaded = super().load(*given)
-        late(self.sender, self.disturbance)
-        return loaded
+    def _new_sender(self) -> PublishedStreams:
+        return late(super()._new_sender(), self.disturbance)
 
 
 class LateRollout(_Late, RolloutWorker):

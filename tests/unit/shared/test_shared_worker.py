@@ -12,7 +12,7 @@ import torch
 from async_flowrl.config.schema import FULL, Config
 from async_flowrl.policies.registry import resolve_model
 from async_flowrl.rollout.worker import RolloutWorker
-from async_flowrl.shared.worker import SharedWorker
+from async_flowrl.shared.worker import SharedStreams, SharedWorker
 from async_flowrl.training.messages import StepPlan, TrainRequest, UpdateStats
 from async_flowrl.training.rank_model import base_tensors
 from async_flowrl.training.worker import TrainerWorker
@@ -117,6 +117,7 @@ def test_whole_weights_that_are_trained_are_not_sampled_with() -> None:
 
 def test_it_keeps_the_versions_that_it_makes() -> None:
     one = worker(shared_config())
+    assert isinstance(one.trainer.sender, SharedStreams)
     one.trainer.sender.stage(0)
     header = one.trainer.sender.policy.seal(0)
     assert one.rollout.keep_own(replace(header, version=7)) is None, "that one it has not made"
