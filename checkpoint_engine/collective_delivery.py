@@ -99,7 +99,8 @@ class CollectiveBroadcast:
         async with self._order:
             members = self._who(_able(receivers), _able(busy))
             try:
-                draft = await asyncio.wait_for(self._sender.draft(version), self._sender_seconds)
+                async with asyncio.timeout(self._sender_seconds):
+                    draft = await self._sender.draft(version)
                 await self._meet(members)
                 results = await self._exchange(draft, members, await self._enter(draft, members))
             except Exception as error:  # any error: the caller delivers in another way
@@ -164,7 +165,8 @@ class CollectiveBroadcast:
         self._number += 1
         world = len(members) + 1
         seconds = self._setup_seconds + SETUP_SECONDS_PER_MEMBER * world
-        host, port = await asyncio.wait_for(self._sender.address(), self._sender_seconds)
+        async with asyncio.timeout(self._sender_seconds):
+            host, port = await self._sender.address()
         epoch = Epoch(self._number, self._secret, host, port, world, self._ready_seconds, seconds)
         joins = [member.open_group(epoch, rank) for rank, member in enumerate(members, start=SENDER + 1)]
         loop = asyncio.get_running_loop()

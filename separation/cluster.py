@@ -3,6 +3,7 @@
 run/launch.py uses it.
 """
 
+import difflib
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -57,7 +58,9 @@ async def cluster(
             for group in local.values():
                 await group.close()
     else:
-        raise ValueError(f"backend must be ray or local, got {backend!r}")
+        near = difflib.get_close_matches(backend, ("ray", "local"), 1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ValueError(f"backend must be ray or local, got {backend!r}{hint}")
 
 
 def check_results(backend: str, nbytes: int) -> None:

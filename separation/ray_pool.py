@@ -221,6 +221,8 @@ class RayWorker:
 
         `code` (see `code_of`) is compared with the node's; None on a cluster of one node.
         """
+        if _WATCH in spec.lanes:
+            raise ValueError(f"the lane name {_WATCH!r} is taken")
         self.name, self.pool, self.index = name, spec.name, index
         self.pid, self.node = 0, ""
         self._spec, self._code = spec, code

@@ -127,7 +127,7 @@ class PolicyGradient(GroupAdvantages, ABC):
             metrics |= more
         metrics["kept"] = kept.double()
         for sign, rows in (("positive", advantages > 0), ("negative", advantages < 0)):
-            metrics |= {f"kept_{sign}": (kept & rows).double(), sign: rows.double()}
+            metrics |= {f"kept_{sign}": (kept & rows).double(), f"rows_{sign}": rows.double()}
         if (kl := self._kl(batch, current, proximal, reference)) is not None:
             loss = loss + self.config.kl_coef * kl
             metrics["kl"] = kl.detach()

@@ -24,7 +24,7 @@ _STAGES = ("temperal_downsample", "encoder_block_out_channels", "block_out_chann
 
 def scale_factor(vae: Mapping[str, Any], stages: str | None = None) -> int:
     """Returns the side of one latent in pixels, from the VAE's configuration and its key in it; None: the one there."""
-    key = stages or next(key for key in _STAGES if key in vae)
+    key = stages or next((key for key in _STAGES if key in vae), _STAGES[-1])
     return int(2 ** (len(vae[key]) - (key != "temperal_downsample")))
 
 
@@ -80,7 +80,7 @@ class PipelinePolicy(ABC):
     has_system_prompt: ClassVar[bool] = False
     planned_tokens: int = 128
     """Length in tokens of a prompt of `conditioning_shapes`, in families that do not pad every prompt to one length. A
-    plan sets it (memory/text_lengths.py)."""
+    plan sets it (memory/prompts.py)."""
     stock_guidance: ClassVar[str] = "true_cfg_scale"
     """Argument of the diffusers pipeline for the scale of classifier-free guidance."""
 

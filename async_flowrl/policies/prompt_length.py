@@ -46,7 +46,8 @@ class LengthCheck:
         limit = self._model.max_sequence_length or self._family.text_tokens
         if len(prompt.text.encode()) < limit - MARGIN:
             return None
-        if (tokenizer := _tokenizer(self._model.path, self._family.tokenizer, self._model.revision)) is None:
+        tokenizer = _tokenizer(self._model.path, self._family.tokenizer, self._model.revision)
+        if tokenizer is None or not tokenizer.is_fast:  # Only a fast one says where its tokens stand.
             return None
         text, start, kept = self._family.framed(tokenizer, prompt.text, limit)
         places = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]

@@ -11,7 +11,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from async_flowrl.config.schema import SHARED
-from async_flowrl.observability.evaluations import Evaluation, policy_versions, read_evaluations
+from async_flowrl.observability.evaluations import TRAINED, Evaluation, policy_versions, read_evaluations
 from async_flowrl.observability.events import Event, effective, read_events, step_window
 from async_flowrl.observability.intervals import Interval
 from async_flowrl.observability.metrics import Metrics
@@ -133,8 +133,9 @@ def read_run(root: Path) -> Records:
 
 
 def _distinct(evaluations: Sequence[Evaluation]) -> list[Evaluation]:
-    """The evaluations without curves that always equal the reward, as a single term of weight 1 does."""
-    names = {name for each in evaluations for name in each.curves if name != REWARD}
+    """The evaluations without trained terms that always equal the reward, as a single term of weight 1 does."""
+    curves = [item for each in evaluations for item in each.curves.items()]
+    names = {name for name, curve in curves if name != REWARD and curve.kind == TRAINED}
     equal = {name for name in names if all(_scores(each, name) == _scores(each, REWARD) for each in evaluations)}
     return [
         replace(each, curves={name: curve for name, curve in each.curves.items() if name not in equal})

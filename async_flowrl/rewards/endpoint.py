@@ -27,9 +27,10 @@ BACKOFF_SECONDS, MAX_BACKOFF_SECONDS = 0.25, 30.0
 """Seconds before the first retry, doubled for each further one, and the longest such pause."""
 PASSING = (408, 429)
 """Statuses below 500 after which the request is repeated."""
+DAY = 86_400.0
 LIMITS = (
-    ("timeout", 0.001, math.inf),
-    ("deadline", 0.001, math.inf),
+    ("timeout", 0.001, DAY),
+    ("deadline", 0.001, DAY),
     ("retries", 0, math.inf),
     ("concurrency", 1, math.inf),
 )

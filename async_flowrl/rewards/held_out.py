@@ -50,7 +50,6 @@ def _renaming() -> Iterator[None]:
         raise ValueError(said) from error
 
 
-@_renaming()
 def check_held_out(config: Config) -> bool:
     """Checks names, options and signatures of all held-out terms without building anything.
 
@@ -69,7 +68,8 @@ def check_held_out(config: Config) -> bool:
                 f"{where}: reward.terms has {name!r} too, and a term is either trained on or held out; choose another "
                 f"key, with name: {terms[name].name or name}"
             )
-    return bool(terms) and check_rewards(RewardConfig(terms=terms))
+    with _renaming():
+        return bool(terms) and check_rewards(RewardConfig(terms=terms))
 
 
 @_renaming()

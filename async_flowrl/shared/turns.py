@@ -34,7 +34,7 @@ class Turns:
         self._changed = threading.Condition()
         self._clock = clock
         self._taken = False
-        self.depth = 0
+        self._depth = 0
         """Number of turns that the training thread has entered and not left, each inside the one before."""
         self._waiting = False
         """True while the training thread waits for its turn."""
@@ -57,8 +57,8 @@ class Turns:
         `more` says that another unit is expected at once, so that the next ticket waits for it for a short time.
         """
         with self._changed:
-            self.depth += 1
-            if self.depth == 1:
+            self._depth += 1
+            if self._depth == 1:
                 self._waiting, asked = True, self._clock()
                 self._changed.wait_for(lambda: not self._taken)
                 self._waiting, self._taken = False, True
@@ -68,8 +68,8 @@ class Turns:
             yield
         finally:
             with self._changed:
-                self.depth -= 1
-                if self.depth == 0:
+                self._depth -= 1
+                if self._depth == 0:
                     self._taken = False
                     now = self._clock()
                     self._paused_until = now + patience(now - self._trained_since) if more else 0.0

@@ -46,6 +46,8 @@ class TrainingLane:
     def __init__(self, turns: Turns, device: torch.device) -> None:
         self.turns, self._device = turns, device
         self._side = SideStream.of(device)
+        self._depth = 0
+        """Number of turns that were entered and not left, each inside the one before."""
 
     @contextmanager
     def turn(self, *, more: bool = False) -> Iterator[None]:
@@ -59,10 +61,12 @@ class TrainingLane:
                 return
             default = cuda.default_stream(self._device)
             default.wait_event(self._side.record())
+            self._depth += 1
             try:
                 with cuda.stream(default):
                     yield
             finally:
+                self._depth -= 1
                 with cuda.stream(default):
                     self._side.wait(recorded(self._device))
 
@@ -73,7 +77,7 @@ class TrainingLane:
         When the context ends, the device has finished this work, so that other threads may use the results. Inside a
         turn the context does nothing, and the work belongs to the turn.
         """
-        if self._side is None or self.turns.depth:
+        if self._side is None or self._depth:
             yield
             return
         with self._side.current():

@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load, load_file, save, save_file
 from torch import Tensor
 
@@ -30,6 +30,7 @@ from async_flowrl.training.checkpoint_folder import (
     CONTROLLER,
     FOLDER,
     TRAINER,
+    DamagedCheckpoint,
     begin_checkpoint,
     complete,
     end_checkpoint,
@@ -145,7 +146,10 @@ def read_checkpoint(path: Path) -> Checkpoint:
 
         return Checkpoint(whole_parts(path / FOLDER), trainer, controller)
     parts = [name.removesuffix(".safetensors") for name in files if name.endswith(".safetensors")]
-    return Checkpoint({part: load_file(path / f"{part}.safetensors") for part in parts}, trainer, controller)
+    try:
+        return Checkpoint({part: load_file(path / f"{part}.safetensors") for part in parts}, trainer, controller)
+    except SafetensorError as error:
+        raise DamagedCheckpoint(f"checkpoint {path} cannot be read: {error}") from error
 
 
 def read_share(path: Path, ranks: int, read: Callable[[Path], Mapping[str, Mapping[str, Tensor]]]) -> Checkpoint:

@@ -251,8 +251,8 @@ def arrived(*payloads: object) -> None:
 _NAMES = {"ratio": "ratio/mean"}
 """Name of an algorithm's metric → its name in metrics.jsonl, if they differ."""
 _SHARES = {
-    "gradient_kept/positive": ("kept_positive", "positive"),
-    "gradient_kept/negative": ("kept_negative", "negative"),
+    "gradient_kept/positive": ("kept_positive", "rows_positive"),
+    "gradient_kept/negative": ("kept_negative", "rows_negative"),
 }
 """Name in metrics.jsonl → an algorithm's counts of rows of which it is the quotient."""
 _COUNTS = {"kept", "nonzero", *(name for pair in _SHARES.values() for name in pair)}
@@ -310,7 +310,7 @@ def _means(parts: Sequence[PartStats], denominator: int) -> dict[str, float]:
             means[_NAMES.get(name, name)] = total / sum(part.rows for part in having)
     for share, (some, of) in _SHARES.items():
         if rows := sum(part.sums.get(of, 0.0) for part in parts):
-            means[share] = sum(part.sums[some] for part in parts) / rows
+            means[share] = sum(part.sums.get(some, 0.0) for part in parts) / rows
     return means
 
 

@@ -33,7 +33,7 @@ def test_what_contradicts_itself_is_refused(change: Callable[[Config], None], se
 @pytest.mark.parametrize(
     ("terms", "sentence"),
     [
-        ({"size": RewardTerm(name="ocr")}, "either trained on or held out"),
+        ({"size": RewardTerm(name="ocr")}, r"^evaluate\.reward\.terms\.size: reward\.terms has 'size' too"),
         ({"reward": RewardTerm(name="ocr")}, "choose another key"),
         ({"orc": RewardTerm()}, "evaluate.reward.terms.orc.*did you mean 'ocr'"),
         (

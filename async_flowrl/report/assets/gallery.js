@@ -63,7 +63,11 @@ function browser(run) {
   const choice = el("select", { id: "prompt", onchange: () => show(Number(slider.value)) },
     el("option", { value: "all" }, "all prompts, one image each"),
     data.prompts.map((each) => el("option", { value: each.place }, `${each.place + 1}: ${each.text.slice(0, 70)}`)));
-  const next = () => { slider.value = (Number(slider.value) + 1) % (last + 1); show(Number(slider.value)); };
+  const next = () => {
+    if (!play.isConnected) return clearInterval(timer);
+    slider.value = (Number(slider.value) + 1) % (last + 1);
+    return show(Number(slider.value));
+  };
   const play = toggle({ id: "play" }, false, (on) => {
     clearInterval(timer);
     if (on) timer = setInterval(next, 700);

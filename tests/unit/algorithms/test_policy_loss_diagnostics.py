@@ -144,7 +144,7 @@ def kept_by_sign(algorithm: Any, kl: float, *, images: int = 400) -> tuple[float
 
     metrics = algorithm.loss(batch, predicted(mean + shift), None, predicted(mean), None).metrics
     assert metrics["behaviour_divergence"].mean() == pytest.approx(kl, rel=1e-3)
-    shares = [float(metrics[f"kept_{sign}"].sum() / metrics[sign].sum()) for sign in ("positive", "negative")]
+    shares = [float(metrics[f"kept_{sign}"].sum() / metrics[f"rows_{sign}"].sum()) for sign in ("positive", "negative")]
     return shares[0], shares[1]
 
 

@@ -12,7 +12,8 @@ from torch import nn
 
 from async_flowrl.config.schema import ModelConfig, TinyConfig
 from async_flowrl.policies.loading import settle
-from async_flowrl.policies.registry import load_policy, resolve_model
+from async_flowrl.policies.qwen_image import QwenImageFamily
+from async_flowrl.policies.registry import load_family, load_policy, resolve_model
 from async_flowrl.policies.tiny.build import build_tiny
 from tests.support.hub import COMMIT, used_here
 from tests.support.tiny import RED, tiny_policy
@@ -43,6 +44,15 @@ def test_unknown_names_are_refused_with_the_nearest_match(config: ModelConfig, m
         resolve_model(config)
     assert message in str(error.value)
     assert "\n" not in str(error.value)
+
+
+class Outer:
+    class Family(QwenImageFamily):
+        pass
+
+
+def test_a_family_may_stand_in_a_class() -> None:
+    assert isinstance(load_family(f"{__name__}:Outer.Family"), Outer.Family)
 
 
 PIPELINES_OPTIONS = {"device_map": "cpu", "trust_remote_code": False, "use_safetensors": True, "revision": None}

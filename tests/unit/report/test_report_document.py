@@ -101,6 +101,19 @@ def test_a_run_without_its_summary(
     os.close(held)
 
 
+def test_a_trained_term_that_is_the_reward_is_left_out_and_a_held_out_one_stays(tmp_path: Path) -> None:
+    root = make_run(tmp_path / "run")
+    log = root / "evaluations.jsonl"
+    records = [json.loads(line) for line in log.read_text().splitlines()]
+    for record in records:
+        record["curves"] |= {
+            "color": record["curves"]["reward"],
+            "held": record["curves"]["reward"] | {"kind": "held_out"},
+        }
+    log.write_text("".join(json.dumps(record) + "\n" for record in records))
+    assert all(evaluation.curves.keys() == {"reward", "held"} for evaluation in read_run(root).evaluations)
+
+
 def test_a_run_that_has_just_begun(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text("")
     found = document([tmp_path])
