@@ -104,20 +104,17 @@ def prepare(config: Config) -> Prepared:
         config = with_limits(config, len(data.train))
         if check_held_out(config):
             data.evaluation.check_targets()
-        check_held_out_prompts(config, data.evaluation[: config.evaluate.max_prompts])
+        evaluated = data.evaluation[: config.evaluate.max_prompts]
+        check_held_out_prompts(config, evaluated)
         model = resolve_model(config.model)
         config = replace(config, model=replace(config.model, dtype=model.dtype))
         if config.rollout.engine == "vllm_omni":
             check_model(config, model)
-        for prompts in (data.train, data.evaluation):
+        for prompts in (data.evaluation, data.train):
             if prompts.special:
                 check_prompts_of(model, prompts)
-        lengths = LengthCheck(model)
-        for prompt in data.train:
-            lengths(prompt)
-        cut = lengths.cut
-        if data.evaluation is not data.train:
-            for prompt in data.evaluation:
+            lengths = LengthCheck(model)
+            for prompt in prompts:
                 lengths(prompt)
         sizes = allowed_sizes(model, config, data)
         shapes = shapes_of(model, sizes[-1])
@@ -125,14 +122,8 @@ def prepare(config: Config) -> Prepared:
         baseline = baseline_sampling(config, model.family)
     except (ValueError, FileNotFoundError, PermissionError) as error:
         raise ConfigError(str(error)) from error
-    requests = RequestBuilder(
-        config,
-        data.train,
-        data.evaluation[: config.evaluate.max_prompts],
-        data.train.weights,
-        baseline=baseline,
-    )
-    return Prepared(config, model, algorithm, requests, shapes, data, sizes, cut=cut)
+    requests = RequestBuilder(config, data.train, evaluated, data.train.weights, baseline=baseline)
+    return Prepared(config, model, algorithm, requests, shapes, data, sizes, cut=lengths.cut)
 
 
 def sizes_of(config: Config, prompts: Prompts) -> list[Resolution]:

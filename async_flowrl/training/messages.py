@@ -250,10 +250,7 @@ def arrived(*payloads: object) -> None:
 
 _NAMES = {"ratio": "ratio/mean"}
 """Name of an algorithm's metric → its name in metrics.jsonl, if they differ."""
-_SHARES = {
-    "gradient_kept/positive": ("kept_positive", "rows_positive"),
-    "gradient_kept/negative": ("kept_negative", "rows_negative"),
-}
+_SHARES = {f"gradient_kept/{sign}": (f"kept_{sign}", f"rows_{sign}") for sign in ("positive", "negative")}
 """Name in metrics.jsonl → an algorithm's counts of rows of which it is the quotient."""
 _COUNTS = {"kept", "nonzero", *(name for pair in _SHARES.values() for name in pair)}
 

@@ -183,7 +183,8 @@ def test_the_token_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -
         ({"url": "http://me:secret@x"}, "name the token's variable in token_env"),
         ({"batch": "pointwise"}, "batch must be one of group, one_by_one"),
         ({"encoding": "webp"}, "encoding must be one of jpeg, multipart, png"),
-        ({"timeout": 0}, "timeout must be a number of at least 0.001, got 0"),
+        ({"timeout": 0}, "timeout must be a number from 0.001 to 86400, got 0"),
+        ({"deadline": float("inf")}, "deadline must be a number from 0.001 to 86400, got inf"),
         ({"retries": 1.5}, "retries must be a whole number of at least 0, got 1.5"),
     ],
 )
