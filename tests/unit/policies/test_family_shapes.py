@@ -1,16 +1,19 @@
 """Tests of every model family's schedule and shapes, which are known from its configurations, and of its tiny model."""
 
 import inspect
+import json
 import math
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from diffusers import DiffusionPipeline
 
-from async_flowrl.config.schema import TinyConfig
+from async_flowrl.config.schema import ModelConfig, TinyConfig
 from async_flowrl.policies.base import Policy
-from async_flowrl.policies.registry import load_family, resolve_model, shapes_of
+from async_flowrl.policies.registry import load_family, load_policy, resolve_model, shapes_of
 from async_flowrl.policies.tiny.build import build_tiny
 from tests.support.families import TEXT, N, conditioning, how, latents, model_config
 from tests.support.shared_models import SharedModels
@@ -40,6 +43,22 @@ def test_published_schedules(shared_models: SharedModels) -> None:
     flux = [1, 0.9037, 0.7897, 0.6525, 0.4842, 0.2730, 0]
     assert torch.allclose(shared_models.policy("sd3").sigmas(10, 256), torch.tensor(sd3), atol=1e-4)
     assert torch.allclose(shared_models.policy("flux").sigmas(6, 512), torch.tensor(flux), atol=1e-4)
+
+
+@pytest.mark.parametrize("flag", ["use_karras_sigmas", "use_exponential_sigmas", "use_beta_sigmas", "invert_sigmas"])
+def test_the_flags_of_a_scheduler_are_honoured_or_refused(tmp_path: Path, flag: str) -> None:
+    """Against the schedule with which the stock pipeline has just made an image."""
+    folder = shutil.copytree(build_tiny(TinyConfig(layers=1)), tmp_path / "model")
+    settings = folder / "scheduler" / "scheduler_config.json"
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | {flag: True}))
+    policy = load_policy(resolve_model(ModelConfig(path=str(folder))), dtype="float32", device="cpu", parts="structure")
+    if flag == "invert_sigmas":
+        with pytest.raises(ValueError, match="no schedule that falls from 1 to 0"):
+            policy.sigmas(6, 64)
+        return
+    stock = DiffusionPipeline.from_pretrained(folder)
+    stock(prompt="red", num_inference_steps=6, height=64, width=64, output_type="latent")
+    assert torch.equal(policy.sigmas(6, 64), stock.scheduler.sigmas)
 
 
 @pytest.mark.parametrize("resolution", [32, 512])
