@@ -33,12 +33,14 @@ class Disturbance:
     """Send the bytes of version 0 instead of those of every newer version; the run must notice it and stop."""
     seed: int = 0
 
-    def wait(self, stage: str, *moment: int | str) -> None:
-        """Sleeps after a call of this stage; `moment` names the call, and decides with the seed for how long."""
+    def delay(self, stage: str, *moment: int | str) -> float:
+        """Returns the delay of a call of this stage in seconds; `moment` names the call and decides with the seed."""
         seconds: float = getattr(self, stage)
-        if seconds:
-            draw = random.Random(derive(self.seed, "delay", *moment)).random()
-            time.sleep(seconds * (1.0 if self.constant else draw))
+        return seconds * (1.0 if self.constant else random.Random(derive(self.seed, "delay", *moment)).random())
+
+    def wait(self, stage: str, *moment: int | str) -> None:
+        """Sleeps for `delay`."""
+        time.sleep(self.delay(stage, *moment))
 
 
 def split(words: Sequence[str]) -> tuple[Disturbance, list[str]]:

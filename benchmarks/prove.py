@@ -24,6 +24,7 @@ from typing import Any
 from async_flowrl.config.check import ConfigError, check
 from async_flowrl.config.compose import compose_config
 from async_flowrl.observability.events import Event, read_events
+from benchmarks.disturbed import Disturbance
 
 SHORT_RUN = (
     "total_steps=10",
@@ -160,6 +161,11 @@ def delayed(folder: Path, overrides: Sequence[str]) -> str:
     order = [event["ordinal"] for event in events(folder, "ticket") if event["state"] == "SCORING"]
     if order == sorted(order):
         raise NotProven("the delays never changed the order in which tickets were finished")
+    at = {(event["version"], event["state"]): event["time"] for event in events(folder, "version")}
+    late = Disturbance(publish=0.3)
+    for version in [version for version, state in at if state == "acknowledged" and version > 0]:
+        if at[version, "acknowledged"] - at[version, "staged"] < late.delay("publish", "publish", version):
+            raise NotProven(f"version {version} was published without its delay")
     return digest(folder)
 
 

@@ -11,7 +11,7 @@ from itertools import chain
 from typing import Any, get_args, get_origin, get_type_hints
 
 from async_flowrl.config.messages import unknown_name
-from async_flowrl.config.pools import scoring_pools
+from async_flowrl.config.pools import scoring_pools, section_of
 from async_flowrl.config.resolution import configured
 from async_flowrl.config.schema import LORA, SHARED, Config
 from async_flowrl.config.settings import settings
@@ -145,8 +145,8 @@ def _reward_pools(config: Config) -> Iterator[str]:
         gpus = pool.gpus_per_worker
         if gpus > 1 and gpus != int(gpus):
             yield (
-                f"{pool.section}.gpus_per_worker above 1 must be a whole number of GPUs, got {gpus:g}: a fraction is a "
-                "share of one"
+                f"{section_of(pool.name)}.gpus_per_worker above 1 must be a whole number of GPUs, got {gpus:g}: a "
+                "fraction is a share of one"
             )
 
 

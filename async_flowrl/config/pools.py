@@ -30,16 +30,6 @@ class RewardPool:
     gpus_per_worker: float
     threads: int
 
-    @property
-    def section(self) -> str:
-        """Returns the configuration section with the pool's `gpus_per_worker` and `threads`."""
-        return _section(self.name)
-
-    @property
-    def workers_key(self) -> str:
-        """Returns the key of the setting for the number of workers."""
-        return workers_key(self.name)
-
     def config(self, whole: RewardConfig) -> RewardConfig:
         """Returns the reward configuration with only this pool's trained terms, which its workers build; maybe none."""
         return replace(whole, terms={name: whole.terms[name] for name in self.terms if self.trained})
@@ -101,10 +91,10 @@ def is_scoring_pool(pool: str) -> bool:
 
 def workers_key(pool: str) -> str:
     """Returns the key of the setting for the number of workers of a scoring pool."""
-    return f"{_section(pool)}.{'num_workers' if pool == REWARD else 'workers'}"
+    return f"{section_of(pool)}.{'num_workers' if pool == REWARD else 'workers'}"
 
 
-def _section(pool: str) -> str:
+def section_of(pool: str) -> str:
     """Returns the configuration section with the pool's `gpus_per_worker` and `threads`."""
     prefix, _, term = pool.partition("/")
     return f"{SECTIONS[prefix]}.{term}" if term else pool

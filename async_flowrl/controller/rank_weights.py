@@ -1,4 +1,4 @@
-"""How the trainer ranks have the trained weights: each one all of them, or each one some rows of every tensor.
+"""Trained weights on the trainer ranks: all of them on each rank, or some rows of every tensor.
 
 TrainerGroup has one of the two objects. It sends the weights, writes and verifies checkpoints, and says how the ranks
 share the parts of a group.

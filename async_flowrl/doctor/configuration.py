@@ -15,7 +15,7 @@ from async_flowrl.doctor.facts import Asked, facts
 from async_flowrl.doctor.findings import FAILED, OK, SKIPPED, WARNING, Finding, failed, verdict
 from async_flowrl.doctor.nodes import GB, GIB, Machine
 from async_flowrl.memory import devices, host, layout
-from async_flowrl.memory.host import PROCESS_BYTES, Process
+from async_flowrl.memory.host import PROCESS_BYTES, PoolProcesses
 from async_flowrl.memory.processes import MemoryPlan, plan_memory
 from async_flowrl.run.launch import check_machine
 from async_flowrl.run.nodes import OUR_CODE, marked
@@ -149,14 +149,15 @@ def device_finding(config: Config, wanted: Sequence[PoolSpec], machines: Sequenc
     return verdict("devices", "; ".join(warnings) or said, (bool(warnings), WARNING, WARNED))
 
 
-def host_processes(config: Config, plan: MemoryPlan, *, on_gpus: bool) -> list[Process]:
+def host_processes(config: Config, plan: MemoryPlan, *, on_gpus: bool) -> list[PoolProcesses]:
     """Returns the run's processes with their host memory, without object stores and models of rewards."""
-    scoring = (Process(pool.name, pool.workers, PROCESS_BYTES) for pool in scoring_pools(config))
+    scoring = (PoolProcesses(pool.name, pool.workers, PROCESS_BYTES) for pool in scoring_pools(config))
     kept = PROCESS_BYTES + host.KEPT_BY_CONTROLLER * plan.snapshot * (config.tune == "lora")
-    return [*host.training_processes(config, plan.model, on_gpus=on_gpus), *scoring, Process("controller", 1, kept)]
+    own = host.training_processes(config, plan.model, on_gpus=on_gpus)
+    return [*own, *scoring, PoolProcesses("controller", 1, kept)]
 
 
-def memory_finding(planned: Sequence[Process], machines: Sequence[Machine]) -> Finding:
+def memory_finding(planned: Sequence[PoolProcesses], machines: Sequence[Machine]) -> Finding:
     """Compares the planned host memory, in total and of the processes that share a node, with what is free."""
     needed, free = sum(each.total for each in planned), sum(one.facts["memory"] for one in machines)
     alone = max(each.on_a_node for each in planned) > max(one.facts["memory"] for one in machines)

@@ -1,4 +1,4 @@
-"""What `python -m async_flowrl.export` writes: the weights in the asked forms, and the model card."""
+"""Files of `python -m async_flowrl.export`: the weights in the formats asked for, and the model card."""
 
 import argparse
 from pathlib import Path

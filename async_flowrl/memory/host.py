@@ -58,7 +58,7 @@ class Hosts:
 
 
 @dataclass(frozen=True)
-class Process:
+class PoolProcesses:
     """`count` processes of a pool with which a run can start, each of which needs `bytes` of host memory."""
 
     pool: str
@@ -82,7 +82,7 @@ class Process:
         return self.per_node * self.bytes + min(self.per_node, self.copies) * self.copy
 
 
-def training_processes(config: Config, model: Sizes, *, on_gpus: bool) -> list[Process]:
+def training_processes(config: Config, model: Sizes, *, on_gpus: bool) -> list[PoolProcesses]:
     """Returns the trainer ranks and rollout workers; with `placement=shared`, the processes that are both."""
     trainer, rollout = config.trainer, config.rollout
     of_rank, of_rollout = ((on_gpus and pool.gpus_per_worker > 0) for pool in (trainer, rollout))
@@ -90,12 +90,12 @@ def training_processes(config: Config, model: Sizes, *, on_gpus: bool) -> list[P
     first, other = (rank_bytes(config, model, on_gpu=of_rank, sends=sends) for sends in (True, False))
     rank = PROCESS_BYTES + other + (first - other) // trainer.num_workers  # so that the total is right
     pool = SHARED if config.placement == SHARED else TRAINER
-    ranks = Process(pool, trainer.num_workers, rank, trainer.workers_per_node or 1, **copies)
+    ranks = PoolProcesses(pool, trainer.num_workers, rank, trainer.workers_per_node or 1, **copies)
     if config.placement == SHARED:
         return [ranks]
     least, _ = rollout.worker_bounds
     worker = PROCESS_BYTES + rollout_bytes(config, model, on_gpu=of_rollout)
-    return [ranks, Process(ROLLOUT, least, worker, rollout.workers_per_node or 1)]
+    return [ranks, PoolProcesses(ROLLOUT, least, worker, rollout.workers_per_node or 1)]
 
 
 def rank_bytes(config: Config, model: Sizes, *, on_gpu: bool, sends: bool = True, certain: bool = False) -> int:

@@ -1,4 +1,4 @@
-"""What the prompts of a configuration ask of its memory: the largest size of images, and the longest text.
+"""Sizes that prompts set for the memory of a run: the largest image, and the longest text.
 
 A length in tokens is estimated from the bytes of the text; no tokenizer is needed.
 """

@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Collection
 
-from async_flowrl.config.pools import held_out_by_pool, scoring_pools
+from async_flowrl.config.pools import held_out_by_pool, scoring_pools, section_of
 from async_flowrl.config.schema import SHARED, Config, RewardTerm, RolloutConfig, TrainerConfig
 from async_flowrl.memory.processes import GIB, Footprint, Process
 from async_flowrl.rewards.registry import memory_gib
@@ -30,7 +30,7 @@ def reward_seats(config: Config) -> list[Process]:
             parts = {f"{MODELS}: {name}": round(gib * GIB) for name, gib in said.items() if gib is not None}
             unknown = ", ".join(name for name, gib in said.items() if gib is None)
             caveat = f", and what {unknown} takes is unknown" if unknown else ""
-            key = f"{pool.section}.gpus_per_worker"
+            key = f"{section_of(pool.name)}.gpus_per_worker"
             title = f"worker of the pool {pool.name}"
             seats.append(Process(title, (pool.name,), Footprint(parts), pool.gpus_per_worker, key, caveat))
     return seats

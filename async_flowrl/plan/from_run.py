@@ -18,6 +18,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 from async_flowrl.config.check import sharing_refusal
 from async_flowrl.config.compose import read_config
@@ -223,13 +224,8 @@ def main(arguments: Sequence[str]) -> None:
     candidates = splits(took, config, devices, given.split)
     sentences = advice(config, took, candidates)
     if given.json:
-        record = {
-            "measured": asdict(took),
-            "present": asdict(now),
-            "limit": limit_of(took, now),
-            "splits": [asdict(split) for split in candidates],
-            "advice": sentences,
-        }
+        record: dict[str, Any] = {"measured": asdict(took), "present": asdict(now), "limit": limit_of(took, now)}
+        record |= {"splits": [asdict(split) for split in candidates], "advice": sentences}
         sys.stdout.write(json.dumps(record, indent=2) + "\n")
         return
     rows = [

@@ -1,4 +1,4 @@
-"""What came of a run, for its report: the sentences at its head, its table of evaluations, and warnings with advice.
+"""Results of a run for its report: the sentences at its head, the table of evaluations, and warnings with advice.
 
 The advice repeats the table in docs/metrics.md.
 """

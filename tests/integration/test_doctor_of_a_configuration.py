@@ -12,7 +12,7 @@ from async_flowrl.doctor import __main__ as doctor
 from async_flowrl.doctor import configuration
 from async_flowrl.doctor import facts as told
 from async_flowrl.doctor.configuration import host_processes
-from async_flowrl.memory.host import PROCESS_BYTES, Process
+from async_flowrl.memory.host import PROCESS_BYTES, PoolProcesses
 from async_flowrl.memory.processes import plan_memory
 
 LOCAL = ("runtime.backend=local", "total_steps=1", "evaluate.before_training=false", "model.tiny.layers=1")
@@ -93,7 +93,7 @@ def test_preflight_lets_a_run_start(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert looked and (tmp_path / "run" / "summary.json").exists()
 
 
-def processes(*words: str, on_gpus: bool = False) -> list[Process]:
+def processes(*words: str, on_gpus: bool = False) -> list[PoolProcesses]:
     config = compose_config("sync", words)
     return host_processes(config, plan_memory(config), on_gpus=on_gpus)
 

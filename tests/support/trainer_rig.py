@@ -15,9 +15,10 @@ from async_flowrl.policies.registry import load_policy, resolve_model
 from async_flowrl.policies.tuning import tuning_of
 from async_flowrl.rollout.diffusers_engine import DiffusersEngine
 from async_flowrl.seeds import derive
+from async_flowrl.tickets.request import sampling
 from async_flowrl.training.messages import GroupMeta, StepPlan, TrainRequest, UpdateStats, merged
 from async_flowrl.training.worker import TrainerWorker
-from async_flowrl.types import TRAIN, Prompt, RolloutRequest, Sampling, Trajectory
+from async_flowrl.types import TRAIN, Prompt, RolloutRequest, Trajectory
 from checkpoint_engine import weights_digest
 
 TEXTS = ("red red red red", "blue blue blue blue", "green green", "white")
@@ -49,19 +50,6 @@ def trainer(config: Config) -> TrainerWorker:
     worker = TrainerWorker(config, resolve_model(config.model), 0, "trainer-0")
     worker.load()
     return worker
-
-
-def sampling_of(config: Config) -> Sampling:
-    rollout, algorithm = config.rollout, config.algorithm
-    return Sampling(
-        resolution=rollout.resolution,
-        num_inference_steps=rollout.num_inference_steps,
-        true_cfg_scale=rollout.true_cfg_scale,
-        guidance_scale=rollout.guidance_scale,
-        negative_prompt=rollout.negative_prompt,
-        sde_type=algorithm.sde_type,
-        noise_level=algorithm.noise_level,
-    )
 
 
 class Sampler:
@@ -98,7 +86,7 @@ class Sampler:
             "selected": tuple(range(self.config.group_size)),
             "seeds": tuple(derive(self.config.seed, "row", step, group, i) for i in range(self.config.group_size)),
             "negative": self.config.rollout.negative_prompt,
-            "sampling": sampling_of(self.config),
+            "sampling": sampling(self.config),
         }
         return GroupMeta(**{**values, **meta}), trajectories
 
@@ -123,7 +111,7 @@ class Sampler:
             noise_seeds=tuple(derive(config.seed, "noise", step, group, i) for i in images),
             noise_steps=window.noise_steps,
             train_steps=window.train_steps,
-            sampling=sampling_of(config),
+            sampling=sampling(config),
         )
         trajectory = self.engine.generate(request).trajectory
         assert trajectory is not None

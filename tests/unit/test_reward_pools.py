@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from async_flowrl.config.check import ConfigError, check
-from async_flowrl.config.pools import RewardPool, held_out_by_pool, reward_pools, scoring_pools, workers_key
+from async_flowrl.config.pools import RewardPool, held_out_by_pool, reward_pools, scoring_pools, section_of, workers_key
 from async_flowrl.config.schema import Config, RewardConfig, RewardTerm
 from async_flowrl.observability.bottleneck import reward_bound, verdict
 from async_flowrl.observability.summary import configured_pools
@@ -67,7 +67,10 @@ def test_held_out_terms_have_pools_of_their_own_or_that_of_the_first_pool() -> N
     config.evaluate.reward.terms = {"a": alone, "b": with_others}
     *trained, own = scoring_pools(config)
     assert (tuple(trained), own) == (reward_pools(config.reward), RewardPool("held_out/a", ("a",), 3, 0.5, 2))
-    assert (own.section, workers_key(own.name)) == ("evaluate.reward.terms.a", "evaluate.reward.terms.a.workers")
+    assert (section_of(own.name), workers_key(own.name)) == (
+        "evaluate.reward.terms.a",
+        "evaluate.reward.terms.a.workers",
+    )
     assert held_out_by_pool(config) == {"held_out/a": {"a": alone}, "reward": {"b": with_others}}
     assert configured_pools(config)["held_out/a"] == (3, 0.5)
     config.reward.terms["color"].workers = 1

@@ -20,12 +20,12 @@ from async_flowrl.doctor.configuration import (
 from async_flowrl.doctor.facts import Asked
 from async_flowrl.doctor.findings import FAILED, OK, WARNING, Finding
 from async_flowrl.doctor.nodes import Machine, broadcast_finding, clock_finding, machine_finding, same_findings
-from async_flowrl.memory.host import Process
+from async_flowrl.memory.host import PoolProcesses
 from async_flowrl.memory.processes import plan_memory
 from separation.cluster_probe import Offset
 
 GB = 10**9
-PROCESSES = (Process("trainer", 2, 4 * GB), Process("rollout", 2, 3 * GB))
+PROCESSES = (PoolProcesses("trainer", 2, 4 * GB), PoolProcesses("rollout", 2, 3 * GB))
 
 
 def machine(name: str = "a", **changes: Any) -> Machine:
@@ -70,7 +70,7 @@ def test_memory_is_enough_altogether_and_for_the_workers_of_a_node() -> None:
     assert memory_finding(PROCESSES, [machine(name, memory=int(3.5 * GB)) for name in "abcde"]).status == FAILED
     nodes = [machine(name, memory=10 * GB) for name in "abc"]
     assert memory_finding(PROCESSES, nodes).status == OK
-    on_one = (Process("trainer", 2, 4 * GB), Process("rollout", 4, 3 * GB, per_node=4))
+    on_one = (PoolProcesses("trainer", 2, 4 * GB), PoolProcesses("rollout", 4, 3 * GB, per_node=4))
     assert memory_finding(on_one, nodes).status == FAILED
 
 

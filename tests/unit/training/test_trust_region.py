@@ -11,6 +11,7 @@ from torch import Tensor
 
 from async_flowrl.algorithms.registry import build_algorithm
 from async_flowrl.config.schema import Config
+from async_flowrl.tickets.request import sampling
 from async_flowrl.training.messages import signal_to_noise
 from async_flowrl.training.trust_region import shorten
 from async_flowrl.training.worker import TrainerWorker
@@ -56,7 +57,7 @@ def referee(given: Config, before: dict[str, Any], after: dict[str, Any], batch:
 
 def _velocities(sampler: rig.Sampler, trajectory: Any) -> list[Tensor]:
     conditioning = {name: torch.tensor(value) for name, value in trajectory.conditioning.items()}
-    sampling = rig.sampling_of(sampler.config)
+    how = sampling(sampler.config)
     with torch.no_grad():
         return [
             sampler.policy.velocity(
@@ -64,7 +65,7 @@ def _velocities(sampler: rig.Sampler, trajectory: Any) -> list[Tensor]:
                 torch.full((len(trajectory.latents),), float(trajectory.sigmas[step])),
                 conditioning,
                 None,
-                sampling,
+                how,
             )
             for step in trajectory.train_steps
         ]
