@@ -14,7 +14,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, in_kernel_invocation_manager
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -174,6 +174,8 @@ class Ledger(Allocations):  # type: ignore[no-untyped-call]
             return True if dtype == torch.bool else 1.0 if dtype.is_floating_point else 1
         if func is torch.ops.prim.device.default:  # the most frequent of all, and no kernel
             return args[0].fake_device if isinstance(args[0], FakeTensor) else func(*args, **(kwargs or {}))
+        if func.is_view and type(args[0]) is FakeTensor and args[0].constant is None:  # It has no storage of its own.
+            return _view(func, args, kwargs or {})
         out = super().__torch_dispatch__(func, types, args, kwargs)
         if self.kernels and self._open and not self._aside:
             self._book(func, args, kwargs or {}, out)
@@ -202,6 +204,16 @@ class Ledger(Allocations):  # type: ignore[no-untyped-call]
             flops = float(formula(*args, **kwargs, out_val=out))
             dtype = next((tensor.dtype for tensor in tensors if tensor.is_floating_point()), None)
         phase.kernels[flops, moved, dtype] += 1
+
+
+def _view(func: Any, args: Any, kwargs: Any) -> Any:
+    """Returns a view of a fake tensor, as FakeTensorMode does, whose cache takes longer than a view."""
+    mode, device = args[0].fake_mode, args[0].fake_device
+    with in_kernel_invocation_manager(mode):
+        out = func(*args, **kwargs)
+    return (
+        FakeTensor(mode, out, device) if isinstance(out, Tensor) else [FakeTensor(mode, each, device) for each in out]
+    )
 
 
 def _tensors(tree: Any) -> list[Tensor]:
