@@ -55,8 +55,8 @@ def checkpoint_due(config: Config, version: int) -> bool:
     """Returns True if `version` must have a checkpoint.
 
     This holds for every `save.every`-th version and for the last one. If the best version is kept (`best_curve`), it
-    also holds for every version that is evaluated.
+    also holds for every version that is evaluated. Where `save.every` is null, `Checkpoints.overdue` adds to it.
     """
-    every = config.save.every
+    every = config.save.every or 0
     evaluated = best_curve(config) is not None and evaluation_due(config, version)
     return evaluated or version == config.total_steps or (every > 0 and version % every == 0)

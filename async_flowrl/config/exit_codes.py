@@ -13,4 +13,4 @@ RESUMABLE = 75
 """SIGTERM or time_limit ended the run, after a checkpoint or before the first step; resume=auto continues or begins it.
 The number is EX_TEMPFAIL."""
 INTERRUPTED = 130
-"""The run was interrupted (Ctrl-C). The number is 128 + SIGINT."""
+"""Ctrl-C ended the run, from the first step on after a checkpoint. The number is 128 + SIGINT."""

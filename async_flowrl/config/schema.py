@@ -470,8 +470,9 @@ class CheckpointEngineConfig:
 class SaveConfig:
     """Checkpoints, which have everything that a resumed run needs."""
 
-    every: int = setting(0, at_least=0)
-    """Training steps between checkpoints; 0 = only at the start and at the end."""
+    every: int | None = setting(None, at_least=0)
+    """Training steps between checkpoints; 0 = only at the start and at the end; null = with a LoRA, after each step
+    that ends five minutes after the last checkpoint or later, with tune=full as 0."""
     keep: int = setting(2, at_least=1)
     """Newest checkpoints that are kept; older ones are deleted."""
     best: str | None = None

@@ -93,7 +93,7 @@ class AfterStep:
         if is_kept(ctx.config):
             part = self.checkpoints.controller_part(ctx, version)
             await self.kept.keep(ctx, self.checkpoints.trainers.first, version, part)
-        if checkpoint_due(ctx.config, version):
+        if checkpoint_due(ctx.config, version) or self.checkpoints.overdue(self._step_began):
             await self._save(ctx, version)
         if version < ctx.config.total_steps and evaluation_due(ctx.config, version):
             await self.evaluations.start(ctx, version)
@@ -142,6 +142,7 @@ class AfterStep:
         """Starts a checkpoint once `version` is sealed, because the checkpoint contains the version's digest."""
         await ctx.work.until(lambda: version in ctx.table.published)
         await self.checkpoints.save(ctx, version)
+        self.checkpoints.last = ctx.observer.now()
 
     def abandon(self) -> None:
         """Cancels the evaluations and the checkpoint that are still under way when the loop has ended or failed."""

@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from async_flowrl.config.schema import Config
+from async_flowrl.config.schema import FULL, Config
 from async_flowrl.controller.context import Context
-from async_flowrl.controller.fingerprint import config_hash, device_type, inputs_of, numerics
+from async_flowrl.controller.fingerprint import deciding, device_type, inputs_of, numerics
 from async_flowrl.controller.rank_weights import DISK_ERRORS
 from async_flowrl.controller.trainer import TrainerGroup
 from async_flowrl.observability.run_directory import RunDirectory
@@ -22,6 +22,8 @@ from separation.supervise import deadline
 
 logger = logging.getLogger(__name__)
 
+SECONDS_BETWEEN = 300.0
+"""Time between checkpoints where `save.every` is null."""
 RETRY_SECONDS = 1.0
 """Pause before the writing of the run's last checkpoint is tried again."""
 
@@ -48,6 +50,8 @@ class Checkpoints:
     """Returns the versions whose checkpoints must be kept besides the newest checkpoints."""
     misses: int = 0
     """Number of checkpoints in a row that could not be written."""
+    last: float = 0.0
+    """When the last checkpoint was begun, in the observer's seconds."""
     saved: list[int] = field(default_factory=list)
     """Versions whose checkpoints are written."""
     _writing: asyncio.Task[None] | None = None
@@ -82,6 +86,10 @@ class Checkpoints:
         controller = self.controller_part(ctx, version)()
         self._writing = asyncio.create_task(self._write(version, controller), name=f"checkpoint {version}")
 
+    def overdue(self, now: float) -> bool:
+        """Whether a run with `save.every=null` needs a checkpoint at the time `now`, in the observer's seconds."""
+        return self.config.save.every is None and self.config.tune != FULL and now - self.last >= SECONDS_BETWEEN
+
     def controller_part(self, ctx: Context, version: int) -> Callable[[], dict[str, Any]]:
         """Returns a function that returns the controller's part of the state after as many steps as `version` says.
 
@@ -92,7 +100,7 @@ class Checkpoints:
         return lambda: {
             "version": version,
             "published": {str(v): digest for v, digest in ctx.table.published.items()},
-            "config_hash": config_hash(self.config),
+            "deciding": deciding(self.config),
             "numerics": numerics(self.config, device_type(self.device)),
             "inputs": self._inputs,
             "base_digest": self.base_digest,

@@ -155,7 +155,7 @@ class Accumulator:
 
 
 class Observer(Protocol):
-    """Recorder to which the controller reports events and states. No decision of a run depends on it."""
+    """Recorder to which the controller reports events and states. No weight of a run depends on it."""
 
     def now(self) -> float:
         """Returns the time in seconds, on the clock that stamps the events."""

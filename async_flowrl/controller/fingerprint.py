@@ -1,6 +1,6 @@
 """The fingerprint of a run, stored in its checkpoints and compared when the run is resumed (checkpoints.py).
 
-It has two parts: `config_hash` covers what determines the weights, `numerics` what changes only their last bits. The
+It has two parts: `deciding` covers what determines the weights, `numerics` what changes only their last bits. The
 rule of each configuration field (`changes` in config/settings.py) says to which part the field belongs.
 """
 
@@ -10,11 +10,11 @@ import json
 import os
 import platform
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from async_flowrl.config.schema import Config, RewardTerm, ServeConfig
 from async_flowrl.config.settings import ROUNDING, WEIGHTS, rule_of, settings
@@ -26,38 +26,33 @@ _PACKAGES = ("torch", "diffusers", "transformers", "peft", "numpy")
 _ENGINE_PACKAGES = ("vllm", "vllm-omni")
 
 
-def config_hash(config: Config) -> str:
-    """Returns the SHA-256 (hex) of the fields that determine the weights; a resume with another one is refused.
+def deciding(config: Config) -> dict[str, Any]:
+    """Returns dotted key → value of the settings that determine the weights; a resume with others is refused.
 
-    Fields that change nothing or only roundings (see `numerics`) are left out.
+    Settings that change nothing or only roundings (see `numerics`) are left out. Values are plain JSON.
     """
-    values = _deciding(config, asdict(config))
+    values = dict(_deciding(config))
     if config.trainer.lr_schedule == "constant":
         # With a constant learning rate, the number of steps does not change any step.
         del values["total_steps"]
-    return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()
+    return cast("dict[str, Any]", json.loads(json.dumps(values, default=str)))
 
 
-def _deciding(section: Any, written: dict[str, Any]) -> dict[str, Any]:
-    """Returns the fields that change the weights. `written` is the section as `asdict` writes it."""
-    return {
-        member.name: _deciding_part(getattr(section, member.name), written[member.name])
-        for member in fields(section)
-        if rule_of(member).changes == WEIGHTS
-    }
-
-
-def _deciding_part(value: Any, written: Any) -> Any:
-    """Applies `_deciding` to a section or a dictionary of sections; returns other values as `written`."""
+def _deciding(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    prefix = f"{key}." if key else ""
     if is_dataclass(value):
-        return _deciding(value, written)
-    if isinstance(value, dict):
-        return {key: _deciding_part(inner, written[key]) for key, inner in value.items()}
-    return written
+        for member in fields(value):
+            if rule_of(member).changes == WEIGHTS:
+                yield from _deciding(getattr(value, member.name), prefix + member.name)
+    elif isinstance(value, dict) and value:
+        for name, inner in value.items():
+            yield from _deciding(inner, f"{prefix}{name}")
+    else:
+        yield key, value
 
 
 def numerics(config: Config, device: str) -> dict[str, Any]:
-    """Returns what must be equal, besides `config_hash`, for equal bits: settings, device type, package versions.
+    """Returns what must be equal, besides `deciding`, for equal bits: settings, device type, package versions.
 
     Values are plain JSON; None is a package that is not installed. A resume warns of differences.
     """

@@ -10,7 +10,7 @@ from typing import Any
 from async_flowrl.config.check import ConfigError
 from async_flowrl.config.schema import FULL, Config
 from async_flowrl.controller.fingerprint import (
-    config_hash,
+    deciding,
     device_type,
     differences,
     inputs_of,
@@ -32,6 +32,13 @@ from async_flowrl.training.checkpoint_folder import (
 )
 
 logger = logging.getLogger(__name__)
+
+
+UNFIT = (
+    *("tune ", "full.", "lora.rank ", "lora.targets ", "model.family ", "model.tiny."),
+    *("trainer.ema_decay was None", "algorithm.old_policy_decay was copy"),
+)
+"""Beginnings of the differences with which a checkpoint's tensors have other shapes, or some are lacking."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +94,7 @@ def find_resume(requests: RequestBuilder, directory: RunDirectory, *, shares: bo
 
     Raises ConfigError if the checkpoint is damaged. Also raises ConfigError if it was made with a configuration that
     leads to other weights or with other training prompts; with resume=force these differences are only noted in
-    `Resume.forced`.
+    `Resume.forced`, unless the weights do not fit.
     """
     config = requests.config
     if config.resume == "never":
@@ -106,17 +113,17 @@ def find_resume(requests: RequestBuilder, directory: RunDirectory, *, shares: bo
         return resume
     check_shares(config, resume.path)
     now = inputs_of(requests)
-    sentences = []
-    if resume.controller["config_hash"] != config_hash(config):
-        sentences.append(
-            f"{resume.path} was made with a configuration that leads to other weights; compare "
-            f"{resume.path.parent.parent / directory.config.name} with yours"
+    others = differences(resume.controller["deciding"], deciding(config))
+    prompts = other_prompts(resume.controller["inputs"], now, config.data.train)
+    unfit = any(phrase.startswith(UNFIT) for phrase in others)
+    found = [*others, *([prompts] if prompts else [])]
+    if found and (config.resume != "force" or unfit):
+        ends = "its weights do not fit, so nothing can go on from it" if unfit else "resume=force goes on all the same"
+        raise ConfigError(
+            "\n  ".join([f"{resume.path} was made with settings that lead to other weights:", *found, ends])
         )
-    if prompts := other_prompts(resume.controller["inputs"], now, config.data.train):
-        sentences.append(f"{resume.path}: {prompts}")
-    if sentences and config.resume != "force":
-        raise ConfigError(f"{'; and '.join(sentences)}. resume=force goes on all the same")
-    return replace(resume, forced=tuple(sentences), notes=tuple(other_inputs(resume.controller["inputs"], now)))
+    forced = tuple(f"{resume.path}: {each}" for each in found)
+    return replace(resume, forced=forced, notes=tuple(other_inputs(resume.controller["inputs"], now)))
 
 
 def check_shares(config: Config, path: Path) -> None:

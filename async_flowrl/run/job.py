@@ -49,7 +49,7 @@ from async_flowrl.run.launch import (
 )
 from async_flowrl.run.prepare import OUR_OWN, Prepared, Workers, doubts_of, prepare
 from async_flowrl.run.recovery import Ledgers, Run, restore, train_with_recovery, with_unevaluated
-from async_flowrl.run.stopping import StopRequest, listening
+from async_flowrl.run.stopping import StopRequest, ctrl_c_asks, listening
 from async_flowrl.run.transport import choose_transport
 from async_flowrl.training.checkpoint_folder import checkpoint_step, find_checkpoint
 from separation.group import WorkerDied, WorkerFailed
@@ -194,8 +194,9 @@ async def train_until(ending: Ending, resume: Resume, display: Display) -> dict[
                     servers,
                 )
                 await servers.all_up(ledgers.events, ledgers.failures)
-                ctx = await train_with_recovery(run, resume)
-                return await finish(run, ctx)
+                with ctrl_c_asks(stop):
+                    ctx = await train_with_recovery(run, resume)
+                    return await finish(run, ctx)
             finally:
                 ledgers.events.close()
                 ledgers.monitor.close()

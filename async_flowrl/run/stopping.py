@@ -1,4 +1,4 @@
-"""Orderly stop of a run: SIGTERM or `time_limit` ends it after the current step, with a checkpoint."""
+"""Orderly stop of a run: SIGTERM, Ctrl-C or `time_limit` ends it after the current step, with a checkpoint."""
 
 import asyncio
 import signal
@@ -6,10 +6,13 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import NoReturn
 
 from async_flowrl.config import exit_codes
 from async_flowrl.observability.terminal import say
+
+ASKED = "async_flowrl: Ctrl-C ends the run after this step, with a checkpoint; Ctrl-C again ends it at once\n"
 
 
 class StopRequest:
@@ -43,6 +46,28 @@ def listening(stop: StopRequest, time_limit: float | None) -> Iterator[None]:
         loop.remove_signal_handler(signal.SIGTERM)
         if timer is not None:
             timer.cancel()
+
+
+@contextmanager
+def ctrl_c_asks(stop: StopRequest) -> Iterator[None]:
+    """Context in which the first Ctrl-C asks `stop`; one after a request ends the run at once."""
+    loop, at_once = asyncio.get_running_loop(), signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(at_once):
+        yield
+        return
+
+    def interrupted(number: int, frame: FrameType | None) -> None:
+        if stop():
+            at_once(number, frame)
+        else:
+            stop.ask("Ctrl-C", exit_codes.INTERRUPTED)
+            loop.call_soon_threadsafe(say, ASKED, sys.stderr)
+
+    signal.signal(signal.SIGINT, interrupted)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, at_once)
 
 
 @contextmanager

@@ -73,6 +73,10 @@ class ForkedRun:
         out, err = (path.read_text() for path in self._said)
         return out, err
 
+    def said_so_far(self) -> str:
+        """What it said on stderr until now."""
+        return self._said[1].read_text()
+
     def send_signal(self, number: int) -> None:
         """Sends a signal such as `signal.SIGINT` to the process alone, since its group is that of the tests."""
         os.kill(self.pid, number)

@@ -58,9 +58,9 @@ def test_a_resume_sees_what_was_edited(
     train.write_text("a cat\na fox\na cat\n")
     assert "was edited since" in inputs_row(tmp_path)[1]
     assert go(tmp_path, f"total_steps={STEPS + 1}", "resume=auto") == 2
-    (refusal,) = capfd.readouterr().err.splitlines()
-    assert f"the training prompts of data.train={train} are not those it was made with (still 3)" in refusal
-    assert f"step_{STEPS}" in refusal and refusal.endswith("resume=force goes on all the same")
+    first, prompts, last = capfd.readouterr().err.splitlines()
+    assert f"the training prompts of data.train={train} are not those it was made with (still 3)" in prompts
+    assert f"step_{STEPS}" in first and last.endswith("resume=force goes on all the same")
     assert (tmp_path / "run" / "config.yaml").read_text() == before
 
     test.write_text("a fox\n")
@@ -81,7 +81,7 @@ def test_a_resume_sees_what_was_edited(
     # The next checkpoint is one of the prompts that are trained now, so nothing has to be forced any more.
     assert go(tmp_path, f"total_steps={STEPS + 2}", "resume=auto") == 0
     assert go(tmp_path, f"total_steps={STEPS + 2}", "resume=auto", "lora.alpha=3") == 2
-    assert "a configuration that leads to other weights" in capfd.readouterr().err
+    assert "lora.alpha was" in capfd.readouterr().err
 
 
 def test_an_edited_held_out_reward_begins_its_curve_anew(

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from async_flowrl.config import exit_codes
+from async_flowrl.run.stopping import ASKED
 from async_flowrl.training.checkpoint_folder import verify_checkpoint
 from separation.processes import descendants
 from tests.integration.forked_run import ForkedRun
@@ -26,44 +27,61 @@ def sound(folder: Path) -> list[int]:
 
 @pytest.mark.slow
 @pytest.mark.serial
-@pytest.mark.parametrize("moment", ["starting", "training"])
+@pytest.mark.parametrize("moment", ["starting", "training", "twice"])
 def test_ctrl_c_ends_everything(tmp_path: Path, moment: str) -> None:
-    """Slow. `make test` has Ctrl-C before a run is prepared while its cluster starts (test_start.py), beside busy pools
-    of processes (test_separation_processes.py), and in a run of threads (test_ctrl_c_and_resume)."""
+    """Slow. While a run trains, the first ends it in order, to the whole process group as a terminal sends it; a second
+    one ends it at once. `make test` has Ctrl-C while a cluster starts (test_start.py), beside busy pools of processes
+    (test_separation_processes.py), and in a run of threads (below)."""
     folder = tmp_path / "run"
     process = start(folder, "one_step_off", LONG, *SLOWLY)
-    if moment == "training":
+    if moment != "starting":
         wait_until(process, lambda: len(lines(folder / "metrics.jsonl")) >= 2, "its second step")
     else:
         begun = folder / "logs/controller.log"
         wait_until(process, lambda: begun.exists() and descendants(process.pid), "the first daemon of its cluster")
     everything = descendants(process.pid)
-    assert len(everything) >= (3 if moment == "training" else 1)
+    assert len(everything) >= (1 if moment == "starting" else 3)
     began = time.monotonic()
-    os.killpg(process.pid, signal.SIGINT)
+    for _ in range(2 if moment == "twice" else 1):
+        os.killpg(process.pid, signal.SIGINT)
+        time.sleep(0.05)
     out, err = finish(process, exit_codes.INTERRUPTED)
     assert time.monotonic() - began < SOON
-    assert err.endswith("async_flowrl: interrupted\n") and quiet(err.removesuffix("async_flowrl: interrupted\n")), err
-    assert "Traceback" not in out
+    told = {"starting": ["interrupted"], "training": [ASKED], "twice": [ASKED, "interrupted"]}[moment]
+    assert quiet("".join(line for line in err.splitlines(True) if not any(each in line for each in told))), err
+    assert all(each in err for each in told) and "Traceback" not in out
     assert ended(everything), "nothing may be left running"
-    assert not (folder / "summary.json").exists()
+    assert (folder / "summary.json").exists() == (moment == "training")
     if moment == "training":
-        assert sound(folder)[-1] >= 1
+        assert sound(folder)[-1] == check_stopped(Run(folder))
     else:
-        assert not sound(folder)
+        assert (moment == "twice") == bool(sound(folder))
 
 
 @pytest.mark.serial("ranks")
 def test_ctrl_c_and_resume(tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    process = ForkedRun(folder, "one_step_off", LONG, *SLOWLY)
+    process = ForkedRun(folder, "one_step_off", LONG, *SLOWLY[1:])
     wait_until(process, lambda: len(lines(folder / "metrics.jsonl")) >= 2, "its second step")
     process.send_signal(signal.SIGINT)
     out, err = process.communicate()
     assert process.poll() == exit_codes.INTERRUPTED, err
-    assert err == "async_flowrl: interrupted\n" and "Traceback" not in out, err
+    assert err == ASKED and "Traceback" not in out, err
+    done = check_stopped(Run(folder))
+    assert f"stopped by Ctrl-C after step {done}; continue with resume=auto" in out and sound(folder) == [0, done]
+    check_resumed(folder, done + 2)
+
+
+def test_a_second_ctrl_c_ends_at_once(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    process = ForkedRun(folder, "one_step_off", LONG, "disturb.update=30", "disturb.constant=true")
+    wait_until(process, lambda: any(e["event"] == "ticket" for e in lines(folder / "events.jsonl")), "its first ticket")
+    process.send_signal(signal.SIGINT)
+    wait_until(process, lambda: ASKED in process.said_so_far(), "its answer")
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate()
+    assert process.poll() == exit_codes.INTERRUPTED and err == ASKED + "async_flowrl: interrupted\n", err
     assert not (folder / "summary.json").exists()
-    check_resumed(folder, sound(folder)[-1] + 2)
 
 
 def check_resumed(folder: Path, steps: int, *overrides: str, both: tuple[str, ...] = ()) -> Run:

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from async_flowrl import generate
 from async_flowrl.config.compose import read_config
 from async_flowrl.config.schema import Config
+from async_flowrl.controller import checkpoints
 from async_flowrl.controller.context import Context
 from async_flowrl.controller.resume import Resume
 from async_flowrl.evaluate import evaluate, job_of_run
@@ -235,10 +236,28 @@ def test_a_longer_run_goes_on_where_a_shorter_one_ended(tmp_path: Path) -> None:
     assert [e["step"] for e in parts.events if e["event"] == "rollback"] == [2]
 
 
+@pytest.mark.parametrize(("tune", "steps"), [("lora", [0, 1, 2]), ("full", [0, 2])])
+def test_without_a_setting_the_time_decides_when_a_lora_is_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tune: str, steps: list[int]
+) -> None:
+    monkeypatch.setattr(checkpoints, "SECONDS_BETWEEN", 0.0)
+    train(tmp_path, "sync", "total_steps=2", "save.keep=9", f"tune={tune}")
+    assert sorted(path.name for path in tmp_path.glob("checkpoints/step_*")) == [f"step_{step}" for step in steps]
+
+
 def test_resume_refuses_another_configuration(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     train(tmp_path, "sync", "total_steps=1")
-    train(tmp_path, "sync", "total_steps=2", "resume=auto", "trainer.learning_rate=1e-3", code=2)
-    assert "leads to other weights" in capfd.readouterr().err
+    other = ["total_steps=2", "trainer.learning_rate=1e-3", "seed=3"]
+    train(tmp_path, "sync", *other, "resume=auto", code=2)
+    *named, last = capfd.readouterr().err.splitlines()[1:]
+    assert named == ["  seed was 0 and is 3", "  trainer.learning_rate was 0.003 and is 0.001"]
+    assert "resume=force" in last
+    for unfit in ("lora.rank=2", "tune=full", "lora.targets=[to_q]", "model=tiny_sd3", "algorithm=diffusion_nft"):
+        train(tmp_path, "sync", *other, unfit, "resume=force", code=2)
+        told = capfd.readouterr().err
+        assert f"  {unfit.partition('=')[0]}" in told and "resume=force" not in told, unfit
+    train(tmp_path, "sync", *other, "resume=force")
+    assert "seed was 0 and is 3" in capfd.readouterr().err
     damaged = tmp_path / "checkpoints/step_1/weights.safetensors"
     damaged.write_bytes(damaged.read_bytes()[:-1])
     train(tmp_path, "sync", "total_steps=2", f"resume={tmp_path}/checkpoints/step_1", code=2)

@@ -15,7 +15,7 @@ from async_flowrl.config.check import ConfigError
 from async_flowrl.config.compose import compose_config, read_config
 from async_flowrl.config.resolution import at_size, configured, parse_resolution, written
 from async_flowrl.config.schema import Config
-from async_flowrl.controller.fingerprint import config_hash
+from async_flowrl.controller.fingerprint import deciding
 from async_flowrl.data.prompts import Keys, digest, read_prompt
 from async_flowrl.evaluate.job import Job
 from async_flowrl.evaluate.measure import Comparison, Row, check_sizes
@@ -70,7 +70,7 @@ def test_what_may_not(value: Any) -> None:
 
 def test_a_square_is_an_integer_however_it_is_written_and_a_run_is_the_same(tmp_path: Path) -> None:
     plain, listed = composed(tmp_path), composed(tmp_path, "rollout.resolution=[32,32]")
-    assert listed.rollout.resolution == 32 and config_hash(plain) == config_hash(listed)
+    assert listed.rollout.resolution == 32 and deciding(plain) == deciding(listed)
     wide = composed(tmp_path, "rollout.resolution=[32,48]", "rollout.resolutions=[32,[48,32]]")
     assert wide.rollout.resolution == (32, 48) and wide.rollout.resolutions == [32, (48, 32)]
     (tmp_path / "config.yaml").write_text("rollout: {resolution: [32, 48], resolutions: [[64, 64], [32, 64]]}\n")

@@ -14,7 +14,7 @@ from async_flowrl.algorithms.registry import USED_BY
 from async_flowrl.config.check import ConfigError, check, check_fields
 from async_flowrl.config.schema import Config, RewardConfig, RewardTerm, ServeConfig
 from async_flowrl.config.settings import BOUNDS, NOTHING, ROUNDING, WEIGHTS, Rule, rule_of, setting, settings
-from async_flowrl.controller.fingerprint import config_hash, numerics
+from async_flowrl.controller.fingerprint import deciding, numerics
 from tests.support.documents import writer
 
 WRITER = writer("write_configuration")
@@ -191,12 +191,12 @@ def test_what_a_field_changes_is_what_the_fingerprint_of_a_run_sees() -> None:
     before = full()
     before.trainer.lr_schedule = "linear"  # then total_steps counts too
     values = {name: value for name, value, _ in settings(before)}
-    weights, roundings = config_hash(before), numerics(before, "cpu")
+    weights, roundings = deciding(before), numerics(before, "cpu")
 
     def seen(key: str) -> set[str]:
         value = values.get(key)  # None of a section that may be null
         after = put(deepcopy(before), key, other(value, FIELDS[key].member.type))
-        changed = {WEIGHTS: config_hash(after) != weights, ROUNDING: numerics(after, "cpu") != roundings}
+        changed = {WEIGHTS: deciding(after) != weights, ROUNDING: numerics(after, "cpu") != roundings}
         return {name for name, differs in changed.items() if differs} or {NOTHING}
 
     assert {key: seen(key) for key in FIELDS} == {key: {known.changes} for key, known in FIELDS.items()}
@@ -220,6 +220,6 @@ def test_three_terms_in_another_order_round_differently() -> None:
     def of(names: str) -> Config:
         return Config(reward=RewardConfig(terms={name: RewardTerm() for name in names}))
 
-    assert config_hash(of("abc")) == config_hash(of("cba"))
+    assert deciding(of("abc")) == deciding(of("cba"))
     assert numerics(of("abc"), "cpu") != numerics(of("cba"), "cpu")
     assert numerics(of("ab"), "cpu") == numerics(of("ba"), "cpu")

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from async_flowrl.config.schema import Config
-from async_flowrl.controller.fingerprint import config_hash, differences, numerics
+from async_flowrl.controller.fingerprint import deciding, differences, numerics
 from async_flowrl.training import checkpoint as store
 from async_flowrl.training.checkpoint import Checkpoint, read_checkpoint, read_controller, write_checkpoint
 from async_flowrl.training.checkpoint_folder import DamagedCheckpoint, checkpoint_step, find_checkpoint
@@ -256,18 +256,18 @@ DECIDING = {
 
 @pytest.mark.parametrize("key", FREE)
 def test_the_configuration_hash_leaves_out_what_changes_no_weight(key: str) -> None:
-    assert config_hash(rig.tiny_config()) == config_hash(change(rig.tiny_config(), key, FREE[key]))
+    assert deciding(rig.tiny_config()) == deciding(change(rig.tiny_config(), key, FREE[key]))
 
 
 @pytest.mark.parametrize("key", DECIDING)
 def test_the_configuration_hash_covers_what_decides_the_weights(key: str) -> None:
-    assert config_hash(rig.tiny_config()) != config_hash(change(rig.tiny_config(), key, DECIDING[key]))
+    assert deciding(rig.tiny_config()) != deciding(change(rig.tiny_config(), key, DECIDING[key]))
 
 
 def test_with_a_falling_learning_rate_the_number_of_steps_counts() -> None:
     one, other = (rig.tiny_config(lr_schedule="cosine") for _ in range(2))
     other.total_steps += 1
-    assert config_hash(one) != config_hash(other)
+    assert deciding(one) != deciding(other)
 
 
 def test_what_decides_the_last_bits_is_listed_apart() -> None:
@@ -287,7 +287,7 @@ def test_devices_per_worker_count_where_the_engine_spreads_its_network_over_them
     assert differences(numerics(one, "cpu"), numerics(four, "cpu")) == []
     one.rollout.engine = four.rollout.engine = "vllm_omni"
     assert differences(numerics(one, "cpu"), numerics(four, "cpu")) == ["rollout.gpus_per_worker was 1.0 and is 4.0"]
-    assert config_hash(one) == config_hash(four)
+    assert deciding(one) == deciding(four)
 
 
 def test_the_modules_write_no_pickle() -> None:
