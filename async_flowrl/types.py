@@ -183,6 +183,19 @@ class Failure:
 
 
 @dataclass(frozen=True)
+class Requests:
+    """Requests that a term sent to servers."""
+
+    sent: int = 0
+    failed: int = 0
+    last: str = ""
+    """The last failure, which names the server."""
+
+    def __add__(self, later: "Requests") -> "Requests":
+        return Requests(self.sent + later.sent, self.failed + later.failed, later.last or self.last)
+
+
+@dataclass(frozen=True)
 class Scores:
     """Rewards of one group; every tuple has one value per image, in image order."""
 
@@ -197,3 +210,5 @@ class Scores:
     """Term → why it has no score. The controller trains on the other terms, unless the term is required."""
     retries: Mapping[str, int] = field(default_factory=dict)
     """Term → number of repeated calls."""
+    requests: Mapping[str, Requests] = field(default_factory=dict)
+    """Term → its requests to servers since it was asked before, for this group or another one."""

@@ -167,6 +167,10 @@ class AfterStep:
         if self.flat >= FLAT_STEPS and "flat" not in self.warned:
             self.warned.add("flat")
             logger.warning("step %d: %s", line["step"], FLAT.format(steps=self.flat))
+        for term, sentence in ctx.reward_calls.warnings().items():
+            if term not in self.warned:
+                self.warned.add(term)
+                logger.warning("step %d: %s", line["step"], sentence)
         kept = sum(value for key, value in line.items() if key.startswith("kept/"))
         total = sum(value for key, value in line.items() if key.startswith("kept_of/"))
         correction = resolve_correction(ctx.config.algorithm, ctx.config.max_staleness)

@@ -14,7 +14,7 @@ from async_flowrl.config.schema import Config
 from async_flowrl.controller.score_log import ScoreLog
 from async_flowrl.tickets.request import RequestBuilder
 from async_flowrl.tickets.table import TicketTable
-from async_flowrl.types import Scores, Span
+from async_flowrl.types import Requests, Scores, Span
 from separation.group import Worker, WorkerGroup
 
 
@@ -80,6 +80,10 @@ class Arrivals:
         return worker in self.under_way or worker in self.refused
 
 
+FAILED_SHARE = 0.05
+"""Share of the requests of a reward to its servers that may fail without a warning; a single one always may."""
+
+
 @dataclass
 class RewardCalls:
     """Counts retries and failures for the training groups scored since the last start or recovery of the run.
@@ -89,11 +93,23 @@ class RewardCalls:
 
     _counts: dict[int, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
     """Step → counts by metric name."""
+    _requests: dict[str, Requests] = field(default_factory=dict)
+    """Term → its requests to servers."""
 
     def add(self, step: int, scores: Scores) -> None:
         """Adds the retries and failures of one group of `step`."""
         self._counts[step].update({f"reward/{term}/retries": count for term, count in scores.retries.items()})
         self._counts[step].update(f"reward/{term}/failures" for term in scores.failed)
+        for term, requests in scores.requests.items():
+            self._requests[term] = self._requests.get(term, Requests()) + requests
+
+    def warnings(self) -> dict[str, str]:
+        """Returns term → a sentence, for terms of whose requests to servers more than FAILED_SHARE failed."""
+        return {
+            term: f"{requests.failed} of {requests.sent} requests for the term {term} failed; the last: {requests.last}"
+            for term, requests in sorted(self._requests.items())
+            if requests.failed > max(1, FAILED_SHARE * requests.sent)
+        }
 
     def pop(self, step: int) -> dict[str, float]:
         """Removes and returns the step's counts: metric name → count, without zeros.

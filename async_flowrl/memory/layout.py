@@ -84,7 +84,7 @@ def _why(title: str, tried: list[tuple[Layout, int]], layout: Layout, total: int
     if not dearer:
         return f"the cheapest fits: {needs}"
     before, size = dearer[-1]
-    return f"{needs}; with {before.in_words()} it would be {size / GIB:.3g}"
+    return f"{needs}; {before.in_words()} would need {size / GIB:.3g} GiB"
 
 
 def on_devices(config: Config, device_bytes: int) -> dict[str, int]:

@@ -90,5 +90,7 @@ def _means(name: str, ends: Ends) -> str:
 
 
 def _change(moved: Change) -> str:
+    if moved.mean == 0 and not moved.half:
+        return "no change"
     error = "" if moved.half is None else f" ± {moved.half:.2g}"
     return f"{moved.mean:+.3g}{error}{'' if certain(moved) else ', no more than noise'}"

@@ -25,6 +25,8 @@ class Card:
     """Bytes per second to the other cards of the machine, per direction."""
 
 
+GIB_OF_GB = 79 / 80
+"""GiB that torch finds on a card, per GB in its name: 79 of 80, 23.7 of 24."""
 ALL = "all"
 _NVLINK_3, _NVLINK_4, _NVLINK_5, _PCIE_4 = 300e9, 450e9, 900e9, 32e9
 CARDS: Mapping[str, Card] = {

@@ -6,10 +6,13 @@ plan of the command line that it shows; no worker is started and no model is dow
 
 import argparse
 import json
+import math
 import shlex
 import sys
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from async_flowrl.config.check import check
 from async_flowrl.config.compose import compose_config
@@ -20,6 +23,7 @@ from async_flowrl.memory.layout import on_devices, resolved
 from async_flowrl.memory.processes import GIB, planned_rollout, planned_trainer
 from async_flowrl.memory.prompts import at_largest
 from async_flowrl.memory.seats import describe_pools, gpus_taken
+from async_flowrl.plan.cards import GIB_OF_GB
 from async_flowrl.rewards.served import served_terms
 from async_flowrl.tickets.arithmetic import check_batching
 
@@ -33,20 +37,25 @@ class Hardware:
     """Nodes that are alike, with devices that are alike."""
 
     name: str
+    """[NODES x] DEVICES x GB, such as `8x80` or `2x8x80`."""
     gib: float
     """Memory of one device in GiB."""
     devices: int
+    """Devices of all nodes."""
+    nodes: int = 1
+
+    @classmethod
+    def of(cls, name: str) -> "Hardware":
+        """Returns the hardware of a name. Raises ValueError for another form."""
+        parts = name.lower().split("x")
+        if len(parts) not in (2, 3) or not all(part.isdigit() and int(part) > 0 for part in parts):
+            raise ValueError(f"--cards must be like 4x24 (4 cards of 24 GB) or 2x8x80 (2 nodes of 8), got {name!r}")
+        *counts, gb = map(int, parts)
+        return cls(name, round(gb * GIB_OF_GB, 1), math.prod(counts), counts[0] if len(counts) > 1 else 1)
 
 
-HARDWARE = (
-    Hardware("1 x 24 GB", 24, 1),
-    Hardware("2 x 24 GB", 24, 2),
-    Hardware("1 x 80 GB", 79, 1),
-    Hardware("2 x 80 GB", 79, 2),
-    Hardware("4 x 80 GB", 79, 4),
-    Hardware("8 x 80 GB", 79, 8),
-    Hardware("2 nodes x 8 x 80 GB", 79, 16),
-)
+UNBROKEN: dict[str, Any] = {"subsequent_indent": "  ", "break_long_words": False, "break_on_hyphens": False}
+HARDWARE = ("1x24", "2x24", "1x80", "2x80", "4x80", "8x80", "2x8x80")
 
 
 @dataclass(frozen=True)
@@ -71,17 +80,18 @@ class Answer:
     """Workers of the reward pools and servers that have GPUs, in words; empty if there are none."""
 
 
-def answer(experiment: str, hardware: Hardware, overrides: Sequence[str] = ()) -> Answer:
-    """Returns the first candidate that fits, or else the one that lacks the least memory.
+def answer(recipe: Sequence[str], hardware: Hardware) -> Answer:
+    """Returns the first candidate for the overrides `recipe` that fits, or else the one that lacks the least memory.
 
     The answer has no words if every candidate is refused by the checks or takes more devices than the hardware has.
     Raises ConfigError for a recipe that cannot work on any machine.
     """
-    recipe = [f"experiment={experiment}", *overrides]
+    experiment = recipe[0].removeprefix("experiment=") if recipe else ""
+    more = ["runtime.address=auto"] if hardware.nodes > 1 else []
     plain = compose_config("one_step_off", recipe)
     check(plain)
     answers: list[Answer] = []
-    for words in candidates(recipe, plain, hardware.devices):
+    for words in candidates([*recipe, *more], plain, hardware.devices):
         try:
             config = compose_config(words[0].removeprefix("--config-name "), words[1:])
             check(config)
@@ -230,23 +240,28 @@ def _counts(config: Config, trainer: int, rollout: int, staff: Staff) -> list[st
 
 
 def markdown(answers: Sequence[Answer]) -> str:
-    """Returns the answers as a Markdown table, memory in GiB."""
-    lines = ["| recipe | hardware | fits | trainer rank | rollout worker | type |", "|---|---|---|---|---|---|"]
+    """Returns the answers as a Markdown table, memory in GiB, and below it the commands."""
+    lines = ["| recipe | cards | fits | trainer rank | rollout worker |", "|---|---|---|---|---|"]
     for one in answers:
+        fits, both = "yes" if one.fits else "**no**", f"{one.trainer:.1f} | {one.rollout:.1f}"
         if not one.words:
-            lines.append(f"| `{one.experiment}` | {one.hardware} | **no** | – | – | it takes more devices |")
-            continue
-        both = f"{one.trainer:.1f} | {one.rollout:.1f}"
-        typed = typed_words(one) if one.fits else f"at the least {one.missing:.1f} GiB are missing: {one.lacking}"
-        lines.append(f"| `{one.experiment}` | {one.hardware} | {'yes' if one.fits else '**no**'} | {both} | {typed} |")
+            fits, both = "**no**: it takes more cards", "– | –"
+        elif not one.fits:
+            fits += f": {one.missing:.1f} GiB are missing, {one.lacking}"
+        lines.append(f"| `{one.experiment}` | {one.hardware} | {fits} | {both} |")
+    for one in answers:
+        if one.fits:
+            seats = f", with {one.seats}" if one.seats else ""
+            lines += ["", f"`{one.experiment}` on {one.hardware}{seats}:", "", "```bash", typed_words(one), "```"]
     return "\n".join(lines) + "\n"
 
 
 def typed_words(one: Answer) -> str:
-    """Returns the command line of a row as a shell reads it, and in brackets the seats of reward pools and servers."""
+    """Returns the command line of a row as a shell reads it, in lines of about 76 characters, broken between words."""
     config_name, *overrides = one.words
-    command = f"`async-flowrl train {config_name} {shlex.join(overrides)}`"
-    return f"{command} ({one.seats})" if one.seats else command
+    words = (shlex.quote(word).replace(" ", "\0") for word in overrides)  # no line is broken inside a word
+    lines = textwrap.wrap(f"async-flowrl train {config_name} {' '.join(words)}", 76, **UNBROKEN)
+    return " \\\n".join(lines).replace("\0", " ")
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -255,10 +270,12 @@ def main(arguments: Sequence[str]) -> None:
         prog="python -m async_flowrl.plan --fit", description="Which recipes fit which hardware, and what to type."
     )
     parser.add_argument("--json", action="store_true", help="print the answers as JSON")
+    parser.add_argument("--cards", default=",".join(HARDWARE), metavar="[NODESx]CARDSxGB,…", help="as 4x24,2x8x80")
     parser.add_argument("words", nargs="*", metavar="EXPERIMENT", help=f"default: {' '.join(RECIPES)}")
     parser.epilog = "Words with = are overrides of all recipes, such as evaluate.reward.terms.judge.workers=2."
-    given = parser.parse_args(arguments)
+    given = parser.parse_intermixed_args(arguments)
     experiments = [word for word in given.words if "=" not in word]
     overrides = [word for word in given.words if "=" in word]
-    answers = [answer(name, hardware, overrides) for name in experiments or RECIPES for hardware in HARDWARE]
+    kinds = [Hardware.of(name) for name in given.cards.split(",")]
+    answers = [answer([f"experiment={name}", *overrides], kind) for name in experiments or RECIPES for kind in kinds]
     sys.stdout.write(json.dumps([asdict(one) for one in answers], indent=2) + "\n" if given.json else markdown(answers))

@@ -3,6 +3,7 @@
 import argparse
 import json
 import math
+import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -17,6 +18,8 @@ from async_flowrl.memory.layout import Chosen, on_devices, resolved
 from async_flowrl.memory.processes import GIB, MARGIN_SHARE, RUNTIME_BYTES, MemoryPlan, Process, plan_memory
 from async_flowrl.memory.prompts import at_largest
 from async_flowrl.memory.seats import describe_gpus, gpus_taken
+from async_flowrl.plan.cards import GIB_OF_GB
+from async_flowrl.plan.fit import Hardware, answer, typed_words
 from separation.table import format_table
 
 
@@ -120,7 +123,7 @@ def recommended(config: Config, cheapest: Chosen, chosen: Chosen) -> list[str]:
     held_alike = config.trainer.num_workers == 1 or one.shard in ("auto", other.shard)
     if held_alike and one.gradient_checkpointing == other.gradient_checkpointing:
         return []
-    return [f"the cheapest layout is another one; {sentence}" for sentence in cheapest.reasons]
+    return [f"auto would choose {sentence.replace('=auto is', '')}" for sentence in cheapest.reasons]
 
 
 def configured(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> tuple[argparse.Namespace, Config]:
@@ -139,16 +142,28 @@ def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m async_flowrl.plan --memory", description="What a configuration needs, and whether it fits."
     )
-    parser.add_argument("--device", type=float, default=79.0, metavar="GIB", help="memory of a device (default 79)")
+    parser.add_argument("--device", type=float, default=80, metavar="GB", help="a card sold with so many (default 80)")
     given, config = configured(parser, arguments)
-    config, device = at_largest(config), round(given.device * GIB)
+    gib = round(given.device * GIB_OF_GB, 1)
+    config, device = at_largest(config), round(gib * GIB)
     chosen, cheapest = resolved(config, on_devices(config, device)), cheapest_layout(config, device)
     config = chosen.applied(config)
     plan = plan_memory(config)
     if given.json:
-        printed = as_json(plan, config, given.device)
+        printed = as_json(plan, config, gib)
         printed |= {"layout": asdict(chosen.layout), "cheapest_layout": asdict(cheapest.layout)}
         sys.stdout.write(json.dumps(printed, indent=2) + "\n")
     else:
         said = "".join(f"{sentence}\n" for sentence in chosen.reasons or recommended(config, cheapest, chosen))
-        sys.stdout.write(describe(plan, config, given.device) + said)
+        sys.stdout.write(describe(plan, config, gib) + said + typed(given, config, gib))
+
+
+def typed(given: argparse.Namespace, config: Config, gib: float) -> str:
+    """Returns the command to type: for the configuration if it fits, else for one that fits as many cards."""
+    if all(each.footprint.total <= each.available(round(gib * GIB)) for each in processes(config)):
+        return f"type  async-flowrl train --config-name {given.config_name} {shlex.join(given.overrides)}\n"
+    cards = max(1, round(gpus_taken(config)))
+    found = answer(given.overrides, Hardware(f"{cards}x{given.device:g}", gib, cards))
+    if found.fits:
+        return f"type  {typed_words(found)}\n"
+    return f"no setting makes it fit {found.hardware}; others: async-flowrl plan --fit EXPERIMENT --cards 2x80,8x80\n"

@@ -54,8 +54,8 @@ def converter(form: str, family: str) -> Convert:
     if family not in FORMS[form]:
         known = ", ".join(sorted(FORMS[form]))
         raise ValueError(
-            f"--format {form} is not there for {family}: diffusers converts its names back for {known} only, so what "
-            "was written could not be checked"
+            f"--format {form} is there for {known}, whose files diffusers reads back to check them; this LoRA is of "
+            f"{family}"
         )
     return FORMS[form][family]
 

@@ -13,7 +13,8 @@ PANELS: Mapping[str, Mapping[str, tuple[str, str, Mapping[str, str]]]] = {
         "evaluated": (
             "Score of evaluations",
             "Mean over the evaluated prompts, the same initial noises each time; the band is the 95 % interval, its "
-            "errors clustered by prompt; one that leaves the chart is wider than it. The number to compare runs by.",
+            "errors clustered by prompt. The chart ends where a band is much wider than the curves. Compare runs by "
+            "it.",
             {"evaluation:trained:(.+)": r"\1"},
         ),
     },

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from async_flowrl.rewards.base import RewardError
-from async_flowrl.types import ByteArray, Failure, Prompt, Span
+from async_flowrl.types import ByteArray, Failure, Prompt, Requests, Span
 
 MAX_SCORE = 1e30
 """Largest magnitude of a score. Losses are computed in float32, whose largest number is about 3.4e38."""
@@ -139,6 +139,7 @@ class TermScores:
     extras: Mapping[str, tuple[Extra, ...]] = field(default_factory=dict)
     failure: Failure | None = None
     retries: int = 0
+    requests: Requests = field(default_factory=Requests)
 
 
 @dataclass
@@ -205,7 +206,9 @@ async def score_term(
     except RewardError as error:
         text = "".join(traceback.format_exception(error))
         failure = Failure(str(error), final=pointwise, traceback=text)
-    return TermScores(Span(f"score/{name}", start, time.time()), result.scores, result.extras, failure, calls.retries)
+    span = Span(f"score/{name}", start, time.time())
+    requests = reward.counted() if hasattr(reward, "counted") else Requests()
+    return TermScores(span, result.scores, result.extras, failure, calls.retries, requests)
 
 
 async def _pointwise(calls: _Calls, images: ByteArray, attempts: Attempts) -> Result:

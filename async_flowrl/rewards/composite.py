@@ -15,7 +15,7 @@ from async_flowrl.config.schema import RewardTerm
 from async_flowrl.rewards.base import PointwiseReward, Reward, RewardError
 from async_flowrl.rewards.call import Attempts, TermScores, check_size, score_term
 from async_flowrl.rewards.served import Addresses
-from async_flowrl.types import ByteArray, Prompt, Scores, Span
+from async_flowrl.types import ByteArray, Prompt, Requests, Scores, Span
 
 
 @dataclass(frozen=True)
@@ -91,6 +91,7 @@ class CompositeReward:
             extras={name: result.extras for name, result in results.items() if result.extras},
             failed={name: result.failure for name, result in results.items() if result.failure is not None},
             retries={name: result.retries for name, result in results.items() if result.retries},
+            requests={name: result.requests for name, result in results.items() if result.requests.sent},
         )
 
 
@@ -128,7 +129,7 @@ def combined(terms: Mapping[str, RewardTerm], parts: Sequence[Scores]) -> Scores
 
     Terms are ordered as in the configuration, so scores and totals are bit-identical to those of a single call. A term
     that failed in one part and was scored in another keeps its score. A term that failed in several parts keeps the
-    last failure. Retries are added up.
+    last failure. Retries and requests are added up.
     """
     if len(parts) == 1:
         return parts[0]
@@ -144,4 +145,9 @@ def combined(terms: Mapping[str, RewardTerm], parts: Sequence[Scores]) -> Scores
         extras={name: part.extras[name] for name in terms for part in parts if name in part.extras},
         failed={name: failed[name] for name in terms if name in failed},
         retries={name: retries[name] for name in terms if retries[name]},
+        requests={
+            name: sum((part.requests.get(name, Requests()) for part in parts), Requests())
+            for name in terms
+            if any(name in part.requests for part in parts)
+        },
     )

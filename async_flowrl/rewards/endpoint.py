@@ -12,7 +12,7 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -20,6 +20,7 @@ import httpx
 import tenacity
 
 from async_flowrl.rewards.http_contract import ContractError, shown
+from async_flowrl.types import Requests
 
 T = TypeVar("T")
 
@@ -74,11 +75,18 @@ class Endpoint:
         """`token_variable` is the environment variable with the token, None for none; `token_option` is its option."""
         self.urls, self._bounds, self._token = list(urls), bounds, ""
         self._option, self._variable = token_option, token_variable
+        self._requests = Requests()
         self._slots: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
 
     def connect(self, urls: Sequence[str], token: str | None) -> None:
         """Replaces the URLs and the token by those of servers that the run has started."""
         self.urls, self._token = list(urls), token or ""
+
+    def counted(self) -> Requests:
+        """Returns the requests since the last call of this method."""
+        counted, self._requests = self._requests, Requests()
+        token = self._token or os.environ.get(self._variable or "", "").strip()
+        return replace(counted, last=counted.last.replace(token, "***")) if token else counted
 
     async def post(self, body: bytes, content_type: str, first: int, read: Callable[[bytes], T]) -> T:
         """Sends `body` and returns what `read` makes of the reply.
@@ -105,19 +113,22 @@ class Endpoint:
             nonlocal said, url
             url = self.urls[(first + attempts.statistics["attempt_number"] - 1) % len(self.urls)]
             try:
-                return read(await _once(url, body, headers, self._bounds))
-            except ContractError as error:
-                raise ServerError(f"{url}: {error}") from error
-            except PassingError as error:
-                said = f"; the last attempt ended with: {error}"
-                raise
+                result = read(await _once(url, body, headers, self._bounds))
+            except (ContractError, ServerError) as error:
+                failure = error if isinstance(error, ServerError) else ServerError(f"{url}: {error}")
+                said = f"; the last attempt ended with: {failure}"
+                self._requests += Requests(1, 1, str(failure))
+                raise failure from error.__cause__
+            self._requests += Requests(1)
+            return result
 
         try:
             async with asyncio.timeout(self._bounds.deadline):
                 return await attempts(attempt)
         except TimeoutError:
-            seconds = f"{self._bounds.deadline:g}"
-            raise ServerError(f"{url} gave no score within the deadline of {seconds} s{said}") from None
+            failure = ServerError(f"{url} gave no score within the deadline of {self._bounds.deadline:g} s{said}")
+            self._requests += Requests(1, 1, str(failure))
+            raise failure from None
         except PassingError as error:
             raise ServerError(f"{error} (attempt {attempts.statistics['attempt_number']}, the last)") from error
 

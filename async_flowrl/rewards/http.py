@@ -28,7 +28,7 @@ from async_flowrl.rewards.http_contract import (
     read_reply,
     request_body,
 )
-from async_flowrl.types import ByteArray, Prompt
+from async_flowrl.types import ByteArray, Prompt, Requests
 
 GROUP, ONE_BY_ONE = "group", "one_by_one"
 PNG, MULTIPART = "png", "multipart"
@@ -79,6 +79,10 @@ class HTTP:
         if self.needs_target and not prompt.target:
             raise ValueError(f"needs_target=true, and prompt {prompt.text!r:.80} has none in double quotes or a column")
         prompt_fields(prompt)
+
+    def counted(self) -> Requests:
+        """Returns the requests to servers since the last call of this method."""
+        return self._endpoint.counted()
 
     def connect(self, urls: Sequence[str], token: str | None) -> None:
         """Replaces the URLs and the token by those of servers that the run has started."""

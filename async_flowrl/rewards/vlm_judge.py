@@ -25,7 +25,7 @@ from async_flowrl.config.messages import unknown_name
 from async_flowrl.rewards.endpoint import LIMITS, Bounds, Endpoint, ServerError, check_numbers, checked_urls
 from async_flowrl.rewards.http_contract import SHOWN_CHARACTERS, ContractError, dumps, encode_image, is_number, loads
 from async_flowrl.rewards.ocr import normalise, text_score
-from async_flowrl.types import ByteArray, Prompt
+from async_flowrl.types import ByteArray, Prompt, Requests
 
 logger = logging.getLogger(__name__)
 
@@ -262,6 +262,10 @@ class VLMJudge:
         if self._needs_target and not normalise(prompt.target or ""):
             what = "mode=transcribe" if self.mode == TRANSCRIBE else "{target} in prompt_template"
             raise ValueError(f"{what} needs a target, and prompt {prompt.text!r} has none in double quotes or a column")
+
+    def counted(self) -> Requests:
+        """Returns the requests to servers since the last call of this method."""
+        return self._endpoint.counted()
 
     def connect(self, urls: Sequence[str], token: str | None) -> None:
         """Replaces the URLs and the token by those of servers that the run has started; `/v1` is added to each URL."""

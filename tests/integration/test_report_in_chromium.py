@@ -97,6 +97,7 @@ def test_it_is_whole_and_fits(browser: Any, url: str, width: int, scheme: str) -
     assert opened.errors == []
     assert [each for each in opened.asked if not each.startswith("data:")] == [url]
     assert page.evaluate("document.documentElement.scrollWidth") == width
+    assert page.evaluate("(nav => nav.scrollWidth - nav.clientWidth)(document.querySelector('.top nav'))") <= 0
     assert page.evaluate("window.hacked") is None
     light = page.evaluate("getComputedStyle(document.body).backgroundColor.match(/[0-9]+/)[0] > 128")
     assert light == (scheme == "light")

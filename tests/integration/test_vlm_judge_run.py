@@ -74,6 +74,20 @@ def test_a_resume_is_bitwise_the_same_though_the_judge_has_changed_its_mind(
     assert neither.digest != whole.digest
 
 
+@pytest.mark.parametrize(("refused_of", "warned"), [(2, True), (30, False)])
+def test_a_judge_that_often_fails_is_named_though_every_call_succeeds_in_the_end(
+    server: ScriptedJudge, tmp_path: Path, capfd: pytest.CaptureFixture[str], refused_of: int, warned: bool
+) -> None:
+    def failing(request: Request) -> bytes:
+        return http("busy", "503 Service Unavailable") if len(server.requests) % refused_of == 0 else honest(request)
+
+    server.behaviour = failing
+    run = train(tmp_path, "sync", *judged(server, retries=20), "total_steps=2")
+    sentences = [sentence for sentence in run.summary["warnings"] if server.url in sentence]
+    assert len(sentences) == warned and (not warned or "503" in sentences[0])
+    assert (server.url in capfd.readouterr().err) == warned
+
+
 def resumed(killed: Path, folder: Path, overrides: list[str], *, without: list[str]) -> Run:
     """A copy of the killed run, without some of its files, run to its end."""
     shutil.copytree(killed, folder, ignore=shutil.ignore_patterns(*without))

@@ -184,6 +184,8 @@ def test_the_result_is_a_sentence_with_its_error() -> None:
     assert not sentence.endswith("no more than noise.")
     (noise,) = result_sentences([before, evaluation(60, [0.2, 0.1, 0.35, 0.2])], "training")
     assert "4 training prompts" in noise and noise.endswith("no more than noise.")
+    (same,) = result_sentences([before, evaluation(60, [0.1, 0.2, 0.3, 0.2])], "training")
+    assert same.endswith(": no change.")
     assert result_sentences([before], "held_out") == [] == result_sentences([], "held_out")
     _, term = result_sentences(
         [evaluation(version, [version, 1.0 + version], "held_out", "sharp") for version in (0, 3)], "held_out"

@@ -1,6 +1,7 @@
 """Tests of `python -m async_flowrl.plan --fit`: the recipes that fit a machine, and the pool sizes that it tries."""
 
 import json
+import shlex
 from collections.abc import Sequence
 
 import pytest
@@ -32,7 +33,7 @@ def plain(experiment: str, *overrides: str) -> Config:
 
 
 def answer(experiment: str, kind: Hardware, overrides: Sequence[str] = ()) -> Answer:
-    return fit.answer(experiment, kind, overrides)
+    return fit.answer(words_of(experiment, *overrides), kind)
 
 
 @pytest.fixture(autouse=True)
@@ -49,27 +50,38 @@ def sized(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_table_gives_the_first_command_that_fits_or_what_is_missing() -> None:
-    found = {kind.name: answer("sd35_ocr", kind) for kind in fit.HARDWARE}
-    assert found["4 x 80 GB"].words == ("--config-name one_step_off", "experiment=sd35_ocr")
-    assert found["2 x 24 GB"].fits and found["2 x 24 GB"].words[-1] == "trainer.micro_batch_size=1"
-    assert not found["1 x 24 GB"].fits and found["1 x 24 GB"].missing > 5
-    assert "placement=shared" in found["1 x 80 GB"].words
+    found = {kind.name: answer("sd35_ocr", kind) for kind in map(Hardware.of, fit.HARDWARE)}
+    assert found["4x80"].words == ("--config-name one_step_off", "experiment=sd35_ocr")
+    assert found["2x24"].fits and found["2x24"].words[-1] == "trainer.micro_batch_size=1"
+    assert not found["1x24"].fits and found["1x24"].missing > 5
+    assert "placement=shared" in found["1x80"].words
     page = fit.markdown(list(found.values()))
-    assert "| `sd35_ocr` | 1 x 24 GB | **no** |" in page and "`async-flowrl train --config-name one_step_off" in page
+    assert "| `sd35_ocr` | 1x24 | **no**: " in page and "\nasync-flowrl train --config-name one_step_off" in page
+
+
+@pytest.mark.parametrize(("name", "gib", "devices"), [("4x24", 23.7, 4), ("2x8x80", 79, 16), ("1X141", 139.2, 1)])
+def test_cards_are_named_as_they_are_sold(name: str, gib: float, devices: int) -> None:
+    assert (Hardware.of(name).gib, Hardware.of(name).devices) == (gib, devices)
+
+
+@pytest.mark.parametrize("name", ["24", "4x", "0x24", "4xA100", "1x2x3x4"])
+def test_other_names_of_cards_are_refused(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert planner.main(["--fit", "--cards", name]) == 2
+    assert repr(name) in capsys.readouterr().err
 
 
 def test_what_is_missing_is_missing_of_a_share_of_a_device() -> None:
     """Each kind of process has its own share, and the one that lacks most is named."""
     clip = "+reward.terms.clip={name: clip_score, options: {batch_size: 400}}"  # 1.6 GiB of weights, 6.5 of activations
     words = ["experiment=sd35_ocr", "trainer.micro_batch_size=1", clip]
-    kind, rollout = Hardware("1 x 24 GB", 24, 1), Footprint({"all": 16 * GIB}).total / GIB
+    kind, rollout = Hardware("1x24", 24, 1), Footprint({"all": 16 * GIB}).total / GIB
 
     def lacks(rollout_share: float, reward_share: float) -> tuple[float, str]:
         shares = [f"rollout.gpus_per_worker={rollout_share}", f"reward.gpus_per_worker={reward_share}"]
         config = compose_config("one_step_off", [*words, *shares])
         found = fit.judged("sd35_ocr", kind, words, config)
         assert found.fits == (found.missing <= 0)
-        assert found.fits or f"{found.missing:.1f} GiB are missing: {found.lacking} |" in fit.markdown([found])
+        assert found.fits or f"{found.missing:.1f} GiB are missing, {found.lacking} |" in fit.markdown([found])
         return found.missing, found.lacking
 
     seat = reward_seats(compose_config("one_step_off", [*words, "reward.gpus_per_worker=0.1"]))[0].footprint.total / GIB
@@ -79,12 +91,12 @@ def test_what_is_missing_is_missing_of_a_share_of_a_device() -> None:
 
 
 def test_servers_of_a_judge_have_devices_of_their_own_in_the_table() -> None:
-    found = [answer("qwen_image_ocr_vlm", kind) for kind in fit.HARDWARE]
+    found = [answer("qwen_image_ocr_vlm", kind) for kind in map(Hardware.of, fit.HARDWARE)]
     words = {one.hardware: one.words for one in found}
-    assert words["2 x 80 GB"] == ()
-    for kind in ("4 x 80 GB", "8 x 80 GB"):
+    assert words["2x80"] == ()
+    for kind in ("4x80", "8x80"):
         assert gpus_taken(compose_config("one_step_off", words[kind][1:])) <= int(kind[0])
-    assert "| `qwen_image_ocr_vlm` | 2 x 80 GB | **no** | – | – | it takes more devices |" in fit.markdown(found)
+    assert "| `qwen_image_ocr_vlm` | 2x80 | **no**: it takes more cards | – | – |" in fit.markdown(found)
 
 
 def test_one_device_is_shared_with_the_rewards_seat() -> None:
@@ -111,19 +123,21 @@ def pools(words: Sequence[str]) -> dict[str, int]:
 
 
 def test_a_held_out_pool_has_its_seats_before_the_others_share_what_is_left() -> None:
-    found = {kind.name: answer("sd35_ocr", kind, [PICK]) for kind in fit.HARDWARE}
-    assert pools(found["8 x 80 GB"].words) == {"trainer": 3, "rollout": 3, "held_out/pick": 2}
-    assert pools(found["4 x 80 GB"].words) == {"trainer": 1, "rollout": 1, "held_out/pick": 2}
+    found = {kind.name: answer("sd35_ocr", kind, [PICK]) for kind in map(Hardware.of, fit.HARDWARE)}
+    assert pools(found["8x80"].words) == {"trainer": 3, "rollout": 3, "held_out/pick": 2}
+    assert pools(found["4x80"].words) == {"trainer": 1, "rollout": 1, "held_out/pick": 2}
     # Three devices would be one too few for both of its workers, and two are too few for two pools beside one.
-    three = answer("sd35_ocr", Hardware("3 x 80 GB", 79, 3), [PICK])
+    three = answer("sd35_ocr", Hardware.of("3x80"), [PICK])
     assert pools(three.words) == {"trainer": 1, "rollout": 1, "held_out/pick": 1}
     assert "evaluate.reward.terms.pick.workers=1" in three.words
-    assert pools(found["2 x 80 GB"].words) == {"shared": 1, "held_out/pick": 1}
-    assert not found["1 x 80 GB"].words
-    page = fit.markdown([found["8 x 80 GB"], found["1 x 80 GB"]])
-    assert "reward.num_workers=3` (held_out/pick 2) |" in page and "it takes more devices" in page
-    assert f"train --config-name one_step_off experiment=sd35_ocr '{PICK}' rollout" in page, "a shell can read it"
-    assert answer("sd35_ocr", Hardware("3 x 80 GB", 79, 3)).seats == ""
+    assert pools(found["2x80"].words) == {"shared": 1, "held_out/pick": 1}
+    assert not found["1x80"].words
+    page = fit.markdown([found["8x80"], found["1x80"]])
+    assert "`sd35_ocr` on 8x80, with held_out/pick 2:" in page and "it takes more cards" in page
+    typed = page.partition("```bash\n")[2].partition("```")[0]
+    assert shlex.split(typed.replace("\\\n", ""))[4:6] == ["experiment=sd35_ocr", PICK], "a shell can read it"
+    assert max(map(len, typed.splitlines())) < 90 and "runtime.address=auto" in found["2x8x80"].words
+    assert answer("sd35_ocr", Hardware.of("3x80")).seats == ""
 
 
 def test_workers_that_a_term_takes_from_the_shared_pool_do_not_grow_with_the_devices() -> None:
@@ -131,7 +145,7 @@ def test_workers_that_a_term_takes_from_the_shared_pool_do_not_grow_with_the_dev
     term = "+evaluate.reward.terms={pick: {name: pickscore, gpus_per_worker: 0.5}}"
     own = "+reward.terms.judge={name: pickscore, gpus_per_worker: 1, workers: 1}"
     overrides = ["reward.num_workers=2", term, own]
-    many = answer("sd35_ocr", Hardware("2 nodes x 8 x 80 GB", 79, 16), overrides)
+    many = answer("sd35_ocr", Hardware.of("2x8x80"), overrides)
     assert pools(many.words) == {"trainer": 7, "rollout": 7, "reward/judge": 1, "held_out/pick": 2}
     assert many.seats == "reward/judge 1, held_out/pick 2 x 0.5"
 
@@ -161,20 +175,20 @@ def test_one_card_has_one_base_and_several_cards_one_pool_after_the_splits(monke
     for module in (fit, devices):
         for side in ("planned_trainer", "planned_rollout"):
             monkeypatch.setattr(module, side, lambda config, **_: Footprint({"base weights": 50 * GIB}))
-    one = answer("sd35_ocr", Hardware("1 x 80 GB", 79, 1))
+    one = answer("sd35_ocr", Hardware.of("1x80"))
     assert one.fits and placement(one.words) == "shared"
     tried = list(layouts(words_of("sd35_ocr"), plain("sd35_ocr"), 4, {}))
     assert [placement(words) for words in tried] == ["separate"] * (len(tried) - 1) + ["shared"]
     assert pools(tried[-1]) == {"shared": 4}
-    small = answer("sd35_ocr", Hardware("1 x 24 GB", 24, 1))
+    small = answer("sd35_ocr", Hardware.of("1x24"))
     assert not small.fits and small.lacking == "process that samples and trains"
 
 
 def test_a_recipe_of_one_pool_takes_all_devices() -> None:
     """Each of its processes is a trainer rank and a rollout worker: as a split, they would be half as many."""
-    found = {kind.name: answer("qwen_image_8x80gb_shared", kind) for kind in fit.HARDWARE[2:]}
-    assert found["8 x 80 GB"].words == ("--config-name one_step_off", "experiment=qwen_image_8x80gb_shared")
-    assert [pools(found[name].words) for name in ("1 x 80 GB", "2 x 80 GB", "4 x 80 GB", "2 nodes x 8 x 80 GB")] == [
+    found = {kind.name: answer("qwen_image_8x80gb_shared", kind) for kind in map(Hardware.of, fit.HARDWARE[2:])}
+    assert found["8x80"].words == ("--config-name one_step_off", "experiment=qwen_image_8x80gb_shared")
+    assert [pools(found[name].words) for name in ("1x80", "2x80", "4x80", "2x8x80")] == [
         {"shared": count} for count in (1, 2, 4, 16)
     ]
 
@@ -204,7 +218,6 @@ def test_a_recipe_that_cannot_be_read_is_refused(
 def test_the_command_takes_overrides_of_all_recipes(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fit, "HARDWARE", (Hardware("4 x 80 GB", 79, 4),))
-    assert planner.main(["--fit", "--json", "sd35_ocr", PICK]) == 0
+    assert planner.main(["--fit", "--json", "--cards", "4x80", "sd35_ocr", PICK]) == 0
     (row,) = json.loads(capsys.readouterr().out)
     assert row["seats"] == "held_out/pick 2" and PICK in row["words"]

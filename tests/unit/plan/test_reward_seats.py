@@ -117,7 +117,7 @@ def test_a_seat_that_is_too_small_is_refused_before_models_are_loaded() -> None:
 
 def test_the_memory_plan_shows_known_and_unknown_rewards(capsys: pytest.CaptureFixture[str]) -> None:
     terms = f"{{a: {{name: '{__name__}:Judge', options: {{gib: 3.0}}}}, b: {{name: sharpness}}}}"
-    words = ["model.dtype=float32", "reward.gpus_per_worker=0.1", f"reward.terms={terms}", "--device", "79"]
+    words = ["model.dtype=float32", "reward.gpus_per_worker=0.1", f"reward.terms={terms}", "--device", "80"]
     assert planner.main(["--memory", *words]) == 0
     said = capsys.readouterr().out
     assert "reward models: a" in said and "3.00" in said
@@ -126,7 +126,7 @@ def test_the_memory_plan_shows_known_and_unknown_rewards(capsys: pytest.CaptureF
     assert "the run takes 3 devices: trainer 1, rollout 1, reward 1 x 0.1" in said
     assert planner.main(["--memory", *words[:-2], "--device", "24"]) == 0
     said = capsys.readouterr().out
-    assert "reward does not fit 0.1 of 24 GiB, " in said and "it would fit with reward.gpus_per_worker=0.2" in said
+    assert "reward does not fit 0.1 of 23.7 GiB, " in said and "it would fit with reward.gpus_per_worker=0.2" in said
     assert planner.main(["--memory", *words[:-2], "--device", "2"]) == 0
     said = capsys.readouterr().out
     assert "reward does not fit 0.1 of 2 GiB, " in said
