@@ -164,7 +164,7 @@ def test_without_a_judged_run_the_page_says_so_and_shows_no_picture(tmp_path: Pa
     show(load_league(tmp_path, list(UPDATES), RATES), picture, to)
     said = to.read_text(encoding="utf-8")
     assert NOTHING not in said and f"]({PICTURE})" in said and picture.is_file()
-    assert "**The league is not finished.** Not yet judged with 3 seeds: `glyphs`, `glyphs_flow_grpo`, `diff" in said
+    assert "**The league is not finished.** Not yet judged with 3 seeds: `diffusion_nft_half`, `flow_grpo_b" in said
     whole = load_league(tmp_path, ["flow_grpo"], RATES)
     assert len(SEEDS) == SEEDS_EACH and "not finished" not in page(whole, PICTURE)
 
