@@ -97,5 +97,5 @@ def toy_values(config: Config) -> str | None:
         given.append(f"trainer.learning_rate={trainer.learning_rate:g}")
     if algorithm.clip_unit == "mean" and algorithm.clip_range > WIDEST_CLIP:
         given.append(f"algorithm.clip_range={algorithm.clip_range:g}")
-    said = f"{' and '.join(given)}: what suits tiny models alone, and model.path={config.model.path} is a real one"
+    said = f"{', '.join(given)}: what suits tiny models alone, and model.path={config.model.path} is a real one"
     return said if given else None

@@ -84,6 +84,16 @@ def test_what_is_given_wins(words: list[str], expected: list[float], monkeypatch
     assert defaults(config) == pytest.approx(expected) and config.lora.alpha == 2 * config.lora.rank
 
 
+def test_the_family_of_a_hub_model_is_read_from_its_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    repository = tmp_path / "models--somebody--finetune"
+    folder(repository / "snapshots" / "abc", "FluxPipeline")
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("abc")
+    assert compose_config("one_step_off", ["model.path=somebody/finetune"]).rollout.guidance_scale == 3.5
+
+
 def test_a_folder_with_few_weights_is_a_toy(tmp_path: Path) -> None:
     config = compose_config("one_step_off", [folder(tmp_path, "StableDiffusion3Pipeline", megabytes=4)])
     assert defaults(config) == TOY and config.trainer.timesteps_per_forward is None  # experiment=two_prompts
