@@ -1,14 +1,39 @@
-"""Single files of Hugging Face hub models, and whether the hub answers."""
+"""Files of Hugging Face hub models: downloads of those that a process needs, into the hub's cache on this machine."""
 
+import json
 import socket
 import urllib.request
+from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from huggingface_hub import constants, hf_hub_download
+from huggingface_hub import constants, hf_hub_download, snapshot_download
 
 CONNECT_SECONDS = 5.0
 """Time-out of the check whether the hub answers."""
+_NEVER = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.msgpack", "*.h5", "*.onnx", "*.pb", "*.gguf", "*.py")
+"""Files that are never downloaded: weights in other formats than safetensors, and code."""
+_VARIANTS = tuple(f"*/{name}.*.safetensors" for name in ("diffusion_pytorch_model", "model", "pytorch_model"))
+"""Second copies of weights in another precision, e.g. model.fp16.safetensors; not downloaded either."""
+
+
+def download(path: str, revision: str, parts: str) -> Path:
+    """Downloads the missing files that `parts` needs (see `load_policy`) and returns the model's folder.
+
+    `path` is a hub name and `revision` a commit. Errors of huggingface_hub are passed on.
+    """
+    index = json.loads(Path(hf_hub_download(path, "model_index.json", revision=revision)).read_text())
+    allowed = patterns(components(index), parts)
+    ignored = [*_NEVER, *_VARIANTS]
+    return Path(snapshot_download(path, revision=revision, allow_patterns=allowed, ignore_patterns=ignored))
+
+
+def folder_here(path: str, revision: str) -> Path:
+    """Returns the folder of a hub model that `download` has brought to this machine; the hub is not asked.
+
+    Raises huggingface_hub's LocalEntryNotFoundError if it is not there.
+    """
+    return Path(hf_hub_download(path, "model_index.json", revision=revision, local_files_only=True)).parent
 
 
 def hub_file(path: str, name: str, revision: str | None) -> Path:
@@ -36,3 +61,15 @@ def hub_answers() -> bool:
     except OSError:
         return False
     return True
+
+
+def components(index: dict[str, object]) -> list[str]:
+    """Returns the folders that the content of model_index.json names: scheduler, tokenizer, transformer, ..."""
+    return [name for name, entry in index.items() if isinstance(entry, list) and entry and entry[0] is not None]
+
+
+def patterns(folders: Sequence[str], parts: str) -> list[str]:
+    """Returns glob patterns of the files that are needed for `parts`, one of registry.PARTS."""
+    structure = ["model_index.json", "scheduler/*", *(f"{folder}/*.json" for folder in folders)]
+    whole = {"structure": (), "transformer": ("transformer",)}.get(parts, folders)
+    return [*structure, *(f"{folder}/*" for folder in whole)]

@@ -15,13 +15,12 @@ from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, LocalEntr
 from safetensors import SafetensorError, safe_open
 
 from async_flowrl.config.check import check_fields
-from async_flowrl.config.hub import hub_answers, hub_file
+from async_flowrl.config.hub import download, hub_answers, hub_file
 from async_flowrl.config.messages import first_line, in_one_line, unknown_name
 from async_flowrl.config.model_path import PIPELINES, TINY, local_index, not_found
 from async_flowrl.config.own_code import import_named
 from async_flowrl.config.schema import ModelConfig
 from async_flowrl.policies.base import Policy, PolicyFamily, Shapes
-from async_flowrl.policies.download import download
 from async_flowrl.policies.kernels import use_attention
 from async_flowrl.policies.stored import FILE, FOLDER
 from async_flowrl.types import Prompt, Resolution
