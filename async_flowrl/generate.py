@@ -21,6 +21,7 @@ from PIL import Image
 
 from async_flowrl.config.check import guidance_refusal
 from async_flowrl.config.compose import read_config
+from async_flowrl.config.model_defaults import is_toy
 from async_flowrl.config.resolution import asked_resolution, configured, height_width
 from async_flowrl.config.schema import Config, DataConfig, ModelConfig
 from async_flowrl.config.settings import MAX_SEED
@@ -79,14 +80,12 @@ def run_of(trained: Path) -> Path | None:
 
 def usual(model: str) -> Config:
     """Configuration for a model outside a run, without prompts: its family's usual guidance, 512 × 512 pixels, 28 steps
-    (`tiny`: 32 × 32, 6)."""
+    (tiny models: 32 × 32, 6)."""
     config = Config(model=ModelConfig(path=model), data=DataConfig(train=""))
-    size, steps, guidance = 32, 6, (1.0, 0.0)
-    if model != "tiny":
-        size, steps, guidance = 512, 28, load_family(resolve_model(config.model).family).usual_guidance
     how = config.rollout
-    how.resolution, how.num_inference_steps, how.negative_prompt = size, steps, " "
-    how.true_cfg_scale, how.guidance_scale = guidance
+    if not is_toy(config.model):
+        how.num_inference_steps = 28
+        how.true_cfg_scale, how.guidance_scale = load_family(resolve_model(config.model).family).usual_guidance
     return config
 
 

@@ -28,9 +28,9 @@ from async_flowrl.config.compose import (
     check_words,
     composed,
     explain,
+    for_hydra,
     is_hydras,
     typed,
-    with_replaced_terms,
     without_hydra,
 )
 from async_flowrl.config.paths import config_dir
@@ -152,7 +152,7 @@ def through_hydra(arguments: Sequence[str], given: argparse.Namespace, workers: 
 
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises its errors, and `explain` can turn them into a sentence
     flags = [argument for argument in arguments if argument not in given.overrides]
-    sys.argv[1:] = [*flags, *with_replaced_terms(given.config_name, given.overrides, given.config_dir)]
+    sys.argv[1:] = [*flags, *for_hydra(given.config_name, given.overrides, given.config_dir)]
     entry: Any = hydra.main(version_base=VERSION_BASE, config_path=str(config_dir()), config_name=DEFAULT)(job)
     try:
         entry()

@@ -34,8 +34,9 @@ HEAD = """# Which settings are there?
 {groups}
 
 An experiment is a set of values for everything a recipe needs, applied after the groups: it wins over them, and keys
-given on the command line win over it. The modes start with `experiment=two_prompts`; `~experiment`
-leaves it out, so that only groups and keys count.
+given on the command line win over it. The modes start with `experiment=two_prompts`, except with a real model;
+`~experiment` leaves it out, so that only groups and keys count. Defaults that depend on the model are null in the
+tables: `configs/family/` has them, and a run's `config.yaml` the values that they became.
 
 In the tables, *default* is the schema's, *values* are those that are accepted (what other fields ask comes on top), and
 *changes* says what another value does to a run:

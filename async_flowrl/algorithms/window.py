@@ -87,9 +87,10 @@ def _subset(steps: Sequence[int], size: int, source: int) -> tuple[int, ...]:
 
 
 def step_range(config: AlgorithmConfig, num_inference_steps: int) -> tuple[int, int]:
-    """Returns the half-open range of steps that may add noise; the default leaves out the last one, whose noise would
-    stay in the image."""
-    return config.sde_window_range or (0, num_inference_steps - 1)
+    """Returns the half-open range of steps that may add noise; it leaves out the last one, whose noise would stay in
+    the image."""
+    low, high = config.sde_window_range or (0, num_inference_steps - 1)
+    return low, min(high, num_inference_steps - 1)
 
 
 def possible_steps(config: AlgorithmConfig, num_inference_steps: int) -> list[int]:
@@ -113,7 +114,8 @@ def trained_steps(config: AlgorithmConfig, num_inference_steps: int) -> int:
 
 def level_range(config: AlgorithmConfig, num_inference_steps: int) -> tuple[int, int]:
     """Returns the half-open range of noise levels, by index, at which final images may be trained."""
-    return config.timestep_range or (0, num_inference_steps)
+    low, high = config.timestep_range or (0, num_inference_steps)
+    return low, min(high, num_inference_steps)
 
 
 def rows_per_image(config: AlgorithmConfig, num_inference_steps: int) -> int:
@@ -131,21 +133,21 @@ def check_levels(config: AlgorithmConfig, num_inference_steps: int) -> None:
             f"algorithm.timestep_range chooses the noise levels of final images, and {config.name} trains on recorded "
             "steps: set algorithm.timestep_range=null and algorithm.sde_window_range instead"
         )
-    low, high = config.timestep_range
-    if not 0 <= low < high <= num_inference_steps:
+    low, high = level_range(config, num_inference_steps)
+    if not 0 <= low < high:
         raise ValueError(
-            f"algorithm.timestep_range must lie in (0, {num_inference_steps}), the noise levels of "
-            f"rollout.num_inference_steps={num_inference_steps}, got ({low}, {high})"
+            f"algorithm.timestep_range must have some of (0, {num_inference_steps}), the noise levels of "
+            f"rollout.num_inference_steps={num_inference_steps}, got {tuple(config.timestep_range)}"
         )
 
 
 def check_window(config: AlgorithmConfig, num_inference_steps: int) -> None:
     """Raises ValueError if the window's settings do not suit `num_inference_steps` denoising steps."""
     low, high = step_range(config, num_inference_steps)
-    if not 0 <= low < high <= num_inference_steps - 1:
+    if not 0 <= low < high:
         raise ValueError(
-            f"algorithm.sde_window_range must lie in (0, {num_inference_steps - 1}), the steps before the last one, "
-            f"got ({low}, {high})"
+            f"algorithm.sde_window_range must have some of (0, {num_inference_steps - 1}), the steps before the last "
+            f"one, got {tuple(config.sde_window_range or (low, high))}"
         )
     if config.window in ("random", "sliding"):
         _check_size(config, high - low)

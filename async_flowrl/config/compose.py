@@ -23,6 +23,7 @@ from omegaconf.errors import ConfigKeyError, OmegaConfBaseException, ValidationE
 
 from async_flowrl.config.check import ConfigError, removed, section_or_null, unknown_keys
 from async_flowrl.config.messages import first_line, unknown_name
+from async_flowrl.config.model_defaults import is_toy
 from async_flowrl.config.paths import config_dir
 from async_flowrl.config.resolution import normalised
 from async_flowrl.config.schema import Config, RewardTerm
@@ -31,6 +32,8 @@ logger = logging.getLogger(__name__)
 
 DEFAULT = "one_step_off"
 """Name of the configuration that is used if none is named."""
+EXPERIMENT = "two_prompts"
+"""Name of the experiment with which the modes start, if the model is a tiny one."""
 VERSION_BASE = "1.3"
 """Version of Hydra whose defaults apply."""
 WORDS: dict[Any, str] = {
@@ -64,7 +67,25 @@ def compose_config(name: str = DEFAULT, overrides: Sequence[str] = (), folder: P
 def composed(name: str, overrides: Sequence[str], folder: Path | None = None) -> DictConfig:
     """Returns what Hydra composes from a command line, with Hydra's own settings under `hydra`. Raises ConfigError."""
     check_words(name, overrides, folder)
-    return _composed(name.removesuffix(".yaml"), with_replaced_terms(name, overrides, folder), folder)
+    written = with_replaced_terms(name, overrides, folder)
+    values = _composed(name.removesuffix(".yaml"), written, folder)
+    if left_out := _left_out(values, written):
+        values = _composed(name.removesuffix(".yaml"), [*written, *left_out], folder)
+    return values
+
+
+def for_hydra(name: str, overrides: Sequence[str], folder: Path | None = None) -> list[str]:
+    """Returns the overrides with which Hydra itself composes what `composed` does, for a sweep too."""
+    written = with_replaced_terms(name, overrides, folder)
+    plain = [each for each in written if not parse(each).is_sweep_override()]
+    return [*written, *_left_out(_composed(name.removesuffix(".yaml"), plain, folder), written)]
+
+
+def _left_out(values: DictConfig, written: Sequence[str]) -> list[str]:
+    """Returns the deletion of the modes' own experiment, which is for tiny models, from a composition with another."""
+    given = any(parse(each).key_or_group == "experiment" for each in written)
+    own = values.hydra.runtime.choices.get("experiment") == EXPERIMENT
+    return [] if given or not own or is_toy(values.model) else ["~experiment"]
 
 
 def with_replaced_terms(name: str, overrides: Sequence[str], folder: Path | None = None) -> list[str]:

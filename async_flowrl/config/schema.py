@@ -5,10 +5,15 @@ does. docs/write_configuration.py copies all of it to docs/configuration.md.
 """
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from async_flowrl.config.settings import FREE, MAX_SEED, NOTHING, ROUNDING, setting
 
+if TYPE_CHECKING:  # null where it is not given, and a number in every Config (config/model_defaults.py)
+    DefaultInt: TypeAlias = int
+    DefaultFloat: TypeAlias = float
+else:
+    DefaultInt, DefaultFloat = int | None, float | None
 LORA, FULL = "lora", "full"
 """The values of `tune`."""
 SHARED = "shared"
@@ -20,10 +25,11 @@ class LoraConfig:
     """The LoRA that tune=lora trains; the base model is frozen. With tune=full these settings have no effect, and path
     must be null."""
 
-    rank: int = setting(8, at_least=1)
-    """Inner dimension of the LoRA's two matrices; a larger one can express more, and more bytes are sent."""
-    alpha: float = setting(16.0, above=0)
-    """Scale of the LoRA: the product of its matrices is multiplied by alpha / rank."""
+    rank: DefaultInt = setting(None, at_least=1)
+    """Inner dimension of the LoRA's two matrices; a larger one can express more, and more bytes are kept and sent
+    (docs/planning.md). null = the model family's."""
+    alpha: DefaultFloat = setting(None, above=0)
+    """Scale of the LoRA: the product of its matrices is multiplied by alpha / rank. null = twice the rank."""
     targets: list[str] | None = None
     """Ends of the names of the layers that get a LoRA, e.g. [attn.to_q]; null takes the family's default list."""
     path: str | None = None
@@ -125,18 +131,21 @@ class RolloutConfig:
     environment: dict[str, str] = field(default_factory=dict, metadata=FREE)
     """Environment variables of the pool's processes, e.g. {NCCL_SOCKET_IFNAME: eth0}; on the command line
     `+rollout.environment={…}`."""
-    resolution: Any = 32
+    resolution: Any = None
     """Pixels of an image: an integer for both sides of a square, or [height, width]. Sides must be multiples of a
-    number that depends on the model; a prompt may have a size of its own (docs/do/sizes.md)."""
+    number that depends on the model; a prompt may have a size of its own (docs/do/sizes.md). null = the model
+    family's."""
     resolutions: list[Any] = field(default_factory=list)
     """Several sizes, each as in resolution, e.g. [512,[448,576],[576,448]]: every group of images draws one from the
     seed, and an evaluation prompt always has the same one. [] = all images have rollout.resolution."""
-    num_inference_steps: int = setting(6, at_least=2)
-    """Denoising steps of an image that is trained on."""
-    true_cfg_scale: float = setting(1.0, at_least=0)
-    """Scale of classifier-free guidance with a negative prompt, above 1, which doubles the cost; 1 or 0 = off."""
-    guidance_scale: float = setting(0.0, at_least=0)
-    """Guidance scale that distilled models (FLUX) take as a network input; 0 for models without this input."""
+    num_inference_steps: DefaultInt = setting(None, at_least=2)
+    """Denoising steps of an image that is trained on. null = the model family's."""
+    true_cfg_scale: DefaultFloat = setting(None, at_least=0)
+    """Scale of classifier-free guidance with a negative prompt, above 1, which doubles the cost; 1 or 0 = off. null =
+    the model family's."""
+    guidance_scale: DefaultFloat = setting(None, at_least=0)
+    """Guidance scale that distilled models (FLUX) take as a network input; 0 for models without this input. null = the
+    model family's."""
     negative_prompt: str = " "
     """Negative prompt of classifier-free guidance, for prompts that have none of their own."""
 
@@ -179,7 +188,8 @@ class AlgorithmConfig:
     sde_window_size: int | None = setting(None, at_least=1)
     """Denoising steps in the window. random and sliding need it; with list, null means all of window_list."""
     sde_window_range: tuple[int, int] | None = setting(None, pair=True)
-    """Half-open range of denoising steps, by index, that may get noise; null = (0, num_inference_steps - 1)."""
+    """Half-open range of denoising steps, by index, that may get noise; null = all but the last one, which never gets
+    any, so that a range ends before it where there are fewer steps."""
     window_per: str = setting("group", choices=("group", "step"))
     """group: each group draws its own window. step: all groups of a training step share one."""
     window_interval: int = setting(25, at_least=1)
@@ -199,7 +209,7 @@ class AlgorithmConfig:
     trained, drawn at random; 1 = all."""
     timestep_range: tuple[int, int] | None = setting(None, pair=True)
     """For algorithms on final images: half-open range of noise levels, by index from the noisiest, at which images may
-    be trained; null = all levels. timestep_fraction is a share of this range."""
+    be trained; null = all levels, at which a range ends, too. timestep_fraction is a share of this range."""
     same_initial_noise: bool = False
     """true: all images of a group start from the same noise (DanceGRPO) and differ only by the noise of later steps."""
     clip_range: float = setting(1e-4, above=0)
@@ -405,15 +415,16 @@ class TrainerConfig:
     over the ranks of a node if workers_per_node is above 1, else full. The start and `plan --memory` say which."""
     shard_size: int | None = setting(None, at_least=1, changes=NOTHING)
     """Ranks that share one copy of the base with shard=hybrid, e.g. those of a node; must divide num_workers."""
-    micro_batch_size: int = setting(16, at_least=1, changes=ROUNDING)
+    micro_batch_size: DefaultInt = setting(None, at_least=1, changes=ROUNDING)
     """Images of a group per forward pass; must divide group_size (for dpo: at least 2). Ranks share groups in parts of
-    this size."""
+    this size. null = the largest that does, up to 16."""
     timesteps_per_forward: int | None = setting(1, at_least=1, changes=ROUNDING)
     """Trained denoising steps of an image per forward pass; must divide their number; null = all of them."""
     updates_per_batch: int = setting(1, at_least=1)
     """Optimizer steps per training step; must divide prompts_per_step, and be 1 with hand_over=stream."""
-    learning_rate: float = setting(3e-4, above=0)
-    """AdamW's learning rate, after the warm-up and before the schedule."""
+    learning_rate: DefaultFloat = setting(None, above=0)
+    """AdamW's learning rate, after the warm-up and before the schedule. null = the model family's for a LoRA, with
+    tune=full a hundredth of it."""
     betas: tuple[float, float] = setting((0.9, 0.999), at_least=0, below=1, pair=True)
     """AdamW's decay rates of the first and the second moment, per optimizer step."""
     eps: float = setting(1e-8, above=0)
@@ -690,6 +701,11 @@ class Config:
     deadlines: DeadlinesConfig = field(default_factory=DeadlinesConfig, metadata=FREE)
     limits: LimitsConfig = field(default_factory=LimitsConfig, metadata=FREE)
     runtime: RuntimeConfig = field(default_factory=RuntimeConfig, metadata=FREE)
+
+    def __post_init__(self) -> None:
+        from async_flowrl.config.model_defaults import fill_defaults
+
+        fill_defaults(self)
 
     @property
     def mode_name(self) -> str:

@@ -46,4 +46,4 @@ async def download_model(model: ResolvedModel | None, workers: Sequence[tuple[Wo
 
 async def _download(model: ResolvedModel, worker: Worker, parts: str, seconds: float) -> None:
     async with deadline(seconds, f"download: {model.path} to node {worker.node}, by {worker.name}"):
-        await worker.call("async_flowrl.policies.download:download", model.path, model.revision, parts)
+        await worker.call("async_flowrl.config.hub:download", model.path, model.revision, parts)

@@ -11,6 +11,7 @@ from typing import Any
 
 from async_flowrl.config.check import check
 from async_flowrl.config.compose import DEFAULT, compose_config
+from async_flowrl.config.model_defaults import toy_values
 from async_flowrl.config.resolution import in_pixels, parse_resolution
 from async_flowrl.config.schema import Config
 from async_flowrl.memory.devices import enough_gpus, processes, remedy, seat_for
@@ -154,7 +155,8 @@ def main(arguments: Sequence[str]) -> None:
         printed |= {"layout": asdict(chosen.layout), "cheapest_layout": asdict(cheapest.layout)}
         sys.stdout.write(json.dumps(printed, indent=2) + "\n")
     else:
-        said = "".join(f"{sentence}\n" for sentence in chosen.reasons or recommended(config, cheapest, chosen))
+        sentences = [*(chosen.reasons or recommended(config, cheapest, chosen)), *filter(None, [toy_values(config)])]
+        said = "".join(f"{sentence}\n" for sentence in sentences)
         sys.stdout.write(describe(plan, config, gib) + said + typed(given, config, gib))
 
 

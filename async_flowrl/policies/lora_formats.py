@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from async_flowrl.config.messages import first_line, unknown_name
+from async_flowrl.config.model_path import PIPELINES
 from async_flowrl.policies import lora_file
 from async_flowrl.policies.lora_file import PREFIX, LoraFile, modules_of
-from async_flowrl.policies.registry import PIPELINES
 
 Convert = Callable[[LoraFile], dict[str, Tensor]]
 """Function: LoRA → tensors with the names of a format."""

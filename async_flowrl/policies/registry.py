@@ -15,13 +15,13 @@ from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, LocalEntr
 from safetensors import SafetensorError, safe_open
 
 from async_flowrl.config.check import check_fields
+from async_flowrl.config.hub import download, hub_answers, hub_file
 from async_flowrl.config.messages import first_line, in_one_line, unknown_name
+from async_flowrl.config.model_path import PIPELINES, TINY, local_index, not_found
 from async_flowrl.config.own_code import import_named
 from async_flowrl.config.schema import ModelConfig
 from async_flowrl.policies.base import Policy, PolicyFamily, Shapes
-from async_flowrl.policies.download import download, hub_answers, hub_file
 from async_flowrl.policies.kernels import use_attention
-from async_flowrl.policies.model_path import TINY, local_index, not_found
 from async_flowrl.policies.stored import FILE, FOLDER
 from async_flowrl.types import Prompt, Resolution
 
@@ -33,14 +33,6 @@ FAMILIES = {
     "sana": "async_flowrl.policies.sana:SanaFamily",
 }
 """Name of a model family → `pkg.module:attr` of its class."""
-PIPELINES = {
-    "QwenImagePipeline": "qwen_image",
-    "StableDiffusion3Pipeline": "sd3",
-    "FluxPipeline": "flux",
-    "ZImagePipeline": "z_image",
-    "SanaPipeline": "sana",
-}
-"""Class name of a diffusers pipeline (`_class_name` of model_index.json) → family."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 PARTS = ("all", "offload", "cached", "text", "transformer", "structure")
 """Values of `parts` in `load_policy`."""

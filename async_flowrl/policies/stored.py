@@ -13,8 +13,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from async_flowrl.config.hub import download, folder_here, hub_file
 from async_flowrl.config.messages import first_line
-from async_flowrl.policies.download import download, folder_here, hub_file
 
 FOLDER = "transformer"
 """Folder of the transformer in a diffusers model."""

@@ -4,10 +4,10 @@ from pathlib import Path
 
 from async_flowrl.config.check import ConfigError, check
 from async_flowrl.config.curves import check_curves
+from async_flowrl.config.model_path import local_index
 from async_flowrl.config.paths import find_data
 from async_flowrl.config.schema import Config
 from async_flowrl.observability.run_directory import RunDirectory
-from async_flowrl.policies.model_path import local_index
 from async_flowrl.rewards.registry import check_rewards
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from async_flowrl.config.check import ConfigError
 from async_flowrl.config.pools import ROLLOUT, TRAINER, scoring_pools
-from async_flowrl.config.schema import SHARED, Config
+from async_flowrl.config.schema import LORA, SHARED, Config
 from async_flowrl.controller.admission import check_base, load_rollout
 from async_flowrl.controller.replicas import MAX_GROUPS_PER_CALL
 from async_flowrl.controller.shared import update_seconds
@@ -37,7 +37,8 @@ Negatives = dict[Wording, Conditioning]
 
 def describe_run(prepared: Prepared) -> str:
     """Returns the text that `dry_run` prints: mode, model, tickets, payload in MB, warnings, and a table of pools."""
-    config = prepared.config
+    config, rollout = prepared.config, prepared.config.rollout
+    trained = f"LoRA of rank {config.lora.rank}" if config.tune == LORA else "full weights"
     plan = shape(config)
     images = config.prompts_per_step * config.group_size
     terms = {pool.name: f" ({', '.join(pool.terms)})" for pool in scoring_pools(config)}
@@ -56,7 +57,9 @@ def describe_run(prepared: Prepared) -> str:
         f"{config.placement} pools",
         f"model {prepared.model.path} ({prepared.model.family}), algorithm {prepared.algorithm.name}",
         f"{config.total_steps} steps of {images} images: {plan.tickets_per_step} tickets of {config.images_per_ticket}",
-        f"images of {prepared.sizes_in_words}",
+        f"images of {prepared.sizes_in_words}, {rollout.num_inference_steps} denoising steps, guidance "
+        f"{rollout.guidance_scale or rollout.true_cfg_scale:g}; {trained}, "
+        f"learning rate {config.trainer.learning_rate:g}",
         f"at most {stored_bytes(prepared.at_largest, prepared.shapes) / 1e6:.1f} MB of payload in the object store",
         *(f"WARNING: {sentence}" for sentence in doubts_of(prepared)),
         format_table(("pool", "workers", "GPUs each", "threads", "hosts"), rows),

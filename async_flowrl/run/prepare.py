@@ -11,6 +11,7 @@ from typing import Any
 from async_flowrl.algorithms.base import Algorithm
 from async_flowrl.algorithms.registry import build_algorithm
 from async_flowrl.config.check import ConfigError, guidance_refusal
+from async_flowrl.config.model_defaults import toy_values
 from async_flowrl.config.resolution import at_size, configured, height_width, in_words, pixels
 from async_flowrl.config.schema import FULL, Config
 from async_flowrl.data.load import Data, load_data
@@ -200,7 +201,7 @@ def doubts_of(prepared: Prepared) -> list[str]:
         if (last := config.total_steps) < steps:
             doubts.append(f"epochs={config.epochs} would take {steps} steps; total_steps={last} ends the run before")
     never_checked = unchecked(model.family, model.path, model.revision, resolution=prepared.sizes[-1])
-    return doubts if never_checked is None else [*doubts, never_checked]
+    return [*doubts, *filter(None, (never_checked, toy_values(config)))]
 
 
 def baseline_sampling(config: Config, family: str) -> Sampling | None:

@@ -1,7 +1,7 @@
 """Comparison of all algorithms on the same words with the same tuning budget: trains what is missing, writes the page.
 
 python -m examples.glyphs.league                                  # every run without a result
-python -m examples.glyphs.league --algorithms glyphs flow_grpo    # these algorithms only
+python -m examples.glyphs.league --algorithms diffusion_nft_half dpo # these algorithms only
 python -m examples.glyphs.league --pace                           # seconds per step, on a quiet machine
 python -m examples.glyphs.league --draw                           # the page alone, no training
 
@@ -34,8 +34,8 @@ PACE_STEPS = 12
 STEPS = 8
 """Denoising steps per image, in training and in the final measurement."""
 UPDATES = {
-    "glyphs": 1,
-    "glyphs_flow_grpo": 1,
+    "diffusion_nft_half": 1,
+    "flow_grpo_bounded": 1,
     "flow_grpo": 2,
     "diffusion_nft": 1,
     "grpo_guard": 2,

@@ -15,7 +15,7 @@ OTHERWISE = {
     "flow_grpo": ("total_steps=3",),
     "mix_grpo": ("total_steps=3",),
     "diffusion_nft": ("trainer.learning_rate=0.02", "rollout.num_inference_steps=4", "algorithm.beta=0.1"),
-    "glyphs_flow_grpo": ("trainer.learning_rate=0.02", "total_steps=8"),
+    "flow_grpo_bounded": ("trainer.learning_rate=0.02", "total_steps=8"),
 }
 """Where the settings of `follow` are more than enough, or too few. DiffusionNFT trains every noise level, and follows
 its reward sooner with a small beta; the last one bounds its updates."""

@@ -19,7 +19,8 @@ def test_workers_of_one_node_fetch_every_file_once(tmp_path: Path) -> None:
     folder, out = tmp_path / "repository", tmp_path / "run"
     shutil.copytree(resolve_model(ModelConfig()).path, folder)
     pools = ["rollout.num_workers=2", "trainer.num_workers=2", "trainer.micro_batch_size=2"]
-    command = [*TINY, *pools, "total_steps=1", "model.path=stand/in", f"output_dir={out}"]
+    model = ["model.path=stand/in", "experiment=two_prompts"]  # nothing says that a hub model is a tiny one
+    command = [*TINY, *pools, "total_steps=1", *model, f"output_dir={out}"]
     with serving({"stand/in": folder}) as hub:
         done = subprocess.run(
             [sys.executable, "-m", "async_flowrl.main", *command],

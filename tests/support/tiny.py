@@ -30,7 +30,7 @@ def adapted_policy(
 ) -> QwenImagePolicy:
     """Returns the policy with a LoRA whose B is random instead of zero, so that it changes the output."""
     policy = tiny_policy(parts=parts, dtype=dtype)
-    add_lora(policy.transformer, config or LoraConfig(), policy, seed=0)
+    add_lora(policy.transformer, config or LoraConfig(8, 16.0), policy, seed=0)
     randomise(lora_parameters(policy.transformer), strength)
     return policy
 

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
+from async_flowrl.config.model_path import KNOWN, Architecture
 from async_flowrl.config.schema import Config
 from async_flowrl.memory.prompts import longest_prompt
-from async_flowrl.policies.model_path import KNOWN, Architecture
 from async_flowrl.policies.pipeline_family import PipelineFamily, structure
 from async_flowrl.policies.registry import DTYPES, ResolvedModel, load_family, resolve_model
 from async_flowrl.policies.stored import configuration, elements_in

@@ -63,7 +63,7 @@ def seconds(algorithm: Algorithm, batch: MicroBatch, velocity: Velocity) -> floa
 def main() -> None:
     torch.set_num_threads(1)
     policy = load_policy(resolve_model(ModelConfig()), dtype="float32", device="cpu", parts="all")
-    add_lora(policy.transformer, LoraConfig(), policy, seed=0)
+    add_lora(policy.transformer, LoraConfig(8, 16.0), policy, seed=0)
     encoded = policy.encode(["red red red red"])[0]
     conditioning = {name: torch.from_numpy(value) for name, value in encoded.items()}
     sampling = Sampling(32, STEPS, 1.0, 0.0, " ", "sde", 1.0)

@@ -57,7 +57,7 @@ def save(results: Path, *, rates: tuple[float, ...] = RATES, seeds: tuple[int, .
 
 def test_every_algorithm_of_the_project_takes_part() -> None:
     files = {path.stem for path in (ROOT / "configs/algorithm").glob("*.yaml")}
-    assert set(UPDATES) == files - {"two_prompts"}, "two_prompts is flow_grpo with another clip"
+    assert set(UPDATES) == files - {"flow_grpo_unclipped"}, "it is flow_grpo with another clip"
 
 
 @pytest.mark.parametrize("algorithm", UPDATES)
@@ -164,7 +164,7 @@ def test_without_a_judged_run_the_page_says_so_and_shows_no_picture(tmp_path: Pa
     show(load_league(tmp_path, list(UPDATES), RATES), picture, to)
     said = to.read_text(encoding="utf-8")
     assert NOTHING not in said and f"]({PICTURE})" in said and picture.is_file()
-    assert "**The league is not finished.** Not yet judged with 3 seeds: `glyphs`, `glyphs_flow_grpo`, `diff" in said
+    assert "**The league is not finished.** Not yet judged with 3 seeds: `diffusion_nft_half`, `flow_grpo_b" in said
     whole = load_league(tmp_path, ["flow_grpo"], RATES)
     assert len(SEEDS) == SEEDS_EACH and "not finished" not in page(whole, PICTURE)
 

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from async_flowrl.config.compose import compose_config
+from async_flowrl.config.model_path import KNOWN
 from async_flowrl.config.schema import Config
 from async_flowrl.memory.processes import host_bytes, plan_memory, planned_trainer, trainer_footprint
 from async_flowrl.memory.rehearsal.ledger import Allocations
@@ -19,7 +20,6 @@ from async_flowrl.memory.rehearsal.trainer import rehearse_trainer
 from async_flowrl.memory.rehearsed import alone, model_sizes, rehearsed_rank, training_peak
 from async_flowrl.plan import __main__ as planner
 from async_flowrl.plan.memory import describe
-from async_flowrl.policies.model_path import KNOWN
 from async_flowrl.tickets.arithmetic import ticket_bytes
 from async_flowrl.training.exact import ExactSum
 from async_flowrl.training.fsdp import World

@@ -8,8 +8,8 @@ import torch
 from diffusers import DiffusionPipeline
 from huggingface_hub.utils import filter_repo_objects
 
+from async_flowrl.config.hub import components, download, patterns
 from async_flowrl.config.schema import ModelConfig
-from async_flowrl.policies.download import components, download, patterns
 from async_flowrl.policies.registry import load_policy, resolve_model, shapes_of
 from async_flowrl.policies.stored import StoredWeights
 from tests.support.hub import COMMIT, serving, used_here

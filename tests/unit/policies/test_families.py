@@ -125,7 +125,7 @@ def test_every_adapted_layer_has_a_gradient_and_every_excluded_one_has_none(fami
     class Whole:
         lora_targets, lora_exclude = policy.lora_targets, None
 
-    add_lora(policy.transformer, LoraConfig(rank=2), Whole(), seed=0)  # type: ignore[arg-type]
+    add_lora(policy.transformer, LoraConfig(2, 16.0), Whole(), seed=0)  # type: ignore[arg-type]
     randomise(lora_parameters(policy.transformer))
     positive, negative = conditioning(policy)
     policy.velocity(

@@ -42,7 +42,7 @@ def _load(family: str, dtype: str) -> dict[str, Any]:
     model = resolve_model(replace(model_config(family), dtype=dtype))
     policy = load_policy(model, dtype=dtype, device="cpu", parts="structure")
     digest = digest_of_stored(model, world, {name for name, _ in policy.transformer.named_parameters()})
-    add_lora(policy.transformer, LoraConfig(rank=2), policy, seed=0)
+    add_lora(policy.transformer, LoraConfig(2, 16.0), policy, seed=0)
     adapter = lora_parameters(policy.transformer)
     device = torch.device("cpu")
     shard(policy, set(adapter.values()), world, device=device, sharded=True, offload=False)

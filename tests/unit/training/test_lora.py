@@ -39,7 +39,7 @@ def test_a_new_adapter_changes_nothing_and_disturbs_no_random_state() -> None:
     torch.manual_seed(3)
     expected = torch.rand(3)
     torch.manual_seed(3)
-    add_lora(policy.transformer, LoraConfig(), policy, seed=0)
+    add_lora(policy.transformer, LoraConfig(8, 16.0), policy, seed=0)
     assert torch.equal(torch.rand(3), expected)
     assert torch.equal(output(policy), before)
 
@@ -50,16 +50,16 @@ def test_initial_values_depend_on_seed_and_name_alone() -> None:
         add_lora(policy.transformer, config, policy, seed=seed)
         return snapshot(policy)
 
-    whole = initial(LoraConfig(), 0)
+    whole = initial(LoraConfig(8, 16.0), 0)
     torch.rand(5)
-    fewer = initial(LoraConfig(targets=["attn.to_q", "attn.to_v"]), 0)
+    fewer = initial(LoraConfig(8, 16.0, targets=["attn.to_q", "attn.to_v"]), 0)
     assert len(fewer) == 8
     assert all(torch.equal(fewer[name], whole[name]) for name in fewer)
     a = [tensor for name, tensor in whole.items() if name.endswith("lora_A.weight")]
     assert all(bool((tensor == 0).all()) for name, tensor in whole.items() if name.endswith("lora_B.weight"))
     assert torch.cat([tensor.flatten() for tensor in a]).std() == pytest.approx(1 / 8, rel=0.02)
     assert len({float(tensor[0, 0]) for tensor in a}) == len(a)
-    assert not torch.equal(initial(LoraConfig(), 1)["transformer_blocks.0.attn.to_q.lora_A.weight"], a[0])
+    assert not torch.equal(initial(LoraConfig(8, 16.0), 1)["transformer_blocks.0.attn.to_q.lora_A.weight"], a[0])
 
 
 def test_names_are_sorted_and_dead_branches_left_out() -> None:
@@ -91,7 +91,7 @@ def test_the_excluded_branches_really_get_no_gradient() -> None:
             self.lora_targets = policy.lora_targets
 
     policy = tiny_policy()
-    add_lora(policy.transformer, LoraConfig(), Everything(policy), seed=0)  # type: ignore[arg-type]
+    add_lora(policy.transformer, LoraConfig(8, 16.0), Everything(policy), seed=0)  # type: ignore[arg-type]
     randomise(lora_parameters(policy.transformer))
     output(policy).square().mean().backward()
     parameters = lora_parameters(policy.transformer)
@@ -173,12 +173,12 @@ def test_reference_mode_is_the_base_exactly_and_leaves_no_trace(compiled: bool) 
     [
         (LoraConfig(rank=0), "lora.rank must be at least 1, got 0"),
         (LoraConfig(alpha=0.0), "lora.alpha must be above 0, got 0.0"),
-        (LoraConfig(targets=[]), "lora.targets is empty"),
+        (LoraConfig(8, 16.0, targets=[]), "lora.targets is empty"),
         (
-            LoraConfig(targets=["attn.to_q", "attn.to_kk"]),
+            LoraConfig(8, 16.0, targets=["attn.to_q", "attn.to_kk"]),
             "'attn.to_kk' names no .*did you mean attn.to_k?",
         ),
-        (LoraConfig(targets=["transformer_blocks.1.txt_mlp.net.2"]), "cannot change the model's output"),
+        (LoraConfig(8, 16.0, targets=["transformer_blocks.1.txt_mlp.net.2"]), "cannot change the model's output"),
     ],
 )
 def test_bad_settings_are_refused(config: LoraConfig, message: str) -> None:

@@ -76,7 +76,7 @@ def test_an_eps_that_rules_the_step_is_said_once(caplog: pytest.LogCaptureFixtur
 
 def test_the_norm_is_clipped() -> None:
     vector = flat(parameters())
-    optimizer = Optimizer(TrainerConfig(max_grad_norm=0.5, weight_decay=0.0), vector)
+    optimizer = Optimizer(TrainerConfig(learning_rate=3e-4, max_grad_norm=0.5, weight_decay=0.0), vector)
     vector.gradients.copy_(vector.snapshot())
     norm = optimizer.gradient_norm()
     before = vector.gradients.clone()

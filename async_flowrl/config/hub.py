@@ -1,4 +1,4 @@
-"""Downloads of Hugging Face hub models: only the files that a process needs, into the hub's cache on this machine."""
+"""Files of Hugging Face hub models: downloads of those that a process needs, into the hub's cache on this machine."""
 
 import json
 import socket

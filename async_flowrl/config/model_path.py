@@ -83,6 +83,15 @@ KNOWN: Mapping[str, Architecture] = {
     "Tongyi-MAI/Z-Image-Turbo": Architecture("z_image", {}, _VAE_FLUX, 4_022_468_096, "float32"),
 }
 
+PIPELINES = {
+    "QwenImagePipeline": "qwen_image",
+    "StableDiffusion3Pipeline": "sd3",
+    "FluxPipeline": "flux",
+    "ZImagePipeline": "z_image",
+    "SanaPipeline": "sana",
+}
+"""Class name of a diffusers pipeline (`_class_name` of model_index.json) → family."""
+
 TINY = "tiny"
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
