@@ -20,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as save_tensors
 from torch import Tensor
 
+from async_flowrl.config.paths import expanded
 from async_flowrl.config.schema import LoraConfig
 
 FILE_NAME = "pytorch_lora_weights.safetensors"
@@ -129,7 +130,7 @@ def modules_of(tensors: Mapping[str, Tensor]) -> list[str]:
 
 def hub_name(base: str | None) -> str | None:
     """Returns `base` if it is a hub name, and None for a local folder, which is useless on other machines."""
-    known = base is not None and _HUB_NAME.fullmatch(base) and not Path(base).expanduser().exists()
+    known = base is not None and _HUB_NAME.fullmatch(base) and not expanded(base).exists()
     return base if known else None
 
 
@@ -210,7 +211,7 @@ def read_for(config: LoraConfig) -> LoraFile:
     """
     if config.path is None:
         raise ValueError("lora.path is not set")
-    source = read(Path(config.path).expanduser())
+    source = read(expanded(config.path))
     if source.rank != config.rank:
         raise ValueError(
             f"lora.path {config.path} has rank {source.rank}, this run lora.rank={config.rank}: they must be equal"

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, ClassVar, cast
 
 from async_flowrl.config.messages import unknown_name
+from async_flowrl.config.paths import expanded
 from async_flowrl.rewards.endpoint import LIMITS, Bounds, Endpoint, ServerError, check_numbers, checked_urls
 from async_flowrl.rewards.http_contract import SHOWN_CHARACTERS, ContractError, dumps, encode_image, is_number, loads
 from async_flowrl.rewards.ocr import normalise, text_score
@@ -255,7 +256,7 @@ class VLMJudge:
         self._values, self._bounds = _answers(self.answers), _rising(self.range)
         bounds = Bounds(self.timeout, self.deadline, self.retries, MAX_REPLY_BYTES, self.concurrency)
         self._endpoint = Endpoint(_urls(self.base_url), bounds, "api_key_env", self.api_key_env)
-        self._cache = None if self.cache is None else ReplyCache(Path(self.cache).expanduser())
+        self._cache = None if self.cache is None else ReplyCache(expanded(self.cache))
 
     def check(self, prompt: Prompt) -> None:
         """Raises ValueError if the judge needs a target and the prompt has none."""
