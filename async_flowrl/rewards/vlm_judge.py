@@ -25,7 +25,7 @@ from async_flowrl.config.messages import unknown_name
 from async_flowrl.config.paths import expanded
 from async_flowrl.rewards.endpoint import LIMITS, Bounds, Endpoint, ServerError, check_numbers, checked_urls
 from async_flowrl.rewards.http_contract import SHOWN_CHARACTERS, ContractError, dumps, encode_image, is_number, loads
-from async_flowrl.rewards.ocr import normalise, text_score
+from async_flowrl.rewards.ocr import check_target, normalise, text_score
 from async_flowrl.types import ByteArray, Prompt
 
 logger = logging.getLogger(__name__)
@@ -259,10 +259,9 @@ class VLMJudge:
         self._cache = None if self.cache is None else ReplyCache(expanded(self.cache))
 
     def check(self, prompt: Prompt) -> None:
-        """Raises ValueError if the judge needs a target and the prompt has none."""
-        if self._needs_target and not normalise(prompt.target or ""):
-            what = "mode=transcribe" if self.mode == TRANSCRIBE else "{target} in prompt_template"
-            raise ValueError(f"{what} needs a target, and prompt {prompt.text!r} has none in double quotes or a column")
+        """Raises ValueError if the judge needs a target and the prompt has none that can be seen."""
+        if self._needs_target:
+            check_target(prompt, "mode=transcribe" if self.mode == TRANSCRIBE else "{target} in prompt_template")
 
     def connect(self, urls: Sequence[str], token: str | None) -> None:
         """Replaces the URLs and the token by those of servers that the run has started; `/v1` is added to each URL."""

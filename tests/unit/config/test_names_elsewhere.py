@@ -11,7 +11,8 @@ from async_flowrl.config.compose import compose_config
 PAGES = Path(__file__).parents[3] / "docs" / "come_from"
 NO_SETTING = {
     "GRPOConfig", "TrainingArguments", "config_file", "f", "num_batches_per_epoch", "parameter_sync_step",
-    "peft_config", "per_prompt_stat_tracking", "prompt_fn", "reward_weights", "separate_async", "train", "trainer_mode", "vllm_mode",
+    "peft_config", "per_prompt_stat_tracking", "prompt_fn", "reward_weights", "separate_async", "train",
+    "trainer_mode", "vllm_mode",
 }  # fmt: skip
 """Names on the left of the pages that no key stands for."""
 
