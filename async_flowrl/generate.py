@@ -25,6 +25,7 @@ from async_flowrl.config.resolution import asked_resolution, configured, height_
 from async_flowrl.config.schema import Config, DataConfig, ModelConfig
 from async_flowrl.config.settings import MAX_SEED
 from async_flowrl.observability.images import grid
+from async_flowrl.observability.terminal import run_program
 from async_flowrl.policies import lora_file, trained_file
 from async_flowrl.policies.registry import DTYPES, family_of, load_family, load_pipeline, resolve_model, shapes_of
 from async_flowrl.tickets.request import sampling
@@ -213,4 +214,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_program(main)

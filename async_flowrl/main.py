@@ -35,7 +35,7 @@ from async_flowrl.config.compose import (
 )
 from async_flowrl.config.paths import config_dir
 from async_flowrl.config.schema import Config
-from async_flowrl.observability.terminal import say
+from async_flowrl.observability.terminal import run_program, say
 
 if TYPE_CHECKING:
     from async_flowrl.run.prepare import Workers
@@ -202,4 +202,4 @@ def guard_imports() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_program(main)

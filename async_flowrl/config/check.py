@@ -142,6 +142,8 @@ def _tune(config: Config) -> Iterator[str]:
 
 
 def _reward_pools(config: Config) -> Iterator[str]:
+    if config.reward.terms and not any(term.weight for term in config.reward.terms.values()):
+        yield f"reward.terms: the weight of {' and '.join(config.reward.terms)} is 0, so nothing would be trained"
     for pool in scoring_pools(config):
         gpus = pool.gpus_per_worker
         if gpus > 1 and gpus != int(gpus):

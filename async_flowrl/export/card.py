@@ -56,7 +56,7 @@ def write_card(
     parts += [*_training(source), *_results(out, source, evaluation), _usage(source, base), _files(out, files)]
     parts += [*_reproduction(source), _licence(licence, base)]
     card = ModelCard(f"---\n{front.to_yaml()}\n---\n\n" + "\n\n".join(parts) + "\n")
-    (out / README).write_text(str(card))
+    (out / README).write_text(str(card), encoding="utf-8")
     return out / README
 
 
@@ -136,7 +136,7 @@ def _results(out: Path, source: Source, evaluation: Path | None) -> list[str]:
 def read_results(folder: Path) -> dict[str, Any]:
     """Reads the results that `async_flowrl.evaluate` wrote into a folder. Raises ValueError if there are none."""
     try:
-        results: dict[str, Any] = json.loads((folder / RESULTS).read_text())
+        results: dict[str, Any] = json.loads((folder / RESULTS).read_text(encoding="utf-8"))
         for name, each in results["rewards"].items():
             _row(name, each)
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -238,7 +238,7 @@ def _reproduction(source: Source) -> list[str]:
         return []
     command = typed_command(record_of(run), without=("--config-dir", "output_dir", "resume")) or "async-flowrl train"
     lines = ["## Reproduce", "", "```", command, "async-flowrl verify RUN", "```"]
-    summary = json.loads((run / "summary.json").read_text()) if (run / "summary.json").is_file() else {}
+    summary = json.loads((run / "summary.json").read_text(encoding="utf-8")) if (run / "summary.json").is_file() else {}
     if digest := summary.get("weights_digest"):
         lines += ["", f"The run ended with the weights digest `{digest}`, which the same seed and settings give again."]
     return ["\n".join(lines)]

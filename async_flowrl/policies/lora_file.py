@@ -140,7 +140,7 @@ def base_of(path: Path) -> str | None:
     files = [path] if path.is_file() else [folder / FILE_NAME, *sorted(folder.glob("*.safetensors"))]
     described = [header_of(file) for file in files if file.suffix == ".safetensors" and file.is_file()]
     if (folder / PEFT_CONFIG).is_file():
-        described.append(json.loads((folder / PEFT_CONFIG).read_text()))
+        described.append(json.loads((folder / PEFT_CONFIG).read_text(encoding="utf-8")))
     named = (hub_name(each.get(key)) for each in described for key in _BASE_KEYS)
     return next(filter(None, named), None)
 
@@ -231,7 +231,7 @@ def _read_diffusers(path: Path) -> LoraFile:
 
 
 def _read_peft(folder: Path) -> LoraFile:
-    config = json.loads((folder / PEFT_CONFIG).read_text())
+    config = json.loads((folder / PEFT_CONFIG).read_text(encoding="utf-8"))
     if config.get("peft_type") != "LORA":
         raise ValueError(f"{folder} holds a PEFT adapter of type {config.get('peft_type')}, only LORA can be read")
     _check(config, str(folder))

@@ -93,6 +93,7 @@ ONE_LINE = {
         ["algorithm.timestep_fraction=2"],
         ["algorithm.timestep_fraction must be above 0 and at most 1"],
     ),
+    "nothing that is trained": (["reward.terms.color.weight=0"], ["reward.terms", "color is 0"]),
     "no end of weights": (["reward.terms.color.weight=inf"], ["reward.terms.color.weight must be a finite number"]),
     "replicas of three among four ranks": (
         ["trainer.num_workers=4", "trainer.shard=hybrid", "trainer.shard_size=3", "dry_run=true"],
