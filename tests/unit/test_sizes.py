@@ -66,7 +66,7 @@ def composed(folder: Path, *overrides: str) -> Config:
         ([96], 96),
         (32.0, 32),
         ([32.0, "48"], (32, 48)),
-    ],  # fmt: skip
+    ],
 )
 def test_what_may_be_written(value: Any, found: Resolution) -> None:
     assert parse_resolution(value) == found
