@@ -213,7 +213,7 @@ def checked(name: str, overrides: Sequence[str], folder: Path | None = None, *, 
     written = [_in_grammar(each, sweeps=sweeps) for each in overrides]
     for override, readable in zip(overrides, written, strict=True):
         if any(0xDC80 <= ord(letter) <= 0xDCFF for letter in override):
-            raise ConfigError(f"{override!a} is text that this locale cannot read: set PYTHONUTF8=1")
+            raise ConfigError(f"{override!r} is text that this locale cannot read: set PYTHONUTF8=1")
         prefixed, equals, given = override.partition("=")
         key = prefixed.lstrip("+~")
         if not key or not (equals or prefixed.startswith("~")):
