@@ -4,14 +4,15 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from PIL import Image
 
 from async_flowrl.config.resolution import configured, in_pixels
-from async_flowrl.config.schema import Config, RewardTerm
+from async_flowrl.config.schema import Config, ModelConfig, RewardTerm
 from async_flowrl.config.typed import record_of, typed_command
 from async_flowrl.export.source import PEFT, Source
+from async_flowrl.generate import arguments_of, from_config, in_diffusers, usual
 from async_flowrl.observability.evaluations import (
     Evaluation,
     between,
@@ -22,6 +23,7 @@ from async_flowrl.observability.evaluations import (
 from async_flowrl.observability.events import read_events
 from async_flowrl.observability.metrics import Metrics
 from async_flowrl.policies import lora_file
+from async_flowrl.policies.registry import load_family, resolve_model
 from async_flowrl.policies.stored import FOLDER as WHOLE
 
 README, CURVE = "README.md", "curve.png"
@@ -196,8 +198,22 @@ def _draw_grid(out: Path, source: Source) -> None:
     sheet.save(out / GRID, format="PNG", optimize=True)
 
 
+def _call(source: Source) -> str:
+    """Returns the line that makes the images of `async-flowrl generate`; a plain call if the model is not known."""
+    import diffusers
+
+    try:
+        model = cast("ModelConfig", source.model)
+        family = load_family(resolve_model(model).family)
+        settings = from_config(source.config or usual(model.path))
+        arguments = arguments_of(getattr(diffusers, getattr(family, "pipeline", "")), settings, family)
+    except (ValueError, OSError, AttributeError):
+        arguments = {}
+    return f"image = {in_diffusers(arguments)}"
+
+
 def _usage(source: Source, base: str | None) -> str:
-    name = base or "BASE_MODEL"
+    name, call = base or "BASE_MODEL", _call(source)
     if source.whole is not None:
         return f"""## Use
 
@@ -209,6 +225,7 @@ transformer = AutoModel.from_pretrained(
     "THIS_FOLDER_OR_REPOSITORY", subfolder="{WHOLE}", torch_dtype=torch.bfloat16
 )
 pipe = DiffusionPipeline.from_pretrained("{name}", transformer=transformer, torch_dtype=torch.bfloat16)
+{call}
 ```
 
 Where the pipeline's other parts lie beside it, that folder is a pipeline of its own."""
@@ -220,6 +237,7 @@ from diffusers import DiffusionPipeline
 
 pipe = DiffusionPipeline.from_pretrained("{name}", torch_dtype=torch.bfloat16)
 pipe.load_lora_weights("THIS_FOLDER_OR_REPOSITORY", weight_name="{lora_file.FILE_NAME}")
+{call}
 ```
 
 For PEFT: `PeftModel.from_pretrained(pipe.transformer, "THIS_FOLDER/{PEFT}")`."""
