@@ -100,7 +100,7 @@ def _text(value: str, *, sweeps: bool) -> str:
 
 def _quoted(text: str) -> str:
     """Returns a text in quotes for Hydra's grammar, where backslashes count before a quote only."""
-    return "'" + re.sub(r"(\\*)('|$)", lambda found: found[1] * 2 + found[2].replace("'", "\\'"), text) + "'"
+    return "'" + re.sub(r"(\\*)('|$)", lambda match: match[1] * 2 + match[2].replace("'", "\\'"), text) + "'"
 
 
 def as_typed(override: str) -> str:

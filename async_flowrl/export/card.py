@@ -3,13 +3,14 @@
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from PIL import Image
 
 from async_flowrl.config.resolution import configured, in_pixels
-from async_flowrl.config.schema import Config, ModelConfig, RewardTerm
+from async_flowrl.config.schema import Config, RewardTerm
 from async_flowrl.config.typed import record_of, typed_command
 from async_flowrl.export.source import PEFT, Source
 from async_flowrl.generate import arguments_of, from_config, in_diffusers, usual
@@ -202,13 +203,12 @@ def _call(source: Source) -> str:
     """Returns the line that makes the images of `async-flowrl generate`; a plain call if the model is not known."""
     import diffusers
 
-    try:
-        model = cast("ModelConfig", source.model)
-        family = load_family(resolve_model(model).family)
-        settings = from_config(source.config or usual(model.path))
-        arguments = arguments_of(getattr(diffusers, getattr(family, "pipeline", "")), settings, family)
-    except (ValueError, OSError, AttributeError):
-        arguments = {}
+    arguments: dict[str, Any] = {}
+    with suppress(ValueError, OSError, AttributeError):  # a model that is not here, or whose pipeline is not diffusers'
+        if source.model is not None:
+            family = load_family(resolve_model(source.model).family)
+            settings = from_config(source.config or usual(source.model.path))
+            arguments = arguments_of(getattr(diffusers, getattr(family, "pipeline", "")), settings, family)
     return f"image = {in_diffusers(arguments)}"
 
 

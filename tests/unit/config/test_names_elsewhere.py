@@ -65,7 +65,7 @@ def test_a_refusal_names_our_key(key: str, ours: str) -> None:
 
 @pytest.mark.parametrize(
     ("key", "near"),
-    [("trainr.threads", "'trainer'"), ("learning_rte", "'trainer.learning_rate'"), ("rollout.threds", "'threads'")],
+    [("trainr.threads", "'trainer'"), ("learning_rte", "'trainer.learning_rate'"), ("rollout.thread", "'threads'")],
 )
 def test_a_typing_error_gets_the_nearest_key(key: str, near: str) -> None:
     with pytest.raises(ConfigError, match=rf"did you mean {near}\?"):
