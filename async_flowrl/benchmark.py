@@ -24,7 +24,7 @@ import torch
 from async_flowrl.config.check import ConfigError
 from async_flowrl.config.compose import compose_config
 from async_flowrl.config.messages import unknown_name
-from async_flowrl.observability.terminal import say
+from async_flowrl.observability.terminal import run_program, say
 
 BASELINE = "sync separate"
 ONE_POOL = "placement=shared"
@@ -106,7 +106,7 @@ def run(variant: Variant, overrides: Sequence[str], folder: Path) -> Measured:
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
     if done.returncode != 0:
         raise RunFailed(f"{variant.name} ended with code {done.returncode}:\n{done.stdout[-2000:]}")
-    return read(variant.name, json.loads((folder / "summary.json").read_text()))
+    return read(variant.name, json.loads((folder / "summary.json").read_text(encoding="utf-8")))
 
 
 def read(name: str, summary: Mapping[str, Any]) -> Measured:
@@ -219,11 +219,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     out.mkdir(parents=True, exist_ok=True)
     record = {"command": command, "rounds": [{name: asdict(run) for name, run in each.items()} for each in rounds]}
     (out / "benchmark.json").write_text(json.dumps(record, indent=2) + "\n")
-    (out / "benchmark.md").write_text(text := markdown(command, rounds))
+    (out / "benchmark.md").write_text(text := markdown(command, rounds), encoding="utf-8")
     picture(rounds, out / "benchmark.png")
     say(f"{text}\nwrote benchmark.json, benchmark.md and benchmark.png to {out}\n")
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_program(main)

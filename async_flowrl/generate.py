@@ -10,7 +10,7 @@ import argparse
 import inspect
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,9 @@ from async_flowrl.config.resolution import asked_resolution, configured, height_
 from async_flowrl.config.schema import Config, DataConfig, ModelConfig
 from async_flowrl.config.settings import MAX_SEED
 from async_flowrl.observability.images import grid
+from async_flowrl.observability.terminal import run_program
 from async_flowrl.policies import lora_file, trained_file
+from async_flowrl.policies.base import PolicyFamily
 from async_flowrl.policies.registry import DTYPES, family_of, load_family, load_pipeline, resolve_model, shapes_of
 from async_flowrl.tickets.request import sampling
 from async_flowrl.types import ByteArray, Sampling
@@ -128,15 +130,27 @@ def run_pipeline(pipeline: Any, settings: Settings, prompt: str | None, **option
 
     `options` are further arguments of the pipeline and take precedence.
     """
-    model, how = settings.model, settings.sampling
-    if model.max_sequence_length is not None:
-        options["max_sequence_length"] = model.max_sequence_length
-    if "use_resolution_binning" in inspect.signature(pipeline.__call__).parameters:
-        options["use_resolution_binning"] = False  # SANA would otherwise make 1024 pixels and shrink them to the size
-    options = {**family_of(pipeline, model.family).guidance_arguments(how), **options}
-    height, width = height_width(how.resolution)
-    images = pipeline(prompt, height=height, width=width, num_inference_steps=how.num_inference_steps, **options).images
+    images = pipeline(prompt, **(arguments_of(pipeline, settings) | options)).images
     return np.stack([np.asarray(image.convert("RGB")) for image in images])
+
+
+def arguments_of(pipeline: Any, settings: Settings, family: PolicyFamily | None = None) -> dict[str, Any]:
+    """Returns the arguments with which a stock pipeline, or its class with a `family`, makes images of `settings`."""
+    model, how = settings.model, settings.sampling
+    height, width = height_width(how.resolution)
+    arguments = {"height": height, "width": width, "num_inference_steps": how.num_inference_steps}
+    arguments |= (family or family_of(pipeline, model.family)).guidance_arguments(how)
+    if model.max_sequence_length is not None:
+        arguments["max_sequence_length"] = model.max_sequence_length
+    if "use_resolution_binning" in inspect.signature(pipeline.__call__).parameters:
+        arguments["use_resolution_binning"] = False  # SANA would otherwise make 1024 pixels and shrink them to the size
+    return arguments
+
+
+def in_diffusers(arguments: Mapping[str, Any], seed: int = 0) -> str:
+    """Returns the line of Python that makes an image of a prompt with the stock pipeline `pipe`."""
+    given = "".join(f", {name}={value!r}" for name, value in arguments.items())
+    return f'pipe(PROMPT{given}, generator=torch.Generator("cpu").manual_seed({seed})).images[0]'
 
 
 def generate(
@@ -154,6 +168,7 @@ def generate(
     if trained is not None:
         trained_file.apply(pipeline, trained)
         columns.append(("after", [sample(pipeline, settings, prompt, seeds) for prompt in prompts]))
+    logger.info("the same images in diffusers: %s", in_diffusers(arguments_of(pipeline, settings), seed))
     return grid(prompts, columns, max_side=sys.maxsize)
 
 
@@ -212,4 +227,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_program(main)

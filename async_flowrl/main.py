@@ -25,7 +25,7 @@ from async_flowrl.config.check import ConfigError
 from async_flowrl.config.compose import (
     DEFAULT,
     VERSION_BASE,
-    check_words,
+    checked,
     composed,
     explain,
     for_hydra,
@@ -35,7 +35,7 @@ from async_flowrl.config.compose import (
 )
 from async_flowrl.config.paths import config_dir
 from async_flowrl.config.schema import Config
-from async_flowrl.observability.terminal import say
+from async_flowrl.observability.terminal import run_program, say
 
 if TYPE_CHECKING:
     from async_flowrl.run.prepare import Workers
@@ -134,7 +134,9 @@ def through_hydra(arguments: Sequence[str], given: argparse.Namespace, workers: 
     and returns the worst exit code of all jobs. A job that was interrupted or stopped with a checkpoint ends the sweep:
     SystemExit with that job's code.
     """
-    check_words(given.config_name, given.overrides, given.config_dir)
+    flags = [argument for argument in arguments if argument not in given.overrides]
+    sweeps = bool({"--multirun", "-m"}.intersection(flags))
+    overrides = checked(given.config_name, given.overrides, given.config_dir, sweeps=sweeps)
     codes, folders = [exit_codes.OK], list[Path]()
 
     def job(values: DictConfig) -> None:
@@ -151,8 +153,7 @@ def through_hydra(arguments: Sequence[str], given: argparse.Namespace, workers: 
             raise SystemExit(codes[-1])  # Ctrl-C or SIGTERM is meant for the whole sweep, not for one job
 
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises its errors, and `explain` can turn them into a sentence
-    flags = [argument for argument in arguments if argument not in given.overrides]
-    sys.argv[1:] = [*flags, *for_hydra(given.config_name, given.overrides, given.config_dir)]
+    sys.argv[1:] = [*flags, *for_hydra(given.config_name, overrides, given.config_dir)]
     entry: Any = hydra.main(version_base=VERSION_BASE, config_path=str(config_dir()), config_name=DEFAULT)(job)
     try:
         entry()
@@ -183,9 +184,9 @@ def record(values: DictConfig, hydras: DictConfig, output_dir: str) -> dict[str,
 
 
 def home_expanded(argument: str) -> str:
-    """Replaces `~` by the home folder in `key=~/path`: shells do not do it there, and Hydra's grammar refuses `~`."""
+    """Replaces `~` by the home folder in `key=~/path`, as shells do not do it there."""
     key, equals, value = argument.partition("=")
-    return f"{key}={Path(value).expanduser()}" if equals and value.startswith("~") else argument
+    return f"{key}={Path(value).expanduser()}" if equals and value.startswith("~/") else argument
 
 
 def guard_imports() -> None:
@@ -201,4 +202,4 @@ def guard_imports() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_program(main)

@@ -24,6 +24,7 @@ from async_flowrl.config.messages import first_line
 from async_flowrl.data.load import load_data
 from async_flowrl.observability.events import Event, effective, read_events
 from async_flowrl.observability.metrics import missing_terms
+from async_flowrl.observability.terminal import run_program
 from async_flowrl.training.checkpoint import RANKS, Checkpoint, read_checkpoint
 from async_flowrl.training.checkpoint_folder import DamagedCheckpoint, checkpoint_step, find_checkpoint
 from async_flowrl.types import EVALUATION, TRAIN
@@ -56,8 +57,8 @@ class RunFiles:
 
         Raises FileNotFoundError if the run is not finished, and ValueError if a file is not JSON.
         """
-        metrics = [json.loads(line) for line in (root / "metrics.jsonl").read_text().splitlines()]
-        summary = json.loads((root / "summary.json").read_text())
+        metrics = [json.loads(line) for line in (root / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+        summary = json.loads((root / "summary.json").read_text(encoding="utf-8"))
         return cls(root, summary, metrics, effective(read_events(root / "events.jsonl")))
 
     @property
@@ -304,4 +305,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_program(main)

@@ -22,6 +22,7 @@ HEAD = """# Which settings are there?
 
 - `--config-name` picks a mode file of `configs/`: {modes}. Default `one_step_off`.
 - `key=value` sets a key of the tables below; `group=option` picks a file of `configs/<group>/`. Keys win over groups.
+- Text is taken as typed, but `null`, a whole text in quotes, `${{…}}`, and commas with `--multirun`.
 - `--cfg job` prints the composed configuration and stops. `--config-dir DIR` adds a folder of your own groups.
 - `--multirun` gives every job a folder of its own below `hydra.sweep.dir`, instead of `output_dir`; a job that
   fails does not end the sweep, but its exit code is the sweep's.

@@ -1,10 +1,11 @@
-"""Checks of the nodes of a cluster: whether they have the same code, and whether they see the same files.
+"""Checks of the nodes of a cluster: the same code, the same files, and a folder for Ray's sockets.
 
-ray_pool.py compares the code before it builds a worker; the doctor (async_flowrl/doctor) makes both checks.
+ray_pool.py compares the code before it builds a worker; the doctor (async_flowrl/doctor) makes all checks.
 """
 
 import hashlib
 import importlib.util
+import os
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,6 +13,28 @@ from pathlib import Path
 SIGHT_SECONDS = 10.0
 """Time after which a new file must be visible on another node; network file systems cache their directories."""
 _POLL_SECONDS = 0.2
+
+
+SOCKET_BYTES = 107
+"""Longest path of a socket."""
+
+
+def temporary_folder() -> str:
+    """Returns the folder below which a cluster that is started here keeps its files and sockets, as Ray chooses it."""
+    return os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"
+
+
+def temporary_refusal() -> str | None:
+    """Returns one sentence if Ray cannot have its sockets in `temporary_folder`; None if it can."""
+    folder = temporary_folder()
+    longest = f"{folder}/ray/session_2000-01-01_00-00-00_000000_{os.getpid()}/sockets/plasma_store"
+    if folder.isascii() and len(longest) <= SOCKET_BYTES:
+        return None
+    variable = "RAY_TMPDIR" if os.environ.get("RAY_TMPDIR") else "TMPDIR"
+    return (
+        f"Ray keeps sockets in {variable}={folder!r}, whose name must be ASCII and have at most "
+        f"{len(folder) + SOCKET_BYTES - len(longest)} characters: set RAY_TMPDIR to another folder, such as /tmp"
+    )
 
 
 class OtherCode(RuntimeError):

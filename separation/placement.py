@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from separation.group import PoolSpec
+from separation.node_checks import temporary_refusal
 from separation.table import format_table
 
 Resources = Mapping[str, float]
@@ -97,10 +98,12 @@ def reserve(pools: Sequence[PoolSpec], exists: Resources) -> list[Reservation]:
 def own_cluster(pools: Sequence[PoolSpec], cores: int) -> tuple[int, dict[str, float]]:
     """Returns the number of logical CPUs and the custom resources for a cluster started for these pools on one machine.
 
-    The logical CPUs may exceed the machine's `cores`, because most workers wait most of the time. Raises
-    ResourcesMissing if they exceed MAX_PROCESSES_PER_CORE per core. The custom resources, one unit per worker that asks
-    for a GPU, stand in for GPUs on a machine without any.
+    The logical CPUs may exceed the machine's `cores`, because most workers wait most of the time. The custom resources,
+    one unit per worker that asks for a GPU, stand in for GPUs on a machine without any. Raises ResourcesMissing if the
+    CPUs exceed MAX_PROCESSES_PER_CORE per core, or if Ray has no folder for its sockets.
     """
+    if refusal := temporary_refusal():
+        raise ResourcesMissing(refusal)
     wanted = sum(spec.num_workers * spec.cpus_per_worker for spec in pools)
     allowed = cores * MAX_PROCESSES_PER_CORE
     if wanted > allowed:

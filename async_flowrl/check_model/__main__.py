@@ -1,10 +1,10 @@
 """The command `async-flowrl check-model NAME_OR_PATH`: arguments, and the table of compared steps."""
 
 import argparse
-import sys
 from collections.abc import Sequence
 
 from async_flowrl.config.schema import TinyConfig
+from async_flowrl.observability.terminal import run_program
 
 
 def parser() -> argparse.ArgumentParser:
@@ -34,4 +34,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_program(main)

@@ -8,9 +8,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass, replace
 from fnmatch import fnmatchcase
 from itertools import chain
+from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
-from async_flowrl.config.messages import unknown_name
+from async_flowrl.config.messages import did_you_mean, unknown_name
 from async_flowrl.config.pools import scoring_pools, section_of
 from async_flowrl.config.resolution import configured
 from async_flowrl.config.schema import LORA, SHARED, Config
@@ -141,6 +142,8 @@ def _tune(config: Config) -> Iterator[str]:
 
 
 def _reward_pools(config: Config) -> Iterator[str]:
+    if config.reward.terms and not any(term.weight for term in config.reward.terms.values()):
+        yield f"reward.terms: the weight of {' and '.join(config.reward.terms)} is 0, so nothing would be trained"
     for pool in scoring_pools(config):
         gpus = pool.gpus_per_worker
         if gpus > 1 and gpus != int(gpus):
@@ -213,8 +216,7 @@ def unknown_keys(values: Mapping[str, Any], schema: type[Any], prefix: str = "")
     known = {f.name for f in fields(schema)}
     for key, value in values.items():
         if str(key) not in known:
-            unknown = f"configuration key {prefix}{key} is unknown: " + unknown_name("it", str(key), known)
-            yield removed(f"{prefix}{key}") or unknown
+            yield removed(f"{prefix}{key}") or _unknown(prefix, str(key), value, known)
             continue
         if not isinstance(value, Mapping):
             continue
@@ -225,6 +227,37 @@ def unknown_keys(values: Mapping[str, Any], schema: type[Any], prefix: str = "")
             for name, inner in value.items():
                 if isinstance(inner, Mapping):
                     yield from unknown_keys(inner, entry, f"{prefix}{key}.{name}.")
+
+
+def _unknown(prefix: str, name: str, value: Any, known: set[str]) -> str:
+    """Returns a sentence about the unknown key `name` of a section with the keys `known`, and where it is instead."""
+    full = f"{prefix}{name}"
+    near = did_you_mean(name, known)
+    misspelt_section = isinstance(value, Mapping) and near
+    while isinstance(value, Mapping) and value:
+        name, value = next((str(key), inner) for key, inner in value.items())
+        full += f".{name}"
+    ours = [key for key, names in names_elsewhere().items() if name in names.split()]
+    if ours or not misspelt_section:
+        ours += [key for key in all_keys() if key.rpartition(".")[2] == name and key not in ours]
+    if ours:
+        return f"configuration key {full} is unknown: here it is {' or '.join(ours)}"
+    unknown = f"configuration key {full} is unknown: it must be one of {', '.join(sorted(known))}"
+    return f"{unknown}, got {name!r}{near or did_you_mean(name, all_keys())}"
+
+
+def names_elsewhere() -> dict[str, str]:
+    """Returns configuration key → its names in other projects, with blanks between them."""
+    path = Path(__file__).with_name("names_elsewhere.yaml")
+    return dict(line.split(": ") for line in path.read_text(encoding="utf-8").splitlines()[1:])
+
+
+def all_keys(schema: type[Any] = Config, prefix: str = "") -> Iterator[str]:
+    """Yields every key of the schema, sections before their own."""
+    for name, hint in get_type_hints(schema).items():
+        yield f"{prefix}{name}"
+        if isinstance(kind := section_or_null(hint), type) and is_dataclass(kind):
+            yield from all_keys(kind, f"{prefix}{name}.")
 
 
 REMOVED: Mapping[str, str] = {

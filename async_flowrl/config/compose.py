@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import is_dataclass
 from pathlib import Path
-from typing import Any, cast, get_args, get_type_hints
+from typing import Any, cast, get_args, get_origin, get_type_hints
 
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
@@ -24,7 +24,7 @@ from omegaconf.errors import ConfigKeyError, OmegaConfBaseException, ValidationE
 from async_flowrl.config.check import ConfigError, removed, section_or_null, unknown_keys
 from async_flowrl.config.messages import first_line, unknown_name
 from async_flowrl.config.model_defaults import is_toy
-from async_flowrl.config.paths import config_dir
+from async_flowrl.config.paths import config_dir, expanded
 from async_flowrl.config.resolution import normalised
 from async_flowrl.config.schema import Config, RewardTerm
 
@@ -50,6 +50,7 @@ WORDS: dict[Any, str] = {
     list[int] | None: "a list of integers, such as [1,2], or null",
     tuple[float, float]: "two numbers, such as [0.9,0.99]",
     tuple[int, int] | None: "two integers, such as [0,5], or null",
+    dict[str, Any]: "a dictionary, such as {channel: red}",
     dict[str, str]: "a dictionary of texts, such as {NCCL_DEBUG: WARN}",
     dict[str, RewardTerm]: "a dictionary of rewards, such as {ocr: {weight: 1.0}}",
 }
@@ -66,8 +67,7 @@ def compose_config(name: str = DEFAULT, overrides: Sequence[str] = (), folder: P
 
 def composed(name: str, overrides: Sequence[str], folder: Path | None = None) -> DictConfig:
     """Returns what Hydra composes from a command line, with Hydra's own settings under `hydra`. Raises ConfigError."""
-    check_words(name, overrides, folder)
-    written = with_replaced_terms(name, overrides, folder)
+    written = with_replaced_terms(name, checked(name, overrides, folder), folder)
     values = _composed(name.removesuffix(".yaml"), written, folder)
     if left_out := _left_out(values, written):
         values = _composed(name.removesuffix(".yaml"), [*written, *left_out], folder)
@@ -86,6 +86,49 @@ def _left_out(values: DictConfig, written: Sequence[str]) -> list[str]:
     given = any(parse(each).key_or_group == "experiment" for each in written)
     own = values.hydra.runtime.choices.get("experiment") == EXPERIMENT
     return [] if given or not own or is_toy(values.model) else ["~experiment"]
+
+
+def _in_grammar(override: str, *, sweeps: bool) -> str:
+    """Returns an override in Hydra's grammar: a text keeps every character, and what a dictionary lacks is added to it.
+
+    Only `null`, a whole text in quotes, and `${…}` mean more than their characters; with `sweeps` (--multirun) also
+    commas, which separate texts, and Hydra's own sweeps such as `choice(a,b)`.
+    """
+    key, equals, value = override.partition("=")
+    name = key.lstrip("+")
+    kind, free = _field(name)
+    if not equals or key.startswith("~") or is_hydras(override):
+        return override
+    if kind in (str, str | None):
+        value = _text(value, sweeps=sweeps)
+    there = kind is not None and key.startswith("+") and not is_dataclass(kind)  # Hydra would refuse the one +
+    return f"{'++' if free or there else key[: -len(name)]}{name}={value}"
+
+
+def _text(value: str, *, sweeps: bool) -> str:
+    """Returns the value of a text in Hydra's grammar, in quotes where Hydra would read anything else."""
+    try:
+        parsed = parse(f"text={value}")
+    except HydraException:
+        return ",".join(_text(each, sweeps=False) for each in value.split(",")) if sweeps else _quoted(value)
+    if parsed.is_sweep_override():
+        return value if sweeps else _quoted(value)
+    read = parsed.value()
+    in_quotes = isinstance(read, str) and value[:1] in ("'", '"') and value[:1] == value[-1:]
+    return value if read is None or read == value or in_quotes else _quoted(value)
+
+
+def _quoted(text: str) -> str:
+    """Returns a text in quotes for Hydra's grammar, where backslashes count before a quote only."""
+    return "'" + re.sub(r"(\\*)('|$)", lambda match: match[1] * 2 + match[2].replace("'", "\\'"), text) + "'"
+
+
+def as_typed(override: str) -> str:
+    """Returns the shortest form in which a text of a command line was given, without the quotes of Hydra's grammar."""
+    key, _, value = override.partition("=")
+    text = parse(override).value() if value[:1] == "'" else None
+    plain = f"{key}={text}"
+    return plain if isinstance(text, str) and _in_grammar(plain, sweeps=False) == override else override
 
 
 def with_replaced_terms(name: str, overrides: Sequence[str], folder: Path | None = None) -> list[str]:
@@ -126,7 +169,7 @@ def typed(values: DictConfig) -> Config:
         config = cast("Config", OmegaConf.to_object(job))
     except OmegaConfBaseException as error:
         raise ConfigError(explain(error)) from error
-    config.output_dir = str(Path(config.output_dir).expanduser())
+    config.output_dir = str(expanded(config.output_dir))
     return normalised(config)
 
 
@@ -175,32 +218,52 @@ def _known(written: DictConfig, unknown: list[str]) -> Any:
             unknown.append(key)
 
 
-def check_words(name: str, overrides: Sequence[str], folder: Path | None = None) -> None:
-    """Raises ConfigError, with the nearest match, for unknown configuration names, group options and keys."""
+def checked(name: str, overrides: Sequence[str], folder: Path | None = None, *, sweeps: bool = False) -> list[str]:
+    """Returns the overrides in Hydra's grammar; `sweeps` (--multirun) allows several values of one key.
+
+    Raises ConfigError, with the nearest match, for unknown configuration names, group options and keys, and for values
+    that cannot be read.
+    """
     if folder is not None and not folder.is_dir():
         raise ConfigError(f"--config-dir {folder} is no folder")
     folders = [config_dir(), *([folder] if folder else [])]
     top = [path.stem for each in folders for path in each.glob("*.yaml") if path.stem != "base"]
     if name.removesuffix(".yaml") not in top:
         raise ConfigError(unknown_name("--config-name", name, top))
-    try:
-        parsed = [parse(each) for each in overrides]
-    except HydraException as error:
-        raise ConfigError(explain(error)) from error
-    for override, written in zip(parsed, overrides, strict=True):
-        key = override.key_or_group
-        if not key:
-            raise ConfigError(f"{written!r} names no key; an override is written key=value")
-        if is_hydras(key):
-            continue
+    written = [_in_grammar(each, sweeps=sweeps) for each in overrides]
+    for override, readable in zip(overrides, written, strict=True):
+        if any(0xDC80 <= ord(letter) <= 0xDCFF for letter in override):
+            raise ConfigError(f"{override!r} is text that this locale cannot read: set PYTHONUTF8=1")
+        prefixed, equals, given = override.partition("=")
+        key = prefixed.lstrip("+~")
+        if not key or not (equals or prefixed.startswith("~")):
+            raise ConfigError(f"{override!r} is no override: it is written key=value")
         options = [path.stem for each in folders for path in (each / key).glob("*.yaml")]
-        if options:
-            if isinstance(value := override.value(), str) and value not in options:
-                raise ConfigError(unknown_name(key, value, options))
-            continue
         nested = functools.reduce(lambda inner, part: {part: inner}, reversed(key.split(".")), cast("Any", None))
-        if wrong := next(unknown_keys(nested, Config), None):
+        if not (options or is_hydras(key)) and (wrong := next(unknown_keys(nested, Config), None)):
             raise ConfigError(wrong)
+        if prefixed.startswith("~") and not options and get_origin(_field(key.rpartition(".")[0])[0]) is not dict:
+            raise ConfigError(f"{prefixed}: only entries of a dictionary, such as ~reward.terms.color, can be deleted")
+        value, why = _value(readable, sweeps=sweeps)
+        if options and isinstance(value, str) and value not in options:
+            raise ConfigError(unknown_name(key, value, options))
+        if why:
+            raise ConfigError(f"{key} must be {_expected(key) or 'one value'}, got {given!r}{why}")
+    return written
+
+
+def _value(override: str, *, sweeps: bool) -> tuple[Any, str]:
+    """Returns the value of an override, and why it cannot be read, for the end of a sentence; empty if it can."""
+    value = override.partition("=")[2]
+    if re.search(r"\$\{[^}]*$", value):
+        return value, ": ${ begins a reference such as ${name}, and } ends it"
+    try:
+        parsed = parse(override)
+    except HydraException:
+        return value, ": what holds other characters than letters, digits and spaces stands in quotes of its own"
+    if parsed.is_sweep_override() and not sweeps:
+        return value, ": a list stands in brackets, and several runs need --multirun"
+    return parsed.value(), ""
 
 
 def is_hydras(override: str) -> bool:
@@ -225,14 +288,15 @@ def explain(error: Exception) -> str:
     if cause is not None and key and (expected := _expected(key)):
         reason = str(getattr(cause, "msg", cause)).splitlines()[0].rstrip(".")
         return f"{key} must be {expected}: {reason}"
+    if missing := re.search(r"missing mandatory value: (\w+)", text):
+        return f"{missing[1]} has no value: ??? stands for one that is still missing"
     lines = [line.strip() for line in f"{error}\n{error.__cause__ or ''}".splitlines() if line.strip()]
-    return "; ".join(line for line in lines if not line.startswith(("object_type=", "reference_type=")))
+    told = "; ".join(line for line in lines if not line.startswith(("object_type=", "reference_type=", "full_key:")))
+    return f"{full}: {told}" if (full := getattr(error, "full_key", None)) else told
 
 
 def _missing_term(text: str) -> str | None:
-    """Returns how to add a reward term or option that the configuration lacks; None for other errors."""
-    if option := re.search(r"not in struct\s+full_key: (reward\.terms\.\w+\.options\.[\w.]+)", text):
-        return f"{option[1]} is not there yet; an option is added with a + in front: +{option[1]}=…"
+    """Returns how to add a reward term that the configuration lacks; None for other errors."""
     match = re.search(r"not a subclass of RewardTerm[^\0]*?full_key: (\w+)", text)
     match = match or re.search(r"not in struct\s+full_key: reward\.terms\.(\w+)", text)
     if match is None:
@@ -241,19 +305,28 @@ def _missing_term(text: str) -> str | None:
     return f"the reward has no term {name!r}; one is added whole, like '+reward.terms.{name}={{weight: 1.0}}'"
 
 
+def _field(key: str) -> tuple[Any, bool]:
+    """Returns the type of a configuration key, and True if it is, or is in, a dictionary that takes any key.
+
+    The type is None if the schema does not define it.
+    """
+    kind, free = cast("Any", Config), False
+    for part in re.sub(r"\[\d+\]", "", key).split("."):
+        if isinstance(kind, type) and is_dataclass(kind):
+            kind = section_or_null(get_type_hints(kind).get(part))
+        else:  # the part is a name in a dictionary, of sections or of values
+            kind = get_args(kind)[1] if get_origin(kind) is dict else None
+        free = free or (get_origin(kind) is dict and not is_dataclass(get_args(kind)[1]))
+    return kind, free
+
+
 def _expected(key: str) -> str | None:
     """Returns the type of a configuration key in words; None if the schema does not define it."""
-    kind: Any = Config
-    for part in re.sub(r"\[\d+\]", "", key).split("."):
-        if not (isinstance(kind, type) and is_dataclass(kind)):
-            entry = get_args(kind)[1:]
-            if not (entry and is_dataclass(entry[0])):
-                return None
-            kind = entry[0]  # a dictionary of sections: this part is the section's own name
-            continue
-        kind = section_or_null(get_type_hints(kind).get(part))
+    kind, _ = _field(key)
     if isinstance(kind, type) and is_dataclass(kind):
         return f"a section with {', '.join(get_type_hints(kind))}"
+    if kind in (None, Any):
+        return None
     return WORDS.get(kind) or str(getattr(kind, "__name__", kind) if not get_args(kind) else kind)
 
 
@@ -309,4 +382,4 @@ def _added(key: str, override: Override) -> str:
 
 ConfigStore.instance().store(name="schema", node=Config)
 if not OmegaConf.has_resolver("expanduser"):
-    OmegaConf.register_new_resolver("expanduser", lambda path: str(Path(path).expanduser()))
+    OmegaConf.register_new_resolver("expanduser", lambda path: str(expanded(path)))

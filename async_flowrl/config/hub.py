@@ -22,7 +22,7 @@ def download(path: str, revision: str, parts: str) -> Path:
 
     `path` is a hub name and `revision` a commit. Errors of huggingface_hub are passed on.
     """
-    index = json.loads(Path(hf_hub_download(path, "model_index.json", revision=revision)).read_text())
+    index = json.loads(Path(hf_hub_download(path, "model_index.json", revision=revision)).read_text(encoding="utf-8"))
     allowed = patterns(components(index), parts)
     ignored = [*_NEVER, *_VARIANTS]
     return Path(snapshot_download(path, revision=revision, allow_patterns=allowed, ignore_patterns=ignored))

@@ -6,10 +6,10 @@ from collections.abc import Callable, Container, Iterable
 from typing import Any
 
 
-def unknown_name(key: str, given: str, allowed: Iterable[str]) -> str:
+def unknown_name(key: str, given: object, allowed: Iterable[str]) -> str:
     """Returns one sentence with the given name, the allowed names, and the nearest match if there is one."""
     names = sorted(allowed)
-    return f"{key} must be one of {', '.join(names)}, got {given!r}{did_you_mean(given, names)}"
+    return f"{key} must be one of {', '.join(names)}, got {given!r}{did_you_mean(str(given), names)}"
 
 
 def did_you_mean(given: str, names: Iterable[str], shown: Callable[[str], object] = repr) -> str:

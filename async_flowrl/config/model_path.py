@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from async_flowrl.config.messages import did_you_mean
+from async_flowrl.config.paths import expanded
 
 _VAE_16: Mapping[str, Any] = {
     "_class_name": "AutoencoderKL",
@@ -104,7 +105,7 @@ def local_index(path: str) -> Path | None:
     """
     if path == TINY:
         return None
-    local = Path(path).expanduser()
+    local = expanded(path)
     if local.exists():
         index = local / "model_index.json"
         if not index.is_file():

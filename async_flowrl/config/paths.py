@@ -1,5 +1,6 @@
 """Paths of files shipped with the package: `configs/` of a checkout, or its copy inside an installed wheel."""
 
+import os
 from pathlib import Path
 
 from async_flowrl.config.messages import did_you_mean
@@ -17,13 +18,18 @@ def config_dir() -> Path:
     raise FileNotFoundError(f"the configuration folder is missing: neither {checkout} nor {wheel} exists")
 
 
+def expanded(path: str) -> Path:
+    """Returns the path with the home folder in place of `~`; unlike Path's own, it leaves a `~x` that is no user's."""
+    return Path(os.path.expanduser(path))
+
+
 def find_data(path: str, base: Path | None = None, *, key: str = "", folder: bool = False) -> Path:
     """Returns the path of an existing file, or also of a folder with `folder=True`.
 
     `~` is expanded. A relative path is looked up in `base` (None means the working directory), then among the shipped
     files. Raises FileNotFoundError, which names `key` and a similar file name in the folders searched.
     """
-    given = Path(path).expanduser()
+    given = expanded(path)
     roots = [Path()] if given.is_absolute() else [base or Path.cwd(), config_dir()]
     candidates = [root / given for root in roots]
     for candidate in candidates:

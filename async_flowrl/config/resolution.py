@@ -24,9 +24,17 @@ def parse_resolution(value: Any) -> Resolution:
     if isinstance(value, str) and (match := _WRITTEN.fullmatch(value)):
         value = [int(number) for number in match.groups() if number]
     numbers = list(value) if isinstance(value, Sequence) and not isinstance(value, str) else [value]
+    numbers = [_whole(number) for number in numbers]
     if len(numbers) not in (1, 2) or any(type(number) is not int or number < 1 for number in numbers):
         raise ValueError(f"{FORMS}, each at least 1; got {value!r:.80}")
     return of_sides(numbers[0], numbers[-1])
+
+
+def _whole(number: Any) -> Any:
+    """Returns 32 for 32.0 and "32", as tables write integers; anything else is returned unchanged."""
+    if isinstance(number, str) and number.strip().isdecimal():
+        return int(number)
+    return int(number) if isinstance(number, float) and number.is_integer() else number
 
 
 def asked_resolution(value: str, option: str = "--resolution") -> Resolution:

@@ -7,6 +7,7 @@ from typing import cast
 
 from omegaconf import DictConfig, OmegaConf
 
+from async_flowrl.config.compose import as_typed
 from async_flowrl.config.paths import config_dir
 
 
@@ -30,7 +31,7 @@ def resume_command(hydra_record: Mapping[str, str], output_dir: Path | None = No
         output_dir = Path(str(OmegaConf.select(hydras, "hydra.runtime.output_dir")))
     if output_dir is None:
         return _command(hydra_record, ("resume",), ("resume=auto",))
-    more = (f"output_dir={_quoted(str(output_dir))}", "resume=auto")
+    more = (f"output_dir={output_dir}", "resume=auto")
     return _command(hydra_record, ("resume", "output_dir"), more)
 
 
@@ -50,7 +51,7 @@ def _command(hydra_record: Mapping[str, str], without: tuple[str, ...], more: tu
     name, folder = OmegaConf.select(hydras, "hydra.job.config_name"), _own_folder(hydras)
     overrides = OmegaConf.to_container(OmegaConf.create(hydra_record["overrides.yaml"]), resolve=False)
     given = [str(override) for override in overrides or ()]
-    kept = [override for override in given if override.partition("=")[0].lstrip("+") not in without]
+    kept = [as_typed(override) for override in given if override.partition("=")[0].lstrip("+") not in without]
     where = ["--config-dir", folder] if folder and "--config-dir" not in without else []
     return shlex.join(["async-flowrl", "train", *where, *(["--config-name", str(name)] if name else []), *kept, *more])
 
@@ -61,9 +62,3 @@ def _own_folder(hydras: DictConfig) -> str | None:
     folders = [str(source["path"]) for source in sources if source["schema"] == "file"]
     own = [folder for folder in folders if Path(folder) != config_dir()]
     return own[0] if len(folders) > 1 and own else None
-
-
-def _quoted(text: str) -> str:
-    """Returns the text in quotes for Hydra's grammar of overrides, unless it needs none."""
-    plain = all(letter.isalnum() or letter in "/._-" for letter in text)
-    return text if plain else "'" + text.replace("'", "\\'") + "'"

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from async_flowrl.config.check import ConfigError
+from async_flowrl.config.paths import expanded
 from async_flowrl.config.schema import FULL, Config
 from async_flowrl.controller.fingerprint import (
     deciding,
@@ -104,7 +105,7 @@ def find_resume(requests: RequestBuilder, directory: RunDirectory, *, shares: bo
         if own:
             resume = newest(directory, shares=shares)
         else:
-            path = Path(config.resume).expanduser()
+            path = expanded(config.resume)
             verify_checkpoint(path, shares=shares)
             resume = _read_resume(path)
     except DamagedCheckpoint as error:

@@ -15,6 +15,7 @@ from async_flowrl.data.load import divided, evaluation_rows, open_split
 from async_flowrl.data.prompts import COLUMNS, SIZES, Keys
 from async_flowrl.data.rows import LineRows
 from async_flowrl.data.store import MAX_KEPT_REFUSALS, Prompts, Scan, Weights, scan
+from async_flowrl.observability.terminal import run_program
 from async_flowrl.policies.prompt_length import LengthCheck
 from async_flowrl.policies.registry import resolve_model
 from async_flowrl.rewards.registry import check_rewards, prompt_check
@@ -188,7 +189,7 @@ def _short(value: object) -> str:
 
 def _refused(scan: Scan) -> list[str]:
     if not scan.refusals:
-        return ["refused    nothing"]
+        return ["refused    nothing" if len(scan.places) else "refused    the file, which holds no prompts"]
     lines = [f"refused    {scan.refusals:,} rows, and with them a run on this file"]
     lines += [f"  {refusal}" for refusal in scan.refused]
     more = scan.refusals - MAX_KEPT_REFUSALS
@@ -196,4 +197,4 @@ def _refused(scan: Scan) -> list[str]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_program(main)

@@ -94,14 +94,26 @@ class LineRows:
         except UnicodeDecodeError as error:
             raise PromptError(f"{self.where(index)}: not UTF-8 text: {error}") from error
         if not self._json:
-            return {self._key: text.removesuffix("\r")}
+            text = text.removesuffix("\r")
+            if "\r" in text:
+                raise PromptError(f"{self.where(index)}: lines end with LF or CR LF, and this one holds a CR alone")
+            return {self._key: text}
         try:
-            row = json.loads(text)
+            row = json.loads(text, object_pairs_hook=_unique)
         except (ValueError, RecursionError) as error:  # no JSON, integers with too many digits, too deep nesting
             raise PromptError(f"{self.where(index)}: not JSON: {first_line(error)}") from error
         if not isinstance(row, dict):
             raise PromptError(f"{self.where(index)}: expected a JSON object, got {type(row).__name__}")
         return row
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Returns a JSON object as a dictionary. Raises ValueError if a key stands there twice."""
+    row = dict(pairs)
+    if len(row) < len(pairs):
+        twice = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
+        raise ValueError(f"the key {twice!r} stands twice in an object")
+    return row
 
 
 class TableRows:

@@ -22,6 +22,7 @@ from async_flowrl.doctor import features, nodes
 from async_flowrl.doctor.configuration import configuration_findings, nearest, this_machine
 from async_flowrl.doctor.facts import Asked
 from async_flowrl.doctor.findings import FAILED, OK, Finding, verdict
+from async_flowrl.observability.terminal import run_program
 from async_flowrl.plan.from_run import count
 
 CONFIGURATION = "a configuration, as `train` takes it: whether it can start here"
@@ -99,4 +100,4 @@ def two_steps(given: argparse.Namespace, config: Config) -> Finding:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_program(main)

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from async_flowrl.config.check import ConfigError
+from async_flowrl.config.paths import expanded
 from async_flowrl.config.pools import ROLLOUT, TRAINER, is_scoring_pool, scoring_pools
 from async_flowrl.config.schema import SHARED, Config
 from async_flowrl.doctor import features, nodes
@@ -215,7 +216,7 @@ def modules_of(config: Config) -> list[str]:
 
 def run_folder(config: Config) -> str:
     """Returns the absolute path of the run directory."""
-    return str(Path(config.output_dir).expanduser().absolute())
+    return str(expanded(config.output_dir).absolute())
 
 
 def nearest(config: Config) -> Path:

@@ -8,13 +8,12 @@ import platform
 import shutil
 import socket
 import subprocess
-import tempfile
 from dataclasses import dataclass
 from importlib import metadata, util
 from pathlib import Path
 from typing import Any
 
-from separation.node_checks import code_of, sees
+from separation.node_checks import code_of, sees, temporary_folder, temporary_refusal
 from separation.node_memory import free_memory
 
 PACKAGES = ("torch", "ray", "diffusers", "transformers", "peft", "numpy")
@@ -40,7 +39,7 @@ class Asked:
 
 def facts(asked: Asked) -> dict[str, Any]:
     """Returns all facts of this machine; sizes are in bytes, of memory and disks what is free at this moment."""
-    temporary = os.environ.get("RAY_TMPDIR") or str(Path(tempfile.gettempdir()) / "ray")
+    temporary = temporary_folder()
     return {
         "host": socket.gethostname(),
         "versions": {"python": platform.python_version()} | {name: version(name) for name in PACKAGES},
@@ -50,6 +49,7 @@ def facts(asked: Asked) -> dict[str, Any]:
         "shm": shutil.disk_usage(SHM).free if SHM.is_dir() else 0,
         "disks": {folder: free_disk(Path(folder)) for folder in (*asked.folders, temporary)},
         "temporary": temporary,
+        "sockets": temporary_refusal(),
         "lacking": [module for module in asked.modules if not importable(module)],
         "marked": not asked.mark or sees(asked.mark, asked.text),
         "gpus": gpus(),

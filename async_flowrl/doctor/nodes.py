@@ -49,15 +49,19 @@ class Machine:
 
 
 def machine_finding(machine: Machine) -> Finding:
-    """Describes a node in one line; failed if its disk is full, a warning if Ray could not spill objects to it."""
+    """Describes a node in one line.
+
+    It failed if its disk is full, or if Ray cannot start; a warning says that Ray could not spill objects to the disk.
+    """
     facts, disk = machine.facts, machine.facts["disks"][machine.facts["temporary"]]
     memory, shm, free = (f"{size / GIB:.1f} GiB" for size in (facts["memory"], facts["shm"], disk["free"]))
     kinds = ", ".join(gpu["name"] for gpu in facts["gpus"]) or "no GPU"
     said = f"{facts['host']}: {facts['cores']} cores, {kinds}; free: {memory} of memory, {shm} in /dev/shm"
     cure = "free some, or ray start --temp-dir"
+    sockets = machine.resources is None and bool(facts["sockets"]), FAILED, f"{facts['sockets']}"
     full = disk["free"] < LEAST_DISK, FAILED, f"Ray has no room for its logs there: {cure}"
     tight = disk["free"] < (1 - SPILL_SHARE) * disk["total"], WARNING, f"Ray spills nothing to a disk this full: {cure}"
-    return verdict(f"node {machine.name}", f"{said}, {free} in {facts['temporary']}", full, tight)
+    return verdict(f"node {machine.name}", f"{said}, {free} in {facts['temporary']}", sockets, full, tight)
 
 
 def same_findings(here: Mapping[str, Any], machines: Sequence[Machine]) -> Iterator[Finding]:

@@ -13,6 +13,7 @@ from async_flowrl.controller.reward_servers import ServerLost
 from async_flowrl.evaluate.job import job_of
 from async_flowrl.evaluate.measure import evaluate
 from async_flowrl.evaluate.show import table, write
+from async_flowrl.observability.terminal import run_program
 
 logger = logging.getLogger(__name__)
 
@@ -69,4 +70,4 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_program(main)

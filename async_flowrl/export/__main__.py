@@ -9,11 +9,11 @@ diffusers matches none of them, warns, and generates with the base model.
 
 import argparse
 import logging
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from async_flowrl.config import exit_codes
+from async_flowrl.observability.terminal import run_program
 
 logger = logging.getLogger(__name__)
 
@@ -70,4 +70,4 @@ def parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_program(main)

@@ -3,6 +3,7 @@
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from async_flowrl.config.resolution import configured, in_pixels
 from async_flowrl.config.schema import Config, RewardTerm
 from async_flowrl.config.typed import record_of, typed_command
 from async_flowrl.export.source import PEFT, Source
+from async_flowrl.generate import arguments_of, from_config, in_diffusers, usual
 from async_flowrl.observability.evaluations import (
     Evaluation,
     between,
@@ -22,6 +24,7 @@ from async_flowrl.observability.evaluations import (
 from async_flowrl.observability.events import read_events
 from async_flowrl.observability.metrics import Metrics
 from async_flowrl.policies import lora_file
+from async_flowrl.policies.registry import load_family, resolve_model
 from async_flowrl.policies.stored import FOLDER as WHOLE
 
 README, CURVE = "README.md", "curve.png"
@@ -56,7 +59,7 @@ def write_card(
     parts += [*_training(source), *_results(out, source, evaluation), _usage(source, base), _files(out, files)]
     parts += [*_reproduction(source), _licence(licence, base)]
     card = ModelCard(f"---\n{front.to_yaml()}\n---\n\n" + "\n\n".join(parts) + "\n")
-    (out / README).write_text(str(card))
+    (out / README).write_text(str(card), encoding="utf-8")
     return out / README
 
 
@@ -136,7 +139,7 @@ def _results(out: Path, source: Source, evaluation: Path | None) -> list[str]:
 def read_results(folder: Path) -> dict[str, Any]:
     """Reads the results that `async_flowrl.evaluate` wrote into a folder. Raises ValueError if there are none."""
     try:
-        results: dict[str, Any] = json.loads((folder / RESULTS).read_text())
+        results: dict[str, Any] = json.loads((folder / RESULTS).read_text(encoding="utf-8"))
         for name, each in results["rewards"].items():
             _row(name, each)
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -196,8 +199,21 @@ def _draw_grid(out: Path, source: Source) -> None:
     sheet.save(out / GRID, format="PNG", optimize=True)
 
 
+def _call(source: Source) -> str:
+    """Returns the line that makes the images of `async-flowrl generate`; a plain call if the model is not known."""
+    import diffusers
+
+    arguments: dict[str, Any] = {}
+    with suppress(ValueError, OSError, AttributeError):  # a model that is not here, or whose pipeline is not diffusers'
+        if source.model is not None:
+            family = load_family(resolve_model(source.model).family)
+            settings = from_config(source.config or usual(source.model.path))
+            arguments = arguments_of(getattr(diffusers, getattr(family, "pipeline", "")), settings, family)
+    return f"image = {in_diffusers(arguments)}"
+
+
 def _usage(source: Source, base: str | None) -> str:
-    name = base or "BASE_MODEL"
+    name, call = base or "BASE_MODEL", _call(source)
     if source.whole is not None:
         return f"""## Use
 
@@ -209,6 +225,7 @@ transformer = AutoModel.from_pretrained(
     "THIS_FOLDER_OR_REPOSITORY", subfolder="{WHOLE}", torch_dtype=torch.bfloat16
 )
 pipe = DiffusionPipeline.from_pretrained("{name}", transformer=transformer, torch_dtype=torch.bfloat16)
+{call}
 ```
 
 Where the pipeline's other parts lie beside it, that folder is a pipeline of its own."""
@@ -220,6 +237,7 @@ from diffusers import DiffusionPipeline
 
 pipe = DiffusionPipeline.from_pretrained("{name}", torch_dtype=torch.bfloat16)
 pipe.load_lora_weights("THIS_FOLDER_OR_REPOSITORY", weight_name="{lora_file.FILE_NAME}")
+{call}
 ```
 
 For PEFT: `PeftModel.from_pretrained(pipe.transformer, "THIS_FOLDER/{PEFT}")`."""
@@ -238,7 +256,7 @@ def _reproduction(source: Source) -> list[str]:
         return []
     command = typed_command(record_of(run), without=("--config-dir", "output_dir", "resume")) or "async-flowrl train"
     lines = ["## Reproduce", "", "```", command, "async-flowrl verify RUN", "```"]
-    summary = json.loads((run / "summary.json").read_text()) if (run / "summary.json").is_file() else {}
+    summary = json.loads((run / "summary.json").read_text(encoding="utf-8")) if (run / "summary.json").is_file() else {}
     if digest := summary.get("weights_digest"):
         lines += ["", f"The run ended with the weights digest `{digest}`, which the same seed and settings give again."]
     return ["\n".join(lines)]

@@ -1,12 +1,13 @@
 """Files of `python -m async_flowrl.export`: the weights in the formats asked for, and the model card."""
 
 import argparse
+import tempfile
 from pathlib import Path
 
 from async_flowrl.export.card import read_results, write_card
 from async_flowrl.export.source import PEFT, Source, family_of, read_source, write_lora
-from async_flowrl.export.whole_model import MERGED, write_merged, write_whole
-from async_flowrl.policies import lora_formats
+from async_flowrl.export.whole_model import MERGED, TRANSFORMER, write_merged, write_whole
+from async_flowrl.policies import lora_file, lora_formats
 
 
 def publish(given: argparse.Namespace) -> list[Path]:
@@ -19,9 +20,22 @@ def publish(given: argparse.Namespace) -> list[Path]:
     evaluation = given.evaluation.expanduser() if given.evaluation else None
     if evaluation is not None:
         read_results(evaluation)
+    _check_out(out, source)
     write = _write_lora if source.whole is None else _write_whole
     written, files = write(given, source, out)
     return [*written, write_card(out, source, files, licence=given.license, evaluation=evaluation)]
+
+
+def _check_out(out: Path, source: Source) -> None:
+    """Raises ValueError if `out` holds an export of other weights, whose files would stay beside the new ones."""
+    there = sorted(path.name for path in out.glob("*.safetensors"))
+    there += [name for name in (PEFT, MERGED, TRANSFORMER) if (out / name).exists()]
+    if source.whole is None and lora_file.FILE_NAME in there:
+        with tempfile.TemporaryDirectory() as again:
+            if write_lora(source, Path(again)).read_bytes() == (out / lora_file.FILE_NAME).read_bytes():
+                return
+    if there:
+        raise ValueError(f"{out} holds an export of other weights ({', '.join(there)}): remove it or export elsewhere")
 
 
 def _write_lora(given: argparse.Namespace, source: Source, out: Path) -> tuple[list[Path], dict[str, str]]:

@@ -3,7 +3,6 @@
 It shows steps, rewards, staleness, speed and the time left.
 """
 
-import io
 import logging
 import os
 import re
@@ -195,13 +194,6 @@ def console_of(wanted: str) -> str:
     if wanted == "auto":
         return "bar" if lacking is None else "lines"
     return wanted
-
-
-def show_what_can_be_shown() -> None:
-    """Makes stdout and stderr replace characters that their encoding lacks, instead of raising UnicodeEncodeError."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
-            stream.reconfigure(errors="replace")
 
 
 def lacking_for_bar() -> str | None:

@@ -103,10 +103,10 @@ class RunDirectory:
             for folder in (self.root, self.images, self.checkpoints, self.logs):
                 folder.mkdir(parents=True, exist_ok=True)
             self._take_lock()
-            self.config.write_text(OmegaConf.to_yaml(OmegaConf.create(asdict(config))))
+            self.config.write_text(OmegaConf.to_yaml(OmegaConf.create(asdict(config))), encoding="utf-8")
             for name, text in hydra_record.items():
                 self.hydra.mkdir(exist_ok=True)
-                (self.hydra / name).write_text(text)
+                (self.hydra / name).write_text(text, encoding="utf-8")
         except OSError as error:
             raise ConfigError(f"output_dir={self.root} cannot be written: {error.strerror}") from error
 

@@ -1,17 +1,31 @@
 """Output to stdout and stderr that works for terminals, files, pipes and pipes whose reader has ended."""
 
+import io
 import logging
 import os
 import shutil
 import sys
 import textwrap
-from collections.abc import Sequence
-from typing import TextIO
+from collections.abc import Callable, Sequence
+from typing import NoReturn, TextIO
 
 logger = logging.getLogger(__name__)
 
 MIN_WIDTH = 30
 """Lines are not wrapped if the terminal has fewer columns than this."""
+
+
+def run_program(main: Callable[[], int]) -> NoReturn:
+    """Ends this process with the exit code of `main`, the entry point of a verb."""
+    show_what_can_be_shown()
+    sys.exit(main())
+
+
+def show_what_can_be_shown() -> None:
+    """Makes stdout and stderr replace characters that their encoding lacks, instead of raising UnicodeEncodeError."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and stream.errors in ("strict", "surrogateescape"):
+            stream.reconfigure(errors="replace")
 
 
 def say(text: str, stream: TextIO | None = None) -> None:

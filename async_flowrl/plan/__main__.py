@@ -13,6 +13,8 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
+from async_flowrl.observability.terminal import run_program
+
 MODES = {"--memory": "memory", "--fit": "fit", "--rehearse": "rehearse"}
 """Option → the module of this package whose `main` it runs; without one of them it is that of `--from-run`."""
 
@@ -34,4 +36,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_program(main)

@@ -69,4 +69,4 @@ def pipeline_class(path: str, revision: str | None) -> str:
     """Returns the pipeline's class name from model_index.json of a local folder or of a hub model."""
     folder = Path(path)
     index = folder / "model_index.json" if folder.is_dir() else hub_file(path, "model_index.json", revision)
-    return str(json.loads(index.read_text()).get("_class_name"))
+    return str(json.loads(index.read_text(encoding="utf-8")).get("_class_name"))

@@ -20,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as save_tensors
 from torch import Tensor
 
+from async_flowrl.config.paths import expanded
 from async_flowrl.config.schema import LoraConfig
 
 FILE_NAME = "pytorch_lora_weights.safetensors"
@@ -129,7 +130,7 @@ def modules_of(tensors: Mapping[str, Tensor]) -> list[str]:
 
 def hub_name(base: str | None) -> str | None:
     """Returns `base` if it is a hub name, and None for a local folder, which is useless on other machines."""
-    known = base is not None and _HUB_NAME.fullmatch(base) and not Path(base).expanduser().exists()
+    known = base is not None and _HUB_NAME.fullmatch(base) and not expanded(base).exists()
     return base if known else None
 
 
@@ -139,7 +140,7 @@ def base_of(path: Path) -> str | None:
     files = [path] if path.is_file() else [folder / FILE_NAME, *sorted(folder.glob("*.safetensors"))]
     described = [header_of(file) for file in files if file.suffix == ".safetensors" and file.is_file()]
     if (folder / PEFT_CONFIG).is_file():
-        described.append(json.loads((folder / PEFT_CONFIG).read_text()))
+        described.append(json.loads((folder / PEFT_CONFIG).read_text(encoding="utf-8")))
     named = (hub_name(each.get(key)) for each in described for key in _BASE_KEYS)
     return next(filter(None, named), None)
 
@@ -210,7 +211,7 @@ def read_for(config: LoraConfig) -> LoraFile:
     """
     if config.path is None:
         raise ValueError("lora.path is not set")
-    source = read(Path(config.path).expanduser())
+    source = read(expanded(config.path))
     if source.rank != config.rank:
         raise ValueError(
             f"lora.path {config.path} has rank {source.rank}, this run lora.rank={config.rank}: they must be equal"
@@ -230,7 +231,7 @@ def _read_diffusers(path: Path) -> LoraFile:
 
 
 def _read_peft(folder: Path) -> LoraFile:
-    config = json.loads((folder / PEFT_CONFIG).read_text())
+    config = json.loads((folder / PEFT_CONFIG).read_text(encoding="utf-8"))
     if config.get("peft_type") != "LORA":
         raise ValueError(f"{folder} holds a PEFT adapter of type {config.get('peft_type')}, only LORA can be read")
     _check(config, str(folder))

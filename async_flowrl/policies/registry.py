@@ -188,7 +188,7 @@ def load_pipeline(resolved: ResolvedModel, *, dtype: str, device: str | torch.de
 def _family(wanted: str, index: Path, path: str) -> str:
     if wanted != "auto":
         return wanted
-    name = str(json.loads(index.read_text()).get("_class_name"))
+    name = str(json.loads(index.read_text(encoding="utf-8")).get("_class_name"))
     if name not in PIPELINES:
         raise ValueError(unknown_name(f"the pipeline of model.path {path}", name, PIPELINES))
     return PIPELINES[name]
@@ -249,7 +249,7 @@ def _local(folder: Path) -> Counter[str]:
 
 
 def _names(index: Path) -> set[str]:
-    return set(json.loads(index.read_text())["weight_map"].values())
+    return set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
 
 
 def _header(file: Path) -> Counter[str]:

@@ -35,7 +35,7 @@ class StoredWeights(Mapping[str, Tensor]):
         place = (Path(path) if revision is None else download(path, revision, "transformer")) / folder
         index = place / f"{FILE}.index.json"
         if index.is_file():
-            files: dict[str, str] = json.loads(index.read_text())["weight_map"]
+            files: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         elif (place / FILE).is_file():
             with safe_open(place / FILE, framework="pt") as file:
                 files = dict.fromkeys(file.keys(), FILE)
@@ -114,6 +114,6 @@ def configuration(path: str, part: str, revision: str | None = None) -> dict[str
     name = f"{part}/config.json"
     try:
         file = Path(path) / name if revision is None else hub_file(path, name, revision)
-        return cast("dict[str, Any]", json.loads(file.read_text()))
+        return cast("dict[str, Any]", json.loads(file.read_text(encoding="utf-8")))
     except (OSError, json.JSONDecodeError) as error:
         raise ValueError(f"{name} of model.path {path} cannot be read: {first_line(error)}") from error

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from async_flowrl.config import exit_codes
+from async_flowrl.observability.terminal import run_program
 from async_flowrl.report.page import write_page
 
 MAX_RUNS = 32
@@ -77,4 +78,4 @@ def parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_program(main)

@@ -3,6 +3,8 @@
 RapidOCR reads the text; its weights are part of its wheel.
 """
 
+import re
+import unicodedata
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -18,8 +20,8 @@ if TYPE_CHECKING:
 def text_score(read: str, target: str) -> float:
     """Returns max(0, 1 - edit distance / target length), or 1 if `read` contains the target.
 
-    Case and white space are ignored; `target` must not be empty. This is the OCR reward of Flow-GRPO (Liu et al. 2025,
-    section 5.1).
+    Both are compared as `normalise` leaves them; `target` must hold something then. This is the OCR reward of Flow-GRPO
+    (Liu et al. 2025, section 5.1).
     """
     from rapidfuzz.distance import Levenshtein
 
@@ -29,9 +31,32 @@ def text_score(read: str, target: str) -> float:
     return max(0.0, 1.0 - Levenshtein.distance(seen, wanted) / len(wanted))
 
 
+ALIKE = str.maketrans(
+    {**dict.fromkeys("‘’‚‛ʼ′´", "'"), **dict.fromkeys("“”„‟″«»", '"'), **dict.fromkeys("‐‑‒–—−", "-")}
+)
+"""Quotes and dashes → the one that stands for all that look like it."""
+INVISIBLE = re.compile("[\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180f\u2800\ufe00-\ufe0f\U000e0100-\U000e01ef]")
+"""What cannot be seen and is no format character: joiners, fillers, an empty Braille cell and variation selectors."""
+
+
 def normalise(text: str) -> str:
-    """Returns the text in lower case without white space."""
-    return "".join(text.lower().split())
+    """Returns the text without what two readings of the same image may differ in.
+
+    These are case, white space, invisible characters, forms of quotes and dashes, and what Unicode counts as equal
+    (NFKC): decomposed accents, full-width letters, ligatures.
+    """
+    plain = unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", text.translate(ALIKE)).casefold())
+    return "".join(
+        letter for letter in "".join(INVISIBLE.sub("", plain).split()) if unicodedata.category(letter) != "Cf"
+    )
+
+
+def check_target(prompt: Prompt, who: str) -> None:
+    """Raises ValueError, which names `who` needs it, if the prompt has no target, or one that no image can show."""
+    if not prompt.target:
+        raise ValueError(f"{who} needs a target, and prompt {prompt.text!r} has none in double quotes or a column")
+    if not normalise(prompt.target):
+        raise ValueError(f"{who} needs a target that can be seen, got {prompt.target!r} in prompt {prompt.text!r}")
 
 
 class OCR:
@@ -76,9 +101,7 @@ class OCR:
         self._engine: RapidOCR | None = None
 
     def check(self, prompt: Prompt) -> None:
-        """Raises ValueError if the prompt has no target, or one of white space only."""
-        if not normalise(prompt.target or ""):
-            raise ValueError(f"prompt {prompt.text!r} has no target text in double quotes")
+        check_target(prompt, "the ocr reward")
 
     def read(self, image: ByteArray) -> str:
         """Returns all text of an image uint8 [H, W, 3] RGB, in the detector's reading order; empty if there is none."""

@@ -22,9 +22,10 @@ from pathlib import Path
 from typing import Any, BinaryIO, ClassVar, cast
 
 from async_flowrl.config.messages import unknown_name
+from async_flowrl.config.paths import expanded
 from async_flowrl.rewards.endpoint import LIMITS, Bounds, Endpoint, ServerError, check_numbers, checked_urls
 from async_flowrl.rewards.http_contract import SHOWN_CHARACTERS, ContractError, dumps, encode_image, is_number, loads
-from async_flowrl.rewards.ocr import normalise, text_score
+from async_flowrl.rewards.ocr import check_target, normalise, text_score
 from async_flowrl.types import ByteArray, Prompt, Requests
 
 logger = logging.getLogger(__name__)
@@ -255,13 +256,12 @@ class VLMJudge:
         self._values, self._bounds = _answers(self.answers), _rising(self.range)
         bounds = Bounds(self.timeout, self.deadline, self.retries, MAX_REPLY_BYTES, self.concurrency)
         self._endpoint = Endpoint(_urls(self.base_url), bounds, "api_key_env", self.api_key_env)
-        self._cache = None if self.cache is None else ReplyCache(Path(self.cache).expanduser())
+        self._cache = None if self.cache is None else ReplyCache(expanded(self.cache))
 
     def check(self, prompt: Prompt) -> None:
-        """Raises ValueError if the judge needs a target and the prompt has none."""
-        if self._needs_target and not normalise(prompt.target or ""):
-            what = "mode=transcribe" if self.mode == TRANSCRIBE else "{target} in prompt_template"
-            raise ValueError(f"{what} needs a target, and prompt {prompt.text!r} has none in double quotes or a column")
+        """Raises ValueError if the judge needs a target and the prompt has none that can be seen."""
+        if self._needs_target:
+            check_target(prompt, "mode=transcribe" if self.mode == TRANSCRIBE else "{target} in prompt_template")
 
     def counted(self) -> Requests:
         """Returns the requests to servers since the last call of this method."""

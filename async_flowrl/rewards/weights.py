@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from async_flowrl.config.messages import unknown_name
+from async_flowrl.config.paths import expanded
 
 if TYPE_CHECKING:
     import torch
@@ -67,7 +68,7 @@ def check_path(reward: str, option: str, place: str) -> None:
 
     A name of the form owner/name may be a hub repository, and is first looked up when the weights are loaded.
     """
-    path = Path(place).expanduser()
+    path = expanded(place)
     if not path.exists() and (path.is_absolute() or place.startswith((".", "~")) or place.count("/") != 1):
         raise MissingPath(
             f"the {reward} reward's {option} {place!r} is no file or folder here, and no owner/name of the hub"
@@ -79,7 +80,7 @@ def check_pins(reward: str, **pins: tuple[str, str | None]) -> None:
 
     `pins`: option → (repository or path, commit or None). Local files need no commit.
     """
-    hub = {option: pin for option, pin in pins.items() if not Path(pin[0]).expanduser().exists()}
+    hub = {option: pin for option, pin in pins.items() if not expanded(pin[0]).exists()}
     open_ones = [f"{option} (of {place})" for option, (place, revision) in hub.items() if revision is None]
     pinned = [option for option, (_, revision) in hub.items() if revision is not None]
     if pinned and open_ones:
@@ -129,7 +130,7 @@ def weights_file(place: str, filename: str, revision: str | None) -> Path:
 
     A hub file is downloaded once. Raises OSError if the download fails.
     """
-    path = Path(place).expanduser()
+    path = expanded(place)
     if path.is_file():
         return path
     if path.is_dir():

@@ -5,7 +5,7 @@ from pathlib import Path
 from async_flowrl.config.check import ConfigError, check
 from async_flowrl.config.curves import check_curves
 from async_flowrl.config.model_path import local_index
-from async_flowrl.config.paths import find_data
+from async_flowrl.config.paths import expanded, find_data
 from async_flowrl.config.schema import Config
 from async_flowrl.observability.run_directory import RunDirectory
 from async_flowrl.rewards.registry import check_rewards
@@ -36,5 +36,5 @@ def check_output(config: Config) -> None:
             raise ConfigError(
                 f"output_dir={folder} is not empty: choose another one, or continue that run with resume=auto"
             )
-    elif config.resume not in ("auto", "force") and not Path(config.resume).expanduser().is_dir():
+    elif config.resume not in ("auto", "force") and not expanded(config.resume).is_dir():
         raise ConfigError(f"resume={config.resume} is neither never, auto nor force, nor the folder of a checkpoint")

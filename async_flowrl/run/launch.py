@@ -14,7 +14,7 @@ from async_flowrl.controller.admission import check_base, load_rollout
 from async_flowrl.controller.replicas import MAX_GROUPS_PER_CALL
 from async_flowrl.controller.shared import update_seconds
 from async_flowrl.controller.trainer import TrainerGroup
-from async_flowrl.observability.console import console_of, show_what_can_be_shown
+from async_flowrl.observability.console import console_of
 from async_flowrl.policies.registry import DTYPES
 from async_flowrl.run.nodes import look_at_nodes
 from async_flowrl.run.pools import as_two, outline, pools
@@ -74,7 +74,6 @@ def check_machine(prepared: Prepared) -> None:
     or cannot use the configured transport. Another cluster (`runtime.address`) is checked when the pools start.
     """
     config, runtime = prepared.config, prepared.config.runtime
-    show_what_can_be_shown()
     console_of(config.console)
     if runtime.address is not None or runtime.backend != "ray":
         return

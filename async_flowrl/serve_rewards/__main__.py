@@ -13,6 +13,7 @@ from async_flowrl.config.check import ConfigError, check_fields
 from async_flowrl.config.compose import DEFAULT, compose_config
 from async_flowrl.config.schema import RewardConfig
 from async_flowrl.data.prompts import quoted_target
+from async_flowrl.observability.terminal import run_program
 from async_flowrl.rewards.registry import build_reward
 from async_flowrl.rewards.weights import MissingPath
 from async_flowrl.serve_rewards.scorer import PromptRefused
@@ -93,4 +94,4 @@ def _refuse(sentence: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_program(main)

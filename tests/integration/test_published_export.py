@@ -3,7 +3,7 @@
 import hashlib
 import json
 import re
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -16,11 +16,13 @@ from PIL import Image
 from async_flowrl.config.schema import Config, ModelConfig, RewardTerm, TinyConfig
 from async_flowrl.evaluate.__main__ import main as evaluating
 from async_flowrl.export.__main__ import main as exporting
+from async_flowrl.generate import arguments_of, from_config, in_diffusers, sample, usual
 from async_flowrl.observability.evaluations import Curve, Evaluation, EvaluationLog
 from async_flowrl.observability.images import write_grid
 from async_flowrl.policies import lora_file, lora_formats
 from async_flowrl.policies.lora_file import FILE_NAME
 from async_flowrl.policies.qwen_image import QwenImagePolicy
+from async_flowrl.policies.registry import load_pipeline, resolve_model
 from async_flowrl.policies.tiny.build import build_tiny
 from tests.integration.exported import LORA, run_directory
 from tests.support.tiny import RED, save_lora
@@ -68,6 +70,7 @@ def test_the_folder_can_be_published(trained: QwenImagePolicy, tmp_path: Path) -
         "| `jpeg_compressibility` | held out | 2.25 | 3.75 | +1.5 ± 6.4 |",
         "async-flowrl train --config-name one_step_off total_steps=7 'reward.terms={color: {weight: 2.0}}' "
         "'name=${x}' '~save'\n",
+        "image = pipe(PROMPT",
         "async-flowrl verify RUN",
         "`abc123`",
         hashlib.sha256((out / FILE_NAME).read_bytes()).hexdigest(),
@@ -106,6 +109,33 @@ def test_a_card_takes_what_evaluate_measured(trained: QwenImagePolicy, tmp_path:
     ours, theirs = lora_file.read(out), lora_file.read(again)
     assert theirs.alpha == theirs.rank == 4
     assert all(torch.equal(t, ours.tensors[n]) for n, t in theirs.tensors.items())
+
+
+def test_a_folder_with_an_export_of_other_weights_is_refused(
+    trained: QwenImagePolicy, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run, out = published_run(tmp_path / "run", trained, model="tiny"), tmp_path / "out"
+    assert exporting([str(run), str(out), "--format", "kohya"]) == 0
+    assert exporting([str(run), str(out), "--format", "comfyui"]) == 0  # more files of the same LoRA
+    before = {file: file.read_bytes() for file in out.rglob("*") if file.is_file()}
+    other = {name: tensor * 2 for name, tensor in lora_file.read(out).tensors.items()}
+    lora_file.write(tmp_path / "other", other, alpha=4.0)
+    for there in (FILE_NAME, "kohya.safetensors"):
+        assert exporting([str(tmp_path / "other"), str(out)]) == 2
+        assert there in caplog.messages[-1]
+    assert {file: file.read_bytes() for file in out.rglob("*") if file.is_file()} == before
+
+
+def test_the_cards_line_makes_the_image_of_generate(tmp_path: Path) -> None:
+    """SANA's pipeline would by default make another size and shrink it."""
+    model = build_tiny(TinyConfig(family="sana"))
+    sana = load_pipeline(resolve_model(ModelConfig(path=str(model))), dtype="float32", device="cpu")
+    settings = from_config(usual(str(model)))
+    settings = replace(settings, sampling=replace(settings.sampling, resolution=64, num_inference_steps=2))
+    line = in_diffusers(arguments_of(sana, settings), seed=3)
+    assert "use_resolution_binning=False" in line
+    image = eval(line, {"pipe": sana, "PROMPT": "red", "torch": torch})
+    assert (np.asarray(image) == sample(sana, settings, "red", [3])[0]).all()
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Tests of image sizes: accepted notations, the size of each group, and early refusals."""
 
 import json
+import math
 import re
 from collections import Counter
 from dataclasses import asdict, replace
@@ -55,14 +56,24 @@ def composed(folder: Path, *overrides: str) -> Config:
 
 @pytest.mark.parametrize(
     ("value", "found"),
-    [(32, 32), ([32, 48], (32, 48)), ((48, 48), 48), ("64", 64), ("64x32", (64, 32)), ("64 × 64", 64), ([96], 96)],
+    [
+        (32, 32),
+        ([32, 48], (32, 48)),
+        ((48, 48), 48),
+        ("64", 64),
+        ("64x32", (64, 32)),
+        ("64 × 64", 64),
+        ([96], 96),
+        (32.0, 32),
+        ([32.0, "48"], (32, 48)),
+    ],
 )
 def test_what_may_be_written(value: Any, found: Resolution) -> None:
     assert parse_resolution(value) == found
     assert parse_resolution(written(found)) == found
 
 
-@pytest.mark.parametrize("value", [0, -1, 1.5, True, "big", [1, 2, 3], [], [32, "48"], None, {"height": 32}])
+@pytest.mark.parametrize("value", [0, -1, 1.5, True, "big", [1, 2, 3], [], [32, "4k"], math.nan, None, {"height": 32}])
 def test_what_may_not(value: Any) -> None:
     with pytest.raises(ValueError, match=r"an integer, .* or \[height, width\], each at least 1; got"):
         parse_resolution(value)

@@ -50,6 +50,12 @@ def test_all_refusals_are_listed_and_the_exit_code_says_so(tmp_path: Path, capsy
     assert "GenEval" in page and "0 to 1, 0.5 on average; 1 of them 0, which is never drawn" in page
 
 
+def test_a_file_without_prompts_is_refused_as_such(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "empty.txt").write_text("\n")
+    code, page = shown(capsys, str(tmp_path / "empty.txt"))
+    assert code == 2 and "refused    nothing" not in page and "refused    the file" in page
+
+
 def test_a_reward_that_could_not_score_a_prompt(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "p.txt"
     path.write_text("red red\na house\n")

@@ -116,6 +116,9 @@ def test_a_prompt_without_target_is_refused_with_its_line(tmp_path: Path) -> Non
         ("empty.jsonl", "", r"empty\.jsonl holds no prompts"),
         ("broken.jsonl", '{"prompt": "a"}\n{"prompt": \n', r"broken\.jsonl:2: not JSON"),
         ("digits.jsonl", '{"prompt": "a"}\n{"prompt": "b", "n": %s}\n' % ("1" * 5000), r"digits\.jsonl:2: not JSON"),
+        ("twice.jsonl", '{"prompt": "a", "prompt": "b"}\n', r"twice\.jsonl:1: .*'prompt' stands twice"),
+        ("twice.jsonl", '{"prompt": "a", "m": {"k": 1, "k": 1}}\n', r"twice\.jsonl:1: .*'k' stands twice"),
+        ("mac.txt", "one\rtwo\rthree\r", r"mac\.txt:1: .* CR alone"),
         ("list.jsonl", "[1]\n", r"list\.jsonl:1: expected a JSON object, got list"),
         (
             "missing.jsonl",

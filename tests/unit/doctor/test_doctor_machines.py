@@ -39,6 +39,7 @@ def machine(name: str = "a", **changes: Any) -> Machine:
         "shm": 16 * GB,
         "disks": dict.fromkeys(("/tmp/ray", run_folder(Config())), disk),
         "temporary": "/tmp/ray",
+        "sockets": None,
         "lacking": [],
         "marked": True,
         "gpus": [],
@@ -125,6 +126,16 @@ def test_a_run_directory_grows_with_the_checkpoints_that_it_keeps() -> None:
 def test_a_disk_to_which_ray_could_not_spill_is_a_warning_and_a_full_one_a_failure(free: float, status: str) -> None:
     disk = {"free": free * GB, "total": 100 * GB, "device": 1, "writable": True}
     assert machine_finding(machine(disks={"/tmp/ray": disk})).status == status
+
+
+def test_a_folder_that_cannot_hold_rays_sockets_fails_where_a_run_starts_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_TMPDIR", "/tmp/ü")
+    here = told.facts(Asked())
+    assert (
+        machine_finding(Machine("a", here)).status == FAILED
+        and "RAY_TMPDIR=" in machine_finding(Machine("a", here)).line()
+    )
+    assert machine_finding(Machine("a", here, resources={})).status != FAILED
 
 
 def test_clocks_and_broadcast_name_the_node_that_is_off() -> None:

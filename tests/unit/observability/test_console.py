@@ -18,11 +18,10 @@ from async_flowrl.observability.console import (
     Progress,
     console_of,
     open_display,
-    show_what_can_be_shown,
 )
 from async_flowrl.observability.evaluations import Curve, Evaluation
 from async_flowrl.observability.result import result_sentences
-from async_flowrl.observability.terminal import named_lines
+from async_flowrl.observability.terminal import named_lines, show_what_can_be_shown
 
 METRICS = {
     "reward/mean": 0.25,
@@ -117,9 +116,10 @@ def test_quiet_shows_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == ""
 
 
-def test_what_stdout_cannot_encode_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])  # the C locale has the second
+def test_what_stdout_cannot_encode_is_replaced(errors: str, monkeypatch: pytest.MonkeyPatch) -> None:
     written = io.BytesIO()
-    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="ascii"))
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="ascii", errors=errors))
     show_what_can_be_shown()
     sys.stdout.write("0.5 ± 0.1\n")
     sys.stdout.flush()

@@ -1,12 +1,16 @@
 """Tests of built-in rewards on images whose score is known."""
 
 import io
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from PIL import Image, ImageDraw, ImageFont
 
+from async_flowrl.config.schema import DataConfig
+from async_flowrl.data.load import load_data
+from async_flowrl.data.prompts import PromptError
 from async_flowrl.rewards.image_statistics import (
     Color,
     colorfulness,
@@ -14,7 +18,8 @@ from async_flowrl.rewards.image_statistics import (
     jpeg_incompressibility,
     sharpness,
 )
-from async_flowrl.rewards.ocr import OCR, text_score
+from async_flowrl.rewards.ocr import OCR, normalise, text_score
+from async_flowrl.rewards.vlm_judge import VLMJudge
 from async_flowrl.types import ByteArray, Prompt
 
 SIGN = Prompt(0, 'a sign that reads "Welcome"', target="Welcome")
@@ -52,8 +57,43 @@ def test_ocr_is_deterministic_and_independent_of_the_group(ocr: OCR) -> None:
 
 
 def test_ocr_refuses_a_prompt_without_target(ocr: OCR) -> None:
-    with pytest.raises(ValueError, match="'a sign' has no target text"):
+    with pytest.raises(ValueError, match=r"needs a target.*'a sign'"):
         ocr.check(Prompt(0, "a sign"))
+
+
+ALIKE = {
+    "CAFE\u0301": "CAFÉ",
+    "ＡＢＣ": "ABC",
+    "OP\u200bEN": "OPEN",
+    "\ufeffOP\u00adEN": "open",
+    "don’t": "don't",
+    "straße": "STRASSE",
+    "“A”–B": '"a"-b',
+    "❤\ufe0f": "❤",
+    "ﬁn": "FIN",
+    "ΣΑΣ": "σας",
+    "a\u00a0b": "AB",
+}
+
+
+@pytest.mark.parametrize(("one", "other"), ALIKE.items())
+def test_what_looks_alike_is_alike(one: str, other: str) -> None:
+    assert text_score(one, other) == text_score(other, one) == 1.0
+    assert text_score(one, f"{other}Z") < 1.0
+
+
+def test_plain_letters_are_compared_as_they_always_were() -> None:
+    ascii_text = "".join(map(chr, range(128)))
+    assert normalise(ascii_text) == "".join(ascii_text.lower().split())
+
+
+@pytest.mark.parametrize("target", ["\u200b", "\ufe0f", "\u00ad \u3164", "\u2800"])
+def test_a_target_that_no_image_can_show_is_refused_with_its_line(target: str, tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text(f'a sign "OPEN"\na sign "{target}"\n', encoding="utf-8")
+    for check in (OCR().check, VLMJudge("http://127.0.0.1:1/v1", "m", mode="transcribe").check):
+        with pytest.raises(PromptError, match=r"prompts\.txt:2: .*needs a target that can be seen"):
+            load_data(DataConfig(train=str(prompts)), needs_target=True, check=check)
 
 
 @pytest.mark.parametrize(

@@ -75,6 +75,19 @@ def test_our_own_cluster_counts_processes_not_cores_up_to_a_limit() -> None:
     assert ["reward", "1", "1"] in [line.split() for line in str(caught.value).splitlines()]
 
 
+@pytest.mark.parametrize("variable", ["TMPDIR", "RAY_TMPDIR"])
+@pytest.mark.parametrize("folder", ["/tmp/ü", "/tmp/" + "long" * 12])
+def test_a_folder_that_cannot_hold_sockets_is_refused_by_name(
+    variable: str, folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", "/tmp")
+    monkeypatch.setenv(variable, folder)
+    with pytest.raises(ResourcesMissing, match=f"{variable}=.* set RAY_TMPDIR to"):
+        own_cluster([spec("rollout", 1)], cores=2)
+    monkeypatch.setenv("RAY_TMPDIR", "/tmp")
+    own_cluster([spec("rollout", 1)], cores=2)
+
+
 def node(gpus: float) -> dict[str, float]:
     return {"CPU": 32.0, "GPU": gpus}
 

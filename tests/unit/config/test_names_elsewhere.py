@@ -1,0 +1,72 @@
+"""Tests of keys in the words of other projects: a refusal names ours, as the pages of docs/come_from/ do."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from async_flowrl.config.check import ConfigError, all_keys, names_elsewhere
+from async_flowrl.config.compose import compose_config
+
+PAGES = Path(__file__).parents[3] / "docs" / "come_from"
+NO_SETTING = {
+    "GRPOConfig", "TrainingArguments", "config_file", "f", "num_batches_per_epoch", "parameter_sync_step",
+    "peft_config", "per_prompt_stat_tracking", "prompt_fn", "reward_weights", "separate_async", "train",
+    "trainer_mode", "vllm_mode",
+}  # fmt: skip
+"""Names on the left of the pages that no key stands for."""
+
+
+def rows() -> list[tuple[set[str], set[str]]]:
+    """The rows of all pages: names on the left without what they stand in, and keys on the right."""
+    found = []
+    for page in PAGES.glob("*.md"):
+        for left, right in re.findall(r"^\| (.+?) \| (.+) \|$", page.read_text(encoding="utf-8"), flags=re.MULTILINE):
+            plain = re.sub(r"\([^`]*`[^)]*\)", "", left)  # values stand in parentheses
+            names = {
+                re.split(r"[=(:\[ ]", each)[0].rpartition(".")[2].strip("…") for each in re.findall("`(.+?)`", plain)
+            }
+            keys = {re.split(r"[=(:\[ ]", each)[0] for each in re.findall("`(.+?)`", right)}
+            found.append(({name for name in names if re.fullmatch(r"\w+", name)}, keys & set(all_keys())))
+    return found
+
+
+def test_the_table_and_the_pages_say_the_same() -> None:
+    table = {(name, key) for key, names in names_elsewhere().items() for name in names.split()}
+    pages = {(name, key) for names, keys in rows() for name in names for key in keys}
+    assert table <= pages and table
+    own = {key.rpartition(".")[2] for key in all_keys()} | NO_SETTING
+    assert {name for names, _ in rows() for name in names} - own == {name for name, _ in table} - own
+
+
+@pytest.mark.parametrize(
+    ("key", "ours"),
+    [
+        ("lr", "trainer.learning_rate"),
+        ("learning_rate", "trainer.learning_rate"),
+        ("gradient_accumulation_steps", "trainer.updates_per_batch"),
+        ("trainer.gradient_accumulation_steps", "trainer.updates_per_batch"),
+        ("num_generations", "group_size"),
+        ("config.train.beta", "algorithm.kl_coef or algorithm.beta"),
+        ("algorithm.clip_eps", "algorithm.clip_range"),
+        ("guidance", "rollout.true_cfg_scale or rollout.guidance_scale"),
+        ("num_steps", "rollout.num_inference_steps"),
+        ("lora_r", "lora.rank"),
+        ("data.train_batch_size", "prompts_per_step"),
+        ("actor_rollout_ref.rollout.n", "group_size"),
+        ("prompt_key", "data.prompt_key"),
+        ("trainer.rank", "lora.rank"),
+    ],
+)
+def test_a_refusal_names_our_key(key: str, ours: str) -> None:
+    with pytest.raises(ConfigError, match=rf"{re.escape(key)} is unknown: here it is {re.escape(ours)}\b"):
+        compose_config(overrides=[f"+{key}=1"])
+
+
+@pytest.mark.parametrize(
+    ("key", "near"),
+    [("trainr.threads", "'trainer'"), ("learning_rte", "'trainer.learning_rate'"), ("rollout.thread", "'threads'")],
+)
+def test_a_typing_error_gets_the_nearest_key(key: str, near: str) -> None:
+    with pytest.raises(ConfigError, match=rf"did you mean {near}\?"):
+        compose_config(overrides=[f"{key}=1"])
