@@ -87,7 +87,7 @@ def preflight(config: Config) -> list[str]:
     from async_flowrl.doctor.configuration import preflight as look
     from async_flowrl.run.prepare import prepare
 
-    return look(prepare(config))
+    return look(prepare(config, whole=True))
 
 
 def report_over(folders: Sequence[Path], jobs: int) -> None:

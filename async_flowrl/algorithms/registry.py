@@ -19,7 +19,7 @@ from async_flowrl.algorithms.sde import step_stds, validate_schedule
 from async_flowrl.algorithms.window import FINAL_ALGORITHMS as FINAL
 from async_flowrl.algorithms.window import check_levels, check_window, possible_steps, trains_on_final_images
 from async_flowrl.config.messages import check_options, in_one_line, unknown_name
-from async_flowrl.config.own_code import import_named
+from async_flowrl.config.own_code import OWN_CODE, import_named
 from async_flowrl.config.schema import AlgorithmConfig, Config
 
 BUILT_IN: dict[str, type] = {
@@ -103,7 +103,7 @@ def _factory(name: str) -> Any:
     if name in BUILT_IN:
         return BUILT_IN[name]
     if ":" not in name:
-        raise ValueError(unknown_name("algorithm.name", name, BUILT_IN) + " (or pkg.module:attr for one of your own)")
+        raise ValueError(f"{unknown_name('algorithm.name', name, BUILT_IN)} ({OWN_CODE})")
     return import_named("algorithm.name", name)
 
 
@@ -204,7 +204,8 @@ def _check_algorithm(algorithm: Algorithm, config: AlgorithmConfig, *, max_stale
             "algorithm.global_std needs hand_over=batch: the std of the whole batch is not known while it streams"
         )
     stale = max_staleness >= 1 and algorithm.records == "transitions" and not algorithm.needs_behaviour
-    if stale and config.correction != "none" and config.name not in BUILT_IN:
+    as_shipped = isinstance(algorithm, PolicyGradient) and resolve_correction(config, max_staleness) == "none"
+    if stale and config.correction != "none" and config.name not in BUILT_IN and not as_shipped:
         raise ValueError(
             f"{config.name} has no behaviour term, so max_staleness={max_staleness} needs algorithm.correction=none "
             "to be given explicitly"

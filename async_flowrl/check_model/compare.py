@@ -9,6 +9,7 @@ import inspect
 import logging
 import sys
 import tempfile
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 from async_flowrl.algorithms import sde
 from async_flowrl.config import exit_codes
 from async_flowrl.config.messages import in_one_line
+from async_flowrl.config.own_code import absolute
 from async_flowrl.config.resolution import asked_resolution, in_pixels
 from async_flowrl.config.schema import LoraConfig, ModelConfig, TinyConfig
 from async_flowrl.generate import Settings, open_pipeline, run_pipeline
@@ -171,9 +173,9 @@ def settings_of(given: argparse.Namespace) -> Settings:
     """Returns the arguments as settings; what is not given is the usual value of the model's family."""
     model = ModelConfig(
         path=given.model,
-        family=given.family,
+        family=absolute(given.family),
         dtype=given.dtype,
-        tiny=TinyConfig(family=given.tiny_family),
+        tiny=TinyConfig(family=absolute(given.tiny_family)),
         max_sequence_length=given.max_sequence_length,
     )
     cfg, embedded = load_family(resolve_model(model).family).usual_guidance
@@ -210,7 +212,7 @@ def job_of(settings: Settings, prompt: str, device: str) -> Job:
     except ValueError:
         raise
     except Exception as error:  # a family may raise anything for a pipeline of another kind
-        raise ValueError(f"{model.family} cannot be put around a {name}: {in_one_line(error)}") from error
+        raise ValueError(f"{model.family} cannot be put around a {name}: {where_raised(error)}") from error
     return Job(model, policy, pipeline, settings, prompt, torch.device(device))
 
 
@@ -287,7 +289,14 @@ def _tried(step: str, make: Callable[[], T]) -> T | Row:
     try:
         return make()
     except Exception as error:
-        return Row(step, False, said=in_one_line(error))
+        return Row(step, False, said=where_raised(error))
+
+
+def where_raised(error: BaseException) -> str:
+    """Returns an exception on one line with file and line: the last one that is not of an installed package."""
+    frames = traceback.extract_tb(error.__traceback__)
+    frame = next((each for each in reversed(frames) if "site-packages" not in each.filename), frames[-1])
+    return f"{in_one_line(error)} ({frame.filename}:{frame.lineno})"
 
 
 def _encoded(job: Job) -> list[Branch]:

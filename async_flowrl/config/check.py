@@ -90,8 +90,10 @@ def _devices(config: Config) -> Iterator[str]:
             f"trainer.gpus_per_worker={gpus:g} lets two of the {ranks} trainer ranks share a device, where NCCL cannot "
             "connect them: ask for more than half a GPU each, or for none"
         )
-    transport = config.checkpoint_engine.transport
-    if transport in ("nccl", "pynccl") and (obstacle := nccl_obstacle(config)):
+    transport, obstacle = config.checkpoint_engine.transport, nccl_obstacle(config)
+    if config.in_shares:
+        obstacle = "with tune=full and trainer.shard=full the first rank sends from host memory"
+    if transport in ("nccl", "pynccl") and obstacle:
         yield (
             f"checkpoint_engine.transport={transport} needs a GPU of its own for the trainer and for every rollout "
             f"worker, but {obstacle}: use gloo, object_store or auto"

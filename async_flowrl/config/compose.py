@@ -24,6 +24,7 @@ from omegaconf.errors import ConfigKeyError, OmegaConfBaseException, ValidationE
 from async_flowrl.config.check import ConfigError, removed, section_or_null, unknown_keys
 from async_flowrl.config.messages import first_line, unknown_name
 from async_flowrl.config.model_defaults import is_toy
+from async_flowrl.config.own_code import absolute
 from async_flowrl.config.paths import config_dir, expanded
 from async_flowrl.config.resolution import normalised
 from async_flowrl.config.schema import Config, RewardTerm
@@ -170,7 +171,16 @@ def typed(values: DictConfig) -> Config:
     except OmegaConfBaseException as error:
         raise ConfigError(explain(error)) from error
     config.output_dir = str(expanded(config.output_dir))
-    return normalised(config)
+    return normalised(with_absolute_files(config))
+
+
+def with_absolute_files(config: Config) -> Config:
+    """Returns the configuration, changed in place, with absolute paths of the files of one's own code."""
+    config.model.family, config.model.tiny.family = absolute(config.model.family), absolute(config.model.tiny.family)
+    config.algorithm.name = absolute(config.algorithm.name)
+    for term in (*config.reward.terms.values(), *config.evaluate.reward.terms.values()):
+        term.name = term.name and absolute(term.name)
+    return config
 
 
 def without_hydra(values: DictConfig) -> DictConfig:

@@ -12,10 +12,22 @@ def unknown_name(key: str, given: object, allowed: Iterable[str]) -> str:
     return f"{key} must be one of {', '.join(names)}, got {given!r}{did_you_mean(str(given), names)}"
 
 
-def did_you_mean(given: str, names: Iterable[str], shown: Callable[[str], object] = repr) -> str:
-    """Returns `; did you mean 'x'?` for the nearest of `names`, formatted by `shown`; empty if none is similar."""
-    near = difflib.get_close_matches(given, list(names), n=1, cutoff=0.5)
+def did_you_mean(
+    given: str, names: Iterable[str], shown: Callable[[str], object] = repr, *, mistyped: bool = False
+) -> str:
+    """Returns `; did you mean 'x'?` for the nearest of `names`, formatted by `shown`; empty if none is similar.
+
+    `mistyped`: names of models are alike without being the same, so only a typing error gets a hint: at most two
+    characters more or less, and no other number.
+    """
+    near = difflib.get_close_matches(given, list(names), n=1, cutoff=0.9 if mistyped else 0.5)
+    if mistyped and near and (abs(len(given) - len(near[0])) > 2 or _digits(given) != _digits(near[0])):
+        return ""
     return f"; did you mean {shown(near[0])}?" if near else ""
+
+
+def _digits(text: str) -> str:
+    return "".join(filter(str.isdigit, text))
 
 
 def in_one_line(error: BaseException) -> str:

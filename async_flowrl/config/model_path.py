@@ -119,5 +119,6 @@ def local_index(path: str) -> Path | None:
 
 def not_found(path: str, reason: str, neighbours: Sequence[str] = ()) -> str:
     """Returns the error message for a model that was not found, with the most similar known name."""
-    known = [TINY, *KNOWN, *neighbours]
-    return f"model.path {path!r} was not found: {reason}{'' if path in known else did_you_mean(path, known)}"
+    known, mistyped = [TINY, *KNOWN, *neighbours], _HUB_NAME.fullmatch(path) is not None
+    hint = "" if path in known else did_you_mean(path, known, mistyped=mistyped)
+    return f"model.path {path!r} was not found: {reason}{hint}"

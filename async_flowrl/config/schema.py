@@ -51,7 +51,7 @@ class TinyConfig:
     """The tiny model with random weights that `model.path=tiny` builds."""
 
     family: str = "qwen_image"
-    """qwen_image, sd3, flux, z_image or sana, or `pkg.module:attr` of your own."""
+    """qwen_image, sd3, flux, z_image or sana, or `pkg.module:attr` or `file.py:attr` of your own."""
     layers: int = setting(2, at_least=1)
     """Transformer blocks, of each kind that the family has."""
     heads: int = setting(8, at_least=1)
@@ -72,7 +72,8 @@ class ModelConfig:
     revision: str | None = None
     """Revision on the hub; null takes the newest one, and the run records its commit."""
     family: str = setting("auto", changes=NOTHING)
-    """Name in the policies registry, or `pkg.module:attr` of your own; `auto` reads it from model_index.json."""
+    """Name in the policies registry, or `pkg.module:attr` or `file.py:attr` of your own; `auto` reads it from
+    model_index.json."""
     dtype: str = setting("auto", choices=("auto", "float32", "bfloat16"))
     """Dtype in which the network computes; auto = the dtype of the transformer's files. Latents and noise levels are
     always float32."""
@@ -171,7 +172,7 @@ class AlgorithmConfig:
     """The loss that is trained, and which denoising steps are noisy and trained."""
 
     name: str = "flow_grpo"
-    """Name of a built-in algorithm, or `pkg.module:attr` of your own."""
+    """Name of a built-in algorithm, or `pkg.module:attr` or `file.py:attr` of your own."""
     options: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments for an algorithm of your own; the built-in ones use the fields below."""
     final_images: bool = False
@@ -307,7 +308,8 @@ class RewardTerm:
     weight: float = 1.0
     """Factor on this reward in the sum; a negative one trains against it."""
     name: str | None = None
-    """Registered name or `pkg.module:attr`; null = the key under `reward.terms`, or `http` for a term with `serve`."""
+    """Registered name, `pkg.module:attr` or `file.py:attr`; null = the key under `reward.terms`, or `http` for a term
+    with `serve`."""
     options: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of the reward, e.g. {model: …}; each reward has its own."""
     required: bool = True

@@ -5,7 +5,6 @@ rule of each configuration field (`changes` in config/settings.py) says to which
 """
 
 import hashlib
-import importlib.util
 import json
 import os
 import platform
@@ -16,6 +15,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, cast
 
+from async_flowrl.config.own_code import source_of
 from async_flowrl.config.schema import Config, RewardTerm, ServeConfig
 from async_flowrl.config.settings import ROUNDING, WEIGHTS, rule_of, settings
 from async_flowrl.data.store import digest_of
@@ -99,23 +99,16 @@ def inputs_of(requests: RequestBuilder) -> dict[str, Any]:
 
 
 def reward_sources(terms: Mapping[str, RewardTerm]) -> dict[str, str]:
-    """Returns term → SHA-256 (hex) of the source file of its `pkg.module:attr` and of its server's files.
+    """Returns term → SHA-256 (hex) of the source file of one's own code and of its server's files.
 
     The server's part is its command, and the Python and requirements files (.txt) that the command names. Terms of this
     package without a server are left out.
     """
     sources = {}
     for key, term in terms.items():
-        if parts := [*_own_file(term.name or key), *_server(term.serve)]:
+        if parts := [*map(Path.read_bytes, filter(None, [source_of(term.name or key)])), *_server(term.serve)]:
             sources[key] = hashlib.sha256(b"\0".join(parts)).hexdigest()
     return sources
-
-
-def _own_file(name: str) -> Iterator[bytes]:
-    module, colon, _ = name.partition(":")
-    spec = importlib.util.find_spec(module) if colon else None
-    if spec is not None and spec.origin and Path(spec.origin).is_file():
-        yield Path(spec.origin).read_bytes()
 
 
 def _server(serve: ServeConfig | None) -> Iterator[bytes]:

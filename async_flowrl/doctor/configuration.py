@@ -42,7 +42,7 @@ def configuration_findings(config: Config, least_nodes: int = 1) -> Iterator[Fin
     to check.
     """
     try:
-        prepared = prepare(config)
+        prepared = prepare(config, whole=True)
     except ConfigError as error:
         yield failed("configuration", error, REFUSED)
         return
@@ -208,10 +208,10 @@ def this_machine(asked: Asked) -> Machine:
 
 
 def modules_of(config: Config) -> list[str]:
-    """Returns the modules that the configuration names as `pkg.module:attr`; every worker imports them."""
+    """Returns the modules and files of one's own code that the configuration names; every worker imports them."""
     terms = [*config.reward.terms.values(), *config.evaluate.reward.terms.values()]
     named = [config.model.family, config.model.tiny.family, config.algorithm.name, *(term.name for term in terms)]
-    return sorted({name.partition(":")[0] for name in named if name is not None and ":" in name})
+    return sorted({name.rpartition(":")[0] for name in named if name is not None and ":" in name})
 
 
 def run_folder(config: Config) -> str:

@@ -13,6 +13,7 @@ from importlib import metadata, util
 from pathlib import Path
 from typing import Any
 
+from async_flowrl.config.own_code import SUFFIX
 from separation.node_checks import code_of, sees, temporary_folder, temporary_refusal
 from separation.node_memory import free_memory
 
@@ -75,8 +76,10 @@ def free_disk(folder: Path) -> dict[str, Any]:
 def importable(module: str) -> bool:
     """Returns True if a module is found. It is not executed, but its parent packages are.
 
-    A folder without Python files, as an uninstalled package may leave one, is not a module.
+    A folder without Python files, as an uninstalled package may leave one, is not a module; a file is one.
     """
+    if module.endswith(SUFFIX):
+        return Path(module).is_file()
     try:
         spec = util.find_spec(module)
     except ImportError:

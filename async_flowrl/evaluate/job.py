@@ -11,6 +11,7 @@ from pathlib import Path
 
 from async_flowrl.config.check import guidance_refusal
 from async_flowrl.config.compose import read_config
+from async_flowrl.config.own_code import absolute
 from async_flowrl.config.resolution import asked_resolution
 from async_flowrl.config.schema import LORA, Config, DataConfig, RewardConfig, RewardTerm
 from async_flowrl.config.settings import MAX_SEED
@@ -158,13 +159,14 @@ def _run_terms(config: Config) -> dict[str, tuple[RewardTerm, str]]:
 
 
 def _asked(names: Sequence[str], known: Mapping[str, RewardTerm]) -> dict[str, tuple[RewardTerm, str]]:
-    """Returns the terms of `--reward` by name: a run's term, a registered reward, or `pkg.module:attr` as `attr`."""
+    """Returns the terms of `--reward` by name: a run's term, a registered reward, or `pkg.module:attr` or
+    `file.py:attr` as `attr`."""
     terms: dict[str, tuple[RewardTerm, str]] = {}
     for name in names:
         key = name.rpartition(":")[2]
         if key in terms or key == TOTAL:
             raise ValueError(f"--reward {name}: there is another score of the name {key!r}")
-        terms[key] = (known.get(name, RewardTerm(name=name)), ASKED)
+        terms[key] = (known.get(name, RewardTerm(name=absolute(name))), ASKED)
     return terms
 
 

@@ -19,6 +19,7 @@ class FluxPolicy(PipelinePolicy):
     family = "flux"
     title = "FLUX.1"
     packs_tokens = True
+    most_tokens = 512
     # As in flow_grpo's FLUX scripts. `attn.to_q`, `to_k` and `to_v` also exist in the single-stream blocks.
     lora_targets: Sequence[str] = (
         *JOINT_ATTENTION,
@@ -45,7 +46,7 @@ class FluxPolicy(PipelinePolicy):
 
     @property
     def embeds_guidance(self) -> bool:
-        return bool(self._config.guidance_embeds)
+        return bool(getattr(self._config, "guidance_embeds", False))
 
     def _encode_one(self, text: str) -> Conditioning:
         """Returns {"prompt_embeds": [L, D] from T5, padded without a mask, "pooled_prompt_embeds": [P] from CLIP}."""

@@ -39,9 +39,17 @@ def repeatable_kernels() -> None:
 def use_attention(transformer: nn.Module, name: str) -> None:
     """Makes the transformer use diffusers' attention backend `name`.
 
-    Raises ValueError for a name that diffusers does not know, for a backend whose package is missing or does not run
-    here, and for a network whose attention diffusers cannot switch.
+    Raises ValueError as `check_attention`, and for a backend whose package is missing or does not run here.
     """
+    check_attention(transformer, name)
+    try:
+        cast("Any", transformer).set_attention_backend(name)
+    except (RuntimeError, ImportError, ValueError) as error:
+        raise ValueError(f"model.attention_backend={name} cannot be used: {error}") from error
+
+
+def check_attention(transformer: nn.Module, name: str) -> None:
+    """Raises ValueError for a name that diffusers does not know, and if it cannot switch the network's attention."""
     from diffusers.models.attention_dispatch import AttentionBackendName
 
     known = [backend.value for backend in AttentionBackendName]
@@ -51,10 +59,6 @@ def use_attention(transformer: nn.Module, name: str) -> None:
     if not any(hasattr(processor, "_attention_backend") for processor in processors):
         kind = type(transformer).__name__
         raise ValueError(f"model.attention_backend={name} has no effect on {kind}: diffusers does not dispatch it")
-    try:
-        cast("Any", transformer).set_attention_backend(name)
-    except (RuntimeError, ImportError, ValueError) as error:
-        raise ValueError(f"model.attention_backend={name} cannot be used: {error}") from error
 
 
 def compile_blocks(policy: Policy, backend: str | Callable[..., Any] = "inductor") -> None:

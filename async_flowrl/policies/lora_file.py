@@ -29,6 +29,8 @@ PEFT_WEIGHTS, PEFT_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 """Names of the two files in PEFT's format."""
 PREFIX, PEFT_PREFIX = "transformer.", "base_model.model."
 """Prefixes of tensor names in the two formats; the layout name follows them."""
+COMFYUI_PREFIX = "diffusion_model."
+"""Prefix of ComfyUI's own names, which for some families are not diffusers' names with a prefix."""
 BASE_MODEL = "base_model"
 """Metadata key for the hub name of the base model; it is missing if the base model is not from the hub."""
 _METADATA = "lora_adapter_metadata"
@@ -207,7 +209,7 @@ def read(path: Path) -> LoraFile:
 def read_for(config: LoraConfig) -> LoraFile:
     """Returns the LoRA from which a run starts (`lora.path`), with the run's alpha.
 
-    Raises ValueError if its rank is not the run's.
+    Raises ValueError if its rank is not the run's, and for values that are not finite.
     """
     if config.path is None:
         raise ValueError("lora.path is not set")
@@ -215,6 +217,10 @@ def read_for(config: LoraConfig) -> LoraFile:
     if source.rank != config.rank:
         raise ValueError(
             f"lora.path {config.path} has rank {source.rank}, this run lora.rank={config.rank}: they must be equal"
+        )
+    if broken := [name for name, tensor in source.tensors.items() if not tensor.isfinite().all()]:
+        raise ValueError(
+            f"lora.path {config.path} has values that are not finite, in {len(broken)} tensors, such as {broken[0]}"
         )
     return source.with_alpha(config.alpha)
 
@@ -248,7 +254,7 @@ def _load(path: Path, prefixes: list[str]) -> tuple[dict[str, Tensor], dict[str,
             for prefix in prefixes:
                 name = name.removeprefix(prefix)
             name = name.replace(".default.weight", ".weight")
-            if not _TENSOR.fullmatch(name):
+            if not _TENSOR.fullmatch(name) or name.startswith(COMFYUI_PREFIX):
                 raise ValueError(f"{path} holds {key!r}, not a diffusers or PEFT LoRA tensor of the transformer")
             tensors[name] = file.get_tensor(key).to(torch.float32)
     return tensors, header

@@ -18,7 +18,7 @@ from torch import Tensor
 from async_flowrl.config.messages import first_line, unknown_name
 from async_flowrl.config.model_path import PIPELINES
 from async_flowrl.policies import lora_file
-from async_flowrl.policies.lora_file import PREFIX, LoraFile, modules_of
+from async_flowrl.policies.lora_file import COMFYUI_PREFIX, PREFIX, LoraFile, modules_of
 
 Convert = Callable[[LoraFile], dict[str, Tensor]]
 """Function: LoRA → tensors with the names of a format."""
@@ -236,8 +236,8 @@ def _entry(name: str, down: Tensor, up: Tensor, alpha: float) -> dict[str, Tenso
 
 FORMS: Mapping[str, Mapping[str, Convert]] = {
     "comfyui": {
-        "qwen_image": _prefixed("diffusion_model."),
-        "z_image": _prefixed("diffusion_model."),
+        "qwen_image": _prefixed(COMFYUI_PREFIX),
+        "z_image": _prefixed(COMFYUI_PREFIX),
         "flux": _prefixed(PREFIX),
         "sd3": _plain,
     },

@@ -78,6 +78,8 @@ class PipelinePolicy(ABC):
     vae_stages: ClassVar[str] = "block_out_channels"
     """Key of the VAE's configuration that lists its stages; KeyError for a VAE without it, which is another model's."""
     has_system_prompt: ClassVar[bool] = False
+    most_tokens: ClassVar[int | None] = None
+    """Largest `max_sequence_length` of the diffusers pipeline; None if it takes any."""
     planned_tokens: int = 128
     """Length in tokens of a prompt of `conditioning_shapes`, in families that do not pad every prompt to one length. A
     plan sets it (memory/prompts.py)."""
@@ -97,7 +99,7 @@ class PipelinePolicy(ABC):
         """`side` is the side of an image token in pixels, `dtype` that of the network's inputs.
 
         `max_sequence_length` is the longest prompt in tokens; None means the pipeline's default. Raises ValueError for
-        a scheduler that draws noise of its own.
+        a scheduler that draws noise of its own, and for longer prompts than the diffusers pipeline takes.
         """
         if scheduler is not None and scheduler.config.get("stochastic_sampling"):
             raise ValueError(
@@ -109,6 +111,11 @@ class PipelinePolicy(ABC):
         self._config = cast("Any", transformer).config
         self._text_options = {} if max_sequence_length is None else {"max_sequence_length": max_sequence_length}
         self._schedules: dict[tuple[int, int], Tensor] = {}
+        longest = self.longest_text
+        if max_sequence_length is not None and longest is not None and max_sequence_length > longest:
+            raise ValueError(
+                f"model.max_sequence_length must be at most {longest} for {self.title}, got {max_sequence_length}"
+            )
 
     @property
     def blocks(self) -> Sequence[nn.Module]:
@@ -229,6 +236,11 @@ class PipelinePolicy(ABC):
         return grid
 
     @property
+    def longest_text(self) -> int | None:
+        """Largest `max_sequence_length` that the network and the diffusers pipeline take; None: any."""
+        return self.most_tokens
+
+    @property
     def largest_grid(self) -> tuple[int, int] | None:
         """Most rows and columns of image tokens for which the network has positions; None: any number of them."""
         return None
@@ -338,16 +350,23 @@ class PipelinePolicy(ABC):
         changes some pixels; the VAE decides which images are large. Raises ValueError if the VAE does not support it.
         """
         vae = self._whole("decode images").vae
-        for what in ["slicing"] * images + ["tiling"] * tiles:
+        for method in self.decoding_methods(type(vae), images=images, tiles=tiles):
+            getattr(vae, method)()
+
+    @classmethod
+    def decoding_methods(cls, vae: type, *, images: bool, tiles: bool) -> list[str]:
+        """Returns the methods of this class of VAEs that `decode_by_parts` calls; raises as it."""
+        for what in (asked := ["slicing"] * images + ["tiling"] * tiles):
             if not hasattr(vae, f"enable_{what}"):
-                raise ValueError(f"rollout.vae_{what}=true: {self.title}'s {type(vae).__name__} has no enable_{what}")
-            getattr(vae, f"enable_{what}")()
+                raise ValueError(f"rollout.vae_{what}=true: {cls.title}'s {vae.__name__} has no enable_{what}")
+        return [f"enable_{what}" for what in asked]
 
     def _decoded(self, pipeline: Any, latents: Tensor, resolution: Resolution) -> Tensor:
         """Returns the VAE's output [n, 3, H, W]."""
         vae = pipeline.vae
         scaled = self._unpacked(pipeline, latents, resolution).to(vae.dtype) / vae.config.scaling_factor
-        return cast("Tensor", vae.decode(scaled + vae.config.shift_factor, return_dict=False)[0])
+        shift = vae.config.get("shift_factor") or 0.0  # older VAEs have none
+        return cast("Tensor", vae.decode(scaled + shift, return_dict=False)[0])
 
     def _unpacked(self, pipeline: Any, latents: Tensor, resolution: Resolution) -> Tensor:
         """Returns latents in the VAE's layout [n, C, h, w]."""

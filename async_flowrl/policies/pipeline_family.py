@@ -113,14 +113,18 @@ class PipelineFamily:
         """Returns the network's configuration with other numbers of blocks."""
         return {**transformer, **stacks}
 
-    def shapes(
-        self, path: str, resolution: Resolution, *, revision: str | None = None, max_sequence_length: int | None = None
-    ) -> Shapes:
-        """Returns shapes from the configurations of transformer and VAE; see `PolicyFamily.shapes`."""
+    def described(
+        self, path: str, *, revision: str | None = None, max_sequence_length: int | None = None
+    ) -> PipelinePolicy:
+        """Returns a policy with neither network nor schedule, from the configurations of transformer and VAE."""
         described, vae = (configuration(path, part, revision) for part in ("transformer", "vae"))
         bare: Any = SimpleNamespace(config=SimpleNamespace(**described))
         side, longest = self.policy.pixels_per_token(vae, described), max_sequence_length
-        return self.policy(bare, None, side=side, dtype=torch.float32, max_sequence_length=longest).shapes(resolution)
+        return self.policy(bare, None, side=side, dtype=torch.float32, max_sequence_length=longest)
+
+    def shapes(self, path: str, resolution: Resolution, **options: Any) -> Shapes:
+        """Returns shapes from the configurations of transformer and VAE; see `PolicyFamily.shapes`."""
+        return self.described(path, **options).shapes(resolution)
 
     def check_prompts(self, prompts: Sequence[Prompt], path: str, *, revision: str | None = None) -> None:
         """Raises ValueError for system prompts and token ids that the model cannot encode."""

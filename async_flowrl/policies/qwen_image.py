@@ -30,6 +30,7 @@ class QwenImagePolicy(PipelinePolicy):
     # With one step, stretching the schedule to its terminal value would divide by zero.
     least_steps = 2
     vae_stages = "temperal_downsample"
+    most_tokens = 1024
     packs_tokens = names_patch_size = has_system_prompt = True
 
     def __init__(

@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 
 from async_flowrl.config.check import check_fields
 from async_flowrl.config.hub import download, hub_answers, hub_file
-from async_flowrl.config.messages import first_line, in_one_line, unknown_name
+from async_flowrl.config.messages import did_you_mean, first_line, in_one_line, unknown_name
 from async_flowrl.config.model_path import PIPELINES, TINY, local_index, not_found
 from async_flowrl.config.own_code import import_named
 from async_flowrl.config.schema import ModelConfig
@@ -170,7 +170,7 @@ def family_of(pipeline: Any, wanted: str = "auto") -> PolicyFamily:
     """
     name = type(pipeline).__name__
     if wanted == "auto" and name not in PIPELINES:
-        raise ValueError(unknown_name("the pipeline", name, PIPELINES))
+        raise ValueError(_no_family("the pipeline", name))
     return load_family(PIPELINES[name] if wanted == "auto" else wanted)
 
 
@@ -185,13 +185,30 @@ def load_pipeline(resolved: ResolvedModel, *, dtype: str, device: str | torch.de
         return load_whole(DiffusionPipeline, resolved.path, torch.device(device), **options)
 
 
-def _family(wanted: str, index: Path, path: str) -> str:
-    if wanted != "auto":
-        return wanted
-    name = str(json.loads(index.read_text(encoding="utf-8")).get("_class_name"))
-    if name not in PIPELINES:
-        raise ValueError(unknown_name(f"the pipeline of model.path {path}", name, PIPELINES))
-    return PIPELINES[name]
+def _family(wanted: str, file: Path, path: str) -> str:
+    """Returns the family for the content of model_index.json, or the `wanted` one if it is not of another network."""
+    index = json.loads(file.read_text(encoding="utf-8"))
+    if wanted == "auto":
+        name = str(index.get("_class_name"))
+        if name not in PIPELINES:
+            raise ValueError(_no_family(f"the pipeline of model.path {path}", name))
+        return PIPELINES[name]
+    library, network = index.get("transformer") or (None, None)
+    needed = getattr(load_family(wanted), "transformer", None)
+    if library == "diffusers" and needed and network != needed:
+        raise ValueError(
+            f"model.family={wanted} is for {needed}, and the network of model.path {path} is {network}: leave "
+            "model.family out for the family of its pipeline"
+        )
+    return wanted
+
+
+def _no_family(where: str, name: str) -> str:
+    hint = did_you_mean(name, PIPELINES, mistyped=True)
+    return (
+        f"{where} has no model family yet: there are those of {', '.join(PIPELINES)}, and docs/extending/model.md says "
+        f"how to add one, got {name!r}{hint}"
+    )
 
 
 def _hub_index(config: ModelConfig) -> tuple[Path, str]:

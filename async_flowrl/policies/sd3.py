@@ -20,6 +20,7 @@ class SD3Policy(PipelinePolicy):
     family = "sd3"
     title = "Stable Diffusion 3"
     names_patch_size = True
+    most_tokens = 512
     stock_guidance = "guidance_scale"
     # As in flow_grpo's SD3 scripts; the second attention of SD3.5-M gets no LoRA.
     lora_targets: Sequence[str] = JOINT_ATTENTION

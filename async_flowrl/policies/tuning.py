@@ -34,8 +34,15 @@ class LoraTuning:
         lora.add_lora(policy.transformer, self._config, policy, seed)
 
     def check(self, policy: Policy) -> None:
-        """Raises ValueError for names in `lora.targets` or `full.freeze` that the network does not have."""
-        lora.targeted_modules(policy.transformer, self._config, policy)
+        """Raises ValueError for names in `lora.targets` or `full.freeze` that the network does not have.
+
+        Also raises it for a `lora.path` that does not fit. The network, on the meta device, is then no longer the base.
+        """
+        if self._config.path is None:
+            lora.targeted_modules(policy.transformer, self._config, policy)
+            return
+        lora.attach_lora(policy.transformer, self._config, policy)
+        self.warm_start(policy)
 
     def warm_start(self, policy: Policy) -> None:
         """Loads the LoRA of `lora.path`, if it is set; otherwise does nothing."""

@@ -10,6 +10,8 @@ from async_flowrl.policies.pipeline import PipelinePolicy
 from async_flowrl.policies.pipeline_family import PipelineFamily
 from async_flowrl.types import Conditioning, Sampling
 
+_TEXT_BLOCK = 32
+"""diffusers' SEQ_MULTI_OF."""
 _POSITIONS = 1024, 512, 512
 """Positions of text, rows and columns if a stored configuration does not name them: diffusers' default."""
 
@@ -35,6 +37,12 @@ class ZImagePolicy(PipelinePolicy):
         """The blocks of the image refiner, of the text refiner, and the main layers."""
         stages = (self.transformer.noise_refiner, self.transformer.context_refiner, self.transformer.layers)
         return [block for stage in stages for block in cast("nn.ModuleList", stage)]
+
+    @property
+    def longest_text(self) -> int:
+        """Texts are padded to whole blocks; the image's positions follow theirs in the same table."""
+        positions, *_ = getattr(self._config, "axes_lens", _POSITIONS)
+        return (int(positions) - 2) // _TEXT_BLOCK * _TEXT_BLOCK
 
     @property
     def largest_grid(self) -> tuple[int, int]:

@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import Any, cast
 
 from async_flowrl.config.messages import check_options, unknown_name
-from async_flowrl.config.own_code import import_named
+from async_flowrl.config.own_code import OWN_CODE, import_named
 from async_flowrl.config.schema import RewardConfig, RewardTerm
 from async_flowrl.rewards.base import Reward
 from async_flowrl.rewards.call import Attempts
@@ -158,7 +158,7 @@ def resolve_term(key: str, term: RewardTerm) -> Callable[..., Any]:
     """
     where, name = f"reward.terms.{key}", term.name or _default_name(key, term)
     if ":" not in name and name not in REWARDS:
-        raise ValueError(f"{unknown_name(where, name, REWARDS)} (one of your own is written pkg.module:attr)")
+        raise ValueError(f"{unknown_name(where, name, REWARDS)} ({OWN_CODE})")
     attribute: Callable[..., Any] = import_named(where, REWARDS.get(name, name))
     if not callable(attribute):
         raise ValueError(f"{where}: {name} must be a function or a class, got {type(attribute).__name__}")

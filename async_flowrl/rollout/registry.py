@@ -11,12 +11,13 @@ from async_flowrl.policies.kernels import compile_blocks
 from async_flowrl.policies.one_base import OneBase
 from async_flowrl.policies.pipeline import PipelinePolicy
 from async_flowrl.policies.registry import ResolvedModel, folder_of, load_policy
+from async_flowrl.policies.stored import configuration
 from async_flowrl.policies.tiny.build import cache_dir
 from async_flowrl.policies.tuning import tuning_of
 from async_flowrl.rollout.base import RolloutEngine
 from async_flowrl.rollout.diffusers_engine import DiffusersEngine
 from async_flowrl.rollout.stored_embeddings import EmbeddingFiles, Parked, StoredEmbeddings, base_aside, encoder_digest
-from async_flowrl.rollout.together import TogetherEngine
+from async_flowrl.rollout.together import TogetherEngine, check_shareable
 from async_flowrl.types import Asked
 
 PARTS = {"resident": "all", "offload": "offload", "cached": "cached"}
@@ -89,8 +90,11 @@ def load_engine(
     return kind(policy, batch_size=size, device=device, text_encoder=where, tuning=tuning, encoder=embeddings), digest
 
 
-def decode_by_parts(policy: Policy, config: Config) -> None:
-    """Applies `rollout.vae_slicing` and `rollout.vae_tiling`. Raises ValueError if the model does not support them."""
+def decode_by_parts(policy: Policy, config: Config, vae: type | None = None) -> None:
+    """Applies `rollout.vae_slicing` and `rollout.vae_tiling`. Raises ValueError if the model does not support them.
+
+    With the class `vae` of the model's VAE this is only checked, for a policy that has none loaded.
+    """
     images, tiles = config.rollout.vae_slicing, config.rollout.vae_tiling
     if not (images or tiles):
         return
@@ -98,4 +102,20 @@ def decode_by_parts(policy: Policy, config: Config) -> None:
         raise ValueError(
             f"rollout.vae_slicing and vae_tiling need a model family built on PipelinePolicy, {policy.family} is not"
         )
-    policy.decode_by_parts(images=images, tiles=tiles)
+    if vae is not None:
+        policy.decoding_methods(vae, images=images, tiles=tiles)
+    else:
+        policy.decode_by_parts(images=images, tiles=tiles)
+
+
+def check_policy(config: Config, policy: Policy, model: ResolvedModel) -> None:
+    """Raises ValueError for what `load_engine` would refuse of the model; `policy` has only its structure loaded."""
+    if config.rollout.engine == "vllm_omni":
+        return
+    if config.rollout.vae_slicing or config.rollout.vae_tiling:
+        import diffusers
+
+        kind = configuration(model.path, "vae", model.revision).get("_class_name")
+        decode_by_parts(policy, config, getattr(diffusers, str(kind), None))
+    if config.rollout.tickets_per_batch > 1:
+        check_shareable(policy)

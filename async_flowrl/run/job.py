@@ -76,7 +76,7 @@ def run(
     with ExitStack() as last:
         last.callback(end_log, directory.logs)
         try:
-            prepared = replace(prepare(config), workers=workers)
+            prepared = replace(prepare(config, whole=config.dry_run), workers=workers)
             check_machine(prepared)
             if config.resume != "never" and not config.dry_run and directory.logs.is_dir():
                 log_to(directory.logs / "controller.log")  # find_resume logs a warning for each damaged checkpoint

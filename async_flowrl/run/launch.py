@@ -16,6 +16,7 @@ from async_flowrl.controller.shared import update_seconds
 from async_flowrl.controller.trainer import TrainerGroup
 from async_flowrl.observability.console import console_of
 from async_flowrl.policies.registry import DTYPES
+from async_flowrl.rollout.vllm_omni.settings import check_installed
 from async_flowrl.run.nodes import look_at_nodes
 from async_flowrl.run.pools import as_two, outline, pools
 from async_flowrl.run.prepare import Prepared, doubts_of
@@ -70,14 +71,20 @@ def describe_run(prepared: Prepared) -> str:
 def check_machine(prepared: Prepared) -> None:
     """Raises ConfigError if the terminal cannot show the configured console.
 
-    If the run will start a Ray cluster on this machine, it also raises ConfigError if the machine cannot hold the pools
-    or cannot use the configured transport. Another cluster (`runtime.address`) is checked when the pools start.
+    If the run will start a Ray cluster on this machine, it also raises ConfigError if the machine cannot hold the
+    pools, or lacks what the configured engine or transport needs. Another cluster (`runtime.address`) is checked when
+    the pools start.
     """
     config, runtime = prepared.config, prepared.config.runtime
     console_of(config.console)
     if runtime.address is not None or runtime.backend != "ray":
         return
     check_fits_here(config)
+    if config.rollout.engine == "vllm_omni":
+        try:
+            check_installed()
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
     if config.checkpoint_engine.transport in (NCCL, PYNCCL):
         from separation.ray_internals import gpus_here
 

@@ -13,15 +13,16 @@ from async_flowrl.algorithms.registry import build_algorithm
 from async_flowrl.config.check import ConfigError, guidance_refusal
 from async_flowrl.config.model_defaults import toy_values
 from async_flowrl.config.resolution import at_size, configured, height_width, in_words, pixels
-from async_flowrl.config.schema import FULL, Config
+from async_flowrl.config.schema import Config
 from async_flowrl.data.load import Data, load_data
 from async_flowrl.data.sampler import steps_for
 from async_flowrl.data.store import Prompts
-from async_flowrl.policies import lora_file
 from async_flowrl.policies.base import Shapes
 from async_flowrl.policies.checked import unchecked
+from async_flowrl.policies.pipeline_family import PipelineFamily
 from async_flowrl.policies.prompt_length import LengthCheck
 from async_flowrl.policies.registry import (
+    FAMILIES,
     ResolvedModel,
     check_prompts_of,
     load_family,
@@ -34,7 +35,7 @@ from async_flowrl.rewards.registry import check_rewards, prompt_check
 from async_flowrl.rollout.vllm_omni.settings import check_model
 from async_flowrl.run.early import refuse_early
 from async_flowrl.tickets.arithmetic import check_batching, shape
-from async_flowrl.tickets.request import RequestBuilder, evaluation_sampling
+from async_flowrl.tickets.request import RequestBuilder, evaluation_sampling, sampling
 from async_flowrl.types import Resolution, Sampling
 
 SIZES_SHOWN = 4
@@ -86,20 +87,18 @@ class Prepared:
         return at_size(self.config, self.sizes[-1])
 
 
-def prepare(config: Config) -> Prepared:
+def prepare(config: Config, *, whole: bool = False) -> Prepared:
     """Checks a configuration and returns the run's parts. Raises ConfigError, with one sentence, for the first mistake.
 
     The checks of `refuse_early` come first, then algorithm, batching, prompts and model. In the configuration that is
     returned, `model.dtype` is the dtype in which the run computes instead of `auto`, and `epochs` is applied to
-    `total_steps`.
+    `total_steps`. `whole` is as for `check_loading`.
     """
     try:
         refuse_early(config)
         algorithm = build_algorithm(config)
         check_batching(config)
         check_tickets_per_batch(config)
-        if config.lora.path is not None:
-            lora_file.read_for(config.lora)
         needs_target = check_rewards(config.reward)
         data = load_data(config.data, needs_target=needs_target, check=prompt_check(config.reward))
         config = with_limits(config, len(data.train))
@@ -119,9 +118,9 @@ def prepare(config: Config) -> Prepared:
                 lengths(prompt)
         sizes = allowed_sizes(model, config, data)
         shapes = shapes_of(model, sizes[-1])
-        check_trained(model, config)
         baseline = baseline_sampling(config, model.family)
-    except (ValueError, FileNotFoundError, PermissionError) as error:
+        check_loading(config, model, data, baseline, whole=whole)
+    except (ValueError, OSError) as error:
         raise ConfigError(str(error)) from error
     requests = RequestBuilder(config, data.train, evaluated, data.train.weights, baseline=baseline)
     return Prepared(config, model, algorithm, requests, shapes, data, sizes, cut=lengths.cut)
@@ -169,17 +168,42 @@ def check_tickets_per_batch(config: Config) -> None:
         )
 
 
-def check_trained(model: ResolvedModel, config: Config) -> None:
-    """Raises ValueError if `lora.targets` names no layer of the network, or `full.freeze` no parameter or all of them.
+def check_loading(config: Config, model: ResolvedModel, data: Data, baseline: Sampling | None, *, whole: bool) -> None:
+    """Raises ValueError for what trainer ranks and rollout workers would refuse of the model when they load it.
 
-    The network is built without weights for this check.
+    Without `whole`, the network, which takes seconds to import, is only built if a setting names something in it; else
+    its guidance is checked, and its schedules are left to the workers.
     """
-    named = config.full.freeze if config.tune == FULL else config.lora.targets is not None
-    if named:
-        from async_flowrl.policies.tuning import tuning_of
+    samplings = [sampling(config), evaluation_sampling(config), *filter(None, [baseline])]
+    family, rollout, backend = load_family(model.family), config.rollout, model.attention_backend
+    named = (config.full.freeze, config.in_shares, config.lora.targets, config.lora.path, backend, rollout.vae_slicing)
+    whole |= any(named) or rollout.vae_tiling or config.runtime.backend == "local" or model.family not in FAMILIES
+    if isinstance(family, PipelineFamily) and not whole:
+        longest = model.max_sequence_length
+        bare = family.described(model.path, revision=model.revision, max_sequence_length=longest)
+        for how in samplings:
+            bare.check(how)
+        return
+    from async_flowrl.policies.kernels import check_attention, use_attention
+    from async_flowrl.policies.tuning import tuning_of
+    from async_flowrl.rollout.registry import check_policy as check_rollout
+    from async_flowrl.training.rank_model import check_policy
+    from async_flowrl.training.sharded import check_shares
 
-        policy = load_policy(model, dtype=model.dtype, device="cpu", parts="structure")
-        tuning_of(config).check(policy)
+    plain = replace(model, attention_backend=None)
+    policy = load_policy(plain, dtype=model.dtype, device="cpu", parts="structure")
+    if backend is not None:  # Of other machines only the names are known.
+        (use_attention if config.runtime.address is None else check_attention)(policy.transformer, backend)
+    check_policy(config, policy, sizes_of(config, data.train))
+    for how in samplings[1:]:
+        policy.check(how)
+        for size in sizes_of(config, data.evaluation):
+            policy.sigmas(how.num_inference_steps, size)
+    check_rollout(config, policy, model)
+    tuning = tuning_of(config)
+    tuning.check(policy)
+    if config.in_shares:
+        check_shares(policy, tuning.parameters(policy.transformer).values(), config.trainer.num_workers)
 
 
 def with_limits(config: Config, prompts: int) -> Config:

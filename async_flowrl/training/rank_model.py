@@ -74,8 +74,7 @@ def load_model(inputs: ModelInputs, world: World) -> RankModel:
     tuning = tuning_of(config)
     if one_base is not None:
         one_base.lend(policy.transformer, trained=tuning.parameters(policy.transformer))
-    policy.check(sampling(config))
-    schedules = _checked_schedules(config, policy, inputs.sizes)
+    schedules = check_policy(config, policy, inputs.sizes)
     base = dict(policy.transformer.named_parameters())
     count = sum(parameter.numel() for parameter in base.values())
     digest = _digest(inputs, world, base)
@@ -100,8 +99,12 @@ def _digest(inputs: ModelInputs, world: World, base: Mapping[str, Tensor]) -> st
     return digest_of_stored(inputs.model, world, set(base)) if world.joined else base_digest(base)
 
 
-def _checked_schedules(config: Config, policy: Policy, sizes: Sequence[Resolution]) -> str:
-    """Returns the digest of the noise levels. Raises ValueError for levels that the algorithm cannot use."""
+def check_policy(config: Config, policy: Policy, sizes: Sequence[Resolution]) -> str:
+    """Returns the digest of the noise levels.
+
+    Raises ValueError for guidance that the network does not have, and for noise levels that the algorithm cannot use.
+    """
+    policy.check(sampling(config))
     digest = hashlib.sha256()
     for resolution in sizes:
         sigmas = policy.sigmas(config.rollout.num_inference_steps, resolution)

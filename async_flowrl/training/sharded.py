@@ -6,7 +6,7 @@ norms and counts are added up over the ranks in the order of their numbers, so a
 
 import math
 import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -104,8 +104,7 @@ def shard_trained(policy: Policy, trained: set[nn.Parameter], world: World, devi
     one, and where a rank would have nothing to train.
     """
     transformer = policy.transformer
-    check_rows([tuple(parameter.shape) for parameter in trained], world.size)
-    dtype = one_dtype(transformer)
+    dtype = check_shares(policy, trained, world.size)
     for parameter in trained:
         parameter.data = parameter.data.float()
     # A block's output is a view, but the networks never write to it in place.
@@ -121,6 +120,12 @@ def shard_trained(policy: Policy, trained: set[nn.Parameter], world: World, devi
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
     return f"fsdp2 over {world.size}, trained weights and optimizer with it"
+
+
+def check_shares(policy: Policy, trained: Iterable[nn.Parameter], ranks: int) -> torch.dtype:
+    """Returns the dtype of all parameters. Raises ValueError as `check_rows` and `one_dtype`."""
+    check_rows([tuple(parameter.shape) for parameter in trained], ranks)
+    return one_dtype(policy.transformer)
 
 
 def check_rows(shapes: Collection[tuple[int, ...]], ranks: int) -> None:

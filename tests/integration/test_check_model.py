@@ -100,6 +100,11 @@ def test_a_shipped_family_is_its_stock_pipeline(name: str, capsys: pytest.Captur
             "decoded images",
             "_decoded or _unpacked",
         ),
+        (
+            "def _decoded(self, pipeline, latents, resolution):\n    return latents + None",
+            "decoded images",
+            ".py:",
+        ),
         ("lora_targets = ('norm1.linear_of_another',)", "LoRA round trip", "names no linear layer of the model"),
         (
             "def velocity(self, latents, sigma, *rest):\n"
@@ -191,7 +196,7 @@ def test_a_shipped_family_needs_no_check(tmp_path: Path, capsys: pytest.CaptureF
     [
         (["tiny", "--resolution", "40"], "resolution must be a multiple of 16, got 40, nearest: 32"),
         (["tiny", "--family", "qwen_imag"], "did you mean 'qwen_image'?"),
-        (["tiny", "--family", "sd3"], "sd3 cannot be put around a QwenImagePipeline: KeyError: 'block_out_channels'"),
+        (["tiny", "--family", "sd3"], "model.family=sd3 is for SD3Transformer2DModel, and the network of model.path"),
         (["/nowhere/at/all"], "model.path '/nowhere/at/all' was not found"),
         (["tiny", "--steps", "1"], "--steps must be at least 2, got 1"),
         (["tiny", "--family", "no_such_module:Family"], "model.family: no_such_module:Family cannot be imported"),

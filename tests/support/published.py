@@ -1,6 +1,7 @@
 """A hub cache with the configuration files of published models, but without their weights."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,8 @@ import pytest
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 TEXT_DIM = {"joint_attention_dim": 4096, "pooled_projection_dim": 768}
 FOUR_WIDTHS = {"block_out_channels": [128, 256, 512, 512]}
-MODELS: dict[str, dict[str, dict[str, Any]]] = {
+Models = Mapping[str, Mapping[str, Mapping[str, Any]]]
+MODELS: Models = {
     "Qwen/Qwen-Image": {
         "model_index.json": {"_class_name": "QwenImagePipeline"},
         "transformer/config.json": {
@@ -31,11 +33,12 @@ MODELS: dict[str, dict[str, dict[str, Any]]] = {
 """Model → file → the entries of that file that the checks before a run read."""
 
 
-def use_published_models(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def use_published_models(folder: Path, monkeypatch: pytest.MonkeyPatch, models: Models = MODELS) -> None:
     """Writes the cache into `folder` and makes this process use it; the hub itself is then not asked."""
     from huggingface_hub import constants
 
-    for model, files in MODELS.items():
+    for model, without in models.items():
+        files = {**without, "scheduler/scheduler_config.json": {"shift": 3.0}}
         repository = folder / f"models--{model.replace('/', '--')}"
         for file, content in files.items():
             path = repository / "snapshots" / COMMIT / file

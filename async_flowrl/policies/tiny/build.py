@@ -12,15 +12,16 @@ import tempfile
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
-from pkgutil import resolve_name
 
 from async_flowrl.config.check import check_fields
 from async_flowrl.config.messages import unknown_name
+from async_flowrl.config.own_code import import_named
 from async_flowrl.config.schema import TinyConfig
 from async_flowrl.seeds import untouched_rng
 
 TINY = ("qwen_image", "sd3", "flux", "z_image", "sana")
-"""Values of `model.tiny.family`, each a module beside this one; a function of your own is named `pkg.module:attr`."""
+"""Values of `model.tiny.family`, each a module beside this one; a function of your own is named `pkg.module:attr` or
+`file.py:attr`."""
 _RECIPE = 1
 """Part of the cache key; increase it when the built bytes change."""
 
@@ -45,7 +46,7 @@ def build_tiny(config: TinyConfig, cache: Path | None = None) -> Path:
     from async_flowrl.policies.loading import quiet
 
     shipped = f"{__package__}.{config.family}:tiny_pipeline"
-    tiny_pipeline = resolve_name(shipped if config.family in TINY else config.family)
+    tiny_pipeline = import_named("model.tiny.family", shipped if config.family in TINY else config.family)
     target.parent.mkdir(parents=True, exist_ok=True)
     work = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
     try:

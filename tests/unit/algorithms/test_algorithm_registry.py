@@ -247,9 +247,9 @@ def test_own_algorithm_refusals() -> None:
         build(name="nowhere:Mine")
     with pytest.raises(ValueError, match=r"is not an algorithm: it lacks records, .*loss"):
         build(name="own_algorithms:Half")
-    with pytest.raises(ValueError, match=r"no behaviour term, so max_staleness=1 needs algorithm.correction=none"):
-        build(name="own_algorithms:NoBehaviour")
-    assert build(name="own_algorithms:NoBehaviour", correction="none").name == "mine"
+    with pytest.raises(ValueError, match=r"no behaviour term, so max_staleness=2 needs algorithm.correction=none"):
+        build(name="own_algorithms:NoBehaviour", max_staleness=2)
+    assert build(name="own_algorithms:NoBehaviour", correction="none", max_staleness=2).name == "mine"
     assert build(name="own_algorithms:NoBehaviour", max_staleness=0).name == "mine"
 
 

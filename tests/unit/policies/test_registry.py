@@ -10,10 +10,12 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
+from async_flowrl.config.model_path import not_found
 from async_flowrl.config.schema import ModelConfig, TinyConfig
+from async_flowrl.policies.base import Shapes
 from async_flowrl.policies.loading import settle
 from async_flowrl.policies.qwen_image import QwenImageFamily
-from async_flowrl.policies.registry import load_family, load_policy, resolve_model
+from async_flowrl.policies.registry import load_family, load_policy, resolve_model, shapes_of
 from async_flowrl.policies.tiny.build import build_tiny
 from tests.support.hub import COMMIT, used_here
 from tests.support.tiny import RED, tiny_policy
@@ -115,6 +117,10 @@ def test_a_misspelt_folder_names_its_neighbour(tmp_path: Path) -> None:
 def test_folders_that_are_not_pipelines_of_a_known_family_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"has no model_index\.json"):
         resolve_model(ModelConfig(path=str(tmp_path)))
+    for newer in ("QwenImage21Pipeline", "FluxKontextPipeline", "Flux2Pipeline", "WanPipeline"):
+        (tmp_path / "model_index.json").write_text(json.dumps({"_class_name": newer}))
+        with pytest.raises(ValueError, match=rf"no model family yet: .*extending/model\.md .* got '{newer}'$"):
+            resolve_model(ModelConfig(path=str(tmp_path)))
     (tmp_path / "model_index.json").write_text(json.dumps({"_class_name": "QwenImagePipelin"}))
     with pytest.raises(ValueError, match="got 'QwenImagePipelin'; did you mean 'QwenImagePipeline'"):
         resolve_model(ModelConfig(path=str(tmp_path)))
@@ -171,3 +177,40 @@ def test_weights_in_unaligned_memory_are_moved_to_aligned_memory() -> None:
     assert layer.weight.data_ptr() % 64 == 0
     assert torch.equal(layer.weight, original)
     assert not layer.training and not layer.weight.requires_grad
+
+
+@pytest.mark.parametrize(
+    ("given", "hint"),
+    [
+        ("Qwen/Qwen-Imagee", "'Qwen/Qwen-Image'"),
+        ("Qwen/Qwen-Image-Edit", None),
+        ("black-forest-labs/FLUX.2-dev", None),
+        ("stabilityai/stable-diffusion-3.5-large-turbo", None),
+    ],
+)
+def test_another_model_of_the_hub_is_no_typing_error(given: str, hint: str | None) -> None:
+    said = not_found(given, "the hub cannot be reached")
+    assert said.endswith(f"did you mean {hint}?") if hint else "did you mean" not in said
+
+
+def test_a_family_of_another_network_is_refused_by_name(tmp_path: Path) -> None:
+    folder = build_tiny(TinyConfig(family="sd3"), tmp_path)
+    with pytest.raises(
+        ValueError, match=r"^model\.family=flux is for FluxTransformer2DModel, .* SD3Transformer2DModel"
+    ):
+        resolve_model(ModelConfig(path=str(folder), family="flux"))
+    assert resolve_model(ModelConfig(path=str(folder), family="sd3")).family == "sd3"
+
+
+@pytest.mark.parametrize(
+    ("family", "most"), [("sd3", 512), ("flux", 512), ("qwen_image", 1024), ("z_image", 224), ("sana", None)]
+)
+def test_longer_prompts_than_the_pipeline_takes(family: str, most: int | None) -> None:
+    def shapes(tokens: int) -> Shapes:
+        model = ModelConfig(tiny=TinyConfig(family=family), max_sequence_length=tokens)
+        return shapes_of(resolve_model(model), 32)
+
+    assert shapes(most or 4096).conditioning
+    if most is not None:
+        with pytest.raises(ValueError, match=rf"^model\.max_sequence_length must be at most {most} for .*, got 4096"):
+            shapes(4096)

@@ -2,6 +2,7 @@
 
 import copy
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import peft
@@ -11,6 +12,8 @@ from peft import get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from async_flowrl.config.check import ConfigError
+from async_flowrl.config.compose import compose_config
 from async_flowrl.config.schema import LoraConfig
 from async_flowrl.policies import lora_file
 from async_flowrl.policies.lora import (
@@ -20,6 +23,7 @@ from async_flowrl.policies.lora import (
     lora_parameters,
 )
 from async_flowrl.policies.qwen_image import QwenImagePolicy
+from async_flowrl.run.prepare import prepare
 from tests.support.tiny import adapted_policy, randomise, tiny_policy
 from tests.unit.training.lora_values import snapshot
 
@@ -55,6 +59,30 @@ def test_warm_start_from_a_diffusers_file_and_folder(diffusers_file: Path) -> No
         loaded = warm(path)
         assert loaded.keys() == expected.keys()
         assert all(torch.allclose(loaded[name], expected[name], rtol=1e-6, atol=0.0) for name in loaded)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda tensors: next(iter(tensors.values())).fill_(float("nan")), r"not finite, in 1 tensors"),
+        (lambda tensors: tensors.update({n: t[:, :3] if "lora_A" in n else t for n, t in tensors.items()}), "expected"),
+        (lambda tensors: tensors.update({f"diffusion_model.{n[12:]}": tensors.pop(n) for n in [*tensors]}), "holds '"),
+        (lambda tensors: [tensors.pop(n) for n in [*tensors] if ".attn.to_q." in n], "lacks .*attn.to_q"),
+    ],
+)
+def test_a_dry_run_refuses_what_the_trainer_would(
+    change: Callable[[dict[str, Tensor]], object], said: str, diffusers_file: Path, tmp_path: Path
+) -> None:
+    words = ["lora.rank=4", f"lora.path={diffusers_file}", f"output_dir={tmp_path / 'run'}"]
+    config = compose_config("sync", words)
+    assert prepare(config).config.lora.path == str(diffusers_file)
+    tensors = load_file(diffusers_file)
+    change(tensors)
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, diffusers_file)
+    with pytest.raises(ConfigError, match=said):
+        prepare(config)
+    with pytest.raises(ValueError, match=said):
+        warm(diffusers_file)
 
 
 def test_a_warm_start_with_another_alpha_is_the_same_lora(diffusers_file: Path) -> None:

@@ -1,0 +1,162 @@
+"""Tests that dry_run refuses what the loaded workers would refuse of a model, for every shipped model, and no more.
+
+Published models have their own sizes and one block of each kind; their weights are on the meta device.
+"""
+
+import inspect
+from collections import Counter
+from dataclasses import replace
+from functools import cache
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import pytest
+
+from async_flowrl.config.check import ConfigError
+from async_flowrl.config.compose import compose_config
+from async_flowrl.config.model_path import KNOWN
+from async_flowrl.config.paths import config_dir
+from async_flowrl.config.resolution import configured
+from async_flowrl.config.schema import Config
+from async_flowrl.policies import one_base
+from async_flowrl.policies.one_base import OneBase
+from async_flowrl.policies.registry import load_family, load_policy, resolve_model
+from async_flowrl.rollout.registry import load_engine
+from async_flowrl.rollout.vllm_omni.names import network_shapes
+from async_flowrl.rollout.vllm_omni.settings import check_model
+from async_flowrl.run.prepare import prepare
+from async_flowrl.tickets.request import evaluation_sampling, sampling
+from async_flowrl.training import rank_model
+from async_flowrl.training.fsdp import World
+from async_flowrl.training.worker import TrainerWorker
+from tests.support.published import use_published_models
+
+MODELS = sorted(file.stem for file in (config_dir() / "model").glob("*.yaml"))
+MODES = ("sync", "stream", "one_step_off", "fully_async")
+
+
+def published() -> dict[str, dict[str, dict[str, Any]]]:
+    """Returns the configuration files of the known models, whole but for the number of blocks and of positions."""
+    files = {}
+    for path, known in KNOWN.items():
+        family: Any = load_family(known.family)
+        usual = inspect.signature(getattr(diffusers, family.transformer).__init__).parameters
+        whole = {name: each.default for name, each in usual.items() if name != "self"} | dict(known.transformer)
+        whole |= {"pos_embed_max_size": 16} if known.family == "sd3" else {}
+        files[path] = {
+            "model_index.json": {"_class_name": family.pipeline},
+            "transformer/config.json": family.with_stacks(whole, dict.fromkeys(family.stacks(whole), 1)),
+            "vae/config.json": dict(known.vae),
+        }
+    return files
+
+
+@pytest.fixture(autouse=True)
+def no_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every worker loads a network without weights, as the first of several ranks before it reads them."""
+    use_published_models(tmp_path / "hub", monkeypatch, published())
+
+    def structure(model: Any, *, dtype: str, device: Any, parts: str) -> Any:
+        return load_policy(model, dtype=dtype, device=device, parts="structure")
+
+    for module in (rank_model, one_base):
+        monkeypatch.setattr(module, "load_policy", structure)
+    monkeypatch.setattr(one_base, "base_digest", lambda *_: "")
+    for reading in ("digest_of_stored", "stream_base"):
+        monkeypatch.setattr(rank_model, reading, lambda *_, **__: "")
+    monkeypatch.setattr(World, "current", lambda: World(joined=True))
+
+
+def said_by_dry_run(config: Config) -> str | None:
+    try:
+        prepare(config, whole=True)
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
+def said_by_trainer(config: Config) -> str | None:
+    """Returns the refusal of a trainer rank that loads the model, for which the rollout engine is nothing."""
+    try:
+        model = resolve_model(config.model)
+        base = OneBase(model, parts="structure", device="cpu") if config.placement == "shared" else None
+        TrainerWorker(config, model, 0, "trainer-0", configured(config.rollout), base=base).load()
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def said_by_rollout(config: Config) -> str | None:
+    """Returns the refusal of a rollout worker that loads the model and makes images, for which the mode is nothing."""
+    model = resolve_model(config.model)
+    base = OneBase(model, parts="structure", device="cpu")
+    try:
+        if config.rollout.engine == "vllm_omni":
+            check_model(config, model)
+            network_shapes(config, model)
+        else:
+            load_engine(config, model, "cpu", base=base)
+        for how in (sampling(config), evaluation_sampling(config)):
+            base.policy.check(how)
+            base.policy.sigmas(how.num_inference_steps, how.resolution)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+@cache
+def mode_of(mode: str) -> dict[str, Any]:
+    """Returns the settings in which a mode differs."""
+    composed = compose_config(mode)
+    return {key: getattr(composed, key) for key in ("mode", "max_staleness", "hand_over")}
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_every_model_mode_engine_and_placement(model: str, tmp_path: Path) -> None:
+    right, wrong = (3.5, 0.0) if "flux" in model else (0.0, 3.5)
+    words = [f"model={model}", f"output_dir={tmp_path / 'run'}"]
+    given, answers = compose_config("sync", words), Counter[bool]()
+    given.model.dtype = resolve_model(given.model).dtype
+    known: dict[Any, str | None] = {}
+    for mode, guidance in (*product(MODES, (right,)), ("sync", wrong)):
+        for engine, placement in product(("diffusers", "vllm_omni"), ("separate", "shared")):
+            rollout = replace(given.rollout, engine=engine, guidance_scale=guidance)
+            config = replace(given, **mode_of(mode), placement=placement, rollout=rollout)
+            said = said_by_dry_run(config)
+            if (engine, placement) == ("vllm_omni", "shared"):
+                assert said is not None and "placement=separate" in said
+                continue
+            for says, key in (
+                (said_by_trainer, (mode, guidance, placement)),
+                (said_by_rollout, (engine, guidance, placement)),
+            ):
+                if (says, key) not in known:
+                    known[says, key] = says(config)
+            workers = [
+                known[said_by_trainer, (mode, guidance, placement)],
+                known[said_by_rollout, (engine, guidance, placement)],
+            ]
+            assert (said is None) == (workers == [None, None]), (mode, engine, placement, said, workers)
+            assert said is None or said in workers
+            answers[said is None] += 1
+    assert answers[True] == (8 if model == "tiny_sana" else 12), "vllm_omni has no SANA"
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        "rollout.num_inference_steps=2000",
+        "evaluate.num_inference_steps=1",
+        "rollout.guidance_scale=1",
+        "lora.targets=[attn.nothing]",
+        "model.attention_backend=flash",
+        "model=tiny_sd3 model.attention_backend=native",
+        "tune=full full.freeze=[nothing]",
+    ],
+)
+def test_settings_that_a_model_refuses(wrong: str, tmp_path: Path) -> None:
+    config = compose_config("one_step_off", [*wrong.split(), f"output_dir={tmp_path / 'run'}"])
+    said = said_by_dry_run(config)
+    assert said is not None and said in (said_by_trainer(config), said_by_rollout(config))
