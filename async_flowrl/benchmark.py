@@ -212,7 +212,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         rounds = compare(given, chosen(given))
     except (ConfigError, ValueError, RunFailed) as error:
-        say(f"benchmark: {error}\n", sys.stderr)
+        say(f"async_flowrl: {error}\n", sys.stderr)
         return 2
     command = shlex.join(["python", "-m", "async_flowrl.benchmark", *words])
     out: Path = given.out.expanduser()

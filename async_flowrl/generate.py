@@ -217,7 +217,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         settings = Settings(model, replace(settings.sampling, **asked))
         sheet = generate(settings, trained, given.prompt, seed=given.seed, images=given.images)
     except ValueError as error:
-        logger.error("%s", error)
+        logger.error("async_flowrl: %s", error)
         return 2
     out = given.out.expanduser()
     out.parent.mkdir(parents=True, exist_ok=True)

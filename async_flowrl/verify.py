@@ -292,12 +292,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     root = parser.parse_args(arguments).run_dir.expanduser()
     unfinished = [name for name in REQUIRED_FILES if not (root / name).is_file()]
     if unfinished:
-        sys.stderr.write(f"{root} is not the folder of a finished run: it has no {unfinished[0]}\n")
+        sys.stderr.write(f"async_flowrl: {root} is not the folder of a finished run: it has no {unfinished[0]}\n")
         return 2
     try:
         rows = verify(root)
     except (OSError, ValueError, KeyError) as error:
-        sys.stderr.write(f"{root} cannot be verified: {type(error).__name__}: {error}\n")
+        sys.stderr.write(f"async_flowrl: {root} cannot be verified: {type(error).__name__}: {error}\n")
         return 2
     table = format_table(("check", "holds", "found"), [(name, "yes" if ok else "NO", text) for name, ok, text in rows])
     sys.stdout.write(table + "\n")

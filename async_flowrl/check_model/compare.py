@@ -152,7 +152,7 @@ def run(given: argparse.Namespace) -> int:
     try:
         job = job_of(settings_of(given), given.prompt, "cuda" if torch.cuda.is_available() else "cpu")
     except (ValueError, OSError, ImportError) as error:
-        logger.error("%s", error)
+        logger.error("async_flowrl: %s", error)
         return exit_codes.CONFIG
     family = job.model.family
     sys.stdout.write(f"{family} against diffusers' {job.pipeline_name}: {job.how}\n")

@@ -39,7 +39,7 @@ def main() -> int:
         sys.stdout.write(f"async-flowrl {version('async-flowrl')}\n")
         return exit_codes.OK
     if verb not in VERBS:
-        sys.stderr.write(f"async-flowrl: {unknown_name('the verb', verb, VERBS)}\n")
+        sys.stderr.write(f"async_flowrl: {unknown_name('the verb', verb, VERBS)}\n")
         return exit_codes.CONFIG
     del sys.argv[1]
     sys.path.insert(0, os.getcwd())  # as `python -m` does it: users' own rewards and models are imported from there

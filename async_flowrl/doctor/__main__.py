@@ -67,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def refused(sentence: str) -> int:
     """Prints why the command cannot run; returns exit code 2."""
-    sys.stderr.write(f"doctor: {sentence}\n")
+    sys.stderr.write(f"async_flowrl: {sentence}\n")
     return exit_codes.CONFIG
 
 

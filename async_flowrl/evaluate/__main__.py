@@ -33,10 +33,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for written in write(comparison, given.out.expanduser()) if given.out is not None else ():
             logger.info("wrote %s", written)
     except (ValueError, OSError) as error:
-        logger.error("%s", error)
+        logger.error("async_flowrl: %s", error)
         return exit_codes.CONFIG
     except ServerLost as error:
-        logger.error("%s", error)
+        logger.error("async_flowrl: %s", error)
         return exit_codes.ERROR
     return exit_codes.INCOMPLETE if comparison.missing else exit_codes.OK
 

@@ -22,18 +22,20 @@ FORMS = ("comfyui", "kohya")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exports and logs the written paths; returns exit code 0, or 2 for wrong arguments and files."""
+    """Exports and logs the written paths; returns exit code 0, or 2 for wrong arguments, files and refused formats."""
     given = parser().parse_args(arguments)
     from async_flowrl.export.publish import publish  # imports torch, which help and wrong arguments do not wait for
 
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     try:
-        for written in publish(given):
-            logger.info("wrote %s", written)
+        written, refused = publish(given)
     except (ValueError, OSError) as error:
-        logger.error("%s", error)
-        return exit_codes.CONFIG
-    return exit_codes.OK
+        written, refused = [], [str(error)]
+    for path in written:
+        logger.info("wrote %s", path)
+    for sentence in refused:
+        logger.error("async_flowrl: %s", sentence)
+    return exit_codes.CONFIG if refused else exit_codes.OK
 
 
 def parser() -> argparse.ArgumentParser:

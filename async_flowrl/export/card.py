@@ -54,7 +54,9 @@ def write_card(
         pipeline_tag="text-to-image",
         tags=[*([] if source.whole is not None else ["lora"]), *TAGS],
     )
-    title = source.config.name if source.config is not None else out.resolve().name
+    title = out.resolve().name
+    if source.config is not None:
+        title = f"{Path(source.config.model.path).name} trained on {', '.join(source.config.reward.terms)}"
     parts = [f"# {title}", _origin(source, base)]
     parts += [*_training(source), *_results(out, source, evaluation), _usage(source, base), _files(out, files)]
     parts += [*_reproduction(source), _licence(licence, base)]

@@ -10,8 +10,8 @@ from async_flowrl.export.whole_model import MERGED, TRANSFORMER, write_merged, w
 from async_flowrl.policies import lora_file, lora_formats
 
 
-def publish(given: argparse.Namespace) -> list[Path]:
-    """Writes the folder that the arguments ask for; returns the paths it wrote.
+def publish(given: argparse.Namespace) -> tuple[list[Path], list[str]]:
+    """Writes the folder that the arguments ask for; returns the paths it wrote, and a sentence on each format refused.
 
     Raises ValueError with one sentence. Arguments are checked before anything is written, as far as possible.
     """
@@ -21,9 +21,12 @@ def publish(given: argparse.Namespace) -> list[Path]:
     if evaluation is not None:
         read_results(evaluation)
     _check_out(out, source)
-    write = _write_lora if source.whole is None else _write_whole
-    written, files = write(given, source, out)
-    return [*written, write_card(out, source, files, licence=given.license, evaluation=evaluation)]
+    refused: list[str] = []
+    if source.whole is None:
+        written, files = _write_lora(given, source, out, refused)
+    else:
+        written, files = _write_whole(given, source, out)
+    return [*written, write_card(out, source, files, licence=given.license, evaluation=evaluation)], refused
 
 
 def _check_out(out: Path, source: Source) -> None:
@@ -38,18 +41,25 @@ def _check_out(out: Path, source: Source) -> None:
         raise ValueError(f"{out} holds an export of other weights ({', '.join(there)}): remove it or export elsewhere")
 
 
-def _write_lora(given: argparse.Namespace, source: Source, out: Path) -> tuple[list[Path], dict[str, str]]:
-    """Returns the written paths, and a description of each further file by its name."""
+def _write_lora(
+    given: argparse.Namespace, source: Source, out: Path, refused: list[str]
+) -> tuple[list[Path], dict[str, str]]:
+    """Returns the written paths, and a description of each further file by its name; adds to `refused`."""
     family = family_of(source) if given.form or given.merged else None
+    forms = []
     for form in given.form or ():
-        lora_formats.converter(form, str(family))(source.lora)
+        try:
+            lora_formats.converter(form, str(family))(source.lora)
+            forms.append(form)
+        except ValueError as error:
+            refused.append(str(error))
     base = source.model.path if source.model is not None else None
     written, files = [], {}
     if given.merged and source.model is not None:
         written.append(write_merged(source.model, source.lora, out, given.merged))
         files[MERGED] = f"the whole {given.merged} with the LoRA in its weights, for `from_pretrained`"
     written += [write_lora(source, out), out / PEFT]
-    for form in given.form or ():
+    for form in forms:
         path = out / f"{form}.safetensors"
         written.append(lora_formats.write(path, source.lora, family=str(family), form=form, base=base))
         files[path.name] = {"comfyui": "ComfyUI", "kohya": "programs that read kohya's names"}[form]

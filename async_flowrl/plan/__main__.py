@@ -27,10 +27,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         module.main([word for word in words if word != option])
     except ValueError as error:
-        sys.stderr.write(f"plan: {error}\n")
+        sys.stderr.write(f"async_flowrl: {error}\n")
         return 2
     except MemoryError as error:  # the bytes of a version are real host memory in a rehearsal too
-        sys.stderr.write(f"plan: this machine has too little memory for the rehearsal: {error}\n")
+        sys.stderr.write(f"async_flowrl: this machine has too little memory for the rehearsal: {error}\n")
         return 2
     return 0
 

@@ -59,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         write_page(runs, out, max_mib=given.max_mib)
         sys.stdout.write(f"{out}\n")
     except (ValueError, OSError) as error:
-        sys.stderr.write(f"async-flowrl report: {error}\n")
+        sys.stderr.write(f"async_flowrl: {error}\n")
         return exit_codes.CONFIG
     return exit_codes.OK
 

@@ -89,7 +89,7 @@ def results(scores: Scores, config: RewardConfig) -> list[dict[str, float | str]
 
 
 def _refuse(sentence: str) -> int:
-    sys.stderr.write(f"async-flowrl: {sentence}\n")
+    sys.stderr.write(f"async_flowrl: {sentence}\n")
     return exit_codes.CONFIG
 
 

@@ -65,7 +65,7 @@ def test_a_cluster_that_does_not_answer(tmp_path: Path, capsys: pytest.CaptureFi
 def test_bad_words_are_one_sentence(words: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert doctor.main(words) == 2
     said = capsys.readouterr().err
-    assert said.startswith("doctor: ") and sentence in said and said.count("\n") == 1
+    assert said.startswith("async_flowrl: ") and sentence in said and said.count("\n") == 1
 
 
 def test_preflight_refuses_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

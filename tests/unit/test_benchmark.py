@@ -33,7 +33,7 @@ def test_every_variant_uses_the_same_devices_and_composes() -> None:
 @pytest.mark.parametrize("words", [["--devices", "1"], ["--split", "3"], ["--split", "0:2"], ["--only", "steam"]])
 def test_what_cannot_be_compared_is_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(words) == 2
-    assert capsys.readouterr().err.startswith("benchmark: ")
+    assert capsys.readouterr().err.startswith("async_flowrl: ")
 
 
 def test_only_what_was_asked_for_is_run() -> None:

@@ -212,7 +212,7 @@ def test_a_recipe_that_cannot_be_read_is_refused(
 ) -> None:
     assert planner.main(["--fit", *words]) == 2
     written = capsys.readouterr().err
-    assert written.startswith("plan: ") and said in written and written.count("\n") == 1
+    assert written.startswith("async_flowrl: ") and said in written and written.count("\n") == 1
 
 
 def test_the_command_takes_overrides_of_all_recipes(
