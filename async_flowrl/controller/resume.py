@@ -117,13 +117,13 @@ def find_resume(requests: RequestBuilder, directory: RunDirectory, *, shares: bo
     others = differences(resume.controller["deciding"], deciding(config))
     prompts = other_prompts(resume.controller["inputs"], now, config.data.train)
     unfit = any(phrase.startswith(UNFIT) for phrase in others)
-    found = [*others, *([prompts] if prompts else [])]
-    if found and (config.resume != "force" or unfit):
+    differing = [*others, *([prompts] if prompts else [])]
+    if differing and (config.resume != "force" or unfit):
         ends = "its weights do not fit, so nothing can go on from it" if unfit else "resume=force goes on all the same"
         raise ConfigError(
-            "\n  ".join([f"{resume.path} was made with settings that lead to other weights:", *found, ends])
+            "\n  ".join([f"{resume.path} was made with settings that lead to other weights:", *differing, ends])
         )
-    forced = tuple(f"{resume.path}: {each}" for each in found)
+    forced = tuple(f"{resume.path}: {each}" for each in differing)
     return replace(resume, forced=forced, notes=tuple(other_inputs(resume.controller["inputs"], now)))
 
 

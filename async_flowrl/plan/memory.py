@@ -20,7 +20,6 @@ from async_flowrl.memory.processes import GIB, MARGIN_SHARE, RUNTIME_BYTES, Memo
 from async_flowrl.memory.prompts import at_largest
 from async_flowrl.memory.seats import describe_gpus, gpus_taken
 from async_flowrl.plan.cards import GIB_OF_GB
-from async_flowrl.plan.fit import Hardware, answer, typed_words
 from separation.table import format_table
 
 
@@ -161,11 +160,9 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def typed(given: argparse.Namespace, config: Config, gib: float) -> str:
-    """Returns the command to type: for the configuration if it fits, else for one that fits as many cards."""
+    """Returns the command to type: it trains, if the configuration fits, or else looks for settings that do."""
     if all(each.footprint.total <= each.available(round(gib * GIB)) for each in processes(config)):
         return f"type  async-flowrl train --config-name {given.config_name} {shlex.join(given.overrides)}\n"
-    cards = max(1, round(gpus_taken(config)))
-    found = answer(given.overrides, Hardware(f"{cards}x{given.device:g}", gib, cards))
-    if found.fits:
-        return f"type  {typed_words(found)}\n"
-    return f"no setting makes it fit {found.hardware}; others: async-flowrl plan --fit EXPERIMENT --cards 2x80,8x80\n"
+    words = [each.removeprefix("experiment=") for each in given.overrides]
+    cards = f"{max(1, math.ceil(gpus_taken(config)))}x{given.device:g}"
+    return f"type  async-flowrl plan --fit --cards {cards} {shlex.join(words)}\n"

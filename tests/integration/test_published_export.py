@@ -138,12 +138,21 @@ def test_the_cards_line_makes_the_image_of_generate(tmp_path: Path) -> None:
     assert (np.asarray(image) == sample(sana, settings, "red", [3])[0]).all()
 
 
+def test_a_refused_format_leaves_the_others(
+    trained: QwenImagePolicy, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run, out = published_run(tmp_path / "run", trained, model="tiny"), tmp_path / "out"
+    flux = build_tiny(TinyConfig(family="flux"))
+    assert exporting([str(run), str(out), "--base", str(flux), "--format", "kohya"]) == 2
+    assert "no name for FLUX.1's layer transformer_blocks.0.img_mlp" in caplog.messages[-1]
+    assert (out / lora_file.FILE_NAME).exists() and (out / "README.md").exists()
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["RUN", "--base", "tinny", "--merged"], "did you mean 'tiny'"),
         (["RUN", "--evaluation", "RUN"], "is no folder of python -m async_flowrl.evaluate"),
-        (["RUN", "--base", "FLUX", "--format", "kohya"], "no name for FLUX.1's layer transformer_blocks.0.img_mlp"),
         (["LORA", "--merged"], "--base is needed"),
         (["KOHYA"], "with --base it is read as the LoRA of that model"),
         (["KOHYA", "--base", "SD3"], "finds no layer of StableDiffusion3Pipeline in it"),

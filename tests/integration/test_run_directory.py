@@ -252,7 +252,7 @@ def test_resume_refuses_another_configuration(tmp_path: Path, capfd: pytest.Capt
     *named, last = capfd.readouterr().err.splitlines()[1:]
     assert named == ["  seed was 0 and is 3", "  trainer.learning_rate was 0.003 and is 0.001"]
     assert "resume=force" in last
-    for unfit in ("lora.rank=2", "tune=full", "lora.targets=[to_q]", "model=tiny_sd3", "algorithm=diffusion_nft"):
+    for unfit in ("lora.rank=2", "tune=full", "lora.targets=[to_q]", "model.tiny.heads=4", "algorithm=diffusion_nft"):
         train(tmp_path, "sync", *other, unfit, "resume=force", code=2)
         told = capfd.readouterr().err
         assert f"  {unfit.partition('=')[0]}" in told and "resume=force" not in told, unfit

@@ -61,7 +61,7 @@ import sys
 from async_flowrl.config.compose import compose_config
 from async_flowrl.main import train
 from async_flowrl.run import job
-job.prepare = lambda config: (print("prepares", flush=True), sys.stdin.read())
+job.prepare = lambda config, **_: (print("prepares", flush=True), sys.stdin.read())
 train(compose_config("one_step_off", [f"output_dir={sys.argv[1]}"]), {})
 """
 

@@ -8,6 +8,7 @@ import pytest
 
 from async_flowrl.config.schema import Config
 from async_flowrl.controller.after_step import AfterStep
+from async_flowrl.controller.context import RewardCalls
 from async_flowrl.observability.summary import warnings_of
 
 GAPS = (1e-8, 3.1e-5, 4.2e-5)
@@ -23,7 +24,7 @@ def test_a_reward_that_never_tells_images_apart_is_warned_of_once(
     lines = [{"step": step, "zero_std_ratio": ratio} for step, ratio in enumerate(ratios)]
     with caplog.at_level(logging.WARNING):
         for line in lines:
-            after._warn(cast("Any", SimpleNamespace(config=Config())), line)
+            after._warn(cast("Any", SimpleNamespace(config=Config(), reward_calls=RewardCalls())), line)
     told = [record.getMessage() for record in caplog.records]
     assert [message.split(":")[0] for message in told] == ([] if warned_at is None else [f"step {warned_at}"])
     assert bool(warnings_of(cast("Any", lines))) == (warned_at is not None)
@@ -42,7 +43,10 @@ def test_engines_that_disagree_by_the_clip_range_are_warned_of_once(
     after = AfterStep(unused, unused, unused, unused, records, latent_elements=64)
     with caplog.at_level(logging.WARNING):
         for step, gap in enumerate(GAPS):
-            after._warn(cast("Any", SimpleNamespace(config=config)), {"step": step, "behaviour_gap": gap})
+            after._warn(
+                cast("Any", SimpleNamespace(config=config, reward_calls=RewardCalls())),
+                {"step": step, "behaviour_gap": gap},
+            )
     told = [record.getMessage() for record in caplog.records]
     assert len(told) == (warned_at is not None)
     for message in told:

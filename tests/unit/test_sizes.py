@@ -212,7 +212,9 @@ def test_guidance_that_would_be_off_is_refused_for_images(
 ) -> None:
     out = ["--out", str(tmp_path / "grid.png")]
     assert generate(["--model", "tiny", "--prompt", "red", "--true-cfg-scale", scale, *out]) == 2
-    assert caplog.messages == [f"--true-cfg-scale must be above 1, or 0 or 1 for no guidance, got {scale}"]
+    assert caplog.messages == [
+        f"async_flowrl: --true-cfg-scale must be above 1, or 0 or 1 for no guidance, got {scale}"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -230,7 +232,9 @@ def test_a_guidance_scale_that_the_model_does_not_take_is_refused(family: str, m
 def test_the_command_refuses_a_guidance_scale_too(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     out = ["--out", str(tmp_path / "grid.png")]
     assert generate(["--model", "tiny", "--prompt", "red", "--guidance-scale", "3.5", *out]) == 2
-    assert caplog.messages == ["--guidance-scale is no input of qwen_image, whose guidance is --true-cfg-scale"]
+    assert caplog.messages == [
+        "async_flowrl: --guidance-scale is no input of qwen_image, whose guidance is --true-cfg-scale"
+    ]
 
 
 def test_guidance_that_the_model_takes_is_accepted() -> None:

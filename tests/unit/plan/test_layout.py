@@ -66,7 +66,7 @@ def test_ranks_share_the_base_where_nothing_else_fits(counted: Callable[[Config,
     assert whole > 16 * GIB, "activations count"
     assert resolved(given, {"trainer": whole}).layout.shard == "none"
     found = resolved(given, {"trainer": whole - 5})
-    assert found.layout == Layout("full", None, "none") and "with shard=none" in found.reasons[0]
+    assert found.layout == Layout("full", None, "none") and "shard=none" in found.reasons[0]
     by_node = config("trainer.num_workers=4", "trainer.workers_per_node=2")
     shared = resolved(by_node, {"trainer": counted(by_node, WHOLE) - 5}).layout
     assert (shared.shard, shared.shard_size) == ("hybrid", 2)

@@ -133,7 +133,7 @@ def test_how_to_go_on_is_the_whole_command(tmp_path: Path) -> None:
         "async-flowrl train --config-name one_step_off seed=2 'output_dir=before/${name}' resume=never"
     )
     ((_, command),) = run["verification"]["commands"]
-    assert shlex.split(command)[4:] == ["seed=2", f"output_dir='{root}'", "resume=auto"]
+    assert shlex.split(command)[4:] == ["seed=2", f"output_dir={root}", "resume=auto"]
 
 
 def test_what_files_say_is_data(tmp_path: Path) -> None:
