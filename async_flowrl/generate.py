@@ -85,7 +85,7 @@ def usual(model: str) -> Config:
     (tiny models: 32 × 32, 6)."""
     config = Config(model=ModelConfig(path=model), data=DataConfig(train=""))
     how = config.rollout
-    if not is_toy(config.model):
+    if not is_toy(config.model.path):
         how.num_inference_steps = 28
         how.true_cfg_scale, how.guidance_scale = load_family(resolve_model(config.model).family).usual_guidance
     return config

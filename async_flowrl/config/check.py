@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
 from async_flowrl.config.messages import did_you_mean, unknown_name
+from async_flowrl.config.model_defaults import is_toy
 from async_flowrl.config.pools import scoring_pools, section_of
-from async_flowrl.config.resolution import configured
-from async_flowrl.config.schema import LORA, SHARED, Config
+from async_flowrl.config.resolution import configured, in_pixels, pixels
+from async_flowrl.config.schema import FULL, LORA, SHARED, Config
 from async_flowrl.config.settings import settings
 
 
@@ -22,6 +23,9 @@ class ConfigError(ValueError):
     """Raised for a configuration that cannot run; the message is one sentence for its author."""
 
 
+LEAST_PIXELS, FASTEST, WIDEST_CLIP = 256 * 256, {False: 1e-3, True: 1e-4}, 1e-2
+"""What a real model is trained with: images of at least so many pixels, a learning rate (by whether all weights are
+trained) and a clip_range of at most so much."""
 MEANT_STALENESS = {"sync": "0", "stream": "0", "one_step_off": "1", "fully_async": "2 or more"}
 """Mode → the `max_staleness` that it stands for, in words."""
 
@@ -210,6 +214,20 @@ def _engine(config: Config) -> Iterator[str]:
 def section_or_null(kind: Any) -> Any:
     """Returns the dataclass of a field that may also be None; any other type is returned unchanged."""
     return next((part for part in get_args(kind) if is_dataclass(part) and type(None) in get_args(kind)), kind)
+
+
+def toy_values(config: Config) -> str | None:
+    """Returns a sentence on the values that suit tiny models alone, if the configuration's model is a real one."""
+    if is_toy(config.model.path):
+        return None
+    trainer, algorithm, fastest = config.trainer, config.algorithm, FASTEST[config.tune == FULL]
+    given = [f"images of {in_pixels(size)}" for size in configured(config.rollout) if pixels(size) < LEAST_PIXELS]
+    if trainer.learning_rate > fastest:
+        given.append(f"trainer.learning_rate={trainer.learning_rate:g}")
+    if algorithm.clip_unit == "mean" and algorithm.clip_range > WIDEST_CLIP:
+        given.append(f"algorithm.clip_range={algorithm.clip_range:g}")
+    said = f"{', '.join(given)}: what suits tiny models alone, and model.path={config.model.path} is a real one"
+    return said if given else None
 
 
 def unknown_keys(values: Mapping[str, Any], schema: type[Any], prefix: str = "") -> Iterator[str]:

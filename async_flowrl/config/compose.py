@@ -86,7 +86,7 @@ def _left_out(values: DictConfig, written: Sequence[str]) -> list[str]:
     """Returns the deletion of the modes' own experiment, which is for tiny models, from a composition with another."""
     given = any(parse(each).key_or_group == "experiment" for each in written)
     own = values.hydra.runtime.choices.get("experiment") == EXPERIMENT
-    return [] if given or not own or is_toy(values.model) else ["~experiment"]
+    return [] if given or not own or is_toy(values.model.path) else ["~experiment"]
 
 
 def _in_grammar(override: str, *, sweeps: bool) -> str:

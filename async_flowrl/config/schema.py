@@ -4,9 +4,12 @@ The text under a field says what it means, with its unit; `setting` adds the val
 does. docs/write_configuration.py copies all of it to docs/configuration.md.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from async_flowrl.config.model_defaults import model_defaults
+from async_flowrl.config.model_path import TINY
 from async_flowrl.config.settings import FREE, MAX_SEED, NOTHING, ROUNDING, setting
 
 if TYPE_CHECKING:  # null where it is not given, and a number in every Config (config/model_defaults.py)
@@ -14,6 +17,8 @@ if TYPE_CHECKING:  # null where it is not given, and a number in every Config (c
     DefaultFloat: TypeAlias = float
 else:
     DefaultInt, DefaultFloat = int | None, float | None
+MICRO_BATCH = 16
+"""Largest `trainer.micro_batch_size` that is a default."""
 LORA, FULL = "lora", "full"
 """The values of `tune`."""
 SHARED = "shared"
@@ -705,9 +710,20 @@ class Config:
     runtime: RuntimeConfig = field(default_factory=RuntimeConfig, metadata=FREE)
 
     def __post_init__(self) -> None:
-        from async_flowrl.config.model_defaults import fill_defaults
-
-        fill_defaults(self)
+        """Replaces the settings that are null by the defaults of the model."""
+        rollout, trainer, model = self.rollout, self.trainer, self.model
+        given = (self.lora.rank, rollout.resolution, rollout.num_inference_steps, rollout.true_cfg_scale)
+        if None in (*given, rollout.guidance_scale, trainer.learning_rate):
+            family = model.tiny.family if (model.family, model.path) == ("auto", TINY) else model.family
+            defaults = model_defaults(model.path, family, model.revision)
+            if self.tune == FULL:
+                defaults["trainer"]["learning_rate"] *= 0.01
+            for section, values in defaults.items():
+                _fill(getattr(self, section), values)
+        pair = 2 if self.algorithm.name == "dpo" else 1
+        fitting = [size for size in range(1, MICRO_BATCH + 1) if self.group_size % size == 0]
+        _fill(self.lora, {"alpha": 2.0 * self.lora.rank})
+        _fill(trainer, {"micro_batch_size": max(pair, *fitting)})
 
     @property
     def mode_name(self) -> str:
@@ -756,6 +772,13 @@ class Config:
         if trainer.shard == "auto" and trainer.workers_per_node and trainer.workers_per_node > 1:
             return trainer.workers_per_node
         return (trainer.shard_size or ranks) if trainer.shard == "hybrid" else ranks
+
+
+def _fill(section: Any, values: Mapping[str, Any]) -> None:
+    """Sets the settings of a section that are null."""
+    for key, value in values.items():
+        if getattr(section, key) is None:
+            setattr(section, key, value)
 
 
 def mode_name(max_staleness: int, hand_over: str) -> str:

@@ -9,9 +9,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from async_flowrl.config.check import check
+from async_flowrl.config.check import check, toy_values
 from async_flowrl.config.compose import DEFAULT, compose_config
-from async_flowrl.config.model_defaults import toy_values
 from async_flowrl.config.resolution import in_pixels, parse_resolution
 from async_flowrl.config.schema import Config
 from async_flowrl.memory.devices import enough_gpus, processes, remedy, seat_for

@@ -10,8 +10,7 @@ from typing import Any
 
 from async_flowrl.algorithms.base import Algorithm
 from async_flowrl.algorithms.registry import build_algorithm
-from async_flowrl.config.check import ConfigError, guidance_refusal
-from async_flowrl.config.model_defaults import toy_values
+from async_flowrl.config.check import ConfigError, guidance_refusal, toy_values
 from async_flowrl.config.resolution import at_size, configured, height_width, in_words, pixels
 from async_flowrl.config.schema import Config
 from async_flowrl.data.load import Data, load_data
