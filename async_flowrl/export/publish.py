@@ -2,6 +2,7 @@
 
 import argparse
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from async_flowrl.export.card import read_results, write_card
@@ -21,11 +22,12 @@ def publish(given: argparse.Namespace) -> tuple[list[Path], list[str]]:
     if evaluation is not None:
         read_results(evaluation)
     _check_out(out, source)
-    refused: list[str] = []
-    if source.whole is None:
-        written, files = _write_lora(given, source, out, refused)
-    else:
+    if source.whole is not None:
         written, files = _write_whole(given, source, out)
+        refused: list[str] = []
+    else:
+        forms, refused = _offered(given.form or (), source)
+        written, files = _write_lora(given, source, out, forms)
     return [*written, write_card(out, source, files, licence=given.license, evaluation=evaluation)], refused
 
 
@@ -41,18 +43,23 @@ def _check_out(out: Path, source: Source) -> None:
         raise ValueError(f"{out} holds an export of other weights ({', '.join(there)}): remove it or export elsewhere")
 
 
-def _write_lora(
-    given: argparse.Namespace, source: Source, out: Path, refused: list[str]
-) -> tuple[list[Path], dict[str, str]]:
-    """Returns the written paths, and a description of each further file by its name; adds to `refused`."""
-    family = family_of(source) if given.form or given.merged else None
-    forms = []
-    for form in given.form or ():
+def _offered(forms: Sequence[str], source: Source) -> tuple[list[str], list[str]]:
+    """Returns those of the formats that the LoRA can have, and a sentence on each of the others."""
+    family, offered, refused = family_of(source) if forms else "", [], []
+    for form in forms:
         try:
-            lora_formats.converter(form, str(family))(source.lora)
-            forms.append(form)
+            lora_formats.converter(form, family)(source.lora)
+            offered.append(form)
         except ValueError as error:
             refused.append(str(error))
+    return offered, refused
+
+
+def _write_lora(
+    given: argparse.Namespace, source: Source, out: Path, forms: Sequence[str]
+) -> tuple[list[Path], dict[str, str]]:
+    """Returns the written paths, and a description of each further file by its name."""
+    family = family_of(source) if forms or given.merged else None
     base = source.model.path if source.model is not None else None
     written, files = [], {}
     if given.merged and source.model is not None:
