@@ -191,6 +191,8 @@ def _engine(config: Config) -> Iterator[str]:
             "rollout.engine=vllm_omni claims its process's torch.distributed world, so it needs runtime.backend=ray, "
             f"got {config.runtime.backend}"
         )
+    if config.model.weights != "files":
+        yield "rollout.engine=vllm_omni reads a model's files, so it needs model.weights=files, got random"
     if config.placement != "separate":
         yield (
             "rollout.engine=vllm_omni keeps its device's memory for itself, so it needs placement=separate, "

@@ -5,7 +5,8 @@ import json
 from pathlib import Path
 from typing import Any, cast
 
-from async_flowrl.config.model_path import KNOWN, PIPELINES, TINY, local_index
+from async_flowrl.config.architectures import architectures
+from async_flowrl.config.model_path import PIPELINES, TINY, local_index
 from async_flowrl.config.paths import config_dir
 
 TOY, OTHER = "toy", "other"
@@ -40,8 +41,8 @@ def _family_of_files(path: str, revision: str | None) -> str:
 
     try:
         index = local_index(path)
-        if index is None and path in KNOWN:
-            return KNOWN[path].family
+        if index is None and path in architectures():
+            return architectures()[path].family
         index = index or hub_file(path, "model_index.json", revision)
         return PIPELINES.get(json.loads(index.read_text()).get("_class_name"), OTHER)
     except (OSError, ValueError, AttributeError):

@@ -76,6 +76,8 @@ class ModelConfig:
     hub name such as Qwen/Qwen-Image."""
     revision: str | None = None
     """Revision on the hub; null takes the newest one, and the run records its commit."""
+    weights: str = setting("files", choices=("files", "random"))
+    """files, or random: drawn from seeds on the device, for speed and memory without a download (docs/start/gpu.md)."""
     family: str = setting("auto", changes=NOTHING)
     """Name in the policies registry, or `pkg.module:attr` or `file.py:attr` of your own; `auto` reads it from
     model_index.json."""

@@ -41,7 +41,7 @@ class LengthCheck:
 
     def read(self, prompt: Prompt) -> int | None:
         """Returns the number of the prompt's characters that are read; None if that is all of them, or not known."""
-        if self._family is None or not isinstance(prompt.wording, str):
+        if self._family is None or self._model.random or not isinstance(prompt.wording, str):
             return None
         limit = self._model.max_sequence_length or self._family.text_tokens
         if len(prompt.text.encode()) < limit - MARGIN:

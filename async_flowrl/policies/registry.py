@@ -7,13 +7,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from huggingface_hub import parse_safetensors_file_metadata, try_to_load_from_cache
 from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, LocalEntryNotFoundError, SafetensorsParsingError
 from safetensors import SafetensorError, safe_open
 
+from async_flowrl.config.architectures import architectures
 from async_flowrl.config.check import check_fields
 from async_flowrl.config.hub import download, hub_answers, hub_file
 from async_flowrl.config.messages import did_you_mean, first_line, in_one_line, unknown_name
@@ -22,8 +23,12 @@ from async_flowrl.config.own_code import import_named
 from async_flowrl.config.schema import ModelConfig
 from async_flowrl.policies.base import Policy, PolicyFamily, Shapes
 from async_flowrl.policies.kernels import use_attention
-from async_flowrl.policies.stored import FILE, FOLDER
+from async_flowrl.policies.pipeline_family import PipelineFamily
+from async_flowrl.policies.stored import FILE, FOLDER, StoredWeights
 from async_flowrl.types import Prompt, Resolution
+
+if TYPE_CHECKING:
+    from async_flowrl.policies.random_weights import RandomWeights
 
 FAMILIES = {
     "qwen_image": "async_flowrl.policies.qwen_image:QwenImageFamily",
@@ -56,6 +61,8 @@ class ResolvedModel:
     """Longest prompt in tokens; None means the default of the diffusers pipeline."""
     attention_backend: str | None = None
     """Attention backend of diffusers; None means its default."""
+    random: bool = False
+    """True for weights drawn from seeds; `path` is then a folder that needs no files but configurations."""
 
 
 def resolve_model(config: ModelConfig) -> ResolvedModel:
@@ -69,15 +76,42 @@ def resolve_model(config: ModelConfig) -> ResolvedModel:
         if ":" not in config.family:
             raise ValueError(unknown_name("model.family", config.family, ["auto", *FAMILIES]))
         load_family(config.family)
-    path, family, revision = _found(config)
+    random = config.weights == "random"
+    if random and config.path != TINY and config.path not in architectures() and local_index(config.path) is None:
+        known = ", ".join(architectures())
+        raise ValueError(f"model.weights=random knows {known} and local folders, got model.path {config.path!r}")
+    path, family, revision = _described(config) if random and config.path in architectures() else _found(config)
+    if random and not isinstance(load_family(family), PipelineFamily):
+        raise ValueError(f"model.weights=random needs a family built on PipelineFamily, got model.family {family}")
     return ResolvedModel(
         path,
         family,
         revision,
-        dtype_of_files(path, revision) if config.dtype == "auto" else config.dtype,
+        _dtype(config, path, revision),
         max_sequence_length=config.max_sequence_length,
         attention_backend=config.attention_backend,
+        random=random,
     )
+
+
+def _described(config: ModelConfig) -> tuple[str, str, None]:
+    """Returns path, family and no revision of a published model without weights."""
+    from async_flowrl.policies.random_weights import described_folder
+
+    published = architectures()[config.path]
+    family = published.family if config.family == "auto" else config.family
+    usual = cast("PipelineFamily", load_family(published.family))
+    return str(described_folder(config.path, published, usual)), family, None
+
+
+def _dtype(config: ModelConfig, path: str, revision: str | None) -> str:
+    if config.dtype != "auto":
+        return config.dtype
+    if config.weights == "random" and config.path in architectures():
+        return architectures()[config.path].dtype
+    if config.weights == "random" and not any(Path(path).glob(f"{FOLDER}/*.safetensors")):
+        return "bfloat16"
+    return dtype_of_files(path, revision)
 
 
 def _found(config: ModelConfig) -> tuple[str, str, str | None]:
@@ -103,17 +137,26 @@ def load_policy(resolved: ResolvedModel, *, dtype: str, device: str | torch.devi
     """
     if parts not in PARTS:
         raise ValueError(unknown_name("parts", parts, PARTS))
-    folder = str(folder_of(resolved, parts))
-    policy = load_family(resolved.family).load(
-        folder,
-        dtype=DTYPES[dtype],
-        device=torch.device(device),
-        parts=parts,
-        max_sequence_length=resolved.max_sequence_length,
-    )
+    folder, family, length = str(folder_of(resolved, parts)), load_family(resolved.family), resolved.max_sequence_length
+    how: dict[str, Any] = {"dtype": DTYPES[dtype], "device": torch.device(device), "parts": parts}
+    if resolved.random:
+        from async_flowrl.policies.random_weights import random_policy
+
+        policy: Policy = random_policy(cast("PipelineFamily", family), folder, longest=length, **how)
+    else:
+        policy = family.load(folder, max_sequence_length=length, **how)
     if resolved.attention_backend is not None:
         use_attention(policy.transformer, resolved.attention_backend)
     return policy
+
+
+def weights_of(model: ResolvedModel) -> "StoredWeights | RandomWeights":
+    """Returns the transformer's tensors by name, each of which is read from its file, or drawn, at each access."""
+    if not model.random:
+        return StoredWeights(model.path, dtype=DTYPES[model.dtype], revision=model.revision)
+    from async_flowrl.policies.random_weights import random_weights
+
+    return random_weights(cast("PipelineFamily", load_family(model.family)), model.path, DTYPES[model.dtype])
 
 
 def folder_of(resolved: ResolvedModel, parts: str) -> Path:
@@ -175,7 +218,12 @@ def family_of(pipeline: Any, wanted: str = "auto") -> PolicyFamily:
 
 
 def load_pipeline(resolved: ResolvedModel, *, dtype: str, device: str | torch.device) -> Any:
-    """Loads the diffusers pipeline itself, for tools that sample with it as users of the model do."""
+    """Loads the diffusers pipeline itself, for tools that sample with it as users of the model do.
+
+    Raises ValueError for a model of random weights.
+    """
+    if resolved.random:
+        raise ValueError("model.weights=random: random weights make no images to look at; set model.weights=files")
     from diffusers import DiffusionPipeline
 
     from async_flowrl.policies.loading import load_whole, quiet, weight_options

@@ -19,7 +19,7 @@ from async_flowrl.config.messages import first_line
 from async_flowrl.config.quiet import quieter
 from async_flowrl.config.schema import FULL, Config
 from async_flowrl.policies import lora_file
-from async_flowrl.policies.registry import DTYPES, ResolvedModel, folder_of
+from async_flowrl.policies.registry import DTYPES, ResolvedModel, folder_of, weights_of
 from async_flowrl.policies.stored import FILE, FOLDER, StoredWeights
 
 
@@ -62,8 +62,7 @@ def save_whole(folder: Path, tensors: Mapping[str, Tensor], model: ResolvedModel
     """
     from huggingface_hub import save_torch_state_dict
 
-    dtype = DTYPES[model.dtype]
-    stored = StoredWeights(model.path, dtype=dtype, revision=model.revision)
+    dtype, stored = DTYPES[model.dtype], weights_of(model)
     _check_fits(folder, tensors, stored)
     state = {name: tensors[name].to(dtype).contiguous() if name in tensors else stored[name] for name in sorted(stored)}
     work, old = (folder.with_name(f".{folder.name}-{what}") for what in ("unfinished", "old"))

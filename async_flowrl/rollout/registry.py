@@ -38,7 +38,7 @@ def open_embeddings(
     `base` is as for `load_engine`; its weights and the text encoders are never on the device together. Raises
     ValueError if the folder of embeddings cannot be created.
     """
-    if config.rollout.text_encoder != "cached":
+    if config.rollout.text_encoder != "cached" or model.random:
         return None
     where = torch.device(device)
     digest = encoder_digest(folder_of(model, "text"), model, where, deterministic=config.deterministic)
@@ -73,7 +73,8 @@ def load_engine(
 
         engine = VllmOmniEngine(config, model)
         return engine, engine.base_digest
-    base = base or OneBase(model, parts=PARTS[config.rollout.text_encoder], device=device)
+    where = "resident" if model.random else config.rollout.text_encoder  # Random models have no text encoders.
+    base = base or OneBase(model, parts=PARTS[where], device=device)
     policy, digest = base.policy, base.digest
     decode_by_parts(policy, config)
     tuning = tuning_of(config)
@@ -85,7 +86,7 @@ def load_engine(
     if embeddings is not None:
         staying = list(tuning.parameters(policy.transformer).values())
         embeddings.aside = Parked(policy.transformer, torch.device(device), staying=staying).aside
-    size, where = config.rollout.batch_size, config.rollout.text_encoder
+    size = config.rollout.batch_size
     kind = TogetherEngine if config.rollout.tickets_per_batch > 1 else DiffusersEngine
     return kind(policy, batch_size=size, device=device, text_encoder=where, tuning=tuning, encoder=embeddings), digest
 

@@ -48,6 +48,8 @@ async def look(prepared: Prepared, groups: Mapping[str, WorkerGroup], devices: M
     A worker that is dead or hangs is not dealt with here: the next call to it does that.
     """
     model, reader = prepared.model, groups[ROLLOUT].workers[0]
+    if model.random:  # Nothing is read from files.
+        return None
     try:
         async with deadline(LOOK_SECONDS, "looking at the memory of the nodes"):
             answers: list[Any] = await together(reader.call(ELEMENTS, model.path, model.revision), look_at(groups))

@@ -223,6 +223,8 @@ def doubts_of(prepared: Prepared) -> list[str]:
         steps = steps_for(config.epochs, len(prepared.requests.train), config.prompts_per_step)
         if (last := config.total_steps) < steps:
             doubts.append(f"epochs={config.epochs} would take {steps} steps; total_steps={last} ends the run before")
+    if model.random:
+        doubts.append("model.weights=random: what is trained is noise; only seconds and memory mean anything")
     never_checked = unchecked(model.family, model.path, model.revision, resolution=prepared.sizes[-1])
     return [*doubts, *filter(None, (never_checked, toy_values(config)))]
 

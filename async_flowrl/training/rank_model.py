@@ -20,8 +20,7 @@ from async_flowrl.config.schema import FULL, Config
 from async_flowrl.policies.base import Policy
 from async_flowrl.policies.kernels import compile_blocks
 from async_flowrl.policies.one_base import OneBase
-from async_flowrl.policies.registry import DTYPES, ResolvedModel, load_policy
-from async_flowrl.policies.stored import StoredWeights
+from async_flowrl.policies.registry import ResolvedModel, load_policy, weights_of
 from async_flowrl.policies.tuning import tuning_of
 from async_flowrl.tickets.request import sampling
 from async_flowrl.training.fsdp import World, checkpoint_blocks, shard
@@ -142,7 +141,7 @@ def digest_of_stored(model: ResolvedModel, world: World, parameters: set[str]) -
     """
     if world.rank != 0:
         return ""
-    return base_digest(_stored(model).only(parameters))
+    return base_digest(weights_of(model).only(parameters))
 
 
 def stream_base(
@@ -155,7 +154,7 @@ def stream_base(
     """
     home = torch.device("cpu") if offload else device
     cast("Any", transformer)._apply(lambda t: torch.empty_like(t, device=home) if t.is_meta else t)
-    stored = _stored(model) if world.rank == 0 else None
+    stored = weights_of(model) if world.rank == 0 else None
     targets = base_tensors(transformer)
     _same_names(targets, stored)
     for name in sorted(targets):
@@ -172,10 +171,6 @@ def base_tensors(transformer: nn.Module) -> dict[str, Tensor]:
     """Returns the base's parameters and saved buffers by their names in the model's files, without the LoRA."""
     state = cast("Any", transformer).state_dict(keep_vars=True)
     return {name.replace(".base_layer.", "."): t for name, t in state.items() if ".lora_" not in name}
-
-
-def _stored(model: ResolvedModel) -> StoredWeights:
-    return StoredWeights(model.path, dtype=DTYPES[model.dtype], revision=model.revision)
 
 
 @torch.no_grad()

@@ -14,9 +14,9 @@ from typing import Any
 import diffusers
 import pytest
 
+from async_flowrl.config.architectures import architectures
 from async_flowrl.config.check import ConfigError
 from async_flowrl.config.compose import compose_config
-from async_flowrl.config.model_path import KNOWN
 from async_flowrl.config.paths import config_dir
 from async_flowrl.config.resolution import configured
 from async_flowrl.config.schema import Config
@@ -40,15 +40,15 @@ MODES = ("sync", "stream", "one_step_off", "fully_async")
 def published() -> dict[str, dict[str, dict[str, Any]]]:
     """Returns the configuration files of the known models, whole but for the number of blocks and of positions."""
     files = {}
-    for path, known in KNOWN.items():
-        family: Any = load_family(known.family)
+    for path, architecture in architectures().items():
+        family: Any = load_family(architecture.family)
         usual = inspect.signature(getattr(diffusers, family.transformer).__init__).parameters
-        whole = {name: each.default for name, each in usual.items() if name != "self"} | dict(known.transformer)
-        whole |= {"pos_embed_max_size": 16} if known.family == "sd3" else {}
+        whole = {name: each.default for name, each in usual.items() if name != "self"} | dict(architecture.transformer)
+        whole |= {"pos_embed_max_size": 16} if architecture.family == "sd3" else {}
         files[path] = {
             "model_index.json": {"_class_name": family.pipeline},
             "transformer/config.json": family.with_stacks(whole, dict.fromkeys(family.stacks(whole), 1)),
-            "vae/config.json": dict(known.vae),
+            "vae/config.json": dict(architecture.vae),
         }
     return files
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from async_flowrl.config.model_path import KNOWN, Architecture
+from async_flowrl.config.architectures import Architecture, architectures
 from async_flowrl.config.schema import Config
 from async_flowrl.memory.prompts import longest_prompt
 from async_flowrl.policies.pipeline_family import PipelineFamily, structure
@@ -139,20 +139,21 @@ class FakeModel:
 def architecture(config: Config) -> tuple[Architecture, str]:
     """Returns the model's architecture and the name of the dtype that it computes in.
 
-    Raises ValueError if the model is neither known nor a local folder.
+    Random weights have no text encoders. Raises ValueError if the model is neither known nor a local folder.
     """
-    path = config.model.path
-    if path in KNOWN:
-        known = KNOWN[path]
-        return known, known.dtype if config.model.dtype == "auto" else config.model.dtype
+    path, random = config.model.path, config.model.weights == "random"
+    if path in architectures():
+        published = architectures()[path]
+        published = replace(published, text_parameters=0) if random else published
+        return published, published.dtype if config.model.dtype == "auto" else config.model.dtype
     resolved = resolve_model(config.model)
     folder = Path(resolved.path)
     if not folder.is_dir():
-        raise ValueError(
-            f"the architecture of {path} is not among those known ({', '.join(KNOWN)}); give a local folder to plan it"
-        )
+        known = ", ".join(architectures())
+        raise ValueError(f"{path} is not among the known architectures ({known}); give a local folder to plan it")
     transformer, vae = (configuration(resolved.path, part) for part in ("transformer", "vae"))
-    text = sum(sum(elements_in(file).values()) for file in sorted(folder.glob("text_encoder*/*.safetensors")))
+    encoders = [] if random else sorted(folder.glob("text_encoder*/*.safetensors"))
+    text = sum(sum(elements_in(file).values()) for file in encoders)
     return Architecture(resolved.family, transformer, vae, text, resolved.dtype), resolved.dtype
 
 

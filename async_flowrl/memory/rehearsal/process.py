@@ -67,7 +67,7 @@ def _stand_ins(model: FakeModel, ledger: Ledger) -> list[tuple[Any, str, Any]]:
         (rank_model, "base_digest", lambda _: ""),
         (rank_model, "digest_of_stored", lambda *_: ""),
         (rank_model, "check_schedule", lambda *_, **__: None),
-        (rank_model, "_stored", lambda _: _Files()),
+        (rank_model, "weights_of", lambda _: _Files()),
         (rank_model, "_same_names", lambda *_: None),
         (one_base, "load_policy", load_policy),
         (one_base, "base_digest", lambda _: ""),

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
+from async_flowrl.config.architectures import architectures
 from async_flowrl.config.compose import compose_config
-from async_flowrl.config.model_path import KNOWN
 from async_flowrl.config.schema import Config
 from async_flowrl.memory.processes import host_bytes, plan_memory, planned_trainer, trainer_footprint
 from async_flowrl.memory.rehearsal.ledger import Allocations
@@ -239,7 +239,7 @@ def test_text_encoders_have_the_parameters_that_are_written_down() -> None:
     def count(*modules: nn.Module) -> int:
         return sum(p.numel() for module in modules for p in module.parameters())
 
-    assert KNOWN["Qwen/Qwen-Image"].text_parameters == count(qwen2)
-    assert KNOWN["stabilityai/stable-diffusion-3.5-medium"].text_parameters == count(projected, bigger, t5)
-    assert KNOWN["black-forest-labs/FLUX.1-dev"].text_parameters == count(clip, t5)
-    assert KNOWN["Tongyi-MAI/Z-Image-Turbo"].text_parameters == count(qwen3)
+    assert architectures()["Qwen/Qwen-Image"].text_parameters == count(qwen2)
+    assert architectures()["stabilityai/stable-diffusion-3.5-medium"].text_parameters == count(projected, bigger, t5)
+    assert architectures()["black-forest-labs/FLUX.1-dev"].text_parameters == count(clip, t5)
+    assert architectures()["Tongyi-MAI/Z-Image-Turbo"].text_parameters == count(qwen3)

@@ -6,10 +6,10 @@ import pytest
 
 from async_flowrl.config.compose import compose_config
 from async_flowrl.config.schema import Config
+from async_flowrl.data.prompts import BYTES_PER_TOKEN, USUAL_TOKENS, estimated_tokens
 from async_flowrl.memory.processes import plan_memory
-from async_flowrl.memory.prompts import BYTES_PER_TOKEN, USUAL_TOKENS, longest_prompt, tokens_of
+from async_flowrl.memory.prompts import longest_prompt
 from async_flowrl.memory.rehearsed import sampling_bytes, training_peak
-from async_flowrl.types import Prompt
 
 LONG = round(300 * BYTES_PER_TOKEN)
 """Bytes of a prompt of 300 planned tokens."""
@@ -25,9 +25,9 @@ def configured(folder: Path, lengths: list[int], *settings: str, family: str = "
 
 
 def test_a_prompt_counts_by_its_bytes_and_token_ids_by_their_number() -> None:
-    assert tokens_of(Prompt(0, "short")) == USUAL_TOKENS
-    assert tokens_of(Prompt(0, "é" * LONG)) == 600
-    assert tokens_of(Prompt(0, "", token_ids=tuple(range(500)))) == 500
+    assert estimated_tokens("short") == USUAL_TOKENS
+    assert estimated_tokens("é" * LONG) == 600
+    assert estimated_tokens(tuple(range(500))) == 500
 
 
 def test_without_the_file_or_with_short_prompts_they_are_the_usual_ones(tmp_path: Path) -> None:

@@ -1,0 +1,161 @@
+"""`model.weights=random`: a model of published size whose weights are drawn from seeds on the device, without files.
+
+It shows a card's speed and memory before anything is downloaded. Each tensor's seed is its name, so that all processes
+on one kind of device draw the same bits, whatever they load and in which order. Text encoders are left out: prompts get
+random embeddings of the right shape. Beside that the process runs as with files.
+"""
+
+import hashlib
+import inspect
+import json
+import math
+import shutil
+import tempfile
+from collections.abc import Container, Iterator, Mapping, Sequence
+from copy import copy
+from pathlib import Path
+from types import MethodType
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from async_flowrl.config.architectures import Architecture
+from async_flowrl.data.prompts import estimated_tokens
+from async_flowrl.policies.loading import settle
+from async_flowrl.policies.pipeline import PipelinePolicy
+from async_flowrl.policies.pipeline_family import PipelineFamily, structure
+from async_flowrl.policies.stored import configuration
+from async_flowrl.policies.tiny.build import cache_dir
+from async_flowrl.types import Conditioning, Wording
+
+
+class RandomWeights(Mapping[str, Tensor]):
+    """The tensors of a network that is on the meta device, by name, each drawn anew at each access, on the device.
+
+    Norms are 1, biases 0, and matrices and kernels N(0, 1 / inputs). A buffer has the value that its class computes.
+    """
+
+    def __init__(self, network: nn.Module) -> None:
+        self._tensors: Mapping[str, Tensor] = cast("Any", network).state_dict(keep_vars=True)
+
+    def only(self, names: Container[str]) -> "RandomWeights":
+        """Returns those of the tensors whose names are in `names`."""
+        chosen = copy(self)
+        chosen._tensors = {name: tensor for name, tensor in self._tensors.items() if name in names}
+        return chosen
+
+    def __getitem__(self, name: str) -> Tensor:
+        known = self._tensors[name]
+        if not known.is_meta:
+            return known.detach()
+        # A single trainer rank asks for host memory; its bits have to be those of the device all the same.
+        drawn = torch.empty(known.shape, dtype=known.dtype, device="cuda" if torch.cuda.is_available() else "cpu")
+        if drawn.ndim < 2:
+            return drawn.fill_(0.0 if name.endswith("bias") else 1.0)
+        generator = torch.Generator(drawn.device).manual_seed(_seed(name))
+        return drawn.normal_(0.0, math.prod(drawn.shape[1:]) ** -0.5, generator=generator)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+
+def _seed(text: str) -> int:
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "little")
+
+
+def random_weights(family: PipelineFamily, path: str, dtype: torch.dtype) -> RandomWeights:
+    """Returns the transformer's weights for the configuration files at `path`."""
+    import diffusers
+
+    return RandomWeights(structure(getattr(diffusers, family.transformer), configuration(path, "transformer"), dtype))
+
+
+def random_policy(
+    family: PipelineFamily, path: str, *, dtype: torch.dtype, device: torch.device, parts: str, longest: int | None
+) -> PipelinePolicy:
+    """Returns what `family.load` returns for the configuration files at `path`; `longest` is `max_sequence_length`."""
+    import diffusers
+
+    policy = family.load(path, dtype=dtype, device=device, parts="structure", max_sequence_length=longest)
+    if parts == "structure":
+        return policy
+    network = _filled(policy.transformer, device)
+    if parts == "transformer":
+        return policy
+    described, stock = configuration(path, "vae"), getattr(diffusers, family.pipeline)
+    vae = _filled(structure(getattr(diffusers, described["_class_name"]), described, dtype), device)
+    parameters = inspect.signature(stock).parameters
+    nothing = dict.fromkeys(name for name, each in parameters.items() if each.default is each.empty)
+    scheduler = diffusers.FlowMatchEulerDiscreteScheduler.from_pretrained(path, subfolder="scheduler")
+    pipeline = stock(**nothing | {"transformer": network, "vae": vae, "scheduler": scheduler})
+    policy = family.around(pipeline, dtype, max_sequence_length=longest)
+    cast("Any", policy).encode = MethodType(_encode, policy)
+    return policy
+
+
+def _filled(network: nn.Module, device: torch.device) -> nn.Module:
+    """Gives every parameter on the meta device its memory and its values."""
+    weights = RandomWeights(network)
+    for prefix, module in network.named_modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                drawn = weights[f"{prefix}.{name}" if prefix else name].to(device)
+                module._parameters[name] = nn.Parameter(drawn, requires_grad=False)
+    settle(network, device)
+    return network
+
+
+def _encode(
+    policy: PipelinePolicy, texts: Sequence[Wording], system: str | None = None, *, negative: bool = False
+) -> list[Conditioning]:
+    """Replaces `Policy.encode`: embeddings N(0, 1) of about as many tokens as the text has."""
+    found: list[Conditioning] = []
+    for text in texts:
+        policy.planned_tokens = estimated_tokens(text)
+        draw = np.random.default_rng(_seed(repr((text, system, negative))))
+        shapes = policy.conditioning_shapes()
+        found.append({name: _embedding(draw, name, shape) for name, shape in shapes.items()})
+    return found
+
+
+def _embedding(draw: np.random.Generator, name: str, shape: tuple[int, ...]) -> np.ndarray[Any, np.dtype[np.float32]]:
+    return np.ones(shape, np.float32) if name.endswith("mask") else draw.standard_normal(shape, np.float32)
+
+
+def described_folder(name: str, architecture: Architecture, family: PipelineFamily) -> Path:
+    """Returns a diffusers folder with the configuration files of a published model, and nothing else; it is cached."""
+    import diffusers
+
+    network = getattr(diffusers, family.transformer)
+    files = {
+        "model_index": {"_class_name": family.pipeline, "transformer": ["diffusers", family.transformer]},
+        "transformer/config": _with_defaults(network, architecture.transformer),
+        "vae/config": _with_defaults(getattr(diffusers, architecture.vae["_class_name"]), architecture.vae),
+        "scheduler/scheduler_config": dict(architecture.scheduler or {}),
+    }
+    text = json.dumps(files, sort_keys=True)
+    target = cache_dir() / f"random-{name.replace('/', '--')}-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+    if target.is_dir():
+        return target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    work = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+    for file, content in files.items():
+        (work / file).parent.mkdir(exist_ok=True)
+        (work / f"{file}.json").write_text(json.dumps(content, indent=2))
+    work.chmod(0o755)
+    try:
+        work.rename(target)
+    except OSError:  # Another process was first.
+        shutil.rmtree(work)
+    return target
+
+
+def _with_defaults(kind: type, given: Mapping[str, Any]) -> dict[str, Any]:
+    parameters = inspect.signature(kind.__init__).parameters  # type: ignore[misc]
+    usual = {name: each.default for name, each in parameters.items() if each.default is not each.empty}
+    return {**usual, **given, "_class_name": kind.__name__}

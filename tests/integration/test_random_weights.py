@@ -1,0 +1,72 @@
+"""Tests of `model.weights=random`: runs of the tiny models without their files, and published architectures."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from async_flowrl.config.architectures import architectures
+from async_flowrl.config.check import ConfigError, check
+from async_flowrl.config.compose import compose_config
+from async_flowrl.config.schema import ModelConfig
+from async_flowrl.policies.registry import load_pipeline, resolve_model, shapes_of, weights_of
+from tests.integration.runs import train, train_here_on_ray
+from tests.support.families import NAMES
+
+QWEN_IMAGE = ModelConfig(path="Qwen/Qwen-Image", weights="random")
+
+
+def settings(family: str) -> list[str]:
+    guidance = ["rollout.guidance_scale=3.5"] if family == "flux" else []
+    return ["model.weights=random", f"model.tiny.family={family}", "model.tiny.layers=2", "total_steps=2", *guidance]
+
+
+@pytest.mark.parametrize("family", NAMES)
+def test_rollout_and_trainer_draw_the_same_weights(family: str, tmp_path: Path) -> None:
+    run = train(tmp_path / "run", "one_step_off", *settings(family))
+    assert run.column("log_prob_gap")[0] < 1e-6
+    assert len(set(run.digests)) == 3
+
+
+def test_one_process_with_one_base_and_an_encoder_that_is_not_there_gives_the_same_weights(tmp_path: Path) -> None:
+    apart = train(tmp_path / "apart", "one_step_off", *settings("qwen_image"), "rollout.text_encoder=cached")
+    shared = train(tmp_path / "shared", "one_step_off", *settings("qwen_image"), "placement=shared")
+    assert apart.digests == shared.digests
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("ray_here")
+def test_ranks_that_share_the_base_draw_the_same_weights(tmp_path: Path) -> None:
+    one = train(tmp_path / "one", "one_step_off", *settings("qwen_image"))
+    two = ["trainer.num_workers=2", "trainer.shard=full"]
+    assert train_here_on_ray(tmp_path / "two", "one_step_off", *settings("qwen_image"), *two).digests == one.digests
+
+
+@pytest.mark.parametrize("name", list(architectures()))
+def test_a_published_model_needs_no_files_for_its_shapes(name: str) -> None:
+    model = resolve_model(ModelConfig(path=name, weights="random"))
+    assert (model.family, model.dtype) == (architectures()[name].family, architectures()[name].dtype)
+    shapes = shapes_of(model, 512)
+    assert len(shapes.latents) in (2, 3)
+    assert not list(Path(model.path).rglob("*.safetensors"))
+
+
+def test_a_published_network_has_its_size_and_tensors_drawn_by_name() -> None:
+    weights = weights_of(resolve_model(QWEN_IMAGE))
+    assert len(weights) == 1933
+    matrix, norm, bias = (f"transformer_blocks.7.attn.{name}" for name in ("to_q.weight", "norm_q.weight", "to_q.bias"))
+    drawn = weights[matrix]
+    assert torch.equal(drawn, weights.only([matrix])[matrix])
+    assert drawn.float().std().item() == pytest.approx(3072**-0.5, rel=0.01)
+    assert not torch.equal(drawn, weights[matrix.replace("7", "8")])
+    assert weights[norm].unique().tolist() == [1]
+    assert weights[bias].unique().tolist() == [0]
+
+
+def test_random_weights_are_refused_where_files_are_needed() -> None:
+    with pytest.raises(ValueError, match=r"model\.weights=random knows"):
+        resolve_model(ModelConfig(path="someone/other", weights="random"))
+    with pytest.raises(ValueError, match=r"model\.weights=random"):
+        load_pipeline(resolve_model(QWEN_IMAGE), dtype="bfloat16", device="cpu")
+    with pytest.raises(ConfigError, match=r"model\.weights=files"):
+        check(compose_config("one_step_off", ["model.weights=random", "rollout.engine=vllm_omni"]))
