@@ -46,12 +46,13 @@ STAGES = {
     "kernels": Stage(f"{HERE}.kernels:kernels", 80, 1, "one kernel of each kind gives the same bits again"),
     "tiny": Stage(f"{HERE}.runs:tiny", 140, 1, "digests of the tiny job: seeds, placements, dtypes, families"),
     "full": Stage(f"{HERE}.full_size:full", 190, 1, "Qwen-Image at full size: speed, MFU, peak against plan"),
-    "tests": Stage(f"{HERE}.runs:gpu_tests", 150, 1, "tests/gpu"),
+    "tests": Stage(f"{HERE}.runs:gpu_tests", 140, 1, "tests/gpu"),
     "one_card": Stage(f"{HERE}.one_card:one_card", 200, 2, "NCCL and pynccl between processes on one card"),
     "glyphs": Stage(f"{HERE}.runs:glyphs", 190, 2, "a small model learns to write: held-out OCR of at least 0.8"),
-    "probe": Stage(f"{HERE}.probe:probe", 130, 2, "ceilings, attention, torch.compile and CUDA graphs of a block"),
-    "whole": Stage(f"{HERE}.runs:whole", 220, 3, "two whole runs at full size end with one digest"),
-    "compiled": Stage(f"{HERE}.full_size:compiled", 200, 3, "`full` with compiled blocks"),
+    "probe": Stage(f"{HERE}.probe:probe", 110, 2, "ceilings, attention, torch.compile and CUDA graphs of a block"),
+    "whole": Stage(f"{HERE}.runs:whole", 180, 3, "two whole runs at full size end with one digest"),
+    "compiled": Stage(f"{HERE}.full_size:compiled", 160, 3, "`full` with compiled blocks"),
+    "others": Stage(f"{HERE}.full_size:others", 110, 3, "`full` without guidance, with SD 3.5 medium, with FLUX.1-dev"),
 }
 """Name → stage, in the order in which they run."""
 LEAST_SECONDS = 5.0

@@ -1,6 +1,6 @@
-"""Stages `full` and `compiled`: memory against the plan and speed of a rollout worker, then of a trainer rank.
+"""Stages at full size: memory against the plan and speed of a rollout worker, then of a trainer rank.
 
-Both run in this process, one after the other, with Qwen-Image of full size and random weights (random_qwen.py).
+Both run in this process, one after the other, with random weights (sizes.py).
 """
 
 import gc
@@ -25,7 +25,7 @@ from async_flowrl.training.messages import GroupMeta, StepPlan, TrainRequest, Up
 from async_flowrl.training.worker import TrainerWorker
 from async_flowrl.types import POLICY, Conditioning, Span, Trajectory, Wording
 from benchmarks.gpu_first_hour.probe import timed
-from benchmarks.gpu_first_hour.random_qwen import real_card, settings, sizes_here
+from benchmarks.gpu_first_hour.sizes import real_card, settings, sizes_here
 from benchmarks.gpu_first_hour.task import Task
 from checkpoint_engine import Publisher
 
@@ -36,23 +36,43 @@ Figures = dict[str, Any]
 HOST_WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
 
 
+OTHERS = {
+    "Qwen-Image without guidance": ("qwen_image", "rollout.true_cfg_scale=1"),
+    "SD 3.5 medium": ("sd35_medium", "rollout.true_cfg_scale=4.5"),
+    "SD 3.5 medium without guidance": ("sd35_medium", "rollout.true_cfg_scale=1"),
+    "FLUX.1-dev": ("flux_dev", "rollout.true_cfg_scale=1", "rollout.guidance_scale=3.5"),
+}
+"""What stage `others` measures → model and settings."""
+
+
+def full(task: Task) -> None:
+    measured(task)
+
+
 def compiled(task: Task) -> None:
-    full(task, "rollout.compile=true", "trainer.compile=true")
+    measured(task, "rollout.compile=true", "trainer.compile=true")
 
 
-def full(task: Task, *further: str) -> None:
+def others(task: Task) -> None:
+    for title, (model, *words) in OTHERS.items():
+        measured(task, *words, title=f"{title}, ", model=model)
+
+
+def measured(task: Task, *further: str, title: str = "", model: str = "qwen_image") -> None:
     """Says plan, peak and speed of both pools. The peak is not ok if it exceeds the plan with its margin."""
-    words = [*settings(task.work, sizes_here()), "placement=separate", *further, *task.words]
+    words = [*settings(sizes_here(), model), "placement=separate", *further, *task.words]
     prepared = prepare(compose_config("one_step_off", [*words, f"output_dir={task.work / 'none'}"]))
     plan = plan_memory(prepared.at_largest)
     count = prepared.config.prompts_per_step * prepared.config.group_size
     rollout, trajectories, negatives = rolled_out(prepared, ROUNDS)
-    report(task, "rollout worker", rollout, plan.rollout, count)
+    report(task, f"{title}rollout worker", rollout, plan.rollout, count)
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     trainer = trained(prepared, trajectories, negatives, ROUNDS)
-    report(task, "trainer rank", trainer, plan.trainer, count)
+    report(task, f"{title}trainer rank", trainer, plan.trainer, count)
+    del trainer, trajectories, negatives
+    gc.collect()
 
 
 def report(task: Task, pool: str, worked: Figures, plan: Footprint, count: int) -> None:

@@ -9,7 +9,6 @@ import multiprocessing
 import resource
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,7 @@ from async_flowrl.tickets.request import sampling
 from async_flowrl.training.flat import FlatParameters
 from async_flowrl.training.optimizer import Optimizer
 from async_flowrl.types import ByteArray
-from benchmarks.gpu_first_hour.random_qwen import HEAD_DIM, Sizes, settings, sizes_here
+from benchmarks.gpu_first_hour.sizes import HEAD_DIM, Sizes, one_block, sizes_here
 from benchmarks.gpu_first_hour.task import Task
 from separation.ray_internals import gpus_here
 
@@ -60,7 +59,7 @@ def all_digests(work: Path, rounds: int) -> dict[str, list[str]]:
     """Returns `<work> in <dtype>` → one digest per round, with deterministic kernels on the first device."""
     repeatable_kernels()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    sizes = replace(sizes_here(), layers=1)
+    sizes = sizes_here()
     digests: dict[str, list[str]] = {}
     for name, dtype in DTYPES.items():
         for part in (single_kernels, of_the_model):
@@ -93,7 +92,7 @@ def drawn(name: str, shape: Sequence[int], dtype: torch.dtype, device: torch.dev
 def single_kernels(_: Path, sizes: Sizes, name: str, dtype: torch.dtype, device: torch.device) -> dict[str, Work]:
     """Returns the work of single kernels with the model's shapes."""
     tokens, width = (sizes.resolution // 16) ** 2, HEAD_DIM * sizes.heads
-    make, channels = partial(drawn, dtype=dtype, device=device), 96 if sizes.whole_vae else 8
+    make, channels = partial(drawn, dtype=dtype, device=device), 96 if sizes.full else 8
     bias, rows, weights = make("b", (1, width)), make("x", (ROWS * tokens, width)), make("w", (width, width))
     shape = (ROWS, sizes.heads, tokens + TEXT_TOKENS, HEAD_DIM)
     query, key, value, above = (make(each, shape) for each in ("q", "k", "v", "dy"))
@@ -116,7 +115,7 @@ def single_kernels(_: Path, sizes: Sizes, name: str, dtype: torch.dtype, device:
 def of_the_model(work: Path, sizes: Sizes, name: str, dtype: torch.dtype, device: torch.device) -> Mapping[str, Work]:
     """Returns a network of one block with its LoRA, forward and backward, and AdamW's step on the LoRA."""
     words = [f"model.dtype={name}", "rollout.true_cfg_scale=1", "output_dir=none"]
-    config: Config = compose_config("one_step_off", [*settings(work, sizes), *words])
+    config: Config = compose_config("one_step_off", [*one_block(work, sizes), *words])
     policy: Any = load_policy(resolve_model(config.model), dtype=name, device=str(device), parts="transformer")
     add_lora(policy.transformer, config.lora, policy, config.seed)
     for key, parameter in lora_parameters(policy.transformer).items():

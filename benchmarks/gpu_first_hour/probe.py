@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from async_flowrl.policies.kernels import repeatable_kernels
-from benchmarks.gpu_first_hour.random_qwen import HEAD_DIM, real_card
+from benchmarks.gpu_first_hour.sizes import HEAD_DIM, real_card
 from benchmarks.gpu_first_hour.task import Task
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

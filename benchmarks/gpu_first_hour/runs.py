@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu_first_hour import one_card, random_qwen
+from benchmarks.gpu_first_hour import one_card, sizes
 from benchmarks.gpu_first_hour.task import Task
 
 ONE = ("rollout.num_workers=1", "trainer.num_workers=1")
@@ -45,7 +45,7 @@ def tiny(task: Task) -> None:
 
 def whole(task: Task) -> None:
     """Trains two steps at full size twice: with two bases over NCCL and shared where there is room, else shared."""
-    words = [*random_qwen.settings(task.work, random_qwen.sizes_here()), "total_steps=2", *task.words]
+    words = [*sizes.settings(sizes.sizes_here()), "total_steps=2", *task.words]
     most = task.left / 2
     if torch.cuda.is_available() and torch.cuda.get_device_properties(0).total_memory >= TWO_BASES_BYTES:
         pair = ("placement=separate", "checkpoint_engine.transport=nccl")
@@ -79,7 +79,7 @@ def glyphs(task: Task) -> None:
 
 def gpu_tests(task: Task) -> None:
     """Runs tests/gpu; on a machine with a card it is not ok if all of them are skipped."""
-    marked = "gpu" if random_qwen.real_card() else "gpu and not real_gpu"
+    marked = "gpu" if sizes.real_card() else "gpu and not real_gpu"
     command = ("-m", "pytest", "-q", "-m", marked, "tests/gpu", "-p", "no:cacheprovider", "--timeout", "120")
     failed = task.program("tests_gpu", command, task.left, {})
     log = (task.work / "logs" / "tests_gpu.log").read_text(errors="replace").splitlines()

@@ -86,7 +86,7 @@ class Task:
         on the CPU beside a card is not ok.
         """
         from async_flowrl.benchmark import NOTHING_BUT_TRAINING
-        from benchmarks.gpu_first_hour.random_qwen import real_card
+        from benchmarks.gpu_first_hour.sizes import real_card
 
         file = re.sub(r"\W+", "_", name)
         folder = self.work / "runs" / file

@@ -20,7 +20,7 @@ from async_flowrl.run.prepare import Prepared, prepare
 from benchmarks.gpu_first_hour import __main__ as program
 from benchmarks.gpu_first_hour import full_size, kernels, one_card
 from benchmarks.gpu_first_hour.__main__ import CALL_SECONDS, HOUR_SECONDS, STAGES, Stage
-from benchmarks.gpu_first_hour.random_qwen import HEAD_DIM, SMALL, settings
+from benchmarks.gpu_first_hour.sizes import FULL, SMALL, one_block, settings
 from benchmarks.gpu_first_hour.task import Task
 
 ROOT = Path(__file__).parents[3]
@@ -151,7 +151,7 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def with_guidance(work: Path) -> Prepared:
-    words = [*settings(work, SMALL), "placement=separate", "rollout.true_cfg_scale=4", "rollout.num_inference_steps=7"]
+    words = [*settings(SMALL), "placement=separate", "rollout.true_cfg_scale=4", "rollout.num_inference_steps=7"]
     return prepare(compose_config("one_step_off", [*words, f"output_dir={work / 'none'}"]))
 
 
@@ -173,16 +173,20 @@ def test_full_size_says_plan_and_speed_of_both_pools(work: Path) -> None:
     assert all(each["planned_gib"] > 0 and each["images_per_second"] > 0 for each in said)
 
 
-def test_the_random_model_has_full_sized_heads_and_the_same_bits_again(work: Path) -> None:
-    from async_flowrl.policies.registry import load_policy
+def test_other_models_are_measured_with_and_without_guidance(work: Path) -> None:
+    task = Task(work / "others.json", work, time.monotonic() + 600.0, ["rollout.num_inference_steps=7"])
+    full_size.others(task)
+    said = json.loads((work / "others.json").read_text())
+    assert len(said) == 2 * len(full_size.OTHERS) and all(each["images_per_second"] > 0 for each in said)
+    flops = {each["what"]: each["flops"] for each in said}
+    with_both, alone = (flops[f"SD 3.5 medium{how}, rollout worker"] for how in ("", " without guidance"))
+    assert with_both > 1.5 * alone
 
-    prepared = with_guidance(work)
-    first, second = (
-        load_policy(prepared.model, dtype="bfloat16", device="cpu", parts="transformer").blocks[0].attn.to_q.weight
-        for _ in range(2)
-    )
-    assert first.shape == (SMALL.heads * HEAD_DIM,) * 2 and first.dtype == torch.bfloat16
-    assert torch.equal(first, second) and float(first.float().std()) > 0
+
+def test_a_block_of_published_width_is_made_without_files(work: Path) -> None:
+    prepared = prepare(compose_config("one_step_off", [*one_block(work, FULL), f"output_dir={work / 'none'}"]))
+    assert prepared.shapes.latents == (1024, 64) and prepared.model.random
+    assert not list((work / "models").rglob("*.safetensors"))
 
 
 def test_digests_repeat_on_a_cpu_in_both_dtypes(work: Path) -> None:
