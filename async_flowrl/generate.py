@@ -29,6 +29,7 @@ from async_flowrl.observability.images import grid
 from async_flowrl.observability.terminal import run_program
 from async_flowrl.policies import lora_file, trained_file
 from async_flowrl.policies.base import PolicyFamily
+from async_flowrl.policies.pipeline_family import PipelineFamily
 from async_flowrl.policies.registry import DTYPES, family_of, load_family, load_pipeline, resolve_model, shapes_of
 from async_flowrl.tickets.request import sampling
 from async_flowrl.types import ByteArray, Sampling
@@ -112,8 +113,13 @@ def from_config(config: Config) -> Settings:
 
 
 def open_pipeline(settings: Settings, device: str) -> Any:
-    """The stock diffusers pipeline of the model on `device`, without progress bars."""
+    """The stock diffusers pipeline of the model on `device`, without progress bars.
+
+    Raises ValueError for fewer denoising steps than its schedule has.
+    """
     resolved = resolve_model(settings.model)
+    if isinstance(family := load_family(resolved.family), PipelineFamily):
+        family.policy.check_steps(settings.sampling.num_inference_steps)
     pipeline = load_pipeline(resolved, dtype=resolved.dtype, device=device)
     pipeline.set_progress_bar_config(disable=True)
     return pipeline

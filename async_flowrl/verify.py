@@ -7,7 +7,6 @@ computed here. Each check returns its finding in words, and raises Broken if the
 """
 
 import argparse
-import json
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +19,7 @@ import torch
 from torch import Tensor
 
 from async_flowrl.config.compose import read_config
-from async_flowrl.config.messages import first_line
+from async_flowrl.config.messages import first_line, parsed
 from async_flowrl.data.load import load_data
 from async_flowrl.observability.events import Event, effective, read_events
 from async_flowrl.observability.metrics import missing_terms
@@ -57,8 +56,9 @@ class RunFiles:
 
         Raises FileNotFoundError if the run is not finished, and ValueError if a file is not JSON.
         """
-        metrics = [json.loads(line) for line in (root / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-        summary = json.loads((root / "summary.json").read_text(encoding="utf-8"))
+        lines = (root / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        metrics = [parsed(line, f"{root / 'metrics.jsonl'}:{number}") for number, line in enumerate(lines, 1)]
+        summary = parsed((root / "summary.json").read_text(encoding="utf-8"), str(root / "summary.json"))
         return cls(root, summary, metrics, effective(read_events(root / "events.jsonl")))
 
     @property

@@ -20,6 +20,7 @@ from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException, ValidationError
+from yaml import YAMLError  # type: ignore[import-untyped]
 
 from async_flowrl.config.check import ConfigError, removed, section_or_null, unknown_keys
 from async_flowrl.config.messages import first_line, unknown_name
@@ -199,9 +200,12 @@ def read_config(path: Path) -> Config:
     """
     unknown: list[str] = []
     try:
-        merged = _known(cast("DictConfig", OmegaConf.load(path)), unknown)
-    except (OmegaConfBaseException, OSError) as error:
+        written = cast("DictConfig", OmegaConf.load(path))
+        merged = _known(written, unknown)
+    except (OmegaConfBaseException, YAMLError, OSError) as error:
         raise ValueError(f"{path} is not the configuration of a run: {first_line(error)}") from error
+    if lacking := [name for name in ("model", "rollout", "trainer", "reward", "data") if name not in written]:
+        raise ValueError(f"{path} is damaged, or not the configuration of a run: it has no {', '.join(lacking)}")
     if unknown:
         logger.warning("%s has settings that this version does not know: %s", path, ", ".join(unknown))
     return normalised(cast("Config", OmegaConf.to_object(merged)))
@@ -270,6 +274,8 @@ def _value(override: str, *, sweeps: bool) -> tuple[Any, str]:
     try:
         parsed = parse(override)
     except HydraException:
+        if re.search(r"[{,]\s*['\"][^'\"]*['\"]\s*:", value):
+            return value, ": names in braces stand without quotes, and are words of letters, digits, - and _"
         return value, ": what holds other characters than letters, digits and spaces stands in quotes of its own"
     if parsed.is_sweep_override() and not sweeps:
         return value, ": a list stands in brackets, and several runs need --multirun"
@@ -295,6 +301,9 @@ def explain(error: Exception) -> str:
     unknown = re.search(r"Key '\w+' not in '\w+'\s+full_key: ([\w.]+)", text)
     if sentence := removed(unknown[1]) if unknown else _missing_term(text):
         return sentence
+    if unknown and is_dataclass(kind := _field(unknown[1].rpartition(".")[0])[0]):
+        section, _, name = unknown[1].rpartition(".")
+        return unknown_name(f"a key of {section}", name, get_type_hints(kind))
     if cause is not None and key and (expected := _expected(key)):
         reason = str(getattr(cause, "msg", cause)).splitlines()[0].rstrip(".")
         return f"{key} must be {expected}: {reason}"

@@ -2,6 +2,7 @@
 
 import difflib
 import inspect
+import json
 from collections.abc import Callable, Container, Iterable
 from typing import Any
 
@@ -57,3 +58,11 @@ def first_line(error: BaseException) -> str:
     """Returns the first line of an exception's text, or its type if it has no text."""
     said = str(error).strip()
     return said.splitlines()[0] if said else type(error).__name__
+
+
+def parsed(text: str, where: str) -> Any:
+    """Returns the value of a JSON text. Raises ValueError, which begins with `where`."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{where} is damaged: {error}") from error

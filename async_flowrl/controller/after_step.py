@@ -50,7 +50,8 @@ class AfterStep:
     held: Collection[int] = ()
     """Versions of earlier attempts whose weights are held for their evaluation."""
     evaluations: Evaluations = field(init=False)
-    warned: set[str] = field(default_factory=set)
+    warned: dict[str, str] = field(default_factory=dict)
+    """Kind of a warning → its first sentence, if the summary does not have it from elsewhere; else empty."""
     trained: bool = False
     flat: int = 0
     """Number of the last steps in a row in which no group had a spread of rewards."""
@@ -161,15 +162,19 @@ class AfterStep:
         timing = {"timing/step": seconds, "timing/publish": self._stalled - before, "timing/activate": activation}
         return timing | shares | {"pool/rollout/swaps": ctx.swaps.take()}
 
+    @property
+    def warnings(self) -> list[str]:
+        return list(filter(None, self.warned.values()))
+
     def _warn(self, ctx: Context, line: dict[str, float]) -> None:
         """Logs each kind of warning about the updates (algorithms/diagnostics.py) once per attempt."""
         self.flat = self.flat + 1 if line.get("zero_std_ratio") == 1.0 else 0
         if self.flat >= FLAT_STEPS and "flat" not in self.warned:
-            self.warned.add("flat")
+            self.warned["flat"] = ""
             logger.warning("step %d: %s", line["step"], FLAT.format(steps=self.flat))
         for term, sentence in ctx.reward_calls.warnings().items():
             if term not in self.warned:
-                self.warned.add(term)
+                self.warned[term] = ""
                 logger.warning("step %d: %s", line["step"], sentence)
         kept = sum(value for key, value in line.items() if key.startswith("kept/"))
         total = sum(value for key, value in line.items() if key.startswith("kept_of/"))
@@ -182,8 +187,8 @@ class AfterStep:
         ):
             kind = re.sub(r"[\d.]+(e[+-]\d+)?", "", sentence)
             if kind not in self.warned:
-                self.warned.add(kind)
-                logger.warning("step %d: %s", line["step"], sentence)
+                self.warned[kind] = f"step {line['step']:.0f}: {sentence}"
+                logger.warning("%s", self.warned[kind])
 
 
 def stalled(ctx: Context) -> float:

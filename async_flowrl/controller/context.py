@@ -247,6 +247,10 @@ class Steps(Protocol):
     """True once the loop has done its last step and that step's checkpoint is written. A later failure, e.g. of an
     evaluation, is then only recorded and does not fail the run."""
 
+    @property
+    def warnings(self) -> list[str]:
+        """Sentences on updates that were not as they should be."""
+
     async def before_training(self, ctx: "Context") -> None:
         """Writes the attempt's first checkpoint and starts evaluations that are due."""
 

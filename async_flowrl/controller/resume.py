@@ -109,7 +109,9 @@ def find_resume(requests: RequestBuilder, directory: RunDirectory, *, shares: bo
             verify_checkpoint(path, shares=shares)
             resume = _read_resume(path)
     except DamagedCheckpoint as error:
-        raise ConfigError(str(error)) from error
+        run = not own and RunDirectory(expanded(config.resume)).checkpoints.is_dir()
+        hint = f"; it is a run, whose checkpoints are {config.resume}/checkpoints/step_N" if run else ""
+        raise ConfigError(f"{error}{hint}") from error
     if resume.path is None:
         return resume
     check_shares(config, resume.path)

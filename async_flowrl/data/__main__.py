@@ -1,23 +1,25 @@
 """The command `async-flowrl data FILE`: shows how a run reads a prompt file, and which rows it refuses."""
 
 import argparse
+import functools
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from async_flowrl.config import exit_codes
 from async_flowrl.config.check import ConfigError
 from async_flowrl.config.compose import compose_config
-from async_flowrl.config.paths import find_data
+from async_flowrl.config.paths import config_dir, find_data
 from async_flowrl.config.resolution import in_pixels, in_words, pixels
-from async_flowrl.config.schema import DataConfig, ModelConfig, RewardConfig
+from async_flowrl.config.schema import DataConfig, ModelConfig, RewardConfig, RewardTerm
 from async_flowrl.data.load import divided, evaluation_rows, open_split
 from async_flowrl.data.prompts import COLUMNS, SIZES, Keys
 from async_flowrl.data.rows import LineRows
 from async_flowrl.data.store import MAX_KEPT_REFUSALS, Prompts, Scan, Weights, scan
 from async_flowrl.observability.terminal import run_program
 from async_flowrl.policies.prompt_length import LengthCheck
-from async_flowrl.policies.registry import resolve_model
+from async_flowrl.policies.registry import resolve_model, shapes_of
 from async_flowrl.rewards.registry import check_rewards, prompt_check
 from async_flowrl.types import EVALUATION, TRAIN, Prompt
 
@@ -39,16 +41,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--weight-key", help="data.weight_key: the column of the weight")
     parser.add_argument("--held-out", type=float, help="data.held_out: share that is evaluated instead of trained")
     parser.add_argument("--held-out-seed", type=int, default=0, help="data.held_out_seed")
-    parser.add_argument("--reward", help="also refuse what this reward could not score: a group of configs/reward/")
     parser.add_argument(
-        "--model", help="also count prompts that this model's text encoder reads only in part: a folder or hub name"
+        "--reward", help="also refuse what this reward could not score: of configs/reward/, or FILE.py:NAME"
+    )
+    parser.add_argument(
+        "--model", help="also count prompts that its text encoder cuts, and refuse sizes: of configs/model/, or a path"
     )
     given = parser.parse_args(arguments)
     try:
         if given.held_out is not None and not 0 <= given.held_out < 1:
             raise ConfigError(f"--held-out must be at least 0 and below 1, got {given.held_out:g}")
-        lengths = LengthCheck(resolve_model(ModelConfig(path=given.model))) if given.model else None
-        scanned, train, evaluation = look(given, lengths)
+        model = resolve_model(model_named(given.model)) if given.model else None
+        reward = reward_named(given.reward) if given.reward else RewardConfig()
+        needs_target = bool(given.reward) and check_rewards(reward)
+        checks: list[Callable[[Prompt], object] | None] = [prompt_check(reward)]
+        lengths = None
+        if model is not None:
+            targets = not given.reward or needs_target or checks[0] is not None
+            lengths, shapes = LengthCheck(model, targets=targets), functools.cache(partial(shapes_of, model))
+            checks += [lengths, lambda prompt: prompt.resolution and shapes(prompt.resolution)]
+        keys = Keys(given.prompt_key, given.weight_key, needs_target)
+        scanned, train, evaluation = look(given, keys, [check for check in checks if check is not None])
     except (ValueError, FileNotFoundError) as error:
         sys.stderr.write(f"async_flowrl: {error}\n")
         return exit_codes.CONFIG
@@ -56,16 +69,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return exit_codes.CONFIG if scanned.refusals or not len(scanned.places) else exit_codes.OK
 
 
-def look(given: argparse.Namespace, lengths: LengthCheck | None = None) -> tuple[Scan, Prompts, str]:
-    """Reads the whole file and keeps the refusals of its rows; returns what `page` takes.
+def model_named(name: str) -> ModelConfig:
+    """Returns the settings of a model: a name in configs/model/, or a value of `model.path`."""
+    if (config_dir() / "model" / f"{name}.yaml").is_file():
+        return compose_config(overrides=[f"model={name}"]).model
+    return ModelConfig(path=name)
+
+
+def reward_named(name: str) -> RewardConfig:
+    """Returns the settings of a reward: of configs/reward/, or one's own as `pkg.module:attr` or `file.py:attr`."""
+    if ":" in name:
+        return RewardConfig(terms={name.rpartition(":")[2]: RewardTerm(name=name)})
+    return compose_config(overrides=[f"reward={name}"]).reward
+
+
+def look(given: argparse.Namespace, keys: Keys, checks: Sequence[Callable[[Prompt], Any]]) -> tuple[Scan, Prompts, str]:
+    """Reads the whole file and keeps the refusals of its rows, which `checks` raise; returns what `page` takes.
 
     Raises ValueError if the file cannot be read at all.
     """
-    reward = compose_config(overrides=[f"reward={given.reward}"]).reward if given.reward else RewardConfig()
-    keys = Keys(given.prompt_key, given.weight_key, bool(given.reward) and check_rewards(reward))
     path = find_data(given.file, key="FILE", folder=True)
     rows = open_split(path, given.split, keys)
-    checks = [check for check in (prompt_check(reward), lengths) if check is not None]
 
     def check(prompt: Prompt) -> None:
         for each in checks:

@@ -53,7 +53,9 @@ def read_prompt(index: int, where: str, columns: Mapping[str, Any], keys: Keys) 
     Raises PromptError if the row holds no usable prompt.
     """
     if keys.prompt not in columns:
-        raise PromptError(f"{where}: {unknown_name('data.prompt_key', keys.prompt, columns)}")
+        raise PromptError(
+            f"{where}: it has no {keys.prompt!r} (data.prompt_key), but {', '.join(columns) or 'nothing'}"
+        )
     written, system = split_messages(columns[keys.prompt], where)
     text = written.strip()
     if not text:

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -27,7 +28,9 @@ from async_flowrl.policies import lora_file
 from async_flowrl.policies.registry import load_family, resolve_model
 from async_flowrl.policies.stored import FOLDER as WHOLE
 
-README, CURVE = "README.md", "curve.png"
+logger = logging.getLogger(__name__)
+
+README, NEW_README, CURVE = "README.md", "README.new.md", "curve.png"
 _GAP = 16
 """Pixels between the images before and after."""
 TAGS = ("diffusers", "text-to-image", "reinforcement-learning", "async_flowrl")
@@ -60,9 +63,24 @@ def write_card(
     parts = [f"# {title}", _origin(source, base)]
     parts += [*_training(source), *_results(out, source, evaluation), _usage(source, base), _files(out, files)]
     parts += [*_reproduction(source), _licence(licence, base)]
-    card = ModelCard(f"---\n{front.to_yaml()}\n---\n\n" + "\n\n".join(parts) + "\n")
-    (out / README).write_text(str(card), encoding="utf-8")
-    return out / README
+    text = str(ModelCard(f"---\n{front.to_yaml()}\n---\n\n" + "\n\n".join(parts) + "\n"))
+    path = out / README
+    if path.exists() and not _ours(path):
+        path = out / NEW_README
+        logger.warning("%s is kept, as it was written or changed by hand; the new card is %s", out / README, path)
+    path.write_text(text + _stamp(text), encoding="utf-8")
+    return path
+
+
+def _stamp(text: str) -> str:
+    """Returns a comment by which a later export knows that nobody has changed the card."""
+    return f"\n<!-- async_flowrl {hashlib.sha256(text.encode()).hexdigest()[:16]} -->\n"
+
+
+def _ours(path: Path) -> bool:
+    text = path.read_text(encoding="utf-8", errors="replace")
+    body = text.rpartition("\n<!-- async_flowrl ")[0]
+    return text == body + _stamp(body)
 
 
 def _origin(source: Source, base: str | None) -> str:
@@ -216,6 +234,8 @@ def _call(source: Source) -> str:
 
 def _usage(source: Source, base: str | None) -> str:
     name, call = base or "BASE_MODEL", _call(source)
+    dtype = source.config.model.dtype if source.config is not None else "auto"
+    dtype = f"torch_dtype=torch.{'bfloat16' if dtype == 'auto' else dtype}"
     if source.whole is not None:
         return f"""## Use
 
@@ -224,9 +244,9 @@ import torch
 from diffusers import AutoModel, DiffusionPipeline
 
 transformer = AutoModel.from_pretrained(
-    "THIS_FOLDER_OR_REPOSITORY", subfolder="{WHOLE}", torch_dtype=torch.bfloat16
+    "THIS_FOLDER_OR_REPOSITORY", subfolder="{WHOLE}", {dtype}
 )
-pipe = DiffusionPipeline.from_pretrained("{name}", transformer=transformer, torch_dtype=torch.bfloat16)
+pipe = DiffusionPipeline.from_pretrained("{name}", transformer=transformer, {dtype})
 {call}
 ```
 
@@ -237,7 +257,7 @@ Where the pipeline's other parts lie beside it, that folder is a pipeline of its
 import torch
 from diffusers import DiffusionPipeline
 
-pipe = DiffusionPipeline.from_pretrained("{name}", torch_dtype=torch.bfloat16)
+pipe = DiffusionPipeline.from_pretrained("{name}", {dtype})
 pipe.load_lora_weights("THIS_FOLDER_OR_REPOSITORY", weight_name="{lora_file.FILE_NAME}")
 {call}
 ```

@@ -33,6 +33,10 @@ def publish(given: argparse.Namespace) -> tuple[list[Path], list[str]]:
 
 def _check_out(out: Path, source: Source) -> None:
     """Raises ValueError if `out` holds an export of other weights, whose files would stay beside the new ones."""
+    if out.exists() and (not out.is_dir() or (out / "config.yaml").is_file()):
+        raise ValueError(
+            f"{out} is {'the folder of a run' if out.is_dir() else 'a file'}: give a folder for the export"
+        )
     there = sorted(path.name for path in out.glob("*.safetensors"))
     there += [name for name in (PEFT, MERGED, TRANSFORMER) if (out / name).exists()]
     if source.whole is None and lora_file.FILE_NAME in there:

@@ -73,9 +73,10 @@ def training_sentence(first: float | None, last: float | None) -> str:
     """The sentence for a run without comparable evaluations, from the two means of `tenths` (None: no reward)."""
     if first is None or last is None:
         return "No step had a reward."
+    went = f"went from {first:.3g} to {last:.3g} (first and last tenth of the steps)"
     return (
-        f"The training reward went from {first:.3g} to {last:.3g} (first and last tenth of the steps); no two "
-        "evaluations say what that means for fixed prompts and seeds."
+        f"The training reward {went if first != last else f'was {first:.3g}'}; no two evaluations say what that means "
+        "for fixed prompts and seeds."
     )
 
 

@@ -179,9 +179,7 @@ class PipelinePolicy(ABC):
 
         Raises ValueError for fewer than `least_steps` steps and for a scheduler that gives other levels.
         """
-        if num_inference_steps < self.least_steps:
-            least = f"num_inference_steps must be at least {self.least_steps} for {self.title}'s schedule"
-            raise ValueError(f"{least}, got {num_inference_steps}")
+        self.check_steps(num_inference_steps)
         key = num_inference_steps, math.prod(self._grid(resolution))
         if key not in self._schedules:
             self._set_schedule(*key)
@@ -190,6 +188,13 @@ class PipelinePolicy(ABC):
                 raise ValueError(f"the model's scheduler gives no schedule that falls from 1 to 0: {sigmas.tolist()}")
             self._schedules[key] = sigmas
         return self._schedules[key].clone()
+
+    @classmethod
+    def check_steps(cls, num_inference_steps: int) -> None:
+        """Raises ValueError for fewer steps than the model's schedule has."""
+        if num_inference_steps < cls.least_steps:
+            least = f"num_inference_steps must be at least {cls.least_steps} for {cls.title}'s schedule"
+            raise ValueError(f"{least}, got {num_inference_steps}")
 
     def _time(self, sigma: Tensor) -> Tensor:
         """Returns the time that the stock pipeline gives its network at the noise levels `sigma` [B], in its dtype.

@@ -22,8 +22,9 @@ class LengthCheck:
     tokenizer cannot be read, that is logged as a warning.
     """
 
-    def __init__(self, model: ResolvedModel) -> None:
-        family = load_family(model.family)
+    def __init__(self, model: ResolvedModel, *, targets: bool = True) -> None:
+        """`targets`: whether rewards look at targets, which then have to be in the part that is read."""
+        family, self._targets = load_family(model.family), targets
         self._model, self._family = model, family if isinstance(family, PipelineFamily) else None
         self.cut = 0
 
@@ -32,10 +33,10 @@ class LengthCheck:
         if (read := self.read(prompt)) is None:
             return
         self.cut += 1
-        if prompt.target and prompt.target in prompt.text and prompt.target not in prompt.text[:read]:
+        if self._targets and prompt.target and prompt.target in prompt.text and prompt.target not in prompt.text[:read]:
             raise ValueError(
-                f"prompt {prompt.index} ({prompt.text[:40]!r}…) is longer than the text encoder reads: it is cut after "
-                f"{read} characters, and its target {prompt.target!r} comes later; shorten the prompt, or raise "
+                f"the prompt {prompt.text[:40]!r}… is longer than the text encoder reads: it is cut after {read} "
+                f"characters, and its target {prompt.target!r} comes later; shorten the prompt, or raise "
                 "model.max_sequence_length"
             )
 

@@ -143,6 +143,10 @@ def weights_file(path: Path) -> Path:
             return weights_file(path / name)
     files = sorted(path.glob("*.safetensors"))
     if len(files) != 1:
+        if (path / "manifest.json").is_file():
+            raise ValueError(f"{path} is a checkpoint: async-flowrl export {path} OUT writes its LoRA to OUT")
+        if (path / "lora" / lora_file.FILE_NAME).is_file():
+            raise ValueError(f"{path} is a run; its LoRA is {path / 'lora'}")
         held = f"{len(files)} .safetensors files" if files else "no .safetensors file"
         raise ValueError(f"LoRA {path} holds {held}; give the file itself, or a folder with {lora_file.FILE_NAME}")
     return weights_file(files[0])

@@ -1,6 +1,5 @@
 """The files of one run directory, read for a report; the run may still go on, so files may be missing or unfinished."""
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -10,6 +9,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from async_flowrl.config.messages import parsed
 from async_flowrl.config.schema import SHARED
 from async_flowrl.observability.evaluations import TRAINED, Evaluation, policy_versions, read_evaluations
 from async_flowrl.observability.events import Event, effective, read_events, step_window
@@ -158,7 +158,7 @@ def _summary(path: Path, steps: int, total_steps: int | None) -> dict[str, Any]:
     """The summary, or {} if it is of an earlier attempt: its numbers of steps differ from those of the run now."""
     if not path.exists():
         return {}
-    summary = dict(json.loads(path.read_text(encoding="utf-8")))
+    summary = dict(parsed(path.read_text(encoding="utf-8"), str(path)))
     same = total_steps is None or summary.get("total_steps", total_steps) == total_steps
     return summary if same and summary.get("steps", steps) == steps else {}
 

@@ -25,6 +25,8 @@ MAX_SCORE = 1e30
 """Largest magnitude of a score. Losses are computed in float32, whose largest number is about 3.4e38."""
 MAX_EXTRAS, MAX_CHARACTERS = 32, 500
 """Largest number of extras of a term, and of characters of a text extra; a longer text is cut."""
+MAX_PROMPT = 200
+"""Characters of a prompt in messages."""
 STATISTICS = ("mean", "std", "group_std", "zero_std_ratio", "missing", "failures", "retries")
 """Names of a term's own metrics (`reward/<term>/mean`); an extra of such a name is refused."""
 _NAME = re.compile(r"[A-Za-z_][\w.-]*")
@@ -89,6 +91,8 @@ def _numbers(where: str, returned: object, shape: tuple[int] | None) -> tuple[fl
     """Returns the checked numbers. Raises RewardError for another shape; None is one number, in any shape."""
     count = "one finite number" if shape in (None, (1,)) else f"{shape[0]} finite numbers"
     wanted = f"{where} must return {count}"
+    if isinstance(returned, Mapping):
+        wanted += ", or a list with a mapping for each image"
     try:
         values = np.asarray(returned)
     except (TypeError, ValueError, RuntimeError) as error:  # ragged lists, tensors of a GPU or with a gradient
@@ -142,6 +146,11 @@ class TermScores:
     requests: Requests = field(default_factory=Requests)
 
 
+def shortened(text: str) -> str:
+    """Returns a prompt for a message."""
+    return text if len(text) <= MAX_PROMPT else f"{text[:MAX_PROMPT]}…"
+
+
 @dataclass
 class _Calls:
     """A term's calls for one group."""
@@ -154,7 +163,7 @@ class _Calls:
 
     @property
     def where(self) -> str:
-        return f"reward {self.name!r} on prompt {self.prompt.text!r}"
+        return f"reward {self.name!r} on prompt {shortened(self.prompt.text)!r}"
 
     async def call(self, images: ByteArray) -> Any:
         """Calls the reward and awaits its result. Raises RewardError, whose cause is the reward's own exception."""
@@ -162,7 +171,7 @@ class _Calls:
             result = await asyncio.get_running_loop().run_in_executor(self.executor, self._called, images)
             return await result if inspect.isawaitable(result) else result
         except Exception as error:
-            where = f"reward {self.name!r} failed on prompt {self.prompt.text!r}"
+            where = f"reward {self.name!r} failed on prompt {shortened(self.prompt.text)!r}"
             raise RewardError(f"{where}: {type(error).__name__}: {error}") from error
 
     def _called(self, images: ByteArray) -> Any:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, cast
 
-from async_flowrl.config.messages import check_options, unknown_name
+from async_flowrl.config.messages import check_options, in_one_line, unknown_name
 from async_flowrl.config.own_code import OWN_CODE, import_named
 from async_flowrl.config.schema import RewardConfig, RewardTerm
 from async_flowrl.rewards.base import Reward
@@ -132,6 +132,8 @@ def _build(key: str, term: RewardTerm) -> Term:
             built = attribute(**term.options)
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from error
+        except Exception as error:  # whatever a class of one's own does
+            raise ValueError(f"{where} cannot be built: {in_one_line(error)}") from error
         for flag in FLAGS:
             if getattr(built, flag, FLAGS[flag]) is not _said(where, attribute, flag, term.options):
                 raise ValueError(f"{where}: {flag} must be said at the class itself, its instance says something else")
@@ -167,6 +169,13 @@ def resolve_term(key: str, term: RewardTerm) -> Callable[..., Any]:
     check_options(f"{where}.options", attribute, term.options, first=0 if inspect.isclass(attribute) else 2)
     arguments = [None] * (3 if inspect.isclass(attribute) else 2)
     called = attribute.__call__ if inspect.isclass(attribute) else attribute
+    if inspect.isclass(attribute):
+        if not any("__call__" in vars(kind) for kind in attribute.__mro__):
+            raise ValueError(f"{where}: {name} must have a method __call__(self, images, prompt)")
+        try:
+            inspect.signature(attribute).bind(**term.options)
+        except TypeError as error:
+            raise ValueError(f"{where}: {name} cannot be built with options={dict(term.options)}: {error}") from error
     try:
         inspect.signature(called).bind(*arguments, **({} if inspect.isclass(attribute) else term.options))
     except TypeError as error:

@@ -25,6 +25,9 @@ LABEL_CHARACTERS = 8
 MAX_WARNINGS = 5
 """Most warnings of the summary that are printed."""
 
+MAX_PROMPT = 200
+"""Characters of the prompt in the command to type next."""
+
 
 @dataclass(frozen=True)
 class Ending:
@@ -119,7 +122,7 @@ def following(ending: Ending, summary: Mapping[str, Any], *, early: bool) -> str
     trained = f"--{'transformer' if tune == FULL else 'lora'} {shlex.quote(shown(ending.directory.trained(tune)))}"
     out = shlex.quote(shown(ending.directory.root / "before_after.png"))
     return (
-        f"async-flowrl generate {trained} --prompt {shlex.quote(prompts[0].text)}{size} --out {out}\n"
+        f"async-flowrl generate {trained} --prompt {shlex.quote(prompts[0].text[:MAX_PROMPT])}{size} --out {out}\n"
         f"{'':{LABEL_CHARACTERS}} async-flowrl evaluate {root}"
     )
 

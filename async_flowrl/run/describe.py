@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from async_flowrl.config.schema import LORA, SHARED, Config, RewardTerm
+from async_flowrl.controller.resume import START, Resume
 from async_flowrl.observability.terminal import named_lines
 from async_flowrl.run.nodes import LABEL_CHARACTERS
 from async_flowrl.run.pools import pools
@@ -18,7 +19,7 @@ Rows = list[tuple[str, str]]
 """(label, sentence) of each line."""
 
 
-def first_lines(prepared: Prepared, directory: Path) -> str:
+def first_lines(prepared: Prepared, directory: Path, resume: Resume = START) -> str:
     """Returns the lines to print before anything is started; empty with `console=quiet`."""
     config = prepared.config
     if config.console == "quiet":
@@ -28,15 +29,24 @@ def first_lines(prepared: Prepared, directory: Path) -> str:
         ("run", run_of(config)),
         ("model", model_of(prepared)),
         *inputs(prepared),
+        *resumed(resume),
         ("devices", devices(prepared)),
         ("files", where),
     ]
     return named_lines(rows, LABEL_CHARACTERS)
 
 
-def describe_inputs(prepared: Prepared) -> str:
-    """Returns only the lines on prompts and reward, for `dry_run`, which prints tables of the rest."""
-    return named_lines(inputs(prepared), LABEL_CHARACTERS)
+def describe_inputs(prepared: Prepared, resume: Resume = START) -> str:
+    """Returns only the lines on prompts, reward and checkpoint, for `dry_run`, which prints tables of the rest."""
+    return named_lines([*inputs(prepared), *resumed(resume)], LABEL_CHARACTERS)
+
+
+def resumed(resume: Resume) -> Rows:
+    """Returns a line on the checkpoint from which the run goes on, and one on each difference that is forced."""
+    if resume.path is None:
+        return []
+    goes_on = f"goes on after step {resume.version}, from {resume.path}; later steps are made again"
+    return [("resume", goes_on), *(("forced", each) for each in resume.forced)]
 
 
 def inputs(prepared: Prepared) -> Rows:

@@ -49,7 +49,7 @@ from async_flowrl.run.launch import (
 )
 from async_flowrl.run.prepare import OUR_OWN, Prepared, Workers, doubts_of, prepare
 from async_flowrl.run.recovery import Ledgers, Run, restore, train_with_recovery, with_unevaluated
-from async_flowrl.run.stopping import StopRequest, ctrl_c_asks, listening
+from async_flowrl.run.stopping import StopRequest, ctrl_c_asks, sigterm_asks, time_limited
 from async_flowrl.run.transport import choose_transport
 from async_flowrl.training.checkpoint_folder import checkpoint_step, find_checkpoint
 from separation.group import WorkerDied, WorkerFailed
@@ -85,14 +85,14 @@ def run(
             resume = find_resume(prepared.requests, directory)
             if config.dry_run:
                 directory.claim()
-                say(describe_inputs(prepared) + describe_run(prepared))
+                say(describe_inputs(prepared, resume) + describe_run(prepared))
                 return exit_codes.OK
             directory.create(prepared.config, hydra_record)
         except ConfigError as error:
             return _fail(error, exit_codes.CONFIG)
         log_to(directory.logs / "controller.log")
         logger.info(ATTEMPT)
-        say(first_lines(prepared, directory.root))
+        say(first_lines(prepared, directory.root, resume))
         ending = Ending(prepared, directory, StopRequest(), hydra_record)
         for sentence in (*warnings, *doubts_of(prepared)):
             logger.warning("%s", sentence)
@@ -155,7 +155,7 @@ async def train_until(ending: Ending, resume: Resume, display: Display) -> dict[
     """Starts the pools, trains to the last step or until `ending.stop` is asked, and returns the summary."""
     prepared, directory, stop = ending.prepared, ending.directory, ending.stop
     display.phase("starting the pools")
-    with listening(stop, prepared.config.time_limit):
+    with time_limited(stop, prepared.config.time_limit):
         async with (
             open_cluster(prepared, directory.logs) as groups,
             serving(prepared.config, groups) as servers,
@@ -194,7 +194,7 @@ async def train_until(ending: Ending, resume: Resume, display: Display) -> dict[
                     servers,
                 )
                 await servers.all_up(ledgers.events, ledgers.failures)
-                with ctrl_c_asks(stop):
+                with ctrl_c_asks(stop), sigterm_asks(stop):
                     ctx = await train_with_recovery(run, resume)
                     return await finish(run, ctx)
             finally:

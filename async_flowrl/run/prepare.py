@@ -99,7 +99,8 @@ def prepare(config: Config, *, whole: bool = False) -> Prepared:
         check_batching(config)
         check_tickets_per_batch(config)
         needs_target = check_rewards(config.reward)
-        data = load_data(config.data, needs_target=needs_target, check=prompt_check(config.reward))
+        check = prompt_check(config.reward)
+        data = load_data(config.data, needs_target=needs_target, check=check)
         config = with_limits(config, len(data.train))
         if check_held_out(config):
             data.evaluation.check_targets()
@@ -112,9 +113,12 @@ def prepare(config: Config, *, whole: bool = False) -> Prepared:
         for prompts in (data.evaluation, data.train):
             if prompts.special:
                 check_prompts_of(model, prompts)
-            lengths = LengthCheck(model)
+            lengths = LengthCheck(model, targets=needs_target or check is not None or check_held_out(config))
             for prompt in prompts:
-                lengths(prompt)
+                try:
+                    lengths(prompt)
+                except ValueError as error:
+                    raise ValueError(f"{prompts.where(prompt.index)}: {error}") from error
         sizes = allowed_sizes(model, config, data)
         shapes = shapes_of(model, sizes[-1])
         baseline = baseline_sampling(config, model.family)

@@ -35,17 +35,26 @@ class StopRequest:
 
 
 @contextmanager
-def listening(stop: StopRequest, time_limit: float | None) -> Iterator[None]:
-    """Context in which SIGTERM and the time limit (seconds from now, None: no limit) ask `stop`."""
+def time_limited(stop: StopRequest, time_limit: float | None) -> Iterator[None]:
+    """Context in which the time limit (seconds from now, None: no limit) asks `stop`."""
     loop = asyncio.get_running_loop()
-    loop.add_signal_handler(signal.SIGTERM, stop.ask, "SIGTERM")
     timer = loop.call_later(time_limit, stop.ask, f"time_limit={time_limit:g} s") if time_limit is not None else None
     try:
         yield
     finally:
-        loop.remove_signal_handler(signal.SIGTERM)
         if timer is not None:
             timer.cancel()
+
+
+@contextmanager
+def sigterm_asks(stop: StopRequest) -> Iterator[None]:
+    """Context in which SIGTERM asks `stop`."""
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGTERM, stop.ask, "SIGTERM")
+    try:
+        yield
+    finally:
+        loop.remove_signal_handler(signal.SIGTERM)
 
 
 @contextmanager
@@ -74,8 +83,8 @@ def ctrl_c_asks(stop: StopRequest) -> Iterator[None]:
 def sigterm_ends() -> Iterator[None]:
     """Context in which SIGTERM raises SystemExit in the main thread, with the exit code RESUMABLE.
 
-    So what was started is ended, and whoever started the run may start it again. While a run listens to SIGTERM itself
-    (`listening`), that has precedence. Does nothing in another thread.
+    So what was started is ended, and whoever started the run may start it again. While a run trains (`sigterm_asks`),
+    that has precedence. Does nothing in another thread.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -91,6 +91,7 @@ def test_generate_with_one_seed_is_the_pipelines_image_of_that_seed() -> None:
         (["--prompt", "red"], "--model is needed"),
         (["--prompt", "red", "--model", "tinny"], "did you mean 'tiny'"),
         (["--prompt", "red", "--model", "tiny", "--lora", "nowhere"], "LoRA nowhere does not exist"),
+        (["--prompt", "red", "--model", "tiny", "--num-inference-steps", "1"], "at least 2"),
         (["--prompt", "red", "--model", "tiny", "--images", "0"], "--images must be at least 1, got 0"),
     ],
 )

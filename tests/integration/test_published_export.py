@@ -126,6 +126,31 @@ def test_a_folder_with_an_export_of_other_weights_is_refused(
     assert {file: file.read_bytes() for file in out.rglob("*") if file.is_file()} == before
 
 
+def test_a_readme_of_somebody_else_is_kept(
+    trained: QwenImagePolicy, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run, out = published_run(tmp_path / "run", trained, model="tiny"), tmp_path / "out"
+    assert exporting([str(run), str(out)]) == 0
+    card = (out / "README.md").read_text()
+    assert exporting([str(run), str(out), "--format", "kohya"]) == 0
+    assert "kohya.safetensors" in (out / "README.md").read_text() != card  # Nobody had changed it.
+    (out / "README.md").write_text(card + "license: mine\n")
+    assert exporting([str(run), str(out), "--format", "comfyui"]) == 0
+    assert (out / "README.md").read_text() == card + "license: mine\n"
+    assert "comfyui.safetensors" in (out / "README.new.md").read_text() and "is kept" in caplog.text
+
+
+@pytest.mark.parametrize("place", ["file.safetensors", "run"])
+def test_a_file_and_a_run_are_no_place_for_an_export(
+    place: str, trained: QwenImagePolicy, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = published_run(tmp_path / "run", trained, model="tiny")
+    (tmp_path / "file.safetensors").touch()
+    before = sorted(run.rglob("*"))
+    assert exporting([str(run), str(tmp_path / place)]) == 2
+    assert "give a folder for the export" in caplog.messages[-1] and sorted(run.rglob("*")) == before
+
+
 def test_the_cards_line_makes_the_image_of_generate(tmp_path: Path) -> None:
     """SANA's pipeline would by default make another size and shrink it."""
     model = build_tiny(TinyConfig(family="sana"))

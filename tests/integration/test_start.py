@@ -11,7 +11,7 @@ import pytest
 from async_flowrl.config import exit_codes
 from async_flowrl.main import main
 from separation.processes import descendants
-from tests.integration.runs import LIMIT, ROOT, TINY, finish, start, wait_until
+from tests.integration.runs import LIMIT, ROOT, TINY, finish, lines, start, wait_until
 from tests.integration.watched import SECONDS, WatchedRun
 from tests.support.marked import left_after, marked_processes
 
@@ -53,6 +53,7 @@ def test_a_signal_while_the_cluster_starts_ends_all_of_it(
     wait_until(process, lambda: descendants(process.pid), "the first daemon of its cluster")
     process.send_signal(number)
     finish(process, code)
+    assert not lines(tmp_path / "run" / "metrics.jsonl"), "it ends at once, not after a step"
     assert left_after(SECONDS, lambda: marked_processes(mark)) == []
 
 

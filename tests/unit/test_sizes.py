@@ -84,7 +84,9 @@ def test_a_square_is_an_integer_however_it_is_written_and_a_run_is_the_same(tmp_
     assert listed.rollout.resolution == 32 and deciding(plain) == deciding(listed)
     wide = composed(tmp_path, "rollout.resolution=[32,48]", "rollout.resolutions=[32,[48,32]]")
     assert wide.rollout.resolution == (32, 48) and wide.rollout.resolutions == [32, (48, 32)]
-    (tmp_path / "config.yaml").write_text("rollout: {resolution: [32, 48], resolutions: [[64, 64], [32, 64]]}\n")
+    sections = "".join(f"{name}: {{}}\n" for name in ("model", "trainer", "reward", "data"))
+    own = "rollout: {resolution: [32, 48], resolutions: [[64, 64], [32, 64]]}\n"
+    (tmp_path / "config.yaml").write_text(sections + own)
     read = read_config(tmp_path / "config.yaml").rollout
     assert (read.resolution, read.resolutions) == ((32, 48), [64, (32, 64)])
 

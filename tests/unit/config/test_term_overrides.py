@@ -59,6 +59,14 @@ def test_what_is_no_dictionary_is_refused_as_before() -> None:
         terms("reward.terms.ocr.weight=3")
 
 
+def test_quoted_names_and_misspelt_keys_of_a_dictionary_are_refused_with_the_cure() -> None:
+    for quoted in ('{"ocr": {weight: 1}}', "{'ocr': {}}", '{ocr: {}, "color": {}}'):
+        with pytest.raises(ConfigError, match="names in braces stand without quotes"):
+            terms(f"reward.terms={quoted}")
+    with pytest.raises(ConfigError, match=r"a key of reward\.terms\.ocr .*got 'wieght'; did you mean 'weight'"):
+        terms("reward.terms={ocr: {wieght: 2}}")
+
+
 def test_trained_and_held_out_terms_are_both_replaced_by_one_command() -> None:
     both = ["reward.terms={a: {name: color}}", "evaluate.reward.terms={b: {name: jpeg_compressibility}}"]
     for overrides in (both, both[::-1]):

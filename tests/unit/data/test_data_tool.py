@@ -64,6 +64,17 @@ def test_a_reward_that_could_not_score_a_prompt(tmp_path: Path, capsys: pytest.C
     assert shown(capsys, str(path))[0] == 0
 
 
+def test_a_reward_of_ones_own_and_sizes_that_a_named_model_cannot_make(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reward, path = tmp_path / "long_names.py", tmp_path / "sizes.jsonl"
+    reward.write_text("def one(images, prompt):\n    return 1.0\n")
+    path.write_text('{"prompt": "a"}\n{"prompt": "b", "resolution": 40}\n{"prompt": "c", "resolution": 100000}\n')
+    code, page = shown(capsys, str(path), "--reward", f"{reward}:one", "--model", "tiny_sd3")
+    assert code == 2 and f"{path}:2: resolution" in page and f"{path}:3: resolution" in page
+    assert shown(capsys, str(path), "--reward", f"{reward}:one")[0] == 0
+
+
 def test_prompts_that_a_model_reads_only_in_part(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """SD3 reads 256 tokens, which is less than 300 words."""
     model, path = model_config("sd3").path, tmp_path / "long.jsonl"
@@ -84,6 +95,7 @@ def test_prompts_that_a_model_reads_only_in_part(tmp_path: Path, capsys: pytest.
         (["/nowhere/x.txt"], "FILE=/nowhere/x.txt does not exist"),
         (["FILE", "--held-out", "1.5"], "--held-out must be at least 0 and below 1, got 1.5"),
         (["FILE", "--reward", "ocrr"], "did you mean 'ocr'?"),
+        (["FILE", "--reward", "nowhere/x.py:y"], "nowhere/x.py:y cannot be imported"),
         (["FILE", "--weight-key", "w"], "has no columns"),
     ],
 )

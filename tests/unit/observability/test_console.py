@@ -209,7 +209,8 @@ def test_a_run_directory_of_another_version_is_read_and_what_is_unknown_is_named
     from async_flowrl.config.compose import read_config
 
     file = tmp_path / "config.yaml"
-    file.write_text("seed: 7\nmonitor: {progress: false, tensorboard: true}\nold: 1\n")
+    sections = "".join(f"{name}: {{}}\n" for name in ("model", "rollout", "trainer", "reward", "data"))
+    file.write_text(f"{sections}seed: 7\nmonitor: {{progress: false, tensorboard: true}}\nold: 1\n")
     with caplog.at_level(logging.WARNING):
         config = read_config(file)
     assert (config.seed, config.monitor.tensorboard) == (7, True)
@@ -217,3 +218,7 @@ def test_a_run_directory_of_another_version_is_read_and_what_is_unknown_is_named
     file.write_text("one: 1\ntwo: 2\n")
     with pytest.raises(ValueError, match="is not the configuration of a run"):
         read_config(file)
+    for damaged in ("", sections[: len(sections) // 2]):
+        file.write_text(damaged)
+        with pytest.raises(ValueError, match=r"config\.yaml is (damaged|not)"):
+            read_config(file)

@@ -1,5 +1,6 @@
 """Tests of what is said of prompts that are longer than the text encoder reads, for every family."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -43,7 +44,7 @@ def test_a_target_behind_the_cut_is_refused_and_the_others_are_counted(tmp_path:
     for prompt in (Prompt(0, LONG, target="word 1"), Prompt(1, LONG), Prompt(2, "word 59", target="word 59")):
         lengths(prompt)
     assert lengths.cut == 2
-    with pytest.raises(ValueError, match=r"^prompt 3 .*target 'word 59'.*model\.max_sequence_length$"):
+    with pytest.raises(ValueError, match=r"^the prompt .*target 'word 59'.*model\.max_sequence_length$"):
         lengths(Prompt(3, LONG, target="word 59"))
     file = tmp_path / "prompts.txt"
     file.write_text(f"red {LONG}\nred {LONG} again\nred\n")
@@ -52,5 +53,7 @@ def test_a_target_behind_the_cut_is_refused_and_the_others_are_counted(tmp_path:
     file = tmp_path / "targets.jsonl"
     file.write_text(f'{{"prompt": "{LONG}", "target": "word 59"}}\n')
     ocr = compose_config("one_step_off", [f"data.train={file}", f"model.max_sequence_length={LIMIT}", "reward=ocr"])
-    with pytest.raises(ConfigError, match="target 'word 59'"):
+    with pytest.raises(ConfigError, match=rf"^{re.escape(str(file))}:1: .*target 'word 59'"):
         prepare(ocr)
+    # What no reward looks at may be cut.
+    assert LengthCheck(model, targets=False)(Prompt(3, LONG, target="word 59")) is None

@@ -132,3 +132,24 @@ class MeetsItself:
 
 
 not_callable = 3
+
+
+class NeedsMore:
+    def __init__(self, side: int) -> None:
+        self.side = side
+
+    def __call__(self, images: ByteArray, prompt: Prompt) -> list[float]:
+        return [float(self.side)] * len(images)
+
+
+class NotCallable:
+    def score(self, images: ByteArray, prompt: Prompt) -> list[float]:
+        return [0.0] * len(images)
+
+
+class BreaksWhenBuilt:
+    def __init__(self) -> None:
+        raise KeyError("weights")
+
+    def __call__(self, images: ByteArray, prompt: Prompt) -> list[float]:
+        return [0.0] * len(images)
