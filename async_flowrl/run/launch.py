@@ -34,6 +34,8 @@ from separation.table import format_table
 
 Negatives = dict[Wording, Conditioning]
 """Negative prompt → its embeddings, as the model family's network takes them."""
+DEVICES = Path("/dev")
+"""Folder of device files: each GPU of NVIDIA has one, nvidia0, nvidia1, …"""
 
 
 def describe_run(prepared: Prepared) -> str:
@@ -95,10 +97,20 @@ def check_machine(prepared: Prepared) -> None:
 
 
 def check_fits_here(config: Config) -> None:
-    """Raises ConfigError, with a table, if this machine's cores or GPUs cannot hold the pools; starts nothing."""
+    """Raises ConfigError, with a table, if this machine's cores or GPUs cannot hold the pools; starts nothing.
+
+    Also raises it for GPUs that Ray does not find, because the run would train on the CPU without a word.
+    """
     from separation.ray_internals import gpus_here
 
     wanted = outline(config)
+    unseen = sorted(DEVICES.glob("nvidia[0-9]*")) if os.environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1") else []
+    if unseen and gpus_here() == 0 and any(spec.gpus_per_worker > 0 for spec in wanted):
+        raise ConfigError(
+            f"Ray finds no GPU on this machine, but there is {unseen[0]}: Ray asks NVML, whose library "
+            "(libnvidia-ml.so.1) it does not find; tell it with RAY_OVERRIDE_RESOURCES="
+            f"'{{\"GPU\": {len(unseen)}}}', or train on the CPU with CUDA_VISIBLE_DEVICES="
+        )
     try:
         cpus, custom = own_cluster(wanted, os.cpu_count() or 1)
         here = {"CPU": float(cpus), "GPU": gpus_here(), **custom}

@@ -10,7 +10,8 @@ from async_flowrl.config.check import ConfigError
 from async_flowrl.config.compose import compose_config
 from async_flowrl.policies.registry import load_policy
 from async_flowrl.rollout.diffusers_engine import DiffusersEngine
-from async_flowrl.run.launch import check_stored, describe_run
+from async_flowrl.run import launch
+from async_flowrl.run.launch import check_machine, check_stored, describe_run
 from async_flowrl.run.prepare import Prepared, prepare
 from async_flowrl.tickets import arithmetic
 from async_flowrl.tickets.table import TRAIN, Ticket
@@ -138,3 +139,21 @@ def test_the_store_must_hold_it_when_the_trained_parameters_are_known(
     check_stored(prepared(tmp_path, *whole), trained=4_000_000)
     with pytest.raises(StoreTooSmall, match=r"results and weights lie in the object store"):
         check_stored(prepared(tmp_path, *whole), trained=20_000_000)
+
+
+def test_a_gpu_that_ray_does_not_find_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without NVML on its path, Ray counts no GPU, and the pools would train on the CPU."""
+    for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"):
+        (tmp_path / name).touch()
+    monkeypatch.setattr(launch, "DEVICES", tmp_path)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.delenv("RAY_OVERRIDE_RESOURCES", raising=False)
+    run = prepared(tmp_path)
+    with pytest.raises(ConfigError, match=r"nvidia0.*NVML.*\"GPU\": 2"):
+        check_machine(run)
+    for settings in ({"CUDA_VISIBLE_DEVICES": ""}, {"RAY_OVERRIDE_RESOURCES": '{"GPU": 2}'}):
+        with monkeypatch.context() as there:
+            for name, value in settings.items():
+                there.setenv(name, value)
+            check_machine(run)
+    check_machine(prepared(tmp_path, "rollout.gpus_per_worker=0", "trainer.gpus_per_worker=0"))
