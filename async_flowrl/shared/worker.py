@@ -30,7 +30,7 @@ from async_flowrl.training.worker import TrainerWorker
 from async_flowrl.types import POLICY, Asked, ByteArray, Resolution, RolloutReport, RolloutRequest, Trajectory
 from checkpoint_engine import RING, Ack, Header
 from checkpoint_engine.errors import TransferCorrupted, WeightsMismatch
-from checkpoint_engine.side_stream import SideStream, recorded
+from checkpoint_engine.side_stream import SideStream, on, recorded
 
 cuda: Any = torch.cuda
 """torch.cuda as Any, because its stream classes have no types."""
@@ -235,7 +235,8 @@ class SharedRollout(RolloutWorker):
         flat = None if versions is None else versions.retained.get(header.version)
         if flat is None:
             return None
-        own = header.layout.packed(self.trainer.parameters.named(flat))
+        with on(self.receiver.side):  # Copies on the stream of the tickets would wait for the one under way.
+            own = header.layout.packed(self.trainer.parameters.named(flat))
         try:
             return self.receiver.receive(header, own, slot)
         except TransferCorrupted as error:

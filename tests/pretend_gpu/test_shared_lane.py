@@ -116,6 +116,14 @@ def test_the_end_of_a_step_waits_for_no_ticket_and_races_with_none() -> None:
     assert seen(RACE) == {}
 
 
+def test_a_version_of_its_own_is_kept_without_waiting_for_a_ticket() -> None:
+    worker = loaded()
+    header = worker.trainer.sender.policy.seal(0)
+    with ticket_under_way(worker) as written:
+        in_a_thread(lambda: worker.rollout.keep_own(header))
+        assert not waited_for(written)
+
+
 def test_on_the_stream_of_the_tickets_it_would_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TrainingLane, "beside", lambda lane: nullcontext())
     with pytest.raises(AssertionError, match="step 0 waited for the ticket"):
