@@ -7,6 +7,7 @@ The loop (async_flowrl/loop.py) runs `dispatch` beside the training. The gate is
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import starmap
 
 from async_flowrl.controller.admission import StartError, admit
 from async_flowrl.controller.context import TICKETS_PER_WORKER, Context, book_span
@@ -17,8 +18,9 @@ from async_flowrl.controller.sender_errors import SenderFailed, SenderLost
 from async_flowrl.controller.shared import ticket_deadline
 from async_flowrl.tickets.batches import batch_of
 from async_flowrl.tickets.table import TRAIN, State, Ticket, describe
+from async_flowrl.tickets.ticket import Payload
 from async_flowrl.types import ACTIVATE, RolloutReport, RolloutRequest
-from separation.group import NoSeat, Ref, RefLost, Worker, WorkerDied, WorkerFailed, seated
+from separation.group import NoSeat, RefLost, Worker, WorkerDied, WorkerFailed, seated
 from separation.node_checks import OtherCode
 from separation.supervise import DeadlineExceeded, together
 
@@ -187,29 +189,29 @@ async def generate(ctx: Context, slot: Slot, batch: Sequence[Ticket]) -> list[Ti
     slot.given += len(batch)
     try:
         async with ticket_deadline(ctx, worker, slot.given, f"generate: {describe(wanted[0])}"):
-            reports, payload = await ask(worker, [ctx.requests.request(ticket) for ticket in batch])
+            reports, payloads = await ask(worker, [ctx.requests.request(ticket) for ticket in batch])
     finally:
         slot.given -= len(batch)
     ctx.swaps.add(sum(report.swaps for report in reports))  # of those computed along, too
     ctx.activation.add(sum(span.end - span.start for each in reports for span in each.spans if span.name == ACTIVATE))
-    parts = [payload[2 * index : 2 * index + 2] for index in range(len(batch))]
     accepted = []
-    for ticket, report, part in zip(batch, reports, parts, strict=True):
+    for ticket, report, payload in zip(batch, reports, payloads, strict=True):
         needed = ticket in wanted
         # The first report has the spans of the whole batch, also if its own ticket is only computed along.
         for span in report.spans:
             book_span(ctx.observer, worker.name, span, ordinal=(ticket if needed else wanted[0]).ordinal)
-        if needed and ctx.table.generated(ticket, version=report.version, digest=report.digest, payload=part):
+        if needed and ctx.table.generated(ticket, version=report.version, digest=report.digest, payload=payload):
             accepted.append(ticket)
     return accepted
 
 
-async def ask(worker: Worker, requests: list[RolloutRequest]) -> tuple[Sequence[RolloutReport], tuple[Ref, ...]]:
-    """Calls the worker; returns one report per request, and refs to each request's images and trajectory in turn."""
+async def ask(worker: Worker, requests: list[RolloutRequest]) -> tuple[Sequence[RolloutReport], list[Payload]]:
+    """Calls the worker; returns a report and a payload per request."""
     if len(requests) == 1:
-        report, payload = await worker.call_split("generate", requests[0], returns=3)
-        return [report], payload
-    return await worker.call_split("generate_together", requests, returns=1 + 2 * len(requests))
+        report, refs = await worker.call_split("generate", requests[0], returns=3)
+        return [report], [Payload(*refs)]
+    reports, refs = await worker.call_split("generate_together", requests, returns=1 + 2 * len(requests))
+    return reports, list(starmap(Payload, zip(refs[::2], refs[1::2], strict=True)))
 
 
 async def replace_rollout(ctx: Context, index: int, death: BaseException, *, pause: float) -> Worker:

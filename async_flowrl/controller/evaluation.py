@@ -124,7 +124,7 @@ async def collect(ctx: Context, tickets: list[Ticket], version: int) -> Evaluati
             if ticket.ordinal not in images:
                 try:
                     async with deadline(ctx.config.deadlines.generate, f"generate: images of {describe(ticket)}"):
-                        images[ticket.ordinal] = await ctx.rollout.fetch(ticket.payload[0])
+                        images[ticket.ordinal] = await ctx.rollout.fetch(ticket.payload.images)
                 except RefLost as lost:
                     make_again(ctx, [ticket], lost)
     scored = [ticket for ticket in tickets if ticket.scores is not None]

@@ -74,7 +74,7 @@ async def _ask(
         free[pool].put_nowait(index)
         return replace(before, failed={**before.failed, **dict.fromkeys(asked, ctx.lost_pools[pool])})
     worker = ctx.rewards[pool].workers[index]
-    images = [ticket.payload[0] for ticket in group]
+    images = [ticket.payload.images for ticket in group]
     ctx.observer.state(worker.name, "busy")
     try:
         async with deadline(ctx.config.deadlines.score, f"score: held-out terms of {describe(group[0])}"):

@@ -74,7 +74,7 @@ async def ask_pool(ctx: Context, pool: str, group: list[Ticket], places: asyncio
     ends the run. RefLost is returned, not raised: the other pools' calls must end before the group is made again.
     """
     config = ctx.config.reward
-    images = [ticket.payload[0] for ticket in group]
+    images = [ticket.payload.images for ticket in group]
     parts: list[Scores] = []
     terms = next(each.terms for each in reward_pools(config) if each.name == pool)
     only: tuple[str, ...] | None = None

@@ -42,7 +42,7 @@ class HandedGroup:
     @property
     def refs(self) -> list[Any]:
         """Refs of its trajectories, in the order of its tickets."""
-        return [ticket.payload[1] for ticket in self.tickets]
+        return [ticket.payload.trajectory for ticket in self.tickets]
 
 
 def hand_over(ctx: Context, algorithm: Algorithm, step: int, groups: Sequence[int]) -> list[HandedGroup]:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 
 class State(StrEnum):
@@ -81,13 +81,20 @@ class Ticket:
     digest: str | None = None
     """Digest of the weights that made its images, as the worker reported it; None without images."""
     payload: Any = None
-    """References to its images and its trajectory in the object store; the table does not read them."""
+    """Payload of its result; the table does not read it."""
     scores: Any = None
     """Scores of its whole group; None before scoring, and if the group has no reward."""
     held_out: Any = None
     """Evaluation tickets: scores of its images by the held-out terms (rewards that are not trained on)."""
     baseline: bool = False
     """Evaluation tickets: True if the base model makes the images, as it is usually sampled."""
+
+
+class Payload(NamedTuple):
+    """References to a ticket's images and its trajectory (of None for an evaluation) in the object store."""
+
+    images: Any
+    trajectory: Any
 
 
 @dataclass
