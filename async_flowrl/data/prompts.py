@@ -5,7 +5,6 @@ Columns with text may hold a list of chat messages (role and content) in its pla
 
 import hashlib
 import json
-import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from typing import Any
 
 from async_flowrl.config.messages import unknown_name
 from async_flowrl.config.resolution import parse_resolution
-from async_flowrl.types import Prompt, Resolution, TokenIds, Wording
+from async_flowrl.types import Prompt, Resolution, TokenIds
 
 QUOTED = re.compile(r'"([^"]*)"|“([^”]*)”')
 """The first pair of double quotes, straight or curly, encloses the text that the image should show."""
@@ -23,10 +22,6 @@ MAX_CHARACTERS = 32_768
 """Longest allowed prompt in characters; text encoders read a few thousand at most."""
 MAX_WEIGHT = 1e100
 """Largest weight of a prompt; the sum of a million such weights is still finite."""
-BYTES_PER_TOKEN = 3.0
-"""Bytes of text that count as one token. English has about four, so that estimates are rather too long."""
-USUAL_TOKENS = 128
-"""Fewest tokens that are planned for a prompt, and the number if the prompts are not on this machine."""
 SIZES = ("resolution", "height", "width")
 COLUMNS = ("negative_prompt", "system_prompt", "target", "prompt_token_ids", "negative_token_ids", *SIZES)
 """Columns with a meaning of their own; all others are passed to the reward as metadata."""
@@ -203,12 +198,3 @@ def _content(content: Any, where: str) -> str:
         if len(parts) == len(content) and all(isinstance(part, str) for part in parts):
             return "".join(part for part in parts if isinstance(part, str))
     raise PromptError(f"{where}: only text messages can be used, got {content!r:.200}")
-
-
-def estimated_tokens(wording: Wording) -> int:
-    """Returns the length of a prompt in tokens, at least USUAL_TOKENS, from the bytes of its text.
-
-    Token ids count as many as they are, with those of the template, which some families drop after the encoding.
-    """
-    tokens = math.ceil(len(wording.encode()) / BYTES_PER_TOKEN) if isinstance(wording, str) else len(wording)
-    return max(tokens, USUAL_TOKENS)

@@ -4,7 +4,7 @@ from async_flowrl.config.paths import find_data
 from async_flowrl.config.resolution import at_size, configured, largest
 from async_flowrl.config.schema import Config, DataConfig
 from async_flowrl.data.load import load_data
-from async_flowrl.data.prompts import USUAL_TOKENS, estimated_tokens
+from async_flowrl.policies.pipeline import USUAL_TOKENS, estimated_tokens
 from async_flowrl.types import Resolution
 
 _read: dict[str, tuple[list[Resolution], int]] = {}

@@ -18,6 +18,10 @@ from async_flowrl.policies.base import Shapes
 from async_flowrl.policies.loading import TEXT_ENCODERS
 from async_flowrl.types import Conditioning, Resolution, Sampling, TokenIds, Wording
 
+BYTES_PER_TOKEN = 3.0
+"""Bytes of text that count as one token. English has about four, so that estimates are rather too long."""
+USUAL_TOKENS = 128
+"""Fewest tokens that are planned for a prompt, and the number if the prompts are not on this machine."""
 _STAGES = ("temperal_downsample", "encoder_block_out_channels", "block_out_channels")
 """Keys of configurations of VAEs that list stages. All but the last halve the side; of the first key, all do."""
 
@@ -26,6 +30,15 @@ def scale_factor(vae: Mapping[str, Any], stages: str | None = None) -> int:
     """Returns the side of one latent in pixels, from the VAE's configuration and its key in it; None: the one there."""
     key = stages or next((key for key in _STAGES if key in vae), _STAGES[-1])
     return int(2 ** (len(vae[key]) - (key != "temperal_downsample")))
+
+
+def estimated_tokens(wording: Wording) -> int:
+    """Returns the length of a prompt in tokens, at least USUAL_TOKENS, from the bytes of its text.
+
+    Token ids count as many as they are, with those of the template, which some families drop after the encoding.
+    """
+    tokens = math.ceil(len(wording.encode()) / BYTES_PER_TOKEN) if isinstance(wording, str) else len(wording)
+    return max(tokens, USUAL_TOKENS)
 
 
 def on_host(**tensors: Tensor) -> Conditioning:
@@ -80,7 +93,7 @@ class PipelinePolicy(ABC):
     has_system_prompt: ClassVar[bool] = False
     most_tokens: ClassVar[int | None] = None
     """Largest `max_sequence_length` of the diffusers pipeline; None if it takes any."""
-    planned_tokens: int = 128
+    planned_tokens: int = USUAL_TOKENS
     """Length in tokens of a prompt of `conditioning_shapes`, in families that do not pad every prompt to one length. A
     plan sets it (memory/prompts.py)."""
     stock_guidance: ClassVar[str] = "true_cfg_scale"

@@ -22,9 +22,8 @@ import torch
 from torch import Tensor, nn
 
 from async_flowrl.config.architectures import Architecture
-from async_flowrl.data.prompts import estimated_tokens
 from async_flowrl.policies.loading import settle
-from async_flowrl.policies.pipeline import PipelinePolicy
+from async_flowrl.policies.pipeline import PipelinePolicy, estimated_tokens
 from async_flowrl.policies.pipeline_family import PipelineFamily, structure
 from async_flowrl.policies.stored import configuration
 from async_flowrl.policies.tiny.build import cache_dir

@@ -123,7 +123,7 @@ def test_a_prompt_without_target_is_refused_with_its_line(tmp_path: Path) -> Non
         (
             "missing.jsonl",
             '{"prompts": "a"}\n',
-            r"missing\.jsonl:1: data\.prompt_key must be one of prompts, got 'prompt'",
+            r"missing\.jsonl:1: it has no 'prompt' \(data\.prompt_key\), but prompts",
         ),
         ("blank.jsonl", '{"prompt": " "}\n', r"blank\.jsonl:1: the prompt is empty"),
         ("number.jsonl", '{"prompt": 3}\n', r"number\.jsonl:1: expected text or a list of messages, got int 3"),
@@ -148,7 +148,11 @@ def test_a_prompt_without_target_is_refused_with_its_line(tmp_path: Path) -> Non
         ),
         ("ids.jsonl", '{"prompt": "a", "prompt_token_ids": [true]}\n', "got True at position 0"),
         ("ids.jsonl", '{"prompt": "a", "prompt_token_ids": [4, -1]}\n', "got -1 at position 1"),
-        ("ids.jsonl", '{"prompt_token_ids": [4]}\n', r"jsonl:1: data\.prompt_key must be one of prompt_token_ids"),
+        (
+            "ids.jsonl",
+            '{"prompt_token_ids": [4]}\n',
+            r"jsonl:1: it has no 'prompt' \(data\.prompt_key\), but prompt_token_ids",
+        ),
         ("data.csv", "prompt\na\n", r"\.jsonl, \.parquet, \.txt, got '\.csv'"),
         ("fake.parquet", "hello", r"fake\.parquet is not a parquet file"),
     ],
