@@ -5,6 +5,7 @@ import socket
 import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 from huggingface_hub import constants, hf_hub_download, snapshot_download
@@ -20,12 +21,13 @@ _VARIANTS = tuple(f"*/{name}.*.safetensors" for name in ("diffusion_pytorch_mode
 def download(path: str, revision: str, parts: str) -> Path:
     """Downloads the missing files that `parts` needs (see `load_policy`) and returns the model's folder.
 
-    `path` is a hub name and `revision` a commit. Errors of huggingface_hub are passed on.
+    `path` is a hub name and `revision` a commit. If the hub does not answer, the local cache must have the files.
+    Errors of huggingface_hub are passed on.
     """
-    index = json.loads(Path(hf_hub_download(path, "model_index.json", revision=revision)).read_text(encoding="utf-8"))
+    how: dict[str, Any] = {"revision": revision, "local_files_only": not hub_answers()}
+    index = json.loads(Path(hf_hub_download(path, "model_index.json", **how)).read_text(encoding="utf-8"))
     allowed = patterns(components(index), parts)
-    ignored = [*_NEVER, *_VARIANTS]
-    return Path(snapshot_download(path, revision=revision, allow_patterns=allowed, ignore_patterns=ignored))
+    return Path(snapshot_download(path, allow_patterns=allowed, ignore_patterns=[*_NEVER, *_VARIANTS], **how))
 
 
 def folder_here(path: str, revision: str) -> Path:

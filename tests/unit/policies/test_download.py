@@ -9,9 +9,10 @@ from diffusers import DiffusionPipeline
 from huggingface_hub.utils import filter_repo_objects
 
 from async_flowrl.config.hub import components, download, patterns
-from async_flowrl.config.schema import ModelConfig
-from async_flowrl.policies.registry import load_policy, resolve_model, shapes_of
+from async_flowrl.config.schema import ModelConfig, TinyConfig
+from async_flowrl.policies.registry import folder_of, load_policy, resolve_model, shapes_of
 from async_flowrl.policies.stored import StoredWeights
+from async_flowrl.policies.tiny.build import build_tiny
 from tests.support.hub import COMMIT, serving, used_here
 from tests.support.ports import free_port
 
@@ -124,3 +125,15 @@ def test_what_is_in_the_cache_is_found_without_the_hub_and_what_is_not_is_named(
         shapes_of(found, 32)
     with pytest.raises(ValueError, match=r"is not in the local cache, and the hub cannot be reached"):
         resolve_model(ModelConfig(path="stand/in", dtype="auto"))
+
+
+@pytest.mark.parametrize("parts", ["structure", "transformer"])
+def test_a_cached_model_is_loaded_without_the_hub(unreachable_hub: Path, parts: str) -> None:
+    stored = unreachable_hub / "models--stand--in"
+    snapshot = stored / "snapshots" / COMMIT
+    shutil.copytree(build_tiny(TinyConfig()), snapshot)
+    (stored / "refs").mkdir()
+    (stored / "refs" / "main").write_text(COMMIT)
+    found = resolve_model(ModelConfig(path="stand/in"))
+    assert folder_of(found, parts) == snapshot
+    assert load_policy(found, dtype="float32", device="cpu", parts=parts).family == "qwen_image"
