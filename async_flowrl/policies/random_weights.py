@@ -9,8 +9,6 @@ import hashlib
 import inspect
 import json
 import math
-import shutil
-import tempfile
 from collections.abc import Container, Iterator, Mapping, Sequence
 from copy import copy
 from pathlib import Path
@@ -26,7 +24,7 @@ from async_flowrl.policies.loading import settle
 from async_flowrl.policies.pipeline import PipelinePolicy, estimated_tokens
 from async_flowrl.policies.pipeline_family import PipelineFamily, structure
 from async_flowrl.policies.stored import configuration
-from async_flowrl.policies.tiny.build import cache_dir
+from async_flowrl.policies.tiny.build import cache_dir, cached
 from async_flowrl.types import Conditioning, Wording
 
 
@@ -137,21 +135,14 @@ def described_folder(name: str, architecture: Architecture, family: PipelineFami
         "vae/config": _with_defaults(getattr(diffusers, architecture.vae["_class_name"]), architecture.vae),
         "scheduler/scheduler_config": dict(architecture.scheduler or {}),
     }
-    text = json.dumps(files, sort_keys=True)
-    target = cache_dir() / f"random-{name.replace('/', '--')}-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
-    if target.is_dir():
-        return target
-    target.parent.mkdir(parents=True, exist_ok=True)
-    work = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
-    for file, content in files.items():
-        (work / file).parent.mkdir(exist_ok=True)
-        (work / f"{file}.json").write_text(json.dumps(content, indent=2))
-    work.chmod(0o755)
-    try:
-        work.rename(target)
-    except OSError:  # Another process was first.
-        shutil.rmtree(work)
-    return target
+
+    def build(folder: Path) -> None:
+        for file, content in files.items():
+            (folder / file).parent.mkdir(exist_ok=True)
+            (folder / f"{file}.json").write_text(json.dumps(content, indent=2))
+
+    key = hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()[:16]
+    return cached(cache_dir() / f"random-{name.replace('/', '--')}-{key}", build)
 
 
 def _with_defaults(kind: type, given: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import json
 import os
 import shutil
 import tempfile
+from collections.abc import Callable
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
@@ -34,24 +35,34 @@ def cache_dir() -> Path:
 def build_tiny(config: TinyConfig, cache: Path | None = None) -> Path:
     """Returns the folder of the tiny pipeline for `config`; builds it on first use, always with the same bytes.
 
-    Several processes may call it at once: each builds in a temporary folder, and the first rename is kept. The global
-    random state does not change. Raises ValueError for an unknown family and for sizes that make no model.
+    The global random state does not change. Raises ValueError for an unknown family and for sizes that make no model.
     """
     if config.family not in TINY and ":" not in config.family:
         raise ValueError(unknown_name("model.tiny.family", config.family, TINY))
     check_fields(config, "model.tiny.")
-    target = (cache or cache_dir()) / f"tiny-{_key(config)}"
+    shipped = f"{__package__}.{config.family}:tiny_pipeline"
+
+    def build(folder: Path) -> None:
+        from async_flowrl.policies.loading import quiet
+
+        tiny_pipeline = import_named("model.tiny.family", shipped if config.family in TINY else config.family)
+        with untouched_rng(config.seed), quiet():
+            tiny_pipeline(config).save_pretrained(folder, safe_serialization=True)
+
+    return cached((cache or cache_dir()) / f"tiny-{_key(config)}", build)
+
+
+def cached(target: Path, build: Callable[[Path], None]) -> Path:
+    """Returns the folder of a diffusers model, which `build` fills if it is not there.
+
+    Several processes may call it at once: each builds in a temporary folder, and the first rename is kept.
+    """
     if (target / "model_index.json").is_file():
         return target
-    from async_flowrl.policies.loading import quiet
-
-    shipped = f"{__package__}.{config.family}:tiny_pipeline"
-    tiny_pipeline = import_named("model.tiny.family", shipped if config.family in TINY else config.family)
     target.parent.mkdir(parents=True, exist_ok=True)
     work = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
     try:
-        with untouched_rng(config.seed), quiet():
-            tiny_pipeline(config).save_pretrained(work, safe_serialization=True)
+        build(work)
         work.chmod(0o755)
         try:
             work.rename(target)
