@@ -180,6 +180,8 @@ class Failure:
     """True: the controller must not try again (all retries are used, or the term's server is lost). False: it may."""
     traceback: str = ""
     """Traceback of the exception in the reward worker; empty if it was not raised there."""
+    refused: bool = False
+    """True: the reward does not score such a prompt (PromptRefused)."""
 
 
 @dataclass(frozen=True)

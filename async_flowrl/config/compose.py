@@ -23,7 +23,7 @@ from omegaconf.errors import ConfigKeyError, OmegaConfBaseException, ValidationE
 from yaml import YAMLError  # type: ignore[import-untyped]
 
 from async_flowrl.config.check import ConfigError, removed, section_or_null, unknown_keys
-from async_flowrl.config.messages import first_line, unknown_name
+from async_flowrl.config.messages import did_you_mean, first_line, unknown_name
 from async_flowrl.config.model_defaults import is_toy
 from async_flowrl.config.own_code import absolute
 from async_flowrl.config.paths import config_dir, expanded
@@ -255,7 +255,9 @@ def checked(name: str, overrides: Sequence[str], folder: Path | None = None, *, 
         options = [path.stem for each in folders for path in (each / key).glob("*.yaml")]
         nested = functools.reduce(lambda inner, part: {part: inner}, reversed(key.split(".")), cast("Any", None))
         if not (options or is_hydras(key)) and (wrong := next(unknown_keys(nested, Config), None)):
-            raise ConfigError(wrong)
+            groups = [f"{path.parent.name}={path.stem}" for each in folders for path in each.glob("*/*.yaml")]
+            near = did_you_mean(f"{key}={given}", groups, mistyped=True)
+            raise ConfigError(f"configuration key {key} is unknown{near}" if near else wrong)
         if prefixed.startswith("~") and not options and get_origin(_field(key.rpartition(".")[0])[0]) is not dict:
             raise ConfigError(f"{prefixed}: only entries of a dictionary, such as ~reward.terms.color, can be deleted")
         value, why = _value(readable, sweeps=sweeps)

@@ -32,7 +32,9 @@ def _digits(text: str) -> str:
 
 
 def in_one_line(error: BaseException) -> str:
-    """Returns type and text of an exception on one line."""
+    """Returns type and text of an exception on one line; of an exception group, those of the first one in it."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
     return f"{type(error).__name__}: {' '.join(str(error).split())}".removesuffix(": ")
 
 

@@ -9,8 +9,6 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
-import numpy as np
-
 from async_flowrl.controller.context import Context
 from async_flowrl.controller.dispatch import make_again
 from async_flowrl.rewards.held_out import HeldOutScores
@@ -45,16 +43,6 @@ class EvaluationResult:
     @property
     def title(self) -> str:
         return "the baseline" if self.baseline else f"version {self.version}"
-
-    def means(self) -> dict[str, float]:
-        """Returns each term's mean over all images that it scored, and as `reward` the mean of the weighted sum.
-
-        Prompts for which a term failed are left out of `reward`. Means without any image are left out.
-        """
-        names = sorted({name for scores in self.scores for name in scores.by_term})
-        values = {name: [x for s in self.scores for x in s.by_term.get(name, ())] for name in names}
-        values["reward"] = [x for s in self.scores if not s.failed for x in s.total]
-        return {name: float(np.mean(each)) for name, each in values.items() if each}
 
 
 @dataclass

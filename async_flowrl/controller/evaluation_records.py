@@ -105,7 +105,7 @@ class EvaluationRecords:
         )
         if result.scores:
             try:
-                self.monitor.image(self._picture(result), result.version)
+                self.monitor.image(self._picture(result, keys.get("reward/mean")), result.version)
                 if not result.baseline:
                     self.monitor.samples(result.version, samples_of(result))
             except Exception as error:  # a picture must not end a run
@@ -151,8 +151,11 @@ class EvaluationRecords:
             self._told.add(curve)
             logger.warning("%s", sentence)
 
-    def _picture(self, result: EvaluationResult) -> Path:
-        """Writes the picture of all images and, if configured, single images; returns the path of the picture."""
+    def _picture(self, result: EvaluationResult, mean: float | None) -> Path:
+        """Writes the picture of all images and, if configured, single images; returns the path of the picture.
+
+        `mean` is the mean of the reward, for the title.
+        """
         name = "baseline" if result.baseline else f"step_{result.version:06d}"
         path = self.directory.images / f"{name}.png"
         shown = with_held_out_extras(result)
@@ -160,7 +163,6 @@ class EvaluationRecords:
         if kept.kept_images > 0:
             by_index = dict(zip(result.indices, result.images, strict=True))
             write_images(path.with_suffix(""), by_index, details, most=kept.kept_images, side=kept.kept_side)
-        mean = result.means().get("reward")
         write_grid(
             path,
             [prompt.text for prompt in result.prompts],
@@ -200,7 +202,8 @@ def record_of(config: Config, result: EvaluationResult, files: Mapping[str, str]
     """
     scored = list(zip(result.indices, result.scores, strict=True))
     terms, held_out = config.reward.terms, config.evaluate.reward.terms
-    whole = {index: tuple(s.total) for index, s in scored if not s.failed}
+    summed = {name for name, term in terms.items() if term.weight}
+    whole = {index: tuple(s.total) for index, s in scored if summed <= s.by_term.keys()}
     curves = {"reward": Curve(TRAINED, 1.0, _source(terms, files), whole)}
     for name, term in terms.items():
         own = {index: tuple(s.by_term[name]) for index, s in scored if name in s.by_term}

@@ -65,8 +65,10 @@ class Job:
 
     @property
     def trained(self) -> dict[str, float]:
-        """Weights of the trained terms, whose weighted sum is the score `reward`."""
-        return {name: self.terms[name].weight for name, kind in self.kinds.items() if kind == TRAINED}
+        """Weights of the trained terms, whose weighted sum is the score `reward`; those of weight 0 are left out."""
+        return {
+            name: weight for name, kind in self.kinds.items() if kind == TRAINED and (weight := self.terms[name].weight)
+        }
 
 
 def job_of_run(config: Config, trained: Path) -> Job:

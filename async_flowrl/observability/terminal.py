@@ -9,6 +9,8 @@ import textwrap
 from collections.abc import Callable, Sequence
 from typing import NoReturn, TextIO
 
+from async_flowrl.config import exit_codes
+
 logger = logging.getLogger(__name__)
 
 MIN_WIDTH = 30
@@ -16,9 +18,13 @@ MIN_WIDTH = 30
 
 
 def run_program(main: Callable[[], int]) -> NoReturn:
-    """Ends this process with the exit code of `main`, the entry point of a verb."""
+    """Ends this process with the exit code of `main`, the entry point of a verb; of Ctrl-C, with a line on stderr."""
     show_what_can_be_shown()
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        say("async_flowrl: interrupted\n", sys.stderr)
+        sys.exit(exit_codes.INTERRUPTED)
 
 
 def show_what_can_be_shown() -> None:

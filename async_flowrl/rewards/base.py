@@ -19,6 +19,10 @@ class RewardError(RuntimeError):
     """Raised when a reward fails, or does not return one finite number per image. The message names the reward."""
 
 
+class PromptRefused(RewardError, ValueError):
+    """Raised by a reward for a prompt that it does not score. It is not asked again; `serve-rewards` answers 422."""
+
+
 class Reward(Protocol):
     """A callable that scores the images of one group, uint8 [n, H, W, 3], in one call; it may be async.
 
@@ -39,6 +43,7 @@ class Reward(Protocol):
       weights and activations. None or absent means unknown. Memory plans count it where the pool has GPUs.
     - `keep_in(folder)`, of the instance: called once in every reward worker with the run directory. A resumed run finds
       the files that the reward wrote there, if the worker's node sees that directory.
+    - `for_term(name)`, of the instance: called once with the name of the term, its key under `reward.terms`.
     - `features(images)`, of the instance: one vector per image. Evaluations report the mean distance between the images
       of a prompt, for held-out terms (terms that are not trained on).
     """

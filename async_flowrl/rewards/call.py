@@ -18,8 +18,10 @@ from typing import Any
 
 import numpy as np
 
-from async_flowrl.rewards.base import RewardError
+from async_flowrl.config.messages import in_one_line
+from async_flowrl.rewards.base import PromptRefused, RewardError
 from async_flowrl.types import ByteArray, Failure, Prompt, Requests, Span
+from separation.supervise import leaves
 
 MAX_SCORE = 1e30
 """Largest magnitude of a score. Losses are computed in float32, whose largest number is about 3.4e38."""
@@ -170,9 +172,11 @@ class _Calls:
         try:
             result = await asyncio.get_running_loop().run_in_executor(self.executor, self._called, images)
             return await result if inspect.isawaitable(result) else result
-        except Exception as error:
+        except (Exception, SystemExit) as error:
+            if isinstance(refusal := leaves(error)[0], PromptRefused):
+                raise PromptRefused(f"reward {self.name!r}: {refusal}") from error
             where = f"reward {self.name!r} failed on prompt {shortened(self.prompt.text)!r}"
-            raise RewardError(f"{where}: {type(error).__name__}: {error}") from error
+            raise RewardError(f"{where}: {in_one_line(error)}") from error
 
     def _called(self, images: ByteArray) -> Any:
         try:
@@ -186,8 +190,8 @@ class _Calls:
             try:
                 async with places:
                     return image_result(self.where, await self.call(image))
-            except RewardError:
-                if attempt == attempts.retries:
+            except RewardError as error:
+                if attempt == attempts.retries or isinstance(error, PromptRefused):
                     raise
             self.retries += 1
             await asyncio.sleep(attempts.backoff * 2**attempt)
@@ -214,7 +218,8 @@ async def score_term(
             result = group_result(calls.where, await calls.call(images), len(images))
     except RewardError as error:
         text = "".join(traceback.format_exception(error))
-        failure = Failure(str(error), final=pointwise, traceback=text)
+        refused = isinstance(error, PromptRefused)
+        failure = Failure(str(error), final=pointwise or refused, traceback=text, refused=refused)
     span = Span(f"score/{name}", start, time.time())
     requests = reward.counted() if hasattr(reward, "counted") else Requests()
     return TermScores(span, result.scores, result.extras, failure, calls.retries, requests)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 from async_flowrl.config.schema import RewardTerm
-from async_flowrl.rewards.base import PointwiseReward, Reward, RewardError
+from async_flowrl.rewards.base import PointwiseReward, PromptRefused, Reward, RewardError
 from async_flowrl.rewards.call import Attempts, TermScores, check_size, score_term
 from async_flowrl.rewards.served import Addresses
 from async_flowrl.types import ByteArray, Prompt, Requests, Scores, Span
@@ -68,7 +68,8 @@ class CompositeReward:
         """Returns the given scores. Raises RewardError if a required term failed, or if all terms failed."""
         fatal = [name for term in self.terms if (name := term.name) in scores.failed and term.required]
         for name in fatal or (() if scores.by_term else scores.failed):
-            raise RewardError(scores.failed[name].reason)
+            failure = scores.failed[name]
+            raise (PromptRefused if failure.refused else RewardError)(failure.reason)
         return scores
 
     async def attempt(

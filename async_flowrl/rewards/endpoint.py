@@ -136,8 +136,9 @@ class Endpoint:
         if self._variable is None:
             return ""
         token = os.environ.get(self._variable, "").strip()
-        if not token:
-            raise ServerError(f"{self._option}={self._variable}: the reward worker's process has no such variable")
+        if not (token.isascii() and token.isprintable() and token):
+            wrong = "is no printable ASCII on one line" if token else "is not set or empty"
+            raise ServerError(f"{self._option}={self._variable}: this variable {wrong} in the reward worker's process")
         return token
 
     def _open(self) -> asyncio.Semaphore:
@@ -149,27 +150,38 @@ class Endpoint:
 
 
 def check_numbers(reward: str, options: Mapping[str, Any], ranges: Iterable[tuple[str, float, float]]) -> None:
-    """Raises ValueError for a numeric option that is not a number, or is out of its range (see LIMITS)."""
+    """Raises ValueError for a numeric option that is not a number, or is out of its range (see LIMITS).
+
+    Also for a `deadline` that is shorter than one attempt, `timeout`.
+    """
     for name, low, high in ranges:
         value, whole = options[name], isinstance(low, int)
         if isinstance(value, bool) or not isinstance(value, int if whole else int | float) or not low <= value <= high:
             kind = "a whole number" if whole else "a number"
             limit = f"of at least {low:g}" if high == math.inf else f"from {low:g} to {high:g}"
             raise ValueError(f"the {reward} reward's {name} must be {kind} {limit}, got {value!r}")
+    deadline, timeout = options["deadline"], options["timeout"]
+    if deadline < timeout:
+        raise ValueError(f"the {reward} reward's {deadline=:g} is shorter than one attempt, {timeout=:g}")
 
 
 def checked_urls(what: str, given: str | Sequence[str] | None, example: str, token_option: str) -> list[str]:
     """Returns one URL or several as a list without trailing slashes, empty for None.
 
-    Raises ValueError, which begins with `what`, for something else than a URL like `example`, or with a password.
+    Raises ValueError, which begins with `what` and shows no password, for something else than a URL like `example`.
     """
     urls = [] if not given else [given] if isinstance(given, str) else list(given)
     for url in urls:
-        parts = urlsplit(url) if isinstance(url, str) else None
-        if parts is None or parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ValueError(f"{what} must be like {example}, got {url!r}")
-        if parts.username or parts.password:
+        try:
+            parts = urlsplit(url)
+            secret = "@" in parts.netloc
+            possible = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+        except (ValueError, TypeError, AttributeError):  # a port beyond 65535, half an IPv6 address, no text
+            possible, secret = False, "@" in str(url)
+        if secret:
             raise ValueError(f"{what} must hold no password: name the token's variable in {token_option}")
+        if not possible:
+            raise ValueError(f"{what} must be like {example}, with a port from 1 to 65535, got {url!r}")
     return [url.rstrip("/") for url in urls]
 
 
@@ -182,7 +194,8 @@ async def _once(url: str, body: bytes, headers: dict[str, str], bounds: Bounds) 
     except TimeoutError:
         raise PassingError(f"{url} gave no answer within {bounds.timeout:g} s") from None
     except httpx.TransportError as error:
-        raise PassingError(f"{url}: {type(error).__name__}: {error}") from error
+        closed = "the server closed the connection" + "; it may want https" * url.startswith("http:")
+        raise PassingError(f"{url}: {type(error).__name__}: {str(error) or closed}") from error
     except httpx.InvalidURL as error:
         raise ServerError(f"{url} is no URL: {error}") from error
     status = response.status_code

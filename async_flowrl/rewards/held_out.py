@@ -109,7 +109,7 @@ async def score_held_out(
     for term in featured:
         try:
             distance = await loop.run_in_executor(executor, cosine_distance, term.reward, images)
-        except Exception as error:  # a failure of one term must not lose the other terms' scores
+        except (Exception, SystemExit) as error:  # a failure of one term must not lose the other terms' scores
             del by_term[term.name]
             extras.pop(term.name, None)
             failed[term.name] = (

@@ -79,6 +79,8 @@ def decode_images(images: Sequence[bytes], limits: Limits) -> list[ByteArray]:
     opened, pixels = [], 0
     for index, data in enumerate(images):
         image = _open(index, data)
+        if image.mode.startswith(("I", "F")):
+            raise ContractError(f"image {index} has more than 8 bits per channel ({image.mode}), which are not scored")
         size = image.width * image.height
         pixels += size
         if size > limits.pixels:

@@ -134,6 +134,8 @@ def _build(key: str, term: RewardTerm) -> Term:
             raise ValueError(f"{where}: {error}") from error
         except Exception as error:  # whatever a class of one's own does
             raise ValueError(f"{where} cannot be built: {in_one_line(error)}") from error
+        if hasattr(built, "for_term"):
+            built.for_term(key)
         for flag in FLAGS:
             if getattr(built, flag, FLAGS[flag]) is not _said(where, attribute, flag, term.options):
                 raise ValueError(f"{where}: {flag} must be said at the class itself, its instance says something else")

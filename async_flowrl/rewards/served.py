@@ -6,6 +6,7 @@ with its own port, token and GPUs.
 
 import logging
 import os
+import re
 import secrets
 import shlex
 import socket
@@ -15,10 +16,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from async_flowrl.config.messages import unknown_name
 from async_flowrl.config.schema import Config, RewardTerm, ServeConfig
 from separation.program import Program
 
 HTTP_NAME = "http"
+PLACEHOLDERS = ("host", "port", "token_file")
+"""Names that a server's command may hold in braces."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +86,9 @@ def _check_command(where: str, serve: ServeConfig) -> None:
     words = command_of(serve)
     if not words:
         raise ValueError(f"{where}.command must be a text, or a list of texts, got {serve.command!r}")
+    for name in re.findall(r"(?<!{){([A-Za-z_]+)}(?!})", " ".join(words)):
+        if name not in PLACEHOLDERS:
+            raise ValueError(unknown_name(f"a name in braces in {where}.command", name, PLACEHOLDERS))
     if not serve.health.startswith("/"):
         raise ValueError(f"{where}.health must be a path such as /health, got {serve.health!r}")
     named = any("{port}" in word for word in words)
@@ -107,7 +114,7 @@ def command_of(serve: ServeConfig) -> list[str]:
 
 
 def filled(words: Sequence[str], values: Mapping[str, str]) -> list[str]:
-    """Replaces `{port}` and the other names in `values`. Other braces stay, because commands may contain JSON."""
+    """Replaces `{port}` and the other names in `values`. Braces around more than a name stay, for JSON."""
     replaced = []
     for word in words:
         for name, value in values.items():

@@ -60,8 +60,8 @@ NUMBERS = (
 """Numeric options besides LIMITS, as in LIMITS."""
 LOGPROB_ROUNDING = 1e-3
 """Tolerance above 0 for log-probabilities, because servers round them."""
-_NUMBER = re.compile(r"[\s*_:]*(-?\d+(?:\.\d+)?)(?![\d.]*\d)")
-"""A number after a marker, also inside Markdown's asterisks."""
+_NUMBER = re.compile(r"[\s*_:]*(-?\d+(?:\.\d+)?)(?![\d.,]*\d|[ *_]*[-–/][ *_]*\d)")
+"""A number after a marker, also inside Markdown's asterisks; no part of 4,5 or 1,000 or 7-8 or 4.5/5."""
 _FENCE = re.compile(r"\A```(?:json)?\s*\n(.*)\n\s*```\Z", re.DOTALL)
 _PLACEHOLDER = re.compile(r"\{([a-z_]+)\}")
 
@@ -245,11 +245,6 @@ class VLMJudge:
         _check_mode(self.mode, self.images, self.after)
         self._tokens = MAX_TOKENS[self.mode] if self.max_tokens is None else self.max_tokens
         check_numbers("vlm_judge", vars(self) | {"max_tokens": self._tokens}, (*LIMITS, *NUMBERS))
-        if self.deadline < self.timeout:
-            raise ValueError(
-                f"the vlm_judge reward's deadline={self.deadline:g} is shorter than one attempt, "
-                f"timeout={self.timeout:g}"
-            )
         self._group = self.images == GROUP
         self._template = self.prompt_template or (GROUP_TEMPLATE if self._group else TEMPLATES[self.mode])
         self._needs_target = "target" in _placeholders(self._template, self.mode) or self.mode == TRANSCRIBE
@@ -257,6 +252,11 @@ class VLMJudge:
         bounds = Bounds(self.timeout, self.deadline, self.retries, MAX_REPLY_BYTES, self.concurrency)
         self._endpoint = Endpoint(_urls(self.base_url), bounds, "api_key_env", self.api_key_env)
         self._cache = None if self.cache is None else ReplyCache(expanded(self.cache))
+        self._term = ""
+
+    def for_term(self, name: str) -> None:
+        """Makes kept replies those of the term `name` alone: another term may ask another server the same question."""
+        self._term = name
 
     def check(self, prompt: Prompt) -> None:
         """Raises ValueError if the judge needs a target and the prompt has none that can be seen."""
@@ -356,9 +356,9 @@ class VLMJudge:
         return {name: value for name, value in (body | dict(self.extra_body)).items() if value is not None}
 
     def _key(self, prompt: Prompt, images: Sequence[ByteArray]) -> bytes:
-        """Returns a 32-byte hash that is equal for the same question about the same images."""
+        """Returns a 32-byte hash that is equal for the same question of the same term about the same images."""
         digests = [hashlib.sha256(repr(image.shape).encode() + image.tobytes()).hexdigest() for image in images]
-        asked = json.dumps([self.version, self._body(prompt, digests)], sort_keys=True)
+        asked = json.dumps([self._term, self.version, self._body(prompt, digests)], sort_keys=True)
         return hashlib.sha256(asked.encode()).digest()
 
     def _filled(self, prompt: Prompt, count: int) -> str:
@@ -469,7 +469,10 @@ def _scores_in(answer: Answer, count: int, bounds: tuple[float, float], *, group
         said = json.loads(fenced.group(1) if fenced else answer.text, parse_constant=_refuse)
     except (ValueError, RecursionError):
         cut = ", cut off at max_tokens" if answer.cut else ""
-        raise JudgeError(f"the judge's answer is no JSON{cut}: {_short(answer.text)}") from None
+        text = answer.text.strip()
+        around = "</think>" in text or ('"score"' in text and text[:1] + text[-1:] != "{}")
+        hint = "; after='\"score\":' would read the number within other text" if around and not (cut or group) else ""
+        raise JudgeError(f"the judge's answer is no JSON{cut}: {_short(answer.text)}{hint}") from None
     if answer.cut and not isinstance(said, dict | list):
         raise JudgeError(f"the judge's answer is a number cut off at max_tokens: {_short(answer.text)}")
     key = "scores" if group else "score"
@@ -491,7 +494,7 @@ def _score_after(answer: Answer, marker: str, bounds: tuple[float, float]) -> fl
     _, marked, rest = answer.text.rpartition(marker)
     number = _NUMBER.match(rest)
     if answer.cut or not marked or number is None:
-        why = "is cut off at max_tokens" if answer.cut else f"has no number after {marker!r}"
+        why = "is cut off at max_tokens" if answer.cut else f"has no single number after {marker!r}"
         raise JudgeError(f"the judge's answer {why}: {_short(answer.text[-SHOWN_CHARACTERS:])}")
     return _bounded(float(number[1]), bounds)
 

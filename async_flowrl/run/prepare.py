@@ -30,7 +30,8 @@ from async_flowrl.policies.registry import (
     shapes_of,
 )
 from async_flowrl.rewards.held_out import check_held_out, check_held_out_prompts
-from async_flowrl.rewards.registry import check_rewards, prompt_check
+from async_flowrl.rewards.registry import check_rewards, prompt_check, resolve_term
+from async_flowrl.rewards.served import term_key
 from async_flowrl.rollout.vllm_omni.settings import check_model
 from async_flowrl.run.early import refuse_early
 from async_flowrl.tickets.arithmetic import check_batching, shape
@@ -106,6 +107,7 @@ def prepare(config: Config, *, whole: bool = False) -> Prepared:
             data.evaluation.check_targets()
         evaluated = data.evaluation[: config.evaluate.max_prompts]
         check_held_out_prompts(config, evaluated)
+        check_patience(config)
         model = resolve_model(config.model)
         config = replace(config, model=replace(config.model, dtype=model.dtype))
         if config.rollout.engine == "vllm_omni":
@@ -159,6 +161,18 @@ def allowed_sizes(model: ResolvedModel, config: Config, data: Data) -> tuple[Res
             # An error about the model's files has nothing to do with the place where the size is set.
             raise ValueError(f"{place if str(error).startswith('resolution') else ''}{error}") from error
     return tuple(sorted(where, key=lambda size: (pixels(size), height_width(size))))
+
+
+def check_patience(config: Config) -> None:
+    """Raises ValueError if a term may wait longer for its servers than the run waits for the term's scores."""
+    for name, term in (config.reward.terms | config.evaluate.reward.terms).items():
+        reward = resolve_term(name, term)
+        seconds = term.options.get("deadline", getattr(reward, "deadline", 0.0))
+        if hasattr(reward, "wants_server") and seconds > config.deadlines.score:
+            raise ValueError(
+                f"{term_key(config, name)}.options.deadline={seconds:g} must be at most "
+                f"deadlines.score={config.deadlines.score:g}, after which the run gives the group up"
+            )
 
 
 def check_tickets_per_batch(config: Config) -> None:

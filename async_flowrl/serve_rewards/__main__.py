@@ -14,9 +14,9 @@ from async_flowrl.config.compose import DEFAULT, compose_config
 from async_flowrl.config.schema import RewardConfig
 from async_flowrl.data.prompts import quoted_target
 from async_flowrl.observability.terminal import run_program
+from async_flowrl.rewards.base import PromptRefused
 from async_flowrl.rewards.registry import build_reward
 from async_flowrl.rewards.weights import MissingPath
-from async_flowrl.serve_rewards.scorer import PromptRefused
 from async_flowrl.types import ByteArray, Prompt, Scores
 
 PACKAGES = ("fastapi", "uvicorn", "python_multipart")

@@ -9,9 +9,11 @@ import logging
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
+from starlette.exceptions import HTTPException
 from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import ClientDisconnect
 
+from async_flowrl.config.messages import in_one_line
 from async_flowrl.rewards import http_contract as contract
 from async_flowrl.rewards.http_contract import ContractError, Limits, ScoreRequest
 from async_flowrl.serve_rewards.scorer import Asked, Full, Refused, Score, Scorer, Settings, Share
@@ -24,7 +26,9 @@ BODY_SECONDS = 60.0
 
 def build_app(score: Score, settings: Settings) -> FastAPI:
     """Returns the application that serves `score` by the contract."""
-    app = FastAPI(title="async-flowrl rewards", docs_url=None, redoc_url=None, openapi_url=None)
+    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
+    for kind in (Refused, ContractError, HTTPException, Exception):
+        app.add_exception_handler(kind, _refused)
     scorer = Scorer(score, settings)
 
     @app.get(contract.HEALTH)
@@ -40,28 +44,38 @@ def build_app(score: Score, settings: Settings) -> FastAPI:
 
 async def _answer(request: Request, scorer: Scorer, settings: Settings) -> Response:
     """Answers one request: checks the token, then the sizes, then the content, and then scores it."""
+    _check_token(request, settings.token)
+    await scorer.forget_gone()
+    share = Share(scorer.room)
     try:
-        _check_token(request, settings.token)
-        await scorer.forget_gone()
-        share = Share(scorer.room)
-        try:
-            body = await _body(request, settings.limits.body_bytes, share)
-            asked = Asked(await _read(request, body, settings.limits), request.is_disconnected, share)
-            del body  # what is reserved for it is given back as soon as `asked` is released
-        except BaseException:
-            share.close()
-            raise
-        return Response(contract.reply_body(await scorer.reply(asked)), media_type="application/json")
-    except (Refused, ContractError) as error:
-        too_much = isinstance(error, contract.TooMuch)
-        refusal = error if isinstance(error, Refused) else Refused(413 if too_much else 400, str(error))
-        logger.warning("%s %s: %d %s", request.client.host if request.client else "?", request.url.path,
-                       refusal.status, refusal)  # fmt: skip
-        headers = {} if refusal.retry_after is None else {"Retry-After": str(refusal.retry_after)}
-        if refusal.status == 401:
-            headers["WWW-Authenticate"] = "Bearer"
-        fields = {"version": contract.VERSION, "error": str(refusal)}
-        return Response(contract.dumps(fields), refusal.status, headers, media_type="application/json")
+        body = await _body(request, settings.limits.body_bytes, share)
+        asked = Asked(await _read(request, body, settings.limits), request.is_disconnected, share)
+        del body  # what is reserved for it is given back as soon as `asked` is released
+    except BaseException:
+        share.close()
+        raise
+    return Response(contract.reply_body(await scorer.reply(asked)), media_type="application/json")
+
+
+async def _refused(request: Request, error: Exception) -> Response:
+    """Answers any error in the contract's form."""
+    headers = dict[str, str]()
+    if isinstance(error, HTTPException):  # no such path or method
+        headers |= error.headers or {}
+        told = f"{error.detail}: there are POST {contract.PATH} and GET {contract.HEALTH}"
+        error = Refused(error.status_code, told)
+    elif isinstance(error, ContractError):
+        error = Refused(413 if isinstance(error, contract.TooMuch) else 400, str(error))
+    elif not isinstance(error, Refused):
+        error = Refused(500, f"the server failed: {in_one_line(error)}")
+    logger.warning("%s %s: %d %s", request.client.host if request.client else "?", request.url.path,
+                   error.status, error)  # fmt: skip
+    if error.retry_after is not None:
+        headers["Retry-After"] = str(error.retry_after)
+    if error.status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
+    fields = {"version": contract.VERSION, "error": str(error)}
+    return Response(contract.dumps(fields), error.status, headers, media_type="application/json")
 
 
 def _check_token(request: Request, token: str | None) -> None:

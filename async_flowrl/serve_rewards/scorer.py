@@ -14,11 +14,13 @@ from typing import Any
 
 import numpy as np
 
+from async_flowrl.config.messages import in_one_line
 from async_flowrl.rewards import http_contract as contract
-from async_flowrl.rewards.base import RewardError
+from async_flowrl.rewards.base import PromptRefused, RewardError
 from async_flowrl.rewards.call import Result, group_result
 from async_flowrl.rewards.http_contract import ContractError, Limits, ScoreReply, ScoreRequest
 from async_flowrl.types import ByteArray, Prompt
+from separation.supervise import leaves
 
 logger = logging.getLogger(__name__)
 
@@ -33,10 +35,6 @@ NOTHING = ScoreRequest((), ())
 """Empty request that replaces one whose memory was given back."""
 HUNG_UP = 499
 """Status of a request whose client has hung up, as nginx logs it; nobody receives it."""
-
-
-class PromptRefused(ValueError):
-    """Raised by a reward for a prompt that it does not score; the client gets its sentence with the status 422."""
 
 
 class Refused(Exception):
@@ -198,14 +196,13 @@ class Scorer:
     async def _group(self, images: ByteArray, prompt: Prompt) -> Result:
         try:
             return group_result("the reward", await call(self._score, images, prompt), len(images))
-        except PromptRefused as error:
-            raise Refused(422, str(error)) from error
-        except RewardError as error:
+        except (Exception, SystemExit) as error:
+            first = leaves(error)[0]
+            if isinstance(first, PromptRefused):
+                raise Refused(422, str(first)) from error
             logger.exception("a group could not be scored")
-            raise Refused(500, str(error)) from error
-        except Exception as error:
-            logger.exception("a group could not be scored")
-            raise Refused(500, f"the reward failed: {type(error).__name__}: {error}") from error
+            said = str(first) if isinstance(first, RewardError) else f"the reward failed: {in_one_line(first)}"
+            raise Refused(500, said) from error
 
 
 async def call(score: Score, images: ByteArray, prompt: Prompt) -> Any:

@@ -10,6 +10,7 @@ import logging
 import os
 import socket
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,11 @@ import numpy as np
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from async_flowrl.config.messages import in_one_line
+from async_flowrl.rewards.base import PromptRefused
 from async_flowrl.rewards.http_contract import HEALTH, PATH, Limits
 from async_flowrl.serve_rewards.app import build_app
-from async_flowrl.serve_rewards.scorer import PromptRefused, Score, Settings, call
+from async_flowrl.serve_rewards.scorer import Score, Settings, call
 from async_flowrl.types import Prompt
 
 LOOPBACK = "127.0.0.1"
@@ -137,7 +140,7 @@ def serve(score: Score, given: argparse.Namespace, what: str) -> int:
         server_header=False,
         limit_concurrency=4 * settings.waiting + 64,
     )
-    with listening:
+    with listening, suppress(KeyboardInterrupt):  # uvicorn raises it after the requests under way
         uvicorn.Server(config).run(sockets=[listening])
     return 0
 
@@ -173,5 +176,5 @@ def warm_up(score: Score, prompt: str) -> None:
         asyncio.run(call(score, grey, Prompt(0, prompt)))
     except PromptRefused as error:
         raise ServeError(f"--warm-up {prompt!r}: {error}") from error
-    except Exception as error:
-        raise ServeError(f"--warm-up {prompt!r}: {type(error).__name__}: {error}") from error
+    except (Exception, SystemExit) as error:
+        raise ServeError(f"--warm-up {prompt!r}: {in_one_line(error)}") from error

@@ -229,6 +229,8 @@ def test_a_term_that_is_not_required_may_be_missing(run: Path, caplog: pytest.Lo
     """The other scores stand; a required one without any is refused, and so is a table without rows."""
     job = job_of_run(read_config(run / "config.yaml"), run / "lora")
     judge = RewardTerm(required=False)
+    watched = {"color": RewardTerm(), "judge": replace(judge, weight=0.0)}
+    assert replace(job, terms=watched, kinds={**job.kinds, "judge": "trained"}).trained == {"color": 1.0}
     job = replace(job, terms={"color": RewardTerm(), "judge": judge}, kinds={**job.kinds, "judge": "held_out"})
     before = Scored({"color": {0: (1.0, 2.0)}, "judge": {0: (1.0, 1.0)}})
     found = measure.compared(job, before, Scored({"color": {0: (2.0, 2.0)}}))

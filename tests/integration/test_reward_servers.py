@@ -1,22 +1,38 @@
 """Tests of rewards whose server the run starts: the weights are those of the in-process reward; no process is left."""
 
+import asyncio
 import json
 import os
 import re
 import signal
+import subprocess
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 
 from async_flowrl.config import exit_codes
+from async_flowrl.rewards.http import HTTP
+from async_flowrl.types import Prompt
 from tests.integration.dying_color import COUNT_FILE
 from tests.integration.left_behind import left_behind, running, wait_for_none
 from tests.integration.runs import LIMIT, Run, finish, lines, start, train, wait_until
+from tests.support.forked import python
 
 SERVE = "async-flowrl serve-rewards --port {port} --token-file {token_file}"
 DYING = "~reward '+reward={terms: {x: {name: tests.integration.dying_color:dying_color}}}'"
 STEPS = "total_steps=2"
+SLOW = """
+import pathlib, time
+def slow(images, prompt):
+    pathlib.Path("scores").touch()
+    while not pathlib.Path("go").exists():
+        time.sleep(0.05)
+    return [1.0] * len(images)
+"""
 
 
 def reward(command: str, **serve: object) -> tuple[str, str]:
@@ -25,6 +41,25 @@ def reward(command: str, **serve: object) -> tuple[str, str]:
     settings = re.sub(r'"(\w+)": ', r"\1: ", settings)  # Hydra's grammar has keys without quotes
     options = "options: {timeout: 100.0, retries: 1}"
     return "~reward", f"+reward={{backoff: 0.1, terms: {{color: {{{options}, serve: {settings}}}}}}}"
+
+
+def test_ctrl_c_ends_a_server_after_the_request_that_it_scores(tmp_path: Path) -> None:
+    (tmp_path / "slow.py").write_text(SLOW)
+    terms = f"+reward={{terms: {{slow: {{name: '{tmp_path}/slow.py:slow'}}}}}}"
+    command = [*python(), "-m", "async_flowrl.serve_rewards", "~reward", terms, "--port", "0"]
+    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    (url,) = re.findall(r"http://\S+", process.stdout.readline())
+    with ThreadPoolExecutor(1) as asking:
+        scored = asking.submit(
+            lambda: asyncio.run(HTTP(url, retries=0)(np.zeros((2, 4, 4, 3), np.uint8), Prompt(0, "a")))
+        )
+        wait_until(process, (tmp_path / "scores").exists, "the request")
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.5)
+        (tmp_path / "go").touch()
+        assert scored.result() == [1.0, 1.0]
+    assert (*process.communicate(timeout=LIMIT), process.returncode) == ("", "", 0)
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,7 @@
 import json
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,7 +21,7 @@ from async_flowrl.observability.run_directory import RunDirectory
 from async_flowrl.rewards.held_out import HeldOutScores
 from async_flowrl.training.checkpoint import Checkpoint, write_checkpoint
 from async_flowrl.training.checkpoint_folder import checkpoint_step, written
-from async_flowrl.types import Prompt, Sampling, Scores
+from async_flowrl.types import Failure, Prompt, Sampling, Scores
 from tests.support.toy import ToyRun, toy_config, virtual
 from tests.support.toy_pool import no_fault
 from tests.unit.recorded_evaluations import config_of
@@ -217,6 +218,20 @@ def test_held_out_scores_that_are_missing_are_named_and_cost_the_others_nothing(
     (record,) = found.log.records
     assert len(record.curves["ocr"].scores) == 9 and len(record.curves["reward"].scores) == 12
     assert "blue" not in record.curves
+
+
+def test_the_sum_needs_no_term_of_weight_0(tmp_path: Path) -> None:
+    config = config_of()
+    config.reward.terms |= {"watched": RewardTerm(weight=0.0, required=False)}
+    given = result(10, 0.5, 0.5)
+    lacking = tuple(replace(scores, failed={"watched": Failure("away")}) for scores in given.scores)
+    found = records(tmp_path, config, Told())
+    found.show(replace(given, scores=lacking))
+    mean = np.mean([scores.total for scores in lacking])
+    assert found.metric_keys(9)["evaluation/reward/mean"] == pytest.approx(mean)
+    assert found.failures == [
+        f"evaluation of version 10: the term watched, which is not required, has no score for {PROMPTS} prompts"
+    ]
 
 
 def test_lost_diversity_is_told_once_and_raises_no_alarm(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

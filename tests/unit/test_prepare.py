@@ -71,6 +71,16 @@ def test_batches_of_more_tickets_than_a_step_has(tmp_path: Path) -> None:
         prepared(tmp_path, "rollout.tickets_per_batch=99")
 
 
+@pytest.mark.parametrize("key", ["reward.terms", "evaluate.reward.terms"])
+def test_a_term_that_would_wait_longer_than_the_run(tmp_path: Path, key: str) -> None:
+    term = f"+{key}.far={{name: http, options: {{url: 'http://127.0.0.1:9', deadline: 400}}}}"
+    assert prepared(tmp_path, term, "deadlines.score=400")
+    with pytest.raises(
+        ConfigError, match=rf"^{key}\.far\.options\.deadline=400 must be at most deadlines\.score=300, "
+    ):
+        prepared(tmp_path, term)
+
+
 def test_the_dtype_of_the_files_is_written_down(tmp_path: Path) -> None:
     """A resume compares it, and every worker reads it."""
     found = prepared(tmp_path)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from async_flowrl.config import exit_codes
 from async_flowrl.config.check import ConfigError
 from async_flowrl.config.compose import compose_config
 from async_flowrl.observability.console import (
@@ -21,7 +22,7 @@ from async_flowrl.observability.console import (
 )
 from async_flowrl.observability.evaluations import Curve, Evaluation
 from async_flowrl.observability.result import result_sentences
-from async_flowrl.observability.terminal import named_lines, show_what_can_be_shown
+from async_flowrl.observability.terminal import named_lines, run_program, show_what_can_be_shown
 
 METRICS = {
     "reward/mean": 0.25,
@@ -222,3 +223,12 @@ def test_a_run_directory_of_another_version_is_read_and_what_is_unknown_is_named
         file.write_text(damaged)
         with pytest.raises(ValueError, match=r"config\.yaml is (damaged|not)"):
             read_config(file)
+
+
+def test_ctrl_c_ends_any_verb_with_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    def verb() -> int:
+        raise KeyboardInterrupt
+
+    with pytest.raises(SystemExit) as ended:
+        run_program(verb)
+    assert (ended.value.code, capsys.readouterr().err) == (exit_codes.INTERRUPTED, "async_flowrl: interrupted\n")

@@ -7,9 +7,9 @@ from typing import Any
 import httpx
 import numpy as np
 
+from async_flowrl.rewards.base import PromptRefused
 from async_flowrl.rewards.http import HTTP
 from async_flowrl.rewards.http_contract import Limits, encode_image
-from async_flowrl.serve_rewards.scorer import PromptRefused
 from async_flowrl.types import ByteArray, Prompt
 
 LIMITS = Limits(body_bytes=100_000, images=4, pixels=64 * 64, all_pixels=3 * 64 * 64)
@@ -23,6 +23,8 @@ def brightness(images: ByteArray, prompt: Prompt) -> list[Any]:
         return [float("nan")] * len(images)
     if prompt.text == "no":
         raise PromptRefused("such prompts are not scored")
+    if prompt.text == "exit":
+        raise SystemExit(3)
     if prompt.text == "value":
         raise ValueError("could not convert string to float")
     if prompt.text == "few":

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from async_flowrl.rewards.base import PromptRefused
 from async_flowrl.types import ByteArray, Prompt
 
 meeting = threading.Barrier(2)
@@ -52,6 +53,37 @@ def one_number(images: ByteArray, prompt: Prompt) -> float:
 
 async def breaks(images: ByteArray, prompt: Prompt) -> Sequence[float]:
     raise ConnectionError("the judge is away")
+
+
+async def breaks_in_a_group(images: ByteArray, prompt: Prompt) -> Sequence[float]:
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(breaks(images, prompt))
+    return []
+
+
+def leaves(images: ByteArray, prompt: Prompt) -> Sequence[float]:
+    raise SystemExit(3)
+
+
+async def leaves_async(images: ByteArray, prompt: Prompt) -> Sequence[float]:
+    raise SystemExit(3)
+
+
+def refuses(images: ByteArray, prompt: Prompt) -> Sequence[float]:
+    raise PromptRefused("such prompts are not scored")
+
+
+async def refuses_in_a_group(images: ByteArray, prompt: Prompt) -> Sequence[float]:
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(asyncio.to_thread(refuses, images, prompt))
+    return []
+
+
+class RefusesOne:
+    pointwise = True
+
+    def __call__(self, image: ByteArray, prompt: Prompt) -> float:
+        return refuses(image[None], prompt)[0]
 
 
 def runs_out(images: ByteArray, prompt: Prompt) -> Sequence[float]:

@@ -3,6 +3,8 @@
 import asyncio
 import json
 import socket
+import struct
+import threading
 from typing import Any
 
 import pytest
@@ -86,6 +88,21 @@ def test_a_server_that_is_not_there_is_tried_again_and_named() -> None:
         ask(url)
 
 
+def test_a_connection_that_ends_without_a_word_is_said_in_words() -> None:
+    """As a port with TLS does that is asked without, or a proxy without a server behind it."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def reset() -> None:
+            with listening.accept()[0] as connection:
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                connection.recv(1)
+
+        threading.Thread(target=reset, daemon=True).start()
+        url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        with pytest.raises(ServerError, match="ReadError: the server closed the connection; it may want https "):
+            ask(url, retries=0)
+
+
 def test_retry_after_is_honoured() -> None:
     busy = answer("429 Too Many Requests", "", "Retry-After: 1\r\n")
     with lying(busy, scores(1, 2)) as server:
@@ -116,7 +133,7 @@ def test_the_deadline_bounds_all_attempts_and_says_what_went_wrong() -> None:
         lying(answer("500 Internal Server Error", "broken")) as server,
         pytest.raises(ServerError, match=r"within the deadline of 3 s; the last attempt .*500 .*broken"),
     ):
-        ask(server, retries=50, deadline=3.0)
+        ask(server, retries=50, timeout=3.0, deadline=3.0)
 
 
 def test_several_servers_by_number_and_the_next_one_where_one_fails() -> None:
@@ -170,16 +187,29 @@ def test_the_token_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -
         ask(server, token_env="TEST_REWARD_TOKEN")
         assert b"Authorization: Bearer s3cret" in server.asked[0]
         monkeypatch.delenv("TEST_REWARD_TOKEN")
-        with pytest.raises(ServerError, match="token_env=TEST_REWARD_TOKEN: the reward worker's process has no such"):
-            ask(server, token_env="TEST_REWARD_TOKEN")
+        for value in (None, "", " \n", "s3\ncret", "s3\x07cret", "s3crét"):
+            if value is not None:
+                monkeypatch.setenv("TEST_REWARD_TOKEN", value)
+            wrong = "is no printable ASCII on one line" if (value or "").strip() else "is not set or empty"
+            with pytest.raises(ServerError, match=f"token_env=TEST_REWARD_TOKEN: this variable {wrong}") as raised:
+                ask(server, token_env="TEST_REWARD_TOKEN")
+            assert "s3" not in str(raised.value)
+        monkeypatch.setenv("TEST_REWARD_TOKEN", "s3cret\n")
+        ask(server, token_env="TEST_REWARD_TOKEN")
         ask(server)
-        assert b"Authorization" not in server.asked[1]
+        assert b"Authorization: Bearer s3cret\r\n" in server.asked[1] and b"Authorization" not in server.asked[2]
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"url": "ftp://x"}, "must be like http://127.0.0.1:8000, got 'ftp://x'"),
+        ({"url": "ftp://x"}, "must be like http://127.0.0.1:8000, with a port from 1 to 65535, got 'ftp://x'"),
+        ({"url": "http://127.0.0.1:99999"}, "with a port from 1 to 65535, got 'http://127.0.0.1:99999'"),
+        ({"url": "http://127.0.0.1:0"}, "with a port from 1 to 65535, got 'http://127.0.0.1:0'"),
+        ({"url": ["http://[::1"]}, r"with a port from 1 to 65535, got 'http://\[::1'"),
+        ({"url": [8000]}, "with a port from 1 to 65535, got 8000"),
+        ({"url": "http://me:sec/ret@x"}, "must hold no password: name the token's variable"),
+        ({"timeout": 300.0}, "deadline=240 is shorter than one attempt, timeout=300"),
         ({"url": "http://me:secret@x"}, "name the token's variable in token_env"),
         ({"batch": "pointwise"}, "batch must be one of group, one_by_one"),
         ({"encoding": "webp"}, "encoding must be one of jpeg, multipart, png"),
@@ -205,9 +235,11 @@ def test_the_registry_asks_for_a_server_and_knows_who_is_deterministic() -> None
         check_rewards(terms(options={"url": "http://x"}, serve=ServeConfig("x {port}")))
     with pytest.raises(ValueError, match=r"command must contain \{port\}"):
         check_rewards(terms(serve=ServeConfig("x")))
+    with pytest.raises(ValueError, match=r"serve.command must be one of host, port, token_file, .*mean 'token_file'"):
+        check_rewards(terms(serve=ServeConfig("x {port} {tokn_file}")))
     with pytest.raises(ValueError, match=r"command must be a text, or a list of texts, got 3"):
         check_rewards(terms(serve=ServeConfig(3)))
-    check_rewards(terms(serve=ServeConfig(["x", "--port={port}"])))
+    check_rewards(terms(serve=ServeConfig(["x", "--port={port}", '{"image": 16}', "{{messages}}"])))
     remote = {"url": "http://127.0.0.1:8000"}
     assert not is_deterministic(terms(name="http", options=remote))
     assert is_deterministic(terms(name="http", options={**remote, "deterministic": True}))

@@ -89,6 +89,9 @@ def test_spans_cover_the_group_and_each_term() -> None:
         ("not_a_number", r"got \[nan, nan, nan, nan\]"),
         ("words", r"got \['good'"),
         ("breaks", "ConnectionError: the judge is away"),
+        ("breaks_in_a_group", r"failed on prompt .*: ConnectionError: the judge is away$"),
+        ("leaves", "SystemExit: 3"),
+        ("leaves_async", "SystemExit: 3"),
         ("runs_out", "StopIteration left the reward"),
     ],
 )
@@ -99,6 +102,12 @@ def test_bad_results_are_refused_by_name(reward: str, came_back: str) -> None:
     assert "reward 'bad'" in failure.reason and PROMPT.text in failure.reason
     # The other term is not lost with it.
     assert (scores.by_term, scores.total) == ({"good": (0.25,) * 4}, (0.25,) * 4)
+
+
+@pytest.mark.parametrize("reward", ["refuses", "refuses_in_a_group", "RefusesOne"])
+def test_a_prompt_that_a_reward_refuses_is_not_asked_of_it_again(reward: str) -> None:
+    (failure,) = score(terms(picky=reward)).failed.values()
+    assert failure.final and failure.refused and failure.reason == "reward 'picky': such prompts are not scored"
 
 
 @pytest.mark.parametrize(("required", "kept"), [(True, False), (False, True)])

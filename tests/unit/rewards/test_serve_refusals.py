@@ -30,9 +30,9 @@ def header_of(width: int, height: int) -> str:
     return base64.b64encode(b"\x89PNG\r\n\x1a\n" + b"".join(parts)).decode()
 
 
-def gif() -> str:
+def file_of(image: Image.Image, kind: str) -> str:
     file = io.BytesIO()
-    Image.new("RGB", (4, 4)).save(file, format="GIF")
+    image.save(file, format=kind)
     return base64.b64encode(file.getvalue()).decode()
 
 
@@ -47,7 +47,8 @@ REFUSED = {
     "unknown key": (body(model="x"), 400, "the request has version, images, prompts; unknown: model"),
     "no base64": (body(images=["a cup!"]), 400, "images[0] is not base64"),
     "no image": (body(images=[base64.b64encode(b"MZ" * 50).decode()]), 400, "image 0 is neither a PNG nor a JPEG file"),
-    "gif": (body(images=[gif()]), 400, "image 0 is neither a PNG nor a JPEG file"),
+    "gif": (body(images=[file_of(Image.new("RGB", (4, 4)), "GIF")]), 400, "image 0 is neither a PNG nor a JPEG file"),
+    "16 bits": (body(images=[file_of(Image.new("I;16", (4, 4), 20_000), "PNG")]), 400, "image 0 has more than 8 bits"),
     "half": (body(images=[png(width=400)[:80]]), 400, "image 0 is damaged"),
     "bomb": (body(images=[header_of(50_000, 50_000)]), 413, "image 0 has far too many pixels"),
     "large": (body(images=[header_of(500, 400)]), 413, "image 0 has 500 x 400 pixels, more than 4096"),
@@ -57,6 +58,7 @@ REFUSED = {
     "nan": (b'{"version": NaN}', 400, "NaN is not a JSON number"),
     "422": (body(prompts=["no"]), 422, "such prompts are not scored"),
     "500": (body(prompts=["fail"]), 500, "the reward failed: ConnectionError: the model is away"),
+    "exit": (body(prompts=["exit"]), 500, "the reward failed: SystemExit: 3"),
     "value": (body(prompts=["value"]), 500, "the reward failed: ValueError: could not convert string to float"),
     "few": (body(images=[png()] * 2, prompts=["few"]), 500, "the reward must return 2 finite numbers, got shape [1]"),
     "stop": (body(prompts=["stop"]), 500, "the reward failed: RuntimeError: StopIteration left the reward"),
@@ -70,6 +72,7 @@ def test_refusals_are_sentences(url: str, name: str) -> None:
     asked, status, message = REFUSED[name]
     reply = post(f"{url}/v1/score", asked, headers={"Content-Type": "application/json"})
     assert reply.status_code == status and message in reply.json()["error"], reply.text
+    assert reply.json()["version"] == 1 and post(f"{url}/v1/score").json()["scores"] == [7.0]
 
 
 def test_a_fault_of_the_reward_is_logged_with_its_traceback(url: str, caplog: pytest.LogCaptureFixture) -> None:
@@ -89,8 +92,13 @@ def test_weights_that_are_not_there_are_a_fault_of_the_server(tmp_path: Path) ->
 def test_other_content_types_methods_and_pickles_are_refused(url: str) -> None:
     assert post(f"{url}/v1/score", b"x", headers={"Content-Type": "text/plain"}).status_code == 415
     assert post(f"{url}/v1/score", pickle.dumps(body())).status_code == 415
-    assert post(f"{url}/", pickle.dumps({"images": []})).status_code == 404
-    assert httpx.get(f"{url}/v1/score", trust_env=False).status_code == 405
+    served_here = "there are POST /v1/score and GET /health"
+    for path in ("/", "/v1/score/", "/docs"):
+        reply = post(f"{url}{path}", pickle.dumps({"images": []}))
+        assert (reply.status_code, reply.json()) == (404, {"version": 1, "error": f"Not Found: {served_here}"})
+    reply = httpx.get(f"{url}/v1/score", trust_env=False)
+    assert (reply.status_code, reply.headers["allow"]) == (405, "POST")
+    assert reply.json() == {"version": 1, "error": f"Method Not Allowed: {served_here}"}
     multipart = {"Content-Type": "multipart/form-data; boundary=x"}
     assert "multipart" in post(f"{url}/v1/score", b"--y", headers=multipart).json()["error"]
 
@@ -125,6 +133,7 @@ def test_the_token() -> None:
         (["--max-pixels", "0"], "--max-pixels must be at least 1, got 0"),
         (["reward=color", "--warm-up", "purple"], "--warm-up 'purple': reward 'color': the first word"),
         (["reward=colour"], "did you mean 'color'"),
+        (["rewards=color"], "configuration key rewards is unknown; did you mean 'reward=color'?"),
         (["--host", "192.0.2.1", "--token-env", "HOME"], "cannot listen at 192.0.2.1"),
         (["~reward", "+reward={terms: {x: {serve: {command: 'a {port}'}}}}"], "servers are started by runs"),
     ],

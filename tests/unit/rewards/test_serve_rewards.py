@@ -46,6 +46,13 @@ def test_any_reward_of_ours_is_served_with_its_terms() -> None:
             assert each["score"] == 2.0 * each["color"] + 0.5 * each["jpeg_compressibility"]
         with pytest.raises(ServerError, match=r"422 .*must be one of blue, green, red"):
             asyncio.run(results(HTTP(url), noise, "purple"))
+    for name in ("refuses", "refuses_in_a_group", "RefusesOne"):
+        terms = f"{{mine: {{name: 'tests.unit.rewards.own_rewards:{name}'}}}}"
+        config = compose_config("one_step_off", ["~reward", f"+reward={{terms: {terms}}}"]).reward
+        with served(command.scorer(config)) as url:
+            reply = post(f"{url}/v1/score")
+        told = {"version": 1, "error": "reward 'mine': such prompts are not scored"}
+        assert (reply.status_code, reply.json()) == (422, told)
     config = compose_config("one_step_off", ["reward=ocr"]).reward
     with served(command.scorer(config)) as url, pytest.raises(ServerError, match="the reward needs a target"):
         asyncio.run(results(HTTP(url), noise, "no quotes"))

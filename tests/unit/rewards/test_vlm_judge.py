@@ -47,20 +47,31 @@ def test_extra_body_adds_replaces_and_takes_away(server: ScriptedJudge) -> None:
     assert not {"max_tokens", "response_format"} & set(request)
 
 
+NUMBERS = ("4.5.1", "4,5", "1,000", "7-8", "7 – 8", "4.5/5", "4.5 / 5", "**4**/5")
+"""What is no single number, although it begins like one."""
+
+
 def test_the_number_behind_a_text_of_a_free_answer(server: ScriptedJudge) -> None:
     """UnifiedReward's way; an image that shows the words is quoted before the verdict, so the last ones count."""
-    answers = ["cup (object): 1\nFinal Score: 4.5", 'It reads "Final Score: 5".\n**Final Score:** 2', "Final Score: 0"]
+    answers = {
+        "cup (object): 1\nFinal Score: 4.5": 0.9,
+        'It reads "Final Score: 5".\n**Final Score:** 2': 0.4,
+        "Final Score: 0": 0.0,
+        "Final Score: 4.": 0.8,
+        "Final Score: 4, as 2 of 3 cups are red": 0.8,
+        "Final Score: **3**\n- 2 cups": 0.6,
+    }
     unified = judge(server, after="Final Score:", range=[0, 5])
-    for answer, expected in zip(answers, (0.9, 0.4, 0.0), strict=True):
+    for answer, expected in answers.items():
         server.behaviour = lambda request, answer=answer: completion(answer)  # type: ignore[misc]
         assert scores(unified, IMAGES[:1]) == [expected]
     assert "response_format" not in server.requests[0]
     lies = {
-        "Final Score: high": r"has no number after 'Final Score:'",
-        "4.5": r"has no number after 'Final Score:'",
+        "Final Score: high": r"has no single number after 'Final Score:': 'Final Score: high'",
+        "4.5": r"has no single number after 'Final Score:'",
         "Final Score: 6": r"answered 6\.0, outside of 0 \.\. 5",
-        "Final Score: nan": "has no number",
-        "Final Score: 4.5.1": "has no number",
+        "Final Score: nan": "has no single number",
+        **{f"Final Score: {number}": "has no single number" for number in NUMBERS},
     }
     for answer, message in lies.items():
         server.behaviour = lambda request, answer=answer: completion(answer)  # type: ignore[misc]
@@ -132,8 +143,11 @@ def test_the_key_is_sent_and_its_absence_is_named(server: ScriptedJudge, monkeyp
     ask(judge(server, api_key_env="JUDGE_KEY"))
     assert server.headers[0]["authorization"] == "Bearer sk-secret"
     monkeypatch.delenv("JUDGE_KEY")
-    with pytest.raises(ServerError, match="api_key_env=JUDGE_KEY: the reward worker's process has no such variable"):
-        ask(judge(server, api_key_env="JUDGE_KEY"))
+    for value in ("", "sk-\nsecret"):
+        with pytest.raises(ServerError, match="api_key_env=JUDGE_KEY: this variable is n") as raised:
+            ask(judge(server, api_key_env="JUDGE_KEY"))
+        assert "secret" not in str(raised.value) and len(server.requests) == 1
+        monkeypatch.setenv("JUDGE_KEY", value)
 
 
 def test_in_a_reward_worker(server: ScriptedJudge, tmp_path: Path) -> None:

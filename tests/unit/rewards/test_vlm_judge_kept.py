@@ -2,14 +2,17 @@
 
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
+from async_flowrl.config.schema import RewardConfig, RewardTerm
 from async_flowrl.rewards.endpoint import ServerError
+from async_flowrl.rewards.registry import build_reward
+from async_flowrl.rewards.vlm_judge import VLMJudge
 from async_flowrl.types import Prompt
-from tests.support.scripted_judge import ScriptedJudge, completion
-from tests.unit.rewards.asked_judge import IMAGES, ask, by_pixel, judge, pixel, scores
+from tests.support.scripted_judge import ScriptedJudge, completion, scripted_judge
+from tests.unit.rewards.asked_judge import FAST, IMAGES, ask, by_pixel, judge, pixel, scores
 
 pytestmark = pytest.mark.usefixtures("no_pauses")
 
@@ -43,6 +46,17 @@ def test_another_judge_is_asked_anew(server: ScriptedJudge, tmp_path: Path, othe
     ask(judge(server, cache=str(tmp_path)), images=IMAGES[:1].reshape(1, 6, 8, 3))
     assert len(server.requests) == 4
     ask(judge(server, cache=str(tmp_path), base_url="http://127.0.0.1:9/v1"))
+
+
+def test_another_term_is_asked_anew(server: ScriptedJudge, tmp_path: Path) -> None:
+    """Two judges of one name at two addresses, with one cache; a server that moves is the same one."""
+    with scripted_judge(lambda request: completion('{"score": 2}')) as second:
+        for urls in ((server.url, second.url), ("http://127.0.0.1:9/v1",) * 2):
+            options = [{**FAST, "cache": str(tmp_path), "base_url": url} for url in urls]
+            terms = {name: RewardTerm(name="vlm_judge", options=each) for name, each in zip("ab", options, strict=True)}
+            built = build_reward(RewardConfig(terms=terms)).terms
+            assert [scores(cast("VLMJudge", term.reward)) for term in built] == [[0.7], [0.2]]
+    assert (len(server.requests), len(second.requests)) == (1, 1)
 
 
 def test_equal_images_of_a_group_are_asked_once(server: ScriptedJudge) -> None:

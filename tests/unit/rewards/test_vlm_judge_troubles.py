@@ -20,7 +20,9 @@ LIES = {
     "out of range": (completion('{"score": 11}'), r"answered 11, outside of 0 \.\. 10"),
     "a word": (completion('{"score": "7"}'), "'7' where a number was due"),
     "a truth": (completion('{"score": true}'), "True where a number was due"),
-    "prose": (completion("I would give it a 7 of 10."), "is no JSON: 'I would give it a 7"),
+    "prose": (completion("I would give it a 7 of 10."), r"is no JSON: 'I would give it a 7 of 10\.' \(1 of"),
+    "thoughts": (completion('<think>a cup</think>{"score": 6}'), """is no JSON: .*; after='"score":' would read"""),
+    "text around": (completion('Here: {"score": 6}. Bye'), """is no JSON: .*; after='"score":' would read"""),
     "another key": (completion('{"rating": 7}'), "has no 'score'"),
     "half an answer": (completion('{"score": 7', reason="length"), "no JSON, cut off at max_tokens"),
     "half a number": (completion("1", reason="length"), "is a number cut off at max_tokens: '1'"),
@@ -54,6 +56,11 @@ def test_a_lie_is_an_error_and_is_not_asked_again(
     assert "\n" not in str(error.value)
     assert "sk-secret" not in str(error.value)
     assert len(server.requests) == 1
+
+
+def test_a_model_that_thinks_aloud_is_read_behind_the_name_of_the_score(server: ScriptedJudge) -> None:
+    server.behaviour = lambda request: completion('<think>{"score": 1}? no</think>\n{"score": 6, "why": "a cup"}')
+    assert scores(judge(server, after='"score":')) == [0.6]
 
 
 @pytest.mark.parametrize(
