@@ -31,8 +31,8 @@ def architectures() -> Mapping[str, Architecture]:
     """Returns hub name → architecture of the models that have a file in configs/architectures/."""
     from omegaconf import OmegaConf
 
-    found: dict[str, Architecture] = {}
+    by_name: dict[str, Architecture] = {}
     for file in sorted((config_dir() / "architectures").glob("*.yaml")):
         values = cast("dict[str, Any]", OmegaConf.to_container(OmegaConf.load(file)))
-        found |= dict.fromkeys(values.pop("names"), Architecture(**values))
-    return found
+        by_name |= dict.fromkeys(values.pop("names"), Architecture(**values))
+    return by_name

@@ -111,13 +111,13 @@ def _encode(
     policy: PipelinePolicy, texts: Sequence[Wording], system: str | None = None, *, negative: bool = False
 ) -> list[Conditioning]:
     """Replaces `Policy.encode`: embeddings N(0, 1) of about as many tokens as the text has."""
-    found: list[Conditioning] = []
+    embedded: list[Conditioning] = []
     for text in texts:
         policy.planned_tokens = estimated_tokens(text)
         draw = np.random.default_rng(_seed(repr((text, system, negative))))
         shapes = policy.conditioning_shapes()
-        found.append({name: _embedding(draw, name, shape) for name, shape in shapes.items()})
-    return found
+        embedded.append({name: _embedding(draw, name, shape) for name, shape in shapes.items()})
+    return embedded
 
 
 def _embedding(draw: np.random.Generator, name: str, shape: tuple[int, ...]) -> np.ndarray[Any, np.dtype[np.float32]]:

@@ -49,7 +49,7 @@ def test_a_mapping_per_image_has_a_score_and_extras() -> None:
         ([1.0], r"must return 2 finite numbers, got shape \[1\]"),
         ([[1.0], [1.0, 2.0]], "must return 2 finite numbers, got"),
         (1.0, r"got shape \[\]"),
-        ({"score": 1.0}, "must return 2 finite numbers, got {'score': 1.0}"),
+        ({"score": 1.0}, "must return 2 finite numbers, or a list with a mapping for each image, got"),
         ([1.0, float("inf")], r"must return 2 finite numbers, got \[1.0, inf\]"),
         ([1.0, 1e300], r"a score is 1e\+300; numbers beyond 1e\+30 overflow in the loss: scale them down"),
         ([{"score": 1}], "must return 2 results, got 1"),
