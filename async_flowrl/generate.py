@@ -134,9 +134,14 @@ def sample(pipeline: Any, settings: Settings, prompt: str, seeds: Sequence[int])
 def run_pipeline(pipeline: Any, settings: Settings, prompt: str | None, **options: Any) -> ByteArray:
     """Calls the stock pipeline with the size, steps and guidance of `settings`; returns images uint8 [n, H, W, 3].
 
-    `options` are further arguments of the pipeline and take precedence.
+    `options` are further arguments of the pipeline and take precedence. Raises ValueError for images of values that are
+    not finite.
     """
-    images = pipeline(prompt, **(arguments_of(pipeline, settings) | options)).images
+    try:
+        with np.errstate(invalid="raise"):
+            images = pipeline(prompt, **(arguments_of(pipeline, settings) | options)).images
+    except FloatingPointError as error:
+        raise ValueError(f"the images of {prompt!r:.80} have values that are not finite: {error}") from error
     return np.stack([np.asarray(image.convert("RGB")) for image in images])
 
 

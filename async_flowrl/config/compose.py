@@ -202,13 +202,17 @@ def read_config(path: Path) -> Config:
     try:
         written = cast("DictConfig", OmegaConf.load(path))
         merged = _known(written, unknown)
-    except (OmegaConfBaseException, YAMLError, OSError) as error:
+    except (OmegaConfBaseException, YAMLError, UnicodeDecodeError, OSError) as error:
         raise ValueError(f"{path} is not the configuration of a run: {first_line(error)}") from error
-    if lacking := [name for name in ("model", "rollout", "trainer", "reward", "data") if name not in written]:
+    if lacking := [name for name in SECTIONS if name not in written]:
         raise ValueError(f"{path} is damaged, or not the configuration of a run: it has no {', '.join(lacking)}")
     if unknown:
         logger.warning("%s has settings that this version does not know: %s", path, ", ".join(unknown))
     return normalised(cast("Config", OmegaConf.to_object(merged)))
+
+
+SECTIONS = ("model", "rollout", "trainer", "reward", "data", "runtime")
+"""Sections that every config.yaml of a run has; `runtime` is the last one."""
 
 
 @functools.cache

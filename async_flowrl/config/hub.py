@@ -21,8 +21,8 @@ _VARIANTS = tuple(f"*/{name}.*.safetensors" for name in ("diffusion_pytorch_mode
 def download(path: str, revision: str, parts: str) -> Path:
     """Downloads the missing files that `parts` needs (see `load_policy`) and returns the model's folder.
 
-    `path` is a hub name and `revision` a commit. If the hub does not answer, the local cache must have the files.
-    Errors of huggingface_hub are passed on.
+    `path` is a hub name and `revision` a commit. If the hub does not answer, the folder of the local cache is
+    returned, and what it lacks shows when it is loaded. Errors of huggingface_hub are passed on.
     """
     how: dict[str, Any] = {"revision": revision, "local_files_only": not hub_answers()}
     index = json.loads(Path(hf_hub_download(path, "model_index.json", **how)).read_text(encoding="utf-8"))

@@ -22,8 +22,10 @@ def import_named(key: str, path: str) -> Any:
     try:
         module = _of_file(Path(place)) if place.endswith(SUFFIX) else importlib.import_module(place)
     except Exception as error:  # whatever the module does when it is read
-        hint = "; a file is written file.py:attr" if os.sep in place and not place.endswith(SUFFIX) else ""
-        if isinstance(error, ImportError) and os.sep in (error.name or ""):
+        hint = ""
+        if os.sep in place and not place.endswith(SUFFIX):
+            hint = "; a file is written file.py:attr"
+        elif isinstance(error, ImportError) and os.sep in (error.name or ""):
             hint = "; a file with relative imports (from .x import y) is named as a module, pkg.module:attr"
         raise ValueError(f"{key}: {path} cannot be imported: {in_one_line(error)}{hint}") from error
     try:

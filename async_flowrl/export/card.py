@@ -67,7 +67,7 @@ def write_card(
     path = out / README
     if path.exists() and not _ours(path):
         path = out / NEW_README
-        logger.warning("%s is kept, as it was written or changed by hand; the new card is %s", out / README, path)
+        logger.warning("%s is kept, as it is not a card that an export wrote; the new card is %s", out / README, path)
     path.write_text(text + _stamp(text), encoding="utf-8")
     return path
 
@@ -234,8 +234,10 @@ def _call(source: Source) -> str:
 
 def _usage(source: Source, base: str | None) -> str:
     name, call = base or "BASE_MODEL", _call(source)
-    dtype = source.config.model.dtype if source.config is not None else "auto"
-    dtype = f"torch_dtype=torch.{'bfloat16' if dtype == 'auto' else dtype}"
+    dtype = "torch_dtype=torch.bfloat16"
+    with suppress(ValueError, OSError):  # a model that is not here
+        if source.model is not None:
+            dtype = f"torch_dtype=torch.{resolve_model(source.model).dtype}"
     if source.whole is not None:
         return f"""## Use
 

@@ -18,6 +18,8 @@ def publish(given: argparse.Namespace) -> tuple[list[Path], list[str]]:
     """
     out: Path = given.out.expanduser()
     source = read_source(given.source.expanduser(), average=not given.raw, base=given.base)
+    if source.config is not None and source.config.model.weights == "random":
+        raise ValueError("SOURCE is of a run with model.weights=random, and what that has learned fits no model")
     evaluation = given.evaluation.expanduser() if given.evaluation else None
     if evaluation is not None:
         read_results(evaluation)

@@ -11,7 +11,7 @@ from async_flowrl.config.schema import Config, ModelConfig
 from async_flowrl.generate import run_of
 from async_flowrl.policies import lora_file, lora_formats
 from async_flowrl.policies.lora_file import LoraFile
-from async_flowrl.policies.registry import resolve_model
+from async_flowrl.policies.registry import load_policy, resolve_model
 from async_flowrl.policies.trained_file import weights_file
 from async_flowrl.training.checkpoint import Checkpoint, read_checkpoint
 from async_flowrl.training.checkpoint_folder import MANIFEST, checkpoint_step, find_checkpoint
@@ -112,10 +112,30 @@ def _read_lora(path: Path, base: str | None) -> Source:
     try:
         lora = lora_file.read(file)
     except ValueError as error:
+        if file.name == lora_file.PEFT_WEIGHTS:
+            raise
         if model is None:
             raise ValueError(f"{error}; with --base it is read as the LoRA of that model, in any names") from error
         lora = lora_formats.read_back(file, resolve_model(model).family)
+    lora_file.check_finite(lora.tensors, str(path))
+    if model is not None:
+        _check_layers(lora, model, path)
     return Source(lora, model, config, run, None)
+
+
+def _check_layers(lora: LoraFile, model: ModelConfig, path: Path) -> None:
+    """Raises ValueError for a layer that the model does not have, or has in another size; not if it is not here."""
+    try:
+        resolved = resolve_model(model)
+        network = load_policy(resolved, dtype=resolved.dtype, device="cpu", parts="structure").transformer
+    except (ValueError, OSError):
+        return
+    weights = {name.removesuffix(".weight"): tuple(each.shape) for name, each in network.named_parameters()}
+    for module in lora_file.modules_of(lora.tensors):
+        a, b = (lora.tensors[f"{module}.lora_{side}.weight"] for side in "AB")
+        if weights.get(module) != (b.shape[0], a.shape[1]):
+            there = f"is {list(weights[module])} there" if module in weights else "is not there"
+            raise ValueError(f"{path} does not fit {model.path}: its layer {module} {there}")
 
 
 def _model(base: str | None, config: Config | None) -> ModelConfig | None:

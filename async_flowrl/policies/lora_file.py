@@ -148,9 +148,11 @@ def base_of(path: Path) -> str | None:
 
 
 def header_of(file: Path) -> dict[str, str]:
-    """Returns the metadata of a safetensors file. Raises ValueError for any other file."""
+    """Returns the metadata of a safetensors file. Raises ValueError for any other file, and for one of a DoRA."""
     try:
         with safe_open(file, framework="pt") as opened:
+            if dora := [name for name in opened.keys() if "dora_scale" in name]:  # noqa: SIM118
+                raise ValueError(f"{file} is a DoRA, with tensors such as {dora[0]}; only plain LoRAs are supported")
             return dict(opened.metadata() or {})
     except SafetensorError as error:
         raise ValueError(f"{file} is not a safetensors file: {error}") from error
@@ -218,11 +220,14 @@ def read_for(config: LoraConfig) -> LoraFile:
         raise ValueError(
             f"lora.path {config.path} has rank {source.rank}, this run lora.rank={config.rank}: they must be equal"
         )
-    if broken := [name for name, tensor in source.tensors.items() if not tensor.isfinite().all()]:
-        raise ValueError(
-            f"lora.path {config.path} has values that are not finite, in {len(broken)} tensors, such as {broken[0]}"
-        )
+    check_finite(source.tensors, f"lora.path {config.path}")
     return source.with_alpha(config.alpha)
+
+
+def check_finite(tensors: Mapping[str, Tensor], where: str) -> None:
+    """Raises ValueError, which begins with `where`, for values that are not finite."""
+    if broken := [name for name, tensor in tensors.items() if not tensor.isfinite().all()]:
+        raise ValueError(f"{where} has values that are not finite, in {len(broken)} tensors, such as {broken[0]}")
 
 
 def _read_diffusers(path: Path) -> LoraFile:
@@ -274,7 +279,11 @@ def rank_of(tensors: Mapping[str, Tensor], where: str) -> int:
     if not tensors:
         raise ValueError(f"{where}: no LoRA tensors")
     ranks = set()
-    for module in modules_of(tensors):
+    try:
+        modules = modules_of(tensors)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
+    for module in modules:
         a, b = tensors.get(f"{module}.lora_A.weight"), tensors.get(f"{module}.lora_B.weight")
         if a is None or b is None:
             raise ValueError(f"{where}: {module} has no lora_{'A' if a is None else 'B'}")

@@ -49,10 +49,16 @@ class RandomWeights(Mapping[str, Tensor]):
             return known.detach()
         # A single trainer rank asks for host memory; its bits have to be those of the device all the same.
         drawn = torch.empty(known.shape, dtype=known.dtype, device="cuda" if torch.cuda.is_available() else "cpu")
-        if drawn.ndim < 2:
+        if (inputs := math.prod(drawn.shape[1:])) == 1:
             return drawn.fill_(0.0 if name.endswith("bias") else 1.0)
         generator = torch.Generator(drawn.device).manual_seed(_seed(name))
-        return drawn.normal_(0.0, math.prod(drawn.shape[1:]) ** -0.5, generator=generator)
+        return drawn.normal_(0.0, inputs**-0.5, generator=generator)
+
+    def shape_of(self, name: str) -> torch.Size:
+        return self._tensors[name].shape
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._tensors
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._tensors)

@@ -63,6 +63,8 @@ class ResolvedModel:
     """Attention backend of diffusers; None means its default."""
     random: bool = False
     """True for weights drawn from seeds; `path` is then a folder that needs no files but configurations."""
+    published: str | None = None
+    """Name of the published model that `path` describes, from which every node writes that folder."""
 
 
 def resolve_model(config: ModelConfig) -> ResolvedModel:
@@ -80,7 +82,8 @@ def resolve_model(config: ModelConfig) -> ResolvedModel:
     if random and config.path != TINY and config.path not in architectures() and local_index(config.path) is None:
         known = ", ".join(architectures())
         raise ValueError(f"model.weights=random knows {known} and local folders, got model.path {config.path!r}")
-    path, family, revision = _described(config) if random and config.path in architectures() else _found(config)
+    published = config.path if random and config.path in architectures() else None
+    path, family, revision = _found(config) if published is None else _described(published, config.family)
     if random and not isinstance(load_family(family), PipelineFamily):
         raise ValueError(f"model.weights=random needs a family built on PipelineFamily, got model.family {family}")
     return ResolvedModel(
@@ -91,20 +94,22 @@ def resolve_model(config: ModelConfig) -> ResolvedModel:
         max_sequence_length=config.max_sequence_length,
         attention_backend=config.attention_backend,
         random=random,
+        published=published,
     )
 
 
-def _described(config: ModelConfig) -> tuple[str, str, None]:
-    """Returns path, family and no revision of a published model without weights."""
+def _described(name: str, family: str = "auto") -> tuple[str, str, None]:
+    """Returns path, family and no revision of a published model without weights, whose folder is written."""
     from async_flowrl.policies.random_weights import described_folder
 
-    published = architectures()[config.path]
-    family = published.family if config.family == "auto" else config.family
-    usual = cast("PipelineFamily", load_family(published.family))
-    return str(described_folder(config.path, published, usual)), family, None
+    usual = architectures()[name].family
+    folder = described_folder(name, architectures()[name], cast("PipelineFamily", load_family(usual)))
+    return str(folder), usual if family == "auto" else family, None
 
 
 def _dtype(config: ModelConfig, path: str, revision: str | None) -> str:
+    if revision is None and config.weights == "files":
+        _check_files(path)
     if config.dtype != "auto":
         return config.dtype
     if config.weights == "random" and config.path in architectures():
@@ -112,6 +117,16 @@ def _dtype(config: ModelConfig, path: str, revision: str | None) -> str:
     if config.weights == "random" and not any(Path(path).glob(f"{FOLDER}/*.safetensors")):
         return "bfloat16"
     return dtype_of_files(path, revision)
+
+
+def _check_files(path: str) -> None:
+    """Raises ValueError for files of the transformer that are named, and for one of which only variants are there."""
+    folder = Path(path) / FOLDER
+    try:
+        if any(folder.glob(f"{FILE.removesuffix('.safetensors')}*")):
+            weights_files(folder)
+    except OSError as error:
+        raise ValueError(f"model.path {path}: {error}") from error
 
 
 def _found(config: ModelConfig) -> tuple[str, str, str | None]:
@@ -156,11 +171,14 @@ def weights_of(model: ResolvedModel) -> "StoredWeights | RandomWeights":
         return StoredWeights(model.path, dtype=DTYPES[model.dtype], revision=model.revision)
     from async_flowrl.policies.random_weights import random_weights
 
-    return random_weights(cast("PipelineFamily", load_family(model.family)), model.path, DTYPES[model.dtype])
+    folder = str(folder_of(model, "structure"))
+    return random_weights(cast("PipelineFamily", load_family(model.family)), folder, DTYPES[model.dtype])
 
 
 def folder_of(resolved: ResolvedModel, parts: str) -> Path:
     """Returns the local folder with the files for `parts`; a hub model is downloaded if necessary."""
+    if resolved.published is not None:
+        return Path(_described(resolved.published)[0])
     if resolved.revision is None:
         return Path(resolved.path)
     return download(resolved.path, resolved.revision, parts)
@@ -288,8 +306,6 @@ def dtype_of_files(path: str, revision: str | None) -> str:
         sizes = _local(Path(path) / FOLDER) if revision is None else _hub(path, revision)
     except (OSError, SafetensorError) as error:
         raise ValueError(_unreadable(path, first_line(error))) from error
-    if not sizes:
-        raise ValueError(_unreadable(path, f"there is no {FOLDER}/{FILE}"))
     stored, size = sizes.most_common(1)[0]
     if stored not in _STORED:
         share = size / sizes.total()
@@ -308,9 +324,18 @@ def _unreadable(path: str, reason: str) -> str:
 
 
 def _local(folder: Path) -> Counter[str]:
+    return sum(map(_header, weights_files(folder)), Counter())
+
+
+def weights_files(folder: Path) -> list[Path]:
+    """Returns the weights files of a local transformer folder. Raises OSError if one of them is missing."""
     index = folder / f"{FILE}.index.json"
-    files = [folder / name for name in (_names(index) if index.is_file() else {FILE})]
-    return sum((_header(file) for file in files if file.is_file()), Counter())
+    files = [folder / name for name in sorted(_names(index) if index.is_file() else {FILE})]
+    if missing := [file.name for file in files if not file.is_file()]:
+        variants = sorted(file.name for file in folder.glob("*.*.safetensors"))
+        only = f"; of variants such as {variants[0]} none is read" if variants else ""
+        raise OSError(f"there is no {FOLDER}/{missing[0]}{only}")
+    return files
 
 
 def _names(index: Path) -> set[str]:

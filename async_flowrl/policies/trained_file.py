@@ -8,6 +8,7 @@ import logging
 import re
 import shutil
 import tempfile
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ def save(folder: Path, tensors: Mapping[str, Tensor], config: Config, model: Res
     """
     if config.tune == FULL:
         return save_whole(folder, tensors, model)
-    return lora_file.save(folder, tensors, alpha=config.lora.alpha, base=config.model.path)
+    return lora_file.save(folder, tensors, alpha=config.lora.alpha, base=None if model.random else config.model.path)
 
 
 def check(path: Path) -> None:
@@ -165,6 +166,7 @@ def _load_lora(pipeline: Any, file: Path, where: Path) -> None:
         # The checks below replace diffusers' log lines about unknown names.
         with quiet(), quieter("diffusers.loaders", logging.CRITICAL):
             converted: Any = pipeline.lora_state_dict(str(file.parent), **options)
+            _check_whole(converted, title)
             pipeline.load_lora_weights(str(file.parent), **options)
     except (ValueError, RuntimeError, KeyError, AssertionError) as error:
         raise ValueError(f"LoRA {where} cannot be loaded into {title}: {_reason(error)}") from error
@@ -177,6 +179,18 @@ def _load_lora(pipeline: Any, file: Path, where: Path) -> None:
         raise ValueError(
             f"LoRA {where} adapts {len(missing)} of {len(wanted)} layers that {title} does not have, e.g. {missing[0]}"
         )
+
+
+def _check_whole(converted: Mapping[str, Tensor], title: str) -> None:
+    """Raises ValueError for what diffusers would leave out, or load as memory that nobody has written."""
+    matches = [match for name in converted if (match := _NAMED.fullmatch(name)) is not None]
+    named = [match for match in matches if not match["module"].startswith("transformer.")]
+    strange = sorted(converted.keys() - {match.string for match in named})
+    if strange and any(name.startswith("transformer.") for name in converted):
+        raise ValueError(f"it has {strange[0]}, which is no LoRA tensor of {title}'s transformer")
+    if single := [name for name, count in Counter(match["module"] for match in named).items() if count != 2]:
+        raise ValueError(f"{single[0]} lacks one of its two matrices")
+    lora_file.check_finite(converted, "it")
 
 
 def _reason(error: BaseException) -> str:

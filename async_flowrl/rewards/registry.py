@@ -177,7 +177,8 @@ def resolve_term(key: str, term: RewardTerm) -> Callable[..., Any]:
         try:
             inspect.signature(attribute).bind(**term.options)
         except TypeError as error:
-            raise ValueError(f"{where}: {name} cannot be built with options={dict(term.options)}: {error}") from error
+            given = ", ".join(term.options) or "none"
+            raise ValueError(f"{where}: {name} cannot be built with the options given ({given}): {error}") from error
     try:
         inspect.signature(called).bind(*arguments, **({} if inspect.isclass(attribute) else term.options))
     except TypeError as error:

@@ -116,6 +116,8 @@ def following(ending: Ending, summary: Mapping[str, Any], *, early: bool) -> str
             f"async-flowrl evaluate {root} (trained weights and summary are whole: it scores them)\n"
             f"{'':{LABEL_CHARACTERS}} async-flowrl report {root} (writes the report anew)"
         )
+    if ending.prepared.model.random:
+        return "the same with model.weights=files: what random weights have learned is of no use"
     prompts = ending.prepared.requests.evaluation or ending.prepared.requests.train
     size = "" if prompts[0].resolution is None else f" --resolution {written(prompts[0].resolution)}"
     tune = ending.prepared.config.tune

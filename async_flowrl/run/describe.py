@@ -45,7 +45,7 @@ def resumed(resume: Resume) -> Rows:
     """Returns a line on the checkpoint from which the run goes on, and one on each difference that is forced."""
     if resume.path is None:
         return []
-    goes_on = f"goes on after step {resume.version}, from {resume.path}; later steps are made again"
+    goes_on = f"goes on after step {resume.version}, from {resume.path}"
     return [("resume", goes_on), *(("forced", each) for each in resume.forced)]
 
 
@@ -84,7 +84,8 @@ def model_of(prepared: Prepared) -> str:
     start = "" if config.lora.path is None else f", from {config.lora.path}"
     trained = f"LoRA of rank {config.lora.rank}{start}" if config.tune == LORA else "full weights"
     return (
-        f"{config.model.path} ({model.family}, {model.dtype}, {prepared.sizes_in_words}), "
+        f"{config.model.path} ({'random weights, ' * model.random}{model.family}, {model.dtype}, "
+        f"{prepared.sizes_in_words}), "
         f"{trained}, by {prepared.algorithm.name}"
     )
 

@@ -60,7 +60,7 @@ async def finish(run: Run, ctx: Context) -> dict[str, Any]:
         ledgers = run.ledgers
         evaluated = summarise_evaluations(config, ledgers.evaluations.records)
         summary |= evaluated
-        summary["warnings"] += evaluated["hacking"]["alarms"]
+        summary["warnings"] = [*evaluated["hacking"]["alarms"], *summary["warnings"]]
         try:
             export_best(config, run.prepared.model, directory, ledgers.evaluations.records)
         except (DamagedCheckpoint, OSError) as error:

@@ -155,7 +155,7 @@ async def train_until(ending: Ending, resume: Resume, display: Display) -> dict[
     """Starts the pools, trains to the last step or until `ending.stop` is asked, and returns the summary."""
     prepared, directory, stop = ending.prepared, ending.directory, ending.stop
     display.phase("starting the pools")
-    with time_limited(stop, prepared.config.time_limit):
+    with time_limited(stop, prepared.config.time_limit), ExitStack() as last:
         async with (
             open_cluster(prepared, directory.logs) as groups,
             serving(prepared.config, groups) as servers,
@@ -194,7 +194,8 @@ async def train_until(ending: Ending, resume: Resume, display: Display) -> dict[
                     servers,
                 )
                 await servers.all_up(ledgers.events, ledgers.failures)
-                with ctrl_c_asks(stop), sigterm_asks(stop):
+                last.enter_context(sigterm_asks(stop))  # also while the pools end
+                with ctrl_c_asks(stop):
                     ctx = await train_with_recovery(run, resume)
                     return await finish(run, ctx)
             finally:

@@ -49,12 +49,13 @@ def time_limited(stop: StopRequest, time_limit: float | None) -> Iterator[None]:
 @contextmanager
 def sigterm_asks(stop: StopRequest) -> Iterator[None]:
     """Context in which SIGTERM asks `stop`."""
-    loop = asyncio.get_running_loop()
+    loop, before = asyncio.get_running_loop(), signal.getsignal(signal.SIGTERM)
     loop.add_signal_handler(signal.SIGTERM, stop.ask, "SIGTERM")
     try:
         yield
     finally:
         loop.remove_signal_handler(signal.SIGTERM)
+        signal.signal(signal.SIGTERM, before)
 
 
 @contextmanager
@@ -91,6 +92,7 @@ def sigterm_ends() -> Iterator[None]:
         return
 
     def end(*_: object) -> NoReturn:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # What is ended must not be interrupted.
         say("async_flowrl: ended by SIGTERM before the first step\n", sys.stderr)
         raise SystemExit(exit_codes.RESUMABLE)
 

@@ -9,6 +9,7 @@ import torch
 
 from async_flowrl.config.schema import ModelConfig
 from async_flowrl.policies.registry import resolve_model
+from async_flowrl.policies.tiny.build import cached
 
 COMMON = """
     experiment=qwen_image_1x80gb model.dtype=bfloat16 model.weights=random reward=color data=two_prompts
@@ -62,9 +63,11 @@ def one_block(work: Path, sizes: Sizes) -> list[str]:
     """Returns the settings of a run with the first block of Qwen-Image alone."""
     if not sizes.full:
         return [*settings(sizes), "model.tiny.layers=1"]
-    folder = work / "models" / "one_block"
-    shutil.rmtree(folder, ignore_errors=True)
-    shutil.copytree(resolve_model(ModelConfig(path="Qwen/Qwen-Image", weights="random")).path, folder)
-    described = folder / "transformer" / "config.json"
-    described.write_text(json.dumps(json.loads(described.read_text()) | {"num_layers": 1}))
-    return [*settings(sizes), f"model.path={folder}"]
+
+    def build(folder: Path) -> None:
+        whole = resolve_model(ModelConfig(path="Qwen/Qwen-Image", weights="random")).path
+        shutil.copytree(whole, folder, dirs_exist_ok=True)
+        described = folder / "transformer" / "config.json"
+        described.write_text(json.dumps(json.loads(described.read_text()) | {"num_layers": 1}))
+
+    return [*settings(sizes), f"model.path={cached(work / 'models' / 'one_block', build)}"]

@@ -1,5 +1,6 @@
 """Tests of the output of a real run in a pipe and with little output."""
 
+import json
 import logging
 import os
 import re
@@ -83,3 +84,12 @@ def test_a_run_in_this_process_leaves_no_log_file_open(tmp_path: Path) -> None:
     assert run(f"output_dir={tmp_path / 'run'}", "total_steps=1", "console=quiet") == exit_codes.OK
     assert (tmp_path / "run/logs/controller.log").stat().st_size > 0
     assert not [handler for handler in logging.getLogger().handlers if type(handler) is logging.FileHandler]
+
+
+def test_a_warning_of_a_step_is_in_the_summary(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "run"
+    assert run(f"output_dir={folder}", "total_steps=2", "trainer.learning_rate=0.3") == exit_codes.OK
+    (warned,) = (w for w in json.loads((folder / "summary.json").read_text())["warnings"] if "kl_per_update" in w)
+    assert warned.startswith("step ")
+    said = capfd.readouterr()
+    assert warned.split(":")[1][:30] in " ".join(said.out.split())

@@ -108,11 +108,11 @@ def test_sigterm_ends_in_order_and_resume_finishes(tmp_path: Path, stopped_run: 
 
 @pytest.mark.slow
 @pytest.mark.serial
-@pytest.mark.parametrize("how", ["driver", "group", "everything", "twice"])
+@pytest.mark.parametrize("how", ["driver", "group", "everything", "twice", "late"])
 def test_sigterm_to_everybody_ends_in_order_and_resume_finishes(how: str, tmp_path: Path) -> None:
     """As a shell, `timeout` or Slurm send it: to the process group, or to each process of the job, daemons included.
 
-    `driver`: to the process that was started alone, as `kill` does.
+    `driver`: to the process that was started alone, as `kill` does; `late`: a second time, after the summary.
     """
     folder = tmp_path / "run"
     process = start(folder, "one_step_off", LONG, *SLOWLY, "save.every=0", "rollout.num_workers=2")
@@ -128,6 +128,9 @@ def test_sigterm_to_everybody_ends_in_order_and_resume_finishes(how: str, tmp_pa
             process.send_signal(signal.SIGTERM)
         else:
             os.killpg(process.pid, signal.SIGTERM)
+    if how == "late":  # and once more while the pools end
+        wait_until(process, lambda: (folder / "summary.json").exists(), "its summary")
+        process.send_signal(signal.SIGTERM)
         time.sleep(0.1)
     out, err = finish(process, exit_codes.RESUMABLE)
     done = check_stopped(Run(folder))

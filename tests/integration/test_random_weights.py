@@ -1,5 +1,6 @@
 """Tests of `model.weights=random`: runs of the tiny models without their files, and published architectures."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ from async_flowrl.config.architectures import architectures
 from async_flowrl.config.check import ConfigError, check
 from async_flowrl.config.compose import compose_config
 from async_flowrl.config.schema import ModelConfig
-from async_flowrl.policies.registry import load_pipeline, resolve_model, shapes_of, weights_of
+from async_flowrl.policies.registry import folder_of, load_pipeline, resolve_model, shapes_of, weights_of
 from tests.integration.runs import train, train_here_on_ray
 from tests.support.families import NAMES
 
@@ -49,6 +50,8 @@ def test_a_published_model_needs_no_files_for_its_shapes(name: str) -> None:
     shapes = shapes_of(model, 512)
     assert len(shapes.latents) in (2, 3)
     assert not list(Path(model.path).rglob("*.safetensors"))
+    shutil.rmtree(model.path)  # as on another node
+    assert (folder_of(model, "structure") / "transformer" / "config.json").is_file()
 
 
 def test_a_published_network_has_its_size_and_tensors_drawn_by_name() -> None:

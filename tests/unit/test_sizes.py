@@ -84,7 +84,7 @@ def test_a_square_is_an_integer_however_it_is_written_and_a_run_is_the_same(tmp_
     assert listed.rollout.resolution == 32 and deciding(plain) == deciding(listed)
     wide = composed(tmp_path, "rollout.resolution=[32,48]", "rollout.resolutions=[32,[48,32]]")
     assert wide.rollout.resolution == (32, 48) and wide.rollout.resolutions == [32, (48, 32)]
-    sections = "".join(f"{name}: {{}}\n" for name in ("model", "trainer", "reward", "data"))
+    sections = "".join(f"{name}: {{}}\n" for name in ("model", "trainer", "reward", "data", "runtime"))
     own = "rollout: {resolution: [32, 48], resolutions: [[64, 64], [32, 64]]}\n"
     (tmp_path / "config.yaml").write_text(sections + own)
     read = read_config(tmp_path / "config.yaml").rollout

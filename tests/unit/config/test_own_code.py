@@ -64,3 +64,11 @@ def test_the_algorithm_of_the_docs_is_one_in_every_mode(folder: Path, mode: str)
     (folder / "docs_algorithm.py").write_text(snippet)
     config = compose_config(mode, ["algorithm.name=../docs_algorithm.py:Unclipped"])
     assert build_algorithm(config).name == "unclipped"
+
+
+def test_a_forgotten_ending_and_a_relative_import_are_named(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("from .other import f\n")
+    with pytest.raises(ValueError, match=r"a file is written file\.py:attr$"):
+        import_named("reward", f"{tmp_path}/mine:f")
+    with pytest.raises(ValueError, match=r"relative imports .* is named as a module, pkg\.module:attr$"):
+        import_named("reward", f"{tmp_path}/mine.py:f")

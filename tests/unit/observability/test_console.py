@@ -210,7 +210,7 @@ def test_a_run_directory_of_another_version_is_read_and_what_is_unknown_is_named
     from async_flowrl.config.compose import read_config
 
     file = tmp_path / "config.yaml"
-    sections = "".join(f"{name}: {{}}\n" for name in ("model", "rollout", "trainer", "reward", "data"))
+    sections = "".join(f"{name}: {{}}\n" for name in ("model", "rollout", "trainer", "reward", "data", "runtime"))
     file.write_text(f"{sections}seed: 7\nmonitor: {{progress: false, tensorboard: true}}\nold: 1\n")
     with caplog.at_level(logging.WARNING):
         config = read_config(file)

@@ -16,6 +16,7 @@ from async_flowrl.policies.base import Shapes
 from async_flowrl.policies.loading import settle
 from async_flowrl.policies.qwen_image import QwenImageFamily
 from async_flowrl.policies.registry import load_family, load_policy, resolve_model, shapes_of
+from async_flowrl.policies.stored import FILE
 from async_flowrl.policies.tiny.build import build_tiny
 from tests.support.hub import COMMIT, used_here
 from tests.support.tiny import RED, tiny_policy
@@ -82,10 +83,30 @@ def test_pickled_weights_are_not_read(tmp_path: Path, component: str) -> None:
     (weights,) = (folder / component).glob("*.safetensors")
     torch.save(load_file(weights), weights.with_suffix(".bin"))
     weights.unlink()
+    if component == "transformer":
+        with pytest.raises(ValueError, match=r"there is no transformer/.*\.safetensors"):
+            resolve_model(ModelConfig(path=str(folder), dtype="float32"))
+        return
     resolved = resolve_model(ModelConfig(path=str(folder), dtype="float32"))
-    for parts in ("all", "transformer") if component == "transformer" else ("all",):
-        with pytest.raises(OSError, match="safetensors"):
-            load_policy(resolved, dtype="float32", device="cpu", parts=parts)
+    with pytest.raises(OSError, match="safetensors"):
+        load_policy(resolved, dtype="float32", device="cpu", parts="all")
+
+
+@pytest.mark.parametrize("dtype", ["auto", "float32"])
+def test_a_missing_file_of_several_and_a_mere_variant_are_refused_before_anything_starts(
+    tmp_path: Path, dtype: str
+) -> None:
+    folder = build_tiny(TinyConfig(), tmp_path)
+    (weights,) = (folder / "transformer").glob("*.safetensors")
+    named = {"weight_map": {"a": weights.name, "b": "diffusion_pytorch_model-00002-of-00002.safetensors"}}
+    index = folder / "transformer" / f"{FILE}.index.json"
+    index.write_text(json.dumps(named))
+    with pytest.raises(ValueError, match="there is no transformer/diffusion_pytorch_model-00002-of-00002"):
+        resolve_model(ModelConfig(path=str(folder), dtype=dtype))
+    index.unlink()
+    weights.rename(weights.with_name("diffusion_pytorch_model.fp16.safetensors"))
+    with pytest.raises(ValueError, match=r"variants such as diffusion_pytorch_model\.fp16"):
+        resolve_model(ModelConfig(path=str(folder), dtype=dtype))
 
 
 @pytest.mark.parametrize("family", ["auto", "qwen_image"])

@@ -174,7 +174,7 @@ def test_built_in_rewards_build(name: str) -> None:
         (own("constnt"), "'constnt'; did you mean 'constant'"),
         (own("not_callable"), "must be a function or a class, got int"),
         (own("takes_only_images"), r"cannot be called with \(images, prompt\)"),
-        (own("NeedsMore"), r"cannot be built with options=\{\}: missing a required argument: 'side'"),
+        (own("NeedsMore"), r"cannot be built with the options given \(none\): missing a required argument: 'side'"),
         (own("NotCallable"), "must have a method __call__"),
         (own("BreaksWhenBuilt"), "cannot be built: KeyError: 'weights'"),
         (own("constant", valuex=1.0), "'valuex'; did you mean 'value'"),

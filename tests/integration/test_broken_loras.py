@@ -1,0 +1,77 @@
+"""Tests of LoRA files that diffusers would load in part, or as memory that nobody has written: refused by name."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from async_flowrl.export.__main__ import main as exporting
+from async_flowrl.generate import from_config, open_pipeline, sample, usual
+from async_flowrl.policies import trained_file
+from async_flowrl.policies.lora_file import FILE_NAME
+from async_flowrl.policies.qwen_image import QwenImagePolicy
+from tests.integration.exported import LORA
+from tests.support.families import pipeline_of
+from tests.support.tiny import save_lora
+
+LAYER = "transformer.transformer_blocks.0.attn.to_q"
+A, B = f"{LAYER}.lora_A.weight", f"{LAYER}.lora_B.weight"
+Tensors = dict[str, Tensor]
+
+
+def without_b(tensors: Tensors) -> Tensors:
+    return {name: tensor for name, tensor in tensors.items() if name != B}
+
+
+def with_nan(tensors: Tensors) -> Tensors:
+    return tensors | {B: torch.full_like(tensors[B], torch.nan)}
+
+
+def with_dora(tensors: Tensors) -> Tensors:
+    return tensors | {f"{LAYER}.dora_scale": torch.ones(1)}
+
+
+def with_text_encoder(tensors: Tensors) -> Tensors:
+    return tensors | {f"text_encoder.layers.0.q.lora_{side}.weight": torch.zeros(4, 4) for side in "AB"}
+
+
+def with_adapters_name(tensors: Tensors) -> Tensors:
+    return {name.replace(".weight", ".v1.0.weight"): tensor for name, tensor in tensors.items()}
+
+
+def with_another_layer(tensors: Tensors) -> Tensors:
+    return tensors | {name.replace("blocks.0", "blocks.7"): tensors[name].clone() for name in (A, B)}
+
+
+def with_another_shape(tensors: Tensors) -> Tensors:
+    return tensors | {A: torch.zeros(tensors[A].shape[0], 3)}
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [without_b, with_nan, with_dora, with_text_encoder, with_adapters_name, with_another_layer, with_another_shape],
+)
+def test_it_is_neither_loaded_nor_exported(
+    broken: Callable[[Tensors], Tensors], trained: QwenImagePolicy, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    whole = save_lora(tmp_path / "whole", trained.transformer, alpha=LORA.alpha)
+    folder = tmp_path / "broken"
+    folder.mkdir()
+    save_file(broken(load_file(whole / FILE_NAME if whole.is_dir() else whole)), folder / FILE_NAME)
+    pipeline = pipeline_of("qwen_image")
+    with pytest.raises(ValueError, match="broken"):
+        trained_file.apply(pipeline, folder)
+    assert exporting([str(folder), str(tmp_path / "out"), "--base", "tiny"]) == 2
+    assert "broken" in caplog.messages[-1] and not (tmp_path / "out").exists()
+
+
+def test_pictures_of_values_that_are_not_finite_are_refused() -> None:
+    settings = from_config(usual("tiny"))
+    pipeline = open_pipeline(settings, "cpu")
+    for parameter in pipeline.vae.decoder.parameters():
+        parameter.data.fill_(torch.nan)
+    with pytest.raises(ValueError, match="not finite"):
+        sample(pipeline, settings, "red", [1])
