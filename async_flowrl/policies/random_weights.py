@@ -54,9 +54,6 @@ class RandomWeights(Mapping[str, Tensor]):
         generator = torch.Generator(drawn.device).manual_seed(_seed(name))
         return drawn.normal_(0.0, inputs**-0.5, generator=generator)
 
-    def shape_of(self, name: str) -> torch.Size:
-        return self._tensors[name].shape
-
     def __contains__(self, name: object) -> bool:
         return name in self._tensors
 

@@ -83,7 +83,7 @@ def resolve_model(config: ModelConfig) -> ResolvedModel:
         known = ", ".join(architectures())
         raise ValueError(f"model.weights=random knows {known} and local folders, got model.path {config.path!r}")
     published = config.path if random and config.path in architectures() else None
-    path, family, revision = _found(config) if published is None else _described(published, config.family)
+    path, family, revision = _described(published, config.family) if published else _found(config)
     if random and not isinstance(load_family(family), PipelineFamily):
         raise ValueError(f"model.weights=random needs a family built on PipelineFamily, got model.family {family}")
     return ResolvedModel(
