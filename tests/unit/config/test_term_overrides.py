@@ -63,8 +63,8 @@ def test_quoted_names_and_misspelt_keys_of_a_dictionary_are_refused_with_the_cur
     for quoted in ('{"ocr": {weight: 1}}', "{'ocr': {}}", '{ocr: {}, "color": {}}'):
         with pytest.raises(ConfigError, match="names in braces stand without quotes"):
             terms(f"reward.terms={quoted}")
-    with pytest.raises(ConfigError, match=r"a key of reward\.terms\.ocr .*got 'wieght'; did you mean 'weight'"):
-        terms("reward.terms={ocr: {wieght: 2}}")
+    with pytest.raises(ConfigError, match=r"a key of reward\.terms\.ocr .*got 'weihgt'; did you mean 'weight'"):
+        terms("reward.terms={ocr: {weihgt: 2}}")
 
 
 def test_trained_and_held_out_terms_are_both_replaced_by_one_command() -> None:
