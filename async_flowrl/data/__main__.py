@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--held-out", type=float, help="data.held_out: share that is evaluated instead of trained")
     parser.add_argument("--held-out-seed", type=int, default=0, help="data.held_out_seed")
     parser.add_argument(
-        "--reward", help="also refuse what this reward could not score: of configs/reward/, or FILE.py:NAME"
+        "--reward", help="also refuse what this reward could not score: of configs/reward/, or file.py:attr"
     )
     parser.add_argument(
         "--model", help="also count prompts that its text encoder cuts, and refuse sizes: of configs/model/, or a path"

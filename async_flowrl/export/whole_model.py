@@ -69,7 +69,7 @@ def _check_room(target: Path, copied: Iterable[Path]) -> None:
 def _places(base: Path) -> Mapping[str, Place]:
     """Positions of all tensors in the transformer's safetensors files, by name."""
     places: dict[str, Place] = {}
-    for file in sorted(set(StoredWeights(str(base), dtype=torch.float32).files.values())):
+    for file in sorted(set(StoredWeights(str(base), dtype=torch.float32).sources.values())):
         with file.open("rb") as opened:
             length = int.from_bytes(opened.read(8), "little")
             header = json.loads(opened.read(length))

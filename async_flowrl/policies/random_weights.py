@@ -9,8 +9,7 @@ import hashlib
 import inspect
 import json
 import math
-from collections.abc import Container, Iterator, Mapping, Sequence
-from copy import copy
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MethodType
 from typing import Any, cast
@@ -23,28 +22,22 @@ from async_flowrl.config.architectures import Architecture
 from async_flowrl.policies.loading import settle
 from async_flowrl.policies.pipeline import PipelinePolicy, estimated_tokens
 from async_flowrl.policies.pipeline_family import PipelineFamily, structure
-from async_flowrl.policies.stored import configuration
+from async_flowrl.policies.stored import Weights, configuration
 from async_flowrl.policies.tiny.build import cache_dir, cached
 from async_flowrl.types import Conditioning, Wording
 
 
-class RandomWeights(Mapping[str, Tensor]):
+class RandomWeights(Weights):
     """The tensors of a network that is on the meta device, by name, each drawn anew at each access, on the device.
 
     Norms are 1, biases 0, and matrices and kernels N(0, 1 / inputs). A buffer has the value that its class computes.
     """
 
     def __init__(self, network: nn.Module) -> None:
-        self._tensors: Mapping[str, Tensor] = cast("Any", network).state_dict(keep_vars=True)
-
-    def only(self, names: Container[str]) -> "RandomWeights":
-        """Returns those of the tensors whose names are in `names`."""
-        chosen = copy(self)
-        chosen._tensors = {name: tensor for name, tensor in self._tensors.items() if name in names}
-        return chosen
+        self.sources = cast("Any", network).state_dict(keep_vars=True)
 
     def __getitem__(self, name: str) -> Tensor:
-        known = self._tensors[name]
+        known: Tensor = self.sources[name]
         if not known.is_meta:
             return known.detach()
         # A single trainer rank asks for host memory; its bits have to be those of the device all the same.
@@ -53,15 +46,6 @@ class RandomWeights(Mapping[str, Tensor]):
             return drawn.fill_(0.0 if name.endswith("bias") else 1.0)
         generator = torch.Generator(drawn.device).manual_seed(_seed(name))
         return drawn.normal_(0.0, inputs**-0.5, generator=generator)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._tensors
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._tensors)
-
-    def __len__(self) -> int:
-        return len(self._tensors)
 
 
 def _seed(text: str) -> int:

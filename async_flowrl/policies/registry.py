@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from huggingface_hub import parse_safetensors_file_metadata, try_to_load_from_cache
@@ -24,11 +24,8 @@ from async_flowrl.config.schema import ModelConfig
 from async_flowrl.policies.base import Policy, PolicyFamily, Shapes
 from async_flowrl.policies.kernels import use_attention
 from async_flowrl.policies.pipeline_family import PipelineFamily
-from async_flowrl.policies.stored import FILE, FOLDER, StoredWeights
+from async_flowrl.policies.stored import FILE, FOLDER, StoredWeights, Weights
 from async_flowrl.types import Prompt, Resolution
-
-if TYPE_CHECKING:
-    from async_flowrl.policies.random_weights import RandomWeights
 
 FAMILIES = {
     "qwen_image": "async_flowrl.policies.qwen_image:QwenImageFamily",
@@ -165,7 +162,7 @@ def load_policy(resolved: ResolvedModel, *, dtype: str, device: str | torch.devi
     return policy
 
 
-def weights_of(model: ResolvedModel) -> "StoredWeights | RandomWeights":
+def weights_of(model: ResolvedModel) -> Weights:
     """Returns the transformer's tensors by name, each of which is read from its file, or drawn, at each access."""
     if not model.random:
         return StoredWeights(model.path, dtype=DTYPES[model.dtype], revision=model.revision)

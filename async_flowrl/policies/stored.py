@@ -3,8 +3,7 @@
 import json
 import math
 import re
-from collections.abc import Container, Iterator, Mapping
-from copy import copy
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -24,7 +23,22 @@ _ONE_OF_SEVERAL = re.compile(r"-\d+-of-\d+\.")
 """In the names of files that only together have all tensors of a part, e.g. model-00001-of-00002.safetensors."""
 
 
-class StoredWeights(Mapping[str, Tensor]):
+class Weights(Mapping[str, Tensor]):
+    """The tensors of a network by name; a subclass makes each at each access, from its source."""
+
+    sources: Mapping[str, Any]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.sources
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.sources)
+
+    def __len__(self) -> int:
+        return len(self.sources)
+
+
+class StoredWeights(Weights):
     """The tensors of safetensors files, by their name in the network; each access reads the tensor from the file.
 
     Floating-point tensors are cast to `dtype`. `path` is a local diffusers folder, or a hub name that is downloaded at
@@ -41,29 +55,13 @@ class StoredWeights(Mapping[str, Tensor]):
                 files = dict.fromkeys(file.keys(), FILE)
         else:
             raise ValueError(f"{place} holds no {FILE}: only safetensors weights are loaded")
-        self.files = {name: place / file for name, file in files.items()}
-        """Name of a tensor → its file."""
+        self.sources = {name: place / file for name, file in files.items()}
         self._dtype = dtype
 
-    def only(self, names: Container[str]) -> "StoredWeights":
-        """Returns those of the tensors whose names are in `names`."""
-        chosen = copy(self)
-        chosen.files = {name: file for name, file in self.files.items() if name in names}
-        return chosen
-
     def __getitem__(self, name: str) -> Tensor:
-        with safe_open(self.files[name], framework="pt") as file:
+        with safe_open(self.sources[name], framework="pt") as file:
             tensor: Tensor = file.get_tensor(name)
         return tensor.to(self._dtype) if tensor.is_floating_point() else tensor
-
-    def __contains__(self, name: object) -> bool:
-        return name in self.files
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.files)
-
-    def __len__(self) -> int:
-        return len(self.files)
 
 
 @dataclass(frozen=True)
@@ -85,7 +83,7 @@ def stored_elements(path: str, revision: str | None = None) -> StoredElements:
     """
     root = Path(path) if revision is None else folder_here(path, revision)
     stored = StoredWeights(str(root), dtype=torch.float32)
-    in_files = {name: count for file in set(stored.files.values()) for name, count in elements_in(file).items()}
+    in_files = {name: count for file in set(stored.sources.values()) for name, count in elements_in(file).items()}
     text, vae = (sum(map(_elements_of_part, root.glob(part))) for part in ("text_encoder*", "vae"))
     return StoredElements({name: in_files[name] for name in stored}, text, vae)
 

@@ -16,6 +16,7 @@ from async_flowrl.observability.result import result_sentences, training_sentenc
 from async_flowrl.observability.run_directory import RunDirectory
 from async_flowrl.observability.summary import mfu
 from async_flowrl.observability.terminal import named_lines, say
+from async_flowrl.rewards.call import MAX_PROMPT
 from async_flowrl.run.prepare import Prepared
 from async_flowrl.run.stopping import StopRequest
 from async_flowrl.training.checkpoint_folder import checkpoint_step, find_checkpoint
@@ -24,9 +25,6 @@ LABEL_CHARACTERS = 8
 """Width of the label before each line, in characters."""
 MAX_WARNINGS = 5
 """Most warnings of the summary that are printed."""
-
-MAX_PROMPT = 200
-"""Characters of the prompt in the command to type next."""
 
 
 @dataclass(frozen=True)

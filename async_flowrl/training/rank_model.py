@@ -141,7 +141,7 @@ def digest_of_stored(model: ResolvedModel, world: World, parameters: set[str]) -
     """
     if world.rank != 0:
         return ""
-    return base_digest(weights_of(model).only(parameters))
+    return base_digest(weights_of(model), parameters)
 
 
 def stream_base(

@@ -59,7 +59,7 @@ def test_a_published_network_has_its_size_and_tensors_drawn_by_name() -> None:
     assert len(weights) == 1933
     matrix, norm, bias = (f"transformer_blocks.7.attn.{name}" for name in ("to_q.weight", "norm_q.weight", "to_q.bias"))
     drawn = weights[matrix]
-    assert torch.equal(drawn, weights.only([matrix])[matrix])
+    assert torch.equal(drawn, weights[matrix])
     assert drawn.float().std().item() == pytest.approx(3072**-0.5, rel=0.01)
     assert not torch.equal(drawn, weights[matrix.replace("7", "8")])
     assert weights[norm].unique().tolist() == [1]
