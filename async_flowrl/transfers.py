@@ -1,13 +1,19 @@
-"""Copies of tensors between host and device for which the host waits as little as possible.
+"""Copies of tensors between host and device, for which the host waits as little as possible; networks onto a device.
 
 The caller may drop a pinned (page-locked) buffer while its copy is still queued: torch's allocator for pinned memory
 reuses a buffer only after that copy is done.
 """
 
+import threading
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+ONE_AT_A_TIME = threading.RLock()
+"""Lock for building models: diffusers, transformers and peft change process-wide defaults meanwhile. A thread that
+computes at the same time must give the dtype of each tensor that it creates from numbers. It is also held while a
+network's weights wait in host memory (`Parked`), so that nothing is loaded beside the models that have its place."""
 
 
 def upload(tensor: Tensor, device: torch.device) -> Tensor:
@@ -33,3 +39,14 @@ def download(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
 def wait(device: torch.device) -> None:
     """Waits until all work is done that this thread has queued on its current stream of a CUDA device."""
     torch.cuda.current_stream(device).synchronize()
+
+
+def settle(module: nn.Module, device: torch.device) -> None:
+    """Freezes a network, sets eval mode, moves it to `device`, and copies its tensors into memory that torch allocates.
+
+    Memory-mapped safetensors weights are not aligned to 64 bytes, and matrix products on them round differently. After
+    the copy, results are equal bit for bit in all processes.
+    """
+    module.eval().requires_grad_(False).to(device)
+    for tensor in [*module.parameters(), *module.buffers()]:
+        tensor.data = tensor.data.clone(memory_format=torch.contiguous_format)

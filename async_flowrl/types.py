@@ -13,14 +13,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from async_flowrl.config.resolution import Resolution
+
 FloatArray = npt.NDArray[np.float32]
 ByteArray = npt.NDArray[np.uint8]
 Conditioning = dict[str, npt.NDArray[Any]]
 """Encoded prompt, the network's text input: name → array without batch dimension, e.g. {"prompt_embeds": [L, D]}."""
 
 TokenIds = tuple[int, ...]
-Resolution = int | tuple[int, int]
-"""Image size in pixels: one integer for a square image, (height, width) only where the two differ."""
 
 Wording = str | TokenIds
 """Input of a text encoder: a text, or the token ids of that text inside the model's prompt template."""

@@ -4,10 +4,10 @@ Reward terms share one pool; a term that sets workers, gpus_per_worker or thread
 (`evaluate.reward.terms`), which score only evaluations, are scored by the first pool or have pools of their own, too.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from async_flowrl.config.schema import Config, RewardConfig, RewardTerm
+from async_flowrl.config.schema import Config, RewardConfig, RewardTerm, ServeConfig
 
 ROLLOUT, TRAINER = "rollout", "trainer"
 
@@ -72,6 +72,19 @@ def held_out_by_pool(config: Config) -> dict[str, Mapping[str, RewardTerm]]:
     return {
         pool: {name: terms[name] for name in pools if pools[name] == pool} for pool in dict.fromkeys(pools.values())
     }
+
+
+def served_terms(config: Config) -> Iterator[tuple[str, ServeConfig]]:
+    """Yields (term name, server settings) for the trained and the held-out terms; no name occurs in both."""
+    for terms in (config.reward.terms, config.evaluate.reward.terms):
+        for name, term in terms.items():
+            if term.serve is not None:
+                yield name, term.serve
+
+
+def server_pool(term: str) -> str:
+    """Returns the name of the pool of a term's servers."""
+    return f"server/{term}"
 
 
 def has_own_pool(term: RewardTerm) -> bool:

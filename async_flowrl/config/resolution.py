@@ -9,8 +9,9 @@ from dataclasses import replace
 from typing import Any
 
 from async_flowrl.config.schema import Config, RolloutConfig
-from async_flowrl.types import Resolution
 
+Resolution = int | tuple[int, int]
+"""Image size in pixels: one integer for a square image, (height, width) only where the two differ."""
 FORMS = "an integer, pixels along each side of a square image, or [height, width]"
 _WRITTEN = re.compile(r"\s*(\d+)\s*(?:[x×,]\s*(\d+)\s*)?")
 """`512` or `512x768`, height first."""

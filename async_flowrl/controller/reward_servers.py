@@ -13,18 +13,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
+from async_flowrl.config.pools import served_terms, server_pool
 from async_flowrl.config.schema import Config, ServeConfig
 from async_flowrl.controller.context import Observer, Signal
 from async_flowrl.observability.run_directory import RunDirectory
-from async_flowrl.rewards.served import (
-    GRACE_SECONDS,
-    Addresses,
-    is_needed,
-    new_token,
-    served_terms,
-    server_pool,
-    term_key,
-)
+from async_flowrl.rewards.served import GRACE_SECONDS, Addresses, is_needed, new_token, term_key
 from separation.group import PoolSpec, Worker, WorkerDied, WorkerFailed, WorkerGroup
 from separation.supervise import DeadlineExceeded, deadline, supervised, together
 

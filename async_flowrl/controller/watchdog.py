@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import isfinite
 
+from async_flowrl.config.pools import served_terms
 from async_flowrl.config.schema import Config
 from async_flowrl.controller.context import Context
 from async_flowrl.controller.shared import update_seconds
-from async_flowrl.rewards.served import served_terms
 from async_flowrl.tickets.table import Ticket, describe
 from separation.table import format_table
 

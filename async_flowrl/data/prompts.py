@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from async_flowrl.config.messages import unknown_name
-from async_flowrl.config.resolution import parse_resolution
-from async_flowrl.types import Prompt, Resolution, TokenIds
+from async_flowrl.config.resolution import Resolution, parse_resolution
+from async_flowrl.types import Prompt, TokenIds
 
 QUOTED = re.compile(r'"([^"]*)"|“([^”]*)”')
 """The first pair of double quotes, straight or curly, encloses the text that the image should show."""

@@ -14,6 +14,7 @@ from typing import overload
 import numpy as np
 import numpy.typing as npt
 
+from async_flowrl.config.resolution import Resolution
 from async_flowrl.data.prompts import (
     Keys,
     PromptError,
@@ -25,7 +26,7 @@ from async_flowrl.data.prompts import (
     text_key,
 )
 from async_flowrl.data.rows import Row, Rows
-from async_flowrl.types import Prompt, Resolution
+from async_flowrl.types import Prompt
 
 DIGEST_BYTES = 16
 MAX_KEPT_REFUSALS = 1000

@@ -12,12 +12,11 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from async_flowrl.config.pools import ROLLOUT, TRAINER, held_out_by_pool, scoring_pools
+from async_flowrl.config.pools import ROLLOUT, TRAINER, held_out_by_pool, scoring_pools, served_terms, server_pool
 from async_flowrl.config.schema import SHARED, Config
 from async_flowrl.doctor.facts import PACKAGES, importable, version
 from async_flowrl.doctor.findings import FAILED, SKIPPED, WARNING, Finding, verdict
 from async_flowrl.doctor.nodes import GIB, Machine, room_for
-from async_flowrl.rewards.served import served_terms, server_pool
 from async_flowrl.rollout.vllm_omni.settings import check_installed
 from checkpoint_engine.transports import NCCL, PYNCCL, resolve_transport
 from separation.group import PoolSpec

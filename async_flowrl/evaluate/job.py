@@ -12,7 +12,7 @@ from pathlib import Path
 from async_flowrl.config.check import guidance_refusal
 from async_flowrl.config.compose import read_config
 from async_flowrl.config.own_code import absolute
-from async_flowrl.config.resolution import asked_resolution
+from async_flowrl.config.resolution import Resolution, asked_resolution
 from async_flowrl.config.schema import LORA, Config, DataConfig, RewardConfig, RewardTerm
 from async_flowrl.config.settings import MAX_SEED
 from async_flowrl.data.load import load_data
@@ -21,7 +21,7 @@ from async_flowrl.observability.run_directory import RunDirectory
 from async_flowrl.policies.registry import load_family, resolve_model
 from async_flowrl.rewards.registry import check_prompts, check_rewards
 from async_flowrl.tickets.request import evaluation_resolution
-from async_flowrl.types import Prompt, Resolution
+from async_flowrl.types import Prompt
 
 ASKED, TRAINED, HELD_OUT = "asked", "trained", "held_out"
 """Origin of a score: option `--reward`, or a run's trained or held-out terms (held out: measured, not trained on)."""

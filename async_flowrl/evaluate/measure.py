@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from async_flowrl.config.resolution import Resolution
 from async_flowrl.config.schema import Config, RewardConfig
 from async_flowrl.controller.context import NoServers, Servers
 from async_flowrl.controller.scoring import without_server
@@ -29,7 +30,7 @@ from async_flowrl.rewards.base import RewardError
 from async_flowrl.rewards.composite import CompositeReward, combined, weighted_total
 from async_flowrl.rewards.registry import build_reward
 from async_flowrl.seeds import derive, generator
-from async_flowrl.types import ByteArray, Prompt, Resolution, Scores
+from async_flowrl.types import ByteArray, Prompt, Scores
 
 logger = logging.getLogger(__name__)
 

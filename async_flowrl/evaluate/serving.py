@@ -12,13 +12,14 @@ from pathlib import Path
 
 import torch
 
+from async_flowrl.config.pools import served_terms
 from async_flowrl.config.schema import Config, HeldOutConfig, RewardTerm, ServeConfig
 from async_flowrl.controller.context import NoServers, Servers
 from async_flowrl.controller.reward_servers import server_pools, serving
 from async_flowrl.evaluate.job import Job
 from async_flowrl.observability.events import EventLog
 from async_flowrl.rewards.composite import CompositeReward, connect
-from async_flowrl.rewards.served import Addresses, served_terms
+from async_flowrl.rewards.served import Addresses
 from separation.cluster import cluster
 from separation.group import VISIBLE_DEVICES
 

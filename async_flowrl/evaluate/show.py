@@ -7,13 +7,12 @@ from typing import Any
 
 from PIL import Image
 
-from async_flowrl.config.resolution import height_width, in_words, pixels
+from async_flowrl.config.resolution import Resolution, height_width, in_words, pixels
 from async_flowrl.evaluate.job import TOTAL
 from async_flowrl.evaluate.measure import SHOWN_IMAGES, Comparison
 from async_flowrl.generate import from_config
 from async_flowrl.observability.images import grid
 from async_flowrl.observability.statistics import Estimate
-from async_flowrl.types import Resolution
 from separation.table import format_table
 
 RESULTS, GRID = "evaluation.json", "before_after.png"

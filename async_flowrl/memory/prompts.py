@@ -1,11 +1,10 @@
 """Sizes that prompts set for the memory of a run: the largest image, and the longest text."""
 
 from async_flowrl.config.paths import find_data
-from async_flowrl.config.resolution import at_size, configured, largest
+from async_flowrl.config.resolution import Resolution, at_size, configured, largest
 from async_flowrl.config.schema import Config, DataConfig
 from async_flowrl.data.load import load_data
 from async_flowrl.policies.pipeline import USUAL_TOKENS, estimated_tokens
-from async_flowrl.types import Resolution
 
 _read: dict[str, tuple[list[Resolution], int]] = {}
 """Settings and state of the prompt files → what `_asked` returns."""

@@ -3,11 +3,10 @@
 import logging
 from collections.abc import Collection
 
-from async_flowrl.config.pools import held_out_by_pool, scoring_pools, section_of
+from async_flowrl.config.pools import held_out_by_pool, scoring_pools, section_of, served_terms
 from async_flowrl.config.schema import SHARED, Config, RewardTerm, RolloutConfig, TrainerConfig
 from async_flowrl.memory.processes import GIB, Footprint, Process
 from async_flowrl.rewards.registry import memory_gib
-from async_flowrl.rewards.served import served_terms
 from separation.placement import fewest_gpus
 
 logger = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from async_flowrl.config.curves import best_curve
-from async_flowrl.config.pools import scoring_pools
+from async_flowrl.config.pools import scoring_pools, served_terms, server_pool
 from async_flowrl.config.schema import SHARED, Config
 from async_flowrl.observability.evaluations import Evaluation, policy_versions, since_first
 from async_flowrl.observability.events import Event, effective
@@ -21,7 +21,6 @@ from async_flowrl.observability.metrics import Metrics, by_age, missing_terms
 from async_flowrl.observability.result import tenths
 from async_flowrl.observability.statistics import CHANGE_FIELDS
 from async_flowrl.observability.timeline import Track, by_pool, device_shares, tracks
-from async_flowrl.rewards.served import served_terms, server_pool
 
 WARM_UP_STEPS = 2
 """Steps at the start that rates leave out, because the pipeline is filling and caches are cold."""

@@ -16,7 +16,7 @@ from typing import Any
 
 from async_flowrl.config.check import check
 from async_flowrl.config.compose import compose_config
-from async_flowrl.config.pools import HELD_OUT, REWARD, scoring_pools, workers_key
+from async_flowrl.config.pools import HELD_OUT, REWARD, scoring_pools, served_terms, workers_key
 from async_flowrl.config.schema import SHARED, Config, RewardTerm
 from async_flowrl.memory.devices import processes
 from async_flowrl.memory.layout import on_devices, resolved
@@ -24,7 +24,6 @@ from async_flowrl.memory.processes import GIB, planned_rollout, planned_trainer
 from async_flowrl.memory.prompts import at_largest
 from async_flowrl.memory.seats import describe_pools, gpus_taken
 from async_flowrl.plan.cards import GIB_OF_GB
-from async_flowrl.rewards.served import served_terms
 from async_flowrl.tickets.arithmetic import check_batching
 
 Staff = Mapping[str, int]

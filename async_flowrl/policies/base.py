@@ -10,7 +10,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from async_flowrl.types import Conditioning, Prompt, Resolution, Sampling, Wording
+from async_flowrl.config.resolution import Resolution
+from async_flowrl.types import Conditioning, Prompt, Sampling, Wording
 
 JOINT_ATTENTION = (
     "attn.to_q",

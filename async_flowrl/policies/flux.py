@@ -6,11 +6,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from async_flowrl.config.resolution import height_width
+from async_flowrl.config.resolution import Resolution, height_width
 from async_flowrl.policies.base import JOINT_ATTENTION
 from async_flowrl.policies.pipeline import PipelinePolicy, on_host
 from async_flowrl.policies.pipeline_family import PipelineFamily
-from async_flowrl.types import Conditioning, Resolution, Sampling
+from async_flowrl.types import Conditioning, Sampling
 
 
 class FluxPolicy(PipelinePolicy):

@@ -1,6 +1,5 @@
 """Loading of diffusers pipelines and networks, common to all model families."""
 
-import threading
 from collections.abc import Container, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -9,12 +8,10 @@ import torch
 from packaging.version import Version
 from torch import nn
 
+from async_flowrl.transfers import settle
+
 TEXT_ENCODERS = ("text_encoder", "text_encoder_2", "text_encoder_3")
 """Names of text encoders among a pipeline's components."""
-ONE_AT_A_TIME = threading.RLock()
-"""Lock for building models: diffusers, transformers and peft change process-wide defaults meanwhile. A thread that
-computes at the same time must give the dtype of each tensor that it creates from numbers. It is also held while a
-network's weights wait in host memory (`Parked`), so that nothing is loaded beside the models that have its place."""
 
 
 def weight_options(dtype: torch.dtype, revision: str | None) -> dict[str, Any]:
@@ -63,14 +60,3 @@ def settle_pipeline(pipeline: Any, device: torch.device, *, except_for: Containe
     for name, component in pipeline.components.items():
         if isinstance(component, nn.Module) and name not in except_for:
             settle(component, device)
-
-
-def settle(module: nn.Module, device: torch.device) -> None:
-    """Freezes a network, sets eval mode, moves it to `device`, and copies its tensors into memory that torch allocates.
-
-    Memory-mapped safetensors weights are not aligned to 64 bytes, and matrix products on them round differently. After
-    the copy, results are equal bit for bit in all processes.
-    """
-    module.eval().requires_grad_(False).to(device)
-    for tensor in [*module.parameters(), *module.buffers()]:
-        tensor.data = tensor.data.clone(memory_format=torch.contiguous_format)

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from async_flowrl.config.check import guidance_refusal
-from async_flowrl.config.resolution import height_width, in_pixels, in_words, of_sides
+from async_flowrl.config.resolution import Resolution, height_width, in_pixels, in_words, of_sides
 from async_flowrl.policies.base import Shapes
 from async_flowrl.policies.loading import TEXT_ENCODERS
-from async_flowrl.types import Conditioning, Resolution, Sampling, TokenIds, Wording
+from async_flowrl.types import Conditioning, Sampling, TokenIds, Wording
 
 BYTES_PER_TOKEN = 3.0
 """Bytes of text that count as one token. English has about four, so that estimates are rather too long."""

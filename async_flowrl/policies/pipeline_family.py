@@ -8,11 +8,13 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
+from async_flowrl.config.resolution import Resolution
 from async_flowrl.policies import loading
 from async_flowrl.policies.base import Shapes
 from async_flowrl.policies.pipeline import PipelinePolicy, scale_factor
 from async_flowrl.policies.stored import configuration
-from async_flowrl.types import Prompt, Resolution, Sampling
+from async_flowrl.transfers import settle
+from async_flowrl.types import Prompt, Sampling
 
 
 class PipelineFamily:
@@ -70,7 +72,7 @@ class PipelineFamily:
                     pipeline.register_modules(transformer=transformer)
             else:
                 transformer = kind.from_pretrained(path, subfolder="transformer", **options)
-                loading.settle(transformer, device)
+                settle(transformer, device)
             scheduler = diffusers.FlowMatchEulerDiscreteScheduler.from_pretrained(
                 path, subfolder="scheduler", revision=revision
             )

@@ -6,13 +6,13 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from async_flowrl.config.resolution import height_width
+from async_flowrl.config.resolution import Resolution, height_width
 from async_flowrl.policies import qwen_text
 from async_flowrl.policies.base import JOINT_ATTENTION
 from async_flowrl.policies.pipeline import PipelinePolicy, on_host, with_norm_of
 from async_flowrl.policies.pipeline_family import PipelineFamily
 from async_flowrl.policies.stored import configuration
-from async_flowrl.types import Conditioning, Prompt, Resolution, Sampling, TokenIds, Wording
+from async_flowrl.types import Conditioning, Prompt, Sampling, TokenIds, Wording
 
 _TEXT_TOKENS = 512
 """Default of QwenImagePipeline.__call__ for `max_sequence_length`; that of its `encode_prompt` alone is 1024."""

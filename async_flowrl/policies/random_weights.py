@@ -19,11 +19,11 @@ import torch
 from torch import Tensor, nn
 
 from async_flowrl.config.architectures import Architecture
-from async_flowrl.policies.loading import settle
 from async_flowrl.policies.pipeline import PipelinePolicy, estimated_tokens
 from async_flowrl.policies.pipeline_family import PipelineFamily, structure
 from async_flowrl.policies.stored import Weights, configuration
 from async_flowrl.policies.tiny.build import cache_dir, cached
+from async_flowrl.transfers import settle
 from async_flowrl.types import Conditioning, Wording
 
 

@@ -20,12 +20,13 @@ from async_flowrl.config.hub import download, hub_answers, hub_file
 from async_flowrl.config.messages import did_you_mean, first_line, in_one_line, unknown_name
 from async_flowrl.config.model_path import PIPELINES, TINY, local_index, not_found
 from async_flowrl.config.own_code import import_named
+from async_flowrl.config.resolution import Resolution
 from async_flowrl.config.schema import ModelConfig
 from async_flowrl.policies.base import Policy, PolicyFamily, Shapes
 from async_flowrl.policies.kernels import use_attention
 from async_flowrl.policies.pipeline_family import PipelineFamily
 from async_flowrl.policies.stored import FILE, FOLDER, StoredWeights, Weights
-from async_flowrl.types import Prompt, Resolution
+from async_flowrl.types import Prompt
 
 FAMILIES = {
     "qwen_image": "async_flowrl.policies.qwen_image:QwenImageFamily",

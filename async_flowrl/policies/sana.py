@@ -6,9 +6,10 @@ from typing import Any, cast
 
 from torch import Tensor
 
+from async_flowrl.config.resolution import Resolution
 from async_flowrl.policies.pipeline import PipelinePolicy, on_host
 from async_flowrl.policies.pipeline_family import PipelineFamily
-from async_flowrl.types import Conditioning, Resolution, Sampling
+from async_flowrl.types import Conditioning, Sampling
 
 
 class SanaPolicy(PipelinePolicy):

@@ -114,7 +114,7 @@ class Clip:
         Raises ValueError if files or the wanted GPU are missing; for a while after that also without looking again.
         """
         if self._loaded is None:
-            from async_flowrl.policies.loading import ONE_AT_A_TIME
+            from async_flowrl.transfers import ONE_AT_A_TIME
 
             with ONE_AT_A_TIME, self._failed:
                 if self._loaded is None:  # another thread may have loaded it while this one waited
@@ -125,7 +125,7 @@ class Clip:
         import torch
         from transformers import CLIPImageProcessorPil, CLIPModel, CLIPTokenizer
 
-        from async_flowrl.policies.loading import settle
+        from async_flowrl.transfers import settle
 
         device, source = choose_device(self.reward, self.device), self.processor or self.model
         revision = self.revision if source == self.model else self.processor_revision

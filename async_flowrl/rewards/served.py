@@ -12,7 +12,7 @@ import shlex
 import socket
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,19 +31,6 @@ class Addresses:
 
     urls: tuple[str, ...]
     token: str | None = None
-
-
-def served_terms(config: Config) -> Iterator[tuple[str, ServeConfig]]:
-    """Yields (term name, server settings) for the trained and the held-out terms; no name occurs in both."""
-    for terms in (config.reward.terms, config.evaluate.reward.terms):
-        for name, term in terms.items():
-            if term.serve is not None:
-                yield name, term.serve
-
-
-def server_pool(term: str) -> str:
-    """Returns the name of the pool of a term's servers."""
-    return f"server/{term}"
 
 
 def term_key(config: Config, term: str) -> str:

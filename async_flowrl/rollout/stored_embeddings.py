@@ -23,10 +23,10 @@ from torch import Tensor, nn
 
 from async_flowrl.policies.base import Policy
 from async_flowrl.policies.checked import source_digest
-from async_flowrl.policies.loading import ONE_AT_A_TIME
 from async_flowrl.policies.one_base import OneBase
 from async_flowrl.policies.registry import ResolvedModel
 from async_flowrl.rollout.text_encoder import encode_one
+from async_flowrl.transfers import ONE_AT_A_TIME
 from async_flowrl.types import Asked, Conditioning
 
 logger = logging.getLogger(__name__)

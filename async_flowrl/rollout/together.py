@@ -15,11 +15,12 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor
 
+from async_flowrl.config.resolution import Resolution
 from async_flowrl.policies.base import Policy
 from async_flowrl.policies.pipeline import PipelinePolicy
 from async_flowrl.rollout.base import Rollout
 from async_flowrl.rollout.diffusers_engine import DiffusersEngine, shapes_by_name
-from async_flowrl.types import Resolution, RolloutRequest, Sampling, Span
+from async_flowrl.types import RolloutRequest, Sampling, Span
 
 Branch = Mapping[str, Tensor]
 

@@ -19,7 +19,6 @@ from torch import Tensor
 from async_flowrl.config.schema import Config
 from async_flowrl.observability.profiler import StepProfiler
 from async_flowrl.policies.kernels import repeatable_kernels
-from async_flowrl.policies.loading import ONE_AT_A_TIME
 from async_flowrl.policies.one_base import OneBase
 from async_flowrl.policies.registry import ResolvedModel
 from async_flowrl.policies.tuning import tuning_of
@@ -27,6 +26,7 @@ from async_flowrl.rollout.base import Rollout, RolloutEngine
 from async_flowrl.rollout.registry import load_engine, open_embeddings
 from async_flowrl.rollout.stored_embeddings import StoredEmbeddings
 from async_flowrl.rollout.together import BatchEngine, merged_spans
+from async_flowrl.transfers import ONE_AT_A_TIME
 from async_flowrl.types import (
     ACTIVATE,
     EMA,

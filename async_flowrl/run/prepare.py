@@ -11,7 +11,7 @@ from typing import Any
 from async_flowrl.algorithms.base import Algorithm
 from async_flowrl.algorithms.registry import build_algorithm
 from async_flowrl.config.check import ConfigError, guidance_refusal, toy_values
-from async_flowrl.config.resolution import at_size, configured, height_width, in_words, pixels
+from async_flowrl.config.resolution import Resolution, at_size, configured, height_width, in_words, pixels
 from async_flowrl.config.schema import Config
 from async_flowrl.data.load import Data, load_data
 from async_flowrl.data.sampler import steps_for
@@ -36,7 +36,7 @@ from async_flowrl.rollout.vllm_omni.settings import check_model
 from async_flowrl.run.early import refuse_early
 from async_flowrl.tickets.arithmetic import check_batching, shape
 from async_flowrl.tickets.request import RequestBuilder, evaluation_sampling, sampling
-from async_flowrl.types import Resolution, Sampling
+from async_flowrl.types import Sampling
 
 SIZES_SHOWN = 4
 """Largest number of image sizes that messages list one by one."""

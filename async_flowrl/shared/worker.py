@@ -14,6 +14,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
+from async_flowrl.config.resolution import Resolution
 from async_flowrl.config.schema import Config
 from async_flowrl.policies.base import Policy
 from async_flowrl.policies.one_base import OneBase
@@ -27,7 +28,7 @@ from async_flowrl.training.messages import Manifest, Summed, TrainRequest, Updat
 from async_flowrl.training.publishing import PublishedStreams
 from async_flowrl.training.versions import Versions
 from async_flowrl.training.worker import TrainerWorker
-from async_flowrl.types import POLICY, Asked, ByteArray, Resolution, RolloutReport, RolloutRequest, Trajectory
+from async_flowrl.types import POLICY, Asked, ByteArray, RolloutReport, RolloutRequest, Trajectory
 from checkpoint_engine import RING, Ack, Header
 from checkpoint_engine.errors import TransferCorrupted, WeightsMismatch
 from checkpoint_engine.side_stream import SideStream, on, recorded

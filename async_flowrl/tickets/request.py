@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from async_flowrl.algorithms.window import Window, draw_window
-from async_flowrl.config.resolution import configured, parse_resolution
+from async_flowrl.config.resolution import Resolution, configured, parse_resolution
 from async_flowrl.config.schema import Config
 from async_flowrl.data.curriculum import NO_SPREAD, SPREAD, UNKNOWN, Curriculum
 from async_flowrl.data.sampler import Sampler
@@ -20,7 +20,7 @@ from async_flowrl.data.store import shared_texts
 from async_flowrl.seeds import derive
 from async_flowrl.tickets.batches import by_length
 from async_flowrl.tickets.table import EVALUATION, Ticket
-from async_flowrl.types import Prompt, Resolution, RolloutRequest, Sampling
+from async_flowrl.types import Prompt, RolloutRequest, Sampling
 
 
 @dataclass(frozen=True)

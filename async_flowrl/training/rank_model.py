@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from async_flowrl.algorithms.registry import check_schedule
-from async_flowrl.config.resolution import in_pixels
+from async_flowrl.config.resolution import Resolution, in_pixels
 from async_flowrl.config.schema import FULL, Config
 from async_flowrl.policies.base import Policy
 from async_flowrl.policies.kernels import compile_blocks
@@ -25,7 +25,6 @@ from async_flowrl.policies.tuning import tuning_of
 from async_flowrl.tickets.request import sampling
 from async_flowrl.training.fsdp import World, checkpoint_blocks, shard
 from async_flowrl.training.sharded import shard_trained
-from async_flowrl.types import Resolution
 from checkpoint_engine import base_digest
 
 

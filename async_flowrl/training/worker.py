@@ -15,12 +15,11 @@ import torch
 
 from async_flowrl.algorithms.base import Algorithm
 from async_flowrl.algorithms.registry import build_algorithm
-from async_flowrl.config.resolution import configured
+from async_flowrl.config.resolution import Resolution, configured
 from async_flowrl.config.schema import FULL, Config
 from async_flowrl.observability.flops import device_peak
 from async_flowrl.policies.base import Policy
 from async_flowrl.policies.kernels import repeatable_kernels
-from async_flowrl.policies.loading import ONE_AT_A_TIME
 from async_flowrl.policies.one_base import OneBase
 from async_flowrl.policies.registry import ResolvedModel
 from async_flowrl.training.checkpoint import (
@@ -46,7 +45,8 @@ from async_flowrl.training.sharded import ShardedParameters, ShardSaving
 from async_flowrl.training.snapshots import RankState, Snapshots
 from async_flowrl.training.update import Update
 from async_flowrl.training.versions import Versions
-from async_flowrl.types import Resolution, Trajectory
+from async_flowrl.transfers import ONE_AT_A_TIME
+from async_flowrl.types import Trajectory
 from checkpoint_engine import weights_digest
 from separation.numa import bind
 

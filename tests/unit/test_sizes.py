@@ -14,7 +14,7 @@ from PIL import Image
 
 from async_flowrl.config.check import ConfigError
 from async_flowrl.config.compose import compose_config, read_config
-from async_flowrl.config.resolution import at_size, configured, parse_resolution, written
+from async_flowrl.config.resolution import Resolution, at_size, configured, parse_resolution, written
 from async_flowrl.config.schema import Config
 from async_flowrl.controller.fingerprint import deciding
 from async_flowrl.data.prompts import Keys, digest, read_prompt
@@ -33,7 +33,7 @@ from async_flowrl.tickets.request import RequestBuilder, evaluation_resolution
 from async_flowrl.tickets.table import EVALUATION, TRAIN, Ticket
 from async_flowrl.training import rank_model
 from async_flowrl.training.worker import TrainerWorker
-from async_flowrl.types import Prompt, Resolution
+from async_flowrl.types import Prompt
 from tests.support.families import model_config
 
 ROWS: list[dict[str, Any]] = [

@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from async_flowrl.config.resolution import Resolution
 from async_flowrl.policies.lora import lora_layers, lora_modules
-from async_flowrl.types import Prompt, Resolution, RolloutRequest
+from async_flowrl.types import Prompt, RolloutRequest
 from checkpoint_engine import LoraModule, base_digest, binding_probe, check_binding
 from tests.support.tiny import request, sampling
 from tests.vllm_omni.rig import Rig, gap, same, trajectory_of

@@ -10,13 +10,13 @@ from typing import Any, cast
 import pytest
 import torch
 
+from async_flowrl.config.resolution import Resolution
 from async_flowrl.policies import kernels
 from async_flowrl.policies.base import Policy
 from async_flowrl.policies.kernels import compile_blocks, use_attention
 from async_flowrl.policies.lora import lora_parameters
 from async_flowrl.policies.registry import ResolvedModel, check_revision, load_policy, resolve_model
 from async_flowrl.training.fsdp import checkpoint_blocks
-from async_flowrl.types import Resolution
 from tests.support.families import NAMES, adapted, conditioning, how, model_config, policy_of
 from tests.support.shared_models import SharedModels
 from tests.support.tiny import tensors

@@ -9,10 +9,9 @@ import pytest
 import torch
 
 from async_flowrl.algorithms import sde
-from async_flowrl.config.resolution import height_width
+from async_flowrl.config.resolution import Resolution, height_width
 from async_flowrl.policies.registry import family_of, resolve_model, shapes_of
 from async_flowrl.rollout.diffusers_engine import DiffusersEngine
-from async_flowrl.types import Resolution
 from tests.support.families import NAMES, TEXT, conditioning, how, model_config
 from tests.support.shared_models import SharedModels
 from tests.support.tiny import request, tensors

@@ -13,11 +13,11 @@ from torch import nn
 from async_flowrl.config.model_path import not_found
 from async_flowrl.config.schema import ModelConfig, TinyConfig
 from async_flowrl.policies.base import Shapes
-from async_flowrl.policies.loading import settle
 from async_flowrl.policies.qwen_image import QwenImageFamily
 from async_flowrl.policies.registry import load_family, load_policy, resolve_model, shapes_of
 from async_flowrl.policies.stored import FILE
 from async_flowrl.policies.tiny.build import build_tiny
+from async_flowrl.transfers import settle
 from tests.support.hub import COMMIT, used_here
 from tests.support.tiny import RED, tiny_policy
 
