@@ -84,7 +84,7 @@ def train(config: Config, hydra_record: Mapping[str, str], workers: "Workers | N
 
 def preflight(config: Config) -> list[str]:
     """Warnings of the doctor about the machines before a run starts. Raises ConfigError if one of its checks failed."""
-    from async_flowrl.doctor.configuration import preflight as look
+    from async_flowrl.run.preflight import preflight as look
     from async_flowrl.run.prepare import prepare
 
     return look(prepare(config, whole=True))

@@ -24,9 +24,9 @@ import torch
 
 from async_flowrl.config.schema import Config, DeadlinesConfig
 from async_flowrl.controller.context import Context, Steps
-from async_flowrl.loop import run
 from async_flowrl.observability.events import EventLog
 from async_flowrl.observability.ledger import PoolLedger
+from async_flowrl.run.loop import run
 from async_flowrl.tickets.table import Shape, TicketTable
 from async_flowrl.training.messages import Manifest, StepPlan, Summed, TrainRequest, UpdateStats
 from async_flowrl.training.parts import RankPosition, parts_of

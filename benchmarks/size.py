@@ -150,7 +150,7 @@ def way_of_a_ticket() -> dict[str, float]:
         events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
         files, before = (
             visited.files_within(calls, *followed(events)),
-            visited.files_before(calls, "async_flowrl/loop.py"),
+            visited.files_before(calls, "async_flowrl/run/loop.py"),
         )
     return {"way/ticket_to_next_version": len(files), "way/main_to_loop": len(before)}
 

@@ -1,6 +1,6 @@
 """The survey of a Ray cluster from outside of any run: its nodes, a function on each node, clocks, and a broadcast.
 
-The doctor (async_flowrl/doctor) uses `survey` to check the nodes before a run.
+The doctor (async_flowrl/cli/doctor.py) uses `survey` to check the nodes before a run.
 """
 
 import time

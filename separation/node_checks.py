@@ -1,6 +1,6 @@
 """Checks of the nodes of a cluster: the same code, the same files, and a folder for Ray's sockets.
 
-ray_pool.py compares the code before it builds a worker; the doctor (async_flowrl/doctor) makes all checks.
+ray_pool.py compares the code before it builds a worker; the doctor (async_flowrl/cli/doctor.py) makes all checks.
 """
 
 import hashlib

@@ -1,6 +1,6 @@
 """AfterStep does the work between training steps: metrics, checkpoints, and the start of evaluations.
 
-The loop (async_flowrl/loop.py) calls it. Checkpoints are written, and evaluations made, while training goes on.
+The loop (run/loop.py) calls it. Checkpoints are written, and evaluations made, while training goes on.
 """
 
 import logging

@@ -1,6 +1,6 @@
 """Dispatch: gives tickets to the rollout workers through the gate, replaces dead workers, and asks for rewards.
 
-The loop (async_flowrl/loop.py) runs `dispatch` beside the training. The gate is the rule of the ticket table
+The loop (run/loop.py) runs `dispatch` beside the training. The gate is the rule of the ticket table
 (tickets/table.py) that a worker gets a ticket only if it holds the version that the ticket names.
 """
 

@@ -1,6 +1,6 @@
 """TrainerGroup, the trainer as the controller sees it: decides which ranks train which groups of a step, and when.
 
-The loop (async_flowrl/loop.py) calls `update` once per step. A step has `trainer.updates_per_batch` optimizer steps,
+The loop (run/loop.py) calls `update` once per step. A step has `trainer.updates_per_batch` optimizer steps,
 and a group's number decides to which of them it belongs. With `hand_over=batch` the step waits until all of its groups
 are ready; with `hand_over=stream` groups are trained in the order in which they become ready. Both train the same
 parts: a part is a micro-batch of a group (training/parts.py), and the controller says which rank trains which part. A

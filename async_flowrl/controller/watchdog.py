@@ -1,6 +1,6 @@
 """The watchdog notices a run in which no ticket makes progress: it logs what each ticket waits for, then ends the run.
 
-The loop (async_flowrl/loop.py) runs `watch_for_stalls` beside the training. Every call of a worker has a deadline of
+The loop (run/loop.py) runs `watch_for_stalls` beside the training. Every call of a worker has a deadline of
 its own; the watchdog is for other stalls, e.g. a ticket that no worker is allowed to run.
 """
 

@@ -1,6 +1,6 @@
 """PublishedWeights publishes the trainer's versions and delivers them to the rollout workers (`checkpoint_engine`).
 
-The loop (async_flowrl/loop.py) uses it. It tells the ticket table the digest of every published version, and which
+The loop (run/loop.py) uses it. It tells the ticket table the digest of every published version, and which
 workers have acknowledged it. Before a new worker gets a version, delivered test weights (the canary) must have the same
 effect in its network as in the trainer's.
 """

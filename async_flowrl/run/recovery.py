@@ -29,7 +29,6 @@ from async_flowrl.controller.resume import START, Resume, newest, with_outcomes
 from async_flowrl.controller.reward_servers import RewardServers
 from async_flowrl.controller.score_log import ScoreLog
 from async_flowrl.controller.trainer import TrainerGroup
-from async_flowrl.loop import run as run_loop
 from async_flowrl.observability.evaluations import EvaluationLog
 from async_flowrl.observability.events import EventLog
 from async_flowrl.observability.ledger import PoolLedger
@@ -38,6 +37,7 @@ from async_flowrl.observability.monitor import Monitor
 from async_flowrl.observability.run_directory import RunDirectory
 from async_flowrl.rewards.registry import keeps_scores
 from async_flowrl.run.launch import Negatives, load_trainer, send_negatives
+from async_flowrl.run.loop import run as run_loop
 from async_flowrl.run.prepare import Prepared
 from async_flowrl.run.stopping import StopRequest
 from async_flowrl.training.checkpoint import held_versions

@@ -85,7 +85,7 @@ class Task:
         `prefix` are arguments of Python before the program. Returns its summary; None if it failed. A run that trained
         on the CPU beside a card is not ok.
         """
-        from async_flowrl.benchmark import NOTHING_BUT_TRAINING
+        from async_flowrl.cli.benchmark import NOTHING_BUT_TRAINING
         from benchmarks.gpu_first_hour.sizes import real_card
 
         file = re.sub(r"\W+", "_", name)

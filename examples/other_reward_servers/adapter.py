@@ -17,8 +17,8 @@ from typing import Any
 import httpx
 import numpy as np
 
+from async_flowrl.cli import reward_server as server
 from async_flowrl.rewards.http_contract import encode_image
-from async_flowrl.serve_rewards import server
 from async_flowrl.types import ByteArray, Prompt
 
 MAX_REPLY_BYTES = 16 * 2**20

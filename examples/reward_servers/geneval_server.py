@@ -19,8 +19,8 @@ from typing import Any
 
 from PIL import Image
 
+from async_flowrl.cli import reward_server as server
 from async_flowrl.rewards.base import PromptRefused
-from async_flowrl.serve_rewards import server
 from async_flowrl.types import ByteArray, Prompt
 
 REPOSITORY, COMMIT = "https://github.com/yifan123/reward-server", "92ac29fb322c028f8840db8f93c950422931710d"

@@ -11,7 +11,7 @@ from typing import Any
 
 from PIL import Image
 
-from async_flowrl.serve_rewards import server
+from async_flowrl.cli import reward_server as server
 from async_flowrl.types import ByteArray, Prompt
 
 Reward = Callable[[list[Any], list[str]], Any]

@@ -10,7 +10,7 @@ from typing import Any
 
 from PIL import Image
 
-from async_flowrl.serve_rewards import server
+from async_flowrl.cli import reward_server as server
 from async_flowrl.types import ByteArray, Prompt
 
 Score = Callable[[str, Any], float]

@@ -15,7 +15,7 @@ LIMIT = 540.0
 
 
 def doctor(*words: str) -> str:
-    command = [sys.executable, "-m", "async_flowrl.doctor", *words]
+    command = [sys.executable, "-m", "async_flowrl", "doctor", *words]
     done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

@@ -9,13 +9,13 @@ from contextlib import AbstractContextManager, nullcontext
 import pytest
 import torch
 
+from async_flowrl.cli.rehearse import peak
 from async_flowrl.config.compose import compose_config
 from async_flowrl.config.schema import Config
 from async_flowrl.memory.processes import Footprint, plan_memory, sent_versions
 from async_flowrl.memory.rehearsal.model import FakeModel, conditioning
 from async_flowrl.memory.rehearsal.rollout import deliver, rehearse_rollout, ticket_request
 from async_flowrl.memory.rehearsal.trainer import rehearse_trainer, settle, update_request
-from async_flowrl.plan.rehearse import peak
 from async_flowrl.policies.registry import resolve_model
 from async_flowrl.rollout.worker import RolloutWorker
 from async_flowrl.training.worker import TrainerWorker

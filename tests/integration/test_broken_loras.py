@@ -8,8 +8,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from async_flowrl.export.__main__ import main as exporting
-from async_flowrl.generate import from_config, open_pipeline, sample, usual
+from async_flowrl.cli.export import main as exporting
+from async_flowrl.cli.generate import from_config, open_pipeline, sample, usual
 from async_flowrl.policies import trained_file
 from async_flowrl.policies.lora_file import FILE_NAME
 from async_flowrl.policies.qwen_image import QwenImagePolicy

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from async_flowrl.check_model.__main__ import main
-from async_flowrl.check_model.compare import CAUSES
+from async_flowrl.cli.check_model import CAUSES, main
 from async_flowrl.config.compose import compose_config
 from async_flowrl.policies.registry import resolve_model
 from async_flowrl.run.job import run

@@ -33,6 +33,6 @@ def test_compiled_blocks_train_as_plain_ones(tmp_path: Path) -> None:
 
 def proven(run: Run) -> bool:
     done = subprocess.run(
-        [sys.executable, "-m", "async_flowrl.verify", str(run.root)], capture_output=True, text=True, cwd=ROOT
+        [sys.executable, "-m", "async_flowrl", "verify", str(run.root)], capture_output=True, text=True, cwd=ROOT
     )
     return done.returncode == 0

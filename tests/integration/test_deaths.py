@@ -10,7 +10,7 @@ import numpy as np
 import psutil
 import pytest
 
-from async_flowrl.verify import verify
+from async_flowrl.cli.verify import verify
 from benchmarks.prove import (
     digest,
     events,

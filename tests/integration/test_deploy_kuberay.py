@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from async_flowrl.doctor import facts as told
+from async_flowrl.run import node_facts as told
 from tests.support.published import use_published_models
 
 kubernetes = pytest.importorskip("kubernetes_validate", reason="pip install kubernetes-validate")
@@ -88,7 +88,7 @@ def test_images_volumes_and_versions_belong_together(name: str) -> None:
 
 def test_the_command_of_the_job_composes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As far as the model's own configuration; its seats are those of the pods, and its files go to the volume."""
-    from async_flowrl.cli import verbs
+    from async_flowrl import __main__ as verbs
 
     job = read("rayjob.yaml")["spec"]
     program, *words = shlex.split(job["entrypoint"])

@@ -20,7 +20,7 @@ from tests.support.tiny import adapted_policy, save_lora
 
 DOCS = Path(__file__).parents[2] / "docs"
 LORA = LoraConfig(rank=4, alpha=8.0)
-COMMAND = re.compile(r"^    python -m async_flowrl\.(export|evaluate|generate) (.*)$", re.MULTILINE)
+COMMAND = re.compile(r"^    (?:python -m async_flowrl\.|async-flowrl )(export|evaluate|generate) (.*)$", re.MULTILINE)
 PYTHON = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
@@ -49,8 +49,7 @@ def filled(text: str, places: dict[str, str], base: str) -> str:
 
 
 def main_of(module: str) -> Callable[[Sequence[str]], int]:
-    inner = "" if module == "generate" else ".__main__"
-    main: Callable[[Sequence[str]], int] = importlib.import_module(f"async_flowrl.{module}{inner}").main
+    main: Callable[[Sequence[str]], int] = importlib.import_module(f"async_flowrl.cli.{module}").main
     return main
 
 

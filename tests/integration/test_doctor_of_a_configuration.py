@@ -6,14 +6,14 @@ from typing import Any
 import pytest
 
 from async_flowrl import main as program
+from async_flowrl.cli import doctor
 from async_flowrl.config.check import ConfigError
 from async_flowrl.config.compose import compose_config
-from async_flowrl.doctor import __main__ as doctor
-from async_flowrl.doctor import configuration
-from async_flowrl.doctor import facts as told
-from async_flowrl.doctor.configuration import host_processes
 from async_flowrl.memory.host import PROCESS_BYTES, PoolProcesses
 from async_flowrl.memory.processes import plan_memory
+from async_flowrl.run import node_facts as told
+from async_flowrl.run import preflight as configuration
+from async_flowrl.run.preflight import host_processes
 
 LOCAL = ("runtime.backend=local", "total_steps=1", "evaluate.before_training=false", "model.tiny.layers=1")
 
@@ -86,7 +86,7 @@ def test_preflight_lets_a_run_start(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         looked.append(arguments)
         return original(*arguments)
 
-    monkeypatch.setattr("async_flowrl.doctor.configuration.start_findings", watched)
+    monkeypatch.setattr("async_flowrl.run.preflight.start_findings", watched)
     short = ("group_size=4", "trainer.micro_batch_size=4", "rollout.num_inference_steps=3", "preflight=true")
     config = compose_config("sync", [*LOCAL, *short, "evaluate.images_per_prompt=1", f"output_dir={tmp_path / 'run'}"])
     assert program.train(config, {}) == 0

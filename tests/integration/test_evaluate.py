@@ -12,13 +12,13 @@ import pytest
 from omegaconf import OmegaConf
 from PIL import Image
 
+from async_flowrl.cli import before_after as measure
+from async_flowrl.cli.before_after import Scored, as_json
+from async_flowrl.cli.evaluate import job_of_run
+from async_flowrl.cli.evaluate import main as evaluating
 from async_flowrl.config.compose import read_config
 from async_flowrl.config.schema import Config, LoraConfig, RewardTerm
 from async_flowrl.data.load import load_data
-from async_flowrl.evaluate import job_of_run, measure
-from async_flowrl.evaluate.__main__ import main as evaluating
-from async_flowrl.evaluate.measure import Scored
-from async_flowrl.evaluate.show import as_json
 from async_flowrl.policies import lora_file, lora_formats
 from async_flowrl.policies.qwen_image import QwenImagePolicy
 from async_flowrl.rewards.registry import build_reward

@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 from omegaconf import OmegaConf
 
+from async_flowrl.cli import evaluate as serving
+from async_flowrl.cli.before_after import scored
+from async_flowrl.cli.evaluate import main as evaluating
 from async_flowrl.config import exit_codes
 from async_flowrl.config.schema import Config, RewardConfig, RewardTerm, ServeConfig
 from async_flowrl.controller.context import NoServers
-from async_flowrl.evaluate import serving
-from async_flowrl.evaluate.__main__ import main as evaluating
-from async_flowrl.evaluate.measure import scored
 from async_flowrl.rewards.registry import build_reward
 from async_flowrl.types import ByteArray, Prompt
 from tests.integration.dying_color import COUNT_FILE
@@ -88,7 +88,7 @@ def test_a_server_that_is_lost_ends_the_evaluation_by_name(
 @pytest.mark.slow
 def test_nothing_is_left_when_the_evaluation_is_killed(tmp_path: Path, temporary: Path) -> None:
     run = run_directory(tmp_path, f"{SERVE} reward=color")
-    command = [sys.executable, "-m", "async_flowrl.evaluate", str(run), "--images", "500", "--seeds", "9"]
+    command = [sys.executable, "-m", "async_flowrl", "evaluate", str(run), "--images", "500", "--seeds", "9"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT)
     wait_until(process, lambda: len(left_behind(temporary)) >= 2, "its server was there")  # a keeper, a server
     os.kill(process.pid, signal.SIGKILL)

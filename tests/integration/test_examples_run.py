@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from async_flowrl.cli import verbs
+from async_flowrl import __main__ as verbs
 from async_flowrl.config import exit_codes
 from async_flowrl.config.compose import compose_config, is_hydras
 from async_flowrl.main import command_line

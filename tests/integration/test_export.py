@@ -11,9 +11,9 @@ from peft import get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from async_flowrl.cli.export import main as exporting
+from async_flowrl.cli.exported import read_source, write_lora
 from async_flowrl.config.schema import LoraConfig, ModelConfig
-from async_flowrl.export.__main__ import main as exporting
-from async_flowrl.export.source import read_source, write_lora
 from async_flowrl.policies.lora_file import FILE_NAME
 from async_flowrl.policies.qwen_image import QwenImagePolicy
 from async_flowrl.policies.registry import load_pipeline, resolve_model

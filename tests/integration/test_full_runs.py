@@ -10,13 +10,14 @@ import pytest
 import torch
 from PIL import Image
 
+from async_flowrl.cli.before_after import evaluate
+from async_flowrl.cli.evaluate import job_of_run
+from async_flowrl.cli.export import main as export
+from async_flowrl.cli.generate import from_config, generate, open_pipeline, sample
+from async_flowrl.cli.generate import main as generate_command
+from async_flowrl.cli.verify import verify
 from async_flowrl.config.compose import read_config
-from async_flowrl.evaluate import evaluate, job_of_run
-from async_flowrl.export.__main__ import main as export
-from async_flowrl.generate import from_config, generate, open_pipeline, sample
-from async_flowrl.generate import main as generate_command
 from async_flowrl.policies import trained_file
-from async_flowrl.verify import verify
 from tests.integration.runs import Run, start, train, wait_until
 from tests.integration.whole_weights import Received, check_all_changed_and_delivered, watched_receivers, whole
 

@@ -13,13 +13,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from async_flowrl.cli.before_after import evaluate
+from async_flowrl.cli.evaluate import job_of_run
+from async_flowrl.cli.export import main as export
+from async_flowrl.cli.generate import from_config, open_pipeline, sample
+from async_flowrl.cli.verify import verify
 from async_flowrl.config.compose import read_config
-from async_flowrl.evaluate import evaluate, job_of_run
-from async_flowrl.export.__main__ import main as export
-from async_flowrl.generate import from_config, open_pipeline, sample
 from async_flowrl.policies import trained_file
 from async_flowrl.training.checkpoint import read_checkpoint
-from async_flowrl.verify import verify
 from tests.integration.forked_ranks import train_with_forked_ranks
 from tests.integration.lonely import MESSAGE
 from tests.integration.runs import DELAYS, TINY, Run, finish, start, train, train_here_on_ray, wait_until

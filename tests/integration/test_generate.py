@@ -10,7 +10,7 @@ import torch
 from omegaconf import OmegaConf
 from PIL import Image
 
-from async_flowrl import generate as generating
+from async_flowrl.cli import generate as generating
 from async_flowrl.config.schema import Config
 from async_flowrl.policies import lora_file, lora_formats
 from async_flowrl.policies.qwen_image import QwenImagePolicy

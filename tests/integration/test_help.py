@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from async_flowrl.cli import verbs
+from async_flowrl import __main__ as verbs
 
 
 @pytest.mark.parametrize("verb", verbs.VERBS)

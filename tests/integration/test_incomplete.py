@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from async_flowrl.cli.verify import verify
 from async_flowrl.config import exit_codes
 from async_flowrl.config.compose import compose_config
 from async_flowrl.observability import images, monitor
@@ -11,7 +12,6 @@ from async_flowrl.rollout.base import Rollout
 from async_flowrl.rollout.diffusers_engine import DiffusersEngine
 from async_flowrl.run.job import run as run_config
 from async_flowrl.types import EVALUATION, RolloutRequest
-from async_flowrl.verify import verify
 from tests.integration.judge import DOWN_FILE
 from tests.integration.runs import LOCAL, Run, train
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from async_flowrl.verify import verify
+from async_flowrl.cli.verify import verify
 from benchmarks.prove import SHORT_RUN, digest, events, finish, start
 from tests.support.killed_trainer import PHASES, drawn
 

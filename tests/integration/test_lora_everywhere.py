@@ -13,8 +13,8 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from async_flowrl.cli.exported import write_merged
 from async_flowrl.config.schema import LoraConfig, ModelConfig
-from async_flowrl.export.whole_model import write_merged
 from async_flowrl.policies import lora_file, lora_formats
 from async_flowrl.policies.base import Policy
 from async_flowrl.policies.lora import lora_parameters

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from async_flowrl.verify import verify
+from async_flowrl.cli.verify import verify
 from tests.integration.runs import LOCAL, train
 
 ROWS = (

@@ -13,10 +13,10 @@ from huggingface_hub import ModelCard
 from omegaconf import OmegaConf
 from PIL import Image
 
+from async_flowrl.cli.evaluate import main as evaluating
+from async_flowrl.cli.export import main as exporting
+from async_flowrl.cli.generate import arguments_of, from_config, in_diffusers, sample, usual
 from async_flowrl.config.schema import Config, ModelConfig, RewardTerm, TinyConfig
-from async_flowrl.evaluate.__main__ import main as evaluating
-from async_flowrl.export.__main__ import main as exporting
-from async_flowrl.generate import arguments_of, from_config, in_diffusers, sample, usual
 from async_flowrl.observability.evaluations import Curve, Evaluation, EvaluationLog
 from async_flowrl.observability.images import write_grid
 from async_flowrl.policies import lora_file, lora_formats
@@ -177,7 +177,7 @@ def test_a_refused_format_leaves_the_others(
     ("arguments", "message"),
     [
         (["RUN", "--base", "tinny", "--merged"], "did you mean 'tiny'"),
-        (["RUN", "--evaluation", "RUN"], "is no folder of python -m async_flowrl.evaluate"),
+        (["RUN", "--evaluation", "RUN"], "is no folder of async-flowrl evaluate"),
         (["LORA", "--merged"], "--base is needed"),
         (["KOHYA"], "with --base it is read as the LoRA of that model"),
         (["KOHYA", "--base", "SD3"], "finds no layer of StableDiffusion3Pipeline in it"),

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from async_flowrl.report.__main__ import main as report
+from async_flowrl.cli.report import main as report
 from tests.integration.runs import Run, train
 from tests.support.chromium import NONE, chromium
 

@@ -46,7 +46,7 @@ def reward(command: str, **serve: object) -> tuple[str, str]:
 def test_ctrl_c_ends_a_server_after_the_request_that_it_scores(tmp_path: Path) -> None:
     (tmp_path / "slow.py").write_text(SLOW)
     terms = f"+reward={{terms: {{slow: {{name: '{tmp_path}/slow.py:slow'}}}}}}"
-    command = [*python(), "-m", "async_flowrl.serve_rewards", "~reward", terms, "--port", "0"]
+    command = [*python(), "-m", "async_flowrl", "serve-rewards", "~reward", terms, "--port", "0"]
     process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None
     (url,) = re.findall(r"http://\S+", process.stdout.readline())

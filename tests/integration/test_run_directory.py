@@ -10,14 +10,15 @@ from omegaconf import OmegaConf
 from PIL import Image
 from safetensors.torch import load_file
 
-from async_flowrl import generate
+from async_flowrl.cli import generate
+from async_flowrl.cli.before_after import evaluate
+from async_flowrl.cli.evaluate import job_of_run
+from async_flowrl.cli.exported import read_source, write_lora
 from async_flowrl.config.compose import read_config
 from async_flowrl.config.schema import Config
 from async_flowrl.controller import checkpoints
 from async_flowrl.controller.context import Context
 from async_flowrl.controller.resume import Resume
-from async_flowrl.evaluate import evaluate, job_of_run
-from async_flowrl.export.source import read_source, write_lora
 from async_flowrl.policies.lora_file import FILE_NAME
 from async_flowrl.run import job, recovery
 from async_flowrl.training.checkpoint import read_checkpoint

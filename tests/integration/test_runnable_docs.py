@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from async_flowrl.cli import verbs
+from async_flowrl import __main__ as verbs
 from tests.support.examples import ROOT, Command, commands
 
 BLOCK = re.compile(r"^<!-- runnable -->\n```(bash|python)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
@@ -69,7 +69,7 @@ def verb_and_arguments(command: Command) -> list[str]:
     program, *words = command.words
     if program == "async-flowrl":
         return words
-    verbs_of = {module: verb for verb, (module, _) in verbs.VERBS.items()}
+    verbs_of = {f"async_flowrl.{module}": verb for verb, (module, _) in verbs.VERBS.items()}
     assert program == "python" and words[0] == "-m", f"{program} needs a shell: name the page in INTERRUPTED"
     return [verbs_of[words[1]], *words[2:]]
 

@@ -24,14 +24,14 @@ for name, (module, arguments) in json.loads(sys.argv[1]).items():
     print(json.dumps([name, [code, said.getvalue(), sorted(set(sys.modules) - before)]]))
 """
 NO_COMPUTING = {
-    "no verb": ("cli.verbs", []),
-    "version": ("cli.verbs", ["--version"]),
-    "unknown verb": ("cli.verbs", ["nonsense"]),
-    "help of the export": ("export.__main__", ["--help"]),
-    "arguments of the export": ("export.__main__", ["only_one"]),
-    "help of check-model": ("check_model.__main__", ["--help"]),
-    "help of the planner": ("plan.__main__", ["--help"]),
-    "arguments of the planner": ("plan.__main__", ["--devices", "many"]),
+    "no verb": ("__main__", []),
+    "version": ("__main__", ["--version"]),
+    "unknown verb": ("__main__", ["nonsense"]),
+    "help of the export": ("cli.export", ["--help"]),
+    "arguments of the export": ("cli.export", ["only_one"]),
+    "help of check-model": ("cli.check_model", ["--help"]),
+    "help of the planner": ("cli.plan", ["--help"]),
+    "arguments of the planner": ("cli.plan", ["--devices", "many"]),
     "unknown key": ("main", ["total_stepz=3"]),
     "unknown group": ("main", ["reward=ocrr"]),
     "wrong type": ("main", ["seed=abc"]),
@@ -159,7 +159,7 @@ def test_a_trainer_rank_loads_the_network_and_neither_the_pipeline_nor_its_text_
 
 def test_a_run_of_threads_imports_no_tool_no_test_no_ray_and_no_tracker(computing: dict[str, set[str]]) -> None:
     names = computing["trained"]
-    assert {"async_flowrl.loop", "diffusers.pipelines.qwenimage.pipeline_qwenimage"} <= names
+    assert {"async_flowrl.run.loop", "diffusers.pipelines.qwenimage.pipeline_qwenimage"} <= names
     packages = {name.partition(".")[0] for name in names}
     assert "torch" in packages
     assert not packages & {"tests", "ray", "wandb", "tensorboard", "matplotlib", "rapidocr", "pandas", "datasets"}

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from async_flowrl.cli.verbs import VERBS
+from async_flowrl.__main__ import VERBS
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("async_flowrl", "separation", "checkpoint_engine")

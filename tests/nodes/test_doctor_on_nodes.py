@@ -17,7 +17,7 @@ SECONDS = 600.0
 
 def doctor(nodes: Nodes, *words: str) -> tuple[int, str]:
     """Runs the doctor on the first node and returns its exit code and its output."""
-    command = [sys.executable, "-m", "async_flowrl.doctor", f"runtime.address={nodes.ray_address}", *words]
+    command = [sys.executable, "-m", "async_flowrl", "doctor", f"runtime.address={nodes.ray_address}", *words]
     process = nodes.head.start(*command)
     said, _ = process.communicate(timeout=SECONDS)
     return process.returncode, said

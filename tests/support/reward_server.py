@@ -1,4 +1,4 @@
-"""`served` runs this project's reward server (async_flowrl/serve_rewards) in a thread of this process."""
+"""`served` runs this project's reward server (async_flowrl/cli/reward_server.py) in a thread of this process."""
 
 import socket
 import threading
@@ -8,9 +8,8 @@ from contextlib import contextmanager
 
 import uvicorn
 
-from async_flowrl.serve_rewards.app import build_app
-from async_flowrl.serve_rewards.scorer import Score, Settings
-from async_flowrl.serve_rewards.server import Connection
+from async_flowrl.cli.reward_server import Connection, build_app
+from async_flowrl.cli.scorer import Score, Settings
 
 
 @contextmanager

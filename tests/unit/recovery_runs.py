@@ -3,8 +3,8 @@
 from pathlib import Path
 from typing import Any
 
+from async_flowrl.cli.verify import verify
 from async_flowrl.config.schema import Config
-from async_flowrl.verify import verify
 from tests.chaos.recovery_schedules import STEPS, undisturbed
 from tests.support.toy import toy_config
 from tests.support.toy_pool import Fault, ListObserver, Timing, World, no_fault

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from async_flowrl import benchmark
-from async_flowrl.benchmark import BASELINE, Measured, chosen, main, markdown, parser, read, variants
+from async_flowrl.cli import benchmark
+from async_flowrl.cli.benchmark import BASELINE, Measured, chosen, main, markdown, parser, read, variants
 from async_flowrl.config.compose import compose_config
 
 FAST = Measured("", 1.0, 100.0, 0.8, {"rollout": 0.9, "trainer": 0.8}, 1.0, "digest")

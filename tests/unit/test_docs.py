@@ -1,6 +1,5 @@
 """Tests of the names in the documentation: commands, verbs, settings, files, tests, and the loop that a page quotes."""
 
-import importlib.util
 import re
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
@@ -9,7 +8,7 @@ from typing import Any, get_type_hints
 
 import pytest
 
-from async_flowrl.cli.verbs import VERBS
+from async_flowrl.__main__ import VERBS
 from async_flowrl.config.check import removed
 from async_flowrl.config.compose import compose_config
 from async_flowrl.config.schema import Config
@@ -59,15 +58,6 @@ def on_pages(pattern: str) -> dict[Any, set[str]]:
         for each in re.findall(pattern, text):
             found.setdefault(each, set()).add(page)
     return found
-
-
-def test_commands_are_modules_with_an_entry() -> None:
-    for module, pages in on_pages(r"python -m ((?:async_flowrl|tests\.performance)[\w.]*)").items():
-        spec = importlib.util.find_spec(module)
-        if spec is not None and spec.submodule_search_locations:
-            spec = importlib.util.find_spec(f"{module}.__main__")
-        assert spec is not None and spec.origin is not None, f"{module} on {pages}"
-        assert '__name__ == "__main__"' in Path(spec.origin).read_text(encoding="utf-8"), f"{module} on {pages}"
 
 
 def test_settings_exist() -> None:

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from async_flowrl.algorithms.registry import build_algorithm
+from async_flowrl.cli.verify import verify
 from async_flowrl.config.schema import RewardTerm
 from async_flowrl.controller.step_metrics import term_metrics
 from async_flowrl.controller.training_groups import group_advantages
 from async_flowrl.observability.summary import skipped, warnings_of
 from async_flowrl.rewards.base import RewardError
 from async_flowrl.types import Failure, Prompt, Scores
-from async_flowrl.verify import verify
 from tests.support.toy import ToyRun, toy_config, virtual
 from tests.support.toy_pool import ListObserver, Timing, World
 from tests.support.toy_recovery import logged, rollbacks, run_controller, summary

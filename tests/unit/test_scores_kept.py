@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from async_flowrl.cli.verify import verify
 from async_flowrl.config.schema import RewardTerm
 from async_flowrl.types import Prompt, Scores
-from async_flowrl.verify import verify
 from tests.chaos.recovery_schedules import STEPS
 from tests.support.toy_pool import no_fault
 from tests.support.toy_recovery import Groups, Outside, at, logged, rollbacks, summary

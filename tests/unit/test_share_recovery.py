@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from async_flowrl.algorithms.registry import build_algorithm
+from async_flowrl.cli.verify import verify
 from async_flowrl.config.check import ConfigError
 from async_flowrl.config.schema import Config
 from async_flowrl.controller.resume import START, Resume
@@ -20,7 +21,6 @@ from async_flowrl.run.launch import load_trainer
 from async_flowrl.run.recovery import with_sound_shares
 from async_flowrl.training.checkpoint import HELD, read_checkpoint
 from async_flowrl.training.checkpoint_folder import DamagedCheckpoint, written
-from async_flowrl.verify import verify
 from separation.group import WorkerFailed
 from tests.chaos.share_recovery_schedules import IN_SHARES, STEPS, undisturbed
 from tests.support.toy import toy_config, toy_groups

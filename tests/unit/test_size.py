@@ -31,7 +31,7 @@ def test_code_is_neither_blank_nor_comment_nor_docstring() -> None:
     ("path", "room"),
     [
         ("async_flowrl/main.py", "async_flowrl"),
-        ("async_flowrl/plan/rehearsal/cli.py", "async_flowrl/plan"),
+        ("async_flowrl/memory/rehearsal/model.py", "async_flowrl/memory"),
         ("separation/local.py", "separation"),
     ],
 )

@@ -12,18 +12,17 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from async_flowrl.cli.before_after import Comparison, Row, as_json, check_sizes
+from async_flowrl.cli.evaluate import Job
+from async_flowrl.cli.generate import check_guidance, from_config
+from async_flowrl.cli.generate import main as generate
+from async_flowrl.cli.model_card import _sizes as sizes_on_card
 from async_flowrl.config.check import ConfigError
 from async_flowrl.config.compose import compose_config, read_config
 from async_flowrl.config.resolution import Resolution, at_size, configured, parse_resolution, written
 from async_flowrl.config.schema import Config
 from async_flowrl.controller.fingerprint import deciding
 from async_flowrl.data.prompts import Keys, digest, read_prompt
-from async_flowrl.evaluate.job import Job
-from async_flowrl.evaluate.measure import Comparison, Row, check_sizes
-from async_flowrl.evaluate.show import as_json
-from async_flowrl.export.card import _sizes as sizes_on_card
-from async_flowrl.generate import check_guidance, from_config
-from async_flowrl.generate import main as generate
 from async_flowrl.memory.prompts import at_largest
 from async_flowrl.observability.images import write_grid
 from async_flowrl.observability.statistics import estimate

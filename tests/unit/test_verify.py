@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from async_flowrl.cli.verify import RunFiles, exactly_once, main, verify
 from async_flowrl.training.checkpoint import Checkpoint, write_checkpoint
-from async_flowrl.verify import RunFiles, exactly_once, main, verify
 from checkpoint_engine import Draft, Layout, weights_digest
 from tests.support.toy import ToyRun, toy_config, virtual
 from tests.support.toy_pool import once

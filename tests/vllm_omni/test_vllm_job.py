@@ -24,7 +24,9 @@ def train(output: Path, *overrides: str) -> dict[str, Any]:
     ]
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "HF_HUB_OFFLINE": "1"})
     assert done.returncode == 0, done.stderr[-2000:]
-    proof = subprocess.run([sys.executable, "-m", "async_flowrl.verify", str(output)], capture_output=True, text=True)
+    proof = subprocess.run(
+        [sys.executable, "-m", "async_flowrl", "verify", str(output)], capture_output=True, text=True
+    )
     assert proof.returncode == 0, proof.stdout + proof.stderr
     summary: dict[str, Any] = json.loads((output / "summary.json").read_text())
     return summary

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from async_flowrl.check_model.compare import gap
+from async_flowrl.cli.check_model import gap
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from async_flowrl.cli.verbs import VERBS
-from async_flowrl.data.__main__ import main
+from async_flowrl.__main__ import VERBS
+from async_flowrl.cli.data import main
 from tests.support.families import model_config
 
 
@@ -31,7 +31,7 @@ def test_a_good_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     ):
         assert part in page
     assert "held out, of the same file by data.held_out=0.5" in shown(capsys, str(path), "--held-out", "0.5")[1]
-    assert VERBS["data"][0] == "async_flowrl.data"
+    assert VERBS["data"][0] == "cli.data"
 
 
 def test_all_refusals_are_listed_and_the_exit_code_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

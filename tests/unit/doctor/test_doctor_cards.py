@@ -6,11 +6,10 @@ import pytest
 
 from async_flowrl.config.compose import compose_config
 from async_flowrl.config.schema import Config, RewardTerm
-from async_flowrl.doctor.configuration import device_finding as devices
-from async_flowrl.doctor.configuration import host_processes
-from async_flowrl.doctor.findings import FAILED, OK, SKIPPED, WARNING
-from async_flowrl.doctor.nodes import GIB, Machine
 from async_flowrl.memory.processes import plan_memory
+from async_flowrl.run.machines import GIB, Machine
+from async_flowrl.run.preflight import FAILED, OK, SKIPPED, WARNING, host_processes
+from async_flowrl.run.preflight import device_finding as devices
 from separation.group import PoolSpec
 
 LARGE, SMALL = 80 * GIB, 2**20

@@ -7,9 +7,17 @@ import pytest
 
 from async_flowrl.config.compose import compose_config
 from async_flowrl.config.schema import Config
-from async_flowrl.doctor import configuration
-from async_flowrl.doctor import facts as told
-from async_flowrl.doctor.configuration import (
+from async_flowrl.memory.host import PoolProcesses
+from async_flowrl.memory.processes import plan_memory
+from async_flowrl.run import node_facts as told
+from async_flowrl.run import preflight as configuration
+from async_flowrl.run.machines import Machine, broadcast_finding, clock_finding, machine_finding, same_findings
+from async_flowrl.run.node_facts import Asked
+from async_flowrl.run.preflight import (
+    FAILED,
+    OK,
+    WARNING,
+    Finding,
     disk_findings,
     memory_finding,
     modules_of,
@@ -17,11 +25,6 @@ from async_flowrl.doctor.configuration import (
     store_finding,
     this_machine,
 )
-from async_flowrl.doctor.facts import Asked
-from async_flowrl.doctor.findings import FAILED, OK, WARNING, Finding
-from async_flowrl.doctor.nodes import Machine, broadcast_finding, clock_finding, machine_finding, same_findings
-from async_flowrl.memory.host import PoolProcesses
-from async_flowrl.memory.processes import plan_memory
 from separation.cluster_probe import Offset
 
 GB = 10**9

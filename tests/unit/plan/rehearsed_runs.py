@@ -2,12 +2,12 @@
 
 from functools import cache
 
+from async_flowrl.cli.cards import CARDS
+from async_flowrl.cli.rehearse import Rehearsal, rehearse
 from async_flowrl.config.compose import compose_config
 from async_flowrl.config.schema import Config
 from async_flowrl.memory.rehearsal.model import FakeModel
 from async_flowrl.memory.rehearsal.rollout import RolloutRehearsal, rehearse_rollout
-from async_flowrl.plan.cards import CARDS
-from async_flowrl.plan.rehearse import Rehearsal, rehearse
 
 
 def shallow(*overrides: str) -> Config:

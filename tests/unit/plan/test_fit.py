@@ -1,4 +1,4 @@
-"""Tests of `python -m async_flowrl.plan --fit`: the recipes that fit a machine, and the pool sizes that it tries."""
+"""Tests of `async-flowrl plan --fit`: the recipes that fit a machine, and the pool sizes that it tries."""
 
 import json
 import shlex
@@ -6,6 +6,9 @@ from collections.abc import Sequence
 
 import pytest
 
+from async_flowrl.cli import plan as planner
+from async_flowrl.cli import plan_fit as fit
+from async_flowrl.cli.plan_fit import Answer, Hardware, candidates, layouts, splits, staffs
 from async_flowrl.config.check import check
 from async_flowrl.config.compose import compose_config
 from async_flowrl.config.pools import scoring_pools
@@ -14,9 +17,6 @@ from async_flowrl.memory import devices
 from async_flowrl.memory.layout import Chosen
 from async_flowrl.memory.processes import Footprint
 from async_flowrl.memory.seats import gpus_by_pool, gpus_taken, reward_seats
-from async_flowrl.plan import __main__ as planner
-from async_flowrl.plan import fit
-from async_flowrl.plan.fit import Answer, Hardware, candidates, layouts, splits, staffs
 from async_flowrl.training.messages import Layout
 
 GIB = 2**30

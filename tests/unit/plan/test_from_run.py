@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 
-from async_flowrl.config.schema import Config
-from async_flowrl.plan.__main__ import main
-from async_flowrl.plan.from_run import (
+from async_flowrl.cli.plan import main
+from async_flowrl.cli.plan_from_run import (
     Measured,
     advice,
     bound_of,
@@ -19,6 +18,7 @@ from async_flowrl.plan.from_run import (
     split_of,
     splits,
 )
+from async_flowrl.config.schema import Config
 from tests.support.recorded import recorded
 from tests.support.toy import toy_config, virtual
 from tests.support.toy_pool import Timing

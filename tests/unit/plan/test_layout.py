@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from async_flowrl.cli import plan as command
 from async_flowrl.config.compose import compose_config
 from async_flowrl.config.schema import Config
 from async_flowrl.memory import processes, rehearsed
@@ -13,7 +14,6 @@ from async_flowrl.memory.devices import MEMORY_WARNING_SHARE
 from async_flowrl.memory.layout import Chosen, resolved
 from async_flowrl.memory.processes import GIB, planned_trainer, trainer_footprint
 from async_flowrl.memory.rehearsed import alone, model_sizes
-from async_flowrl.plan import __main__ as command
 from async_flowrl.training.messages import Layout
 
 AUTO = "trainer.gradient_checkpointing=auto"

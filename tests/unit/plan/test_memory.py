@@ -10,6 +10,8 @@ import pytest
 import torch
 from torch import nn
 
+from async_flowrl.cli import plan as planner
+from async_flowrl.cli.plan_memory import describe
 from async_flowrl.config.architectures import architectures
 from async_flowrl.config.compose import compose_config
 from async_flowrl.config.schema import Config
@@ -18,8 +20,6 @@ from async_flowrl.memory.rehearsal.ledger import Allocations
 from async_flowrl.memory.rehearsal.model import FakeModel
 from async_flowrl.memory.rehearsal.trainer import rehearse_trainer
 from async_flowrl.memory.rehearsed import alone, model_sizes, rehearsed_rank, training_peak
-from async_flowrl.plan import __main__ as planner
-from async_flowrl.plan.memory import describe
 from async_flowrl.tickets.arithmetic import ticket_bytes
 from async_flowrl.training.exact import ExactSum
 from async_flowrl.training.fsdp import World

@@ -4,8 +4,8 @@ from copy import deepcopy
 
 import pytest
 
+from async_flowrl.cli.plan_memory import describe
 from async_flowrl.memory.processes import plan_memory
-from async_flowrl.plan.memory import describe
 from checkpoint_engine import Receiver
 from checkpoint_engine.pinned_memory import pinned_bytes
 from tests.support import trainer_rig as rig

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from async_flowrl.cli import plan as planner
 from async_flowrl.config.paths import config_dir
 from async_flowrl.memory.devices import MEMORY_WARNING_SHARE
 from async_flowrl.memory.processes import MARGIN_SHARE, RUNTIME_BYTES
-from async_flowrl.plan import __main__ as planner
 
 GIB = 2**30
 DOCS = Path(__file__).parents[3] / "docs"

@@ -7,13 +7,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from async_flowrl.cli import plan as planner
+from async_flowrl.cli.cards import CARDS
+from async_flowrl.cli.rehearse import Rehearsal, describe, peak, rehearse
 from async_flowrl.config.compose import compose_config
 from async_flowrl.memory.processes import plan_memory
 from async_flowrl.memory.rehearsal.model import FakeModel
 from async_flowrl.memory.rehearsal.trainer import RankRehearsal, rehearse_trainer
-from async_flowrl.plan import __main__ as planner
-from async_flowrl.plan.cards import CARDS
-from async_flowrl.plan.rehearse import Rehearsal, describe, peak, rehearse
 from tests.unit.plan.rehearsed_runs import rehearsed, shallow, worker_alone
 
 FAMILIES = {"tiny": (), "tiny_sd3": (), "tiny_z_image": (), "tiny_flux": ("rollout.guidance_scale=3.5",)}

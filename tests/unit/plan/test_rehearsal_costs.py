@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import nn
 
+from async_flowrl.cli import plan as planner
+from async_flowrl.cli.cards import CARDS, Assumptions, Card, Roofline, cards_of
+from async_flowrl.cli.rehearse import by_card, describe, estimate, peak, seconds
 from async_flowrl.config.compose import compose_config
 from async_flowrl.memory.processes import plan_memory
 from async_flowrl.memory.rehearsal.ledger import Allocations, Ledger, Phase
 from async_flowrl.memory.rehearsal.trainer import _counts
-from async_flowrl.plan import __main__ as planner
-from async_flowrl.plan.cards import CARDS, Assumptions, Card, Roofline, cards_of
-from async_flowrl.plan.rehearse import by_card, describe, estimate, peak, seconds
 from async_flowrl.tickets.arithmetic import trained_steps
 from async_flowrl.training.parts import RankPosition
 from tests.unit.plan.rehearsed_runs import rehearsed, shallow, worker_alone

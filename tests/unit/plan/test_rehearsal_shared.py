@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
+from async_flowrl.cli.cards import CARDS
+from async_flowrl.cli.rehearse import BOTH, Rehearsal, as_json, by_card, describe, rehearse
 from async_flowrl.config.compose import compose_config
 from async_flowrl.memory.processes import in_one, plan_memory
-from async_flowrl.plan.cards import CARDS
-from async_flowrl.plan.rehearse import BOTH, Rehearsal, as_json, by_card, describe, rehearse
 
 ONE_CARD = ("rollout.text_encoder=cached", "rollout.batch_size=2", "trainer.micro_batch_size=1", "ticket_size=4")
 """Of experiment=qwen_image_1x80gb."""

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from async_flowrl.cli import plan as planner
 from async_flowrl.config.check import ConfigError
 from async_flowrl.config.compose import compose_config
 from async_flowrl.config.schema import Config, RewardTerm
@@ -17,7 +18,6 @@ from async_flowrl.memory.processes import rollout_footprint
 from async_flowrl.memory.rehearsal.ledger import Allocations
 from async_flowrl.memory.seats import describe_gpus, gpus_taken, reward_seats
 from async_flowrl.memory.sizes import Sizes
-from async_flowrl.plan import __main__ as planner
 from async_flowrl.rewards.clip import VIT_H, memory_gib
 from async_flowrl.rewards.registry import memory_gib as said_gib
 from tests.support.fused_attention import fused_attention

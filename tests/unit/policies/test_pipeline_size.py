@@ -6,8 +6,8 @@ import pytest
 import torch
 from diffusers import AutoencoderDC, FlowMatchEulerDiscreteScheduler, SanaPipeline, SanaTransformer2DModel
 
+from async_flowrl.cli.generate import Settings, run_pipeline
 from async_flowrl.config.schema import ModelConfig
-from async_flowrl.generate import Settings, run_pipeline
 from async_flowrl.types import Sampling
 
 BLOCKS, WIDTHS = ("ResBlock", "EfficientViTBlock"), (8, 8)

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from async_flowrl.cli.report import main, runs_in
 from async_flowrl.config import exit_codes
 from async_flowrl.main import report_over
-from async_flowrl.report.__main__ import main, runs_in
 from async_flowrl.report.curves import MAX_POINTS, chosen, curve
 from async_flowrl.report.document import document
 from async_flowrl.report.page import embedded, in_order, render, spread

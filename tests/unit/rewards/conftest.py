@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from async_flowrl.serve_rewards.scorer import Settings
+from async_flowrl.cli.scorer import Settings
 from tests.support.reward_server import served
 from tests.support.scripted_judge import ScriptedJudge, completion, scripted_judge
 from tests.unit.rewards.brightness_server import LIMITS, brightness

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from async_flowrl.cli.serve_rewards import scorer
 from async_flowrl.config.compose import compose_config
 from async_flowrl.rewards.http import HTTP
 from async_flowrl.rewards.http_contract import read_reply
 from async_flowrl.rewards.registry import check_rewards
-from async_flowrl.serve_rewards.__main__ import scorer
 from tests.support.reward_server import served
 
 PAGE = (Path(__file__).parents[3] / "docs" / "rewards" / "http.md").read_text(encoding="utf-8")

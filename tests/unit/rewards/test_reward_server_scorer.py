@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from fastapi import Request
 
+from async_flowrl.cli import reward_server as app
+from async_flowrl.cli.scorer import Asked, Refused, Scorer, Settings, Share
 from async_flowrl.rewards.http_contract import ScoreRequest, encode_image
-from async_flowrl.serve_rewards import app
-from async_flowrl.serve_rewards.scorer import Asked, Refused, Scorer, Settings, Share
 from async_flowrl.types import ByteArray, Prompt
 
 BYTES = 100

@@ -12,11 +12,11 @@ from typing import Any
 import httpx
 import pytest
 
+from async_flowrl.cli.reward_server import build_app
+from async_flowrl.cli.scorer import Settings
 from async_flowrl.rewards.endpoint import ServerError
 from async_flowrl.rewards.http import HTTP
 from async_flowrl.rewards.http_contract import Limits
-from async_flowrl.serve_rewards.app import build_app
-from async_flowrl.serve_rewards.scorer import Settings
 from async_flowrl.types import ByteArray, Prompt
 from tests.support.reward_server import served
 from tests.unit.rewards.brightness_server import body, brightness, head, opened, picture, png, post, results
@@ -51,7 +51,7 @@ def test_the_bodies_of_all_requests_together_are_bounded() -> None:
 
 def test_connections_that_ask_nothing_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Silent ones, and those that never end their headers; one that is being answered stays."""
-    monkeypatch.setattr("async_flowrl.serve_rewards.server.ASK_SECONDS", 0.2)
+    monkeypatch.setattr("async_flowrl.cli.reward_server.ASK_SECONDS", 0.2)
     go = threading.Event()
 
     def slow(images: ByteArray, prompt: Prompt) -> list[Any]:

@@ -12,10 +12,10 @@ import httpx
 import pytest
 from PIL import Image
 
+from async_flowrl.cli import serve_rewards as command
+from async_flowrl.cli.reward_server import is_loopback
+from async_flowrl.cli.scorer import Settings
 from async_flowrl.config.compose import compose_config
-from async_flowrl.serve_rewards import __main__ as command
-from async_flowrl.serve_rewards.scorer import Settings
-from async_flowrl.serve_rewards.server import is_loopback
 from tests.support.reward_server import served
 from tests.unit.rewards.brightness_server import body, brightness, png, post
 

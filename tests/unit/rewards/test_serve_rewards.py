@@ -6,10 +6,10 @@ import httpx
 import numpy as np
 import pytest
 
+from async_flowrl.cli import serve_rewards as command
 from async_flowrl.config.compose import compose_config
 from async_flowrl.rewards.endpoint import ServerError
 from async_flowrl.rewards.http import HTTP
-from async_flowrl.serve_rewards import __main__ as command
 from tests.support.reward_server import served
 from tests.unit.rewards.brightness_server import body, png, post, results
 

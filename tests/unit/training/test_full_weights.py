@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from async_flowrl.cli.exported import Source
+from async_flowrl.cli.model_card import write_card
 from async_flowrl.config.schema import Config
-from async_flowrl.export.card import write_card
-from async_flowrl.export.source import Source
 from async_flowrl.policies.freeze import trained_names
 from async_flowrl.training.checkpoint import read_checkpoint
 from async_flowrl.training.flat import FlatParameters

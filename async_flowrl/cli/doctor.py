@@ -1,4 +1,4 @@
-"""Command line of the doctor: python -m async_flowrl.doctor [--config-name NAME] [key=value ...] [--run].
+"""Command line of the doctor: async-flowrl doctor [--config-name NAME] [key=value ...] [--run].
 
 With a configuration it checks whether a run with it can start here, or on the cluster at its `runtime.address`. Without
 one it shows versions, devices and optional features. With --run it then trains two steps. The exit code is 0 if nothing
@@ -13,17 +13,16 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from async_flowrl.benchmark import NOTHING_BUT_TRAINING
+from async_flowrl.cli.benchmark import NOTHING_BUT_TRAINING
+from async_flowrl.cli.plan_from_run import count
 from async_flowrl.config import exit_codes
 from async_flowrl.config.check import ConfigError
 from async_flowrl.config.compose import DEFAULT, compose_config
 from async_flowrl.config.schema import Config
-from async_flowrl.doctor import features, nodes
-from async_flowrl.doctor.configuration import configuration_findings, nearest, this_machine
-from async_flowrl.doctor.facts import Asked
-from async_flowrl.doctor.findings import FAILED, OK, Finding, verdict
-from async_flowrl.observability.terminal import run_program
-from async_flowrl.plan.from_run import count
+from async_flowrl.run import features
+from async_flowrl.run import machines as nodes
+from async_flowrl.run.node_facts import Asked
+from async_flowrl.run.preflight import FAILED, OK, Finding, configuration_findings, nearest, this_machine, verdict
 
 CONFIGURATION = "a configuration, as `train` takes it: whether it can start here"
 REMOVED = ("--gpu", "--quick", "--minutes", "--only", "--out")
@@ -97,7 +96,3 @@ def two_steps(given: argparse.Namespace, config: Config) -> Finding:
     last = ["no output", *filter(None, map(str.strip, done.stdout.splitlines()))][-1]
     sentence = f"exit code {done.returncode} after {time.monotonic() - began:.0f} s"
     return verdict("two steps", sentence, (done.returncode != 0, FAILED, last))
-
-
-if __name__ == "__main__":
-    run_program(main)

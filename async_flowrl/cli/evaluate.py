@@ -1,27 +1,48 @@
-"""Description of one evaluation: weights, prompts, rewards and noises, from a run's configuration or the command line.
+"""Command `async-flowrl evaluate RUN_OR_LORA`: the rewards of the base model and of the trained weights.
 
-__main__.py calls `job_of`, Python callers `job_of_run`; measure.py carries the `Job` out.
+Of the training loop only the rewards take part. diffusers' own pipeline loads the weights and makes the images
+(before_after.py), from the same initial noises before and after. With the run's evaluation seed, these are the noises
+of the run's own evaluations. Python callers use `job_of_run`.
 """
 
+import argparse
+import logging
+import os
+import shutil
 import sys
+import tempfile
+import time
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager, closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
+
+from async_flowrl.cli.before_after import evaluate, table, write
+from async_flowrl.cli.generate import config_of
+from async_flowrl.config import exit_codes
 from async_flowrl.config.check import guidance_refusal
 from async_flowrl.config.compose import read_config
 from async_flowrl.config.own_code import absolute
+from async_flowrl.config.pools import served_terms
 from async_flowrl.config.resolution import Resolution, asked_resolution
-from async_flowrl.config.schema import LORA, Config, DataConfig, RewardConfig, RewardTerm
+from async_flowrl.config.schema import LORA, Config, DataConfig, HeldOutConfig, RewardConfig, RewardTerm, ServeConfig
 from async_flowrl.config.settings import MAX_SEED
+from async_flowrl.controller.context import NoServers, Servers
+from async_flowrl.controller.reward_servers import ServerLost, server_pools, serving
 from async_flowrl.data.load import load_data
-from async_flowrl.generate import config_of
+from async_flowrl.observability.events import EventLog
 from async_flowrl.observability.run_directory import RunDirectory
 from async_flowrl.policies.registry import load_family, resolve_model
+from async_flowrl.rewards.composite import CompositeReward, connect
 from async_flowrl.rewards.registry import check_prompts, check_rewards
+from async_flowrl.rewards.served import Addresses
 from async_flowrl.tickets.request import evaluation_resolution
 from async_flowrl.types import Prompt
+from separation.cluster import cluster
+from separation.group import VISIBLE_DEVICES
 
 ASKED, TRAINED, HELD_OUT = "asked", "trained", "held_out"
 """Origin of a score: option `--reward`, or a run's trained or held-out terms (held out: measured, not trained on)."""
@@ -179,3 +200,124 @@ def _prompts(config: Config, file: str | None, *, needs_target: bool) -> tuple[S
         return data.evaluation, data.chosen
     alone = DataConfig(train=file, prompt_key=config.data.prompt_key, held_out=0)
     return load_data(alone, needs_target=needs_target).train, f"of {file}"
+
+
+logger = logging.getLogger(__name__)
+
+
+@asynccontextmanager
+async def servers_of(job: Job, reward: CompositeReward, device: str) -> AsyncIterator[Servers]:
+    """Context that starts the job's reward servers, tells the rewards their addresses, and finally stops the servers.
+
+    Without served terms it yields `NoServers` and starts nothing. Raises ServerLost if a server does not start or dies
+    too often; the folder with the servers' output, which the log names, is then kept.
+    """
+    if not any(term.serve for term in job.terms.values()):
+        yield NoServers()
+        return
+    folder = Path(tempfile.mkdtemp(prefix="async-flowrl-evaluate-"))
+    config = _config(job, folder, device)
+    threads = torch.get_num_threads()  # a local worker sets the thread count of this process: keep it
+    pools = [replace(pool, threads=threads) for pool in server_pools(config)]
+
+    def told(addresses: Mapping[str, Addresses]) -> None:
+        connect(reward.terms, addresses)
+
+    for name, _ in served_terms(config):
+        logger.info("starting the server of the reward %s, its output is in %s", name, folder)
+    with closing(EventLog(folder / "events.jsonl", time.time)) as events:
+        async with cluster(pools, backend="local") as groups, serving(config, groups, listeners=[told]) as servers:
+            await servers.all_up(events, [])
+            yield servers
+    shutil.rmtree(folder)
+
+
+def _config(job: Job, folder: Path, device: str) -> Config:
+    """Returns a configuration with one server per served term, for a local run in `folder`."""
+    free = _visible(torch.cuda.device_count())[1:] if device != "cpu" else None
+    terms = {name: term if term.serve is None else _single(name, term, free) for name, term in job.terms.items()}
+    config = job.config
+    return replace(
+        config,
+        output_dir=str(folder),
+        reward=replace(config.reward, terms=terms),
+        evaluate=replace(config.evaluate, reward=HeldOutConfig()),
+        runtime=replace(config.runtime, backend="local", address=None),
+    )
+
+
+def _visible(count: int) -> list[str]:
+    """Returns the names of this process's GPUs as in CUDA_VISIBLE_DEVICES, which may already hide some of them."""
+    shown = os.environ.get(VISIBLE_DEVICES)
+    return [name.strip() for name in shown.split(",")][:count] if shown else [str(index) for index in range(count)]
+
+
+def _single(name: str, term: RewardTerm, free: list[str] | None) -> RewardTerm:
+    """Returns the term with one server, on GPUs taken from `free`, which lacks the GPU that makes the images.
+
+    Raises ValueError if there are too few GPUs.
+    """
+    serve = term.serve
+    assert serve is not None
+    if free is None or serve.gpus == 0:
+        return replace(term, serve=replace(serve, replicas=1))
+    count = max(1, int(serve.gpus))
+    if count > len(free):
+        raise ValueError(
+            f"the server of {name} wants {serve.gpus:g} GPUs beside the one that makes the images, and {len(free)} are "
+            f"left; let it share that one with serve.gpus=0 in RUN/config.yaml, or name other rewards with --reward"
+        )
+    own, free[:count] = free[:count], []
+    seen: ServeConfig = replace(serve, replicas=1, environment={**serve.environment, VISIBLE_DEVICES: ",".join(own)})
+    return replace(term, serve=seen)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Evaluates, prints the table, and with --out writes the results; returns the exit code.
+
+    It is 0 if every score was measured, 3 if one is missing, 2 for wrong arguments or files, and 1 if the server of a
+    reward failed.
+    """
+    given = _parser().parse_args(arguments)
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    logging.getLogger("separation").setLevel(logging.WARNING)  # hides the normal end of a reward's server
+    try:
+        comparison = evaluate(job_of(given), device="cuda" if torch.cuda.is_available() else "cpu")
+        sys.stdout.write(table(comparison))
+        for written in write(comparison, given.out.expanduser()) if given.out is not None else ():
+            logger.info("wrote %s", written)
+    except (ValueError, OSError) as error:
+        logger.error("async_flowrl: %s", error)
+        return exit_codes.CONFIG
+    except ServerLost as error:
+        logger.error("async_flowrl: %s", error)
+        return exit_codes.ERROR
+    return exit_codes.INCOMPLETE if comparison.missing else exit_codes.OK
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="async-flowrl evaluate",
+        description="Scores before and after: of the base model, and with a LoRA or trained weights.",
+    )
+    option = parser.add_argument
+    option("source", type=Path, metavar="RUN_OR_LORA", help="a run directory, a LoRA of any format, or RUN/transformer")
+    option("--lora", type=Path, help="with a run directory: another LoRA than its own")
+    option("--base", help="tiny, a diffusers folder or a hub name (default: the run's, or the LoRA's own)")
+    option("--prompts", type=Path, help="a file of prompts (default: those of the run's evaluations)")
+    option("--max-prompts", type=int, help="from the beginning of the file (default: all of FILE, or as the run)")
+    option(
+        "--reward",
+        action="append",
+        help="a registered name, pkg.module:attr, or a term of the run; may be repeated (default: the run's)",
+    )
+    option("--images", type=int, help="images per prompt and seed (default: the run's, or 8)")
+    option("--seeds", type=int, help="how many seeds, counted up from --seed (default 1)")
+    option("--seed", type=int, help="first seed of the noises (default: the run's evaluations')")
+    option("--steps", type=int, help="denoising steps")
+    option("--guidance", type=float, help="guidance scale, of the kind that the model family takes")
+    option(
+        "--resolution", metavar="SIZE", help="512, or HEIGHTxWIDTH in pixels (default: what the prompt or the run says)"
+    )
+    option("--out", type=Path, help="a folder for evaluation.json and before_after.png")
+    return parser

@@ -1,4 +1,4 @@
-"""Command `python -m async_flowrl.plan --from-run RUN`: what a run measured, what bounds it, and what to change.
+"""Command `async-flowrl plan --from-run RUN`: what a run measured, what bounds it, and what to change.
 
 The seconds of other splits are closed formulas (docs/modes.md): with G and T the device-seconds of generation and of
 training per step, r rollout workers, t trainer ranks and R the seconds of the slowest reward pool,
@@ -205,9 +205,7 @@ def without_rewards(took: Measured, split: Split) -> float:
 
 def main(arguments: Sequence[str]) -> None:
     """Prints what the run measured and the splits. Raises ValueError if the run says too little."""
-    parser = argparse.ArgumentParser(
-        prog="python -m async_flowrl.plan", description="Plan a configuration, or learn from a run."
-    )
+    parser = argparse.ArgumentParser(prog="async-flowrl plan", description="Plan a configuration, or learn from a run.")
     parser.add_argument("--from-run", type=Path, metavar="RUN_DIR", help="a run, whose measured seconds are taken")
     parser.add_argument("--devices", type=count, help="devices to split (default: the run's)")
     parser.add_argument("--split", type=pair, metavar="R:T", help="this split alone")

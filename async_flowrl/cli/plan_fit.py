@@ -1,4 +1,4 @@
-"""Command `python -m async_flowrl.plan --fit [EXPERIMENT ...] [KEY=VALUE ...]`: recipes and the hardware they fit.
+"""Command `async-flowrl plan --fit [EXPERIMENT ...] [KEY=VALUE ...]`: recipes and the hardware they fit.
 
 A recipe is an experiment of the configuration folder, with the overrides that are given. Every row is a computed memory
 plan of the command line that it shows; no worker is started and no model is downloaded.
@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from async_flowrl.cli.cards import GIB_OF_GB
 from async_flowrl.config.check import check
 from async_flowrl.config.compose import compose_config
 from async_flowrl.config.pools import HELD_OUT, REWARD, scoring_pools, served_terms, workers_key
@@ -23,7 +24,6 @@ from async_flowrl.memory.layout import on_devices, resolved
 from async_flowrl.memory.processes import GIB, planned_rollout, planned_trainer
 from async_flowrl.memory.prompts import at_largest
 from async_flowrl.memory.seats import describe_pools, gpus_taken
-from async_flowrl.plan.cards import GIB_OF_GB
 from async_flowrl.tickets.arithmetic import check_batching
 
 Staff = Mapping[str, int]
@@ -266,7 +266,7 @@ def typed_words(one: Answer) -> str:
 def main(arguments: Sequence[str]) -> None:
     """Prints the table. Raises ValueError for a recipe that cannot be read or planned."""
     parser = argparse.ArgumentParser(
-        prog="python -m async_flowrl.plan --fit", description="Which recipes fit which hardware, and what to type."
+        prog="async-flowrl plan --fit", description="Which recipes fit which hardware, and what to type."
     )
     parser.add_argument("--json", action="store_true", help="print the answers as JSON")
     parser.add_argument("--cards", default=",".join(HARDWARE), metavar="[NODESx]CARDSxGB,…", help="as 4x24,2x8x80")

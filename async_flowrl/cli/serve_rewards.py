@@ -13,7 +13,6 @@ from async_flowrl.config.check import ConfigError, check_fields
 from async_flowrl.config.compose import DEFAULT, compose_config
 from async_flowrl.config.schema import RewardConfig
 from async_flowrl.data.prompts import quoted_target
-from async_flowrl.observability.terminal import run_program
 from async_flowrl.rewards.base import PromptRefused
 from async_flowrl.rewards.registry import build_reward
 from async_flowrl.rewards.weights import MissingPath
@@ -27,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
         return _refuse(f"serve-rewards needs {', '.join(missing)}: pip install 'async-flowrl[serve]'")
-    from async_flowrl.serve_rewards import server
+    from async_flowrl.cli import reward_server as server
 
     parser = argparse.ArgumentParser(
         prog="async-flowrl serve-rewards", description="Serves the reward of a configuration over HTTP."
@@ -91,7 +90,3 @@ def results(scores: Scores, config: RewardConfig) -> list[dict[str, float | str]
 def _refuse(sentence: str) -> int:
     sys.stderr.write(f"async_flowrl: {sentence}\n")
     return exit_codes.CONFIG
-
-
-if __name__ == "__main__":
-    run_program(main)

@@ -1,29 +1,27 @@
-"""Entry point `python -m async_flowrl.plan`: the planner.
+"""Command `async-flowrl plan`: the planner.
 
 `--memory` plans device memory, `--fit` lists recipes and hardware, `--rehearse` runs a configuration on tensors without
 values, and `--from-run` says what a run measured, what limits it, and what to change.
 
-    python -m async_flowrl.plan --memory --config-name one_step_off experiment=qwen_image_ocr
-    python -m async_flowrl.plan --fit
-    python -m async_flowrl.plan --rehearse --card H100 experiment=qwen_image_ocr
-    python -m async_flowrl.plan --from-run outputs/one_step_off --devices 8
+    async-flowrl plan --memory --config-name one_step_off experiment=qwen_image_ocr
+    async-flowrl plan --fit
+    async-flowrl plan --rehearse --card H100 experiment=qwen_image_ocr
+    async-flowrl plan --from-run outputs/one_step_off --devices 8
 """
 
 import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-from async_flowrl.observability.terminal import run_program
-
-MODES = {"--memory": "memory", "--fit": "fit", "--rehearse": "rehearse"}
-"""Option → the module of this package whose `main` it runs; without one of them it is that of `--from-run`."""
+MODES = {"--memory": "plan_memory", "--fit": "plan_fit", "--rehearse": "rehearse"}
+"""Option → the module of this folder whose `main` it runs; without one of them it is that of `--from-run`."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the planner on `arguments` (None: the process's own) and returns the exit code, 2 if there is no plan."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     option = next((each for each in MODES if each in words), None)
-    module = import_module(f"async_flowrl.plan.{MODES[option] if option else 'from_run'}")
+    module = import_module(f"async_flowrl.cli.{MODES[option] if option else 'plan_from_run'}")
     try:
         module.main([word for word in words if word != option])
     except ValueError as error:
@@ -33,7 +31,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"async_flowrl: this machine has too little memory for the rehearsal: {error}\n")
         return 2
     return 0
-
-
-if __name__ == "__main__":
-    run_program(main)

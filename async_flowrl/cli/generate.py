@@ -1,6 +1,6 @@
 """Command that makes a grid of images with and without a LoRA, to see what training changed.
 
-python -m async_flowrl.generate --lora RUN/lora --prompt "..." --out grid.png      (or: async-flowrl generate ...)
+async-flowrl generate --lora RUN/lora --prompt "..." --out grid.png      (or: async-flowrl generate ...)
 
 It samples with the stock diffusers pipeline, not with the rollout engine, so a user of the weights gets the same
 images. A run with tune=full leaves RUN/transformer instead of a LoRA, for --transformer.
@@ -26,7 +26,6 @@ from async_flowrl.config.resolution import asked_resolution, configured, height_
 from async_flowrl.config.schema import Config, DataConfig, ModelConfig
 from async_flowrl.config.settings import MAX_SEED
 from async_flowrl.observability.images import grid
-from async_flowrl.observability.terminal import run_program
 from async_flowrl.policies import lora_file, trained_file
 from async_flowrl.policies.base import PolicyFamily
 from async_flowrl.policies.pipeline_family import PipelineFamily
@@ -184,9 +183,7 @@ def generate(
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m async_flowrl.generate", description="Images before and after training."
-    )
+    parser = argparse.ArgumentParser(prog="async-flowrl generate", description="Images before and after training.")
     parser.add_argument("--model", help="tiny, a diffusers folder or a hub name (default: the run's own)")
     trained = parser.add_mutually_exclusive_group()
     trained.add_argument("--lora", type=Path, help="RUN/lora, or a LoRA of any format; without it, only the base model")
@@ -235,7 +232,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
     sheet.save(out)
     logger.info("wrote %s", out)
     return 0
-
-
-if __name__ == "__main__":
-    run_program(main)

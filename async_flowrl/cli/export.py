@@ -1,6 +1,6 @@
 """Export of trained weights: a folder to publish, with a model card.
 
-python -m async_flowrl.export SOURCE OUT
+async-flowrl export SOURCE OUT
 
 Of a LoRA it holds files for diffusers and PEFT; of a run with tune=full, the whole pipeline, or its transformer. A
 folder that PEFT's `save_pretrained` wrote does not work in diffusers: its names start with `base_model.model.`,
@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from async_flowrl.config import exit_codes
-from async_flowrl.observability.terminal import run_program
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +24,7 @@ FORMS = ("comfyui", "kohya")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exports and logs the written paths; returns exit code 0, or 2 for wrong arguments, files and refused formats."""
     given = parser().parse_args(arguments)
-    from async_flowrl.export.publish import publish  # imports torch, which help and wrong arguments do not wait for
+    from async_flowrl.cli.exported import publish  # imports torch, which help and wrong arguments do not wait for
 
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     try:
@@ -43,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     command_line = argparse.ArgumentParser(
-        prog="python -m async_flowrl.export", description="Writes what was trained in a folder that can be published."
+        prog="async-flowrl export", description="Writes what was trained in a folder that can be published."
     )
     option = command_line.add_argument
     option("source", type=Path, metavar="SOURCE", help="a run directory, a checkpoint, or any LoRA")
@@ -70,9 +69,5 @@ def parser() -> argparse.ArgumentParser:
         help="also the model with the LoRA in its weights; with tune=full: which of them to write",
     )
     option("--license", help="as the Hub writes it, e.g. apache-2.0")
-    option("--evaluation", type=Path, help="a folder of python -m async_flowrl.evaluate, for the card")
+    option("--evaluation", type=Path, help="a folder of async-flowrl evaluate, for the card")
     return command_line
-
-
-if __name__ == "__main__":
-    run_program(main)

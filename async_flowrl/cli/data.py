@@ -17,7 +17,6 @@ from async_flowrl.data.load import divided, evaluation_rows, open_split
 from async_flowrl.data.prompts import COLUMNS, SIZES, Keys
 from async_flowrl.data.rows import LineRows
 from async_flowrl.data.store import MAX_KEPT_REFUSALS, Prompts, Scan, Weights, scan
-from async_flowrl.observability.terminal import run_program
 from async_flowrl.policies.prompt_length import LengthCheck
 from async_flowrl.policies.registry import resolve_model, shapes_of
 from async_flowrl.rewards.registry import check_rewards, prompt_check
@@ -218,7 +217,3 @@ def _refused(scan: Scan) -> list[str]:
     lines += [f"  {refusal}" for refusal in scan.refused]
     more = scan.refusals - MAX_KEPT_REFUSALS
     return lines + ([f"  … and {more:,} more"] if more > 0 else [])
-
-
-if __name__ == "__main__":
-    run_program(main)

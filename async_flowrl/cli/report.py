@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from async_flowrl.config import exit_codes
-from async_flowrl.observability.terminal import run_program
 from async_flowrl.report.page import write_page
 
 MAX_RUNS = 32
@@ -75,7 +74,3 @@ def parser() -> argparse.ArgumentParser:
     option("--out", type=Path, help="file to write")
     option("--max-mib", type=float, help="MiB of images in the page (default: monitor.report_mib of the runs)")
     return made
-
-
-if __name__ == "__main__":
-    run_program(main)

@@ -10,11 +10,11 @@ from typing import Any
 
 from PIL import Image
 
+from async_flowrl.cli.exported import PEFT, Source
+from async_flowrl.cli.generate import arguments_of, from_config, in_diffusers, usual
 from async_flowrl.config.resolution import configured, in_pixels
 from async_flowrl.config.schema import Config, RewardTerm
 from async_flowrl.config.typed import record_of, typed_command
-from async_flowrl.export.source import PEFT, Source
-from async_flowrl.generate import arguments_of, from_config, in_diffusers, usual
 from async_flowrl.observability.evaluations import (
     Evaluation,
     between,
@@ -35,7 +35,7 @@ _GAP = 16
 """Pixels between the images before and after."""
 TAGS = ("diffusers", "text-to-image", "reinforcement-learning", "async_flowrl")
 RESULTS, GRID = "evaluation.json", "before_after.png"
-"""Files that `python -m async_flowrl.evaluate … --out FOLDER` writes into FOLDER."""
+"""Files that `async-flowrl evaluate … --out FOLDER` writes into FOLDER."""
 
 
 def write_card(
@@ -44,7 +44,7 @@ def write_card(
     """Writes README.md and its pictures into `out`.
 
     `files` maps further files of the folder to a description of each. `evaluation` is a folder that
-    `python -m async_flowrl.evaluate` wrote; None uses the run's own evaluations. Raises ValueError if it is none.
+    `async-flowrl evaluate` wrote; None uses the run's own evaluations. Raises ValueError if it is none.
     """
     from huggingface_hub import ModelCard, ModelCardData
 
@@ -164,7 +164,7 @@ def read_results(folder: Path) -> dict[str, Any]:
             _row(name, each)
     except (OSError, ValueError, KeyError, TypeError) as error:
         why = f"{type(error).__name__}: {error}"
-        raise ValueError(f"--evaluation {folder} is no folder of python -m async_flowrl.evaluate ({why})") from error
+        raise ValueError(f"--evaluation {folder} is no folder of async-flowrl evaluate ({why})") from error
     return results
 
 

@@ -1,4 +1,4 @@
-"""Command `python -m async_flowrl.plan --memory`: prints the memory plan of a configuration as text or as JSON."""
+"""Command `async-flowrl plan --memory`: prints the memory plan of a configuration as text or as JSON."""
 
 import argparse
 import json
@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
+from async_flowrl.cli.cards import GIB_OF_GB
 from async_flowrl.config.check import check, toy_values
 from async_flowrl.config.compose import DEFAULT, compose_config
 from async_flowrl.config.resolution import in_pixels, parse_resolution
@@ -18,7 +19,6 @@ from async_flowrl.memory.layout import Chosen, on_devices, resolved
 from async_flowrl.memory.processes import GIB, MARGIN_SHARE, RUNTIME_BYTES, MemoryPlan, Process, plan_memory
 from async_flowrl.memory.prompts import at_largest
 from async_flowrl.memory.seats import describe_gpus, gpus_taken
-from async_flowrl.plan.cards import GIB_OF_GB
 from separation.table import format_table
 
 
@@ -139,7 +139,7 @@ def configured(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> tup
 def main(arguments: Sequence[str]) -> None:
     """Prints the plan. Raises ValueError if there is none."""
     parser = argparse.ArgumentParser(
-        prog="python -m async_flowrl.plan --memory", description="What a configuration needs, and whether it fits."
+        prog="async-flowrl plan --memory", description="What a configuration needs, and whether it fits."
     )
     parser.add_argument("--device", type=float, default=80, metavar="GB", help="a card sold with so many (default 80)")
     given, config = configured(parser, arguments)

@@ -1,6 +1,6 @@
 """Benchmark of all modes side by side, on the same devices and your own configuration, with the bound of each.
 
-python -m async_flowrl.benchmark [--out DIR] [key=value ...]
+async-flowrl benchmark [--out DIR] [key=value ...]
 
 It runs `sync` shared (every process samples and trains) and separate, then `stream`, `one_step_off`, `one_step_off`
 shared and `fully_async`, one after another and repeatedly. Overrides such as `model.path=Qwen/Qwen-Image` set the load
@@ -24,7 +24,7 @@ import torch
 from async_flowrl.config.check import ConfigError
 from async_flowrl.config.compose import compose_config
 from async_flowrl.config.messages import unknown_name
-from async_flowrl.observability.terminal import run_program, say
+from async_flowrl.observability.terminal import say
 
 BASELINE = "sync separate"
 ONE_POOL = "placement=shared"
@@ -193,7 +193,7 @@ def picture(rounds: Sequence[Mapping[str, Measured]], path: Path) -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    command_line = argparse.ArgumentParser(prog="python -m async_flowrl.benchmark", description=__doc__)
+    command_line = argparse.ArgumentParser(prog="async-flowrl benchmark", description=__doc__)
     option = command_line.add_argument
     option("overrides", nargs="*", metavar="key=value", help="configuration of all variants")
     option("--out", type=Path, default=Path("outputs/benchmark"), help="benchmark.{json,md,png} go here")
@@ -214,7 +214,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ConfigError, ValueError, RunFailed) as error:
         say(f"async_flowrl: {error}\n", sys.stderr)
         return 2
-    command = shlex.join(["python", "-m", "async_flowrl.benchmark", *words])
+    command = shlex.join(["async-flowrl", "benchmark", *words])
     out: Path = given.out.expanduser()
     out.mkdir(parents=True, exist_ok=True)
     record = {"command": command, "rounds": [{name: asdict(run) for name, run in each.items()} for each in rounds]}
@@ -223,7 +223,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
     picture(rounds, out / "benchmark.png")
     say(f"{text}\nwrote benchmark.json, benchmark.md and benchmark.png to {out}\n")
     return 0
-
-
-if __name__ == "__main__":
-    run_program(main)

@@ -1,6 +1,6 @@
 """Check of a finished run from its files alone: events.jsonl, metrics.jsonl, summary.json and the newest checkpoint.
 
-python -m async_flowrl.verify RUN_DIR
+async-flowrl verify RUN_DIR
 
 Nothing that the run's configuration names is imported. A number that the run has written is not trusted if it can be
 computed here. Each check returns its finding in words, and raises Broken if the files contradict the guarantee.
@@ -23,7 +23,6 @@ from async_flowrl.config.messages import first_line, parsed
 from async_flowrl.data.load import load_data
 from async_flowrl.observability.events import Event, effective, read_events
 from async_flowrl.observability.metrics import missing_terms
-from async_flowrl.observability.terminal import run_program
 from async_flowrl.training.checkpoint import RANKS, Checkpoint, read_checkpoint
 from async_flowrl.training.checkpoint_folder import DamagedCheckpoint, checkpoint_step, find_checkpoint
 from async_flowrl.types import EVALUATION, TRAIN
@@ -285,7 +284,7 @@ def verify(root: Path) -> list[tuple[str, bool, str]]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns 0 if all checks hold, 1 if one does not, and 2 if the folder is not that of a finished run."""
     parser = argparse.ArgumentParser(
-        prog="python -m async_flowrl.verify",
+        prog="async-flowrl verify",
         description="Checks a finished run from its files alone; the exit code is 0 if all checks hold.",
     )
     parser.add_argument("run_dir", type=Path)
@@ -302,7 +301,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
     table = format_table(("check", "holds", "found"), [(name, "yes" if ok else "NO", text) for name, ok, text in rows])
     sys.stdout.write(table + "\n")
     return 0 if all(ok for _, ok, _ in rows) else 1
-
-
-if __name__ == "__main__":
-    run_program(main)

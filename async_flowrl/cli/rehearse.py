@@ -1,4 +1,4 @@
-"""Command `python -m async_flowrl.plan --rehearse`: runs a configuration's workers on fake tensors.
+"""Command `async-flowrl plan --rehearse`: runs a configuration's workers on fake tensors.
 
 Fake tensors have shapes and dtypes but no values. `rehearse` returns a `Rehearsal`: memory, FLOPs, collectives and
 estimated seconds of a trainer rank and of a rollout worker; none of them is measured. In what is printed GiB are 2**30
@@ -15,6 +15,8 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
 
+from async_flowrl.cli.cards import CARDS, Card, Roofline, cards_of
+from async_flowrl.cli.plan_memory import configured
 from async_flowrl.config.quiet import quieter
 from async_flowrl.config.schema import FULL, SHARED, Config
 from async_flowrl.memory.layout import on_devices, resolved
@@ -25,8 +27,6 @@ from async_flowrl.memory.rehearsal.model import FakeModel
 from async_flowrl.memory.rehearsal.rollout import RolloutRehearsal
 from async_flowrl.memory.rehearsal.trainer import RankRehearsal
 from async_flowrl.memory.rehearsal.whole import whole_rank, whole_rollout
-from async_flowrl.plan.cards import CARDS, Card, Roofline, cards_of
-from async_flowrl.plan.memory import configured
 from async_flowrl.tickets.arithmetic import check_batching
 from separation.table import format_table
 
@@ -329,7 +329,7 @@ def _row(done: Rehearsal) -> tuple[str, ...]:
 def main(arguments: Sequence[str]) -> None:
     """Prints the rehearsal. Raises ValueError if there is none."""
     parser = argparse.ArgumentParser(
-        prog="python -m async_flowrl.plan --rehearse",
+        prog="async-flowrl plan --rehearse",
         description="Runs a configuration's trainer and rollout worker on shapes alone: memory, collectives, FLOPs.",
     )
     parser.add_argument(

@@ -1,0 +1,334 @@
+"""Files of `async-flowrl export`: the weights in the formats asked for, and the model card."""
+
+import argparse
+import json
+import shutil
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from async_flowrl.cli.generate import run_of
+from async_flowrl.cli.model_card import read_results, write_card
+from async_flowrl.config.compose import read_config
+from async_flowrl.config.schema import Config, ModelConfig
+from async_flowrl.policies import lora_file, lora_formats, trained_file
+from async_flowrl.policies.lora_file import LoraFile, modules_of
+from async_flowrl.policies.registry import folder_of, load_policy, resolve_model
+from async_flowrl.policies.stored import StoredWeights
+from async_flowrl.policies.trained_file import weights_file
+from async_flowrl.training.checkpoint import Checkpoint, read_checkpoint
+from async_flowrl.training.checkpoint_folder import MANIFEST, checkpoint_step, find_checkpoint
+
+
+def publish(given: argparse.Namespace) -> tuple[list[Path], list[str]]:
+    """Writes the folder that the arguments ask for; returns the paths it wrote, and a sentence on each format refused.
+
+    Raises ValueError with one sentence. Arguments are checked before anything is written, as far as possible.
+    """
+    out: Path = given.out.expanduser()
+    source = read_source(given.source.expanduser(), average=not given.raw, base=given.base)
+    if source.config is not None and source.config.model.weights == "random":
+        raise ValueError("SOURCE is of a run with model.weights=random, and what that has learned fits no model")
+    evaluation = given.evaluation.expanduser() if given.evaluation else None
+    if evaluation is not None:
+        read_results(evaluation)
+    _check_out(out, source)
+    if source.whole is not None:
+        written, files = _write_whole(given, source, out)
+        refused: list[str] = []
+    else:
+        forms, refused = _offered(given.form or (), source)
+        written, files = _write_lora(given, source, out, forms)
+    return [*written, write_card(out, source, files, licence=given.license, evaluation=evaluation)], refused
+
+
+def _check_out(out: Path, source: Source) -> None:
+    """Raises ValueError if `out` holds an export of other weights, whose files would stay beside the new ones."""
+    if out.exists() and (not out.is_dir() or (out / "config.yaml").is_file()):
+        raise ValueError(
+            f"{out} is {'the folder of a run' if out.is_dir() else 'a file'}: give a folder for the export"
+        )
+    there = sorted(path.name for path in out.glob("*.safetensors"))
+    there += [name for name in (PEFT, MERGED, TRANSFORMER) if (out / name).exists()]
+    if source.whole is None and lora_file.FILE_NAME in there:
+        with tempfile.TemporaryDirectory() as again:
+            if write_lora(source, Path(again)).read_bytes() == (out / lora_file.FILE_NAME).read_bytes():
+                return
+    if there:
+        raise ValueError(f"{out} holds an export of other weights ({', '.join(there)}): remove it or export elsewhere")
+
+
+def _offered(forms: Sequence[str], source: Source) -> tuple[list[str], list[str]]:
+    """Returns those of the formats that the LoRA can have, and a sentence on each of the others."""
+    family, offered, refused = family_of(source) if forms else "", [], []
+    for form in forms:
+        try:
+            lora_formats.converter(form, family)(source.lora)
+            offered.append(form)
+        except ValueError as error:
+            refused.append(str(error))
+    return offered, refused
+
+
+def _write_lora(
+    given: argparse.Namespace, source: Source, out: Path, forms: Sequence[str]
+) -> tuple[list[Path], dict[str, str]]:
+    """Returns the written paths, and a description of each further file by its name."""
+    family = family_of(source) if forms or given.merged else None
+    base = source.model.path if source.model is not None else None
+    written, files = [], {}
+    if given.merged and source.model is not None:
+        written.append(write_merged(source.model, source.lora, out, given.merged))
+        files[MERGED] = f"the whole {given.merged} with the LoRA in its weights, for `from_pretrained`"
+    written += [write_lora(source, out), out / PEFT]
+    for form in forms:
+        path = out / f"{form}.safetensors"
+        written.append(lora_formats.write(path, source.lora, family=str(family), form=form, base=base))
+        files[path.name] = {"comfyui": "ComfyUI", "kohya": "programs that read kohya's names"}[form]
+    return written, files
+
+
+def _write_whole(given: argparse.Namespace, source: Source, out: Path) -> tuple[list[Path], dict[str, str]]:
+    """The same of a run with tune=full: the folder is the pipeline itself, or holds its transformer alone."""
+    if given.form:
+        raise ValueError(f"--format {given.form[0]} is for a LoRA, and SOURCE is of a run with tune=full")
+    written = write_whole(source, out, given.merged or "pipeline")
+    return [written], {written.name: "the trained weights"}
+
+
+PEFT = "peft"
+"""Folder of PEFT's files inside an exported folder."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """A LoRA, or a transformer's trained tensors, with their origin. `model` is the base model, None if unknown.
+
+    `config` and `run` are None for a LoRA that is not of a run; `step` is None if no checkpoint was read.
+    """
+
+    weights: LoraFile | Mapping[str, Tensor]
+    model: ModelConfig | None
+    config: Config | None
+    run: Path | None
+    step: int | None
+    part: str = "weights"
+    """`weights`, the trained weights, or `ema`, their moving average."""
+
+    @property
+    def lora(self) -> LoraFile:
+        """Raises ValueError where whole weights were trained."""
+        if not isinstance(self.weights, LoraFile):
+            raise ValueError("SOURCE is of a run with tune=full: there is no LoRA, only the whole transformer")
+        return self.weights
+
+    @property
+    def whole(self) -> Mapping[str, Tensor] | None:
+        """The trained tensors of a run with tune=full."""
+        return None if isinstance(self.weights, LoraFile) else self.weights
+
+
+def read_source(path: Path, *, average: bool = True, base: str | None = None) -> Source:
+    """Reads the newest valid checkpoint of a run directory, a single checkpoint, or a LoRA file or folder.
+
+    `average` prefers the moving average (EMA) of the weights, if the run kept one. `base`, a name or folder, replaces
+    the known base model. Raises ValueError with one sentence if nothing can be read.
+    """
+    checkpoint = _checkpoint(path)
+    if checkpoint is None:
+        return _read_lora(path, base)
+    run = checkpoint.parent.parent
+    config = read_config(run / "config.yaml") if (run / "config.yaml").is_file() else None
+    held = read_checkpoint(checkpoint)
+    part = "ema" if average and "ema" in held.tensors else "weights"
+    weights, known = _trained(held, part, str(checkpoint)), run if config is not None else None
+    return Source(weights, _model(base, config), config, known, checkpoint_step(checkpoint), part)
+
+
+def _trained(held: Checkpoint, part: str, where: str) -> LoraFile | Mapping[str, Tensor]:
+    """Returns the LoRA of a checkpoint, or whole tensors, which are read one at a time if they lie in shares."""
+    tensors, adapter = held.tensors[part], held.trainer["lora"]
+    if not adapter:
+        return tensors
+    return LoraFile(dict(tensors), lora_file.rank_of(tensors, where), float(adapter["alpha"]))
+
+
+def family_of(source: Source) -> str:
+    """Returns the model family of the base model. Raises ValueError if no base model is known or it is not found."""
+    if source.model is None:
+        raise ValueError("--base is needed: SOURCE does not say which model it is for")
+    return resolve_model(source.model).family
+
+
+def write_lora(source: Source, out: Path) -> Path:
+    """Writes diffusers' file into `out` and PEFT's two files into `out`/peft; returns the path of diffusers' file."""
+    base = source.model.path if source.model is not None else None
+    lora_file.write_peft(out / PEFT, source.lora.tensors, alpha=source.lora.alpha, base=base)
+    return lora_file.write(out, source.lora.tensors, alpha=source.lora.alpha, base=base)
+
+
+def _checkpoint(path: Path) -> Path | None:
+    """Returns the checkpoint that a path means, None for a LoRA. Raises ValueError if it is neither."""
+    if not path.exists():
+        raise ValueError(f"{path} is not a folder or a file; give a run directory, a checkpoint or a LoRA")
+    if path.is_file():
+        return None
+    if (path / MANIFEST).is_file():
+        return path
+    for folder in (path / "checkpoints", path):
+        newest = find_checkpoint(folder)
+        if newest is not None:
+            return newest
+    if (path / "config.yaml").is_file() or not any(path.glob("*.safetensors")):
+        raise ValueError(f"{path} holds no sound checkpoint (checkpoints/step_N with a {MANIFEST}) and is no LoRA")
+    return None
+
+
+def _read_lora(path: Path, base: str | None) -> Source:
+    file = weights_file(path)
+    run = run_of(path)
+    config = read_config(run / "config.yaml") if run is not None else None
+    model = _model(base or (None if config else lora_file.base_of(file)), config)
+    try:
+        lora = lora_file.read(file)
+    except ValueError as error:
+        if file.name == lora_file.PEFT_WEIGHTS:
+            raise
+        if model is None:
+            raise ValueError(f"{error}; with --base it is read as the LoRA of that model, in any names") from error
+        lora = lora_formats.read_back(file, resolve_model(model).family)
+    lora_file.check_finite(lora.tensors, str(path))
+    if model is not None:
+        _check_layers(lora, model, path)
+    return Source(lora, model, config, run, None)
+
+
+def _check_layers(lora: LoraFile, model: ModelConfig, path: Path) -> None:
+    """Raises ValueError for a layer that the model does not have, or has in another size; not if it is not here."""
+    try:
+        resolved = resolve_model(model)
+        network = load_policy(resolved, dtype=resolved.dtype, device="cpu", parts="structure").transformer
+    except (ValueError, OSError):
+        return
+    weights = {name.removesuffix(".weight"): tuple(each.shape) for name, each in network.named_parameters()}
+    for module in lora_file.modules_of(lora.tensors):
+        a, b = (lora.tensors[f"{module}.lora_{side}.weight"] for side in "AB")
+        if weights.get(module) != (b.shape[0], a.shape[1]):
+            there = f"is {list(weights[module])} there" if module in weights else "is not there"
+            raise ValueError(f"{path} does not fit {model.path}: its layer {module} {there}")
+
+
+def _model(base: str | None, config: Config | None) -> ModelConfig | None:
+    if config is None:
+        return ModelConfig(path=base) if base is not None else None
+    if base is None or base == config.model.path:
+        return config.model
+    return replace(config.model, path=base, revision=None)
+
+
+MERGED, TRANSFORMER = "merged", "transformer"
+"""Folder that is written, and the folder of the transformer inside it."""
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+IGNORED = ("*.bin", "*.pt", "*.ckpt", "*.msgpack", "*.h5", "*.onnx", ".cache", ".git*")
+
+Place = tuple[Path, int, tuple[int, ...]]
+"""Position of a tensor: a file, the offset of its first byte, and the tensor's shape."""
+
+
+def write_merged(model: ModelConfig, lora: LoraFile, out: Path, what: str) -> Path:
+    """Writes the folder `out`/merged and returns it; after an error no part of it remains.
+
+    `what` is "pipeline" or "transformer". Raises ValueError with one sentence if the model is not found, lacks an
+    adapted layer as a plain matrix, the disk is too small, or the folder exists.
+    """
+    target, work = out / MERGED, out / f".{MERGED}-unfinished"
+    base = folder_of(resolve_model(model), "all" if what == "pipeline" else TRANSFORMER)
+    places = _places(base)
+    _check(places, lora, base)
+    copied = base if what == "pipeline" else base / TRANSFORMER
+    _check_room(target, copied.rglob("*"))
+    shutil.rmtree(work, ignore_errors=True)
+    try:
+        destination = work if what == "pipeline" else work / TRANSFORMER
+        shutil.copytree(copied, destination, ignore=shutil.ignore_patterns(*IGNORED), copy_function=shutil.copyfile)
+        for module in modules_of(lora.tensors):
+            file, offset, _ = places[f"{module}.weight"]
+            a, b = (lora.tensors[f"{module}.lora_{side}.weight"].float() for side in "AB")
+            _add(work / TRANSFORMER / file.name, offset, f"{module}.weight", (b @ a) * (lora.alpha / lora.rank))
+        work.rename(target)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+    return target
+
+
+def _check_room(target: Path, copied: Iterable[Path]) -> None:
+    """Makes the parent of `target`. Raises ValueError if `target` exists or the disk has no room for the files."""
+    if target.exists():
+        raise ValueError(f"{target} exists already; remove it or export elsewhere")
+    needed = sum(file.stat().st_size for file in copied if file.is_file())
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if needed > (free := shutil.disk_usage(target.parent).free):
+        raise ValueError(f"{target} needs {needed / 2**30:.1f} GiB, {free / 2**30:.1f} GiB are free there")
+
+
+def _places(base: Path) -> Mapping[str, Place]:
+    """Positions of all tensors in the transformer's safetensors files, by name."""
+    places: dict[str, Place] = {}
+    for file in sorted(set(StoredWeights(str(base), dtype=torch.float32).sources.values())):
+        with file.open("rb") as opened:
+            length = int.from_bytes(opened.read(8), "little")
+            header = json.loads(opened.read(length))
+        header.pop("__metadata__", None)
+        for name, entry in header.items():
+            places[name] = file, 8 + length + entry["data_offsets"][0], tuple(entry["shape"])
+    return places
+
+
+def _check(places: Mapping[str, Place], lora: LoraFile, base: Path) -> None:
+    for module in modules_of(lora.tensors):
+        if f"{module}.weight" not in places:
+            raise ValueError(f"the LoRA adapts {module}, of which {base / TRANSFORMER} holds no weight")
+        shape = places[f"{module}.weight"][2]
+        wanted = (lora.tensors[f"{module}.lora_B.weight"].shape[0], lora.tensors[f"{module}.lora_A.weight"].shape[1])
+        if shape != wanted:
+            raise ValueError(f"the LoRA's {module} is for a matrix of {wanted}, {base / TRANSFORMER} has {shape}")
+
+
+def _add(file: Path, offset: int, name: str, update: Tensor) -> None:
+    """Adds `update` to one matrix in its file: summed in float32, then rounded once to the matrix's dtype."""
+    with safe_open(file, framework="pt") as opened:
+        weight: Tensor = opened.get_tensor(name)
+    if weight.dtype not in _DTYPES:
+        raise ValueError(f"--merged adds to float32, bfloat16 and float16 weights, {name} is {weight.dtype}")
+    merged = (weight.float() + update).to(weight.dtype).contiguous()
+    with file.open("r+b") as writable:
+        writable.seek(offset)
+        writable.write(merged.view(torch.uint8).numpy().tobytes())
+
+
+def write_whole(source: Source, out: Path, what: str) -> Path:
+    """Writes `out`/transformer and, for what="pipeline", everything else of the base pipeline beside it; returns the
+    transformer's folder.
+
+    Raises ValueError, one sentence, where the base model is not known or the weights are not its own, where the disk is
+    too small, and where `out` holds a model already.
+    """
+    if source.model is None or source.whole is None:
+        raise ValueError("--base is needed: SOURCE does not say which model it is for")
+    target = out / TRANSFORMER
+    model = resolve_model(source.model)
+    base = folder_of(model, "all" if what == "pipeline" else TRANSFORMER) / TRANSFORMER
+    copied = [each for each in base.parent.iterdir() if each != base] if what == "pipeline" else []
+    _check_room(target, (file for each in (base, *copied) for file in (each, *each.rglob("*"))))
+    ignore = shutil.ignore_patterns(*IGNORED)
+    for each in copied:
+        if each.is_dir() and each.name not in ignore(str(base.parent), [each.name]):
+            shutil.copytree(each, out / each.name, ignore=ignore, copy_function=shutil.copyfile, dirs_exist_ok=True)
+        elif each.is_file() and each.suffix == ".json":
+            shutil.copyfile(each, out / each.name)
+    return trained_file.save_whole(target, source.whole, model)
