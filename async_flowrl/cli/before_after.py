@@ -18,7 +18,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from async_flowrl.cli.evaluate import TOTAL, TRAINED, Job, servers_of
+from async_flowrl.cli.evaluation_job import TOTAL, TRAINED, Job, servers_of
 from async_flowrl.cli.generate import from_config, open_pipeline, run_pipeline
 from async_flowrl.config.resolution import Resolution, height_width, in_words, pixels
 from async_flowrl.config.schema import Config, RewardConfig

@@ -10,7 +10,7 @@ from typing import Any
 
 from PIL import Image
 
-from async_flowrl.cli.exported import PEFT, Source
+from async_flowrl.cli.export_source import PEFT, Source
 from async_flowrl.cli.generate import arguments_of, from_config, in_diffusers, usual
 from async_flowrl.config.resolution import configured, in_pixels
 from async_flowrl.config.schema import Config, RewardTerm

@@ -15,9 +15,9 @@ import torch.distributed as dist
 from async_flowrl.config.pools import ROLLOUT, TRAINER, held_out_by_pool, scoring_pools, served_terms, server_pool
 from async_flowrl.config.schema import SHARED, Config
 from async_flowrl.rollout.vllm_omni.settings import check_installed
+from async_flowrl.run.findings import FAILED, SKIPPED, WARNING, Finding, verdict
 from async_flowrl.run.machines import GIB, Machine, room_for
 from async_flowrl.run.node_facts import PACKAGES, importable, version
-from async_flowrl.run.preflight import FAILED, SKIPPED, WARNING, Finding, verdict
 from checkpoint_engine.transports import NCCL, PYNCCL, resolve_transport
 from separation.group import PoolSpec
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from async_flowrl.run.preflight import FAILED, OK, WARNING, Finding, failed, verdict
+from async_flowrl.run.findings import FAILED, OK, WARNING, Finding, failed, verdict
 from separation import placement
 from separation.cluster_probe import Node, Offset, Survey
 from separation.group import PoolSpec

@@ -22,7 +22,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure, SubFigure
 from PIL import Image
 
-from async_flowrl.cli.exported import read_source, write_lora
+from async_flowrl.cli.export_source import read_source, write_lora
 from async_flowrl.observability.events import read_events
 from async_flowrl.observability.intervals import intersect, union
 from async_flowrl.observability.timeline import Track, tracks

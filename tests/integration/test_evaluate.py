@@ -14,8 +14,8 @@ from PIL import Image
 
 from async_flowrl.cli import before_after as measure
 from async_flowrl.cli.before_after import Scored, as_json
-from async_flowrl.cli.evaluate import job_of_run
 from async_flowrl.cli.evaluate import main as evaluating
+from async_flowrl.cli.evaluation_job import job_of_run
 from async_flowrl.config.compose import read_config
 from async_flowrl.config.schema import Config, LoraConfig, RewardTerm
 from async_flowrl.data.load import load_data

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from async_flowrl.cli.export import main as exporting
-from async_flowrl.cli.exported import read_source, write_lora
+from async_flowrl.cli.export_source import read_source, write_lora
 from async_flowrl.config.schema import LoraConfig, ModelConfig
 from async_flowrl.policies.lora_file import FILE_NAME
 from async_flowrl.policies.qwen_image import QwenImagePolicy

@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 
 from async_flowrl.cli.before_after import evaluate
-from async_flowrl.cli.evaluate import job_of_run
+from async_flowrl.cli.evaluation_job import job_of_run
 from async_flowrl.cli.export import main as export
 from async_flowrl.cli.generate import from_config, generate, open_pipeline, sample
 from async_flowrl.cli.generate import main as generate_command

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from async_flowrl.cli.before_after import evaluate
-from async_flowrl.cli.evaluate import job_of_run
+from async_flowrl.cli.evaluation_job import job_of_run
 from async_flowrl.cli.export import main as export
 from async_flowrl.cli.generate import from_config, open_pipeline, sample
 from async_flowrl.cli.verify import verify

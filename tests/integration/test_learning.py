@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from async_flowrl.cli.before_after import evaluate
-from async_flowrl.cli.evaluate import job_of_run
+from async_flowrl.cli.evaluation_job import job_of_run
 from async_flowrl.config.compose import read_config
 from async_flowrl.config.schema import RewardTerm
 from tests.integration.runs import WHOLE, Run, train

@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 
 from async_flowrl.cli import generate
 from async_flowrl.cli.before_after import evaluate
-from async_flowrl.cli.evaluate import job_of_run
-from async_flowrl.cli.exported import read_source, write_lora
+from async_flowrl.cli.evaluation_job import job_of_run
+from async_flowrl.cli.export_source import read_source, write_lora
 from async_flowrl.config.compose import read_config
 from async_flowrl.config.schema import Config
 from async_flowrl.controller import checkpoints

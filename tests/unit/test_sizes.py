@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 
 from async_flowrl.cli.before_after import Comparison, Row, as_json, check_sizes
-from async_flowrl.cli.evaluate import Job
+from async_flowrl.cli.evaluation_job import Job
 from async_flowrl.cli.generate import check_guidance, from_config
 from async_flowrl.cli.generate import main as generate
 from async_flowrl.cli.model_card import _sizes as sizes_on_card

@@ -7,9 +7,10 @@ import pytest
 from async_flowrl.config.compose import compose_config
 from async_flowrl.config.schema import Config, RewardTerm
 from async_flowrl.memory.processes import plan_memory
+from async_flowrl.run.findings import FAILED, OK, SKIPPED, WARNING
 from async_flowrl.run.machines import GIB, Machine
-from async_flowrl.run.preflight import FAILED, OK, SKIPPED, WARNING, host_processes
 from async_flowrl.run.preflight import device_finding as devices
+from async_flowrl.run.preflight import host_processes
 from separation.group import PoolSpec
 
 LARGE, SMALL = 80 * GIB, 2**20

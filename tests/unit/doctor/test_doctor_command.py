@@ -7,8 +7,8 @@ import torch
 
 from async_flowrl.cli import doctor
 from async_flowrl.run import features
+from async_flowrl.run.findings import FAILED, OK, WARNING, failed, verdict
 from async_flowrl.run.machines import GIB
-from async_flowrl.run.preflight import FAILED, OK, WARNING, failed, verdict
 
 
 def test_without_options_it_looks_at_this_machine(capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from async_flowrl.cli.exported import Source
+from async_flowrl.cli.export_source import Source
 from async_flowrl.cli.model_card import write_card
 from async_flowrl.config.schema import Config
 from async_flowrl.policies.freeze import trained_names

@@ -1,0 +1,268 @@
+"""Description of one evaluation: weights, prompts, rewards and noises, from a run's configuration or the command line.
+
+Terms with `serve` get one server each, started in pools of this process.
+"""
+
+import logging
+import os
+import shutil
+import sys
+import tempfile
+import time
+from argparse import Namespace
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager, closing
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from async_flowrl.cli.generate import config_of
+from async_flowrl.config.check import guidance_refusal
+from async_flowrl.config.compose import read_config
+from async_flowrl.config.own_code import absolute
+from async_flowrl.config.pools import served_terms
+from async_flowrl.config.resolution import Resolution, asked_resolution
+from async_flowrl.config.schema import LORA, Config, DataConfig, HeldOutConfig, RewardConfig, RewardTerm, ServeConfig
+from async_flowrl.config.settings import MAX_SEED
+from async_flowrl.controller.context import NoServers, Servers
+from async_flowrl.controller.reward_servers import server_pools, serving
+from async_flowrl.data.load import load_data
+from async_flowrl.observability.events import EventLog
+from async_flowrl.observability.run_directory import RunDirectory
+from async_flowrl.policies.registry import load_family, resolve_model
+from async_flowrl.rewards.composite import CompositeReward, connect
+from async_flowrl.rewards.registry import check_prompts, check_rewards
+from async_flowrl.rewards.served import Addresses
+from async_flowrl.tickets.request import evaluation_resolution
+from async_flowrl.types import Prompt
+from separation.cluster import cluster
+from separation.group import VISIBLE_DEVICES
+
+logger = logging.getLogger(__name__)
+
+ASKED, TRAINED, HELD_OUT = "asked", "trained", "held_out"
+"""Origin of a score: option `--reward`, or a run's trained or held-out terms (held out: measured, not trained on)."""
+
+
+TOTAL = "reward"
+"""Name of the weighted sum of a run's trained terms."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """An evaluation to make. A term is one reward with its weight and options; each term is a score of its own.
+
+    `kinds` gives the origin of each term (`ASKED`, `TRAINED` or `HELD_OUT`). `config` holds the sampling settings.
+    """
+
+    config: Config
+    trained_weights: Path
+    """A LoRA, or a transformer's folder."""
+    terms: Mapping[str, RewardTerm]
+    kinds: Mapping[str, str]
+    prompts: Sequence[Prompt]
+    chosen: str
+    """Description of the prompts in words, for the table."""
+    seeds: tuple[int, ...]
+    """Seeds of the initial noises; each gives `evaluate.images_per_prompt` images per prompt."""
+    one_size: bool = False
+    """True if every image has `rollout.resolution`, even if its prompt has a size of its own."""
+
+    def resolution(self, place: int) -> Resolution:
+        """Size of the images of the prompt at index `place`, as in the run's own evaluations."""
+        own = None if self.one_size else self.prompts[place].resolution
+        return evaluation_resolution(self.config, place) if own is None else own
+
+    @property
+    def reward(self) -> RewardConfig:
+        """The run's reward settings, with the terms of this job."""
+        return replace(self.config.reward, terms=dict(self.terms))
+
+    @property
+    def images_per_prompt(self) -> int:
+        return len(self.seeds) * self.config.evaluate.images_per_prompt
+
+    @property
+    def trained(self) -> dict[str, float]:
+        """Weights of the trained terms, whose weighted sum is the score `reward`; those of weight 0 are left out."""
+        return {
+            name: weight for name, kind in self.kinds.items() if kind == TRAINED and (weight := self.terms[name].weight)
+        }
+
+
+def job_of_run(config: Config, trained: Path) -> Job:
+    """Returns the job that repeats a run's last evaluation: its prompts, noises, trained and held-out terms.
+
+    `trained` is the LoRA or transformer that the run has written. Raises ValueError if the rewards or prompts cannot be
+    used.
+    """
+    return _job(config, trained, _run_terms(config), None, (config.evaluate.seed,))
+
+
+def job_of(given: Namespace) -> Job:
+    """Returns the job that the command line asks for. Raises ValueError with one sentence if it cannot be evaluated."""
+    for name in ("images", "seeds", "steps", "max_prompts"):
+        if (value := getattr(given, name)) is not None and value < 1:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+    if given.seed is not None and not 0 <= given.seed <= MAX_SEED:
+        raise ValueError(f"--seed must be from 0 to {MAX_SEED}, got {given.seed}")
+    config, trained = _origin(given)
+    _sampling(config, given)
+    terms = _run_terms(config)
+    if given.reward:
+        terms = _asked(given.reward, {name: term for name, (term, _) in terms.items()})
+    elif not terms:
+        raise ValueError("--reward is needed: the weights are not of a run, whose rewards could be taken")
+    prompts = None if given.prompts is None else str(given.prompts.expanduser())
+    if prompts is None and not config.data.train:
+        raise ValueError("--prompts is needed: the weights are not of a run, whose prompts could be taken")
+    if prompts is not None:
+        config.evaluate.max_prompts = given.max_prompts or sys.maxsize
+    seed = config.evaluate.seed
+    job = _job(config, trained, terms, prompts, tuple(range(seed, seed + (given.seeds or 1))))
+    return replace(job, one_size=given.resolution is not None)
+
+
+def _job(
+    config: Config, trained: Path, terms: Mapping[str, tuple[RewardTerm, str]], file: str | None, seeds: tuple[int, ...]
+) -> Job:
+    whole = replace(config.reward, terms={name: term for name, (term, _) in terms.items()})
+    needs_target = check_rewards(whole)
+    available, chosen = _prompts(config, file, needs_target=needs_target)
+    prompts = tuple(available[place] for place in range(min(len(available), config.evaluate.max_prompts)))
+    check_prompts(whole, prompts)
+    kinds = {name: kind for name, (_, kind) in terms.items()}
+    return Job(config, trained, whole.terms, kinds, prompts, chosen, seeds)
+
+
+def _origin(given: Namespace) -> tuple[Config, Path]:
+    """Returns the run's configuration, or one that suits the model, and what was trained.
+
+    `data.train` is empty if there is no run.
+    """
+    source: Path = given.source.expanduser()
+    ran = read_config(source / "config.yaml") if (source / "config.yaml").is_file() else None
+    trained: Path = source if ran is None else RunDirectory(source).trained(ran.tune)
+    if given.lora is not None:
+        trained = given.lora.expanduser()
+    elif ran is not None and not trained.is_dir():
+        raise ValueError(
+            f"{source} holds no {trained.name}/: the run has not ended; export its newest checkpoint (python -m "
+            f"async_flowrl.export {source} OUT) and give "
+            f"{'--lora OUT' if ran.tune == LORA else 'OUT/transformer with --base'}"
+        )
+    run = source if ran is not None else None
+    return config_of(trained, given.base, run=run, option="--base"), trained
+
+
+def _sampling(config: Config, given: Namespace) -> None:
+    """Writes the sampling options of the command line into the configuration."""
+    evaluate, rollout = config.evaluate, config.rollout
+    evaluate.seed = evaluate.seed if given.seed is None else given.seed
+    evaluate.images_per_prompt = given.images or evaluate.images_per_prompt
+    evaluate.num_inference_steps = given.steps or evaluate.num_inference_steps
+    evaluate.max_prompts = given.max_prompts or evaluate.max_prompts
+    if given.resolution is not None:
+        rollout.resolution, rollout.resolutions = asked_resolution(given.resolution), []
+    if given.guidance is not None:
+        embedded = load_family(resolve_model(config.model).family).usual_guidance[1] > 0
+        if refusal := guidance_refusal("--guidance", given.guidance, embedded=embedded):
+            raise ValueError(refusal)
+        if embedded:
+            rollout.guidance_scale = given.guidance
+        else:
+            rollout.true_cfg_scale = given.guidance
+
+
+def _run_terms(config: Config) -> dict[str, tuple[RewardTerm, str]]:
+    terms = {name: (term, TRAINED) for name, term in config.reward.terms.items()}
+    return terms | {name: (term, HELD_OUT) for name, term in config.evaluate.reward.terms.items()}
+
+
+def _asked(names: Sequence[str], known: Mapping[str, RewardTerm]) -> dict[str, tuple[RewardTerm, str]]:
+    """Returns the terms of `--reward` by name: a run's term, a registered reward, or `pkg.module:attr` or
+    `file.py:attr` as `attr`."""
+    terms: dict[str, tuple[RewardTerm, str]] = {}
+    for name in names:
+        key = name.rpartition(":")[2]
+        if key in terms or key == TOTAL:
+            raise ValueError(f"--reward {name}: there is another score of the name {key!r}")
+        terms[key] = (known.get(name, RewardTerm(name=absolute(name))), ASKED)
+    return terms
+
+
+def _prompts(config: Config, file: str | None, *, needs_target: bool) -> tuple[Sequence[Prompt], str]:
+    """Returns the prompts of a file (None: those of the run's evaluations) in order, and their description in words."""
+    if file is None:
+        data = load_data(config.data, needs_target=needs_target)
+        return data.evaluation, data.chosen
+    alone = DataConfig(train=file, prompt_key=config.data.prompt_key, held_out=0)
+    return load_data(alone, needs_target=needs_target).train, f"of {file}"
+
+
+@asynccontextmanager
+async def servers_of(job: Job, reward: CompositeReward, device: str) -> AsyncIterator[Servers]:
+    """Context that starts the job's reward servers, tells the rewards their addresses, and finally stops the servers.
+
+    Without served terms it yields `NoServers` and starts nothing. Raises ServerLost if a server does not start or dies
+    too often; the folder with the servers' output, which the log names, is then kept.
+    """
+    if not any(term.serve for term in job.terms.values()):
+        yield NoServers()
+        return
+    folder = Path(tempfile.mkdtemp(prefix="async-flowrl-evaluate-"))
+    config = _config(job, folder, device)
+    threads = torch.get_num_threads()  # a local worker sets the thread count of this process: keep it
+    pools = [replace(pool, threads=threads) for pool in server_pools(config)]
+
+    def told(addresses: Mapping[str, Addresses]) -> None:
+        connect(reward.terms, addresses)
+
+    for name, _ in served_terms(config):
+        logger.info("starting the server of the reward %s, its output is in %s", name, folder)
+    with closing(EventLog(folder / "events.jsonl", time.time)) as events:
+        async with cluster(pools, backend="local") as groups, serving(config, groups, listeners=[told]) as servers:
+            await servers.all_up(events, [])
+            yield servers
+    shutil.rmtree(folder)
+
+
+def _config(job: Job, folder: Path, device: str) -> Config:
+    """Returns a configuration with one server per served term, for a local run in `folder`."""
+    free = _visible(torch.cuda.device_count())[1:] if device != "cpu" else None
+    terms = {name: term if term.serve is None else _single(name, term, free) for name, term in job.terms.items()}
+    config = job.config
+    return replace(
+        config,
+        output_dir=str(folder),
+        reward=replace(config.reward, terms=terms),
+        evaluate=replace(config.evaluate, reward=HeldOutConfig()),
+        runtime=replace(config.runtime, backend="local", address=None),
+    )
+
+
+def _visible(count: int) -> list[str]:
+    """Returns the names of this process's GPUs as in CUDA_VISIBLE_DEVICES, which may already hide some of them."""
+    shown = os.environ.get(VISIBLE_DEVICES)
+    return [name.strip() for name in shown.split(",")][:count] if shown else [str(index) for index in range(count)]
+
+
+def _single(name: str, term: RewardTerm, free: list[str] | None) -> RewardTerm:
+    """Returns the term with one server, on GPUs taken from `free`, which lacks the GPU that makes the images.
+
+    Raises ValueError if there are too few GPUs.
+    """
+    serve = term.serve
+    assert serve is not None
+    if free is None or serve.gpus == 0:
+        return replace(term, serve=replace(serve, replicas=1))
+    count = max(1, int(serve.gpus))
+    if count > len(free):
+        raise ValueError(
+            f"the server of {name} wants {serve.gpus:g} GPUs beside the one that makes the images, and {len(free)} are "
+            f"left; let it share that one with serve.gpus=0 in RUN/config.yaml, or name other rewards with --reward"
+        )
+    own, free[:count] = free[:count], []
+    seen: ServeConfig = replace(serve, replicas=1, environment={**serve.environment, VISIBLE_DEVICES: ",".join(own)})
+    return replace(term, serve=seen)

@@ -1,0 +1,146 @@
+"""Reading of what is exported: a run directory, a checkpoint, or a LoRA of any format."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from torch import Tensor
+
+from async_flowrl.cli.generate import run_of
+from async_flowrl.config.compose import read_config
+from async_flowrl.config.schema import Config, ModelConfig
+from async_flowrl.policies import lora_file, lora_formats
+from async_flowrl.policies.lora_file import LoraFile
+from async_flowrl.policies.registry import load_policy, resolve_model
+from async_flowrl.policies.trained_file import weights_file
+from async_flowrl.training.checkpoint import Checkpoint, read_checkpoint
+from async_flowrl.training.checkpoint_folder import MANIFEST, checkpoint_step, find_checkpoint
+
+PEFT = "peft"
+"""Folder of PEFT's files inside an exported folder."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """A LoRA, or a transformer's trained tensors, with their origin. `model` is the base model, None if unknown.
+
+    `config` and `run` are None for a LoRA that is not of a run; `step` is None if no checkpoint was read.
+    """
+
+    weights: LoraFile | Mapping[str, Tensor]
+    model: ModelConfig | None
+    config: Config | None
+    run: Path | None
+    step: int | None
+    part: str = "weights"
+    """`weights`, the trained weights, or `ema`, their moving average."""
+
+    @property
+    def lora(self) -> LoraFile:
+        """Raises ValueError where whole weights were trained."""
+        if not isinstance(self.weights, LoraFile):
+            raise ValueError("SOURCE is of a run with tune=full: there is no LoRA, only the whole transformer")
+        return self.weights
+
+    @property
+    def whole(self) -> Mapping[str, Tensor] | None:
+        """The trained tensors of a run with tune=full."""
+        return None if isinstance(self.weights, LoraFile) else self.weights
+
+
+def read_source(path: Path, *, average: bool = True, base: str | None = None) -> Source:
+    """Reads the newest valid checkpoint of a run directory, a single checkpoint, or a LoRA file or folder.
+
+    `average` prefers the moving average (EMA) of the weights, if the run kept one. `base`, a name or folder, replaces
+    the known base model. Raises ValueError with one sentence if nothing can be read.
+    """
+    checkpoint = _checkpoint(path)
+    if checkpoint is None:
+        return _read_lora(path, base)
+    run = checkpoint.parent.parent
+    config = read_config(run / "config.yaml") if (run / "config.yaml").is_file() else None
+    held = read_checkpoint(checkpoint)
+    part = "ema" if average and "ema" in held.tensors else "weights"
+    weights, known = _trained(held, part, str(checkpoint)), run if config is not None else None
+    return Source(weights, _model(base, config), config, known, checkpoint_step(checkpoint), part)
+
+
+def _trained(held: Checkpoint, part: str, where: str) -> LoraFile | Mapping[str, Tensor]:
+    """Returns the LoRA of a checkpoint, or whole tensors, which are read one at a time if they lie in shares."""
+    tensors, adapter = held.tensors[part], held.trainer["lora"]
+    if not adapter:
+        return tensors
+    return LoraFile(dict(tensors), lora_file.rank_of(tensors, where), float(adapter["alpha"]))
+
+
+def family_of(source: Source) -> str:
+    """Returns the model family of the base model. Raises ValueError if no base model is known or it is not found."""
+    if source.model is None:
+        raise ValueError("--base is needed: SOURCE does not say which model it is for")
+    return resolve_model(source.model).family
+
+
+def write_lora(source: Source, out: Path) -> Path:
+    """Writes diffusers' file into `out` and PEFT's two files into `out`/peft; returns the path of diffusers' file."""
+    base = source.model.path if source.model is not None else None
+    lora_file.write_peft(out / PEFT, source.lora.tensors, alpha=source.lora.alpha, base=base)
+    return lora_file.write(out, source.lora.tensors, alpha=source.lora.alpha, base=base)
+
+
+def _checkpoint(path: Path) -> Path | None:
+    """Returns the checkpoint that a path means, None for a LoRA. Raises ValueError if it is neither."""
+    if not path.exists():
+        raise ValueError(f"{path} is not a folder or a file; give a run directory, a checkpoint or a LoRA")
+    if path.is_file():
+        return None
+    if (path / MANIFEST).is_file():
+        return path
+    for folder in (path / "checkpoints", path):
+        newest = find_checkpoint(folder)
+        if newest is not None:
+            return newest
+    if (path / "config.yaml").is_file() or not any(path.glob("*.safetensors")):
+        raise ValueError(f"{path} holds no sound checkpoint (checkpoints/step_N with a {MANIFEST}) and is no LoRA")
+    return None
+
+
+def _read_lora(path: Path, base: str | None) -> Source:
+    file = weights_file(path)
+    run = run_of(path)
+    config = read_config(run / "config.yaml") if run is not None else None
+    model = _model(base or (None if config else lora_file.base_of(file)), config)
+    try:
+        lora = lora_file.read(file)
+    except ValueError as error:
+        if file.name == lora_file.PEFT_WEIGHTS:
+            raise
+        if model is None:
+            raise ValueError(f"{error}; with --base it is read as the LoRA of that model, in any names") from error
+        lora = lora_formats.read_back(file, resolve_model(model).family)
+    lora_file.check_finite(lora.tensors, str(path))
+    if model is not None:
+        _check_layers(lora, model, path)
+    return Source(lora, model, config, run, None)
+
+
+def _check_layers(lora: LoraFile, model: ModelConfig, path: Path) -> None:
+    """Raises ValueError for a layer that the model does not have, or has in another size; not if it is not here."""
+    try:
+        resolved = resolve_model(model)
+        network = load_policy(resolved, dtype=resolved.dtype, device="cpu", parts="structure").transformer
+    except (ValueError, OSError):
+        return
+    weights = {name.removesuffix(".weight"): tuple(each.shape) for name, each in network.named_parameters()}
+    for module in lora_file.modules_of(lora.tensors):
+        a, b = (lora.tensors[f"{module}.lora_{side}.weight"] for side in "AB")
+        if weights.get(module) != (b.shape[0], a.shape[1]):
+            there = f"is {list(weights[module])} there" if module in weights else "is not there"
+            raise ValueError(f"{path} does not fit {model.path}: its layer {module} {there}")
+
+
+def _model(base: str | None, config: Config | None) -> ModelConfig | None:
+    if config is None:
+        return ModelConfig(path=base) if base is not None else None
+    if base is None or base == config.model.path:
+        return config.model
+    return replace(config.model, path=base, revision=None)
