@@ -29,7 +29,6 @@ NO_COMPUTING = {
     "unknown verb": ("__main__", ["nonsense"]),
     "help of the export": ("cli.export", ["--help"]),
     "arguments of the export": ("cli.export", ["only_one"]),
-    "help of check-model": ("cli.check_model", ["--help"]),
     "help of the planner": ("cli.plan", ["--help"]),
     "arguments of the planner": ("cli.plan", ["--devices", "many"]),
     "unknown key": ("main", ["total_stepz=3"]),
