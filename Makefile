@@ -116,10 +116,13 @@ $(VLM_SERVER_VENV)/.installed: tests/vlm_server/requirements.txt tests/vlm_serve
 # The documentation site, into build/site; what documents link to must be there.
 DOCS_VENV ?= .venv-docs
 
-docs: $(DOCS_VENV)/.installed
+# Formulas are typeset by KaTeX, which comes from npm and is part of the site.
+export KATEX = $(abspath $(DOCS_VENV))/node_modules/katex/dist
+
+docs: $(DOCS_VENV)/.installed $(KATEX)/katex.min.js
 	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --strict
 
-docs-serve: $(DOCS_VENV)/.installed
+docs-serve: $(DOCS_VENV)/.installed $(KATEX)/katex.min.js
 	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs serve
 
 # The site of this version beside those of earlier ones, on the branch gh-pages of this repository; nothing is pushed.
@@ -136,8 +139,11 @@ $(DOCS_VENV)/.installed: docs/requirements.txt
 	$(DOCS_VENV)/bin/python $(INSTALL) --requirement docs/requirements.txt
 	touch $@
 
+$(KATEX)/katex.min.js: | $(DOCS_VENV)/.installed
+	npm install --silent --no-audit --no-fund --prefix $(DOCS_VENV) katex@0.19
+
 # What test-pretend-gpu, test-vllm-omni and docs install besides, for continuous integration.
-environments: setup $(PRETEND_CUPY)/.installed $(VLLM_OMNI_VENV)/.installed $(DOCS_VENV)/.installed
+environments: setup $(PRETEND_CUPY)/.installed $(VLLM_OMNI_VENV)/.installed $(DOCS_VENV)/.installed $(KATEX)/katex.min.js
 
 lint: setup
 	$(VENV)/bin/ruff check .
