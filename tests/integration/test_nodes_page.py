@@ -20,15 +20,6 @@ PAGE = ROOT / "docs" / "do" / "nodes.md"
 BLOCK = re.compile(r"^(?:<!-- ([a-z]+)(?: (\d))? -->\n)?```(bash|python)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 SECONDS = 1800.0
 """Of one block."""
-COMMAND = re.compile(r"(?:^    |`)((?:ray|async-flowrl|python|sbatch) [a-z-].*?)(?:`|$)", re.MULTILINE)
-"""A command that stands outside of a block: indented, or within a sentence."""
-ELSEWHERE = {
-    "sbatch --nodes=8": "tests/integration/test_deploy_slurm.py",
-    "async-flowrl plan": "tests/unit/plan/test_from_run.py",
-    "ray get-auth-token": "tests/integration/test_nodes_page.py",
-    "python -m": "Makefile",
-}
-"""Of those that no block has, by their first two words, what runs them."""
 SEATS = {"RAY_OVERRIDE_RESOURCES": '{"CPU": 2}'}
 """Each node has seats for two workers, however many cores this machine has: the last node's are missing before."""
 ATTEMPTS = 3
@@ -52,16 +43,6 @@ def blocks() -> list[Block]:
 def test_every_block_says_where_it_runs() -> None:
     assert {block.mark for block in blocks()} == {"node", "gpu"}
     assert {block.node for block in blocks() if block.mark == "node"} == {1, 2, 3}
-
-
-def test_every_command_of_the_page_is_run_by_a_test() -> None:
-    """The others stand in blocks, all of which run; what tables and sentences name is among them, or runs elsewhere."""
-    page = BLOCK.sub("", PAGE.read_text(encoding="utf-8"))
-    run = "\n".join(block.text for block in blocks() if block.mark == "node")
-    named = {" ".join(command.split()[:2]) for command in COMMAND.findall(page)}
-    assert {"ray drain-node", "ray stop", "sbatch --nodes=8"} <= named
-    assert {command for command in named if command not in run} == set(ELSEWHERE)
-    assert all((ROOT / place).exists() for place in ELSEWHERE.values())
 
 
 def test_the_command_for_64_gpus_composes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,9 @@
-"""Tests of the names in the documentation: commands, verbs, settings, files, tests, and the loop that a page quotes."""
+"""Tests of the documentation: its links, and the commands, settings, files and tests that it names, exist."""
 
+import importlib.util
 import re
+import tomllib
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from pathlib import Path
@@ -12,11 +15,17 @@ from async_flowrl.__main__ import VERBS
 from async_flowrl.config.check import removed
 from async_flowrl.config.compose import compose_config
 from async_flowrl.config.schema import Config
-from async_flowrl.observability.ledger import STATES
 from tests.support.documents import writer
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md")])
+PAGES = sorted(
+    [
+        *ROOT.glob("*.md"),
+        *(ROOT / "docs").rglob("*.md"),
+        *(ROOT / "examples").rglob("*.md"),
+        *(ROOT / "benchmarks").rglob("*.md"),
+    ]
+)
 TEXTS = {page.relative_to(ROOT).as_posix(): page.read_text(encoding="utf-8") for page in PAGES}
 FREE = {"algorithm.options", "reward.terms"}
 """Dictionaries whose keys are the user's own."""
@@ -58,6 +67,17 @@ def on_pages(pattern: str) -> dict[Any, set[str]]:
         for each in re.findall(pattern, text):
             found.setdefault(each, set()).add(page)
     return found
+
+
+def test_commands_are_modules_with_an_entry() -> None:
+    for module, pages in on_pages(r"python -m ((?:async_flowrl|benchmarks|examples)[\w.]*)").items():
+        spec = importlib.util.find_spec(module)
+        if spec is not None and spec.submodule_search_locations:
+            spec = importlib.util.find_spec(f"{module}.__main__")
+        if pages == {"CHANGELOG.md"}:
+            continue  # of an earlier version
+        assert spec is not None and spec.origin is not None, f"{module} on {pages}"
+        assert '__name__ == "__main__"' in Path(spec.origin).read_text(encoding="utf-8"), f"{module} on {pages}"
 
 
 def test_settings_exist() -> None:
@@ -106,14 +126,51 @@ def test_commands_of_a_run_compose(page: str) -> None:
         compose_config(name, overrides)
 
 
-def test_links_exist() -> None:
+def prose(text: str) -> str:
+    """The text without its code blocks."""
+    return re.sub(r"^ *(```|~~~).*?^ *\1", "", text, flags=re.DOTALL | re.MULTILINE)
+
+
+def anchors(text: str) -> set[str]:
+    """What GitHub and the site call the headings; where several have one text, they are numbered."""
+    counts: Counter[str] = Counter()
+    names = set()
+    for heading in re.findall(r"^#{1,6} (.+)$", prose(text), flags=re.MULTILINE):
+        plain = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading)
+        name = re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", plain.lower()).strip())
+        names |= {name} if not counts[name] else {f"{name}_{counts[name]}", f"{name}-{counts[name]}"}
+        counts[name] += 1
+    return names
+
+
+def test_links_lead_to_pages_and_headings() -> None:
     for page, text in TEXTS.items():
-        for target in re.findall(r"\]\((?!https?:)([^)#\s]+)", text):
-            assert ((ROOT / page).parent / target).exists(), f"{page} links to {target}"
+        for target, anchor in re.findall(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]+))?\)", prose(text)):
+            linked = ((ROOT / page).parent / target) if target else ROOT / page
+            assert linked.exists(), f"{page} links to {target}"
+            assert not anchor or anchor in anchors(linked.read_text(encoding="utf-8")), f"{page}: {target}#{anchor}"
+
+
+def test_code_names_pages_that_exist() -> None:
+    folders = ("async_flowrl", "separation", "checkpoint_engine", "configs", "examples", "tests", "docs", "benchmarks")
+    files = [
+        path for folder in folders for path in (ROOT / folder).rglob("*") if path.suffix in (".py", ".yaml", ".sh")
+    ]
+    for path in [*files, ROOT / "Makefile", ROOT / "pyproject.toml", ROOT / "mkdocs.yml"]:
+        for name, anchor in re.findall(
+            r"\b((?:docs|examples|benchmarks)/[\w/]+\.md)(?:#([\w-]+))?", path.read_text(encoding="utf-8")
+        ):
+            assert name in TEXTS, f"{path.relative_to(ROOT)} names {name}"
+            assert not anchor or anchor in anchors(TEXTS[name]), f"{path.relative_to(ROOT)} names {name}#{anchor}"
+
+
+def test_every_page_of_the_site_is_in_its_menu_once() -> None:
+    menu = re.findall(r"^ +- ([\w/]+\.md)$", (ROOT / "mkdocs.yml").read_text(), flags=re.MULTILINE)
+    assert sorted(f"docs/{name}" for name in menu) == sorted(page for page in TEXTS if page.startswith("docs/"))
 
 
 def test_files_exist() -> None:
-    folders = "async_flowrl|separation|checkpoint_engine|configs|examples|docs|tests"
+    folders = "async_flowrl|separation|checkpoint_engine|configs|examples|docs|tests|benchmarks"
     for path, pages in on_pages(rf"`((?:{folders})/[\w./*-]+)").items():
         assert list(ROOT.glob(path.rstrip("/"))), f"{pages} name {path}"
 
@@ -131,21 +188,6 @@ def test_make_targets_exist() -> None:
             assert target in targets, f"{page}: make {target}"
 
 
-def test_the_page_on_the_loop_quotes_it() -> None:
-    loop = (ROOT / "async_flowrl" / "loop.py").read_text(encoding="utf-8")
-    assert f"```python\n{loop}```" in TEXTS["docs/learn/loop.md"]
-
-
-def test_the_readme_fits_two_screens_and_says_its_words_before_it_uses_them() -> None:
-    readme = TEXTS["README.md"]
-    assert len(readme.splitlines()) <= 102
-    for word in ("version", "ticket", "staleness"):
-        where = readme.lower().index(f"**{word}**")
-        assert word not in re.sub(r"max_staleness|`[^`]*`|^.*\| .*$", "", readme[:where], flags=re.MULTILINE).lower(), (
-            word
-        )
-
-
 def test_verbs_exist() -> None:
     for page, text in TEXTS.items():
         for verb in re.findall(r"(?:`|\$ |^ *)async-flowrl ([a-z][a-z-]+)", text, flags=re.MULTILINE):
@@ -157,46 +199,12 @@ def test_the_page_of_settings_is_up_to_date() -> None:
     assert page == TEXTS["docs/configuration.md"], "run: python docs/write_configuration.py"
 
 
-def test_every_setting_is_on_its_page() -> None:
-    for key in KEYS - SECTIONS:
-        assert f"| `{key}` |" in TEXTS["docs/configuration.md"], key
+def test_the_loop_that_a_page_quotes_is_the_loop() -> None:
+    (loop,) = (ROOT / "async_flowrl").rglob("loop.py")
+    (quoted,) = re.findall(r"```python\n(.*?)```", TEXTS["docs/learn/loop.md"], flags=re.DOTALL)
+    assert quoted in loop.read_text(encoding="utf-8")
 
 
-def test_the_check_of_settings_can_fail() -> None:
-    assert not known("rollout.num_worker")
-    assert not known("trainer.learning_rates")
-    assert known("reward.terms.mine.weight")
-
-
-def test_the_states_of_a_worker_are_those_on_the_page() -> None:
-    for state in STATES:
-        assert f"`{state}`" in TEXTS["docs/metrics.md"]
-
-
-def test_the_page_of_the_tests_helpers_has_each_of_them() -> None:
-    folder = ROOT / "tests/support"
-    page = (folder / "README.md").read_text()
-    files = {path.name for path in folder.glob("*.py")} - {"__init__.py"}
-    tests = folder.parent
-    elsewhere = {path.relative_to(tests).as_posix() for path in tests.rglob("*.py") if is_helper(path)}
-    assert len(elsewhere) > 40
-    assert files | elsewhere == set(re.findall(r"^\| `([^`]+\.py)` \|", page, re.MULTILINE))
-
-
-def is_helper(path: Path) -> bool:
-    """Whether it lies beside the tests that use it, in a folder that has no page and no commands of its own."""
-    own = ("support", "performance", "pretend_gpu", "vllm_omni/support")
-    if any(path.is_relative_to(ROOT / "tests" / folder) for folder in own):
-        return False
-    return not path.name.startswith("test_") and path.name not in ("__init__.py", "conftest.py")
-
-
-@pytest.mark.parametrize("page", ["README.md", "docs/architecture.md"])
-def test_a_page_that_newcomers_read_first_defines_its_words_before_it_uses_them(page: str) -> None:
-    glossary = set(re.findall(r"^\| \*\*([\w ]+)\*\*", TEXTS["docs/glossary.md"], flags=re.MULTILINE))
-    text = re.sub(r"`[^`\n]+`", "", TEXTS[page])
-    for word in ("pool", "step", "version", "ticket", "staleness", "digest"):
-        first = re.search(rf"(\**)\b{word}s?\b", text, flags=re.IGNORECASE)
-        assert word in glossary and first is not None and first[1] == "**", f"{page} uses {word!r} before it says it"
-    first_word = text.index("**pool**")
-    assert "glossary.md" in text[text.rindex("\n\n", 0, first_word) : first_word], "linked where the first word stands"
+def test_every_place_has_the_same_version() -> None:
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
+    assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text(encoding="utf-8")

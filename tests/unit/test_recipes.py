@@ -1,4 +1,4 @@
-"""Tests of shipped recipes: each composes, would run, and names the source of each of its settings."""
+"""Tests of shipped recipes: each composes, would run, and has the values that were published."""
 
 import re
 import shutil
@@ -8,7 +8,6 @@ import pytest
 
 from async_flowrl.config.check import ConfigError, check
 from async_flowrl.config.compose import compose_config
-from async_flowrl.config.paths import config_dir
 from async_flowrl.config.schema import Config
 from async_flowrl.memory.seats import gpus_taken
 from async_flowrl.run.launch import describe_run
@@ -31,9 +30,6 @@ VARIANTS = {
 }
 """Further recipes, with the one that has the same model."""
 LATENTS = {"q": (1024, 64), "s": (16, 48, 48), "f": (1024, 64), "sd35_pickscore": (16, 64, 64)}
-LINES = {
-    name: (config_dir() / "experiment" / f"{name}.yaml").read_text().splitlines() for name in (*RECIPES, *VARIANTS)
-}
 
 
 @pytest.fixture(autouse=True)
@@ -141,15 +137,3 @@ def test_two_updates_do_not_stream_and_the_command_line_wins(tmp_path: Path) -> 
     check(streamed)
     assert (streamed.hand_over, streamed.total_steps) == ("stream", 300)
     assert compose_config("fully_async", [f"output_dir={tmp_path}"]).hand_over == "stream"
-
-
-@pytest.mark.parametrize("name", LINES)
-def test_every_line_names_its_source(name: str) -> None:
-    tags = {match[1] for line in LINES[name] if (match := re.match(r"#   \[(\w+)\] ", line))}
-    assert "own" in tags and len(tags) >= 2
-    for line in LINES[name]:
-        if line.startswith("#"):
-            continue
-        sets = not re.fullmatch(r"\s*|[a-z_]+:", line)
-        found = set(re.findall(r"\[([a-z]+)\]", line.partition("#")[2]))
-        assert bool(found) == sets and found <= tags, line

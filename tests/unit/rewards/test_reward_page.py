@@ -40,9 +40,7 @@ def score(name: str, **options: Any) -> Scores:
 
 
 def test_the_page_shows_every_kind() -> None:
-    """And each in about ten lines."""
     assert set(BLOCKS) == {"redness", "Exposure", "Patient", "Remote"}
-    assert all(len(block.splitlines()) <= 12 for block in BLOCKS.values())
     assert PAGE.read_text().count("```python") == len(BLOCKS)
 
 
@@ -93,10 +91,3 @@ def test_remote(server: str) -> None:
     scores = score("Remote", url=server)
     assert scores.total == tuple(float(image[0, 0, 0]) for image in IMAGES)
     assert scores.retries == {"mine": 1}
-
-
-def test_the_arithmetic_of_retries() -> None:
-    p, n = 0.05, 16
-    whole = 1 - (1 - p) ** n
-    assert f"{whole:.0%} {whole**4:.0%} {1 - (1 - p**4) ** n:.2%}" == "56% 10% 0.01%"
-    assert all(number in PAGE.read_text() for number in ("56 %", "0.56⁴ = 10 %", "0.01 %"))
