@@ -9,42 +9,38 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
-from async_flowrl.algorithms.registry import USED_BY
+from async_flowrl.algorithms.registry import FINAL, NOISY, USED_BY
 from async_flowrl.config.schema import Config
-from async_flowrl.config.settings import WEIGHTS, rule_of
+from async_flowrl.config.settings import MAX_SEED, NOTHING, WEIGHTS, rule_of
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "configuration.md"
 GROUPS = ("model", "algorithm", "reward", "data", "trainer", "experiment")
 HEAD = """# Which settings are there?
 
-    python -m async_flowrl.main --config-name one_step_off total_steps=300 trainer.learning_rate=1e-4
+    async-flowrl train --config-name one_step_off total_steps=300 trainer.learning_rate=1e-4
 
 - `--config-name` picks a mode file of `configs/`: {modes}. Default `one_step_off`.
 - `key=value` sets a key of the tables below; `group=option` picks a file of `configs/<group>/`. Keys win over groups.
-- Text is taken as typed, but `null`, a whole text in quotes, `${{…}}`, and commas with `--multirun`.
+- An `experiment` sets everything that a recipe needs: it wins over groups, and keys win over it. The modes start with
+  `experiment=two_prompts`, except with a real model; `~experiment` leaves it out.
+- Text is taken as typed, but `null` (none), a whole text in quotes, `${{…}}`, and commas with `--multirun`. Lists are
+  written `[0,5]`. Paths in files expand `~`.
 - `--cfg job` prints the composed configuration and stops. `--config-dir DIR` adds a folder of your own groups.
-- `--multirun` gives every job a folder of its own below `hydra.sweep.dir`, instead of `output_dir`; a job that
-  fails does not end the sweep, but its exit code is the sweep's.
-- `null` is None; lists are written `[0,5]`. Paths in files expand `~`; on the command line your shell does.
-- A key that does not exist is refused with the nearest one that does, also with `+` in front. So is a value of the
-  wrong type or range, and a combination that cannot run: one sentence, exit code 2, before any process starts.
+- `--multirun` gives every job a folder below `hydra.sweep.dir`; a job that fails does not end the sweep, but decides
+  its exit code.
+- A key that does not exist is refused with the nearest one that does, and so is a wrong value or a combination that
+  cannot run: one sentence, exit code 2, before any process starts.
 
 | group | options |
 |---|---|
 {groups}
 
-An experiment is a set of values for everything a recipe needs, applied after the groups: it wins over them, and keys
-given on the command line win over it. The modes start with `experiment=two_prompts`, except with a real model;
-`~experiment` leaves it out, so that only groups and keys count. Defaults that depend on the model are null in the
-tables: `configs/family/` has them, and a run's `config.yaml` the values that they became.
-
-In the tables, *default* is the schema's, *values* are those that are accepted (what other fields ask comes on top), and
-*changes* says what another value does to a run:
-
-- `weights`: the run gets other weights, so a checkpoint is only resumed with the same value.
-- `rounding`: the same mathematics in other shapes or another order, so the last bits differ; a resume warns.
-- `nothing`: not a bit of the weights depends on it, and a resume may change it.
+In the tables, *values* are those that are accepted, null too where it is the default (what other fields ask comes on
+top). Defaults that depend on the model are null here and stand in `configs/family/`; a run's `config.yaml` has the
+values that they became. *Changes* says what another value does to a resumed run: `weights` is refused, because other
+weights would come out; with `rounding` the last bits may differ, and the run warns; where nothing stands, not a bit of
+the weights depends on it.
 
 This page is made from `async_flowrl/config/schema.py` by `python docs/write_configuration.py`.
 """
@@ -61,8 +57,12 @@ def page() -> str:
     return HEAD.format(modes=modes, groups=groups) + "\n" + "\n".join(tables(Config, "", WEIGHTS))
 
 
-def tables(section: Any, prefix: str, changes: str) -> Iterator[str]:
-    """A table of the section's own fields, then those of the sections inside it; `changes` is the section's mark."""
+def tables(section: Any, prefix: str, changes: str, earlier: dict[Any, str] | None = None) -> Iterator[str]:
+    """A table of the section's own fields, then those of the sections inside it; `changes` is the section's mark.
+
+    `earlier` is section → prefix of the entries of dictionaries that have a table already, which get none again.
+    """
+    earlier = {} if earlier is None else earlier
     about, meanings = texts(section)
     members = fields(section)
     rows = [
@@ -71,16 +71,21 @@ def tables(section: Any, prefix: str, changes: str) -> Iterator[str]:
         if not is_dataclass(member.type)
     ]
     if rows:
-        title = f"## {prefix[:-1] or 'Top level'}\n\n" + (f"{about}\n\n" if about else "")
-        columns = "| key | type | default | values | changes | meaning |\n|---|---|---|---|---|---|\n"
-        yield title + columns + "\n".join(rows) + "\n"
+        title = f"## `{prefix[:-1]}`\n\n" if prefix else "## Top level\n\n"
+        columns = "| key | default | values | changes | meaning |\n|---|---|---|---|---|\n"
+        yield title + (f"{about}\n\n" if about else "") + columns + "\n".join(rows) + "\n"
     for member in members:
         mark = changes_of(member, changes)
         if is_dataclass(member.type):
-            yield from tables(member.type, f"{prefix}{member.name}.", mark)
+            yield from tables(member.type, f"{prefix}{member.name}.", mark, earlier)
         named = ".<name>." if get_origin(member.type) is dict else "."
         for entry in filter(is_dataclass, get_args(member.type)):
-            yield from tables(entry, f"{prefix}{member.name}{named}", mark)
+            below = f"{prefix}{member.name}{named}"
+            if entry in earlier:
+                yield f"`{below[:-1]}` has the keys of `{earlier[entry]}`; none of them changes the weights.\n"
+            else:
+                earlier[entry] = below[:-1]
+                yield from tables(entry, below, mark, earlier)
 
 
 def texts(section: Any) -> tuple[str, dict[str, str]]:
@@ -96,19 +101,33 @@ def texts(section: Any) -> tuple[str, dict[str, str]]:
 
 
 def row(prefix: str, member: Field[Any], changes: str, meaning: str) -> str:
-    kind = member.type.__name__ if isinstance(member.type, type) else re.sub(r"\w+\.", "", str(member.type))
     default = member.default_factory() if callable(member.default_factory) else member.default
     if prefix == "algorithm." and (used_by := USED_BY.get(member.name)):
-        meaning += f" Used by {', '.join(used_by)}."
-    cells = (f"`{prefix}{member.name}`", cell(kind), cell(written(default)), accepted(member), changes, meaning)
+        meaning += f" Used with {users(used_by)}."
+    mark = "" if changes == NOTHING else changes
+    cells = (f"`{prefix}{member.name}`", cell(written(default)), accepted(member), mark, meaning)
     return f"| {' | '.join(cells)} |"
 
 
+def users(names: tuple[str, ...]) -> str:
+    """The algorithms that use a field, by what they train on where all of those do."""
+    for kind, what in ((NOISY, "noisy steps"), (FINAL, "final images")):
+        if set(kind) <= set(names):
+            return ", ".join([what, *(name for name in names if name not in kind)])
+    return ", ".join(names)
+
+
 def accepted(member: Field[Any]) -> str:
-    """The choices or bounds of a field; empty where its type says all."""
+    """The choices of a field, or its type and bounds."""
     rule = rule_of(member)
-    bounds = f"{rule.bounds} (inf = no limit)" if rule.infinite else rule.bounds
-    return ", ".join(f"`{choice}`" for choice in rule.choices) or bounds
+    kind = member.type.__name__ if isinstance(member.type, type) else re.sub(r"\w+\.", "", str(member.type))
+    kind, optional = kind.removesuffix(" | None"), kind.endswith(" | None")
+    signs = {"at least ": "≥", "above ": ">", "at most ": "≤", "below ": "<", " and ": ", ", str(MAX_SEED): "2⁶³-1"}
+    bounds = rule.bounds
+    for words, sign in signs.items():
+        bounds = bounds.replace(words, sign)
+    values = ", ".join(f"`{choice}`" for choice in rule.choices) or f"{cell(kind)} {bounds}".strip()
+    return values + (", inf" if rule.infinite else "") + (", null" if optional and member.default is not None else "")
 
 
 def changes_of(member: Field[Any], section: str) -> str:
