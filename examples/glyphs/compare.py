@@ -82,7 +82,7 @@ def main() -> None:
     parser.add_argument("--runs", type=Path, default=Path("outputs/glyphs_compare"), help="run directories")
     parser.add_argument("--results", type=Path, default=ROOT / "examples/glyphs/results")
     parser.add_argument("--pictures", type=Path, default=ROOT / "docs/images", help="folder of the pictures")
-    parser.add_argument("--page", type=Path, default=ROOT / "docs/glyphs.md", help="gets the tables")
+    parser.add_argument("--page", type=Path, default=ROOT / "examples/glyphs/measured.md", help="gets the tables")
     parser.add_argument("--draw", action="store_true", help="train nothing")
     arguments = parser.parse_args()
     torch.set_num_threads(1)

@@ -66,7 +66,7 @@ def main() -> None:
     parser.add_argument("--seeds", nargs="+", type=int, default=[*FROZEN_ON, *JUDGED_ON])
     parser.add_argument("--runs", type=Path, default=Path("outputs/glyphs_hacking"), help="run directories")
     parser.add_argument("--results", type=Path, default=ROOT / "examples/glyphs/hacking_results")
-    parser.add_argument("--page", type=Path, default=ROOT / "docs/reward_hacking.md", help="gets the table")
+    parser.add_argument("--page", type=Path, default=ROOT / "examples/glyphs/measured.md", help="gets the table")
     parser.add_argument("--draw", action="store_true", help="train nothing")
     arguments = parser.parse_args()
     if not arguments.draw:

@@ -59,7 +59,7 @@ def main() -> None:
     parser.add_argument("--runs", type=Path, default=Path("outputs/glyphs_league"), help="run directories")
     parser.add_argument("--results", type=Path, default=ROOT / "examples/glyphs/league_results")
     parser.add_argument("--picture", type=Path, default=ROOT / "docs/images/glyphs_league.png")
-    parser.add_argument("--page", type=Path, default=ROOT / "docs/league.md", help="gets the tables")
+    parser.add_argument("--page", type=Path, default=ROOT / "examples/glyphs/league.md", help="gets the tables")
     parser.add_argument("--pace", action="store_true", help="measure seconds per step; train nothing else")
     parser.add_argument("--draw", action="store_true", help="train nothing")
     arguments = parser.parse_args()

@@ -155,7 +155,7 @@ def test_the_shipped_model_is_small_and_writes_badly() -> None:
 
 def test_the_kept_results_are_of_the_shipped_recipe(tmp_path: Path) -> None:
     kept = load_all(ROOT / "examples/glyphs/results")
-    page = (ROOT / "docs/glyphs.md").read_text(encoding="utf-8")
+    page = (ROOT / "examples/glyphs/measured.md").read_text(encoding="utf-8")
     for experiment in ("glyphs", "glyphs_flow_grpo", "glyphs_fast", "glyphs_full"):
         given = [f"experiment={experiment}", "model.path=tiny", f"output_dir={tmp_path / 'run'}"]
         config = compose_config(overrides=given)

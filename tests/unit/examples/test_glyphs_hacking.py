@@ -30,5 +30,5 @@ def test_stricter_thresholds_would_miss_hacked_runs(
 
 
 def test_the_page_shows_the_kept_runs() -> None:
-    page = (ROOT / "docs/reward_hacking.md").read_text(encoding="utf-8")
+    page = (ROOT / "examples/glyphs/measured.md").read_text(encoding="utf-8")
     assert table(RESULTS) in page, "run: python -m examples.glyphs.hacking --draw"
