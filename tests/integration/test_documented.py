@@ -14,7 +14,7 @@ from tests.integration.runs import ROOT, Run, train
 
 METRICS = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
 DIRECTORY = (ROOT / "docs" / "run_directory.md").read_text(encoding="utf-8")
-OPEN = ("name", "pool", "age", "start", "step", "kind")
+OPEN = ("name", "pool", "age", "start", "step", "kind", "stat")
 """Placeholders on the pages, written <name> and so on."""
 OTHER_ALGORITHMS = {"positive_loss", "negative_loss", "old_deviation", "preference_accuracy"}
 OF_SHARED_RUNS = {"timing/wait_ticket"}
