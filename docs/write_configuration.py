@@ -36,11 +36,11 @@ HEAD = """# Which settings are there?
 |---|---|
 {groups}
 
-In the tables, *values* are those that are accepted, null too where it is the default (what other fields ask comes on
-top). Defaults that depend on the model are null here and stand in `configs/family/`; a run's `config.yaml` has the
-values that they became. *Changes* says what another value does to a resumed run: `weights` is refused, because other
-weights would come out; with `rounding` the last bits may differ, and the run warns; where nothing stands, not a bit of
-the weights depends on it.
+In the tables, what is accepted stands in italics behind the meaning, null too where it is the default (what other
+fields ask comes on top). Defaults that depend on the model are null here and stand in `configs/family/`; a run's
+`config.yaml` has the values that they became. Behind a semicolon stands what another value does to a resumed run:
+*weights*, it is refused, because other weights would come out; *rounding*, the last bits may differ, and the run warns.
+Where neither stands, not a bit of the weights depends on it.
 
 This page is made from `async_flowrl/config/schema.py` by `python docs/write_configuration.py`.
 """
@@ -72,7 +72,7 @@ def tables(section: Any, prefix: str, changes: str, earlier: dict[Any, str] | No
     ]
     if rows:
         title = f"## `{prefix[:-1]}`\n\n" if prefix else "## Top level\n\n"
-        columns = "| key | default | values | changes | meaning |\n|---|---|---|---|---|\n"
+        columns = "| key = default | meaning, *values; what a change does* |\n|---|---|\n"
         yield title + (f"{about}\n\n" if about else "") + columns + "\n".join(rows) + "\n"
     for member in members:
         mark = changes_of(member, changes)
@@ -104,9 +104,8 @@ def row(prefix: str, member: Field[Any], changes: str, meaning: str) -> str:
     default = member.default_factory() if callable(member.default_factory) else member.default
     if prefix == "algorithm." and (used_by := USED_BY.get(member.name)):
         meaning += f" Used with {users(used_by)}."
-    mark = "" if changes == NOTHING else changes
-    cells = (f"`{prefix}{member.name}`", cell(written(default)), accepted(member), mark, meaning)
-    return f"| {' | '.join(cells)} |"
+    rule = accepted(member) + ("" if changes == NOTHING else f"; {changes}")
+    return f"| `{prefix}{member.name}` = {cell(written(default))} | {meaning} *{rule}* |"
 
 
 def users(names: tuple[str, ...]) -> str:
@@ -126,7 +125,7 @@ def accepted(member: Field[Any]) -> str:
     bounds = rule.bounds
     for words, sign in signs.items():
         bounds = bounds.replace(words, sign)
-    values = ", ".join(f"`{choice}`" for choice in rule.choices) or f"{cell(kind)} {bounds}".strip()
+    values = ", ".join(rule.choices) or f"{one_line(kind)} {bounds}".strip()
     return values + (", inf" if rule.infinite else "") + (", null" if optional and member.default is not None else "")
 
 
@@ -149,7 +148,10 @@ def cell(text: str) -> str:
 
 
 def one_line(text: str) -> str:
-    return " ".join(text.split()).replace("|", "\\|")
+    """The text on one line; what Markdown would read as emphasis, HTML or a column is escaped, except in code."""
+    parts = " ".join(text.split()).split("`")
+    plain = [re.sub(r"([*<])", r"\\\1", part) if index % 2 == 0 else part for index, part in enumerate(parts)]
+    return "`".join(plain).replace("|", "\\|")
 
 
 if __name__ == "__main__":
