@@ -18,6 +18,8 @@ PAGE = ROOT / "docs" / "configuration.md"
 GROUPS = ("model", "algorithm", "reward", "data", "trainer", "experiment")
 HEAD = """# Which settings are there?
 
+Look up a setting here, and change it on the command line:
+
     async-flowrl train --config-name one_step_off total_steps=300 trainer.learning_rate=1e-4
 
 - `--config-name` picks a mode file of `configs/`: {modes}. Default `one_step_off`.
