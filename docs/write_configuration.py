@@ -38,11 +38,10 @@ Look up a setting here, and change it on the command line:
 |---|---|
 {groups}
 
-In the tables, what is accepted stands in italics behind the meaning, null too where it is the default (what other
-fields ask comes on top). Defaults that depend on the model are null here and stand in `configs/family/`; a run's
-`config.yaml` has the values that they became. Behind a semicolon stands what another value does to a resumed run:
-*weights*, it is refused, because other weights would come out; *rounding*, the last bits may differ, and the run warns.
-Where neither stands, not a bit of the weights depends on it.
+Behind the meaning stands in italics what is accepted (null too where it is the default; what other fields ask comes on
+top), and what another value does to a resumed run: *weights*, it is refused, because other weights would come out;
+*rounding*, the last bits may differ, and the run warns; neither, not a bit of the weights depends on it. Defaults that
+depend on the model are null here and stand in `configs/family/`; a run's `config.yaml` has the values that they became.
 
 This page is made from `async_flowrl/config/schema.py` by `python docs/write_configuration.py`.
 """
@@ -74,7 +73,7 @@ def tables(section: Any, prefix: str, changes: str, earlier: dict[Any, str] | No
     ]
     if rows:
         title = f"## `{prefix[:-1]}`\n\n" if prefix else "## Top level\n\n"
-        columns = "| key = default | meaning, *values; what a change does* |\n|---|---|\n"
+        columns = "| key = default | meaning, *values; what a change does; algorithms* |\n|---|---|\n"
         yield title + (f"{about}\n\n" if about else "") + columns + "\n".join(rows) + "\n"
     for member in members:
         mark = changes_of(member, changes)
@@ -104,10 +103,12 @@ def texts(section: Any) -> tuple[str, dict[str, str]]:
 
 def row(prefix: str, member: Field[Any], changes: str, meaning: str) -> str:
     default = member.default_factory() if callable(member.default_factory) else member.default
+    notes = [accepted(member), "" if changes == NOTHING else changes]
     if prefix == "algorithm." and (used_by := USED_BY.get(member.name)):
-        meaning += f" Used with {users(used_by)}."
-    rule = accepted(member) + ("" if changes == NOTHING else f"; {changes}")
-    return f"| `{prefix}{member.name}` = {cell(written(default))} | {meaning} *{rule}* |"
+        notes.append(f"with {users(used_by)}")
+    rule = "; ".join(filter(None, notes))
+    meaning += f" *{rule}*" if rule else ""
+    return f"| `{prefix}{member.name}` = {cell(written(default))} | {meaning} |"
 
 
 def users(names: tuple[str, ...]) -> str:
@@ -119,9 +120,11 @@ def users(names: tuple[str, ...]) -> str:
 
 
 def accepted(member: Field[Any]) -> str:
-    """The choices of a field, or its type and bounds."""
+    """The choices of a field, or its type and bounds; empty for true and false."""
     rule = rule_of(member)
     kind = member.type.__name__ if isinstance(member.type, type) else re.sub(r"\w+\.", "", str(member.type))
+    if kind == "bool":
+        return ""
     kind, optional = kind.removesuffix(" | None"), kind.endswith(" | None")
     signs = {"at least ": "≥", "above ": ">", "at most ": "≤", "below ": "<", " and ": ", ", str(MAX_SEED): "2⁶³-1"}
     bounds = rule.bounds
