@@ -23,10 +23,10 @@ from async_flowrl.data.sampler import Indices, Sampler
 
 logger = logging.getLogger(__name__)
 
+# Outcomes of a group: all rewards are equal, rewards differ, or there are none (it is ignored).
 NO_SPREAD, SPREAD, UNKNOWN = 0, 1, 2
-"""Outcomes of a group: all rewards are equal, rewards differ, or there are no rewards (such a group is ignored)."""
+# Steps whose prompts are remembered after their outcomes have been counted.
 KEPT_STEPS = 16
-"""Number of steps whose prompts are remembered after their outcomes have been counted."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Choice:
 class Curriculum:
     """Chooses the prompts of one step after the other; `lag` is max_staleness + 1.
 
-    The request builder of a run calls `choice` for every ticket, and `record` after every trained step.
+    `choice` is called for every ticket, and `record` after every trained step.
     """
 
     def __init__(self, config: CurriculumConfig, sampler: Sampler, *, lag: int, outcomes: bytes = b"") -> None:
@@ -50,20 +50,17 @@ class Curriculum:
         self._after, self._skip_epochs = config.after or 0, config.skip_epochs
         count = sampler.num_prompts
         self._streak = np.zeros(count, np.int32)
+        # [prompts] True if the prompt was trained since it last returned, or since the start.
         self._trained = np.zeros(count, np.bool_)
-        """[prompts] True if the prompt was trained since it last returned, or since the start."""
+        # [prompts] Epoch in which a left-out prompt returns.
         self._returns = np.zeros(count, np.int64)
-        """[prompts] Epoch in which a left-out prompt returns."""
         self._choices: dict[int, Choice] = {}
         self._next = self._counted = 0
         self._epoch, self._place, self._set_aside = -1, 0, 0
         self._order: Indices = np.empty(0, np.int64)
 
     def choice(self, step: int) -> Choice:
-        """Returns the prompts of `step`.
-
-        Raises RuntimeError if the outcomes of step - lag have not been recorded.
-        """
+        """Returns the prompts of `step`. Raises RuntimeError if the outcomes of step - lag are not recorded yet."""
         while self._next <= step:
             self._choose()
         return self._choices[step]

@@ -14,19 +14,17 @@ import numpy.typing as npt
 from async_flowrl.config.paths import find_data
 from async_flowrl.config.schema import DataConfig
 from async_flowrl.data.prompts import Keys, PromptError
-from async_flowrl.data.rows import Rows, TableRows, no_split, open_rows, split_files
+from async_flowrl.data.rows import NAMES, Rows, TableRows, open_rows, split_files
 from async_flowrl.data.store import Prompts, Scan, TextKeys, scan
 from async_flowrl.seeds import derive
 from async_flowrl.types import EVALUATION, TRAIN, Prompt
 
+# Fewest distinct prompts with which some are held out by default.
 MIN_DISTINCT = 64
-"""Smallest number of distinct prompts with which some are held out by default."""
+# Most distinct prompts that are held out by default, and at most one in MIN_PROMPTS_PER_HELD_OUT.
 MAX_DEFAULT_HELD_OUT = 16
-"""Largest number of distinct prompts that are held out by default."""
 MIN_PROMPTS_PER_HELD_OUT = 8
-"""By default, at most one distinct prompt in this many is held out."""
 Check = Callable[[Prompt], None]
-"""A check of a prompt, which raises ValueError to refuse it."""
 
 
 @dataclass(frozen=True)
@@ -39,12 +37,11 @@ class Data:
 
 
 def load_data(config: DataConfig, *, needs_target: bool, check: Check | None = None, base: Path | None = None) -> Data:
-    """Returns the training and the evaluation prompts of `data.*`, in file order.
-
-    `needs_target` refuses prompts without a target (a column `target` or `reward_model`, or the first pair of double
-    quotes). `check` refuses further prompts by a ValueError, to which file and line are added. Relative paths are
-    looked up in `base` (None means the working directory), then among the shipped files. Raises FileNotFoundError or
+    """Returns the training and the evaluation prompts of `data.*`, in file order. Raises FileNotFoundError or
     PromptError.
+
+    `needs_target` refuses prompts without a target; `check` refuses further ones by a ValueError. Relative paths are
+    looked up in `base` (None: the working directory), then among the shipped files.
     """
     keys = Keys(config.prompt_key, config.weight_key, needs_target)
     if config.held_out and config.evaluation is not None:
@@ -54,10 +51,9 @@ def load_data(config: DataConfig, *, needs_target: bool, check: Check | None = N
         )
     path = find_data(config.train, base, key="data.train", folder=True)
     source = scanned(open_split(path, TRAIN, keys), keys, check)
-    other = evaluation_rows(config, path, Keys(config.prompt_key, None, needs_target), base)
-    if other is not None:
-        evaluated = scanned(other, Keys(config.prompt_key, None, needs_target), check)
-        data = Data(Prompts(source), Prompts(evaluated), f"of {other.path}")
+    keys = Keys(config.prompt_key, None, needs_target)
+    if (rows := evaluation_rows(config, path, keys, base)) is not None:
+        data = Data(Prompts(source), Prompts(scanned(rows, keys, check)), f"of {rows.path}")
     else:
         data = divided(config, source)
     if data.train.weights is not None and not data.train.weights.any():
@@ -66,13 +62,13 @@ def load_data(config: DataConfig, *, needs_target: bool, check: Check | None = N
 
 
 def open_split(path: Path, split: str, keys: Keys) -> Rows:
-    """Returns the rows of a file, or of a split of a folder.
-
-    Raises PromptError if the split is missing, or if `keys` name a weight column and the file is txt.
-    """
+    """Returns the rows of a file, or of a split of a folder. Raises PromptError."""
     files = split_files(path, split)
     if files is None:
-        raise no_split(path, split)
+        names, entries = " or ".join(NAMES[split]), ", ".join(sorted(entry.name for entry in path.iterdir())[:10])
+        raise PromptError(
+            f"{path} holds no split {names} as txt, jsonl, parquet or Arrow dataset; it has {entries or 'nothing'}"
+        )
     if keys.weight and files[0].suffix == ".txt":
         raise PromptError(f"data.weight_key={keys.weight}: {files[0]} has no columns, use jsonl or parquet")
     return open_rows(files[0], keys.prompt) if len(files) == 1 else TableRows(path, files, keys.prompt)
@@ -87,10 +83,7 @@ def scanned(rows: Rows, keys: Keys, check: Check | None = None) -> Scan:
 
 
 def evaluation_rows(config: DataConfig, train: Path, keys: Keys, base: Path | None = None) -> Rows | None:
-    """Returns the rows that are only for evaluations: of data.evaluation, or of the test split of the folder `train`.
-
-    Returns None if there are none.
-    """
+    """Returns the rows of data.evaluation, or of the test split of the folder `train`; None if there are none."""
     if config.evaluation is not None:
         path = find_data(config.evaluation, base, key="data.evaluation", folder=True)
         return open_split(path, EVALUATION, keys)
@@ -100,10 +93,7 @@ def evaluation_rows(config: DataConfig, train: Path, keys: Keys, base: Path | No
 
 
 def divided(config: DataConfig, source: Scan) -> Data:
-    """Divides the prompts of one file: a part is held out (evaluated, never trained), or all are trained and evaluated.
-
-    Raises PromptError if either part would be empty.
-    """
+    """Holds out (evaluates, never trains) a part of one file, or trains and evaluates all of it. Raises PromptError."""
     share = config.held_out
     if share is None:
         out = held_out_by_default(source.texts, config.held_out_seed)
@@ -112,12 +102,12 @@ def divided(config: DataConfig, source: Scan) -> Data:
         out = held_out(source.texts, share, config.held_out_seed) if share else None
         how = f"of the same file by data.held_out={share:g}"
     if out is None:
-        everything = Prompts(source)
-        return Data(everything, everything, "the training prompts: none are held out")
+        prompts = Prompts(source)
+        return Data(prompts, prompts, "the training prompts: none are held out")
     if not out.any() or out.all():
-        lacking = "none to train on" if out.any() else "none to evaluate"
+        missing = "none to train on" if out.any() else "none to evaluate"
         raise PromptError(
-            f"data.held_out={share:g} of the {len(out)} prompts of {source.rows.path} leaves {lacking}: choose another "
+            f"data.held_out={share:g} of the {len(out)} prompts of {source.rows.path} leaves {missing}: choose another "
             "share, or another data.held_out_seed"
         )
     return Data(Prompts(source, ~out), Prompts(source, out), how)
@@ -129,10 +119,7 @@ def held_out(texts: TextKeys, share: float, seed: int) -> npt.NDArray[np.bool_]:
 
 
 def held_out_by_default(texts: TextKeys, seed: int) -> npt.NDArray[np.bool_] | None:
-    """Returns [prompts] True for prompts held out by default; None if there are fewer than MIN_DISTINCT texts.
-
-    The texts with the smallest hashes are held out: 16 of them, or an eighth of all distinct texts if that is less.
-    """
+    """Returns [prompts] True for prompts held out by default; None if there are fewer than MIN_DISTINCT texts."""
     numbers = _numbers(texts, seed)
     distinct = np.unique(numbers)
     if len(distinct) < MIN_DISTINCT:

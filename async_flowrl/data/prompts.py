@@ -6,7 +6,7 @@ Columns with text may hold a list of chat messages (role and content) in its pla
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,23 +14,23 @@ from async_flowrl.config.messages import unknown_name
 from async_flowrl.config.resolution import Resolution, parse_resolution
 from async_flowrl.types import Prompt, TokenIds
 
+# The first pair of double quotes, straight or curly, encloses the text that the image should show.
 QUOTED = re.compile(r'"([^"]*)"|“([^”]*)”')
-"""The first pair of double quotes, straight or curly, encloses the text that the image should show."""
+# Control characters except tab, line feed and carriage return, and surrogates, which cannot be encoded.
 UNPRINTABLE = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff]")
-"""Control characters except tab, line feed and carriage return, and surrogate code points, which cannot be encoded."""
+# Text encoders read a few thousand characters at most.
 MAX_CHARACTERS = 32_768
-"""Longest allowed prompt in characters; text encoders read a few thousand at most."""
+# The sum of a million such weights is still finite.
 MAX_WEIGHT = 1e100
-"""Largest weight of a prompt; the sum of a million such weights is still finite."""
 SIZES = ("resolution", "height", "width")
+# Columns with a meaning of their own; all others are metadata for the reward.
 COLUMNS = ("negative_prompt", "system_prompt", "target", "prompt_token_ids", "negative_token_ids", *SIZES)
-"""Columns with a meaning of their own; all others are passed to the reward as metadata."""
 
 _ENCODER = json.JSONEncoder(sort_keys=True, ensure_ascii=False, default=str)
 
 
 class PromptError(ValueError):
-    """Raised for a prompt file that cannot be used; the message names the file, and the line or row if there is one."""
+    """A prompt file that cannot be used; the message names the file, and the line or row if there is one."""
 
 
 @dataclass(frozen=True)
@@ -43,10 +43,7 @@ class Keys:
 
 
 def read_prompt(index: int, where: str, columns: Mapping[str, Any], keys: Keys) -> Prompt:
-    """Returns the prompt of a row; `index` becomes `Prompt.index`, and `where` names the row in errors.
-
-    Raises PromptError if the row holds no usable prompt.
-    """
+    """Returns the prompt of a row; `where` names the row in errors. Raises PromptError if it holds no usable prompt."""
     if keys.prompt not in columns:
         raise PromptError(
             f"{where}: it has no {keys.prompt!r} (data.prompt_key), but {', '.join(columns) or 'nothing'}"
@@ -64,14 +61,14 @@ def read_prompt(index: int, where: str, columns: Mapping[str, Any], keys: Keys) 
     for name, value in (("prompt", written), ("negative", negative), ("system", system), ("target", target)):
         if value is not None:
             _check_text(f"{where}: the {name}{'' if name in ('prompt', 'target') else ' prompt'}", value)
-    own = (keys.prompt, keys.weight, *COLUMNS)
+    fields = (keys.prompt, keys.weight, *COLUMNS)
     return Prompt(
         index=index,
         text=text,
         negative=negative,
         system=system,
         target=target,
-        metadata={name: value for name, value in columns.items() if name not in own} if len(columns) > 1 else {},
+        metadata={name: value for name, value in columns.items() if name not in fields} if len(columns) > 1 else {},
         token_ids=_token_ids(columns, "prompt_token_ids", where),
         negative_token_ids=_token_ids(columns, "negative_token_ids", where),
         resolution=_resolution(columns, where),
@@ -89,10 +86,9 @@ def read_weight(where: str, columns: Mapping[str, Any], key: str) -> float:
 
 
 def split_messages(value: Any, where: str) -> tuple[str, str | None]:
-    """Returns (text, system prompt or None) of a prompt column.
+    """Returns (text, system prompt or None) of text, or of one user message and at most one system message.
 
-    `value` is plain text, or a list of one user message and at most one system message. Raises PromptError naming
-    `where` for anything else.
+    Raises PromptError, which names `where`, for anything else.
     """
     if isinstance(value, str):
         return value, None
@@ -121,25 +117,17 @@ def quoted_target(text: str) -> str | None:
 def digest(prompt: Prompt, weight: float | None = None) -> bytes:
     """Returns a 16-byte hash of the prompt's contents and its weight; its position in the file is not included."""
     hashed = hashlib.blake2b(prompt.text.encode(), digest_size=16)
-    said = [prompt.negative, prompt.system, prompt.target, prompt.token_ids, prompt.negative_token_ids, weight]
-    said += [] if prompt.resolution is None else [prompt.resolution]
-    if prompt.metadata or any(value is not None for value in said):
+    parts = [prompt.negative, prompt.system, prompt.target, prompt.token_ids, prompt.negative_token_ids, weight]
+    parts += [] if prompt.resolution is None else [prompt.resolution]
+    if prompt.metadata or any(part is not None for part in parts):
         # No text contains a zero byte, so it separates the text from the rest.
-        hashed.update(b"\0" + _ENCODER.encode((*said, prompt.metadata)).encode(errors="replace"))
+        hashed.update(b"\0" + _ENCODER.encode((*parts, prompt.metadata)).encode(errors="replace"))
     return hashed.digest()
 
 
 def text_key(text: str) -> int:
     """Returns a 64-bit hash of a prompt's text; duplicates of the text have the same one."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
-
-
-def digest_all(digests: Iterable[bytes]) -> str:
-    """Returns one digest of many prompts in their order, as hexadecimal text."""
-    hashed = hashlib.blake2b(digest_size=16)
-    for each in digests:
-        hashed.update(each)
-    return hashed.hexdigest()
 
 
 def _check_text(what: str, text: str) -> None:
@@ -157,7 +145,6 @@ def _optional(columns: Mapping[str, Any], name: str, where: str) -> str | None:
 
 
 def _token_ids(columns: Mapping[str, Any], name: str, where: str) -> TokenIds | None:
-    """Returns the token ids of a column, made by a tokenizer with the model's prompt template; booleans are refused."""
     value = columns.get(name)
     if value is None:
         return None
@@ -170,21 +157,19 @@ def _token_ids(columns: Mapping[str, Any], name: str, where: str) -> TokenIds | 
 
 
 def _resolution(columns: Mapping[str, Any], where: str) -> Resolution | None:
-    """Returns the size from the column `resolution`, or from `height` and `width`; None without them."""
-    given = {name: columns[name] for name in SIZES if columns.get(name) is not None}
-    if not given:
+    values = {name: columns[name] for name in SIZES if columns.get(name) is not None}
+    if not values:
         return None
-    if len(given) != (1 if "resolution" in given else 2):
-        names = " and ".join(given)
+    names = " and ".join(values)
+    if names not in ("resolution", "height and width"):
         raise PromptError(f"{where}: the size of images is in resolution, or in height and width, got {names}")
     try:
-        return parse_resolution(given["resolution"] if "resolution" in given else [given["height"], given["width"]])
+        return parse_resolution(values["resolution"] if "resolution" in values else list(values.values()))
     except ValueError as error:
-        raise PromptError(f"{where}: {' and '.join(given)} must be {error}") from error
+        raise PromptError(f"{where}: {names} must be {error}") from error
 
 
 def _ground_truth(columns: Mapping[str, Any]) -> str | None:
-    """Returns the target from reward_model.ground_truth, where verl's files have it."""
     model = columns.get("reward_model")
     truth = model.get("ground_truth") if isinstance(model, Mapping) else None
     return truth if isinstance(truth, str) and truth.strip() else None
@@ -195,6 +180,7 @@ def _content(content: Any, where: str) -> str:
         return content
     if isinstance(content, list):
         parts = [part.get("text") for part in content if isinstance(part, dict) and part.get("type") == "text"]
-        if len(parts) == len(content) and all(isinstance(part, str) for part in parts):
-            return "".join(part for part in parts if isinstance(part, str))
+        texts = [part for part in parts if isinstance(part, str)]
+        if len(texts) == len(content):
+            return "".join(texts)
     raise PromptError(f"{where}: only text messages can be used, got {content!r:.200}")

@@ -11,7 +11,7 @@ import tempfile
 from array import array
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any
@@ -20,27 +20,25 @@ from async_flowrl.config.messages import first_line, unknown_name
 from async_flowrl.data.prompts import PromptError
 from async_flowrl.types import EVALUATION, TRAIN
 
+# Largest txt or jsonl file whose bytes are kept in memory.
 IN_MEMORY_BYTES = 32 * 2**20
-"""Largest txt or jsonl file whose bytes are kept in memory."""
+# A longer line would be in memory as a whole before anything could be said about it.
 MAX_LINE_BYTES = 64 * 2**20
-"""Longest line that is read; a longer one would be in memory as a whole before anything could be said about it."""
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+# Rows of a table that are decoded, or are Python objects, at the same time.
 BATCH_ROWS = 1024
-"""Rows of a table that are decoded, or are Python objects, at the same time."""
 BUFFER_BYTES = 2**20
-"""Bytes that are read at a time of a column of a parquet file."""
+# Split → its names in files and datasets; the first that exists is used.
 NAMES = {TRAIN: ("train",), EVALUATION: ("test", "validation", "val", "evaluation")}
-"""Split → its names in files and datasets; the first name that is found is used."""
 PATTERNS = ("{}.txt", "{}.jsonl", "{}_metadata.jsonl", "{}.parquet", "{}-*-of-*.parquet", "data/{}-*-of-*.parquet")
 
 Row = Mapping[str, Any]
 
 
 class LineRows:
-    """The lines of a txt or jsonl file; blank lines are skipped. In a txt file, each line is the column `key`.
+    """The lines of a txt or jsonl file that are not blank; in a txt file, each line is the column `key`.
 
-    A large file stays open, so that a file that replaces it changes nothing. Raises PromptError for a line of more than
-    MAX_LINE_BYTES.
+    A large file stays open, so that a file that replaces it changes nothing. Raises PromptError.
     """
 
     left_out: tuple[str, ...] = ()
@@ -108,7 +106,6 @@ class LineRows:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Returns a JSON object as a dictionary. Raises ValueError if a key stands there twice."""
     row = dict(pairs)
     if len(row) < len(pairs):
         twice = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
@@ -155,22 +152,16 @@ class TableRows:
             yield from batch.to_pylist()
 
 
+# The rows of one file in its order. `where` names the place of a row, `row` returns its columns (or raises
+# PromptError), `scan` yields all rows, faster, with a PromptError in place of a row that cannot be read, and `left_out`
+# names the columns that hold bytes, such as images, and are not read.
 Rows = LineRows | TableRows
-"""The rows of one prompt file, in file order.
-
-`where` returns the place of a row for messages, `row` the columns of one row (it raises PromptError, which names the
-row, if it cannot be read), and `scan` yields all rows in order, faster, with a PromptError in place of such a row.
-`left_out` names the columns that are not read because they hold bytes, such as images.
-"""
 
 
 def open_rows(path: Path, key: str) -> Rows:
-    """Returns the rows of a prompt file or a dataset folder; `key` is the column of the prompt.
-
-    Raises PromptError, one sentence, if the file cannot be read or has an unknown suffix.
-    """
+    """Returns the rows of a prompt file or dataset folder; `key` is the column of the prompt. Raises PromptError."""
     if path.is_dir():
-        return TableRows(path, _dataset_files(path), key)
+        return TableRows(path, _files(path), key)
     if path.suffix in (".txt", ".jsonl"):
         return LineRows(path, key)
     if path.suffix == ".parquet":
@@ -181,15 +172,15 @@ def open_rows(path: Path, key: str) -> Rows:
 def split_files(path: Path, split: str) -> list[Path] | None:
     """Returns the files of `split` (parts of one table) or the folder of its dataset; None if there is none.
 
-    A path that is a file, or a folder written by `save_to_disk` for one split, is returned as it is. Raises PromptError
-    if several files match the split.
+    A file, or a folder that `save_to_disk` wrote for one split, is returned as it is. Raises PromptError if several
+    match.
     """
-    if not path.is_dir():
+    if not path.is_dir() or (path / "state.json").is_file():
         return [path]
-    if (path / "state.json").is_file():
-        return [path]
+    described = path / "dataset_dict.json"
+    datasets = _listed(described, lambda content: content["splits"]) if described.is_file() else []
     for name in NAMES[split]:
-        if name in _datasets(path):
+        if name in datasets:
             return [path / name]
         by_pattern = {pattern: files for pattern in PATTERNS if (files := sorted(path.glob(pattern.format(name))))}
         if len(by_pattern) > 1:
@@ -200,31 +191,16 @@ def split_files(path: Path, split: str) -> list[Path] | None:
     return None
 
 
-def no_split(path: Path, split: str) -> PromptError:
-    """Returns the error for a folder in which `split_files` found nothing."""
-    known = ", ".join(sorted(entry.name for entry in path.iterdir())[:10]) or "nothing"
-    wanted = " or ".join(NAMES[split])
-    return PromptError(f"{path} holds no split {wanted} as txt, jsonl, parquet or Arrow dataset; it has {known}")
+def _files(dataset: Path) -> list[Path]:
+    names = _listed(dataset / "state.json", lambda state: [entry["filename"] for entry in state["_data_files"]])
+    return [dataset / name for name in names]
 
 
-def _dataset_files(folder: Path) -> list[Path]:
-    """Returns the files of a dataset folder, in the order of its state.json. Raises PromptError if it has none."""
+def _listed(file: Path, read: Callable[[Any], list[str]]) -> list[str]:
     try:
-        state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
-        return [folder / entry["filename"] for entry in state["_data_files"]]
+        return read(json.loads(file.read_text(encoding="utf-8")))
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise PromptError(f"{folder} is not a dataset that save_to_disk wrote: {first_line(error)}") from error
-
-
-def _datasets(folder: Path) -> list[str]:
-    """Returns the splits of a folder that `DatasetDict.save_to_disk` wrote; empty for any other folder."""
-    described = folder / "dataset_dict.json"
-    if not described.is_file():
-        return []
-    try:
-        return [str(name) for name in json.loads(described.read_text(encoding="utf-8"))["splits"]]
-    except (ValueError, KeyError, TypeError) as error:
-        raise PromptError(f"{described} cannot be read: {first_line(error)}") from error
+        raise PromptError(f"{file} is not of a dataset that save_to_disk wrote: {first_line(error)}") from error
 
 
 def _table(path: Path) -> tuple[Any, list[str]]:
@@ -256,14 +232,13 @@ def _copied(path: Path) -> tuple[Any, list[str]]:
     if twice := [name for name, count in Counter(file.schema_arrow.names).items() if count > 1]:
         raise PromptError(f"{path}: several of its columns are called {twice[0]!r}; each needs a name of its own")
     kept = [field for field in file.schema_arrow if not _holds_bytes(field.type)]
-    plain = [each.with_type(each.type.value_type) if is_dictionary(each.type) else each for each in kept]
-    schema = pyarrow.schema(plain)
+    # A column of categories would come with all of them in every batch.
+    schema = pyarrow.schema([f.with_type(f.type.value_type) if is_dictionary(f.type) else f for f in kept])
     try:
         with tempfile.TemporaryFile() as copy:
             with pyarrow.ipc.new_stream(copy, schema) as writer:
                 for batch in _batches(path, file, schema.names):
-                    # A column of categories would come with all of them in every batch.
-                    columns = [each.dictionary_decode() if is_dictionary(each.type) else each for each in batch]
+                    columns = [c.dictionary_decode() if is_dictionary(c.type) else c for c in batch]
                     writer.write_batch(pyarrow.RecordBatch.from_arrays(columns, schema=schema))
             copy.flush()
             mapped = mmap.mmap(copy.fileno(), 0, access=mmap.ACCESS_READ)
@@ -288,7 +263,6 @@ def _batches(path: Path, file: Any, columns: Sequence[str]) -> Iterator[Any]:
 
 
 def _holds_bytes(kind: Any) -> bool:
-    """Returns True if a column's type is or contains binary data."""
     from pyarrow import types
 
     if types.is_binary(kind) or types.is_large_binary(kind) or types.is_fixed_size_binary(kind):

@@ -51,7 +51,6 @@ class Sampler:
         return shuffled if kept is None else shuffled[kept[shuffled]]
 
     def _step(self, step: int) -> tuple[int, ...]:
-        """Returns the prompt indices of `step` in group order; a step may span epochs."""
         first = step * self.prompts_per_step
         places = (divmod(first + group, self.num_prompts) for group in range(self.prompts_per_step))
         return tuple(int(self._order(epoch)[place]) for epoch, place in places)
@@ -75,6 +74,6 @@ class Sampler:
         return np.asarray(self._source("prompts", epoch).permutation(count), np.int64)
 
     def _source(self, name: str, epoch: int) -> np.random.RandomState:
-        named = derive(self._seed, name, epoch)
+        seed = derive(self._seed, name, epoch)
         # numpy keeps the numbers of RandomState equal in all versions, those of Generator not.
-        return np.random.RandomState([named & 0xFFFFFFFF, named >> 32])
+        return np.random.RandomState([seed & 0xFFFFFFFF, seed >> 32])

@@ -1,8 +1,6 @@
-"""The prompts of a file as a sequence that creates each Prompt on access, so that a million prompts fit into memory.
+"""The prompts of a file as a sequence that creates each Prompt on access, so that a million prompts fit into memory."""
 
-`scan` reads and checks a file once; `Prompts` is the sequence of its prompts, or of some of them.
-"""
-
+import hashlib
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +17,6 @@ from async_flowrl.data.prompts import (
     Keys,
     PromptError,
     digest,
-    digest_all,
     no_target,
     read_prompt,
     read_weight,
@@ -30,7 +27,6 @@ from async_flowrl.types import Prompt
 
 DIGEST_BYTES = 16
 MAX_KEPT_REFUSALS = 1000
-"""Largest number of refusals that a scan keeps."""
 
 Indices = npt.NDArray[np.int64]
 Weights = npt.NDArray[np.float64]
@@ -43,36 +39,32 @@ class Scan:
 
     rows: Rows
     keys: Keys
+    # [prompts] Row of each prompt in the file; refused rows are missing.
     places: Indices = field(init=False)
-    """[prompts] Row of each prompt in the file; refused rows are missing."""
+    # [prompts] Hash of each text (`text_key`).
     texts: TextKeys = field(init=False)
-    """[prompts] Hash of each prompt's text (`text_key`)."""
+    # [prompts, 16] `digest` of each prompt.
     digests: npt.NDArray[np.uint8] = field(init=False)
-    """[prompts, 16] Digest of each prompt (`digest`)."""
     weights: Weights | None = None
+    # True if a prompt has token ids or a system prompt, which not every model can encode.
     special: bool = False
-    """True if a prompt has token ids or a system prompt, which not every model can encode."""
+    # Characters of the longest prompt, and its row.
     longest: int = 0
-    """Number of characters of the longest prompt; `longest_row` is its row."""
     longest_row: int = 0
+    # Column → number of rows that have it.
     columns: Counter[str] = field(default_factory=Counter)
-    """Column → number of rows that have it."""
+    # Image size set by prompts → row of the first prompt that sets it.
     sizes: dict[Resolution, int] = field(default_factory=dict)
-    """Image size set by prompts → row of the first prompt that sets it."""
+    # Number of prompts that set a size.
     sized: int = 0
-    """Number of prompts that set a size."""
     targets: int = 0
-    """Number of prompts with a target."""
+    # The first MAX_KEPT_REFUSALS refusals, if the scan keeps them; `refusals` counts all.
     refused: list[PromptError] = field(default_factory=list)
-    """The first MAX_KEPT_REFUSALS refusals, if the scan keeps them; `refusals` counts all."""
     refusals: int = 0
 
 
 def scan(rows: Rows, keys: Keys, *, keep_refusals: bool = False, check: Callable[[Prompt], None] | None = None) -> Scan:
-    """Reads every row once. Raises PromptError for the first refused row; with `keep_refusals` it stores them instead.
-
-    `check` may refuse a prompt by raising ValueError.
-    """
+    """Reads every row once. Raises PromptError for the first refused row; `keep_refusals` stores refusals instead."""
     places, texts, weights, digests = array("q"), array("Q"), array("d"), bytearray()
     result = Scan(rows, keys)
     for place, row in enumerate(rows.scan()):
@@ -116,7 +108,10 @@ def _note(scanned: Scan, prompt: Prompt, place: int) -> None:
 
 
 class Prompts(Sequence[Prompt]):
-    """The prompts of a file, or some of them, in file order; `Prompt.index` is the index in this sequence."""
+    """The prompts of a file, or some of them, in file order; `Prompt.index` is the index in this sequence.
+
+    A Prompt is made when it is read, so that a million prompts fit into memory.
+    """
 
     def __init__(self, source: Scan, chosen: npt.NDArray[np.bool_] | None = None) -> None:
         """`chosen` [prompts] is True for the prompts of the scan to include; None includes all."""
@@ -125,11 +120,11 @@ class Prompts(Sequence[Prompt]):
         self.texts: TextKeys = source.texts[pick]
         self.weights: Weights | None = None if source.weights is None else source.weights[pick]
         self._digests = source.digests[pick]
-        self.digest = digest_all([self._digests.tobytes()])
-        """Digest of the contents of all prompts and of their order."""
+        # Of the contents of all prompts and of their order.
+        self.digest = _digest_of_all(self._digests.tobytes())
         self.special = source.special
+        # Image size set by prompts of the file → place of the first prompt that sets it.
         self.sizes = {size: source.rows.where(place) for size, place in source.sizes.items()}
-        """Image size set by prompts of the file → place of the first prompt that sets it."""
         self.all_sized = source.sized == len(source.places)
         self._cached = lru_cache(maxsize=1024)(self._read)
 
@@ -148,12 +143,12 @@ class Prompts(Sequence[Prompt]):
         return self._cached(index % len(self))
 
     def __iter__(self) -> Iterator[Prompt]:
-        wanted = iter(self._places.tolist())
-        next_place, index = next(wanted, None), 0
+        places = iter(self._places.tolist())
+        next_place, index = next(places, None), 0
         for place, row in enumerate(self.rows.scan()):
             if place == next_place:
                 yield self._checked(index, row)
-                next_place, index = next(wanted, None), index + 1
+                next_place, index = next(places, None), index + 1
                 if next_place is None:
                     return
 
@@ -173,7 +168,6 @@ class Prompts(Sequence[Prompt]):
         return self.rows.where(int(self._places[index]))
 
     def _read(self, index: int) -> Prompt:
-        """Reads a prompt again. Raises PromptError if it is not what it was in the scan: large files stay on disk."""
         try:
             row: Row | PromptError = self.rows.row(int(self._places[index]))
         except PromptError as refusal:
@@ -181,7 +175,6 @@ class Prompts(Sequence[Prompt]):
         return self._checked(index, row)
 
     def _checked(self, index: int, row: Row | PromptError) -> Prompt:
-        """Returns the prompt of a row that was read again. Raises PromptError if it is not what it was in the scan."""
         where, prompt = self.where(index), None
         weight = None if self.weights is None else float(self.weights[index])
         if not isinstance(row, PromptError):
@@ -194,7 +187,11 @@ class Prompts(Sequence[Prompt]):
 
 def digest_of(prompts: Sequence[Prompt]) -> str:
     """Returns the digest of the contents of all prompts and of their order, for any sequence of prompts."""
-    return prompts.digest if isinstance(prompts, Prompts) else digest_all(digest(prompt) for prompt in prompts)
+    return prompts.digest if isinstance(prompts, Prompts) else _digest_of_all(b"".join(map(digest, prompts)))
+
+
+def _digest_of_all(digests: bytes) -> str:
+    return hashlib.blake2b(digests, digest_size=16).hexdigest()
 
 
 def shared_texts(prompts: Sequence[Prompt], others: Sequence[Prompt]) -> int:
