@@ -16,8 +16,8 @@ import psutil
 import torch
 
 from async_flowrl.config.compose import compose_config
-from async_flowrl.policies.loading import quiet
 from async_flowrl.policies.lora import targeted_modules
+from async_flowrl.policies.pipeline_family import quiet
 from async_flowrl.policies.registry import DTYPES, load_policy
 from async_flowrl.run.prepare import prepare
 from async_flowrl.tickets.arithmetic import trained_steps

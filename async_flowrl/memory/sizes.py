@@ -5,8 +5,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from async_flowrl.config.schema import FULL, Config
-from async_flowrl.policies.freeze import trained_names
-from async_flowrl.policies.stored import StoredElements
+from async_flowrl.policies.stored import StoredElements, trained_names
 
 _BLOCK = re.compile(r"[^.]+\.\d+\.")
 """Beginning of the names of a block's tensors, e.g. `transformer_blocks.7.`."""

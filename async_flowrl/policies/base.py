@@ -1,11 +1,13 @@
 """The interface of a model family, for the rollout engine and the trainer; one file per family implements it.
 
-A `PolicyFamily` loads a model, a `Policy` is the loaded model.
+A `PolicyFamily` loads a model, a `Policy` is the loaded model. `PipelineFamily` and `PipelinePolicy` implement most of
+it for a model that diffusers has a pipeline of.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -13,76 +15,70 @@ from torch import Tensor, nn
 from async_flowrl.config.resolution import Resolution
 from async_flowrl.types import Conditioning, Prompt, Sampling, Wording
 
-JOINT_ATTENTION = (
-    "attn.to_q",
-    "attn.to_k",
-    "attn.to_v",
-    "attn.to_out.0",
-    "attn.add_q_proj",
-    "attn.add_k_proj",
-    "attn.add_v_proj",
-    "attn.to_add_out",
-)
-"""diffusers' names of the linear layers in an attention over image and text: four for the image, four for the text."""
+# diffusers' names of the linear layers in an attention over image and text: four for the image, four for the text.
+_IMAGE_ATTENTION = ("attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0")
+JOINT_ATTENTION = (*_IMAGE_ATTENTION, "attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj", "attn.to_add_out")
 
 
 @dataclass(frozen=True)
 class Shapes:
-    """Shapes of float32 arrays in a rollout, without batch dimension."""
+    """Shapes of float32 arrays in a rollout, without batch dimension: latents, and conditioning by name."""
 
     latents: tuple[int, ...]
-    """Latents of one image at one noise level."""
     conditioning: Mapping[str, tuple[int, ...]]
-    """Conditioning (the encoded prompt) of one prompt of the planned length, by name."""
 
 
-class Policy(Protocol):
-    """A flow-matching network with schedule, guidance, text encoders and VAE. Latents are [n, ...] in any layout."""
+class Policy(ABC):
+    """A flow-matching network with schedule, guidance, text encoders and VAE. Latents are [n, ...] in any layout.
 
-    @property
-    def family(self) -> str:
-        """Name of the family in the registry."""
+    `family` is its family's name in the registry. `transformer` is the only module that is trained; a LoRA is attached
+    to it as PEFT adapter `default`, to the linear layers whose names end in one of `lora_targets` (the default of
+    `lora.targets`).
+    """
 
+    family: ClassVar[str]
     transformer: nn.Module
-    """The only module that is trained. A LoRA is attached to it as PEFT adapter `default`."""
     lora_targets: Sequence[str]
-    """Ends of the names of the linear layers that get a LoRA if `lora.targets` is not set."""
 
     @property
     def lora_exclude(self) -> str | None:
-        """Regular expression for the full names of layers that cannot change the output; None if there are none.
-
-        These layers get no LoRA.
-        """
+        """Regular expression for the full names of layers that cannot change the output, and so get no LoRA."""
+        return None
 
     @property
+    @abstractmethod
     def blocks(self) -> Sequence[nn.Module]:
         """The transformer's blocks in forward order: units of FSDP, torch.compile and gradient checkpointing."""
 
     @property
+    @abstractmethod
     def text_encoders(self) -> Sequence[nn.Module]:
         """The modules that only `encode` uses; `encode` runs on their device. Empty if they are not loaded."""
 
+    @abstractmethod
     def encode(
         self, texts: Sequence[Wording], system: str | None = None, *, negative: bool = False
     ) -> list[Conditioning]:
-        """Returns the conditioning of each text: float32 arrays without batch dimension.
+        """Returns the conditioning of each text: float32 arrays without batch dimension, named as in the pipeline.
 
-        Their names are those of the diffusers pipeline's arguments. `negative=True` encodes a negative prompt, for
-        which some pipelines use another template. `system` replaces the system prompt of the family's prompt template.
-        Raises ValueError for a system prompt or token ids if the family does not support them, and RuntimeError in a
-        process without text encoders.
+        `negative=True` encodes a negative prompt, for which some pipelines use another template. `system` replaces the
+        system prompt of the family's template. Raises ValueError for a system prompt or token ids if the family does
+        not support them, and RuntimeError in a process without text encoders.
         """
 
+    @abstractmethod
     def check(self, sampling: Sampling) -> None:
         """Raises ValueError, one sentence, for guidance settings that the network does not support."""
 
+    @abstractmethod
     def sigmas(self, num_inference_steps: int, resolution: Resolution) -> Tensor:
         """Returns the noise levels of the schedule, float32 [T+1] on the CPU, from exactly 1 down to exactly 0."""
 
+    @abstractmethod
     def latent_shape(self, resolution: Resolution) -> tuple[int, ...]:
         """Returns the shape of one image's latents, without batch dimension."""
 
+    @abstractmethod
     def velocity(
         self,
         latents: Tensor,
@@ -97,18 +93,21 @@ class Policy(Protocol):
         `negative` hold the conditioning of one prompt, without batch dimension, for all n rows.
         """
 
+    @abstractmethod
     def decode(self, latents: Tensor, resolution: Resolution) -> Tensor:
         """Returns images uint8 [n, H, W, 3] of final latents, on their device; RuntimeError without a loaded VAE."""
 
 
-class PolicyFamily(Protocol):
-    """A model family: loads its models and answers questions about them. It is constructed without arguments."""
+class PolicyFamily(ABC):
+    """A model family: loads its models and answers questions about them. It is constructed without arguments.
+
+    `usual_guidance` (true_cfg_scale, guidance_scale) and `usual_steps` are those with which its models are sampled.
+    """
 
     usual_guidance: tuple[float, float]
-    """(true_cfg_scale, guidance_scale) with which the family's models are usually sampled."""
     usual_steps: int
-    """Number of denoising steps with which the family's models are usually sampled."""
 
+    @abstractmethod
     def load(
         self,
         path: str,
@@ -130,7 +129,9 @@ class PolicyFamily(Protocol):
 
     def around(self, pipeline: Any, dtype: torch.dtype, *, max_sequence_length: int | None = None) -> Policy:
         """Returns the policy of a loaded diffusers pipeline, for tools that also sample with that pipeline."""
+        raise NotImplementedError
 
+    @abstractmethod
     def shapes(
         self, path: str, resolution: Resolution, *, revision: str | None = None, max_sequence_length: int | None = None
     ) -> Shapes:
@@ -139,6 +140,7 @@ class PolicyFamily(Protocol):
         Raises ValueError for a resolution that the model does not support.
         """
 
+    @abstractmethod
     def check_prompts(self, prompts: Sequence[Prompt], path: str, *, revision: str | None = None) -> None:
         """Raises ValueError, one sentence, for a system prompt or token ids that the model cannot encode.
 
@@ -147,3 +149,4 @@ class PolicyFamily(Protocol):
 
     def guidance_arguments(self, sampling: Sampling) -> dict[str, Any]:
         """Returns the guidance of `sampling` as keyword arguments of the diffusers pipeline's `__call__`."""
+        raise NotImplementedError

@@ -13,44 +13,39 @@ from pathlib import Path
 from async_flowrl.config.hub import hub_file
 from async_flowrl.config.resolution import Resolution, written
 from async_flowrl.policies.registry import FAMILIES, load_family
-from async_flowrl.policies.tiny.build import cache_dir
+from async_flowrl.policies.tiny import cache_dir
 
 
 def unchecked(name: str, path: str, revision: str | None, *, resolution: Resolution) -> str | None:
-    """Returns a warning if family `name` is not shipped with this package and has no stamp; else None.
-
-    The sentence names the command that compares the family with the pipeline of the model at `path`.
-    """
+    """Returns a warning, with the command to run, if family `name` is not shipped and has no stamp; else None."""
     if name in FAMILIES or name in FAMILIES.values():
         return None
     pipeline = pipeline_class(path, revision)
     if stamp_of(name, pipeline).is_file():
         return None
-    wrong = f"model.family={name} was never compared with its stock pipeline, and a wrong one trains without complaint"
+    warning = f"model.family={name} was never compared with its stock pipeline, and a wrong one trains all the same"
     if not in_diffusers(pipeline):
-        return f"{wrong}; diffusers has no {pipeline} to compare it with"
-    return f"{wrong}: async-flowrl check-model {path} --family {name} --resolution {written(resolution)}"
+        return f"{warning}; diffusers has no {pipeline} to compare it with"
+    return f"{warning}: async-flowrl check-model {path} --family {name} --resolution {written(resolution)}"
 
 
 def in_diffusers(pipeline: str) -> bool:
-    """Returns True if diffusers has a pipeline class of this name."""
     import diffusers
 
     return hasattr(diffusers, pipeline)
 
 
 def stamp_of(name: str, pipeline: str) -> Path:
-    """Returns the path of the stamp for family `name` and the diffusers pipeline class `pipeline`; it may not exist."""
     text = json.dumps([name, source_digest(name), version("diffusers"), pipeline])
     return cache_dir() / "checked" / f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
 
 
-def write_stamp(name: str, pipeline: str, said: str) -> Path:
-    """Writes the stamp and returns its path; `said` is the result of the comparison in words, for people."""
+def write_stamp(name: str, pipeline: str, result: str) -> Path:
+    """Writes the stamp and returns its path; `result` is the result of the comparison in words, for people."""
     stamp = stamp_of(name, pipeline)
     stamp.parent.mkdir(parents=True, exist_ok=True)
-    described = {"family": name, "pipeline": pipeline, "diffusers": version("diffusers"), "compared": said}
-    stamp.write_text(json.dumps(described, indent=2) + "\n")
+    content = {"family": name, "pipeline": pipeline, "diffusers": version("diffusers"), "compared": result}
+    stamp.write_text(json.dumps(content, indent=2) + "\n")
     return stamp
 
 
@@ -65,7 +60,6 @@ def source_digest(name: str) -> str:
 
 
 def pipeline_class(path: str, revision: str | None) -> str:
-    """Returns the pipeline's class name from model_index.json of a local folder or of a hub model."""
     folder = Path(path)
     index = folder / "model_index.json" if folder.is_dir() else hub_file(path, "model_index.json", revision)
     return str(json.loads(index.read_text(encoding="utf-8")).get("_class_name"))

@@ -10,21 +10,20 @@ from torch import nn
 from async_flowrl.config.messages import unknown_name
 from async_flowrl.policies.base import Policy
 
+# Times that the code of one kind of block may be compiled in a process: with and without gradients, for one row and for
+# several, and for whatever else torch finds new. torch's own limit, 8, would be shared by trainer rank and rollout
+# worker.
 MAX_COMPILATIONS = 64
-"""Number of times that the code of one kind of block may be compiled in a process: with and without gradients, for one
-row and for several, and for whatever else torch finds new. torch's own limit is 8, which trainer rank and rollout
-worker of one process would share."""
 
 
 class TooManyCompilations(RuntimeError):
-    """Raised if a block would have to be compiled more than MAX_COMPILATIONS times."""
+    """A block would have to be compiled more than MAX_COMPILATIONS times."""
 
 
 def repeatable_kernels() -> None:
-    """Makes this process use only CUDA kernels that give the same bits for the same input. On a CPU it does nothing.
+    """Makes this process use only CUDA kernels that give the same bits for the same input; call it before any other.
 
-    Call it before the first matrix product. Afterwards torch raises RuntimeError for an operation without such a
-    kernel, and names it.
+    Afterwards torch raises RuntimeError for an operation without such a kernel, and names it.
     """
     if not torch.cuda.is_available():
         return
@@ -37,10 +36,7 @@ def repeatable_kernels() -> None:
 
 
 def use_attention(transformer: nn.Module, name: str) -> None:
-    """Makes the transformer use diffusers' attention backend `name`.
-
-    Raises ValueError as `check_attention`, and for a backend whose package is missing or does not run here.
-    """
+    """Sets diffusers' attention backend `name`. Raises ValueError as `check_attention`, and if it does not run here."""
     check_attention(transformer, name)
     try:
         cast("Any", transformer).set_attention_backend(name)
@@ -52,9 +48,9 @@ def check_attention(transformer: nn.Module, name: str) -> None:
     """Raises ValueError for a name that diffusers does not know, and if it cannot switch the network's attention."""
     from diffusers.models.attention_dispatch import AttentionBackendName
 
-    known = [backend.value for backend in AttentionBackendName]
-    if name not in known:
-        raise ValueError(unknown_name("model.attention_backend", name, known))
+    backends = [backend.value for backend in AttentionBackendName]
+    if name not in backends:
+        raise ValueError(unknown_name("model.attention_backend", name, backends))
     processors = [getattr(module, "processor", None) for module in transformer.modules()]
     if not any(hasattr(processor, "_attention_backend") for processor in processors):
         kind = type(transformer).__name__
@@ -64,11 +60,9 @@ def check_attention(transformer: nn.Module, name: str) -> None:
 def compile_blocks(policy: Policy, backend: str | Callable[..., Any] = "inductor") -> None:
     """Compiles each block in place with torch.compile, so names of parameters stay.
 
-    Call it after gradient checkpointing is set up and before FSDP shards the network. Blocks of one kind share the
-    compiled code, so the time to compile does not depend on the number of blocks.
-
-    The code is compiled for any number of images, any image size and any length of text. By torch's default the first
-    shapes of a process would get code of their own, so the bits of an image would depend on what was made before it.
+    Call it after gradient checkpointing is set up and before FSDP shards the network. The code is compiled for any
+    number of images, any image size and any length of text: by torch's default the first shapes of a process would get
+    code of their own, so the bits of an image would depend on what was made before it.
     """
     for block in policy.blocks:
         block.compile(backend=backend, dynamic=True)
@@ -76,11 +70,7 @@ def compile_blocks(policy: Policy, backend: str | Callable[..., Any] = "inductor
 
 
 def _never_eager(compiled: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns `compiled` with the limit MAX_COMPILATIONS, at which it raises TooManyCompilations.
-
-    Otherwise torch would go on without compiling, which rounds differently, with no more than a line in the log. The
-    limit is set at each call, and stays, because dynamo's settings are those of the calling thread.
-    """
+    """Returns `compiled` with the limit MAX_COMPILATIONS, at which it raises TooManyCompilations."""
     from torch._dynamo import config
     from torch._dynamo.exc import FailOnRecompileLimitHit
 

@@ -26,7 +26,6 @@ from async_flowrl.policies.base import Policy
 from async_flowrl.seeds import derive, generator, untouched_rng
 
 ADAPTER = "default"
-"""Name of the PEFT adapter that a run trains."""
 
 
 class LoraLinear(Linear):  # type: ignore[misc]
@@ -57,19 +56,18 @@ def compute_copies(layer: nn.Module, dtype: torch.dtype | None = None) -> tuple[
 
 
 def compute_dtype(layer: nn.Module) -> torch.dtype:
-    """Returns the dtype of a layer's base weights."""
     return cast("torch.dtype", cast("Any", layer).get_base_layer().weight.dtype)
 
 
+# Parts that torch.compile, gradient checkpointing and FSDP insert into the names of modules.
 _WRAPPERS = re.compile(r"(^|(?<=\.))(_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")
-"""Parts that torch.compile, gradient checkpointing and FSDP insert into the names of modules."""
 
 
 def add_lora(transformer: nn.Module, config: LoraConfig, policy: Policy, seed: int) -> None:
-    """Attaches a LoRA as PEFT adapter `default`, float32, with initial values (see `initialise`).
+    """Attaches a LoRA as PEFT adapter `default`, float32, with initial values, and freezes all other parameters.
 
-    All other parameters are frozen. Call it before torch.compile and FSDP. Raises ValueError for a target that names no
-    linear layer, a rank below 1, or an alpha that is not positive.
+    Call it before torch.compile and FSDP. Raises ValueError for a target that names no linear layer, or values out of
+    bounds.
     """
     attach_lora(transformer, config, policy)
     for layer in lora_modules(transformer).values():
@@ -84,9 +82,8 @@ def attach_lora(transformer: nn.Module, config: LoraConfig, policy: Policy) -> N
     check_fields(config, "lora.")
     transformer.requires_grad_(False)
     targets = targeted_modules(transformer, config, policy)
-    adapter = peft.LoraConfig(
-        r=config.rank, lora_alpha=config.alpha, target_modules=targets, lora_dropout=0.0, bias="none"
-    )
+    sizes = {"r": config.rank, "lora_alpha": config.alpha}
+    adapter = peft.LoraConfig(target_modules=targets, lora_dropout=0.0, bias="none", **sizes)
     adapter._register_custom_module({nn.Linear: LoraLinear})  # documented under PEFT's "custom models"
     # PEFT draws initial values in host memory, also where it then puts the layers on the meta device.
     shapes_only = all(parameter.is_meta for parameter in transformer.parameters())
@@ -97,10 +94,9 @@ def attach_lora(transformer: nn.Module, config: LoraConfig, policy: Policy) -> N
 
 
 def targeted_modules(transformer: nn.Module, config: LoraConfig, policy: Policy) -> list[str]:
-    """Returns the sorted full names of the linear layers that get a LoRA.
+    """Returns the sorted full names of the layers that get a LoRA, without those that cannot change the output.
 
-    These are the layers whose name ends in one of `lora.targets` (else of the family's list), without those that
-    cannot change the output (`policy.lora_exclude`). Raises ValueError for a target without layers, and if none remain.
+    Raises ValueError for a target without layers, and if no layer remains.
     """
     linear = [name for name, module in transformer.named_modules() if isinstance(module, nn.Linear)]
     targets = policy.lora_targets if config.targets is None else config.targets
@@ -132,7 +128,6 @@ def initialise(transformer: nn.Module, seed: int) -> None:
 
 
 def plain_name(name: str) -> str:
-    """Returns a module's or parameter's name without the parts that torch.compile, checkpointing and FSDP insert."""
     return _WRAPPERS.sub("", name)
 
 
@@ -188,10 +183,9 @@ def reference_mode(transformer: nn.Module) -> Iterator[None]:
 
 
 def load_warm_start(transformer: nn.Module, config: LoraConfig, policy: Policy) -> None:
-    """Copies the LoRA of `lora.path` (a diffusers file or folder, or a PEFT folder) into the attached one.
+    """Copies the LoRA of `lora.path` into the attached one. Raises ValueError if rank, alpha or layers differ.
 
-    Layers of the file that match `policy.lora_exclude` are ignored, as they cannot change the output. Raises ValueError
-    if rank, alpha or the set of adapted layers differ from the run's.
+    Layers that cannot change the output (`policy.lora_exclude`) are ignored.
     """
     source = lora_file.read_for(config)
     excluded = re.compile(policy.lora_exclude or "")
@@ -200,21 +194,18 @@ def load_warm_start(transformer: nn.Module, config: LoraConfig, policy: Policy) 
 
 
 def load_tensors(transformer: nn.Module, tensors: Mapping[str, Tensor], *, where: str) -> None:
-    """Copies tensors by layout name into the attached LoRA, in place.
-
-    Raises ValueError, which begins with `where`, if names or shapes differ.
-    """
-    own = lora_parameters(transformer)
-    missing, extra = sorted(own.keys() - tensors.keys()), sorted(tensors.keys() - own.keys())
+    """Copies tensors by layout name into the attached LoRA. Raises ValueError if names or shapes differ."""
+    parameters = lora_parameters(transformer)
+    missing, extra = sorted(parameters.keys() - tensors.keys()), sorted(tensors.keys() - parameters.keys())
     if missing or extra:
         first = f"lacks {missing[0]}" if missing else f"has {extra[0]}, which this run does not adapt"
         raise ValueError(
             f"{where} does not fit lora.targets: it {first} ({len(missing)} tensors missing, {len(extra)} too many)"
         )
-    for name, parameter in own.items():
+    for name, parameter in parameters.items():
         if tensors[name].shape != parameter.shape:
             shapes = f"{list(tensors[name].shape)}, expected {list(parameter.shape)}"
             raise ValueError(f"{where} does not fit the model: {name} is {shapes}")
     with torch.no_grad():
-        for name, parameter in own.items():
+        for name, parameter in parameters.items():
             parameter.copy_(tensors[name])

@@ -24,21 +24,20 @@ from async_flowrl.config.paths import expanded
 from async_flowrl.config.schema import LoraConfig
 
 FILE_NAME = "pytorch_lora_weights.safetensors"
-"""Name of the LoRA file in diffusers' format."""
 PEFT_WEIGHTS, PEFT_CONFIG = "adapter_model.safetensors", "adapter_config.json"
-"""Names of the two files in PEFT's format."""
+# Prefixes of tensor names in the formats of diffusers and of PEFT; the layout name follows them.
 PREFIX, PEFT_PREFIX = "transformer.", "base_model.model."
-"""Prefixes of tensor names in the two formats; the layout name follows them."""
+# ComfyUI's own names, which for some families are not diffusers' names with a prefix.
 COMFYUI_PREFIX = "diffusion_model."
-"""Prefix of ComfyUI's own names, which for some families are not diffusers' names with a prefix."""
+# Metadata key for the hub name of the base model.
 BASE_MODEL = "base_model"
-"""Metadata key for the hub name of the base model; it is missing if the base model is not from the hub."""
+# Metadata key under which diffusers stores rank and alpha as JSON.
 _METADATA = "lora_adapter_metadata"
-"""Metadata key under which diffusers stores rank and alpha as JSON."""
+# Keys of metadata and of adapter_config.json that may name the base model.
 _BASE_KEYS = (BASE_MODEL, "base_model_name_or_path", "ss_sd_model_name")
-"""Keys of metadata and of adapter_config.json that may name the base model."""
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _TENSOR = re.compile(r"(?P<module>.+)\.lora_[AB]\.weight")
+# Constant entries of adapter_config.json for a plain LoRA, without PEFT, whose import takes three seconds.
 _PLAIN_LORA: dict[str, Any] = {
     "peft_type": "LORA",
     "task_type": None,
@@ -53,18 +52,17 @@ _PLAIN_LORA: dict[str, Any] = {
     "use_dora": False,
     "use_rslora": False,
 }
-"""Constant entries of `adapter_config.json` for a plain LoRA; PEFT's `LoraConfig` has defaults for the others. They are
-written without PEFT, whose import takes three seconds."""
 _UNSUPPORTED = ("use_dora", "use_rslora", "rank_pattern", "alpha_pattern", "lora_bias", "modules_to_save")
-"""Settings of LoRA variants that this project does not read."""
 
 
 @dataclass(frozen=True)
 class LoraFile:
-    """A LoRA that was read, for y = Wx + (alpha / rank) · B(Ax)."""
+    """A LoRA that was read, for y = Wx + (alpha / rank) · B(Ax).
+
+    `tensors` are float32 by layout name, e.g. transformer_blocks.0.attn.to_q.lora_A.weight.
+    """
 
     tensors: dict[str, Tensor]
-    """Float32 tensors by layout name, e.g. transformer_blocks.0.attn.to_q.lora_A.weight."""
     rank: int
     alpha: float
 
@@ -76,7 +74,7 @@ class LoraFile:
 
 
 def module_name(tensor_name: str) -> str:
-    """Returns the adapted layer's name in a layout name. Raises ValueError if the name is not that of a LoRA tensor."""
+    """Returns the adapted layer's name in a layout name. Raises ValueError if it is not that of a LoRA tensor."""
     match = _TENSOR.fullmatch(tensor_name)
     if match is None:
         raise ValueError(f"{tensor_name!r} is not the name of a LoRA tensor (<module>.lora_A.weight or .lora_B.weight)")
@@ -90,11 +88,10 @@ def save(folder: Path, tensors: Mapping[str, Tensor], *, alpha: float, base: str
 
 
 def write(folder: Path, tensors: Mapping[str, Tensor], *, alpha: float, base: str | None = None) -> Path:
-    """Writes the diffusers file `pytorch_lora_weights.safetensors` in float32 and returns its path.
+    """Writes the diffusers file `pytorch_lora_weights.safetensors` in float32, with alpha = rank; returns its path.
 
-    `tensors` are by layout name, of a LoRA with this alpha; the file has alpha = rank. `base` is the configured
-    `model.path`; it is recorded only if it is a hub name. Equal arguments give equal bytes. Raises ValueError if the
-    tensors have no common rank.
+    `base` is `model.path`, recorded only if it is a hub name. Equal arguments give equal bytes. Raises ValueError if
+    the `tensors`, by layout name, have no common rank.
     """
     rank, tensors = _unscaled(tensors, alpha, folder)
     metadata = {f"{PREFIX}r": rank, f"{PREFIX}lora_alpha": rank, f"{PREFIX}target_modules": modules_of(tensors)}
@@ -104,47 +101,36 @@ def write(folder: Path, tensors: Mapping[str, Tensor], *, alpha: float, base: st
 
 
 def write_peft(folder: Path, tensors: Mapping[str, Tensor], *, alpha: float, base: str | None = None) -> Path:
-    """Writes the PEFT files `adapter_model.safetensors` (float32) and `adapter_config.json`; returns the second path.
-
-    Arguments are as for `write`; equal arguments give equal bytes.
-    """
+    """Writes PEFT's weights (float32) and config as `write` does; returns the path of the config."""
     rank, tensors = _unscaled(tensors, alpha, folder)
-    described = _PLAIN_LORA | {
-        "r": rank,
-        "lora_alpha": rank,
-        "target_modules": modules_of(tensors),
-        "base_model_name_or_path": hub_name(base),
-    }
+    config = _PLAIN_LORA | {"r": rank, "lora_alpha": rank, "base_model_name_or_path": hub_name(base)}
+    config |= {"target_modules": modules_of(tensors)}
     put(folder / PEFT_WEIGHTS, encoded({PEFT_PREFIX + name: tensor for name, tensor in tensors.items()}, {}, base))
-    return put(folder / PEFT_CONFIG, (json.dumps(described, indent=2, sort_keys=True) + "\n").encode())
+    return put(folder / PEFT_CONFIG, (json.dumps(config, indent=2, sort_keys=True) + "\n").encode())
 
 
 def _unscaled(tensors: Mapping[str, Tensor], alpha: float, where: Path) -> tuple[int, Mapping[str, Tensor]]:
-    """Returns rank and tensors of a LoRA whose alpha is made its rank. Raises ValueError as `rank_of`."""
     rank = rank_of(tensors, str(where))
     return rank, LoraFile(dict(tensors), rank, alpha).with_alpha(rank).tensors
 
 
 def modules_of(tensors: Mapping[str, Tensor]) -> list[str]:
-    """Returns the sorted names of the adapted layers."""
     return sorted({module_name(name) for name in tensors})
 
 
 def hub_name(base: str | None) -> str | None:
     """Returns `base` if it is a hub name, and None for a local folder, which is useless on other machines."""
-    known = base is not None and _HUB_NAME.fullmatch(base) and not expanded(base).exists()
-    return base if known else None
+    return base if base is not None and _HUB_NAME.fullmatch(base) and not expanded(base).exists() else None
 
 
 def base_of(path: Path) -> str | None:
     """Returns the hub name of the base model that a LoRA file or folder records; None if there is none."""
     folder = path if path.is_dir() else path.parent
     files = [path] if path.is_file() else [folder / FILE_NAME, *sorted(folder.glob("*.safetensors"))]
-    described = [header_of(file) for file in files if file.suffix == ".safetensors" and file.is_file()]
+    headers = [header_of(file) for file in files if file.suffix == ".safetensors" and file.is_file()]
     if (folder / PEFT_CONFIG).is_file():
-        described.append(json.loads((folder / PEFT_CONFIG).read_text(encoding="utf-8")))
-    named = (hub_name(each.get(key)) for each in described for key in _BASE_KEYS)
-    return next(filter(None, named), None)
+        headers.append(json.loads((folder / PEFT_CONFIG).read_text(encoding="utf-8")))
+    return next(filter(None, (hub_name(header.get(key)) for header in headers for key in _BASE_KEYS)), None)
 
 
 def header_of(file: Path) -> dict[str, str]:
@@ -160,9 +146,9 @@ def header_of(file: Path) -> dict[str, str]:
 
 def encoded(tensors: Mapping[str, Tensor], header: Mapping[str, str], base: str | None) -> bytes:
     """Returns the bytes of a safetensors file with the tensors as float32; `header` and the hub name are metadata."""
-    named = {BASE_MODEL: name} if (name := hub_name(base)) else {}
+    base_name = {BASE_MODEL: name} if (name := hub_name(base)) else {}
     payload = {name: tensors[name].detach().to("cpu", torch.float32).contiguous().clone() for name in sorted(tensors)}
-    return _ordered(save_tensors(payload, {"format": "pt", **named, **header}))
+    return _ordered(save_tensors(payload, {"format": "pt", **base_name, **header}))
 
 
 def put(file: Path, content: bytes) -> Path:
@@ -209,17 +195,12 @@ def read(path: Path) -> LoraFile:
 
 
 def read_for(config: LoraConfig) -> LoraFile:
-    """Returns the LoRA from which a run starts (`lora.path`), with the run's alpha.
-
-    Raises ValueError if its rank is not the run's, and for values that are not finite.
-    """
+    """Returns the LoRA of `lora.path` with the run's alpha. Raises ValueError for another rank, or for NaN."""
     if config.path is None:
         raise ValueError("lora.path is not set")
     source = read(expanded(config.path))
     if source.rank != config.rank:
-        raise ValueError(
-            f"lora.path {config.path} has rank {source.rank}, this run lora.rank={config.rank}: they must be equal"
-        )
+        raise ValueError(f"lora.path {config.path} has rank {source.rank}, lora.rank={config.rank}: make them equal")
     check_finite(source.tensors, f"lora.path {config.path}")
     return source.with_alpha(config.alpha)
 
@@ -278,11 +259,11 @@ def rank_of(tensors: Mapping[str, Tensor], where: str) -> int:
     """
     if not tensors:
         raise ValueError(f"{where}: no LoRA tensors")
-    ranks = set()
     try:
         modules = modules_of(tensors)
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from error
+    ranks = set()
     for module in modules:
         a, b = tensors.get(f"{module}.lora_A.weight"), tensors.get(f"{module}.lora_B.weight")
         if a is None or b is None:

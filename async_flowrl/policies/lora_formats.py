@@ -20,17 +20,16 @@ from async_flowrl.config.model_path import PIPELINES
 from async_flowrl.policies import lora_file
 from async_flowrl.policies.lora_file import COMFYUI_PREFIX, PREFIX, LoraFile, modules_of
 
+# LoRA → tensors with the names of a format.
 Convert = Callable[[LoraFile], dict[str, Tensor]]
-"""Function: LoRA → tensors with the names of a format."""
+# Largest relative difference that `compare` accepts, for the rounding of alpha / rank in float32.
 _TOLERANCE = 1e-5
-"""Largest relative difference that `compare` accepts, for the rounding of alpha / rank in float32."""
 
 
 def write(path: Path, source: LoraFile, *, family: str, form: str, base: str | None = None) -> Path:
-    """Writes a LoRA to `path` in the format `form` (a key of FORMS), checked by reading it back with diffusers.
+    """Writes a LoRA to `path` in the format `form` (a key of FORMS), once diffusers has read it back; returns `path`.
 
-    `base` is the configured `model.path`; it is recorded in the file if it is a hub name. Returns `path`. Raises
-    ValueError with one sentence if the format has no names for the family or for a layer, or if the layers that
+    Raises ValueError, one sentence, if the format has no name for the family or a layer, or if the layers that
     diffusers reads compute something else. After an error there is no new file, and an earlier one at `path` stays.
     """
     tensors = converter(form, family)(source.with_alpha(source.rank))
@@ -52,19 +51,16 @@ def converter(form: str, family: str) -> Convert:
     if form not in FORMS:
         raise ValueError(unknown_name("--format", form, FORMS))
     if family not in FORMS[form]:
-        known = ", ".join(sorted(FORMS[form]))
-        raise ValueError(
-            f"--format {form} is there for {known}, whose files diffusers reads back to check them; this LoRA is of "
-            f"{family}"
-        )
+        families = ", ".join(sorted(FORMS[form]))
+        raise ValueError(f"--format {form} is there for {families}, as diffusers can read those back; got {family}")
     return FORMS[form][family]
 
 
 def read_back(path: Path, family: str, where: Path | None = None) -> LoraFile:
-    """Returns the LoRA that diffusers' loader of the family reads from a file.
+    """Returns the LoRA that diffusers' loader of the family reads from a file, which errors name as `where`.
 
-    Raises ValueError with one sentence, which names the file as `where` (None: its own path), if diffusers cannot read
-    it, or if the file adapts more than the transformer, or if its layers differ in rank or in alpha.
+    Raises ValueError if diffusers cannot read it, or if it adapts more than the transformer, or has several ranks or
+    alphas.
     """
     import diffusers
 
@@ -77,15 +73,14 @@ def read_back(path: Path, family: str, where: Path | None = None) -> LoraFile:
         else:
             converted, alphas = kind.lora_state_dict(str(path.parent), **options), {}
     except (ValueError, RuntimeError, KeyError, AssertionError) as error:
-        raise ValueError(
-            f"{where}: diffusers cannot read it as a LoRA of {kind.__name__}: {first_line(error)}"
-        ) from error
+        title = kind.__name__
+        raise ValueError(f"{where}: diffusers cannot read it as a LoRA of {title}: {first_line(error)}") from error
     tensors = {key.removeprefix(PREFIX): value.float() for key, value in converted.items() if key.startswith(PREFIX)}
     if not tensors:
-        there = min(converted, default="no tensor")
-        raise ValueError(f"{where}: diffusers finds no layer of {kind.__name__} in it, but e.g. {there}")
-    if strange := sorted(set(converted) - {PREFIX + name for name in tensors}):
-        raise ValueError(f"{where} adapts more than the transformer, e.g. {strange[0]}; that is not supported")
+        first = min(converted, default="no tensor")
+        raise ValueError(f"{where}: diffusers finds no layer of {kind.__name__} in it, but e.g. {first}")
+    if others := sorted(set(converted) - {PREFIX + name for name in tensors}):
+        raise ValueError(f"{where} adapts more than the transformer, e.g. {others[0]}; that is not supported")
     rank = lora_file.rank_of(tensors, str(where))
     scales = {float(alpha) for alpha in (alphas or {}).values()} or {float(rank)}
     if len(scales) > 1:
@@ -93,14 +88,13 @@ def read_back(path: Path, family: str, where: Path | None = None) -> LoraFile:
     return LoraFile(tensors, rank, scales.pop())
 
 
-def compare(wanted: LoraFile, written: LoraFile, where: Path) -> None:
+def compare(source: LoraFile, written: LoraFile, where: Path) -> None:
     """Raises ValueError if two LoRAs compute different things; the message begins with `where`.
 
     It compares alpha / rank · B(Ax) for one random x per layer. A layer that is in one LoRA only must give zero.
     """
-    modules = sorted({*lora_file.modules_of(wanted.tensors), *lora_file.modules_of(written.tensors)})
-    for module in modules:
-        one, two = _response(wanted, module), _response(written, module)
+    for module in sorted({*modules_of(source.tensors), *modules_of(written.tensors)}):
+        one, two = _response(source, module), _response(written, module)
         if not float((one - two).abs().max()) <= _TOLERANCE * float(one.abs().max()):
             raise ValueError(f"{where}: read back by diffusers, layer {module} is not the one that was written")
 
@@ -129,32 +123,25 @@ def _plain(source: LoraFile) -> dict[str, Tensor]:
 
 
 def _flattened(source: LoraFile) -> dict[str, Tensor]:
-    """Returns tensors named `lora_unet_<name with underscores>.lora_down.weight`, `.lora_up.weight` and `.alpha`."""
     tensors: dict[str, Tensor] = {}
-    for module in lora_file.modules_of(source.tensors):
+    for module in modules_of(source.tensors):
         tensors |= _entry("lora_unet_" + module.replace(".", "_"), *_matrices(source, module), source.alpha)
     return tensors
 
 
+# Width of FLUX.1. diffusers splits `linear1` of a single block into 3072 each for q, k, v, and 12288 for the MLP.
 _FLUX_WIDTH = 3072
-"""Width of FLUX.1. diffusers splits `linear1` of a single block into 3072 each for q, k, v, and 12288 for the MLP."""
 _DOUBLE, _SINGLE = re.compile(r"transformer_blocks\.(\d+)\.(.+)"), re.compile(r"single_transformer_blocks\.(\d+)\.(.+)")
+# diffusers' layer of a double block, and of a single one → (fused layer of sd-scripts, position in it).
 _FUSED = {
-    "attn.to_q": ("img_attn_qkv", 0),
-    "attn.to_k": ("img_attn_qkv", 1),
-    "attn.to_v": ("img_attn_qkv", 2),
-    "attn.add_q_proj": ("txt_attn_qkv", 0),
-    "attn.add_k_proj": ("txt_attn_qkv", 1),
-    "attn.add_v_proj": ("txt_attn_qkv", 2),
+    **{f"attn.to_{name}": ("img_attn_qkv", place) for place, name in enumerate("qkv")},
+    **{f"attn.add_{name}_proj": ("txt_attn_qkv", place) for place, name in enumerate("qkv")},
 }
-"""diffusers' layer of a double block → (fused layer of sd-scripts, position in it)."""
 _FUSED_SINGLE = {
-    "attn.to_q": ("linear1", 0),
-    "attn.to_k": ("linear1", 1),
-    "attn.to_v": ("linear1", 2),
+    **{f"attn.to_{name}": ("linear1", place) for place, name in enumerate("qkv")},
     "proj_mlp": ("linear1", 3),
 }
-"""The same for single blocks."""
+# diffusers' layer of a double block, and of a single one → the same layer in sd-scripts.
 _NAMES = {
     "attn.to_out.0": "img_attn_proj",
     "attn.to_add_out": "txt_attn_proj",
@@ -165,9 +152,7 @@ _NAMES = {
     "norm1.linear": "img_mod_lin",
     "norm1_context.linear": "txt_mod_lin",
 }
-"""diffusers' layer of a double block → the same layer in sd-scripts."""
 _NAMES_SINGLE = {"proj_out": "linear2", "norm.linear": "modulation_lin"}
-"""The same for single blocks."""
 
 
 def _kohya_flux(source: LoraFile) -> dict[str, Tensor]:
@@ -176,8 +161,6 @@ def _kohya_flux(source: LoraFile) -> dict[str, Tensor]:
     sd-scripts' network has one fused projection where diffusers has several, e.g. q, k and v. Their LoRAs become one
     LoRA with the sum of their ranks: the A are stacked, the B are block-diagonal, and zeros stand for a projection
     without LoRA. Alpha is multiplied by the same factor as the rank, so alpha / rank stays.
-
-    Raises ValueError for a layer that has no name in this format, and for single blocks of another width than FLUX.1's.
     """
     tensors: dict[str, Tensor] = {}
     fused: dict[str, dict[int, str]] = {}
@@ -197,13 +180,12 @@ def _kohya_flux(source: LoraFile) -> dict[str, Tensor]:
 def _found(module: str) -> tuple[str, str, int | None]:
     """Returns block, layer, and the position in a fused projection; None for a layer that is not fused."""
     single, double = _SINGLE.fullmatch(module), _DOUBLE.fullmatch(module)
-    match, names, groups, kind = (
-        (single, _NAMES_SINGLE, _FUSED_SINGLE, "single") if single else (double, _NAMES, _FUSED, "double")
-    )
-    if match is not None and match[2] in names:
-        return f"lora_unet_{kind}_blocks_{match[1]}", names[match[2]], None
-    if match is not None and match[2] in groups:
-        return f"lora_unet_{kind}_blocks_{match[1]}", *groups[match[2]]
+    names, groups, kind = (_NAMES_SINGLE, _FUSED_SINGLE, "single") if single else (_NAMES, _FUSED, "double")
+    if match := single or double:
+        if match[2] in names:
+            return f"lora_unet_{kind}_blocks_{match[1]}", names[match[2]], None
+        if match[2] in groups:
+            return f"lora_unet_{kind}_blocks_{match[1]}", *groups[match[2]]
     raise ValueError(f"--format kohya has no name for FLUX.1's layer {module}")
 
 
@@ -219,10 +201,8 @@ def _joined(source: LoraFile, modules: dict[int, str], widths: list[int]) -> tup
     for place, module in modules.items():
         down, up = _matrices(source, module)
         if len(up) != widths[place]:
-            raise ValueError(
-                f"--format kohya: diffusers reads single blocks of FLUX.1's own width only ({widths[place]} outputs), "
-                f"{module} has {len(up)}"
-            )
+            expected = f"of FLUX.1's own width only ({widths[place]} outputs)"
+            raise ValueError(f"--format kohya: diffusers reads single blocks {expected}, {module} has {len(up)}")
         start = sum(widths[:place])
         a[place * rank : (place + 1) * rank] = down
         b[start : start + len(up), place * rank : (place + 1) * rank] = up
@@ -234,6 +214,7 @@ def _entry(name: str, down: Tensor, up: Tensor, alpha: float) -> dict[str, Tenso
     return {**weights, f"{name}.alpha": torch.tensor(float(alpha))}
 
 
+# Format → family → function that converts a LoRA to tensors with the format's names.
 FORMS: Mapping[str, Mapping[str, Convert]] = {
     "comfyui": {
         "qwen_image": _prefixed(COMFYUI_PREFIX),
@@ -243,4 +224,3 @@ FORMS: Mapping[str, Mapping[str, Convert]] = {
     },
     "kohya": {"qwen_image": _flattened, "z_image": _flattened, "flux": _kohya_flux},
 }
-"""Format → family → function that converts a LoRA to tensors with the format's names."""

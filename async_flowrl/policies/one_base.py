@@ -22,12 +22,10 @@ class OneBase:
     """The base weights of one process. Only one thread may use it at a time, as for all loading (`ONE_AT_A_TIME`)."""
 
     def __init__(self, model: ResolvedModel, *, parts: str, device: torch.device | str) -> None:
-        """The arguments are those of `load_policy`, for the policy that samples."""
         self._model, self._parts, self._device = model, parts, device
 
     @property
     def is_read(self) -> bool:
-        """True once the base weights are in memory."""
         return "_read" in vars(self)
 
     @property
@@ -48,10 +46,10 @@ class OneBase:
         return policy, state, base_digest(dict(policy.transformer.named_parameters()))
 
     def lend(self, transformer: nn.Module, *, trained: Container[str] = ()) -> None:
-        """Puts the base's parameters into a network on the meta device that has no adapter yet.
+        """Puts the base's parameters into a network on the meta device; those in `trained` are copied, others shared.
 
-        Parameters named in `trained` are copied, all others shared. Raises RuntimeError if names or shapes differ.
+        The network has no adapter yet. Raises RuntimeError if names or shapes differ.
         """
         _, state, _ = self._read
-        own = {name: nn.Parameter(t.detach().clone()) for name, t in state.items() if name in trained}
-        transformer.load_state_dict({**state, **own}, assign=True)
+        copies = {name: nn.Parameter(t.detach().clone()) for name, t in state.items() if name in trained}
+        transformer.load_state_dict({**state, **copies}, assign=True)

@@ -4,7 +4,7 @@ The file of a model family adds the shape of latents, the network's arguments, a
 """
 
 import math
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, cast
 
@@ -14,29 +14,28 @@ from torch import Tensor, nn
 
 from async_flowrl.config.check import guidance_refusal
 from async_flowrl.config.resolution import Resolution, height_width, in_pixels, in_words, of_sides
-from async_flowrl.policies.base import Shapes
-from async_flowrl.policies.loading import TEXT_ENCODERS
+from async_flowrl.policies.base import Policy, Shapes
 from async_flowrl.types import Conditioning, Sampling, TokenIds, Wording
 
+# Names of text encoders among a pipeline's components.
+TEXT_ENCODERS = ("text_encoder", "text_encoder_2", "text_encoder_3")
+# English has about four bytes of text per token, so that estimates are rather too long.
 BYTES_PER_TOKEN = 3.0
-"""Bytes of text that count as one token. English has about four, so that estimates are rather too long."""
+# Fewest tokens that are planned for a prompt, and the number if the prompts are not on this machine.
 USUAL_TOKENS = 128
-"""Fewest tokens that are planned for a prompt, and the number if the prompts are not on this machine."""
+# Keys of configurations of VAEs that list stages. All but the last halve the side; of the first key, all do.
 _STAGES = ("temperal_downsample", "encoder_block_out_channels", "block_out_channels")
-"""Keys of configurations of VAEs that list stages. All but the last halve the side; of the first key, all do."""
 
 
 def scale_factor(vae: Mapping[str, Any], stages: str | None = None) -> int:
-    """Returns the side of one latent in pixels, from the VAE's configuration and its key in it; None: the one there."""
+    """Returns the side of one latent in pixels, by a key of the VAE's configuration; None: the first that it has."""
     key = stages or next((key for key in _STAGES if key in vae), _STAGES[-1])
     return int(2 ** (len(vae[key]) - (key != "temperal_downsample")))
 
 
 def estimated_tokens(wording: Wording) -> int:
-    """Returns the length of a prompt in tokens, at least USUAL_TOKENS, from the bytes of its text.
-
-    Token ids count as many as they are, with those of the template, which some families drop after the encoding.
-    """
+    """Returns the length of a prompt in tokens, at least USUAL_TOKENS, from the bytes of its text or from its token
+    ids."""
     tokens = math.ceil(len(wording.encode()) / BYTES_PER_TOKEN) if isinstance(wording, str) else len(wording)
     return max(tokens, USUAL_TOKENS)
 
@@ -67,37 +66,34 @@ def with_norm_of(conditional: Tensor, guided: Tensor) -> Tensor:
 def apart(positive: Mapping[str, Tensor], negative: Mapping[str, Tensor], device: torch.device) -> bool:
     """Returns True if guidance needs two forward passes: on CUDA, for prompts of different lengths.
 
-    In one batch the shorter text would be padded and masked, and a mask prevents flash attention. Padding does not
-    change text positions, so the results are mathematically equal. On a CPU one batch costs no speed.
+    In one batch the shorter text would be padded and masked, and a mask prevents flash attention; the results are
+    mathematically equal.
     """
     return device.type == "cuda" and any(positive[name].shape != negative[name].shape for name in positive)
 
 
-class PipelinePolicy(ABC):
+class PipelinePolicy(Policy):
     """A policy that wraps a diffusers pipeline; without a pipeline (in the trainer) it cannot encode or decode."""
 
-    family: ClassVar[str]
+    # docs/extending/model.md explains these and the optional methods. Name of the model in messages:
     title: ClassVar[str]
-    """Name of the model in messages."""
-    lora_targets: Sequence[str]
+    # Smallest number of denoising steps for which the model's schedule exists.
     least_steps: ClassVar[int] = 1
-    """Smallest number of denoising steps for which the model's schedule exists."""
+    # Image sides must be a multiple of this many pixels, and of the size of an image token.
     size_step: ClassVar[int] = 1
-    """Image sides must be a multiple of this many pixels, and of the size of an image token."""
+    # True: latents are [tokens, channels]; False: [channels, h, w].
     packs_tokens: ClassVar[bool] = False
-    """True: latents are [tokens, channels]; False: [channels, h, w]."""
+    # True: `patch_size` of the network's configuration is the side of a token in latents; False: it is 2.
     names_patch_size: ClassVar[bool] = False
-    """True: `patch_size` of the network's configuration is the side of a token in latents; False: it is 2."""
+    # Key of the VAE's configuration that lists its stages; KeyError for a VAE without it, which is another model's.
     vae_stages: ClassVar[str] = "block_out_channels"
-    """Key of the VAE's configuration that lists its stages; KeyError for a VAE without it, which is another model's."""
     has_system_prompt: ClassVar[bool] = False
+    # Largest `max_sequence_length` of the diffusers pipeline; None if it takes any.
     most_tokens: ClassVar[int | None] = None
-    """Largest `max_sequence_length` of the diffusers pipeline; None if it takes any."""
+    # Tokens of a prompt of `conditioning_shapes` where prompts are not padded to one length; a plan sets it.
     planned_tokens: int = USUAL_TOKENS
-    """Length in tokens of a prompt of `conditioning_shapes`, in families that do not pad every prompt to one length. A
-    plan sets it (memory/prompts.py)."""
+    # Argument of the diffusers pipeline for the scale of classifier-free guidance.
     stock_guidance: ClassVar[str] = "true_cfg_scale"
-    """Argument of the diffusers pipeline for the scale of classifier-free guidance."""
 
     def __init__(
         self,
@@ -109,34 +105,27 @@ class PipelinePolicy(ABC):
         pipeline: Any | None = None,
         max_sequence_length: int | None = None,
     ) -> None:
-        """`side` is the side of an image token in pixels, `dtype` that of the network's inputs.
+        """`side` is the side of an image token in pixels, `dtype` that of the network's inputs. Raises ValueError.
 
-        `max_sequence_length` is the longest prompt in tokens; None means the pipeline's default. Raises ValueError for
-        a scheduler that draws noise of its own, and for longer prompts than the diffusers pipeline takes.
+        `max_sequence_length` is the longest prompt in tokens; None means the pipeline's default.
         """
         if scheduler is not None and scheduler.config.get("stochastic_sampling"):
             raise ValueError(
-                "scheduler_config.json of the model has stochastic_sampling=true, with which diffusers draws new noise "
-                "in every step; this project draws its noise from named seeds (algorithm.sde_type): set it to false"
+                "scheduler_config.json of the model has stochastic_sampling=true, with which diffusers draws noise of "
+                "its own: set it to false, as this project draws noise from named seeds (algorithm.sde_type)"
             )
         self.transformer = transformer
         self._scheduler, self._side, self._dtype, self._pipeline = scheduler, side, dtype, pipeline
         self._config = cast("Any", transformer).config
         self._text_options = {} if max_sequence_length is None else {"max_sequence_length": max_sequence_length}
         self._schedules: dict[tuple[int, int], Tensor] = {}
-        longest = self.longest_text
-        if max_sequence_length is not None and longest is not None and max_sequence_length > longest:
-            raise ValueError(
-                f"model.max_sequence_length must be at most {longest} for {self.title}, got {max_sequence_length}"
-            )
+        longest, length = self.longest_text, max_sequence_length
+        if length is not None and longest is not None and length > longest:
+            raise ValueError(f"model.max_sequence_length must be at most {longest} for {self.title}, got {length}")
 
     @property
     def blocks(self) -> Sequence[nn.Module]:
         return list(cast("nn.ModuleList", self.transformer.transformer_blocks))
-
-    @property
-    def lora_exclude(self) -> str | None:
-        return None
 
     @property
     def embeds_guidance(self) -> bool:
@@ -145,7 +134,6 @@ class PipelinePolicy(ABC):
 
     @property
     def text_encoders(self) -> Sequence[nn.Module]:
-        """The pipeline's text encoders in the order of their numbers; empty without them."""
         encoders = [getattr(self._pipeline, name, None) for name in TEXT_ENCODERS]
         return [encoder for encoder in encoders if encoder is not None]
 
@@ -153,10 +141,7 @@ class PipelinePolicy(ABC):
     def encode(
         self, texts: Sequence[Wording], system: str | None = None, *, negative: bool = False
     ) -> list[Conditioning]:
-        """Returns the conditioning of each text; see `Policy.encode`.
-
-        It encodes one text at a time, because padding to the length of another text would change the last bits.
-        """
+        """Encodes one text at a time, because padding to the length of another text would change the last bits."""
         self._whole("encode prompts")
         if system is not None and not self.has_system_prompt:
             raise ValueError(f"{self.title} has no system prompt, got {system!r}")
@@ -164,7 +149,6 @@ class PipelinePolicy(ABC):
         return [encode(text) if isinstance(text, str) else self._encode_ids(text) for text in texts]
 
     def _stock_encode(self, text: str, *arguments: Any, **options: Any) -> Any:
-        """Returns what the stock pipeline's `encode_prompt` returns for a text."""
         pipeline = self._whole("encode prompts")
         options |= self._text_options
         return pipeline.encode_prompt(text, *arguments, device=pipeline.text_encoder.device, **options)
@@ -173,7 +157,6 @@ class PipelinePolicy(ABC):
     def _encode_one(self, text: str) -> Conditioning: ...
 
     def _encode_negative(self, text: str) -> Conditioning:
-        """Encodes a negative prompt; some pipelines use another template for it."""
         return self._encode_one(text)
 
     def _encode_ids(self, ids: TokenIds) -> Conditioning:
@@ -184,14 +167,10 @@ class PipelinePolicy(ABC):
         """Returns the shapes that `encode` gives for a prompt of `planned_tokens`; used only to estimate sizes."""
 
     def _text_tokens(self, usual: int) -> int:
-        """Returns `max_sequence_length` if it is set, else `usual`."""
         return int(self._text_options.get("max_sequence_length", usual))
 
     def sigmas(self, num_inference_steps: int, resolution: Resolution) -> Tensor:
-        """Returns the pipeline's own noise levels, float32 [T+1] on the CPU, from exactly 1 to exactly 0.
-
-        Raises ValueError for fewer than `least_steps` steps and for a scheduler that gives other levels.
-        """
+        """Returns the pipeline's own levels. Raises ValueError for too few steps, and for levels not from 1 to 0."""
         self.check_steps(num_inference_steps)
         key = num_inference_steps, math.prod(self._grid(resolution))
         if key not in self._schedules:
@@ -204,58 +183,41 @@ class PipelinePolicy(ABC):
 
     @classmethod
     def check_steps(cls, num_inference_steps: int) -> None:
-        """Raises ValueError for fewer steps than the model's schedule has."""
         if num_inference_steps < cls.least_steps:
             least = f"num_inference_steps must be at least {cls.least_steps} for {cls.title}'s schedule"
             raise ValueError(f"{least}, got {num_inference_steps}")
 
     def _time(self, sigma: Tensor) -> Tensor:
-        """Returns the time that the stock pipeline gives its network at the noise levels `sigma` [B], in its dtype.
-
-        The stock pipelines round 1000 sigma to the network's dtype and divide by 1000, which in bfloat16 is often one
-        unit in the last place from sigma. In float32 it is sigma to within one such unit, and sigma itself is used.
-        """
         return sigma if self._dtype == torch.float32 else (1000 * sigma).to(self._dtype) / 1000
 
     def _set_schedule(self, steps: int, tokens: int) -> None:
-        """Sets evenly spaced levels, shifted by the number of image tokens, as most pipelines do."""
         # The functions of the pipelines for it would bring the whole pipeline and its text encoder into a trainer.
         self._scheduler.set_timesteps(sigmas=np.linspace(1.0, 1 / steps, steps), device="cpu", mu=self._shift(tokens))
 
     def _shift(self, tokens: int) -> float:
-        """Returns the shift of the schedule for this number of image tokens, from the scheduler's configuration.
-
-        It is computed in the order of the pipelines' `calculate_shift`, so that its bits are the same.
-        """
         config = self._scheduler.config
         least, most = config.get("base_image_seq_len", 256), config.get("max_image_seq_len", 4096)
         slope = (config.get("max_shift", 1.15) - config.get("base_shift", 0.5)) / (most - least)
         return float(tokens * slope + (config.get("base_shift", 0.5) - slope * least))
 
     def _grid(self, resolution: Resolution) -> tuple[int, int]:
-        """Returns rows and columns of image tokens.
-
-        Raises ValueError, with the nearest size, if they are not whole, and for more than `largest_grid`.
-        """
+        """Returns rows and columns of image tokens. Raises ValueError, with the nearest or the largest size."""
         (height, width), step = height_width(resolution), math.lcm(self._side, self.size_step)
         if height % step or width % step:
-            wanted = "a multiple" if isinstance(resolution, int) else "multiples"
-            nearest = of_sides(*(step * max(1, round(each / step)) for each in (height, width)))
-            raise ValueError(
-                f"resolution must be {wanted} of {step}, got {in_words(resolution)}, nearest: {in_words(nearest)}"
-            )
+            kind = "a multiple" if isinstance(resolution, int) else "multiples"
+            nearest = in_words(of_sides(*(step * max(1, round(side / step)) for side in (height, width))))
+            raise ValueError(f"resolution must be {kind} of {step}, got {in_words(resolution)}, nearest: {nearest}")
         grid, largest = (height // self._side, width // self._side), self.largest_grid
         if largest is not None and any(a > b for a, b in zip(grid, largest, strict=True)):
-            most = of_sides(*(self._side * each for each in largest))
+            most = in_words(of_sides(*(self._side * tokens for tokens in largest)))
             raise ValueError(
-                f"resolution must be at most {in_words(most)} px for {self.title}, whose network has no positions "
-                f"beyond that, got {in_words(resolution)}"
+                f"resolution must be at most {most} px for {self.title}, whose network has no positions beyond that, "
+                f"got {in_words(resolution)}"
             )
         return grid
 
     @property
     def longest_text(self) -> int | None:
-        """Largest `max_sequence_length` that the network and the diffusers pipeline take; None: any."""
         return self.most_tokens
 
     @property
@@ -264,7 +226,6 @@ class PipelinePolicy(ABC):
         return None
 
     def latent_shape(self, resolution: Resolution) -> tuple[int, ...]:
-        """Returns the shape of one image's latents, without batch dimension."""
         (rows, columns), channels = self._grid(resolution), int(self._config.in_channels)
         if self.packs_tokens:
             return rows * columns, channels
@@ -272,7 +233,6 @@ class PipelinePolicy(ABC):
         return channels, side * rows, side * columns
 
     def shapes(self, resolution: Resolution) -> Shapes:
-        """Returns the shapes of an image's latents and of the conditioning of a prompt of `planned_tokens`."""
         return Shapes(self.latent_shape(resolution), self.conditioning_shapes())
 
     def velocity(
@@ -283,9 +243,9 @@ class PipelinePolicy(ABC):
         negative: Mapping[str, Tensor] | None,
         sampling: Sampling,
     ) -> Tensor:
-        """Returns the velocity with guidance; see `Policy.velocity`. Raises ValueError for latents of another size.
+        """Returns the velocity with guidance. Raises ValueError for latents of another size, or a missing `negative`.
 
-        With true CFG, prompt and negative prompt both get gradients. They are one batch for the network, or two
+        With true CFG, prompt and negative prompt both get gradients; they are one batch for the network, or two
         (`apart`).
         """
         if tuple(latents.shape[1:]) != self.latent_shape(sampling.resolution):
@@ -318,22 +278,13 @@ class PipelinePolicy(ABC):
         return self._guide(conditional, unconditional, sampling.true_cfg_scale)
 
     def check(self, sampling: Sampling) -> None:
-        """Raises ValueError for guidance settings that the network does not support.
-
-        These are a guidance_scale above 0 if the network takes none, a guidance_scale of 0 if it takes one, and a
-        true_cfg_scale between 0 and 1, which would weaken the prompt.
-        """
         if refusal := guidance_refusal("rollout.true_cfg_scale", sampling.true_cfg_scale):
             raise ValueError(refusal)
-        if sampling.guidance_scale > 0 and not self.embeds_guidance:
-            raise ValueError(
-                f"rollout.guidance_scale must be 0 for {self.title}, got {sampling.guidance_scale}; use true_cfg_scale"
-            )
-        if sampling.guidance_scale <= 0 and self.embeds_guidance:
-            raise ValueError(
-                f"rollout.guidance_scale must be above 0 for {self.title}, which takes it as an input, "
-                f"got {sampling.guidance_scale}"
-            )
+        scale = sampling.guidance_scale
+        if (scale > 0) != self.embeds_guidance:
+            value = "above 0" if self.embeds_guidance else "0"
+            hint = ", which takes it as an input" if self.embeds_guidance else "; use true_cfg_scale"
+            raise ValueError(f"rollout.guidance_scale must be {value} for {self.title}{hint}, got {scale}")
 
     def _guide(self, conditional: Tensor, unconditional: Tensor, scale: float) -> Tensor:
         return guided_velocity(conditional, unconditional, scale)
@@ -341,31 +292,25 @@ class PipelinePolicy(ABC):
     @abstractmethod
     def _network(
         self, latents: Tensor, sigma: Tensor, branches: Sequence[Mapping[str, Tensor]], sampling: Sampling
-    ) -> Tensor:
-        """Returns the network's velocity, float32 [n, ...].
-
-        The n rows are divided into equal parts, one for each conditioning of `branches`, in their order. Only the
-        network's inputs are cast to its dtype.
-        """
+    ) -> Tensor: ...
 
     def _rows(self, branches: Sequence[Mapping[str, Tensor]], name: str, rows: int) -> Tensor:
-        """Returns one conditioning tensor [rows, ...] in the network's dtype, repeated for the rows of each branch."""
-        each = rows // len(branches)
         tensors = [branch[name].to(self._dtype) for branch in branches]
-        return torch.cat([tensor.expand(each, *tensor.shape) for tensor in tensors])
+        return torch.cat([tensor.expand(rows // len(branches), *tensor.shape) for tensor in tensors])
 
     @torch.no_grad()
     def decode(self, latents: Tensor, resolution: Resolution) -> Tensor:
-        """Returns images uint8 [n, H, W, 3] on the latents' device, rounded as by diffusers' image processor."""
+        """Returns images rounded as by diffusers' image processor."""
         pipeline = self._whole("decode images")
         images = pipeline.image_processor.postprocess(self._decoded(pipeline, latents, resolution), output_type="pt")
         return cast("Tensor", (images.permute(0, 2, 3, 1).float() * 255).round().to(torch.uint8))
 
     def decode_by_parts(self, *, images: bool, tiles: bool) -> None:
-        """Makes the VAE decode in smaller parts, to save memory.
+        """Makes the VAE decode one image (`images`), or large images in overlapping tiles (`tiles`), at a time, to save
+        memory.
 
-        `images`: it decodes one image at a time. `tiles`: it decodes large images in overlapping tiles, whose blending
-        changes some pixels; the VAE decides which images are large. Raises ValueError if the VAE does not support it.
+        Blending of tiles changes some pixels; the VAE decides which images are large. Raises ValueError if it does not
+        support it.
         """
         vae = self._whole("decode images").vae
         for method in self.decoding_methods(type(vae), images=images, tiles=tiles):
@@ -374,20 +319,20 @@ class PipelinePolicy(ABC):
     @classmethod
     def decoding_methods(cls, vae: type, *, images: bool, tiles: bool) -> list[str]:
         """Returns the methods of this class of VAEs that `decode_by_parts` calls; raises as it."""
-        for what in (asked := ["slicing"] * images + ["tiling"] * tiles):
-            if not hasattr(vae, f"enable_{what}"):
-                raise ValueError(f"rollout.vae_{what}=true: {cls.title}'s {vae.__name__} has no enable_{what}")
-        return [f"enable_{what}" for what in asked]
+        methods = ["enable_slicing"] * images + ["enable_tiling"] * tiles
+        for method in methods:
+            if not hasattr(vae, method):
+                key = f"rollout.vae_{method.removeprefix('enable_')}"
+                raise ValueError(f"{key}=true: {cls.title}'s {vae.__name__} has no {method}")
+        return methods
 
     def _decoded(self, pipeline: Any, latents: Tensor, resolution: Resolution) -> Tensor:
-        """Returns the VAE's output [n, 3, H, W]."""
         vae = pipeline.vae
         scaled = self._unpacked(pipeline, latents, resolution).to(vae.dtype) / vae.config.scaling_factor
         shift = vae.config.get("shift_factor") or 0.0  # older VAEs have none
         return cast("Tensor", vae.decode(scaled + shift, return_dict=False)[0])
 
     def _unpacked(self, pipeline: Any, latents: Tensor, resolution: Resolution) -> Tensor:
-        """Returns latents in the VAE's layout [n, C, h, w]."""
         return latents
 
     def _whole(self, purpose: str) -> Any:
@@ -397,12 +342,10 @@ class PipelinePolicy(ABC):
 
     @classmethod
     def pixels_per_token(cls, vae: Mapping[str, Any], transformer: Mapping[str, Any]) -> int:
-        """Returns the side of an image token in pixels, from the configurations of VAE and transformer."""
         return scale_factor(vae, cls.vae_stages) * (int(transformer["patch_size"]) if cls.names_patch_size else 2)
 
     @classmethod
     def guidance_arguments(cls, sampling: Sampling) -> dict[str, Any]:
-        """Returns the guidance of `sampling` as keyword arguments of the diffusers pipeline's `__call__`."""
         return {
             cls.stock_guidance: sampling.true_cfg_scale,
             "negative_prompt": sampling.negative_prompt if sampling.true_cfg_scale > 1 else None,

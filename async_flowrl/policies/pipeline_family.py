@@ -1,43 +1,40 @@
 """Base class of model families on a diffusers pipeline: loads them, or builds them without weights for plans."""
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import torch
+from packaging.version import Version
 from torch import nn
 
 from async_flowrl.config.resolution import Resolution
-from async_flowrl.policies import loading
-from async_flowrl.policies.base import Shapes
-from async_flowrl.policies.pipeline import PipelinePolicy, scale_factor
+from async_flowrl.policies.base import PolicyFamily, Shapes
+from async_flowrl.policies.pipeline import TEXT_ENCODERS, PipelinePolicy, scale_factor
 from async_flowrl.policies.stored import configuration
 from async_flowrl.transfers import settle
 from async_flowrl.types import Prompt, Sampling
 
 
-class PipelineFamily:
-    """Loads a `PipelinePolicy` from a diffusers folder or a hub name; a subclass names the classes.
+class PipelineFamily(PolicyFamily):
+    """Loads a `PipelinePolicy` from a diffusers folder or a hub name; a subclass names diffusers' classes.
 
     diffusers is imported only when something is loaded, because the controller uses families without loading.
     """
 
     policy: ClassVar[type[PipelinePolicy]]
     pipeline: ClassVar[str]
-    """diffusers' class name of the pipeline."""
     transformer: ClassVar[str]
-    """diffusers' class name of the transformer."""
+    # Keys of the transformer's configuration that are numbers of blocks.
     layer_keys: ClassVar[tuple[str, ...]] = ("num_layers",)
-    """Keys of the transformer's configuration that are numbers of blocks."""
+    # Folder of the tokenizer whose limit cuts long prompts.
     tokenizer: ClassVar[str] = "tokenizer"
-    """Folder of the tokenizer whose limit cuts long prompts."""
+    # Default of the pipeline's `max_sequence_length`.
     text_tokens: ClassVar[int] = 512
-    """Default of the pipeline's `max_sequence_length`."""
+    # Function of the VAE's configuration: side of one latent in pixels.
     scale_factor: Callable[[Mapping[str, Any]], int] = staticmethod(scale_factor)
-    """Function of the VAE's configuration: side of one latent in pixels."""
-    usual_guidance: tuple[float, float]
-    usual_steps: int
 
     def load(
         self,
@@ -49,25 +46,23 @@ class PipelineFamily:
         revision: str | None = None,
         max_sequence_length: int | None = None,
     ) -> PipelinePolicy:
-        """Loads the model; see `PolicyFamily.load`, also for `parts`."""
         import diffusers
 
         kind: Any = getattr(diffusers, self.transformer)
         # A trainer rank does not import the pipeline, which would bring its text encoder's code.
         stock: Any = None if parts in ("transformer", "structure") else getattr(diffusers, self.pipeline)
-        options, pipeline = loading.weight_options(dtype, revision), None
-        with loading.quiet():
+        options, pipeline = weight_options(dtype, revision), None
+        with quiet():
             if parts in ("all", "offload", "cached"):
                 if parts == "cached":
-                    known = inspect.signature(stock).parameters
-                    options |= dict.fromkeys(name for name in loading.TEXT_ENCODERS if name in known)
-                pipeline = loading.load_whole(stock, path, device, text_on_host=parts == "offload", **options)
+                    options |= dict.fromkeys(inspect.signature(stock).parameters.keys() & set(TEXT_ENCODERS))
+                pipeline = load_whole(stock, path, device, text_on_host=parts == "offload", **options)
                 return self.around(pipeline, dtype, max_sequence_length=max_sequence_length)
             if parts in ("structure", "text"):
-                described = kind.load_config(path, subfolder="transformer", revision=revision)
-                transformer: Any = structure(kind, described, dtype)
+                config = kind.load_config(path, subfolder="transformer", revision=revision)
+                transformer: Any = structure(kind, config, dtype)
                 if parts == "text":
-                    pipeline = loading.load_whole(stock, path, device, vae=None, transformer=None, **options)
+                    pipeline = load_whole(stock, path, device, vae=None, transformer=None, **options)
                     # Some pipelines read its configuration when they encode.
                     pipeline.register_modules(transformer=transformer)
             else:
@@ -93,23 +88,16 @@ class PipelineFamily:
         return text, 0, limit - int(tokenizer.num_special_tokens_to_add())
 
     def around(self, pipeline: Any, dtype: torch.dtype, *, max_sequence_length: int | None = None) -> PipelinePolicy:
-        """Returns the policy of a loaded diffusers pipeline."""
         options = {"dtype": dtype, "pipeline": pipeline, "max_sequence_length": max_sequence_length}
         return self.policy_of(pipeline.transformer, pipeline.scheduler, pipeline.vae.config, **options)
 
     def stacks(self, transformer: Mapping[str, Any]) -> dict[str, int]:
-        """Returns name → number of the blocks that are alike, for a plan; empty if a class does not name them.
-
-        `transformer` is the network's configuration.
-        """
+        """Returns name → number of the blocks that are alike, for a plan; empty if they have no names."""
         import diffusers
 
         usual = inspect.signature(getattr(diffusers, self.transformer).__init__).parameters
-        return {
-            key: int(transformer.get(key, usual[key].default))
-            for key in self.layer_keys
-            if key in transformer or key in usual
-        }
+        keys = [key for key in self.layer_keys if key in transformer or key in usual]
+        return {key: int(transformer[key] if key in transformer else usual[key].default) for key in keys}
 
     def with_stacks(self, transformer: Mapping[str, Any], stacks: Mapping[str, int]) -> dict[str, Any]:
         """Returns the network's configuration with other numbers of blocks."""
@@ -119,17 +107,15 @@ class PipelineFamily:
         self, path: str, *, revision: str | None = None, max_sequence_length: int | None = None
     ) -> PipelinePolicy:
         """Returns a policy with neither network nor schedule, from the configurations of transformer and VAE."""
-        described, vae = (configuration(path, part, revision) for part in ("transformer", "vae"))
-        bare: Any = SimpleNamespace(config=SimpleNamespace(**described))
-        side, longest = self.policy.pixels_per_token(vae, described), max_sequence_length
+        config, vae = (configuration(path, part, revision) for part in ("transformer", "vae"))
+        bare: Any = SimpleNamespace(config=SimpleNamespace(**config))
+        side, longest = self.policy.pixels_per_token(vae, config), max_sequence_length
         return self.policy(bare, None, side=side, dtype=torch.float32, max_sequence_length=longest)
 
     def shapes(self, path: str, resolution: Resolution, **options: Any) -> Shapes:
-        """Returns shapes from the configurations of transformer and VAE; see `PolicyFamily.shapes`."""
         return self.described(path, **options).shapes(resolution)
 
     def check_prompts(self, prompts: Sequence[Prompt], path: str, *, revision: str | None = None) -> None:
-        """Raises ValueError for system prompts and token ids that the model cannot encode."""
         title = self.policy.title
         for prompt in prompts:
             if prompt.system is not None and not self.policy.has_system_prompt:
@@ -138,18 +124,14 @@ class PipelineFamily:
             self.check_token_ids(with_ids, path, revision=revision)
 
     def check_token_ids(self, prompts: Sequence[Prompt], path: str, *, revision: str | None) -> None:
-        """Raises ValueError, naming the prompt, for token ids that are not a prompt of the model.
-
-        This default refuses all token ids; it is right for families with several text encoders, whose vocabularies
-        differ.
-        """
+        """Raises ValueError for token ids: families with several text encoders have several vocabularies."""
         raise ValueError(f"{self.policy.title} takes prompts as text, prompt {prompts[0].index} brings token ids")
 
     def guidance_arguments(self, sampling: Sampling) -> dict[str, Any]:
         return self.policy.guidance_arguments(sampling)
 
 
-def structure(kind: Any, described: Mapping[str, Any], dtype: torch.dtype) -> nn.Module:
+def structure(kind: Any, config: Mapping[str, Any], dtype: torch.dtype) -> nn.Module:
     """Returns a network of class `kind` as `from_pretrained` builds it before it reads weights.
 
     Parameters are on the meta device; buffers that the class computes have their values.
@@ -160,7 +142,7 @@ def structure(kind: Any, described: Mapping[str, Any], dtype: torch.dtype) -> nn
     torch.set_default_dtype(dtype)
     try:
         with init_empty_weights():
-            network: nn.Module = kind.from_config(dict(described))
+            network: nn.Module = kind.from_config(dict(config))
     finally:
         torch.set_default_dtype(before)
     saved = network.state_dict(keep_vars=True)
@@ -168,3 +150,50 @@ def structure(kind: Any, described: Mapping[str, Any], dtype: torch.dtype) -> nn
         if name in saved and buffer.is_floating_point():
             buffer.data = buffer.data.to(dtype)
     return network.eval().requires_grad_(False)
+
+
+def weight_options(dtype: torch.dtype, revision: str | None) -> dict[str, Any]:
+    """Returns keyword arguments for every `from_pretrained`: dtype, revision, and safetensors only."""
+    import diffusers
+
+    name = "dtype" if Version(diffusers.__version__) >= Version("0.42") else "torch_dtype"
+    return {name: dtype, "revision": revision, "use_safetensors": True}
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Context manager: hides the progress bars of diffusers and transformers, because many processes load at once."""
+    import diffusers
+    import transformers
+
+    loggers = (diffusers.utils.logging, transformers.utils.logging)
+    shown = [logger for logger in loggers if logger.is_progress_bar_enabled()]
+    for logger in shown:
+        logger.disable_progress_bar()
+    try:
+        yield
+    finally:
+        for logger in shown:
+            logger.enable_progress_bar()
+
+
+def load_whole(stock: Any, path: str, device: torch.device, *, text_on_host: bool = False, **options: Any) -> Any:
+    """Loads the pipeline of class `stock` to `device`, with all networks settled (see `settle`).
+
+    `text_on_host=True` keeps the text encoders in host memory. A part is left out if `options` has None under its name.
+    """
+    host_parts: dict[str, Any] = {}
+    if text_on_host:
+        others = options | {"transformer": None, "vae": None}
+        text = stock.from_pretrained(path, trust_remote_code=False, **others)
+        settle_pipeline(text, torch.device("cpu"))
+        host_parts = {name: part for name, part in text.components.items() if part is not None}
+    pipeline = stock.from_pretrained(path, device_map=device.type, trust_remote_code=False, **host_parts, **options)
+    settle_pipeline(pipeline, device, except_for=host_parts)
+    return pipeline
+
+
+def settle_pipeline(pipeline: Any, device: torch.device, *, except_for: Container[str] = ()) -> None:
+    for name, component in pipeline.components.items():
+        if isinstance(component, nn.Module) and name not in except_for:
+            settle(component, device)

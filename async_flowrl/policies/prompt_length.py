@@ -10,16 +10,15 @@ from async_flowrl.types import Prompt
 
 logger = logging.getLogger(__name__)
 
+# Tokens that a template and the tokenizer may add. A text never has more tokens than bytes, so one of fewer bytes than
+# the limit less these is not tokenised.
 MARGIN = 16
-"""Tokens that a template and the tokenizer may add to a prompt. A text never has more tokens than bytes, so a text of
-fewer bytes than the limit less these is not tokenised."""
 
 
 class LengthCheck:
     """Check of prompts that counts in `cut` those of which the model's text encoder reads only a part.
 
-    Prompts of token ids, and families of your own without the tokenizer of a diffusers folder, are not counted. If the
-    tokenizer cannot be read, that is logged as a warning.
+    Prompts of token ids, and families of your own without the tokenizer of a diffusers folder, are not counted.
     """
 
     def __init__(self, model: ResolvedModel, *, targets: bool = True) -> None:

@@ -1,5 +1,7 @@
 """The model family Qwen-Image: latents are [tokens, 64], and guidance rescales each token to its norm without it."""
 
+import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
@@ -7,18 +9,21 @@ import torch
 from torch import Tensor, nn
 
 from async_flowrl.config.resolution import Resolution, height_width
-from async_flowrl.policies import qwen_text
+from async_flowrl.config.schema import TinyConfig
+from async_flowrl.policies import qwen_text, tiny
 from async_flowrl.policies.base import JOINT_ATTENTION
 from async_flowrl.policies.pipeline import PipelinePolicy, on_host, with_norm_of
 from async_flowrl.policies.pipeline_family import PipelineFamily
 from async_flowrl.policies.stored import configuration
 from async_flowrl.types import Conditioning, Prompt, Sampling, TokenIds, Wording
 
+# Default of QwenImagePipeline.__call__ for `max_sequence_length`; that of its `encode_prompt` alone is 1024.
 _TEXT_TOKENS = 512
-"""Default of QwenImagePipeline.__call__ for `max_sequence_length`; that of its `encode_prompt` alone is 1024."""
+# Positions in each direction that diffusers' QwenEmbedRope has a table of.
 _POSITIONS = 4096
-"""Positions in each direction that diffusers' QwenEmbedRope has a table of."""
 _MLP = ("img_mlp.net.0.proj", "img_mlp.net.2", "txt_mlp.net.0.proj", "txt_mlp.net.2")
+_VISION = ("vision_start", "vision_end", "vision_pad", "image_pad", "video_pad")
+_TINY_SPECIAL = ("endoftext", "im_start", "im_end", *_VISION)
 
 
 class QwenImagePolicy(PipelinePolicy):
@@ -57,7 +62,7 @@ class QwenImagePolicy(PipelinePolicy):
     def encode(
         self, texts: Sequence[Wording], system: str | None = None, *, negative: bool = False
     ) -> list[Conditioning]:
-        """Returns {"prompt_embeds": [L, D] float32} per text of L tokens, without padding; see `Policy.encode`.
+        """Returns {"prompt_embeds": [L, D] float32} per text of L tokens, without padding.
 
         Token ids are those of the whole prompt template. If they contain another system prompt than the usual one, it
         must also be given as `system`.
@@ -77,12 +82,10 @@ class QwenImagePolicy(PipelinePolicy):
         return {"prompt_embeds": embeds.float().cpu().numpy()}
 
     def conditioning_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Returns the shape for a prompt of `planned_tokens`; prompts are not padded."""
         tokens = min(self.planned_tokens, self._text_tokens(_TEXT_TOKENS))
         return {"prompt_embeds": (tokens, self._config.joint_attention_dim)}
 
     def _guide(self, conditional: Tensor, unconditional: Tensor, scale: float) -> Tensor:
-        """Returns v = u + w (c - u), each token scaled to the norm that it has in c, as in QwenImagePipeline."""
         return with_norm_of(conditional, super()._guide(conditional, unconditional, scale))
 
     def _network(
@@ -108,7 +111,6 @@ class QwenImagePolicy(PipelinePolicy):
         return cast("Tensor", decoded[:, :, 0])
 
     def _statistics(self, config: Any, like: Tensor) -> list[Tensor]:
-        """Returns mean and standard deviation of the VAE's latents, [1, C, 1, 1, 1] each, cached per device."""
         kind = like.device, like.dtype
         if kind not in self._known_statistics:
             self._known_statistics[kind] = [
@@ -119,8 +121,6 @@ class QwenImagePolicy(PipelinePolicy):
 
 
 class QwenImageFamily(PipelineFamily):
-    """Loads Qwen-Image from a diffusers folder or a hub name."""
-
     policy = QwenImagePolicy
     pipeline, transformer = "QwenImagePipeline", "QwenImageTransformer2DModel"
     # The defaults of QwenImagePipeline.__call__, diffusers 0.40.
@@ -139,3 +139,99 @@ class QwenImageFamily(PipelineFamily):
         bare = qwen_text.bare_pipeline(Qwen2Tokenizer.from_pretrained(path, subfolder="tokenizer", revision=revision))
         encoder = configuration(path, "text_encoder", revision)
         qwen_text.check_ids(bare, prompts, int(encoder.get("text_config", encoder)["vocab_size"]))
+
+
+def tiny_pipeline(config: TinyConfig) -> Any:
+    """Returns a tiny Qwen-Image with a video VAE; torch's global CPU generator draws its weights."""
+    import diffusers
+
+    tokenizer = tiny_tokenizer()
+    transformer = diffusers.QwenImageTransformer2DModel(
+        patch_size=2,
+        in_channels=64,
+        out_channels=16,
+        num_layers=config.layers,
+        attention_head_dim=16,
+        num_attention_heads=config.heads,
+        joint_attention_dim=tiny.TEXT_DIM,
+        axes_dims_rope=(4, 6, 6),
+    )
+    vae = diffusers.AutoencoderKLQwenImage(
+        base_dim=8, z_dim=16, dim_mult=[1, 2, 4, 4], num_res_blocks=1, temperal_downsample=[False, True, True]
+    )
+    with torch.no_grad():
+        vae.decoder.conv_out.weight.mul_(config.contrast)
+    # The settings of Qwen/Qwen-Image.
+    shift = {"base_shift": 0.5, "max_shift": 0.9, "shift": 1.0, "shift_terminal": 0.02}
+    tokens = {"base_image_seq_len": 256, "max_image_seq_len": 8192}
+    return diffusers.QwenImagePipeline(
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(
+            use_dynamic_shifting=True, time_shift_type="exponential", **shift, **tokens
+        ),
+        vae=vae.eval(),
+        text_encoder=tiny_text_encoder(tokenizer).eval(),
+        tokenizer=tokenizer,
+        transformer=transformer.eval(),
+    )
+
+
+def tiny_tokenizer() -> Any:
+    """Returns a byte-level BPE tokenizer with merges learned from the pipeline's own prompt template.
+
+    The pipeline drops the first `prompt_template_encode_start_idx` tokens, so the template before the prompt must have
+    exactly that many tokens.
+    """
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+    from transformers import Qwen2Tokenizer
+
+    bare = qwen_text.bare_pipeline(None)
+    template, drop = bare.prompt_template_encode, bare.prompt_template_encode_start_idx
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.BpeTrainer(vocab_size=600, min_frequency=1, initial_alphabet=alphabet, show_progress=False)
+    special = [f"<|{name}|>" for name in _TINY_SPECIAL]
+    parts = re.split("|".join(map(re.escape, special)), template)
+    bpe.train_from_iterator([part.replace("{}", "") for part in parts], trainer=trainer)
+    learned = json.loads(bpe.to_str())["model"]
+    vocabulary = {**learned["vocab"], **{name: len(learned["vocab"]) + i for i, name in enumerate(special)}}
+    tokenizer = Qwen2Tokenizer(
+        vocab=vocabulary,
+        merges=[tuple(merge) for merge in learned["merges"]],
+        additional_special_tokens=special,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+    )
+    length = len(tokenizer(template.split("{}")[0]).input_ids)
+    if length != drop:
+        raise RuntimeError(f"the tiny tokenizer makes {length} tokens of the template, the pipeline drops {drop}")
+    return tokenizer
+
+
+def tiny_text_encoder(tokenizer: Any) -> Any:
+    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+
+    ids = {name: tokenizer.convert_tokens_to_ids(f"<|{name}|>") for name in _TINY_SPECIAL}
+    text = {
+        "hidden_size": tiny.TEXT_DIM,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": len(tokenizer),
+        "max_position_embeddings": 2048,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [1, 1, 2]},
+        "bos_token_id": ids["endoftext"],
+        "eos_token_id": ids["im_end"],
+        "pad_token_id": ids["endoftext"],
+    }
+    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 32, "num_heads": 2, "fullatt_block_indexes": [0]}
+    config = Qwen2_5_VLConfig(
+        text_config=text,
+        vision_config={**vision, "out_hidden_size": tiny.TEXT_DIM},
+        image_token_id=ids["image_pad"],
+        video_token_id=ids["video_pad"],
+        vision_start_token_id=ids["vision_start"],
+        vision_end_token_id=ids["vision_end"],
+    )
+    return Qwen2_5_VLForConditionalGeneration(config)

@@ -19,9 +19,8 @@ from async_flowrl.types import Prompt, TokenIds
 def padded_texts(branches: Sequence[Mapping[str, Tensor]], n: int, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
     """Returns padded embeddings [len(branches) · n, L, D] in `dtype` and their mask, bool [len(branches) · n, L].
 
-    Each branch has "prompt_embeds" [l, D] of one text, which is repeated `n` times; L is the largest of the lengths l.
-
-    The mask is None if no branch needs padding.
+    Each branch has "prompt_embeds" [l, D] of one text, which is repeated `n` times; L is the largest l. The mask is
+    None if no branch needs padding.
     """
     embeds = [branch["prompt_embeds"].to(dtype) for branch in branches]
     lengths = [len(e) for e in embeds]
@@ -54,10 +53,7 @@ def system_prompt(pipeline: Any, system: str | None) -> Iterator[None]:
 
 
 def encode_ids(pipeline: Any, ids: TokenIds) -> Tensor:
-    """Returns embeddings [L, D] of token ids, equal bit for bit to the pipeline's encoding of the same text.
-
-    Ids beyond the pipeline's longest prompt are cut off.
-    """
+    """Returns embeddings [L, D] of token ids, equal bit for bit to the pipeline's encoding of the same text."""
     encoder, start = pipeline.text_encoder, pipeline.prompt_template_encode_start_idx
     tokens = torch.tensor([ids[: pipeline.tokenizer_max_length + start]], device=encoder.device)
     output = encoder(input_ids=tokens, attention_mask=torch.ones_like(tokens), output_hidden_states=True)
@@ -65,7 +61,6 @@ def encode_ids(pipeline: Any, ids: TokenIds) -> Tensor:
 
 
 def bare_pipeline(tokenizer: Any) -> Any:
-    """Returns a QwenImagePipeline that has only a tokenizer."""
     from diffusers import QwenImagePipeline
 
     return QwenImagePipeline(scheduler=None, vae=None, text_encoder=None, tokenizer=tokenizer, transformer=None)
@@ -78,11 +73,8 @@ def check_ids(pipeline: Any, prompts: Sequence[Prompt], vocabulary: int) -> None
     and have more after them. Of the pipeline only the tokenizer and the template are used.
     """
     for prompt in prompts:
-        given = (
-            ("token ids", prompt.token_ids, prompt.system),
-            ("negative token ids", prompt.negative_token_ids, None),
-        )
-        for name, ids, system in given:
+        negative = ("negative token ids", prompt.negative_token_ids, None)
+        for name, ids, system in (("token ids", prompt.token_ids, prompt.system), negative):
             if ids is None:
                 continue
             where = f"{name} of prompt {prompt.index} ({prompt.text!r:.60})"
@@ -103,25 +95,21 @@ def _template_start(pipeline: Any, system: str | None) -> list[int]:
     return cast("list[int]", pipeline.tokenizer(before).input_ids)
 
 
+# diffusers' module of the network, which has been imported where there is a network to train or to sample with.
 _NETWORK = "diffusers.models.transformers.transformer_qwenimage"
-"""Module of diffusers' network, which whoever has a network to train or to sample with has imported."""
 
 
 def skip_unused_lengths() -> None:
-    """Puts `text_length` in the place of diffusers' function, for this process.
-
-    Does nothing where diffusers' network was not imported, as in the driver, which asks a policy for shapes only.
-    """
+    """Puts `text_length` in the place of diffusers' function, for this process, if diffusers' network was imported."""
     if (network := sys.modules.get(_NETWORK)) is not None:
         cast("Any", network).compute_text_seq_len_from_mask = text_length
 
 
 def text_length(texts: Tensor, mask: Tensor | None) -> tuple[int, None, Tensor | None]:
-    """Returns the padded length of `texts` [n, L, D], None, and the mask as bool.
+    """Returns the padded length of `texts` [n, L, D], None, and the mask as bool. Raises ValueError for another shape.
 
     diffusers' function also computes the length of each text, which its network does not use, and for that copies a
-    number to the device. The host waits for that copy in every denoising step of a batch whose prompts differ in
-    length. Raises ValueError for a mask of another shape than [n, L].
+    number to the device, for which the host waits in every denoising step of a batch whose prompts differ in length.
     """
     if mask is not None and mask.shape != texts.shape[:2]:
         raise ValueError(f"the mask {tuple(mask.shape)} does not fit texts {tuple(texts.shape)}")

@@ -22,7 +22,7 @@ from async_flowrl.config.architectures import Architecture
 from async_flowrl.policies.pipeline import PipelinePolicy, estimated_tokens
 from async_flowrl.policies.pipeline_family import PipelineFamily, structure
 from async_flowrl.policies.stored import Weights, configuration
-from async_flowrl.policies.tiny.build import cache_dir, cached
+from async_flowrl.policies.tiny import cache_dir, cached
 from async_flowrl.transfers import settle
 from async_flowrl.types import Conditioning, Wording
 
@@ -37,11 +37,11 @@ class RandomWeights(Weights):
         self.sources = cast("Any", network).state_dict(keep_vars=True)
 
     def __getitem__(self, name: str) -> Tensor:
-        known: Tensor = self.sources[name]
-        if not known.is_meta:
-            return known.detach()
+        source: Tensor = self.sources[name]
+        if not source.is_meta:
+            return source.detach()
         # A single trainer rank asks for host memory; its bits have to be those of the device all the same.
-        drawn = torch.empty(known.shape, dtype=known.dtype, device="cuda" if torch.cuda.is_available() else "cpu")
+        drawn = torch.empty(source.shape, dtype=source.dtype, device="cuda" if torch.cuda.is_available() else "cpu")
         if (inputs := math.prod(drawn.shape[1:])) == 1:
             return drawn.fill_(0.0 if name.endswith("bias") else 1.0)
         generator = torch.Generator(drawn.device).manual_seed(_seed(name))
@@ -71,10 +71,10 @@ def random_policy(
     network = _filled(policy.transformer, device)
     if parts == "transformer":
         return policy
-    described, stock = configuration(path, "vae"), getattr(diffusers, family.pipeline)
-    vae = _filled(structure(getattr(diffusers, described["_class_name"]), described, dtype), device)
+    config, stock = configuration(path, "vae"), getattr(diffusers, family.pipeline)
+    vae = _filled(structure(getattr(diffusers, config["_class_name"]), config, dtype), device)
     parameters = inspect.signature(stock).parameters
-    nothing = dict.fromkeys(name for name, each in parameters.items() if each.default is each.empty)
+    nothing = dict.fromkeys(name for name, parameter in parameters.items() if parameter.default is parameter.empty)
     scheduler = diffusers.FlowMatchEulerDiscreteScheduler.from_pretrained(path, subfolder="scheduler")
     pipeline = stock(**nothing | {"transformer": network, "vae": vae, "scheduler": scheduler})
     policy = family.around(pipeline, dtype, max_sequence_length=longest)
@@ -83,7 +83,6 @@ def random_policy(
 
 
 def _filled(network: nn.Module, device: torch.device) -> nn.Module:
-    """Gives every parameter on the meta device its memory and its values."""
     weights = RandomWeights(network)
     for prefix, module in network.named_modules():
         for name, parameter in module._parameters.items():
@@ -102,13 +101,13 @@ def _encode(
     for text in texts:
         policy.planned_tokens = estimated_tokens(text)
         draw = np.random.default_rng(_seed(repr((text, system, negative))))
-        shapes = policy.conditioning_shapes()
-        embedded.append({name: _embedding(draw, name, shape) for name, shape in shapes.items()})
+        embedded.append(
+            {
+                name: np.ones(shape, np.float32) if name.endswith("mask") else draw.standard_normal(shape, np.float32)
+                for name, shape in policy.conditioning_shapes().items()
+            }
+        )
     return embedded
-
-
-def _embedding(draw: np.random.Generator, name: str, shape: tuple[int, ...]) -> np.ndarray[Any, np.dtype[np.float32]]:
-    return np.ones(shape, np.float32) if name.endswith("mask") else draw.standard_normal(shape, np.float32)
 
 
 def described_folder(name: str, architecture: Architecture, family: PipelineFamily) -> Path:
@@ -132,7 +131,7 @@ def described_folder(name: str, architecture: Architecture, family: PipelineFami
     return cached(cache_dir() / f"random-{name.replace('/', '--')}-{key}", build)
 
 
-def _with_defaults(kind: type, given: Mapping[str, Any]) -> dict[str, Any]:
-    parameters = inspect.signature(kind.__init__).parameters  # type: ignore[misc]
-    usual = {name: each.default for name, each in parameters.items() if each.default is not each.empty}
-    return {**usual, **given, "_class_name": kind.__name__}
+def _with_defaults(kind: type, config: Mapping[str, Any]) -> dict[str, Any]:
+    parameters = inspect.signature(kind.__init__).parameters.values()  # type: ignore[misc]
+    usual = {parameter.name: parameter.default for parameter in parameters if parameter.default is not parameter.empty}
+    return {**usual, **config, "_class_name": kind.__name__}

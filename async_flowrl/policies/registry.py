@@ -28,6 +28,7 @@ from async_flowrl.policies.pipeline_family import PipelineFamily
 from async_flowrl.policies.stored import FILE, FOLDER, StoredWeights, Weights
 from async_flowrl.types import Prompt
 
+# Name of a model family → `pkg.module:attr` of its class.
 FAMILIES = {
     "qwen_image": "async_flowrl.policies.qwen_image:QwenImageFamily",
     "sd3": "async_flowrl.policies.sd3:SD3Family",
@@ -35,41 +36,36 @@ FAMILIES = {
     "z_image": "async_flowrl.policies.z_image:ZImageFamily",
     "sana": "async_flowrl.policies.sana:SanaFamily",
 }
-"""Name of a model family → `pkg.module:attr` of its class."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+# Values of `parts` in `load_policy`.
 PARTS = ("all", "offload", "cached", "text", "transformer", "structure")
-"""Values of `parts` in `load_policy`."""
+# Prompts that a family checks per call; each call loads the tokenizer.
 PROMPTS_AT_A_TIME = 32_768
-"""Number of prompts that a family checks per call; each call loads the tokenizer."""
 
 
 @dataclass(frozen=True)
 class ResolvedModel:
-    """The settings `model.*` after all defaults are replaced by values."""
+    """The settings `model.*` after all defaults are replaced by values.
+
+    `path` is a local diffusers folder or a hub name, `revision` its commit on the hub. `random`: weights are drawn from
+    seeds, and `path` is a folder that needs no files but configurations; `published` is then the name of the model that
+    it describes, from which every node writes that folder.
+    """
 
     path: str
-    """Local diffusers folder or hub name."""
     family: str
-    """Registered name, or `pkg.module:attr` of your own."""
     revision: str | None
-    """Commit on the hub; None for a local folder."""
     dtype: str
-    """`float32` or `bfloat16`."""
     max_sequence_length: int | None = None
-    """Longest prompt in tokens; None means the default of the diffusers pipeline."""
     attention_backend: str | None = None
-    """Attention backend of diffusers; None means its default."""
     random: bool = False
-    """True for weights drawn from seeds; `path` is then a folder that needs no files but configurations."""
     published: str | None = None
-    """Name of the published model that `path` describes, from which every node writes that folder."""
 
 
 def resolve_model(config: ModelConfig) -> ResolvedModel:
-    """Resolves `model.*`: builds the tiny model, checks a local folder, or looks up a hub name. It loads no weights.
+    """Builds the tiny model, checks a local folder, or looks up a hub name; loads no weights.
 
-    Raises ValueError, one sentence, for a field out of bounds, a path that is none of these, a folder without
-    model_index.json, an unknown pipeline or family, and if `model.dtype=auto` cannot be determined.
+    Raises ValueError, one sentence, if `model.*` names no model, or one that cannot be used.
     """
     check_fields(config, "model.")
     if config.family not in ("auto", *FAMILIES):
@@ -78,26 +74,17 @@ def resolve_model(config: ModelConfig) -> ResolvedModel:
         load_family(config.family)
     random = config.weights == "random"
     if random and config.path != TINY and config.path not in architectures() and local_index(config.path) is None:
-        known = ", ".join(architectures())
-        raise ValueError(f"model.weights=random knows {known} and local folders, got model.path {config.path!r}")
+        names = ", ".join(architectures())
+        raise ValueError(f"model.weights=random knows {names} and local folders, got model.path {config.path!r}")
     published = config.path if random and config.path in architectures() else None
-    path, family, revision = _described(published, config.family) if published else _found(config)
+    path, family, revision = _published(published, config.family) if published else _located(config)
     if random and not isinstance(load_family(family), PipelineFamily):
         raise ValueError(f"model.weights=random needs a family built on PipelineFamily, got model.family {family}")
-    return ResolvedModel(
-        path,
-        family,
-        revision,
-        _dtype(config, path, revision),
-        max_sequence_length=config.max_sequence_length,
-        attention_backend=config.attention_backend,
-        random=random,
-        published=published,
-    )
+    dtype, length, attention = _dtype(config, path, revision), config.max_sequence_length, config.attention_backend
+    return ResolvedModel(path, family, revision, dtype, length, attention, random, published)
 
 
-def _described(name: str, family: str = "auto") -> tuple[str, str, None]:
-    """Returns path, family and no revision of a published model without weights, whose folder is written."""
+def _published(name: str, family: str = "auto") -> tuple[str, str, None]:
     from async_flowrl.policies.random_weights import described_folder
 
     usual = architectures()[name].family
@@ -127,11 +114,11 @@ def _check_files(path: str) -> None:
         raise ValueError(f"model.path {path}: {error}") from error
 
 
-def _found(config: ModelConfig) -> tuple[str, str, str | None]:
+def _located(config: ModelConfig) -> tuple[str, str, str | None]:
     """Returns path, family and revision."""
     path, revision = config.path, None
     if config.path == TINY:
-        from async_flowrl.policies.tiny.build import build_tiny
+        from async_flowrl.policies.tiny import build_tiny
 
         path = str(build_tiny(config.tiny))
         index = Path(path) / "model_index.json"
@@ -143,10 +130,9 @@ def _found(config: ModelConfig) -> tuple[str, str, str | None]:
 
 
 def load_policy(resolved: ResolvedModel, *, dtype: str, device: str | torch.device, parts: str) -> Policy:
-    """Loads the policy; the same arguments give equal bits in all processes.
+    """Loads the policy; the same arguments give equal bits in all processes. Raises ValueError.
 
-    `parts` says what is loaded (`PolicyFamily.load`). A hub model is downloaded if necessary. Raises ValueError for an
-    unknown `parts` or a wrong `model.attention_backend`.
+    `parts` says what is loaded (`PolicyFamily.load`). A hub model is downloaded if necessary.
     """
     if parts not in PARTS:
         raise ValueError(unknown_name("parts", parts, PARTS))
@@ -176,17 +162,14 @@ def weights_of(model: ResolvedModel) -> Weights:
 def folder_of(resolved: ResolvedModel, parts: str) -> Path:
     """Returns the local folder with the files for `parts`; a hub model is downloaded if necessary."""
     if resolved.published is not None:
-        return Path(_described(resolved.published)[0])
+        return Path(_published(resolved.published)[0])
     if resolved.revision is None:
         return Path(resolved.path)
     return download(resolved.path, resolved.revision, parts)
 
 
 def shapes_of(model: ResolvedModel, resolution: Resolution) -> Shapes:
-    """Returns the shapes of latents and conditioning, from the model's configuration files.
-
-    Raises ValueError, one sentence, for a resolution that the model does not support or a missing file.
-    """
+    """Returns the shapes of latents and conditioning, from the model's configuration files. Raises ValueError."""
     return load_family(model.family).shapes(
         model.path, resolution, revision=model.revision, max_sequence_length=model.max_sequence_length
     )
@@ -195,15 +178,12 @@ def shapes_of(model: ResolvedModel, resolution: Resolution) -> Shapes:
 def check_prompts_of(model: ResolvedModel, prompts: Iterable[Prompt]) -> None:
     """Raises ValueError, one sentence, for prompts with a system prompt or token ids that the model cannot encode."""
     special = (p for p in prompts if p.system is not None or p.token_ids or p.negative_token_ids)
-    while some := list(islice(special, PROMPTS_AT_A_TIME)):
-        load_family(model.family).check_prompts(some, model.path, revision=model.revision)
+    while batch := list(islice(special, PROMPTS_AT_A_TIME)):
+        load_family(model.family).check_prompts(batch, model.path, revision=model.revision)
 
 
 def check_revision(recorded: Mapping[str, Any], model: ResolvedModel, where: str) -> None:
-    """Raises ValueError if the hub revision in `recorded["model"]`, read from `where`, is not that of `model`.
-
-    A local folder has no revision; other code compares the digest of its weights.
-    """
+    """Raises ValueError if the hub revision in `recorded["model"]`, read from `where`, is not that of `model`."""
     before = recorded.get("model", {}).get("revision")
     if before is not None and before != model.revision:
         raise ValueError(
@@ -222,49 +202,43 @@ def load_family(name: str) -> PolicyFamily:
         raise ValueError(f"model.family {path} cannot be built: {in_one_line(error)}") from error
 
 
-def family_of(pipeline: Any, wanted: str = "auto") -> PolicyFamily:
-    """Returns the family of a loaded diffusers pipeline: the one named `wanted`, or with "auto" that of its class.
-
-    Raises ValueError for a pipeline class without a family.
-    """
+def family_of(pipeline: Any, family: str = "auto") -> PolicyFamily:
+    """Returns the family of a loaded diffusers pipeline, by its class if `family` is auto. Raises ValueError."""
     name = type(pipeline).__name__
-    if wanted == "auto" and name not in PIPELINES:
+    if family == "auto" and name not in PIPELINES:
         raise ValueError(_no_family("the pipeline", name))
-    return load_family(PIPELINES[name] if wanted == "auto" else wanted)
+    return load_family(PIPELINES[name] if family == "auto" else family)
 
 
 def load_pipeline(resolved: ResolvedModel, *, dtype: str, device: str | torch.device) -> Any:
-    """Loads the diffusers pipeline itself, for tools that sample with it as users of the model do.
-
-    Raises ValueError for a model of random weights.
-    """
+    """Loads the diffusers pipeline itself, for tools that sample with it. Raises ValueError for random weights."""
     if resolved.random:
         raise ValueError("model.weights=random: random weights make no images to look at; set model.weights=files")
     from diffusers import DiffusionPipeline
 
-    from async_flowrl.policies.loading import load_whole, quiet, weight_options
+    from async_flowrl.policies.pipeline_family import load_whole, quiet, weight_options
 
     with quiet():
         options = weight_options(DTYPES[dtype], resolved.revision)
         return load_whole(DiffusionPipeline, resolved.path, torch.device(device), **options)
 
 
-def _family(wanted: str, file: Path, path: str) -> str:
-    """Returns the family for the content of model_index.json, or the `wanted` one if it is not of another network."""
+def _family(configured: str, file: Path, path: str) -> str:
+    """Returns the family for the content of model_index.json, or the configured one if it is not of another network."""
     index = json.loads(file.read_text(encoding="utf-8"))
-    if wanted == "auto":
+    if configured == "auto":
         name = str(index.get("_class_name"))
         if name not in PIPELINES:
             raise ValueError(_no_family(f"the pipeline of model.path {path}", name))
         return PIPELINES[name]
     library, network = index.get("transformer") or (None, None)
-    needed = getattr(load_family(wanted), "transformer", None)
-    if library == "diffusers" and needed and network != needed:
+    expected = getattr(load_family(configured), "transformer", None)
+    if library == "diffusers" and expected and network != expected:
         raise ValueError(
-            f"model.family={wanted} is for {needed}, and the network of model.path {path} is {network}: leave "
+            f"model.family={configured} is for {expected}, and the network of model.path {path} is {network}: leave "
             "model.family out for the family of its pipeline"
         )
-    return wanted
+    return configured
 
 
 def _no_family(where: str, name: str) -> str:
@@ -288,22 +262,26 @@ def _hub_index(config: ModelConfig) -> tuple[Path, str]:
     return index, index.parent.name
 
 
+# Name of a dtype in safetensors headers → `model.dtype`, for the two dtypes that are supported.
 _STORED = {"F32": "float32", "BF16": "bfloat16"}
-"""Name of a dtype in safetensors headers → `model.dtype`, for the two dtypes that are supported."""
+# Bits per element, by the name of the dtype in safetensors headers; 8 for all others.
 _BITS = {"F64": 64, "F32": 32, "F16": 16, "BF16": 16, "I64": 64, "I32": 32, "I16": 16, "F4": 4}
-"""Bits per element, by the name of the dtype in safetensors headers; 8 for all others."""
 
 
 def dtype_of_files(path: str, revision: str | None) -> str:
     """Returns `float32` or `bfloat16`, in which most bytes of the transformer's files are stored (`model.dtype=auto`).
 
-    Only the headers of the safetensors files are read, for a hub model also over the network. `revision` is None for a
-    local folder. Raises ValueError, one sentence, if most bytes have another dtype, and if no header can be read.
+    Only headers of safetensors files are read, for a hub model also over the network; `revision` is None for a local
+    folder. Raises ValueError, one sentence, if most bytes have another dtype, and if no header can be read.
     """
     try:
-        sizes = _local(Path(path) / FOLDER) if revision is None else _hub(path, revision)
+        files = weights_files(Path(path) / FOLDER) if revision is None else []
+        sizes = sum(map(_header, files), Counter()) if revision is None else _hub(path, revision)
     except (OSError, SafetensorError) as error:
-        raise ValueError(_unreadable(path, first_line(error))) from error
+        raise ValueError(
+            f"model.dtype=auto cannot be read off the transformer's files of model.path {path}: {first_line(error)}; "
+            "set model.dtype to bfloat16 or float32"
+        ) from error
     stored, size = sizes.most_common(1)[0]
     if stored not in _STORED:
         share = size / sizes.total()
@@ -312,17 +290,6 @@ def dtype_of_files(path: str, revision: str | None) -> str:
             "is computed in here: set model.dtype to bfloat16 or float32, into which they are then cast"
         )
     return _STORED[stored]
-
-
-def _unreadable(path: str, reason: str) -> str:
-    return (
-        f"model.dtype=auto cannot be read off the transformer's files of model.path {path}: {reason}; set model.dtype "
-        "to bfloat16 or float32"
-    )
-
-
-def _local(folder: Path) -> Counter[str]:
-    return sum(map(_header, weights_files(folder)), Counter())
 
 
 def weights_files(folder: Path) -> list[Path]:
@@ -357,9 +324,9 @@ def _hub(path: str, revision: str) -> Counter[str]:
     except EntryNotFoundError:
         names = {FILE}
     total: Counter[str] = Counter()
-    for name in sorted(f"{FOLDER}/{each}" for each in names):
-        here = try_to_load_from_cache(path, name, revision=revision)
-        total += _header(Path(here)) if isinstance(here, str) else _remote(path, name, revision)
+    for name in sorted(f"{FOLDER}/{name}" for name in names):
+        cached = try_to_load_from_cache(path, name, revision=revision)
+        total += _header(Path(cached)) if isinstance(cached, str) else _remote(path, name, revision)
     return total
 
 
@@ -368,10 +335,10 @@ def _remote(path: str, name: str, revision: str) -> Counter[str]:
     if not hub_answers():
         raise OSError(f"{name} is not in the local cache, and the hub cannot be reached")
     # Its base classes include the HTTP library's error, which comes unwrapped if the hub does not answer.
-    known = (*HfHubHTTPError.__bases__, EntryNotFoundError, SafetensorsParsingError)
+    errors = (*HfHubHTTPError.__bases__, EntryNotFoundError, SafetensorsParsingError)
     try:
         header = parse_safetensors_file_metadata(path, name, revision=revision)
-    except cast("tuple[type[Exception], ...]", known) as error:
+    except cast("tuple[type[Exception], ...]", errors) as error:
         raise OSError(f"{name}: {first_line(error)}") from error
     bits: Counter[str] = Counter()
     for tensor in header.tensors.values():

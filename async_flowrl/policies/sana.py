@@ -7,6 +7,8 @@ from typing import Any, cast
 from torch import Tensor
 
 from async_flowrl.config.resolution import Resolution
+from async_flowrl.config.schema import TinyConfig
+from async_flowrl.policies import tiny
 from async_flowrl.policies.pipeline import PipelinePolicy, on_host
 from async_flowrl.policies.pipeline_family import PipelineFamily
 from async_flowrl.types import Conditioning, Sampling
@@ -50,7 +52,6 @@ class SanaPolicy(PipelinePolicy):
         return {"prompt_embeds": (length, self._config.caption_channels), "prompt_attention_mask": (length,)}
 
     def _set_schedule(self, steps: int, tokens: int) -> None:
-        """Sets the scheduler's own levels, which do not depend on the image size."""
         self._scheduler.set_timesteps(steps)
 
     def _network(
@@ -77,8 +78,6 @@ def instruction_of(pipeline: Any) -> list[str]:
 
 
 class SanaFamily(PipelineFamily):
-    """Loads SANA or SANA-1.5 from a diffusers folder or a hub name."""
-
     policy = SanaPolicy
     pipeline, transformer = "SanaPipeline", "SanaTransformer2DModel"
     # The defaults of SanaPipeline.__call__, diffusers 0.40.
@@ -91,5 +90,36 @@ class SanaFamily(PipelineFamily):
         from diffusers import SanaPipeline
 
         instruction = "\n".join(instruction_of(SanaPipeline))
-        own, special = len(tokenizer.encode(instruction)), int(tokenizer.num_special_tokens_to_add())
-        return instruction + text, len(instruction), own + limit - 2 - special
+        tokens, special = len(tokenizer.encode(instruction)), int(tokenizer.num_special_tokens_to_add())
+        return instruction + text, len(instruction), tokens + limit - 2 - special
+
+
+def tiny_pipeline(config: TinyConfig) -> Any:
+    """Returns a tiny SANA; torch's global CPU generator draws its weights."""
+    from diffusers import AutoencoderDC, FlowMatchEulerDiscreteScheduler, SanaPipeline, SanaTransformer2DModel
+    from transformers import Gemma2Config, Gemma2Model
+
+    tokenizer = tiny.byte_tokenizer()
+    sizes = {"hidden_size": tiny.TEXT_DIM, "intermediate_size": 64, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
+    transformer = SanaTransformer2DModel(
+        in_channels=16,
+        out_channels=16,
+        num_attention_heads=config.heads,
+        attention_head_dim=16,
+        num_layers=config.layers,
+        num_cross_attention_heads=config.heads,
+        cross_attention_head_dim=16,
+        cross_attention_dim=16 * config.heads,
+        caption_channels=tiny.TEXT_DIM,
+        sample_size=32,
+    )
+    stage = {"block_out_channels": (8, 16, 16, 16), "layers_per_block": (1,) * 4, "qkv_multiscales": ((),) * 4}
+    stages: dict[str, Any] = {f"{part}coder_{key}": value for part in ("en", "de") for key, value in stage.items()}
+    return SanaPipeline(
+        tokenizer=tokenizer,
+        text_encoder=Gemma2Model(Gemma2Config(vocab_size=len(tokenizer), **sizes, **heads)).eval(),
+        vae=AutoencoderDC(latent_channels=16, scaling_factor=0.4, **stages).eval(),
+        transformer=transformer.eval(),
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
+    )

@@ -5,13 +5,15 @@ from typing import Any, cast
 
 from torch import Tensor
 
+from async_flowrl.config.schema import TinyConfig
+from async_flowrl.policies import tiny
 from async_flowrl.policies.base import JOINT_ATTENTION
 from async_flowrl.policies.pipeline import PipelinePolicy, on_host
 from async_flowrl.policies.pipeline_family import PipelineFamily
 from async_flowrl.types import Conditioning, Sampling
 
+# Positions along each side if a stored configuration does not name them: diffusers' default.
 _POSITIONS = 96
-"""Positions along each side if a stored configuration does not name them: diffusers' default."""
 
 
 class SD3Policy(PipelinePolicy):
@@ -37,12 +39,10 @@ class SD3Policy(PipelinePolicy):
         return (int(side), int(side)) if side else None
 
     def _encode_one(self, text: str) -> Conditioning:
-        """Returns {"prompt_embeds": [77 + L, D], "pooled_prompt_embeds": [P]}: tokens of CLIP, then of T5, padded."""
         embeds, _, pooled, _ = self._stock_encode(text, None, None, do_classifier_free_guidance=False)
         return on_host(prompt_embeds=embeds, pooled_prompt_embeds=pooled)
 
     def _set_schedule(self, steps: int, tokens: int) -> None:
-        """Sets the scheduler's own levels; they depend on the image size only if the model's scheduler says so."""
         dynamic = {"mu": self._shift(tokens)} if self._scheduler.config.get("use_dynamic_shifting") else {}
         self._scheduler.set_timesteps(steps, device="cpu", **dynamic)
 
@@ -66,8 +66,6 @@ class SD3Policy(PipelinePolicy):
 
 
 class SD3Family(PipelineFamily):
-    """Loads SD3 or SD3.5 from a diffusers folder or a hub name."""
-
     policy = SD3Policy
     pipeline, transformer = "StableDiffusion3Pipeline", "SD3Transformer2DModel"
     tokenizer, text_tokens = "tokenizer_3", 256
@@ -83,3 +81,35 @@ class SD3Family(PipelineFamily):
     def with_stacks(self, transformer: Mapping[str, Any], stacks: Mapping[str, int]) -> dict[str, Any]:
         dual = tuple(range(stacks["dual"]))
         return {**transformer, "num_layers": sum(stacks.values()), "dual_attention_layers": dual}
+
+
+def tiny_pipeline(config: TinyConfig) -> Any:
+    """Returns a tiny SD 3.5 medium, whose first block has a second attention over image tokens alone."""
+    from diffusers import FlowMatchEulerDiscreteScheduler, SD3Transformer2DModel, StableDiffusion3Pipeline
+    from transformers import CLIPTextModelWithProjection
+
+    clip, t5 = tiny.clip_tokenizer(), tiny.t5_tokenizer()
+    transformer = SD3Transformer2DModel(
+        sample_size=4,
+        num_layers=config.layers,
+        attention_head_dim=16,
+        num_attention_heads=config.heads,
+        joint_attention_dim=tiny.T5_DIM,
+        caption_projection_dim=16 * config.heads,
+        pooled_projection_dim=2 * tiny.CLIP_DIM,
+        pos_embed_max_size=16,
+        dual_attention_layers=(0,),
+        qk_norm="rms_norm",
+    )
+    return StableDiffusion3Pipeline(
+        transformer=transformer.eval(),
+        # The shift, and the VAE's scaling factor and shift factor, are those of SD 3.5.
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
+        vae=tiny.image_vae(config.contrast, scaling_factor=1.5305, shift_factor=0.0609),
+        text_encoder=tiny.clip_text_encoder(CLIPTextModelWithProjection, clip),
+        tokenizer=clip,
+        text_encoder_2=tiny.clip_text_encoder(CLIPTextModelWithProjection, clip),
+        tokenizer_2=clip,
+        text_encoder_3=tiny.t5_encoder(t5),
+        tokenizer_3=t5,
+    )

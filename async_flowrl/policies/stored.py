@@ -1,10 +1,11 @@
-"""A model's files without the model: the configurations of its parts, and single tensors of the transformer."""
+"""A model's files without the model: the configurations of its parts, and names and tensors of the transformer."""
 
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, cast
 
@@ -13,14 +14,13 @@ from safetensors import safe_open
 from torch import Tensor
 
 from async_flowrl.config.hub import download, folder_here, hub_file
-from async_flowrl.config.messages import first_line
+from async_flowrl.config.messages import did_you_mean, first_line
 
 FOLDER = "transformer"
-"""Folder of the transformer in a diffusers model."""
+# The transformer's weights file; the names of several files, and of their index, are derived from it.
 FILE = "diffusion_pytorch_model.safetensors"
-"""Name of the transformer's weights file; the names of several files, and of their index, are derived from it."""
+# In the names of files that only together have all tensors of a part, e.g. model-00001-of-00002.safetensors.
 _ONE_OF_SEVERAL = re.compile(r"-\d+-of-\d+\.")
-"""In the names of files that only together have all tensors of a part, e.g. model-00001-of-00002.safetensors."""
 
 
 class Weights(Mapping[str, Tensor]):
@@ -66,10 +66,9 @@ class StoredWeights(Weights):
 
 @dataclass(frozen=True)
 class StoredElements:
-    """Numbers of elements in the safetensors files of a model."""
+    """Numbers of elements in the safetensors files of a model; those of the transformer by name of the tensor."""
 
     transformer: Mapping[str, int]
-    """By name of the tensor in the network."""
     text_encoders: int
     vae: int
 
@@ -77,9 +76,8 @@ class StoredElements:
 def stored_elements(path: str, revision: str | None = None) -> StoredElements:
     """Counts the elements in a model's files by their headers; no tensor is read, and nothing is downloaded.
 
-    `path` is a local diffusers folder, or a hub name of which the files of `revision` are on this machine. Raises the
-    errors of StoredWeights, and of huggingface_hub for files that are not there. A part other than the transformer
-    counts as 0 if it has no safetensors files.
+    `path` is a local folder, or a hub name of which the files of `revision` are on this machine. Raises the errors of
+    StoredWeights, and of huggingface_hub for missing files. Other parts than the transformer may have no files.
     """
     root = Path(path) if revision is None else folder_here(path, revision)
     stored = StoredWeights(str(root), dtype=torch.float32)
@@ -89,10 +87,7 @@ def stored_elements(path: str, revision: str | None = None) -> StoredElements:
 
 
 def _elements_of_part(folder: Path) -> int:
-    """Returns the elements of the safetensors files in a folder.
-
-    Second copies are left out: in another precision (model.fp16.safetensors), or in several files beside a whole one.
-    """
+    """Returns the elements in a folder, without second copies: in another precision, or beside a whole file."""
     files = [file for file in folder.glob("*.safetensors") if file.name.count(".") == 1]
     whole = [file for file in files if not _ONE_OF_SEVERAL.search(file.name)]
     return sum(count for file in whole or files for count in elements_in(file).values())
@@ -105,13 +100,30 @@ def elements_in(file: Path) -> dict[str, int]:
 
 
 def configuration(path: str, part: str, revision: str | None = None) -> dict[str, Any]:
-    """Returns config.json of one part of the model, e.g. "transformer" or "vae".
-
-    `path` is a local folder, or a hub name with its `revision`. Raises ValueError if the file cannot be read.
-    """
+    """Returns config.json of one part of the model, e.g. "vae". Raises ValueError if the file cannot be read."""
     name = f"{part}/config.json"
     try:
         file = Path(path) / name if revision is None else hub_file(path, name, revision)
         return cast("dict[str, Any]", json.loads(file.read_text(encoding="utf-8")))
     except (OSError, json.JSONDecodeError) as error:
         raise ValueError(f"{name} of model.path {path} cannot be read: {first_line(error)}") from error
+
+
+def trained_names(names: Mapping[str, object], freeze: Sequence[str]) -> list[str]:
+    """Returns the sorted names that match no pattern of `freeze` (as in a shell; * also matches dots).
+
+    Raises ValueError, one sentence, for a pattern without matches, and if no name is left.
+    """
+    frozen: set[str] = set()
+    for pattern in freeze:
+        matched = {name for name in names if fnmatchcase(name, pattern)}
+        if not matched:
+            hint = did_you_mean(pattern, sorted(names), shown=str)
+            raise ValueError(
+                f"full.freeze: {pattern!r} matches no parameter of the model, e.g. {min(names)}{hint}; "
+                "* stands for anything: 'pos_embed.*'"
+            )
+        frozen |= matched
+    if not names.keys() - frozen:
+        raise ValueError(f"full.freeze={list(freeze)} freezes all {len(names)} parameters: nothing is left to train")
+    return sorted(names.keys() - frozen)

@@ -1,7 +1,4 @@
-"""Files of trained weights, either a LoRA or a whole transformer: saves a run's weights, loads them into a pipeline.
-
-A run saves to lora/ or transformer/; `generate` and `evaluate` also load weights from elsewhere.
-"""
+"""Files of trained weights, either a LoRA or a whole transformer: saves a run's weights, loads them into a pipeline."""
 
 import inspect
 import logging
@@ -25,10 +22,7 @@ from async_flowrl.policies.stored import FILE, FOLDER, StoredWeights
 
 
 def save(folder: Path, tensors: Mapping[str, Tensor], config: Config, model: ResolvedModel) -> Path:
-    """Saves a LoRA for diffusers and PEFT or, with tune=full, the whole transformer for diffusers.
-
-    `tensors` are by layout name (see policies/lora.py). Returns the path from which diffusers loads.
-    """
+    """Saves a LoRA for diffusers and PEFT or, with tune=full, the whole transformer; returns what diffusers loads."""
     if config.tune == FULL:
         return save_whole(folder, tensors, model)
     return lora_file.save(folder, tensors, alpha=config.lora.alpha, base=None if model.random else config.model.path)
@@ -49,17 +43,16 @@ def apply(pipeline: Any, path: Path) -> None:
 
 
 CONFIG = "config.json"
+# Largest size of one safetensors file.
 SHARD = "5GB"
-"""Largest size of one safetensors file."""
 
 
 def save_whole(folder: Path, tensors: Mapping[str, Tensor], model: ResolvedModel) -> Path:
     """Writes a transformer in the dtype of `model` to `folder` (config.json, safetensors) and returns `folder`.
 
-    It has the trained `tensors`, and the base model's for all others (frozen parameters, saved buffers). diffusers'
-    `AutoModel.from_pretrained(folder)` loads it. The files are written to another folder, which is then renamed, so
-    `folder` is never incomplete; an older one is replaced. Raises ValueError for a tensor that is not in the model or
-    has another shape.
+    It has the trained `tensors`, and the base model's for all others (frozen parameters, saved buffers). The files are
+    written to another folder, which is then renamed, so `folder` is never incomplete. Raises ValueError for a tensor
+    that is not in the model or has another shape.
     """
     from huggingface_hub import save_torch_state_dict
 
@@ -67,8 +60,8 @@ def save_whole(folder: Path, tensors: Mapping[str, Tensor], model: ResolvedModel
     _check_fits(folder, tensors, stored)
     state = {name: tensors[name].to(dtype).contiguous() if name in tensors else stored[name] for name in sorted(stored)}
     work, old = (folder.with_name(f".{folder.name}-{what}") for what in ("unfinished", "old"))
-    for left in (work, old):
-        shutil.rmtree(left, ignore_errors=True)
+    for leftover in (work, old):
+        shutil.rmtree(leftover, ignore_errors=True)
     work.mkdir(parents=True)
     shutil.copyfile(folder_of(model, "transformer") / FOLDER / CONFIG, work / CONFIG)
     pattern = FILE.replace(".safetensors", "{suffix}.safetensors")
@@ -90,8 +83,7 @@ def is_whole(path: Path) -> bool:
 
 @torch.no_grad()
 def put_on(pipeline: Any, folder: Path) -> None:
-    """Overwrites the transformer's weights in a diffusers pipeline. Raises ValueError, one sentence, if names or
-    shapes differ."""
+    """Overwrites the transformer's weights in a diffusers pipeline. Raises ValueError if names or shapes differ."""
     state = pipeline.transformer.state_dict()
     dtype = next(pipeline.transformer.parameters()).dtype
     stored = StoredWeights(str(folder.parent), dtype=dtype, folder=folder.name)
@@ -117,9 +109,8 @@ _NAMED = re.compile(r"transformer\.(?P<module>.+)\.(lora_A|lora_B|lora\.down|lor
 def apply_lora(pipeline: Any, path: Path) -> None:
     """Loads the LoRA at `path` (diffusers, PEFT, kohya or ComfyUI) into the pipeline with `load_lora_weights`.
 
-    diffusers itself ignores tensors that it does not recognise, at most with a log line; here that is an error. A PEFT
-    folder is converted first, because diffusers would load nothing from it. Raises ValueError, one sentence, if the
-    file cannot be read, and if the model lacks a layer that the LoRA adapts.
+    diffusers itself ignores tensors that it does not recognise, and loads nothing from a PEFT folder. Raises
+    ValueError, one sentence, if the file cannot be read, and if the model lacks a layer that the LoRA adapts.
     """
     file = weights_file(path)
     if file.name == lora_file.PEFT_WEIGHTS and (file.parent / lora_file.PEFT_CONFIG).is_file():
@@ -148,17 +139,14 @@ def weights_file(path: Path) -> Path:
             raise ValueError(f"{path} is a checkpoint: async-flowrl export {path} OUT writes its LoRA to OUT")
         if (path / "lora" / lora_file.FILE_NAME).is_file():
             raise ValueError(f"{path} is a run; its LoRA is {path / 'lora'}")
-        held = f"{len(files)} .safetensors files" if files else "no .safetensors file"
-        raise ValueError(f"LoRA {path} holds {held}; give the file itself, or a folder with {lora_file.FILE_NAME}")
+        count = f"{len(files)} .safetensors files" if files else "no .safetensors file"
+        raise ValueError(f"LoRA {path} holds {count}; give the file itself, or a folder with {lora_file.FILE_NAME}")
     return weights_file(files[0])
 
 
 def _load_lora(pipeline: Any, file: Path, where: Path) -> None:
-    """Loads the LoRA file and checks that the pipeline uses all of it; `where` is the path for messages.
-
-    Raises ValueError if diffusers cannot load it, if it belongs to another pipeline, or if a layer is missing.
-    """
-    from async_flowrl.policies.loading import quiet
+    """Loads the LoRA file and checks that the pipeline uses all of it; `where` is the path for messages."""
+    from async_flowrl.policies.pipeline_family import quiet
 
     options = {"weight_name": file.name, "use_safetensors": True}
     title = type(pipeline).__name__
@@ -173,22 +161,20 @@ def _load_lora(pipeline: Any, file: Path, where: Path) -> None:
     if not pipeline.get_list_adapters():
         first = min(converted, default="none at all")
         raise ValueError(f"LoRA {where}: none of its tensors belong to {title}; their names are such as {first}")
-    wanted = {match["module"] for name in converted if (match := _NAMED.fullmatch(name))}
-    there = {name.removesuffix(".lora_A") for name, _ in pipeline.transformer.named_modules()}
-    if missing := sorted(wanted - there):
-        raise ValueError(
-            f"LoRA {where} adapts {len(missing)} of {len(wanted)} layers that {title} does not have, e.g. {missing[0]}"
-        )
+    adapted = {match["module"] for name in converted if (match := _NAMED.fullmatch(name))}
+    if missing := sorted(adapted - {name.removesuffix(".lora_A") for name, _ in pipeline.transformer.named_modules()}):
+        counts = f"{len(missing)} of {len(adapted)} layers"
+        raise ValueError(f"LoRA {where} adapts {counts} that {title} does not have, e.g. {missing[0]}")
 
 
 def _check_whole(converted: Mapping[str, Tensor], title: str) -> None:
     """Raises ValueError for what diffusers would leave out, or load as memory that nobody has written."""
     matches = [match for name in converted if (match := _NAMED.fullmatch(name)) is not None]
-    named = [match for match in matches if not match["module"].startswith("transformer.")]
-    strange = sorted(converted.keys() - {match.string for match in named})
-    if strange and any(name.startswith("transformer.") for name in converted):
-        raise ValueError(f"it has {strange[0]}, which is no LoRA tensor of {title}'s transformer")
-    if single := [name for name, count in Counter(match["module"] for match in named).items() if count != 2]:
+    matches = [match for match in matches if not match["module"].startswith("transformer.")]
+    others = sorted(converted.keys() - {match.string for match in matches})
+    if others and any(name.startswith("transformer.") for name in converted):
+        raise ValueError(f"it has {others[0]}, which is no LoRA tensor of {title}'s transformer")
+    if single := [name for name, count in Counter(match["module"] for match in matches).items() if count != 2]:
         raise ValueError(f"{single[0]} lacks one of its two matrices")
     lora_file.check_finite(converted, "it")
 

@@ -12,31 +12,32 @@ from torch import Tensor, nn
 from async_flowrl.config.schema import FULL, Config, LoraConfig
 from async_flowrl.policies import lora
 from async_flowrl.policies.base import Policy
-from async_flowrl.policies.freeze import trained_names
+from async_flowrl.policies.stored import trained_names
 from checkpoint_engine import LoraModule, binding_probe, tensor_probe
 
 
 class LoraTuning:
-    """Trains a LoRA; the base model is frozen. An object holds only settings, never tensors."""
+    """Trains a LoRA; the base model is frozen. An object holds only settings, never tensors.
+
+    `alpha`, which is sent with every version, and `rank` are the LoRA's; None without one.
+    """
 
     def __init__(self, config: LoraConfig) -> None:
         self._config = config
         self.alpha: float | None = config.alpha
-        """Alpha of the LoRA, which is sent with every version; None without a LoRA."""
         self.rank: int | None = config.rank
-        """Rank of the LoRA; None without a LoRA."""
 
     def attach(self, policy: Policy, seed: int) -> None:
-        """Makes the trained tensors require gradients and freezes all others; a LoRA is attached.
+        """Makes the trained tensors require gradients and freezes all others; a LoRA is attached. Raises as `check`.
 
-        Call it before torch.compile and FSDP. Raises ValueError as `check`.
+        Call it before torch.compile and FSDP.
         """
         lora.add_lora(policy.transformer, self._config, policy, seed)
 
     def check(self, policy: Policy) -> None:
-        """Raises ValueError for names in `lora.targets` or `full.freeze` that the network does not have.
+        """Raises ValueError for names that the network lacks (`lora.targets`, `full.freeze`), and an unfit `lora.path`.
 
-        Also raises it for a `lora.path` that does not fit. The network, on the meta device, is then no longer the base.
+        The network, on the meta device, is then no longer the base.
         """
         if self._config.path is None:
             lora.targeted_modules(policy.transformer, self._config, policy)
@@ -76,7 +77,6 @@ class FullTuning:
         self.rank: int | None = None
 
     def attach(self, policy: Policy, seed: int) -> None:
-        """Makes the trained parameters require gradients; ValueError as for `trained_names`."""
         policy.transformer.requires_grad_(False)
         for parameter in self.parameters(policy.transformer).values():
             parameter.requires_grad_(True)
@@ -105,5 +105,4 @@ Tuning = LoraTuning | FullTuning
 
 
 def tuning_of(config: Config) -> Tuning:
-    """Returns the object for `config.tune`."""
     return FullTuning(config.full.freeze) if config.tune == FULL else LoraTuning(config.lora)

@@ -6,14 +6,20 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from async_flowrl.config.schema import TinyConfig
+from async_flowrl.policies import tiny
 from async_flowrl.policies.pipeline import PipelinePolicy
 from async_flowrl.policies.pipeline_family import PipelineFamily
 from async_flowrl.types import Conditioning, Sampling
 
+# diffusers' SEQ_MULTI_OF.
 _TEXT_BLOCK = 32
-"""diffusers' SEQ_MULTI_OF."""
+# Positions of text, rows and columns if a stored configuration does not name them: diffusers' default.
 _POSITIONS = 1024, 512, 512
-"""Positions of text, rows and columns if a stored configuration does not name them: diffusers' default."""
+_TINY_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message.content }}<|im_end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>{% endif %}"
+)
 
 
 class ZImagePolicy(PipelinePolicy):
@@ -23,13 +29,8 @@ class ZImagePolicy(PipelinePolicy):
     title = "Z-Image"
     # All linear layers of a block. Image and text share them, so each of them changes the output.
     lora_targets: Sequence[str] = (
-        "attention.to_q",
-        "attention.to_k",
-        "attention.to_v",
-        "attention.to_out.0",
-        "feed_forward.w1",
-        "feed_forward.w2",
-        "feed_forward.w3",
+        *(f"attention.{layer}" for layer in ("to_q", "to_k", "to_v", "to_out.0")),
+        *(f"feed_forward.{layer}" for layer in ("w1", "w2", "w3")),
     )
 
     @property
@@ -51,27 +52,25 @@ class ZImagePolicy(PipelinePolicy):
         return int(rows), int(columns)
 
     def _encode_one(self, text: str) -> Conditioning:
-        """Returns {"prompt_embeds": [L, D]} for a prompt of L tokens, without padding."""
         (embeds,), _ = self._stock_encode(text, do_classifier_free_guidance=False)
         return {"prompt_embeds": embeds.float().cpu().numpy()}
 
     def conditioning_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Returns the shape for a prompt of `planned_tokens`; prompts are not padded."""
         return {"prompt_embeds": (min(self.planned_tokens, self._text_tokens(512)), self._config.cap_feat_dim)}
 
     def _network(
         self, latents: Tensor, sigma: Tensor, branches: Sequence[Mapping[str, Tensor]], sampling: Sampling
     ) -> Tensor:
         # The network's time runs from noise to image and it predicts x0 - eps; it takes lists, one entry per row.
-        each = len(latents) // len(branches)
+        rows = len(latents) // len(branches)
         texts = [branch["prompt_embeds"].to(self._dtype) for branch in branches]
         out = self.transformer(
             list(latents.to(self._dtype).unsqueeze(2).unbind(0)),
             (1000 - 1000 * sigma) / 1000,
-            [text for text in texts for _ in range(each)],
+            [text for text in texts for _ in range(rows)],
             return_dict=False,
         )[0]
-        return -torch.stack([row.float() for row in out]).squeeze(2)
+        return -torch.stack([image.float() for image in out]).squeeze(2)
 
     @classmethod
     def guidance_arguments(cls, sampling: Sampling) -> dict[str, Any]:
@@ -80,8 +79,6 @@ class ZImagePolicy(PipelinePolicy):
 
 
 class ZImageFamily(PipelineFamily):
-    """Loads Z-Image from a diffusers folder or a hub name."""
-
     policy = ZImagePolicy
     pipeline, transformer = "ZImagePipeline", "ZImageTransformer2DModel"
     layer_keys = ("n_layers",)
@@ -94,3 +91,35 @@ class ZImageFamily(PipelineFamily):
         chat = [{"role": "user", "content": text}]
         whole = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True, enable_thinking=True)
         return whole, whole.index(text), limit
+
+
+def tiny_pipeline(config: TinyConfig) -> Any:
+    """Returns a tiny Z-Image: a refiner block each for image and text, then the main layers."""
+    from diffusers import FlowMatchEulerDiscreteScheduler, ZImagePipeline, ZImageTransformer2DModel
+    from transformers import Qwen3Config, Qwen3Model
+
+    special = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
+    tokenizer = tiny.byte_tokenizer(
+        additional_special_tokens=list(tiny.SPECIAL), chat_template=_TINY_TEMPLATE, **special
+    )
+    transformer = ZImageTransformer2DModel(
+        dim=16 * config.heads,
+        n_layers=config.layers,
+        n_refiner_layers=1,
+        n_heads=config.heads,
+        n_kv_heads=config.heads,
+        cap_feat_dim=tiny.TEXT_DIM,
+        axes_dims=[4, 6, 6],
+        axes_lens=[256, 64, 64],
+    )
+    sizes = {"hidden_size": tiny.TEXT_DIM, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 16}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 512}
+    ids = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id, "bos_token_id": None}
+    return ZImagePipeline(
+        transformer=transformer.eval(),
+        # The settings of Z-Image-Turbo.
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
+        vae=tiny.image_vae(config.contrast, scaling_factor=0.3611, shift_factor=0.1159),
+        text_encoder=Qwen3Model(Qwen3Config(vocab_size=len(tokenizer), **sizes, **heads, **ids)).eval(),
+        tokenizer=tokenizer,
+    )

@@ -12,7 +12,7 @@ from async_flowrl.policies.one_base import OneBase
 from async_flowrl.policies.pipeline import PipelinePolicy
 from async_flowrl.policies.registry import ResolvedModel, folder_of, load_policy
 from async_flowrl.policies.stored import configuration
-from async_flowrl.policies.tiny.build import cache_dir
+from async_flowrl.policies.tiny import cache_dir
 from async_flowrl.policies.tuning import tuning_of
 from async_flowrl.rollout.base import RolloutEngine
 from async_flowrl.rollout.diffusers_engine import DiffusersEngine

@@ -93,7 +93,7 @@ class TogetherEngine(DiffusersEngine):
         super().__init__(policy, **options)
         self._waiting: queue.SimpleQueue[_Asked | int] = queue.SimpleQueue()
         self._shared: Any = _Shared(check_shareable(policy), self._waiting)
-        self._member = _Member(self._shared, batch_size=self.batch_size, device=self.device)
+        self._member = _Member(cast("Policy", self._shared), batch_size=self.batch_size, device=self.device)
         # Single tickets and those of a batch share the cache of prompts.
         self._member._prompts, self._member.turn = self._prompts, threading.Lock()
 

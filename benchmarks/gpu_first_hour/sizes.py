@@ -9,7 +9,7 @@ import torch
 
 from async_flowrl.config.schema import ModelConfig
 from async_flowrl.policies.registry import resolve_model
-from async_flowrl.policies.tiny.build import cached
+from async_flowrl.policies.tiny import cached
 
 COMMON = """
     experiment=qwen_image_1x80gb model.dtype=bfloat16 model.weights=random reward=color data=two_prompts

@@ -23,7 +23,7 @@ from async_flowrl.policies import lora_file, lora_formats
 from async_flowrl.policies.lora_file import FILE_NAME
 from async_flowrl.policies.qwen_image import QwenImagePolicy
 from async_flowrl.policies.registry import load_pipeline, resolve_model
-from async_flowrl.policies.tiny.build import build_tiny
+from async_flowrl.policies.tiny import build_tiny
 from tests.integration.exported import LORA, run_directory
 from tests.support.tiny import RED, save_lora
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from async_flowrl.config.schema import TinyConfig
-from async_flowrl.policies.tiny.build import build_tiny, cache_dir
+from async_flowrl.policies.tiny import build_tiny, cache_dir
 from tests.integration.runs import LOCAL, Run, lines, start, train, wait_until
 
 ROWS = (

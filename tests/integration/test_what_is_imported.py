@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from async_flowrl.config.schema import TinyConfig
-from async_flowrl.policies.tiny.build import build_tiny
+from async_flowrl.policies.tiny import build_tiny
 from tests.integration.runs import LIMIT, LOCAL, ROOT
 
 HEAVY = ("torch", "diffusers", "transformers", "peft", "ray", "scipy", "matplotlib", "wandb", "tensorboard", "rapidocr")

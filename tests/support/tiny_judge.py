@@ -18,7 +18,7 @@ from fastapi import FastAPI, HTTPException
 from PIL import Image
 from transformers import Qwen2VLImageProcessorPil
 
-from async_flowrl.policies.tiny.qwen_image import _text_encoder, _tokenizer
+from async_flowrl.policies.qwen_image import tiny_text_encoder, tiny_tokenizer
 
 NAME = "tiny-vlm"
 MAX_TOP_LOGPROBS = 20
@@ -28,7 +28,7 @@ MAX_TOP_LOGPROBS = 20
 class TinyVLM:
     """The given model, or one of its own; it answers ChatML conversations with images by greedy decoding."""
 
-    tokenizer: Any = field(default_factory=_tokenizer)
+    tokenizer: Any = field(default_factory=tiny_tokenizer)
     model: Any = None
     images: Any = field(default_factory=lambda: Qwen2VLImageProcessorPil(min_pixels=28 * 28, max_pixels=56 * 56))
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -38,7 +38,7 @@ class TinyVLM:
             return
         with torch.random.fork_rng():
             torch.manual_seed(0)
-            self.model = _text_encoder(self.tokenizer).eval()
+            self.model = tiny_text_encoder(self.tokenizer).eval()
             with torch.no_grad():
                 self.model.model.visual.merger.mlp[-1].weight.mul_(50)  # the image counts more than the text
 

@@ -36,9 +36,9 @@ def tiny_vlm() -> tuple[Any, Any]:
     # Not at the head of the file: whoever collects tests without this lane would wait for it.
     from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
-    from async_flowrl.policies.tiny.qwen_image import _tokenizer
+    from async_flowrl.policies.qwen_image import tiny_tokenizer
 
-    tokenizer = _tokenizer()
+    tokenizer = tiny_tokenizer()
     ids = {name: tokenizer.convert_tokens_to_ids(f"<|{name}|>") for name in NAMES}
     config = Qwen2_5_VLConfig(
         text_config={

@@ -19,9 +19,8 @@ from vllm_omni.diffusion.distributed.utils import get_local_device
 from vllm_omni.diffusion.model_loader.diffusers_loader import DiffusersPipelineLoader
 
 from async_flowrl.config.schema import Config
-from async_flowrl.policies.loading import load_whole, quiet, weight_options
 from async_flowrl.policies.pipeline import PipelinePolicy
-from async_flowrl.policies.pipeline_family import PipelineFamily
+from async_flowrl.policies.pipeline_family import PipelineFamily, load_whole, quiet, weight_options
 from async_flowrl.policies.registry import DTYPES, ResolvedModel, load_family
 from async_flowrl.rollout.together import TogetherEngine
 from async_flowrl.rollout.vllm_omni.extension import Adapters

@@ -11,8 +11,8 @@ from diffusers import AutoencoderKLQwenImage, QwenImagePipeline
 
 from async_flowrl.config.schema import DataConfig, ModelConfig, TinyConfig
 from async_flowrl.data.load import load_data
+from async_flowrl.policies.qwen_image import tiny_pipeline
 from async_flowrl.policies.registry import load_policy, resolve_model
-from async_flowrl.policies.tiny.qwen_image import tiny_pipeline
 from async_flowrl.rewards.ocr import OCR, text_score
 from async_flowrl.types import Sampling
 from examples.glyphs.audit import before_after, sharpness, template_accuracy

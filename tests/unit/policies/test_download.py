@@ -12,7 +12,7 @@ from async_flowrl.config.hub import components, download, patterns
 from async_flowrl.config.schema import ModelConfig, TinyConfig
 from async_flowrl.policies.registry import folder_of, load_policy, resolve_model, shapes_of
 from async_flowrl.policies.stored import StoredWeights
-from async_flowrl.policies.tiny.build import build_tiny
+from async_flowrl.policies.tiny import build_tiny
 from tests.support.hub import COMMIT, serving, used_here
 from tests.support.ports import free_port
 

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from async_flowrl.config.schema import ModelConfig, TinyConfig
 from async_flowrl.memory.rehearsal.model import architecture
 from async_flowrl.policies.registry import dtype_of_files, resolve_model
-from async_flowrl.policies.tiny.build import build_tiny
+from async_flowrl.policies.tiny import build_tiny
 from tests.support.hub import used_here
 from tests.support.tiny import tiny_policy
 

@@ -14,7 +14,7 @@ from diffusers import DiffusionPipeline
 from async_flowrl.config.schema import ModelConfig, TinyConfig
 from async_flowrl.policies.base import Policy
 from async_flowrl.policies.registry import load_family, load_policy, resolve_model, shapes_of
-from async_flowrl.policies.tiny.build import build_tiny
+from async_flowrl.policies.tiny import build_tiny
 from tests.support.families import TEXT, N, conditioning, how, latents, model_config
 from tests.support.shared_models import SharedModels
 

@@ -16,7 +16,7 @@ from async_flowrl.policies.base import Shapes
 from async_flowrl.policies.qwen_image import QwenImageFamily
 from async_flowrl.policies.registry import load_family, load_policy, resolve_model, shapes_of
 from async_flowrl.policies.stored import FILE
-from async_flowrl.policies.tiny.build import build_tiny
+from async_flowrl.policies.tiny import build_tiny
 from async_flowrl.transfers import settle
 from tests.support.hub import COMMIT, used_here
 from tests.support.tiny import RED, tiny_policy

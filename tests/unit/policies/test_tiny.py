@@ -13,7 +13,7 @@ from diffusers import QwenImagePipeline
 from safetensors.torch import load_file
 
 from async_flowrl.config.schema import TinyConfig
-from async_flowrl.policies.tiny.build import build_tiny
+from async_flowrl.policies.tiny import build_tiny
 from tests.support.forked import CONTEXT
 
 
@@ -30,7 +30,7 @@ def build_there(said: Connection, cache: str, own: str) -> None:
 
     Of two that build at once one takes the other's, so it then builds one in the folder `own`.
     """
-    import async_flowrl.policies.tiny.qwen_image  # noqa: F401
+    import async_flowrl.policies.qwen_image  # noqa: F401
 
     torch.set_num_threads(2)
     os.environ["ASYNC_FLOWRL_CACHE"] = cache

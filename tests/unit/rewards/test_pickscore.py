@@ -10,7 +10,7 @@ import torch
 from transformers import CLIPConfig, CLIPImageProcessor, CLIPModel, CLIPProcessor
 
 from async_flowrl.config.schema import RewardConfig, RewardTerm
-from async_flowrl.policies.tiny.parts import clip_tokenizer
+from async_flowrl.policies.tiny import clip_tokenizer
 from async_flowrl.rewards.clip import Clip, PickScore
 from async_flowrl.rewards.registry import build_reward, check_rewards
 from async_flowrl.types import Prompt

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from async_flowrl.cli.export_source import Source
 from async_flowrl.cli.model_card import write_card
 from async_flowrl.config.schema import Config
-from async_flowrl.policies.freeze import trained_names
+from async_flowrl.policies.stored import trained_names
 from async_flowrl.training.checkpoint import read_checkpoint
 from async_flowrl.training.flat import FlatParameters
 from async_flowrl.training.worker import TrainerWorker

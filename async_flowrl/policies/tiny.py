@@ -1,0 +1,156 @@
+"""Builds tiny diffusers pipelines with random weights, offline: `model.path=tiny`, for tests and first trials.
+
+A tiny model has the architecture and the files of the real family, about 4 MB, and takes about a second to build. The
+function `tiny_pipeline` of each family's file makes its pipeline, of parts that are here.
+"""
+
+import functools
+import hashlib
+import json
+import os
+import shutil
+import string
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from async_flowrl.config.check import check_fields
+from async_flowrl.config.messages import unknown_name
+from async_flowrl.config.own_code import import_named
+from async_flowrl.config.schema import TinyConfig
+from async_flowrl.seeds import untouched_rng
+
+# Values of `model.tiny.family`, each a module beside this one.
+TINY = ("qwen_image", "sd3", "flux", "z_image", "sana")
+# Part of the cache key; increase it when the built bytes change.
+_RECIPE = 1
+CLIP_DIM, T5_DIM, TEXT_DIM = 16, 32, 32
+SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+
+
+def cache_dir() -> Path:
+    """Returns this package's cache folder: `$ASYNC_FLOWRL_CACHE`, or ~/.cache/async_flowrl."""
+    return Path(os.environ.get("ASYNC_FLOWRL_CACHE", "~/.cache/async_flowrl")).expanduser()
+
+
+def build_tiny(config: TinyConfig, cache: Path | None = None) -> Path:
+    """Returns the folder of the tiny pipeline; it is built once, always with the same bytes. Raises ValueError."""
+    if config.family not in TINY and ":" not in config.family:
+        raise ValueError(unknown_name("model.tiny.family", config.family, TINY))
+    check_fields(config, "model.tiny.")
+    shipped = f"async_flowrl.policies.{config.family}:tiny_pipeline"
+
+    def build(folder: Path) -> None:
+        from async_flowrl.policies.pipeline_family import quiet
+
+        tiny_pipeline = import_named("model.tiny.family", shipped if config.family in TINY else config.family)
+        with untouched_rng(config.seed), quiet():
+            tiny_pipeline(config).save_pretrained(folder, safe_serialization=True)
+
+    return cached((cache or cache_dir()) / f"tiny-{_key(config)}", build)
+
+
+def cached(target: Path, build: Callable[[Path], None]) -> Path:
+    """Returns the folder of a diffusers model, which `build` fills if it is not there."""
+    # Several processes may call it at once: each builds in a temporary folder, and the first rename is kept.
+    if (target / "model_index.json").is_file():
+        return target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    work = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+    try:
+        build(work)
+        work.chmod(0o755)
+        try:
+            work.rename(target)
+        except OSError:
+            if not (target / "model_index.json").is_file():
+                raise
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+    return target
+
+
+def _key(config: TinyConfig) -> str:
+    # Library versions can change the random initialisation.
+    text = json.dumps([_RECIPE, asdict(config), _versions()], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+@functools.cache
+def _versions() -> list[str]:
+    # Cached, because Python parses a package's whole description for its version.
+    return [version(package) for package in ("diffusers", "transformers", "torch")]
+
+
+def clip_tokenizer() -> Any:
+    """Returns a tokenizer with one token per byte, CLIP's word ends, and at most 32 tokens instead of CLIP's 77."""
+    from tokenizers import pre_tokenizers
+    from transformers import CLIPTokenizer
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    entries = [*alphabet, *(f"{letter}</w>" for letter in alphabet), "<|startoftext|>", "<|endoftext|>"]
+    return CLIPTokenizer(vocab={entry: i for i, entry in enumerate(entries)}, merges=[], model_max_length=32)
+
+
+def byte_tokenizer(**options: Any) -> Any:
+    """Returns Qwen's tokenizer with one token per byte and three special ones."""
+    from tokenizers import pre_tokenizers
+    from transformers import Qwen2Tokenizer
+
+    entries = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *SPECIAL]
+    return Qwen2Tokenizer(vocab={entry: i for i, entry in enumerate(entries)}, merges=[], **options)
+
+
+def clip_text_encoder(kind: Any, tokenizer: Any) -> Any:
+    """Returns a text encoder of class `kind`, which is CLIPTextModel or CLIPTextModelWithProjection."""
+    from transformers import CLIPTextConfig
+
+    special = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    sizes = {"hidden_size": CLIP_DIM, "intermediate_size": 32, "projection_dim": CLIP_DIM, "num_hidden_layers": 2}
+    length = tokenizer.model_max_length
+    config = CLIPTextConfig(
+        vocab_size=len(tokenizer), num_attention_heads=2, max_position_embeddings=length, **sizes, **special
+    )
+    return kind(config).eval()
+
+
+def t5_tokenizer() -> Any:
+    """Returns a tokenizer with one token per printable ASCII character."""
+    from transformers import T5Tokenizer
+
+    letters = [letter for letter in string.printable if not letter.isspace()]
+    entries = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("▁", -2.0), *((letter, -3.0) for letter in letters)]
+    return T5Tokenizer(vocab=entries, extra_ids=0, model_max_length=512)
+
+
+def t5_encoder(tokenizer: Any) -> Any:
+    from transformers import T5Config, T5EncoderModel
+
+    sizes = {"d_model": T5_DIM, "d_kv": 16, "d_ff": 64, "num_layers": 2, "num_heads": 2}
+    return T5EncoderModel(T5Config(vocab_size=len(tokenizer), dropout_rate=0.0, **sizes)).eval()
+
+
+def image_vae(contrast: float, *, scaling_factor: float, shift_factor: float) -> Any:
+    """Returns a VAE with 16 latent channels and 8 pixels per side of a latent, as in SD3.5, FLUX.1 and Z-Image."""
+    import torch
+    from diffusers import AutoencoderKL
+
+    vae = AutoencoderKL(
+        down_block_types=["DownEncoderBlock2D"] * 4,
+        up_block_types=["UpDecoderBlock2D"] * 4,
+        block_out_channels=[8, 8, 16, 16],
+        layers_per_block=1,
+        latent_channels=16,
+        norm_num_groups=4,
+        sample_size=32,
+        scaling_factor=scaling_factor,
+        shift_factor=shift_factor,
+        use_quant_conv=False,
+        use_post_quant_conv=False,
+    )
+    with torch.no_grad():
+        vae.decoder.conv_out.weight.mul_(contrast)
+    return vae.eval()
