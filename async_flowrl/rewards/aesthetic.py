@@ -12,16 +12,16 @@ if TYPE_CHECKING:
     import torch
 
 NAME = "aesthetic"
+# Indices of the linear layers in the original Sequential; dropout is between them. A head with ReLU has others.
 PLACES = (0, 2, 4, 6, 7)
-"""Indices of the linear layers in the original Sequential; dropout is between them. A head with ReLU has others."""
 
 
 class Aesthetic:
     """Rates each image from 1 to 10, in practice about 4 to 7 (Schuhmann 2022, "improved-aesthetic-predictor").
 
     The head is a chain of five linear layers, applied to the CLIP ViT-L/14 embedding of the image, scaled to length 1.
-    `head` is a local file or folder, or a hub repository; `head_file` is the file name in a folder or repository. Of a
-    .pth file only tensors are read. The default is TRL's copy of `sac+logos+ava1-l14-linearMSE.pth`.
+    `head` is a local file or folder, or a hub repository; `head_file` is the file name in a folder or repository. The
+    default is TRL's copy of `sac+logos+ava1-l14-linearMSE.pth`.
     """
 
     memory_gib = staticmethod(partial(memory_gib, model="openai/clip-vit-large-patch14"))
@@ -43,7 +43,6 @@ class Aesthetic:
         self._layers: list[Any] | None = None
 
     def check(self, prompt: Prompt) -> None:
-        """Raises ValueError if the model or the head is a local path that does not exist."""
         self._clip.check()
         check_path(NAME, "head", self._head)
 
@@ -61,7 +60,7 @@ class Aesthetic:
     def _load(self) -> list[Any]:
         """Returns (weight, bias) of every layer in order, on the device. Raises ValueError if the files do not fit."""
         if self._layers is None:
-            loaded = self._clip.load()
+            network = self._clip.load()
             with loading(NAME, self._head):
                 state = read_weights(weights_file(self._head, self._head_file, self._head_revision))
             if set(state) != {f"layers.{place}.{part}" for place in PLACES for part in ("weight", "bias")}:
@@ -71,19 +70,18 @@ class Aesthetic:
                     "like sac+logos+ava1-l14-linearMSE.pth"
                 )
             layers = [(state[f"layers.{n}.weight"].float(), state[f"layers.{n}.bias"].float()) for n in PLACES]
-            width = int(loaded.model.config.projection_dim)
+            width = int(network.config.projection_dim)
             if layers[0][0].shape[1] != width or layers[-1][0].shape[0] != 1:
                 shapes = [list(weight.shape) for weight, _ in layers]
                 raise ValueError(
                     f"the {NAME} reward's head {self._head} has layers {shapes}, which must lead from the {width} "
                     "numbers of the CLIP model's embedding to 1"
                 )
-            self._layers = [(weight.to(loaded.device), bias.to(loaded.device)) for weight, bias in layers]
+            self._layers = [(weight.to(network.device), bias.to(network.device)) for weight, bias in layers]
         return self._layers
 
 
 def _applied(layers: Sequence[Any], embeddings: "torch.Tensor") -> "torch.Tensor":
-    """Returns the ratings [b] of embeddings [b, d]."""
     from torch.nn import functional
 
     for weight, bias in layers:

@@ -1,26 +1,21 @@
-"""The protocols of rewards: `Reward` scores all images of a group in one call, `PointwiseReward` one image per call.
-
-registry.py checks what the configuration names against them, and call.py makes the calls.
-"""
+"""The protocol of rewards; registry.py checks what the configuration names against it, and call.py makes the calls."""
 
 from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any, Protocol
 
 from async_flowrl.types import ByteArray, Prompt
 
+# The result for one image: a finite number (larger is better), or a mapping with that number under `score`. Its other
+# entries ("extras") are numbers or strings, which are logged beside the score.
 ImageResult = float | Mapping[str, Any]
-"""The result for one image: a finite number (larger is better), or a mapping with that number under `score`.
-
-Other entries of the mapping ("extras") are numbers or strings, which are logged beside the score.
-"""
 
 
 class RewardError(RuntimeError):
-    """Raised when a reward fails, or does not return one finite number per image. The message names the reward."""
+    """A reward failed, or did not return one finite number per image. The message names the reward."""
 
 
 class PromptRefused(RewardError, ValueError):
-    """Raised by a reward for a prompt that it does not score. It is not asked again; `serve-rewards` answers 422."""
+    """A reward does not score this prompt. It is not asked again; `serve-rewards` answers 422."""
 
 
 class Reward(Protocol):
@@ -29,7 +24,8 @@ class Reward(Protocol):
     It returns one result per image, in the order of the images. The class, function or object that the configuration
     names may have these optional attributes. A class is not built yet when they are read, unless stated otherwise:
 
-    - `pointwise`, False if absent. True: the reward is called once per image, uint8 [H, W, 3] (see PointwiseReward).
+    - `pointwise`, False if absent. True: the reward is called with one image, uint8 [H, W, 3], and returns its result.
+      Up to `reward.concurrency` images are scored at a time, from several threads; a failed call is repeated alone.
     - `deterministic`, True if absent: the same images and prompt always get the same score. False: scores are written
       to scores.jsonl before their group may be trained, and a resumed run reads them from there.
     - `needs_target`, False if absent. True: prompt files with a prompt that has no target are refused.
@@ -51,15 +47,3 @@ class Reward(Protocol):
     def __call__(
         self, images: ByteArray, prompt: Prompt
     ) -> Sequence[ImageResult] | Awaitable[Sequence[ImageResult]]: ...
-
-
-class PointwiseReward(Protocol):
-    """A callable with the attribute `pointwise = True` that scores one image uint8 [H, W, 3] per call; it may be async.
-
-    Up to `reward.concurrency` images are scored at a time; calls come from several threads. If a call fails, it is
-    repeated for that image alone.
-    """
-
-    pointwise: bool
-
-    def __call__(self, image: ByteArray, prompt: Prompt) -> ImageResult | Awaitable[ImageResult]: ...

@@ -6,31 +6,33 @@ mapping per image with `score` and extras: further numbers or strings about an i
 
 import asyncio
 import inspect
+import itertools
 import math
 import re
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from numbers import Real
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
 from async_flowrl.config.messages import in_one_line
-from async_flowrl.rewards.base import PromptRefused, RewardError
+from async_flowrl.config.schema import RewardConfig
+from async_flowrl.rewards.base import PromptRefused, Reward, RewardError
 from async_flowrl.types import ByteArray, Failure, Prompt, Requests, Span
 from separation.supervise import leaves
 
+# Losses are computed in float32, whose largest number is about 3.4e38.
 MAX_SCORE = 1e30
-"""Largest magnitude of a score. Losses are computed in float32, whose largest number is about 3.4e38."""
+# Most extras of a term, and most characters of a text extra; a longer text is cut.
 MAX_EXTRAS, MAX_CHARACTERS = 32, 500
-"""Largest number of extras of a term, and of characters of a text extra; a longer text is cut."""
+# Characters of a prompt in messages.
 MAX_PROMPT = 200
-"""Characters of a prompt in messages."""
+# Names of a term's own metrics (`reward/<term>/mean`); an extra of such a name is refused.
 STATISTICS = ("mean", "std", "group_std", "zero_std_ratio", "missing", "failures", "retries")
-"""Names of a term's own metrics (`reward/<term>/mean`); an extra of such a name is refused."""
 _NAME = re.compile(r"[A-Za-z_][\w.-]*")
 
 Extra = float | str
@@ -45,15 +47,14 @@ class Result:
 
 
 def group_result(where: str, returned: object, count: int) -> Result:
-    """Checks what a reward returned for `count` images.
+    """Checks what a reward returned for `count` images: a sequence of numbers, or of mappings with the same keys.
 
-    `returned` is a sequence of numbers (a list, an array, a tensor) or of mappings with the same keys. Raises
-    RewardError, whose message begins with `where`, if it is anything else.
+    Raises RewardError, whose message begins with `where`, if it is anything else.
     """
-    if isinstance(returned, Sequence) and any(isinstance(each, Mapping) for each in returned):
+    if isinstance(returned, Sequence) and any(isinstance(result, Mapping) for result in returned):
         if len(returned) != count:
             raise RewardError(f"{where} must return {count} results, got {len(returned)}")
-        return joined(where, [image_result(where, each) for each in returned])
+        return joined(where, [image_result(where, result) for result in returned])
     return Result(_numbers(where, returned, (count,)))
 
 
@@ -75,12 +76,10 @@ def joined(where: str, results: Sequence[Result]) -> Result:
     kinds = [{name: isinstance(values[0], str) for name, values in result.extras.items()} for result in results]
     for one in kinds:
         if one != kinds[0]:
-            raise RewardError(
-                f"{where} must say the same of every image, got the extras {sorted(kinds[0])} and {sorted(one)} (or "
-                "one as a number here and as text there)"
-            )
-    extras = {name: tuple(result.extras[name][0] for result in results) for name in sorted(kinds[0])}
-    return Result(tuple(result.scores[0] for result in results), extras)
+            extras = f"the extras {sorted(kinds[0])} and {sorted(one)} (or one as a number here and as text there)"
+            raise RewardError(f"{where} must say the same of every image, got {extras}")
+    values = {name: tuple(result.extras[name][0] for result in results) for name in sorted(kinds[0])}
+    return Result(tuple(result.scores[0] for result in results), values)
 
 
 def check_size(where: str, number: float) -> None:
@@ -92,20 +91,19 @@ def check_size(where: str, number: float) -> None:
 def _numbers(where: str, returned: object, shape: tuple[int] | None) -> tuple[float, ...]:
     """Returns the checked numbers. Raises RewardError for another shape; None is one number, in any shape."""
     count = "one finite number" if shape in (None, (1,)) else f"{shape[0]} finite numbers"
-    wanted = f"{where} must return {count}"
-    if isinstance(returned, Mapping):
-        wanted += ", or a list with a mapping for each image"
+    or_mappings = ", or a list with a mapping for each image" if isinstance(returned, Mapping) else ""
+    must = f"{where} must return {count}{or_mappings}"
     try:
         values = np.asarray(returned)
     except (TypeError, ValueError, RuntimeError) as error:  # ragged lists, tensors of a GPU or with a gradient
-        raise RewardError(f"{wanted}, got {returned!r}: {error}") from error
+        raise RewardError(f"{must}, got {returned!r}: {error}") from error
     if values.size and values.dtype.kind not in "biuf":
-        raise RewardError(f"{wanted}, got {returned!r}")
+        raise RewardError(f"{must}, got {returned!r}")
     if (values.size != 1) if shape is None else (values.shape != shape):
-        raise RewardError(f"{wanted}, got shape {list(values.shape)}: {returned!r}")
+        raise RewardError(f"{must}, got shape {list(values.shape)}: {returned!r}")
     numbers = tuple(values.astype(np.float64).flatten().tolist())
     if not all(math.isfinite(number) for number in numbers):
-        raise RewardError(f"{wanted}, got {list(numbers)}")
+        raise RewardError(f"{must}, got {list(numbers)}")
     for number in numbers:
         check_size(f"{where}: a score", number)
     return numbers
@@ -124,16 +122,16 @@ def _extra(where: str, name: object, value: object) -> Extra:
 
 
 @dataclass(frozen=True)
-class Attempts:
-    """The limits of a pointwise term (a term that is called once per image).
+class Term:
+    """One reward of the sum; `name` is its key under `reward.terms`."""
 
-    `retries` per image; `backoff`, the seconds before the first retry, doubled for each further one; `concurrency`, the
-    number of images of a group that are scored at a time.
-    """
-
-    retries: int = 0
-    backoff: float = 0.0
-    concurrency: int = 8
+    name: str
+    weight: float
+    reward: Reward
+    # A group without this term's score gets no reward.
+    required: bool = True
+    # The reward is called once per image instead of once per group.
+    pointwise: bool = False
 
 
 @dataclass(frozen=True)
@@ -148,24 +146,18 @@ class TermScores:
     requests: Requests = field(default_factory=Requests)
 
 
-def shortened(text: str) -> str:
-    """Returns a prompt for a message."""
-    return text if len(text) <= MAX_PROMPT else f"{text[:MAX_PROMPT]}…"
-
-
 @dataclass
 class _Calls:
-    """A term's calls for one group."""
-
-    name: str
-    reward: Callable[..., Any]
+    term: Term
     prompt: Prompt
     executor: Executor
     retries: int = 0
 
     @property
     def where(self) -> str:
-        return f"reward {self.name!r} on prompt {shortened(self.prompt.text)!r}"
+        text = self.prompt.text
+        shown = text if len(text) <= MAX_PROMPT else f"{text[:MAX_PROMPT]}…"
+        return f"reward {self.term.name!r} on prompt {shown!r}"
 
     async def call(self, images: ByteArray) -> Any:
         """Calls the reward and awaits its result. Raises RewardError, whose cause is the reward's own exception."""
@@ -174,61 +166,57 @@ class _Calls:
             return await result if inspect.isawaitable(result) else result
         except (Exception, SystemExit) as error:
             if isinstance(refusal := leaves(error)[0], PromptRefused):
-                raise PromptRefused(f"reward {self.name!r}: {refusal}") from error
-            where = f"reward {self.name!r} failed on prompt {shortened(self.prompt.text)!r}"
-            raise RewardError(f"{where}: {in_one_line(error)}") from error
+                raise PromptRefused(f"reward {self.term.name!r}: {refusal}") from error
+            raise RewardError(f"{self.where.replace(' on ', ' failed on ', 1)}: {in_one_line(error)}") from error
 
     def _called(self, images: ByteArray) -> Any:
         try:
-            return self.reward(images, self.prompt)
+            return cast("Any", self.term.reward)(images, self.prompt)
         except StopIteration as error:  # a future cannot hold it, so the caller would wait for ever
             raise RuntimeError("StopIteration left the reward") from error
 
-    async def image(self, image: ByteArray, attempts: Attempts, places: asyncio.Semaphore) -> Result:
-        """Returns one image's result after at most `attempts.retries` retries. Raises the last try's RewardError."""
-        for attempt in range(attempts.retries + 1):
+    async def image(self, image: ByteArray, config: RewardConfig, places: asyncio.Semaphore) -> Result:
+        """Returns one image's result after at most `config.retries` retries. Raises the last try's RewardError."""
+        for attempt in itertools.count():
             try:
                 async with places:
                     return image_result(self.where, await self.call(image))
             except RewardError as error:
-                if attempt == attempts.retries or isinstance(error, PromptRefused):
+                if attempt == config.retries or isinstance(error, PromptRefused):
                     raise
             self.retries += 1
-            await asyncio.sleep(attempts.backoff * 2**attempt)
+            await asyncio.sleep(config.backoff * 2**attempt)
         raise AssertionError("unreachable")
 
 
 async def score_term(
-    name: str,
-    reward: Callable[..., Any],
-    pointwise: bool,
-    prompt: Prompt,
-    images: ByteArray,
-    executor: Executor,
-    attempts: Attempts,
+    term: Term, prompt: Prompt, images: ByteArray, executor: Executor, config: RewardConfig
 ) -> TermScores:
-    """Returns one term's results for images uint8 [n, H, W, 3]. A RewardError is not raised but stored in `failure`."""
+    """Returns one term's results for images uint8 [n, H, W, 3]. A RewardError is not raised but stored in `failure`.
+
+    `config` has the retries of one image, the seconds before the first, and how many images are scored at a time.
+    """
     start = time.time()
-    calls = _Calls(name, reward, prompt, executor)
+    calls = _Calls(term, prompt, executor)
     result, failure = Result(()), None
     try:
-        if pointwise:
-            result = await _pointwise(calls, images, attempts)
+        if term.pointwise:
+            result = await _pointwise(calls, images, config)
         else:
             result = group_result(calls.where, await calls.call(images), len(images))
     except RewardError as error:
         text = "".join(traceback.format_exception(error))
         refused = isinstance(error, PromptRefused)
-        failure = Failure(str(error), final=pointwise or refused, traceback=text, refused=refused)
-    span = Span(f"score/{name}", start, time.time())
-    requests = reward.counted() if hasattr(reward, "counted") else Requests()
+        failure = Failure(str(error), final=term.pointwise or refused, traceback=text, refused=refused)
+    span = Span(f"score/{term.name}", start, time.time())
+    requests = term.reward.counted() if hasattr(term.reward, "counted") else Requests()
     return TermScores(span, result.scores, result.extras, failure, calls.retries, requests)
 
 
-async def _pointwise(calls: _Calls, images: ByteArray, attempts: Attempts) -> Result:
+async def _pointwise(calls: _Calls, images: ByteArray, config: RewardConfig) -> Result:
     """Scores the images concurrently. The first failure cancels the other calls and is raised once all have ended."""
-    places = asyncio.Semaphore(attempts.concurrency)
-    tasks = [asyncio.ensure_future(calls.image(image, attempts, places)) for image in images]
+    places = asyncio.Semaphore(config.concurrency)
+    tasks = [asyncio.ensure_future(calls.image(image, config, places)) for image in images]
     try:
         results = await asyncio.gather(*tasks)
     finally:

@@ -4,26 +4,28 @@ Both rewards are the cosine of an image's and its prompt's embedding, by a publi
 people's choices between two images.
 """
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from PIL import Image
 
-from async_flowrl.rewards.weights import FailedLoad, check_model_options, check_path, check_pins, choose_device, loading
+from async_flowrl.rewards.weights import check_model_options, check_path, check_pins, choose_device, loading
 from async_flowrl.types import ByteArray, FloatArray, Prompt
 
 if TYPE_CHECKING:
     import torch
 
+LOAD_AGAIN_SECONDS = 300.0
+# Of CLIP's text encoder; a longer prompt is cut and keeps its end token.
 MAX_TOKENS = 77
-"""Largest number of tokens of CLIP's text encoder; a longer prompt is cut and keeps its end token."""
 
+# OpenAI's mean and standard deviation of red, green and blue, for pixels in 0 .. 1.
 MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
-"""OpenAI's mean and standard deviation of red, green and blue, for pixels in 0 .. 1."""
+# GiB of ViT-H/14 and ViT-L/14: of the weights in float32, and of the activations per image of a batch.
 VIT_H, VIT_L = (3.68, 0.0202), (1.60, 0.0163)
-"""Memory of ViT-H/14 and ViT-L/14 in GiB: of the weights in float32, and of the activations per image of a batch."""
 PUBLISHED = {
     "yuvalkirstain/PickScore_v1": VIT_H,
     "laion/CLIP-ViT-H-14-laion2B-s32B-b79K": VIT_H,
@@ -39,45 +41,32 @@ def memory_gib(model: str, *, batch_size: int = 16, device: str = "auto", **_: A
     return 0.0 if device == "cpu" else weights + batch_size * image
 
 
-@dataclass(frozen=True)
-class Loaded:
-    """A loaded model.
-
-    `model` is a CLIPModel in float32 on `device`; `images` makes its input from images uint8 [b, H, W, 3].
-    """
-
-    model: Any
-    images: Callable[[ByteArray], "torch.Tensor"]
-    tokenizer: Any
-    device: "torch.device"
-
-
 @dataclass
 class Clip:
-    """A CLIP model of one reward, loaded in the first call from a local folder or the hub.
+    """A CLIP model of one reward (its name in messages), loaded in the first call from a local folder or the hub.
 
     Only safetensors files are read, and no code of the repository runs. `processor` is the repository or folder of the
-    tokenizer and the image preparation; None means `model`.
+    tokenizer and the image preparation; None means `model`. The revisions are commits on the hub; None means the
+    newest. `scale` is only checked here. `build` makes the CLIPModel in place of files, and `pixels`, a function of
+    images uint8 [b, H, W, 3] and size, its input float32 [b, 3, size, size] in place of the processor.
     """
 
     reward: str
-    """Name of the reward, for error messages."""
     model: str
     processor: str | None = None
     revision: str | None = None
-    """Commit of `model` on the hub, also of `processor` if that is the same; None means the newest."""
     batch_size: int = 16
     device: str = "auto"
     scale: float = 1.0
-    """Number by which the reward divides what it gives; here it is only checked."""
     build: Callable[[], Any] | None = None
-    """Function that makes the CLIPModel; None loads it from the files of `model`."""
-    pixels: Callable[[ByteArray, int], "torch.Tensor"] | None = None
-    """Function (images uint8 [b, H, W, 3], size) → float32 [b, 3, size, size]; None uses the processor."""
+    pixels: Callable[..., "torch.Tensor"] | None = None
     processor_revision: str | None = None
-    """Commit of `processor` on the hub if that is not `model`; None means the newest."""
-    _loaded: Loaded | None = field(default=None, init=False)
-    _failed: FailedLoad = field(default_factory=FailedLoad, init=False)
+    # The CLIPModel, float32 on its device, once it is loaded; its tokenizer, and what makes its input from images.
+    network: Any = field(default=None, init=False)
+    _tokenizer: Any = field(default=None, init=False)
+    _prepare: Any = field(default=None, init=False)
+    # The last failure to load, and its time (monotonic).
+    _failure: tuple[str, float] = field(default=("", 0.0), init=False)
 
     def __post_init__(self) -> None:
         check_model_options(self.reward, device=self.device, batch_size=self.batch_size, scale=self.scale)
@@ -89,16 +78,16 @@ class Clip:
 
     def image_embeddings(self, images: ByteArray) -> Iterator["torch.Tensor"]:
         """Yields embeddings of images uint8 [n, H, W, 3], batch by batch: float32 [b, d] of length 1, on the device."""
-        loaded = self.load()
+        network = self.load()
         for start in range(0, len(images), self.batch_size):
-            pixels = loaded.images(images[start : start + self.batch_size]).to(loaded.device)
-            yield _unit(loaded.model.get_image_features(pixel_values=pixels))
+            pixels = self._prepare(images[start : start + self.batch_size]).to(network.device)
+            yield _unit(network.get_image_features(pixel_values=pixels))
 
     def text_embedding(self, text: str) -> "torch.Tensor":
         """Returns the embedding of a text: float32 [d] of length 1, on the device."""
-        loaded = self.load()
-        tokens = loaded.tokenizer(text, truncation=True, max_length=MAX_TOKENS, return_tensors="pt").to(loaded.device)
-        return _unit(loaded.model.get_text_features(**tokens))[0]
+        network = self.load()
+        tokens = self._tokenizer(text, truncation=True, max_length=MAX_TOKENS, return_tensors="pt").to(network.device)
+        return _unit(network.get_text_features(**tokens))[0]
 
     def cosines(self, images: ByteArray, text: str) -> list[float]:
         """Returns the cosine of the image's and the text's embedding for every image."""
@@ -108,20 +97,24 @@ class Clip:
             prompt = self.text_embedding(text)
             return [float(x) for batch in self.image_embeddings(images) for x in (batch @ prompt).double().cpu()]
 
-    def load(self) -> Loaded:
-        """Returns the model, loaded in the first call.
-
-        Raises ValueError if files or the wanted GPU are missing; for a while after that also without looking again.
-        """
-        if self._loaded is None:
+    def load(self) -> Any:
+        """Returns the CLIPModel, loaded in the first call. Raises ValueError; for LOAD_AGAIN_SECONDS then at once."""
+        if self.network is None:
             from async_flowrl.transfers import ONE_AT_A_TIME
 
-            with ONE_AT_A_TIME, self._failed:
-                if self._loaded is None:  # another thread may have loaded it while this one waited
-                    self._loaded = self._load()
-        return self._loaded
+            with ONE_AT_A_TIME:
+                if self.network is None:  # another thread may have loaded it while this one waited
+                    sentence, failed_at = self._failure
+                    if sentence and time.monotonic() - failed_at < LOAD_AGAIN_SECONDS:
+                        raise ValueError(sentence)
+                    try:
+                        self.network = self._load()
+                    except ValueError as error:
+                        self._failure = str(error), time.monotonic()
+                        raise
+        return self.network
 
-    def _load(self) -> Loaded:
+    def _load(self) -> Any:
         import torch
         from transformers import CLIPImageProcessorPil, CLIPModel, CLIPTokenizer
 
@@ -131,26 +124,26 @@ class Clip:
         revision = self.revision if source == self.model else self.processor_revision
         with loading(self.reward, source):
             # CLIPProcessor would pick another preparation, which rounds differently, if torchvision is installed.
-            prepare = CLIPImageProcessorPil.from_pretrained(source, revision=revision)
-            tokenizer = CLIPTokenizer.from_pretrained(source, revision=revision)
+            processor = CLIPImageProcessorPil.from_pretrained(source, revision=revision)
+            self._tokenizer = CLIPTokenizer.from_pretrained(source, revision=revision)
         with loading(self.reward, self.model):
             options = {"revision": self.revision, "use_safetensors": True, "trust_remote_code": False}
             build = self.build or partial(CLIPModel.from_pretrained, self.model, dtype=torch.float32, **options)
             model = build()
         settle(model, device)
-        own, size = self.pixels, int(model.config.vision_config.image_size)
-        images = partial(_pixels, prepare) if own is None else lambda images: own(images, size)
-        return Loaded(model, images, tokenizer, device)
+        size = int(model.config.vision_config.image_size)
+        self._prepare = partial(_pixels, processor) if self.pixels is None else partial(self.pixels, size=size)
+        return model
 
     def logit_scale(self) -> float:
         """Returns exp of the model's learned temperature parameter, about 100."""
-        return float(self.load().model.logit_scale.detach().double().exp())
+        return float(self.load().logit_scale.detach().double().exp())
 
 
-def _pixels(prepare: Any, images: ByteArray) -> "torch.Tensor":
+def _pixels(processor: Any, images: ByteArray) -> "torch.Tensor":
     """Scales the shortest side to the model's size (bicubic), crops the centre and normalises: float32 [b, 3, h, w]."""
-    made: torch.Tensor = prepare([Image.fromarray(image) for image in images], return_tensors="pt")["pixel_values"]
-    return made
+    inputs = processor([Image.fromarray(image) for image in images], return_tensors="pt")
+    return cast("torch.Tensor", inputs["pixel_values"])
 
 
 def as_openai_prepares(images: ByteArray, size: int) -> "torch.Tensor":
@@ -181,7 +174,6 @@ def normalised(pixels: "torch.Tensor") -> "torch.Tensor":
 
 
 def _unit(features: Any) -> "torch.Tensor":
-    """Returns vectors scaled to length 1; newer transformers wrap them in an output object."""
     vectors: torch.Tensor = getattr(features, "pooler_output", features)
     unit: torch.Tensor = vectors / vectors.norm(dim=-1, keepdim=True)
     return unit
@@ -191,8 +183,7 @@ class ClipScore:
     """100 * cos(image, text) / `scale` (Hessel et al. 2021, "CLIPScore", without its factor 2.5 and its cut at 0).
 
     `scale=1` gives the number that torchmetrics' CLIPScore averages, about 20 to 35 for images that fit; flow_grpo
-    trains on it divided by 30. Prompts are cut to 77 tokens and keep their end token (torchmetrics cuts off the end
-    token, too).
+    trains on it divided by 30. Prompts are cut to 77 tokens and keep their end token (torchmetrics cuts it off).
     """
 
     memory_gib = staticmethod(partial(memory_gib, model="openai/clip-vit-large-patch14"))
@@ -209,7 +200,6 @@ class ClipScore:
         self._clip = Clip("CLIP score", model, None, revision, batch_size, device, scale)
 
     def check(self, prompt: Prompt) -> None:
-        """Raises ValueError if the model is a local path that does not exist."""
         self._clip.check()
 
     def __call__(self, images: ByteArray, prompt: Prompt) -> Sequence[float]:
@@ -226,8 +216,7 @@ class ClipScore:
 class PickScore:
     """exp(logit_scale) * cos(image, text) / `scale` (Kirstain et al. 2023, "Pick-a-Pic", section 4).
 
-    flow_grpo trains on it divided by 26 and reports it with `scale=1`, about 20 to 24. `device="auto"` uses a GPU if
-    this process sees one; a reward worker does if it has `gpus_per_worker` above 0.
+    flow_grpo trains on it divided by 26 and reports it with `scale=1`, about 20 to 24.
     """
 
     memory_gib = staticmethod(partial(memory_gib, model="yuvalkirstain/PickScore_v1"))
@@ -250,7 +239,6 @@ class PickScore:
         )
 
     def check(self, prompt: Prompt) -> None:
-        """Raises ValueError if the model or the processor is a local path that does not exist."""
         self._clip.check()
 
     def __call__(self, images: ByteArray, prompt: Prompt) -> Sequence[float]:

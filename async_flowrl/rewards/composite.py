@@ -1,7 +1,4 @@
-"""The reward of a run: a weighted sum of terms, which are scored concurrently.
-
-`CompositeReward` is built by registry.py and called by the reward workers, by evaluations and by `serve-rewards`.
-"""
+"""The reward of a run: a weighted sum of terms, which are scored concurrently."""
 
 import asyncio
 import time
@@ -11,36 +8,22 @@ from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from async_flowrl.config.schema import RewardTerm
-from async_flowrl.rewards.base import PointwiseReward, PromptRefused, Reward, RewardError
-from async_flowrl.rewards.call import Attempts, TermScores, check_size, score_term
+from async_flowrl.config.schema import RewardConfig, RewardTerm
+from async_flowrl.rewards.base import PromptRefused, RewardError
+from async_flowrl.rewards.call import Term, TermScores, check_size, score_term
 from async_flowrl.rewards.served import Addresses
 from async_flowrl.types import ByteArray, Prompt, Requests, Scores, Span
 
 
 @dataclass(frozen=True)
-class Term:
-    """One reward of the sum; `name` is its key under `reward.terms`."""
-
-    name: str
-    weight: float
-    reward: Reward | PointwiseReward
-    required: bool = True
-    """True: a group without this term's score gets no reward."""
-    pointwise: bool = False
-    """True: the reward is called once per image instead of once per group."""
-
-
-@dataclass(frozen=True)
 class CompositeReward:
-    """The weighted sum of `terms`; `attempts` limits the retries and the concurrency of pointwise terms."""
+    """The weighted sum of `terms`; `config` limits the retries and the concurrency of pointwise terms."""
 
     terms: tuple[Term, ...]
-    attempts: Attempts = field(default_factory=Attempts)
+    config: RewardConfig = field(default_factory=RewardConfig)
 
     @property
     def needs_target(self) -> bool:
-        """True if any term needs `prompt.target`."""
         return any(getattr(term.reward, "needs_target", False) for term in self.terms)
 
     @property
@@ -58,14 +41,11 @@ class CompositeReward:
                     raise ValueError(f"reward {name!r}: {error}") from error
 
     async def score(self, prompt: Prompt, images: ByteArray, executor: Executor) -> Scores:
-        """Returns the scores of images uint8 [n, H, W, 3]. Calls of rewards run in the threads of `executor`.
-
-        Raises RewardError if a required term failed, or if all terms did.
-        """
+        """Returns the scores of images uint8 [n, H, W, 3]. Raises RewardError if a required term failed, or all did."""
         return self.demanded(await self.attempt(prompt, images, executor))
 
     def demanded(self, scores: Scores) -> Scores:
-        """Returns the given scores. Raises RewardError if a required term failed, or if all terms failed."""
+        """Returns the scores. Raises RewardError if a required term failed, or if all terms failed."""
         fatal = [name for term in self.terms if (name := term.name) in scores.failed and term.required]
         for name in fatal or (() if scores.by_term else scores.failed):
             failure = scores.failed[name]
@@ -77,11 +57,12 @@ class CompositeReward:
     ) -> Scores:
         """Returns the scores like `score`, but terms that fail are listed in `failed` and nothing is raised for them.
 
-        `only` names the terms to score; None means all. Raises RewardError if a weighted sum is too large for the loss.
+        `only` names the terms to score; None means all. Calls of rewards run in the threads of `executor`. Raises
+        RewardError if a weighted sum is too large for the loss.
         """
         start = time.time()
         terms = [term for term in self.terms if only is None or term.name in only]
-        results = await scored_terms(terms, prompt, images, executor, self.attempts)
+        results = await scored_terms(terms, prompt, images, executor, self.config)
         by_term = {name: result.scores for name, result in results.items() if result.failure is None}
         spans = [result.span for result in results.values()]
         whole = Span("score", start, time.time())
@@ -97,10 +78,10 @@ class CompositeReward:
 
 
 async def scored_terms(
-    terms: Sequence[Term], prompt: Prompt, images: ByteArray, executor: Executor, attempts: Attempts
+    terms: Sequence[Term], prompt: Prompt, images: ByteArray, executor: Executor, config: RewardConfig
 ) -> dict[str, TermScores]:
     """Returns term → its scores of images uint8 [n, H, W, 3], or its failure; all terms are scored concurrently."""
-    calls = (score_term(t.name, t.reward, t.pointwise, prompt, images, executor, attempts) for t in terms)
+    calls = (score_term(term, prompt, images, executor, config) for term in terms)
     return dict(zip((term.name for term in terms), await asyncio.gather(*calls), strict=True))
 
 
@@ -118,8 +99,8 @@ def weighted_total(
 
     The fixed order keeps the sum bit-identical. Raises RewardError if a sum is beyond `call.MAX_SCORE`.
     """
-    there = [name for name in weights if name in by_term]
-    total = tuple(sum(weights[name] * by_term[name][image] for name in there) for image in range(images))
+    names = [name for name in weights if name in by_term]
+    total = tuple(sum(weights[name] * by_term[name][image] for name in names) for image in range(images))
     for number in total:
         check_size("the weighted sum of the rewards", number)
     return total
@@ -129,8 +110,7 @@ def combined(terms: Mapping[str, RewardTerm], parts: Sequence[Scores]) -> Scores
     """Returns one group's Scores from `parts`, each of which holds the scores of some of the `terms`.
 
     Terms are ordered as in the configuration, so scores and totals are bit-identical to those of a single call. A term
-    that failed in one part and was scored in another keeps its score. A term that failed in several parts keeps the
-    last failure. Retries and requests are added up.
+    that was scored in one part keeps its score; one that failed in several keeps the last failure.
     """
     if len(parts) == 1:
         return parts[0]
@@ -138,6 +118,9 @@ def combined(terms: Mapping[str, RewardTerm], parts: Sequence[Scores]) -> Scores
     by_term = {name: by_name[name] for name in terms if name in by_name}
     failed = {name: failure for part in parts for name, failure in part.failed.items() if name not in by_name}
     retries: Counter[str] = sum((Counter(part.retries) for part in parts), Counter())
+    requests: dict[str, Requests] = {}
+    for name, sent in (item for part in parts for item in part.requests.items()):
+        requests[name] = requests.get(name, Requests()) + sent
     images = len(next(iter(by_term.values()), ()))
     return Scores(
         total=weighted_total({name: term.weight for name, term in terms.items()}, by_term, images),
@@ -146,9 +129,5 @@ def combined(terms: Mapping[str, RewardTerm], parts: Sequence[Scores]) -> Scores
         extras={name: part.extras[name] for name in terms for part in parts if name in part.extras},
         failed={name: failed[name] for name in terms if name in failed},
         retries={name: retries[name] for name in terms if retries[name]},
-        requests={
-            name: sum((part.requests.get(name, Requests()) for part in parts), Requests())
-            for name in terms
-            if any(name in part.requests for part in parts)
-        },
+        requests={name: requests[name] for name in terms if name in requests},
     )

@@ -24,25 +24,19 @@ from async_flowrl.types import Requests
 
 T = TypeVar("T")
 
+# Seconds before the first retry, doubled for each further one, and the longest such pause.
 BACKOFF_SECONDS, MAX_BACKOFF_SECONDS = 0.25, 30.0
-"""Seconds before the first retry, doubled for each further one, and the longest such pause."""
+# Statuses below 500 after which the request is repeated.
 PASSING = (408, 429)
-"""Statuses below 500 after which the request is repeated."""
 DAY = 86_400.0
-LIMITS = (
-    ("timeout", 0.001, DAY),
-    ("deadline", 0.001, DAY),
-    ("retries", 0, math.inf),
-    ("concurrency", 1, math.inf),
-)
-"""Options of every reward with an Endpoint: name, least and greatest value; a whole least value asks for whole numbers.
-"""
+# Options of every reward with an Endpoint: name, least and greatest value; a whole least value asks for whole numbers.
+LIMITS = (("timeout", 0.001, DAY), ("deadline", 0.001, DAY), ("retries", 0, math.inf), ("concurrency", 1, math.inf))
 
 _clients: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, httpx.AsyncClient] = weakref.WeakKeyDictionary()
 
 
 class ServerError(RuntimeError):
-    """Raised if a server cannot be reached, refuses the request, or gives no usable reply."""
+    """A server cannot be reached, refuses the request, or gives no usable reply."""
 
 
 class PassingError(ServerError):
@@ -55,10 +49,9 @@ class PassingError(ServerError):
 
 @dataclass(frozen=True)
 class Bounds:
-    """Limits of a request.
+    """Limits of a request: seconds of an attempt (`timeout`) and of all with pauses (`deadline`), bytes of a reply.
 
-    `timeout` is in seconds per attempt, `deadline` in seconds for all attempts with their pauses; `reply_bytes` is the
-    largest reply, and `concurrency` the largest number of requests at a time.
+    `concurrency` is the largest number of requests at a time.
     """
 
     timeout: float
@@ -89,10 +82,10 @@ class Endpoint:
         return replace(counted, last=counted.last.replace(token, "***")) if token else counted
 
     async def post(self, body: bytes, content_type: str, first: int, read: Callable[[bytes], T]) -> T:
-        """Sends `body` and returns what `read` makes of the reply.
+        """Sends `body` and returns what `read` makes of the reply; it raises ContractError for an unusable one.
 
-        Attempt n goes to URL `first` + n, modulo the number of URLs. `read` raises ContractError for an unusable reply.
-        Raises ServerError, which names the URL and hides the token, if no attempt succeeded.
+        Attempt n goes to URL `first` + n, modulo the number of URLs. Raises ServerError, which names the URL and hides
+        the token, if no attempt succeeded.
         """
         if not self.urls:
             raise ServerError("there is no server to ask yet: the options name none, and no server of the run is up")
@@ -107,16 +100,16 @@ class Endpoint:
             raise
 
     async def _attempts(self, body: bytes, headers: dict[str, str], first: int, read: Callable[[bytes], T]) -> T:
-        attempts, said, url = _attempts(self._bounds), "", ""
+        attempts, last, url = _attempts(self._bounds), "", ""
 
         async def attempt() -> T:
-            nonlocal said, url
+            nonlocal last, url
             url = self.urls[(first + attempts.statistics["attempt_number"] - 1) % len(self.urls)]
             try:
                 result = read(await _once(url, body, headers, self._bounds))
             except (ContractError, ServerError) as error:
                 failure = error if isinstance(error, ServerError) else ServerError(f"{url}: {error}")
-                said = f"; the last attempt ended with: {failure}"
+                last = f"; the last attempt ended with: {failure}"
                 self._requests += Requests(1, 1, str(failure))
                 raise failure from error.__cause__
             self._requests += Requests(1)
@@ -126,7 +119,7 @@ class Endpoint:
             async with asyncio.timeout(self._bounds.deadline):
                 return await attempts(attempt)
         except TimeoutError:
-            failure = ServerError(f"{url} gave no score within the deadline of {self._bounds.deadline:g} s{said}")
+            failure = ServerError(f"{url} gave no score within the deadline of {self._bounds.deadline:g} s{last}")
             self._requests += Requests(1, 1, str(failure))
             raise failure from None
         except PassingError as error:
@@ -137,8 +130,8 @@ class Endpoint:
             return ""
         token = os.environ.get(self._variable, "").strip()
         if not (token.isascii() and token.isprintable() and token):
-            wrong = "is no printable ASCII on one line" if token else "is not set or empty"
-            raise ServerError(f"{self._option}={self._variable}: this variable {wrong} in the reward worker's process")
+            fault = "is no printable ASCII on one line" if token else "is not set or empty"
+            raise ServerError(f"{self._option}={self._variable}: this variable {fault} in the reward worker's process")
         return token
 
     def _open(self) -> asyncio.Semaphore:
@@ -150,10 +143,7 @@ class Endpoint:
 
 
 def check_numbers(reward: str, options: Mapping[str, Any], ranges: Iterable[tuple[str, float, float]]) -> None:
-    """Raises ValueError for a numeric option that is not a number, or is out of its range (see LIMITS).
-
-    Also for a `deadline` that is shorter than one attempt, `timeout`.
-    """
+    """Raises ValueError for a numeric option out of its range (see LIMITS), and for a `deadline` below `timeout`."""
     for name, low, high in ranges:
         value, whole = options[name], isinstance(low, int)
         if isinstance(value, bool) or not isinstance(value, int if whole else int | float) or not low <= value <= high:
@@ -165,12 +155,12 @@ def check_numbers(reward: str, options: Mapping[str, Any], ranges: Iterable[tupl
         raise ValueError(f"the {reward} reward's {deadline=:g} is shorter than one attempt, {timeout=:g}")
 
 
-def checked_urls(what: str, given: str | Sequence[str] | None, example: str, token_option: str) -> list[str]:
+def checked_urls(what: str, option: str | Sequence[str] | None, example: str, token_option: str) -> list[str]:
     """Returns one URL or several as a list without trailing slashes, empty for None.
 
     Raises ValueError, which begins with `what` and shows no password, for something else than a URL like `example`.
     """
-    urls = [] if not given else [given] if isinstance(given, str) else list(given)
+    urls = [] if not option else [option] if isinstance(option, str) else list(option)
     for url in urls:
         try:
             parts = urlsplit(url)
@@ -229,15 +219,11 @@ def client() -> httpx.AsyncClient:
     """Returns the HTTP client of the running event loop, which all terms of a worker share."""
     loop = asyncio.get_running_loop()
     logging.getLogger("httpx").setLevel(logging.WARNING)  # httpx logs every request at INFO
-    if (known := _clients.get(loop)) is None:
-        known = _clients[loop] = httpx.AsyncClient(
-            timeout=None,
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
-            headers={"Accept-Encoding": "identity", "User-Agent": "async-flowrl"},
-            follow_redirects=False,
-            trust_env=False,
-        )
-    return known
+    if loop not in _clients:
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
+        headers = {"Accept-Encoding": "identity", "User-Agent": "async-flowrl"}
+        _clients[loop] = httpx.AsyncClient(timeout=None, limits=limits, headers=headers, trust_env=False)
+    return _clients[loop]
 
 
 def retry_after(header: str | None, now: float) -> float | None:
@@ -256,9 +242,9 @@ def _attempts(bounds: Bounds) -> tenacity.AsyncRetrying:
     growing = tenacity.wait_exponential(multiplier=BACKOFF_SECONDS, max=MAX_BACKOFF_SECONDS)
 
     def pause(state: tenacity.RetryCallState) -> float:
-        failed = state.outcome.exception() if state.outcome else None
-        asked = failed.pause if isinstance(failed, PassingError) else None
-        return growing(state) if asked is None else asked
+        error = state.outcome.exception() if state.outcome else None
+        requested = error.pause if isinstance(error, PassingError) else None
+        return growing(state) if requested is None else requested
 
     return tenacity.AsyncRetrying(
         retry=tenacity.retry_if_exception_type(PassingError),

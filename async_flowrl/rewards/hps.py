@@ -46,20 +46,11 @@ class HPSv2:
         check_pins(self.name, revision=(checkpoint, revision), model_revision=(model, model_revision))
         self._checkpoint, self._revision = checkpoint, revision
         self._model, self._model_revision = model, model_revision
-        self._clip = Clip(
-            self.name,
-            checkpoint,
-            model,
-            batch_size=batch_size,
-            device=device,
-            scale=scale,
-            build=self._build,
-            pixels=partial(prepared, antialias=antialias),
-            processor_revision=model_revision,
-        )
+        how: dict[str, Any] = {"build": self._build, "pixels": partial(prepared, antialias=antialias)}
+        how |= {"batch_size": batch_size, "device": device, "scale": scale, "processor_revision": model_revision}
+        self._clip = Clip(self.name, checkpoint, model, **how)
 
     def check(self, prompt: Prompt) -> None:
-        """Raises ValueError if the checkpoint or the model is a local path that does not exist."""
         check_path(self.name, "checkpoint", self._checkpoint)
         check_path(self.name, "model", self._model)
 
@@ -86,20 +77,14 @@ class HPSv21(HPSv2):
 
 
 def clean(text: str) -> str:
-    """Returns a prompt as open_clip's tokenizer cleans it.
-
-    Broken characters are repaired, HTML entities are decoded twice, and white space is collapsed.
-    """
+    """Returns a prompt as open_clip's tokenizer cleans it: repaired, HTML decoded twice, white space collapsed."""
     import ftfy
 
     return " ".join(html.unescape(html.unescape(ftfy.fix_text(text))).split())
 
 
 def prepared(images: ByteArray, size: int, *, antialias: bool) -> "torch.Tensor":
-    """Scales the longer side of images uint8 [b, H, W, 3] to `size` (bicubic), pads with zeros and normalises.
-
-    Returns float32 [b, 3, size, size].
-    """
+    """Scales the longer side of images uint8 [b, H, W, 3] to `size` (bicubic), pads with 0, normalises: float32."""
     import torch
     from torch.nn import functional
 
@@ -135,10 +120,9 @@ OUTSIDE = {
     "visual.ln_post.weight": "vision_model.post_layernorm.weight",
     "visual.ln_post.bias": "vision_model.post_layernorm.bias",
 }
+# Matrices that transformers stores transposed, as weights of linear layers.
 TRANSPOSED = {"text_projection": "text_projection.weight", "visual.proj": "visual_projection.weight"}
-"""Matrices that transformers stores transposed, as weights of linear layers."""
 LEFT_OUT = ("attn_mask", "input_resolution", "context_length", "vocab_size")
-"""Checkpoint entries that are not weights and are dropped."""
 
 
 def to_transformers(state: Mapping[str, "torch.Tensor"]) -> dict[str, "torch.Tensor"]:

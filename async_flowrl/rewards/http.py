@@ -1,6 +1,5 @@
-"""The reward `http`: scores from a server.
+"""The reward `http`: scores from `async-flowrl serve-rewards`, or from another server of the same contract.
 
-The server is `async-flowrl serve-rewards`, or another one of the same contract.
 docs/rewards/http.md has the contract, the options, and what happens if a server is slow, wrong or unreachable.
 """
 
@@ -36,17 +35,9 @@ PNG, MULTIPART = "png", "multipart"
 
 @dataclass(eq=False)
 class HTTP:
-    """Sends the images of a group to a server and returns its scores.
+    """Sends the images of a group to a server and returns its scores; docs/rewards/http.md explains the options.
 
-    - `url`: one URL or several, over which groups are spread; None where the term has `serve`.
-    - `token_env`: environment variable with the token; None sends none.
-    - `batch`: group sends all images of a group in one request, one_by_one each image in its own.
-    - `encoding`: png, jpeg, or multipart (PNG files beside the JSON).
-    - `timeout`, `deadline`: seconds for one attempt, and for a request with all its attempts.
-    - `retries`: attempts after the first, made only if the connection fails or the status is 408, 429 or 5xx.
-    - `concurrency`: largest number of requests at a time. `max_reply_bytes`: longest reply.
-    - `deterministic`: True if the server always gives the same images the same scores.
-    - `needs_target`: True refuses prompts without a target at the start of a run.
+    `url` is one URL or several, over which groups are spread; None where the term has `serve`.
     """
 
     url: str | Sequence[str] | None = None
@@ -61,11 +52,10 @@ class HTTP:
     deterministic: bool = False
     needs_target: bool = False
 
+    # Option that is required unless the term has `serve`, and an example of its value.
     wants_server: ClassVar[tuple[str, str]] = ("url", "http://127.0.0.1:8000")
-    """Option that is required unless the term has `serve`, and an example of its value."""
 
     def __post_init__(self) -> None:
-        """Raises ValueError, one sentence, for an option outside its range."""
         if self.batch not in (GROUP, ONE_BY_ONE):
             raise ValueError(unknown_name("the http reward's batch", str(self.batch), (GROUP, ONE_BY_ONE)))
         if self.encoding not in (encodings := (*FORMATS, MULTIPART)):
@@ -81,11 +71,9 @@ class HTTP:
         prompt_fields(prompt)
 
     def counted(self) -> Requests:
-        """Returns the requests to servers since the last call of this method."""
         return self._endpoint.counted()
 
     def connect(self, urls: Sequence[str], token: str | None) -> None:
-        """Replaces the URLs and the token by those of servers that the run has started."""
         self._endpoint.connect(_endpoints(urls), token)
 
     def __call__(self, images: ByteArray, prompt: Prompt) -> Coroutine[Any, Any, list[Any]]:
@@ -134,7 +122,7 @@ def multipart(files: Sequence[bytes], prompt: Prompt, kind: str) -> tuple[bytes,
     return httpx.Request("POST", "", files=parts, headers={"Content-Type": kind_of_body}).read(), kind_of_body
 
 
-def _endpoints(url: str | Sequence[str] | None) -> list[str]:
+def _endpoints(option: str | Sequence[str] | None) -> list[str]:
     """Returns each URL with its path, or with the contract's path if it has none. Raises ValueError for a wrong one."""
-    urls = checked_urls("the http reward's url", url, "http://127.0.0.1:8000", "token_env")
-    return [each if urlsplit(each).path.strip("/") else each + PATH for each in urls]
+    urls = checked_urls("the http reward's url", option, "http://127.0.0.1:8000", "token_env")
+    return [url if urlsplit(url).path.strip("/") else url + PATH for url in urls]

@@ -20,31 +20,29 @@ from async_flowrl.types import ByteArray, Prompt
 
 VERSION = 1
 PATH, HEALTH = "/v1/score", "/health"
+# png is lossless; jpeg is smaller but changes the pixels that are scored.
 FORMATS = ("png", "jpeg")
-"""Image formats. png is lossless; jpeg (quality 95) is smaller but changes the pixels that are scored."""
 JPEG_QUALITY = 95
+# Most characters of an unusable reply that an error message quotes.
 SHOWN_CHARACTERS = 200
-"""Largest number of characters of an unusable reply that an error message quotes."""
 
 
 class ContractError(ValueError):
-    """Raised for a request or a reply that breaks the contract; the message is one sentence."""
+    """A request or a reply breaks the contract; the message is one sentence."""
 
 
 class TooMuch(ContractError):
-    """Raised for a request that exceeds the server's limits."""
+    """A request exceeds the server's limits."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Largest request that a server accepts; sizes are checked before images are decoded."""
+    """Largest request that a server accepts; sizes, in pixels of one image and of all, are checked before decoding."""
 
     body_bytes: int = 256 * 2**20
     images: int = 256
     pixels: int = 4096 * 4096
-    """Pixels of one image."""
     all_pixels: int = 256 * 1024 * 1024
-    """Pixels of all images of a request together; each takes three bytes when decoded."""
 
 
 @dataclass(frozen=True)
@@ -164,15 +162,15 @@ def read_request(fields: Mapping[str, Any], files: Sequence[bytes] | None, limit
     """
     if (version := fields.get("version")) != VERSION:
         raise ContractError(f"version must be {VERSION}, got {version!r:.20}")
-    known = ("version", "prompts") if files is not None else ("version", "images", "prompts")
-    if unknown := sorted(set(fields) - set(known)):
-        raise ContractError(f"the request has {', '.join(known)}; unknown: {', '.join(unknown)[:80]}")
-    given = files if files is not None else fields.get("images")
-    if not isinstance(given, list | tuple) or not given:
+    names = ("version", "prompts") if files is not None else ("version", "images", "prompts")
+    if unknown := sorted(set(fields) - set(names)):
+        raise ContractError(f"the request has {', '.join(names)}; unknown: {', '.join(unknown)[:80]}")
+    encoded = files if files is not None else fields.get("images")
+    if not isinstance(encoded, list | tuple) or not encoded:
         raise ContractError("images must be a list of at least one image")
-    if len(given) > limits.images:
-        raise TooMuch(f"{len(given)} images are more than {limits.images}")
-    images = list(files) if files is not None else [_from_base64(index, text) for index, text in enumerate(given)]
+    if len(encoded) > limits.images:
+        raise TooMuch(f"{len(encoded)} images are more than {limits.images}")
+    images = list(files) if files is not None else [_from_base64(index, text) for index, text in enumerate(encoded)]
     prompts = fields.get("prompts")
     if not isinstance(prompts, list) or len(prompts) not in (1, len(images)):
         raise ContractError(f"prompts must be a list of one prompt for all images, or of {len(images)}, one for each")
@@ -182,16 +180,15 @@ def read_request(fields: Mapping[str, Any], files: Sequence[bytes] | None, limit
 
 def read_prompt(index: int, entry: object) -> Prompt:
     """Reads a prompt: a text, or an object with text, target, negative and metadata. Raises ContractError."""
-    given = {"text": entry} if isinstance(entry, str) else entry
-    if not isinstance(given, dict) or not isinstance(given.get("text"), str):
+    fields = {"text": entry} if isinstance(entry, str) else entry
+    if not isinstance(fields, dict) or not isinstance(fields.get("text"), str):
         raise ContractError(f"prompts[{index}] must be a text, or an object with a text")
-    if unknown := sorted(set(given) - {"text", "target", "negative", "metadata"}):
+    if unknown := sorted(set(fields) - {"text", "target", "negative", "metadata"}):
         raise ContractError(f"prompts[{index}] has text, target, negative and metadata; unknown: {unknown[0]!r:.40}")
-    target, negative = (given.get(name) for name in ("target", "negative"))
-    metadata = given.get("metadata", {})
+    target, negative, metadata = fields.get("target"), fields.get("negative"), fields.get("metadata", {})
     if not (isinstance(target, str | None) and isinstance(negative, str | None) and isinstance(metadata, dict)):
         raise ContractError(f"prompts[{index}]: target and negative must be texts, metadata an object")
-    return Prompt(index=index, text=given["text"], target=target, negative=negative, metadata=metadata)
+    return Prompt(index=index, text=fields["text"], target=target, negative=negative, metadata=metadata)
 
 
 def _from_base64(index: int, text: object) -> bytes:
@@ -204,7 +201,6 @@ def _from_base64(index: int, text: object) -> bytes:
 
 
 def reply_body(reply: ScoreReply) -> bytes:
-    """Returns the JSON reply."""
     extras = {"extras": [dict(extra) for extra in reply.extras]} if reply.extras else {}
     return dumps({"version": VERSION, "scores": list(reply.scores), **extras})
 
@@ -230,10 +226,8 @@ def read_scores(scores: object, count: int) -> tuple[float, ...]:
 
 def is_number(value: object) -> bool:
     """Returns True for a finite number that fits into a float; JSON integers can be larger."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return False
     try:
-        return math.isfinite(value)
+        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     except OverflowError:
         return False
 
@@ -247,7 +241,6 @@ def read_extras(extras: object, count: int) -> tuple[Mapping[str, float | str], 
     for index, extra in enumerate(extras):
         for name, value in extra.items():
             if name == "score" or not (is_number(value) or isinstance(value, str)):
-                raise ContractError(
-                    f"extras[{index}] of the reply has numbers and texts, got {name!r:.40}: {value!r:.40}"
-                )
+                entry = f"{name!r:.40}: {value!r:.40}"
+                raise ContractError(f"extras[{index}] of the reply has numbers and texts, got {entry}")
     return tuple(extras)

@@ -52,14 +52,13 @@ class Color:
         self.channel = channel
 
     def check(self, prompt: Prompt) -> None:
-        """Raises ValueError if the prompt's first word is needed and names no channel."""
         self._channel(prompt)
 
     def __call__(self, images: ByteArray, prompt: Prompt) -> Sequence[float]:
         means = images.reshape(len(images), -1, 3).mean(axis=1, dtype=np.float64) / 255.0
-        named = means[:, self._channel(prompt)]
-        others = (means.sum(axis=1) - named) / 2.0
-        return [float(value) for value in named - others]
+        chosen = means[:, self._channel(prompt)]
+        others = (means.sum(axis=1) - chosen) / 2.0
+        return [float(value) for value in chosen - others]
 
     def _channel(self, prompt: Prompt) -> int:
         word = self.channel or next(iter(prompt.text.lower().split()), "")
@@ -74,8 +73,5 @@ def jpeg_incompressibility(images: ByteArray, prompt: Prompt) -> Sequence[float]
 
 
 def jpeg_compressibility(images: ByteArray, prompt: Prompt) -> Sequence[float]:
-    """Returns minus the JPEG size in kilobytes: flat areas score high.
-
-    flow_grpo divides this reward by 500. To have the same scale here, set the term's weight to 1/500 = 0.002.
-    """
+    """Returns minus the JPEG size in kilobytes: flat areas score high. flow_grpo divides it by 500."""
     return [-size for size in jpeg_incompressibility(images, prompt)]

@@ -1,7 +1,4 @@
-"""The reward `ocr`: how well the text in an image matches the prompt's target.
-
-RapidOCR reads the text; its weights are part of its wheel.
-"""
+"""The reward `ocr`: how well the text that RapidOCR reads in an image matches the prompt's target."""
 
 import re
 import unicodedata
@@ -18,25 +15,22 @@ if TYPE_CHECKING:
 
 
 def text_score(read: str, target: str) -> float:
-    """Returns max(0, 1 - edit distance / target length), or 1 if `read` contains the target.
+    """Returns max(0, 1 - edit distance / target length), or 1 if `read` contains the target, both normalised.
 
-    Both are compared as `normalise` leaves them; `target` must hold something then. This is the OCR reward of Flow-GRPO
-    (Liu et al. 2025, section 5.1).
+    This is the OCR reward of Flow-GRPO (Liu et al. 2025, section 5.1); `target` must hold something.
     """
     from rapidfuzz.distance import Levenshtein
 
-    seen, wanted = normalise(read), normalise(target)
-    if wanted in seen:
-        return 1.0
-    return max(0.0, 1.0 - Levenshtein.distance(seen, wanted) / len(wanted))
+    read, target = normalise(read), normalise(target)
+    return 1.0 if target in read else max(0.0, 1.0 - Levenshtein.distance(read, target) / len(target))
 
 
+# Quotes and dashes → the one that stands for all that look like it.
 ALIKE = str.maketrans(
     {**dict.fromkeys("‘’‚‛ʼ′´", "'"), **dict.fromkeys("“”„‟″«»", '"'), **dict.fromkeys("‐‑‒–—−", "-")}
 )
-"""Quotes and dashes → the one that stands for all that look like it."""
+# What cannot be seen and is no format character: joiners, fillers, an empty Braille cell and variation selectors.
 INVISIBLE = re.compile("[\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180f\u2800\ufe00-\ufe0f\U000e0100-\U000e01ef]")
-"""What cannot be seen and is no format character: joiners, fillers, an empty Braille cell and variation selectors."""
 
 
 def normalise(text: str) -> str:
@@ -46,29 +40,26 @@ def normalise(text: str) -> str:
     (NFKC): decomposed accents, full-width letters, ligatures.
     """
     plain = unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", text.translate(ALIKE)).casefold())
-    return "".join(
-        letter for letter in "".join(INVISIBLE.sub("", plain).split()) if unicodedata.category(letter) != "Cf"
-    )
+    letters = "".join(INVISIBLE.sub("", plain).split())
+    return "".join(letter for letter in letters if unicodedata.category(letter) != "Cf")
 
 
-def check_target(prompt: Prompt, who: str) -> None:
-    """Raises ValueError, which names `who` needs it, if the prompt has no target, or one that no image can show."""
+def check_target(prompt: Prompt, needer: str) -> None:
+    """Raises ValueError, which names `needer`, if the prompt has no target, or one that no image can show."""
     if not prompt.target:
-        raise ValueError(f"{who} needs a target, and prompt {prompt.text!r} has none in double quotes or a column")
+        raise ValueError(f"{needer} needs a target, and prompt {prompt.text!r} has none in double quotes or a column")
     if not normalise(prompt.target):
-        raise ValueError(f"{who} needs a target that can be seen, got {prompt.target!r} in prompt {prompt.text!r}")
+        raise ValueError(f"{needer} needs a target that can be seen, got {prompt.target!r} in {prompt.text!r}")
 
 
 class OCR:
     """Scores each image by the `text_score` of the text that RapidOCR reads in it against `prompt.target`.
 
-    - `side`: largest side, in pixels, of the image that lines are searched in; larger images are scaled down for it.
-    - `threads`: threads of onnxruntime; more than one is slower for this model.
-    - `text_threshold`: confidence below which a line is ignored.
-    - `enlarge`: whole factor by which images are enlarged first (bicubic), so that small letters are found.
-    - `line_width`: width, in pixels at height 48, to which the recogniser pads shorter lines. 128 halves the time for
-      short words and does not change longer lines.
-    - `detect`: False reads the whole image as one line, in a third of the time.
+    `side` is the largest side, in pixels, of the image that lines are searched in. `text_threshold` is the confidence
+    below which a line is ignored. `enlarge` is a whole factor by which images are enlarged first (bicubic), so that
+    small letters are found. `line_width` is the width, in pixels at height 48, to which the recogniser pads shorter
+    lines; 128 halves the time for short words and does not change longer lines. `detect=False` reads the whole image as
+    one line, in a third of the time. More than one of onnxruntime's `threads` is slower for this model.
     """
 
     needs_target = True

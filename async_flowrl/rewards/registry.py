@@ -14,8 +14,8 @@ from async_flowrl.config.messages import check_options, in_one_line, unknown_nam
 from async_flowrl.config.own_code import OWN_CODE, import_named
 from async_flowrl.config.schema import RewardConfig, RewardTerm
 from async_flowrl.rewards.base import Reward
-from async_flowrl.rewards.call import Attempts
-from async_flowrl.rewards.composite import CompositeReward, Term
+from async_flowrl.rewards.call import Term
+from async_flowrl.rewards.composite import CompositeReward
 from async_flowrl.rewards.served import HTTP_NAME, check_serve
 from async_flowrl.types import Prompt
 
@@ -36,8 +36,8 @@ REWARDS = {
 }
 
 DETERMINISTIC, POINTWISE = "deterministic", "pointwise"
+# Optional attributes of rewards that must be True or False → their value if absent (see rewards/base.py).
 FLAGS = {DETERMINISTIC: True, POINTWISE: False}
-"""Optional attributes of rewards that must be True or False → their value if absent (see rewards/base.py)."""
 
 
 def build_reward(config: RewardConfig) -> CompositeReward:
@@ -47,23 +47,17 @@ def build_reward(config: RewardConfig) -> CompositeReward:
     """
     check_rewards(config)
     terms = tuple(_build(key, term) for key, term in config.terms.items())
-    return CompositeReward(terms, attempts_of(config))
-
-
-def attempts_of(config: RewardConfig) -> Attempts:
-    """Returns the limits of pointwise terms that the configuration sets."""
-    return Attempts(config.retries, config.backoff, config.concurrency)
+    return CompositeReward(terms, config)
 
 
 def check_rewards(config: RewardConfig) -> bool:
-    """Checks names, options, signatures and servers of all terms without building anything.
+    """Checks names, options, signatures and servers of all terms; returns True if one needs a target in every prompt.
 
-    Returns True if a term needs a target in every prompt. Raises ValueError, one sentence, for the first fault, also if
-    there is no term.
+    Nothing is built. Raises ValueError, one sentence, for the first fault, also if there is no term.
     """
     if not config.terms:
-        known = ", ".join(sorted(REWARDS))
-        raise ValueError(f"reward.terms must name at least one reward, for example reward=ocr; built in are {known}")
+        names = ", ".join(sorted(REWARDS))
+        raise ValueError(f"reward.terms must name at least one reward, for example reward=ocr; built in are {names}")
     resolved = [resolve_term(key, term) for key, term in config.terms.items()]
     for (key, term), attribute in zip(config.terms.items(), resolved, strict=True):
         check_serve(f"reward.terms.{key}", term, attribute)
@@ -71,9 +65,8 @@ def check_rewards(config: RewardConfig) -> bool:
 
 
 def is_deterministic(config: RewardConfig) -> bool:
-    """Returns True if no term says `deterministic = False`; nothing is built."""
     return all(
-        _said(f"reward.terms.{key}", resolve_term(key, term), DETERMINISTIC, term.options)
+        _flag(f"reward.terms.{key}", resolve_term(key, term), DETERMINISTIC, term.options)
         for key, term in config.terms.items()
     )
 
@@ -88,12 +81,11 @@ def keeps_scores(config: RewardConfig) -> bool:
     return not is_deterministic(config) or not required or config.on_error == "skip"
 
 
-def _said(where: str, attribute: object, flag: str, options: Mapping[str, Any] = MappingProxyType({})) -> bool:
-    """Returns the value of a flag: the option of that name if there is one, else the attribute, else its default."""
-    said = options.get(flag, getattr(attribute, flag, FLAGS[flag]))
-    if not isinstance(said, bool):
-        raise ValueError(f"{where}: {flag} must be True or False at the class itself, got {type(said).__name__}")
-    return said
+def _flag(where: str, attribute: object, flag: str, options: Mapping[str, Any] = MappingProxyType({})) -> bool:
+    value = options.get(flag, getattr(attribute, flag, FLAGS[flag]))
+    if not isinstance(value, bool):
+        raise ValueError(f"{where}: {flag} must be True or False at the class itself, got {type(value).__name__}")
+    return value
 
 
 def memory_gib(key: str, term: RewardTerm) -> float | None:
@@ -101,11 +93,11 @@ def memory_gib(key: str, term: RewardTerm) -> float | None:
 
     Raises ValueError if the reward cannot be found, or states something other than a finite number of at least 0.
     """
-    said = getattr(resolve_term(key, term), "memory_gib", None)
-    said = said(**term.options) if callable(said) else said
-    if said is not None and (isinstance(said, bool) or not isinstance(said, int | float) or not 0 <= said < math.inf):
-        raise ValueError(f"reward.terms.{key}: memory_gib must be a finite number of at least 0, got {said!r}")
-    return said
+    gib = getattr(resolve_term(key, term), "memory_gib", None)
+    gib = gib(**term.options) if callable(gib) else gib
+    if gib is not None and (isinstance(gib, bool) or not isinstance(gib, int | float) or not 0 <= gib < math.inf):
+        raise ValueError(f"reward.terms.{key}: memory_gib must be a finite number of at least 0, got {gib!r}")
+    return gib
 
 
 def check_prompts(config: RewardConfig, prompts: Iterable[Prompt]) -> None:
@@ -137,19 +129,16 @@ def _build(key: str, term: RewardTerm) -> Term:
         if hasattr(built, "for_term"):
             built.for_term(key)
         for flag in FLAGS:
-            if getattr(built, flag, FLAGS[flag]) is not _said(where, attribute, flag, term.options):
+            if getattr(built, flag, FLAGS[flag]) is not _flag(where, attribute, flag, term.options):
                 raise ValueError(f"{where}: {flag} must be said at the class itself, its instance says something else")
     else:
         built = functools.partial(attribute, **term.options) if term.options else attribute
-    pointwise = _said(where, attribute, POINTWISE)
+    pointwise = _flag(where, attribute, POINTWISE)
     return Term(key, term.weight, cast("Reward", built), required=term.required, pointwise=pointwise)
 
 
 def _default_name(key: str, term: RewardTerm) -> str:
-    """Returns the name of a term that sets none: its key, or `http` for a term with a server (`serve`).
-
-    A key that is itself a built-in reward with `connect` (for example vlm_judge) stays the name, also with a server.
-    """
+    """Returns a term's key, or `http` for a term with `serve`, unless the key is a built-in reward with `connect`."""
     if term.serve is None:
         return key
     return key if key in REWARDS and hasattr(import_named(key, REWARDS[key]), "connect") else HTTP_NAME
@@ -163,25 +152,27 @@ def resolve_term(key: str, term: RewardTerm) -> Callable[..., Any]:
     where, name = f"reward.terms.{key}", term.name or _default_name(key, term)
     if ":" not in name and name not in REWARDS:
         raise ValueError(f"{unknown_name(where, name, REWARDS)} ({OWN_CODE})")
-    attribute: Callable[..., Any] = import_named(where, REWARDS.get(name, name))
+    attribute = import_named(where, REWARDS.get(name, name))
     if not callable(attribute):
         raise ValueError(f"{where}: {name} must be a function or a class, got {type(attribute).__name__}")
     if term.options and not (inspect.isclass(attribute) or inspect.isroutine(attribute)):
         raise ValueError(f"{where}.options: an object already built takes no options; name its class instead")
     check_options(f"{where}.options", attribute, term.options, first=0 if inspect.isclass(attribute) else 2)
-    arguments = [None] * (3 if inspect.isclass(attribute) else 2)
-    called = attribute.__call__ if inspect.isclass(attribute) else attribute
-    if inspect.isclass(attribute):
+    is_class = inspect.isclass(attribute)
+    if is_class:
         if not any("__call__" in vars(kind) for kind in attribute.__mro__):
             raise ValueError(f"{where}: {name} must have a method __call__(self, images, prompt)")
         try:
             inspect.signature(attribute).bind(**term.options)
         except TypeError as error:
-            given = ", ".join(term.options) or "none"
-            raise ValueError(f"{where}: {name} cannot be built with the options given ({given}): {error}") from error
+            names = ", ".join(term.options) or "none"
+            raise ValueError(f"{where}: {name} cannot be built with the options given ({names}): {error}") from error
     try:
-        inspect.signature(called).bind(*arguments, **({} if inspect.isclass(attribute) else term.options))
+        if is_class:
+            inspect.signature(attribute.__call__).bind(None, None, None)
+        else:
+            inspect.signature(attribute).bind(None, None, **term.options)
     except TypeError as error:
-        first = "image" if _said(where, attribute, POINTWISE) else "images"
+        first = "image" if _flag(where, attribute, POINTWISE) else "images"
         raise ValueError(f"{where}: {name} cannot be called with ({first}, prompt): {error}") from error
-    return attribute
+    return cast("Callable[..., Any]", attribute)

@@ -20,9 +20,18 @@ from async_flowrl.config.messages import unknown_name
 from async_flowrl.config.schema import Config, RewardTerm, ServeConfig
 from separation.program import Program
 
+logger = logging.getLogger(__name__)
+
+# Seconds between SIGTERM and SIGKILL when a server is stopped.
+GRACE_SECONDS = 10.0
+PORT_SECONDS = 15.0
+# Longest wait for one answer of the health path, and the pause between two requests while the server starts.
+HEALTH_SECONDS, POLL_SECONDS = 5.0, 0.2
+# Pause between two requests to the health path of a running server; shorter if `hung_seconds` is below 40.
+WATCH_SECONDS = 10.0
 HTTP_NAME = "http"
+# Names that a server's command may hold in braces.
 PLACEHOLDERS = ("host", "port", "token_file")
-"""Names that a server's command may hold in braces."""
 
 
 @dataclass(frozen=True)
@@ -44,14 +53,11 @@ def is_needed(config: Config, term: str) -> bool:
 
 
 def check_serve(where: str, term: RewardTerm, attribute: object) -> None:
-    """Checks the server of a term; `attribute` is the term's class or function.
-
-    Raises ValueError if the server cannot be started, or if the reward would not use it.
-    """
-    wanted: tuple[str, str] | None = getattr(attribute, "wants_server", None)
-    option, example = wanted or ("url", "")
+    """Raises ValueError if a term's server cannot be started, or if its class or function would not use it."""
+    wants_server: tuple[str, str] | None = getattr(attribute, "wants_server", None)
+    option, example = wants_server or ("url", "")
     if term.serve is None:
-        if wanted and not term.options.get(option):
+        if wants_server and not term.options.get(option):
             raise ValueError(
                 f"{where}: the {term.name or where.rpartition('.')[2]} reward needs options.{option}, for example "
                 f"{example}, or {where}.serve for a server that the run starts itself"
@@ -63,9 +69,7 @@ def check_serve(where: str, term: RewardTerm, attribute: object) -> None:
             "connect(urls, token)"
         )
     if term.options.get(option):
-        raise ValueError(
-            f"{where}: options.{option} and serve exclude each other; serve says where its servers are itself"
-        )
+        raise ValueError(f"{where}: options.{option} and serve exclude each other; a run knows its own servers")
     _check_command(f"{where}.serve", term.serve)
 
 
@@ -78,26 +82,23 @@ def _check_command(where: str, serve: ServeConfig) -> None:
             raise ValueError(unknown_name(f"a name in braces in {where}.command", name, PLACEHOLDERS))
     if not serve.health.startswith("/"):
         raise ValueError(f"{where}.health must be a path such as /health, got {serve.health!r}")
-    named = any("{port}" in word for word in words)
-    if not named and serve.port is None:
-        raise ValueError(f"{where}.command must contain {{port}}, unless {where}.port is the one that it listens at")
-    if not named and serve.replicas > 1:
-        raise ValueError(f"{where}.command must contain {{port}}: each of the replicas listens at its own")
+    if not any("{port}" in word for word in words) and (serve.port is None or serve.replicas > 1):
+        reason = f", unless {where}.port is the one that it listens at" if serve.port is None else " of each replica"
+        raise ValueError(f"{where}.command must contain {{port}}{reason}")
     if 1 < serve.gpus != int(serve.gpus):
         raise ValueError(f"{where}.gpus above 1 must be a whole number, got {serve.gpus:g}")
 
 
 def command_of(serve: ServeConfig) -> list[str]:
     """Returns the words of the command; empty if it is neither a text nor a list of texts."""
-    given = serve.command
-    if isinstance(given, str):
+    command = serve.command
+    if isinstance(command, str):
         try:
-            return shlex.split(given)
+            return shlex.split(command)
         except ValueError:
             return []
-    if isinstance(given, Sequence) and all(isinstance(word, str) for word in given):
-        return list(given)
-    return []
+    is_texts = isinstance(command, Sequence) and all(isinstance(word, str) for word in command)
+    return list(command) if is_texts else []
 
 
 def filled(words: Sequence[str], values: Mapping[str, str]) -> list[str]:
@@ -110,19 +111,8 @@ def filled(words: Sequence[str], values: Mapping[str, str]) -> list[str]:
     return replaced
 
 
-logger = logging.getLogger(__name__)
-
-GRACE_SECONDS = 10.0
-"""Seconds between SIGTERM and SIGKILL when a server is stopped."""
-PORT_SECONDS = 15.0
-HEALTH_SECONDS, POLL_SECONDS = 5.0, 0.2
-"""Longest wait for one answer of the health path, and the pause between two requests while the server starts."""
-WATCH_SECONDS = 10.0
-"""Pause between two requests to the health path of a running server; shorter if `hung_seconds` is below 40."""
-
-
 class ServerFailed(RuntimeError):
-    """Raised if the server does not start; the message ends with the end of its output."""
+    """The server does not start; the message ends with the end of its output."""
 
 
 class ServerWorker:
@@ -154,10 +144,9 @@ class ServerWorker:
         self._program: Program | None = None
 
     def start(self) -> str:
-        """Starts the server and returns its URL once its health path answers 200.
+        """Starts the server and returns its URL once its health path answers 200; it reuses its port if that is free.
 
-        It reuses its previous port if that is free. Raises ServerFailed if the server ends before, or does not answer
-        within `start_seconds`.
+        Raises ServerFailed if the server ends before, or does not answer within `start_seconds`.
         """
         self.stop()
         serve = self._serve
@@ -166,11 +155,11 @@ class ServerWorker:
         else:
             self._port = free_port(self._host, self._port)
         values = {"host": self._host, "port": str(self._port), "token_file": self._token_file()}
-        own = {name: text.replace("{token}", self._token) for name, text in serve.environment.items()}
+        configured = {name: text.replace("{token}", self._token) for name, text in serve.environment.items()}
         command = filled(command_of(serve), values)
         logger.info("%s: %s", self._name, " ".join(command))
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
-        environment = {**os.environ, "PATH": path, **own}
+        environment = {**os.environ, "PATH": path, **configured}
         self._program = Program(command, environment=environment, log=self._log, grace=GRACE_SECONDS)
         url = f"http://{self._host}:{self._port}"
         self._until_healthy(self._program, f"{url}{serve.health}")
@@ -186,21 +175,21 @@ class ServerWorker:
             return "it was not started"
         url, allowed = f"http://{self._host}:{self._port}{self._serve.health}", self._serve.hung_seconds
         pause = min(WATCH_SECONDS, allowed / 4)
-        healthy = looked = time.monotonic()
+        healthy = probed = time.monotonic()
         while program.exit_code() is None:
             time.sleep(min(POLL_SECONDS, pause))
-            if time.monotonic() - looked < pause:
+            if time.monotonic() - probed < pause:
                 continue
             answered = _healthy(url, seconds=min(HEALTH_SECONDS, allowed))
-            looked = time.monotonic()
+            probed = time.monotonic()
             if answered:
-                healthy = looked
-            elif looked - healthy > allowed and program.exit_code() is None:
+                healthy = probed
+            elif probed - healthy > allowed and program.exit_code() is None:
                 program.stop()
-                return f"it hung: {url} did not answer 200 for hung_seconds={allowed:g}; {self._said(program)}"
-        return f"it ended with exit code {program.wait()}; {self._said(program)}"
+                return f"it hung: {url} did not answer 200 for hung_seconds={allowed:g}; {self._output(program)}"
+        return f"it ended with exit code {program.wait()}; {self._output(program)}"
 
-    def _said(self, program: Program) -> str:
+    def _output(self, program: Program) -> str:
         return f"its output is in {self._log} and ends with: {program.tail()!r}"
 
     def stop(self) -> None:
@@ -218,10 +207,8 @@ class ServerWorker:
                 return
             if time.monotonic() > end:
                 program.stop()
-                raise ServerFailed(
-                    f"{url} did not answer 200 within start_seconds={self._serve.start_seconds:g}; "
-                    f"{self._said(program)}"
-                )
+                limit = f"start_seconds={self._serve.start_seconds:g}"
+                raise ServerFailed(f"{url} did not answer 200 within {limit}; {self._output(program)}")
             time.sleep(POLL_SECONDS)
 
     def _token_file(self) -> str:

@@ -31,6 +31,7 @@ from async_flowrl.types import ByteArray, Prompt, Requests
 logger = logging.getLogger(__name__)
 
 SCORE, TRANSCRIBE, PROBABILITIES = "score", "transcribe", "probabilities"
+# Mode → default question; the names in braces are replaced (PLACEHOLDERS).
 TEMPLATES = {
     SCORE: "The image was made for this prompt:\n{prompt}\n\nHow well does it show what the prompt asks for? "
     'Answer with JSON only, {"score": NUMBER}, from {min} (not at all) to {max} (perfectly).',
@@ -38,48 +39,45 @@ TEMPLATES = {
     PROBABILITIES: "The image was made for this prompt:\n{prompt}\n\nDoes it show what the prompt asks for? "
     "Answer with one of: {answers}.",
 }
-"""Mode → default question; the names in braces are replaced (PLACEHOLDERS)."""
 GROUP_TEMPLATE = (
     "These {count} images were made for one prompt:\n{prompt}\n\nHow well does each show what the prompt asks for? "
     'Answer with JSON only, {"scores": [NUMBER, ...]}, one number per image in their order, from {min} (not at all) to '
     "{max} (perfectly)."
 )
+# Mode → default limit of the tokens of an answer.
 MAX_TOKENS = {SCORE: 256, TRANSCRIBE: 512, PROBABILITIES: 4}
-"""Mode → default limit of the tokens of an answer."""
 ONE_BY_ONE, GROUP = "one_by_one", "group"
 PLACEHOLDERS = ("prompt", "target", "min", "max", "answers", "count")
 MAX_REPLY_BYTES = 4 * 2**20
+# Limit of OpenAI, and of vLLM unless it is started with another one.
 MAX_TOP_LOGPROBS = 20
-"""Limit of OpenAI, and of vLLM unless it is started with another one."""
+# Numeric options besides LIMITS, as in LIMITS.
 NUMBERS = (
-    ("temperature", 0.0, 2.0),
-    ("min_mass", 0.0, 1.0),
-    ("max_tokens", 1, math.inf),
-    ("top_logprobs", 1, MAX_TOP_LOGPROBS),
+    *(("temperature", 0.0, 2.0), ("min_mass", 0.0, 1.0)),
+    *(("max_tokens", 1, math.inf), ("top_logprobs", 1, MAX_TOP_LOGPROBS)),
 )
-"""Numeric options besides LIMITS, as in LIMITS."""
+# Tolerance above 0 for log-probabilities, because servers round them.
 LOGPROB_ROUNDING = 1e-3
-"""Tolerance above 0 for log-probabilities, because servers round them."""
+# A number after a marker, also inside Markdown's asterisks; no part of 4,5 or 1,000 or 7-8 or 4.5/5.
 _NUMBER = re.compile(r"[\s*_:]*(-?\d+(?:\.\d+)?)(?![\d.,]*\d|[ *_]*[-–/][ *_]*\d)")
-"""A number after a marker, also inside Markdown's asterisks; no part of 4,5 or 1,000 or 7-8 or 4.5/5."""
 _FENCE = re.compile(r"\A```(?:json)?\s*\n(.*)\n\s*```\Z", re.DOTALL)
 _PLACEHOLDER = re.compile(r"\{([a-z_]+)\}")
 
 
+# One image's score under `score`, and the extras that are logged beside it.
 Verdict = dict[str, float | str]
-"""One image's score under `score`, and the extras that are logged beside it."""
 
 
 class JudgeError(ContractError):
-    """Raised for a judge's answer without a usable score; the message is one sentence."""
+    """A judge's answer without a usable score; the message is one sentence."""
 
 
 @dataclass(frozen=True)
 class Answer:
     """The part of a reply that is used and stored.
 
-    `cut` is True if the text ended at max_tokens. `first` holds the likeliest first tokens with their natural
-    log-probabilities; it is empty if the server sends none.
+    `cut`: the text ended at max_tokens. `first` holds the likeliest first tokens with their natural log-probabilities;
+    it is empty if the server sends none.
     """
 
     text: str
@@ -109,7 +107,7 @@ def _first_tokens(logprobs: Any) -> tuple[tuple[str, float], ...]:
     try:
         for position in content or ():
             if position["token"].strip():
-                return tuple(_alternative(each["token"], each["logprob"]) for each in position["top_logprobs"])
+                return tuple(_alternative(top["token"], top["logprob"]) for top in position["top_logprobs"])
     except (KeyError, TypeError, AttributeError) as error:
         raise JudgeError(f"the reply's logprobs are not those of a chat completion: {_short(content)}") from error
     return ()
@@ -133,19 +131,20 @@ class ReplyCache:
     """
 
     folder: Path
+    # Key → file, and offset and length of its line in bytes.
     _places: dict[bytes, tuple[Path, int, int]] = field(default_factory=dict)
-    """Key → file, and offset and length of its line in bytes."""
+    # File of another process → number of its bytes that are indexed in `_places`.
     _read: dict[Path, int] = field(default_factory=dict)
-    """File of another process → number of its bytes that are indexed in `_places`."""
-    _own: BinaryIO | None = None
-    _own_path: Path = Path()
-    _own_size: int = 0
+    # The file that this process appends to.
+    _file: BinaryIO | None = None
+    _path: Path = Path()
+    _size: int = 0
 
     def refresh(self) -> None:
         """Indexes lines that other processes have added. Raises ValueError, which names the file, for a damaged one."""
         for path in sorted(self.folder.glob("*.jsonl")):
             start = self._read.get(path, 0)
-            if path != self._own_path and path.stat().st_size > start:
+            if path != self._path and path.stat().st_size > start:
                 self._read[path] = self._index(path, start)
 
     def _index(self, path: Path, start: int) -> int:
@@ -163,7 +162,6 @@ class ReplyCache:
         return start
 
     def get(self, key: bytes) -> Answer | None:
-        """Returns the stored answer; None if there is none."""
         if key not in self._places:
             return None
         path, offset, length = self._places[key]
@@ -173,39 +171,32 @@ class ReplyCache:
         return Answer(kept["text"], kept["cut"], tuple((token, logprob) for token, logprob in kept["first"]))
 
     def put(self, key: bytes, answer: Answer) -> None:
-        """Appends an answer to this process's file, which is created by the first call; call `sync` to make it durable.
-
-        Raises OSError if the answer cannot be written.
-        """
-        if self._own is None:
+        """Appends an answer to this process's file; `sync` makes it durable. Raises OSError if it cannot be written."""
+        if self._file is None:
             self.folder.mkdir(parents=True, exist_ok=True)
-            self._own_path = self.folder / f"{uuid.uuid4().hex}.jsonl"
-            self._own = self._own_path.open("ab", buffering=0)
+            self._path = self.folder / f"{uuid.uuid4().hex}.jsonl"
+            self._file = self._path.open("ab", buffering=0)
         line = json.dumps({"key": key.hex(), "answer": asdict(answer)}, allow_nan=False).encode() + b"\n"
-        path, offset = self._own_path, self._own_size
-        if self._own.write(line) != len(line):
-            self._own.truncate(offset)
-            raise OSError(errno.ENOSPC, "no room for a judge's reply", str(path))
-        self._places.setdefault(key, (path, offset, len(line)))
-        self._own_size += len(line)
+        if self._file.write(line) != len(line):
+            self._file.truncate(self._size)
+            raise OSError(errno.ENOSPC, "no room for a judge's reply", str(self._path))
+        self._places.setdefault(key, (self._path, self._size, len(line)))
+        self._size += len(line)
 
     def sync(self) -> None:
         """Returns once all answers of this process are on the disk."""
-        if self._own is not None:
-            os.fsync(self._own.fileno())
+        if self._file is not None:
+            os.fsync(self._file.fileno())
 
 
 @dataclass(eq=False)
 class VLMJudge:
     """Scores images by a judge's answers; an answer without a readable score raises an error and never counts as 0.
 
-    - `mode`: `score` reads JSON with a number within `range`, scaled to 0 .. 1 by `normalise`; `transcribe` compares
-      the text that the judge reads with `prompt.target`, as the reward `ocr` does; `probabilities` is the expected
-      value of `answers` (text → number) by their probabilities as first token, which together must reach `min_mass`.
-    - `images`: `one_by_one`, or `group` for one call with all images of a group.
-    - `base_url`: one URL or several; None where the term has `serve`. `api_key_env`: the key's environment variable.
-    - `cache`: folder of stored replies; None means `judge_cache` in the run directory.
-    - `timeout`, `deadline`: seconds for one attempt, and for a call with all its attempts.
+    `mode`: `score` reads JSON with a number within `range`, scaled to 0 .. 1 by `normalise`, or the number after
+    `after`; `transcribe` compares the text that the judge reads with `prompt.target`, as the reward `ocr` does;
+    `probabilities` is the expected value of `answers` by their probabilities as first token, which together must reach
+    `min_mass`. docs/rewards/vlm_judge.md explains all options.
     """
 
     base_url: str | Sequence[str] | None = None
@@ -220,7 +211,6 @@ class VLMJudge:
     images: str = ONE_BY_ONE
     structured: bool = True
     after: str | None = None
-    """Text before the score in a free answer; the number after its last occurrence is read. None reads JSON."""
     temperature: float = 0.0
     seed: int | None = 0
     max_tokens: int | None = None
@@ -235,11 +225,10 @@ class VLMJudge:
     cache: str | None = None
 
     deterministic: ClassVar[bool] = False
+    # Option that is required unless the term has `serve`, and an example of its value.
     wants_server: ClassVar[tuple[str, str]] = ("base_url", "http://127.0.0.1:8000/v1")
-    """Option that is required unless the term has `serve`, and an example of its value."""
 
     def __post_init__(self) -> None:
-        """Raises ValueError, one sentence, for an option outside its range."""
         if not self.model:
             raise ValueError("the vlm_judge reward needs model, the name that the server has for it")
         _check_mode(self.mode, self.images, self.after)
@@ -259,16 +248,14 @@ class VLMJudge:
         self._term = name
 
     def check(self, prompt: Prompt) -> None:
-        """Raises ValueError if the judge needs a target and the prompt has none that can be seen."""
         if self._needs_target:
             check_target(prompt, "mode=transcribe" if self.mode == TRANSCRIBE else "{target} in prompt_template")
 
     def counted(self) -> Requests:
-        """Returns the requests to servers since the last call of this method."""
         return self._endpoint.counted()
 
     def connect(self, urls: Sequence[str], token: str | None) -> None:
-        """Replaces the URLs and the token by those of servers that the run has started; `/v1` is added to each URL."""
+        """Replaces the URLs, to which `/v1` is added, and the token by those of servers that the run has started."""
         self._endpoint.connect(_urls([f"{url.rstrip('/')}/v1" for url in urls]), token)
 
     def keep_in(self, folder: Path) -> None:
@@ -281,19 +268,19 @@ class VLMJudge:
         self.check(prompt)
         calls = [list(images)] if self._group else [[image] for image in images]
         keys = [self._key(prompt, call) for call in calls]
-        asked = dict(zip(keys, calls, strict=True))
+        distinct = dict(zip(keys, calls, strict=True))
         if self._cache is not None:
             await asyncio.to_thread(self._cache.refresh)
-        judging = (self._judged(key, call, prompt) for key, call in asked.items())
-        ended = dict(zip(asked, await asyncio.gather(*judging, return_exceptions=True), strict=True))
+        judging = (self._judged(key, call, prompt) for key, call in distinct.items())
+        results = dict(zip(distinct, await asyncio.gather(*judging, return_exceptions=True), strict=True))
         if self._cache is not None:
             await asyncio.to_thread(self._cache.sync)
-        failures = [each for each in ended.values() if isinstance(each, BaseException)]
+        failures = [result for result in results.values() if isinstance(result, BaseException)]
         if failures and isinstance(failures[0], ServerError):
-            raise ServerError(f"{failures[0]} ({len(failures)} of {len(ended)} calls failed)") from failures[0]
+            raise ServerError(f"{failures[0]} ({len(failures)} of {len(results)} calls failed)") from failures[0]
         if failures:
             raise failures[0]
-        return [verdict for key in keys for verdict in cast("list[Verdict]", ended[key])]
+        return [verdict for key in keys for verdict in cast("list[Verdict]", results[key])]
 
     async def _judged(self, key: bytes, images: list[ByteArray], prompt: Prompt) -> list[Verdict]:
         kept = None if self._cache is None else self._cache.get(key)
@@ -320,31 +307,28 @@ class VLMJudge:
             self._cache = None
 
     def _verdicts(self, answer: Answer, count: int, prompt: Prompt, *, cached: bool) -> list[Verdict]:
-        said: Verdict = {"text": answer.text, "cached": float(cached)}
+        extras: Verdict = {"text": answer.text, "cached": float(cached)}
         if self.mode == TRANSCRIBE:
-            return [said | {"score": _transcription_score(answer, prompt.target or ""), "cut": float(answer.cut)}]
+            return [extras | {"score": _transcription_score(answer, prompt.target or ""), "cut": float(answer.cut)}]
         if self.mode == PROBABILITIES:
             score, probabilities = _expected_value(answer, self._values, min_mass=self.min_mass)
-            named = {"p." + re.sub(r"[^\w.-]", "_", name): p for name, p in probabilities.items()}
-            return [said | {"score": score} | named]
+            by_name = {"p." + re.sub(r"[^\w.-]", "_", name): p for name, p in probabilities.items()}
+            return [extras | {"score": score} | by_name]
         low, high = self._bounds
         if self.after is not None:
             scores = [_score_after(answer, self.after, self._bounds)]
         else:
             scores = _scores_in(answer, count, self._bounds, group=self._group)
-        return [said | {"score": (score - low) / (high - low) if self.normalise else score} for score in scores]
+        return [extras | {"score": (score - low) / (high - low) if self.normalise else score} for score in scores]
 
     def _body(self, prompt: Prompt, urls: Sequence[str]) -> dict[str, Any]:
-        """Returns the body of a chat completion request; `urls` are the URLs of its images.
-
-        `extra_body` replaces fields of it; the value None removes a field.
-        """
+        """Returns the body of a chat completion request; `extra_body` replaces fields, and None in it removes one."""
         images = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
-        asked = {"type": "text", "text": self._filled(prompt, len(urls))}
+        question = {"type": "text", "text": self._filled(prompt, len(urls))}
         system = [{"role": "system", "content": self.system}] if self.system else []
         body: dict[str, Any] = {
             "model": self.model,
-            "messages": [*system, {"role": "user", "content": [*images, asked]}],
+            "messages": [*system, {"role": "user", "content": [*images, question]}],
             "temperature": self.temperature,
             "max_tokens": self._tokens,
             "seed": self.seed,
@@ -358,8 +342,8 @@ class VLMJudge:
     def _key(self, prompt: Prompt, images: Sequence[ByteArray]) -> bytes:
         """Returns a 32-byte hash that is equal for the same question of the same term about the same images."""
         digests = [hashlib.sha256(repr(image.shape).encode() + image.tobytes()).hexdigest() for image in images]
-        asked = json.dumps([self._term, self.version, self._body(prompt, digests)], sort_keys=True)
-        return hashlib.sha256(asked.encode()).digest()
+        question = json.dumps([self._term, self.version, self._body(prompt, digests)], sort_keys=True)
+        return hashlib.sha256(question.encode()).digest()
 
     def _filled(self, prompt: Prompt, count: int) -> str:
         """Fills in the template in one pass, so braces in a prompt are not replaced."""
@@ -376,8 +360,8 @@ class VLMJudge:
     def _format(self, count: int) -> dict[str, Any]:
         number = {"type": "number", "minimum": self._bounds[0], "maximum": self._bounds[1]}
         several = {"type": "array", "items": number, "minItems": count, "maxItems": count}
-        name, what = ("scores", several) if self._group else ("score", number)
-        schema = {"type": "object", "properties": {name: what}, "required": [name], "additionalProperties": False}
+        name, kind = ("scores", several) if self._group else ("score", number)
+        schema = {"type": "object", "properties": {name: kind}, "required": [name], "additionalProperties": False}
         return {"type": "json_schema", "json_schema": {"name": "verdict", "strict": True, "schema": schema}}
 
 
@@ -386,10 +370,10 @@ def png_url(image: ByteArray) -> str:
     return "data:image/png;base64," + base64.b64encode(encode_image(image, "png")).decode()
 
 
-def _urls(given: str | Sequence[str] | None) -> list[str]:
+def _urls(option: str | Sequence[str] | None) -> list[str]:
     """Returns the URLs of chat completions below `base_url`, empty for None. Raises ValueError for a wrong URL."""
     what = "the vlm_judge reward's base_url"
-    urls = checked_urls(what, given, "http://127.0.0.1:8000/v1", "api_key_env")
+    urls = checked_urls(what, option, "http://127.0.0.1:8000/v1", "api_key_env")
     for url in urls:
         if url.endswith("/chat/completions"):
             raise ValueError(f"{what} ends before /chat/completions, got {url!r}")
@@ -397,13 +381,10 @@ def _urls(given: str | Sequence[str] | None) -> list[str]:
 
 
 def _check_mode(mode: str, images: str, after: str | None) -> None:
-    """Raises ValueError for an unknown `mode` or `images`, and for combinations that do not work.
-
-    `images=group` needs mode=score; `after` needs mode=score and images=one_by_one.
-    """
-    for key, given, allowed in (("mode", mode, tuple(TEMPLATES)), ("images", images, (ONE_BY_ONE, GROUP))):
-        if given not in allowed:
-            raise ValueError(unknown_name(f"the vlm_judge reward's {key}", str(given), allowed))
+    """Raises ValueError for an unknown `mode` or `images`, and for combinations that do not work."""
+    for key, value, allowed in (("mode", mode, tuple(TEMPLATES)), ("images", images, (ONE_BY_ONE, GROUP))):
+        if value not in allowed:
+            raise ValueError(unknown_name(f"the vlm_judge reward's {key}", str(value), allowed))
     if images == GROUP and mode != SCORE:
         raise ValueError(f"the vlm_judge reward's images=group needs mode=score, got mode={mode}")
     if after is not None and (not after.strip() or mode != SCORE or images == GROUP):
@@ -419,83 +400,68 @@ def _placeholders(template: str, mode: str) -> set[str]:
     for name in sorted(names - set(PLACEHOLDERS)):
         raise ValueError(unknown_name("a name in braces in prompt_template", name, PLACEHOLDERS))
     if mode != TRANSCRIBE and not names & {"prompt", "target"}:
-        raise ValueError(
-            f"the vlm_judge reward's prompt_template must contain {{prompt}} or {{target}}, got {template!r}"
-        )
+        raise ValueError(f"the vlm_judge reward's prompt_template must have {{prompt}} or {{target}}, got {template!r}")
     return names
 
 
-def _rising(given: Sequence[float]) -> tuple[float, float]:
-    """Returns `range` as (low, high). Raises ValueError unless it is two finite rising numbers."""
-    numbers = [x for x in given if is_number(x)]
-    if len(given) != 2 or len(numbers) != 2 or not numbers[0] < numbers[1]:
-        raise ValueError(f"the vlm_judge reward's range must be two rising numbers, got {list(given)!r}")
-    return float(numbers[0]), float(numbers[1])
+def _rising(option: Sequence[float]) -> tuple[float, float]:
+    if len(option) != 2 or not all(map(is_number, option)) or not option[0] < option[1]:
+        raise ValueError(f"the vlm_judge reward's range must be two rising numbers, got {list(option)!r}")
+    return float(option[0]), float(option[1])
 
 
-def _answers(given: Mapping[Any, Any]) -> dict[str, float]:
-    """Returns `answers` as text → finite number.
-
-    Raises ValueError for fewer than two answers, for wrong types, and if one answer begins with another one, since only
-    the first token is read.
-    """
-    for name in given:
+def _answers(option: Mapping[Any, Any]) -> dict[str, float]:
+    """Returns `answers` as text → finite number. Raises ValueError, also for two that begin alike."""
+    what = "the vlm_judge reward's answers"
+    for name in option:
         if isinstance(name, bool):
-            raise ValueError(f"the vlm_judge reward's answers have {name} for a name: put yes and no in quotes")
-    answers = {str(name).strip(): value for name, value in given.items()}
+            raise ValueError(f"{what} have {name} for a name: put yes and no in quotes")
+    answers = {str(name).strip(): value for name, value in option.items()}
     if len(answers) < 2:
-        raise ValueError(f"the vlm_judge reward's answers must be two or more, got {dict(given)!r}")
+        raise ValueError(f"{what} must be two or more, got {dict(option)!r}")
     for name, value in answers.items():
         if not is_number(value):
-            raise ValueError(f"the vlm_judge reward's answers must have finite numbers, got {name!r}: {value!r}")
-    names = sorted(name.casefold() for name in answers)
-    for shorter, longer in itertools.pairwise(names):
+            raise ValueError(f"{what} must have finite numbers, got {name!r}: {value!r}")
+    for shorter, longer in itertools.pairwise(sorted(name.casefold() for name in answers)):
         if longer.startswith(shorter) or not shorter:
-            raise ValueError(
-                f"the vlm_judge reward's answers {shorter!r} and {longer!r} begin alike, and only their first token is "
-                "read"
-            )
+            raise ValueError(f"{what} {shorter!r} and {longer!r} begin alike, and only their first token is read")
     return {name: float(value) for name, value in answers.items()}
 
 
 def _scores_in(answer: Answer, count: int, bounds: tuple[float, float], *, group: bool) -> list[float]:
-    """Returns `count` numbers within `bounds`, read from JSON.
+    """Returns `count` numbers within `bounds`, read from JSON: {"scores": [...]} for a group, else {"score": x} or x.
 
-    The answer is {"scores": [...]} for a group, else {"score": x} or a bare number. Raises JudgeError otherwise,
-    also for a bare number that was cut off: "1" may be the beginning of "10".
+    Raises JudgeError otherwise, also for a bare number that was cut off: "1" may be the beginning of "10".
     """
     fenced = _FENCE.match(answer.text.strip())
     try:
-        said = json.loads(fenced.group(1) if fenced else answer.text, parse_constant=_refuse)
+        parsed = json.loads(fenced.group(1) if fenced else answer.text, parse_constant=_refuse)
     except (ValueError, RecursionError):
         cut = ", cut off at max_tokens" if answer.cut else ""
         text = answer.text.strip()
         around = "</think>" in text or ('"score"' in text and text[:1] + text[-1:] != "{}")
         hint = "; after='\"score\":' would read the number within other text" if around and not (cut or group) else ""
         raise JudgeError(f"the judge's answer is no JSON{cut}: {_short(answer.text)}{hint}") from None
-    if answer.cut and not isinstance(said, dict | list):
+    if answer.cut and not isinstance(parsed, dict | list):
         raise JudgeError(f"the judge's answer is a number cut off at max_tokens: {_short(answer.text)}")
     key = "scores" if group else "score"
-    if isinstance(said, dict):
-        if key not in said:
+    if isinstance(parsed, dict):
+        if key not in parsed:
             raise JudgeError(f"the judge's answer has no {key!r}: {_short(answer.text)}")
-        said = said[key]
-    values = said if group else [said]
+        parsed = parsed[key]
+    values = parsed if group else [parsed]
     if not isinstance(values, list) or len(values) != count:
         raise JudgeError(f"the judge was asked for {count} scores and answered {_short(answer.text)}")
     return [_bounded(value, bounds) for value in values]
 
 
 def _score_after(answer: Answer, marker: str, bounds: tuple[float, float]) -> float:
-    """Returns the number after the last `marker`, such as "Final Score: 4.5", with which some judges end their text.
-
-    Raises JudgeError if there is none, or if the text was cut off, since the number may then be incomplete.
-    """
+    """Returns the number after the last `marker`. Raises JudgeError without one, or if the text was cut off."""
     _, marked, rest = answer.text.rpartition(marker)
     number = _NUMBER.match(rest)
     if answer.cut or not marked or number is None:
-        why = "is cut off at max_tokens" if answer.cut else f"has no single number after {marker!r}"
-        raise JudgeError(f"the judge's answer {why}: {_short(answer.text[-SHOWN_CHARACTERS:])}")
+        problem = "is cut off at max_tokens" if answer.cut else f"has no single number after {marker!r}"
+        raise JudgeError(f"the judge's answer {problem}: {_short(answer.text[-SHOWN_CHARACTERS:])}")
     return _bounded(float(number[1]), bounds)
 
 
@@ -516,8 +482,8 @@ def _bounded(value: object, bounds: tuple[float, float]) -> float:
 def _transcription_score(answer: Answer, target: str) -> float:
     """Returns the reward `ocr` of the transcription: max(0, 1 - edit distance / n) for a target of n characters.
 
-    A transcription that was cut off at max_tokens is scored if it has at least 2 n characters, since its edit distance
-    cannot fall below n any more. Raises JudgeError if it is shorter.
+    A transcription that was cut off is scored if it has at least 2 n characters, since its edit distance cannot fall
+    below n any more; else JudgeError is raised.
     """
     if answer.cut and len(normalise(answer.text)) < 2 * len(normalise(target)):
         raise JudgeError(f"the transcription is cut off at max_tokens: {_short(answer.text)}")
@@ -532,18 +498,16 @@ def _expected_value(answer: Answer, values: Mapping[str, float], *, min_mass: fl
     """
     if not answer.first:
         raise JudgeError("the server sends no log-probabilities (logprobs, top_logprobs): mode=score needs none")
-    wanted = {name.casefold(): name for name in values}
+    names = {name.casefold(): name for name in values}
     probabilities = dict.fromkeys(values, 0.0)
     for token, logprob in answer.first:
-        if (name := wanted.get(token.strip().casefold())) is not None:
+        if (name := names.get(token.strip().casefold())) is not None:
             probabilities[name] += math.exp(logprob)
     mass = sum(probabilities.values())
     if mass <= 0 or mass < min_mass:
         likely = ", ".join(repr(token) for token, _ in answer.first[:5])
-        raise JudgeError(
-            f"the listed answers hold {mass:.3g} of the probability, less than min_mass={min_mass:g}; the likeliest "
-            f"tokens are {likely}"
-        )
+        share = f"{mass:.3g} of the probability, less than min_mass={min_mass:g}"
+        raise JudgeError(f"the listed answers hold {share}; the likeliest tokens are {likely}")
     return sum(probabilities[name] * value for name, value in values.items()) / mass, probabilities
 
 

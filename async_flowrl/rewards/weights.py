@@ -3,10 +3,8 @@
 import importlib.util
 import math
 import re
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,38 +27,28 @@ def check_model_options(reward: str, *, device: str, batch_size: int, scale: flo
         raise ValueError(f"the {reward} reward's scale must be a finite number above 0, got {scale!r}")
 
 
-def choose_device(reward: str, wanted: str) -> "torch.device":
-    """Returns the device; "auto" is a GPU if this process sees one, else the CPU.
-
-    Raises ValueError if a GPU is asked for and this process sees none.
-    """
+def choose_device(reward: str, option: str) -> "torch.device":
+    """Returns the device; "auto" is a GPU if this process sees one, else the CPU. Raises ValueError without a GPU."""
     import torch
 
-    seen = torch.cuda.is_available()
-    device = torch.device("cuda" if seen else "cpu") if wanted == "auto" else torch.device(wanted)
-    if device.type == "cuda" and not seen:
+    has_gpu = torch.cuda.is_available()
+    device = torch.device("cuda" if has_gpu else "cpu") if option == "auto" else torch.device(option)
+    if device.type == "cuda" and not has_gpu:
         raise ValueError(
-            f"the {reward} reward's device is {wanted}, and this process sees no GPU: give its workers one "
+            f"the {reward} reward's device is {option}, and this process sees no GPU: give its workers one "
             f"(gpus_per_worker of the reward or of its term), or use auto or cpu"
         )
     return device
 
 
-LOAD_AGAIN_SECONDS = 300.0
-"""Seconds after a failure to load weights before the same reward tries to load them again."""
-
-
 def check_package(reward: str, package: str, extra: str) -> None:
-    """Raises ValueError, with the pip command, if `package` cannot be imported."""
     if importlib.util.find_spec(package) is None:
-        raise ValueError(
-            f"the {reward} reward needs the package {package}, which is not installed: "
-            f"pip install 'async-flowrl[{extra}]'"
-        )
+        install = f"pip install 'async-flowrl[{extra}]'"
+        raise ValueError(f"the {reward} reward needs the package {package}, which is not installed: {install}")
 
 
 class MissingPath(ValueError):
-    """Raised for a local path that does not exist, whatever the prompt."""
+    """A local path that does not exist, whatever the prompt."""
 
 
 def check_path(reward: str, option: str, place: str) -> None:
@@ -70,23 +58,18 @@ def check_path(reward: str, option: str, place: str) -> None:
     """
     path = expanded(place)
     if not path.exists() and (path.is_absolute() or place.startswith((".", "~")) or place.count("/") != 1):
-        raise MissingPath(
-            f"the {reward} reward's {option} {place!r} is no file or folder here, and no owner/name of the hub"
-        )
+        what = f"the {reward} reward's {option} {place!r}"
+        raise MissingPath(f"{what} is no file or folder here, and no owner/name of the hub")
 
 
 def check_pins(reward: str, **pins: tuple[str, str | None]) -> None:
-    """Raises ValueError if some hub repositories of a reward are pinned to a commit and others are not.
-
-    `pins`: option → (repository or path, commit or None). Local files need no commit.
-    """
+    """Raises ValueError if only some hub repositories are pinned to a commit; `pins`: option → (place, commit)."""
     hub = {option: pin for option, pin in pins.items() if not expanded(pin[0]).exists()}
-    open_ones = [f"{option} (of {place})" for option, (place, revision) in hub.items() if revision is None]
-    pinned = [option for option, (_, revision) in hub.items() if revision is not None]
-    if pinned and open_ones:
+    unpinned = " and ".join(f"{option} (of {place})" for option, (place, revision) in hub.items() if revision is None)
+    pinned = " and ".join(option for option, (_, revision) in hub.items() if revision is not None)
+    if pinned and unpinned:
         raise ValueError(
-            f"the {reward} reward's {' and '.join(pinned)} pins only a part of what it loads: give "
-            f"{' and '.join(open_ones)} too, or none"
+            f"the {reward} reward's {pinned} pins only a part of what it loads: give {unpinned} too, or none"
         )
 
 
@@ -104,32 +87,8 @@ def loading(reward: str, place: str) -> Iterator[None]:
         ) from error
 
 
-@dataclass
-class FailedLoad:
-    """Remembers that weights could not be loaded: further calls fail at once, and do not wait for the hub each time.
-
-    Use it as the context of the loading, which raises ValueError if it fails, as `loading` does.
-    """
-
-    sentence: str = ""
-    """The last failure; empty if there was none."""
-    at: float = 0.0
-    """Time of the last failure, in seconds of the monotonic clock."""
-
-    def __enter__(self) -> None:
-        if self.sentence and time.monotonic() - self.at < LOAD_AGAIN_SECONDS:
-            raise ValueError(self.sentence)
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, ValueError):
-            self.sentence, self.at = str(error), time.monotonic()
-
-
 def weights_file(place: str, filename: str, revision: str | None) -> Path:
-    """Returns a local path: the file `place`, or `filename` of the folder or hub repository `place`.
-
-    A hub file is downloaded once. Raises OSError if the download fails.
-    """
+    """Returns the file `place`, or `filename` of the folder or hub repository `place`. Raises OSError."""
     path = expanded(place)
     if path.is_file():
         return path

@@ -12,7 +12,7 @@ import numpy as np
 from async_flowrl.config.schema import RewardConfig, RewardTerm
 from async_flowrl.rewards.composite import CompositeReward, connect
 from async_flowrl.rewards.held_out import HeldOutScores, build_held_out, score_held_out
-from async_flowrl.rewards.registry import attempts_of, build_reward
+from async_flowrl.rewards.registry import build_reward
 from async_flowrl.rewards.served import Addresses
 from async_flowrl.types import ByteArray, Prompt, Scores
 
@@ -30,14 +30,14 @@ class RewardWorker:
         folder: Path | None = None,
         servers: Mapping[str, Addresses] = MappingProxyType({}),
     ) -> None:
-        """`held_out` are terms that score only evaluations; with them, `config` may have no terms. `folder` is the run
-        directory, or None.
+        """`held_out` are terms that score only evaluations; with them, `config` may have no terms.
 
-        `servers` are the addresses of the servers that the run has started so far, by term.
+        `folder` is the run directory, or None. `servers` are the addresses of the servers that the run has started, by
+        term.
         """
         self.index, self.name = index, name
         evaluates_only = bool(held_out) and not config.terms
-        self.reward = CompositeReward((), attempts_of(config)) if evaluates_only else build_reward(config)
+        self.reward = CompositeReward((), config) if evaluates_only else build_reward(config)
         self.held_out = build_held_out(held_out)
         terms = (*self.reward.terms, *self.held_out)
         for term in terms:
@@ -51,14 +51,12 @@ class RewardWorker:
         self.connect(servers)
 
     def connect(self, servers: Mapping[str, Addresses]) -> None:
-        """Passes the addresses of the run's servers to the terms that use them."""
         connect((*self.reward.terms, *self.held_out), servers)
 
     def score(self, prompt: Prompt, *images: ByteArray) -> Scores:
-        """Returns the scores of one group by all terms.
+        """Returns the scores of one group by all terms; terms that fail are listed in `failed`.
 
-        Each element of `images` holds a ticket's images, uint8 [ticket_size, H, W, 3]. Terms that fail are listed in
-        `failed`; the other terms keep their scores.
+        Each element of `images` holds a ticket's images, uint8 [ticket_size, H, W, 3].
         """
         return self.score_terms(None, prompt, *images)
 
@@ -69,8 +67,7 @@ class RewardWorker:
 
     def score_held_out(self, names: Collection[str], prompt: Prompt, *images: ByteArray) -> HeldOutScores:
         """Returns the scores of one group by the named held-out terms; terms that fail are listed in the result."""
-        group, attempts = _joined(images), self.reward.attempts
-        scoring = score_held_out(self.held_out, names, prompt, group, self._executor, attempts=attempts)
+        scoring = score_held_out(self.held_out, names, prompt, _joined(images), self._executor, self.reward.config)
         return asyncio.run_coroutine_threadsafe(scoring, self._loop).result()
 
     def close(self) -> None:

@@ -253,7 +253,7 @@ def test_weights_that_could_not_be_had_are_not_looked_for_with_every_retry(
         if attempt == 0:
             shutil.copytree(folders["clip_score"], tmp_path, dirs_exist_ok=True)
     assert said[0] == said[1]
-    monkeypatch.setattr("async_flowrl.rewards.weights.LOAD_AGAIN_SECONDS", 0.0)
+    monkeypatch.setattr("async_flowrl.rewards.clip.LOAD_AGAIN_SECONDS", 0.0)
     assert len(reward(inputs.images(48, 48), ANY)) == len(inputs.images(48, 48))
 
 
