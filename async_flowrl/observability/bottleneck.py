@@ -12,12 +12,11 @@ from async_flowrl.observability.ledger import STATES
 from async_flowrl.observability.summary import last_attempt
 from async_flowrl.observability.timeline import Track, by_device, by_pool, device_time
 
+# Smallest share of its time that a pool must lose in one state before the loss is mentioned.
 MIN_LOST_SHARE = 0.1
-"""Smallest share of its time that a pool must lose in one state before the loss is mentioned."""
-MIN_TAKEN = 0.85
-"""A reward pool can be the bottleneck only if its workers are occupied for at least this share of the time."""
+# A reward pool is the bottleneck only if its workers are occupied, and the trainer waits for images, for these shares.
+MIN_OCCUPIED = 0.85
 MIN_WAITED = 0.1
-"""A reward pool can be the bottleneck only if the trainer waits for images for at least this share of the time."""
 SPLIT = "async-flowrl plan --from-run says which split of the devices would be faster"
 
 
@@ -39,24 +38,24 @@ def of_shared(workers: Sequence[Track], history: Sequence[Event], window: Interv
     shares = device_time(workers, history, window)
     if shares is None:
         return "Too little was recorded to name a bottleneck."
-    said = f"Shared processes sampled {shares.sampled:.0%} and trained {shares.trained:.0%} of the time"
+    start = f"Shared processes sampled {shares.sampled:.0%} and trained {shares.trained:.0%} of the time"
     if shares.idle < MIN_LOST_SHARE:
-        return f"{said}: the devices are the limit, and neither phase waits for the other."
+        return f"{start}: the devices are the limit, and neither phase waits for the other."
     between = shares.idle - shares.rewards - shares.barrier
     if shares.rewards >= max(shares.barrier, between):
         return (
-            f"{said}. Rewards are the limit: devices had nothing to do {shares.idle:.0%} of the time, "
+            f"{start}. Rewards are the limit: devices had nothing to do {shares.idle:.0%} of the time, "
             f"{shares.rewards:.0%} while a reward was made; more reward workers or a larger max_staleness shorten "
             "the run."
         )
     if shares.barrier >= between:
         return (
-            f"{said}. The end of a step is the limit: devices had nothing to do {shares.idle:.0%} of the time, "
+            f"{start}. The end of a step is the limit: devices had nothing to do {shares.idle:.0%} of the time, "
             f"{shares.barrier:.0%} while another one computed; more and smaller tickets (ticket_size) or a larger "
             "max_staleness shorten the run."
         )
     return (
-        f"{said}, and had nothing to do {shares.idle:.0%} of it, mostly between steps: versions, checkpoints and the "
+        f"{start}, and had nothing to do {shares.idle:.0%} of it, mostly between steps: versions, checkpoints and the "
         "controller's own work."
     )
 
@@ -69,14 +68,14 @@ def bottleneck(pools: Mapping[str, Mapping[str, float]]) -> str:
         for state, value in seconds.items()
         if sum(seconds.values()) > 0
     }
-    waited, held_up = share.get(("trainer", "wait_data"), 0.0), share.get(("trainer", "sync"), 0.0)
+    waited, publishing = share.get(("trainer", "wait_data"), 0.0), share.get(("trainer", "sync"), 0.0)
     starved, late = share.get(("rollout", "idle"), 0.0), share.get(("rollout", "wait_weights"), 0.0)
     if ("trainer", "busy") not in share or ("rollout", "busy") not in share:
         return "Too little was recorded to name a bottleneck."
-    if max(waited, held_up, starved, late) < MIN_LOST_SHARE:
+    if max(waited, publishing, starved, late) < MIN_LOST_SHARE:
         return "The pools are balanced: neither side loses a tenth of its time waiting for the other."
-    if held_up > max(waited, starved, late):
-        return f"Publishing weights is the bottleneck: it held the trainer up {held_up:.0%} of the time."
+    if publishing > max(waited, starved, late):
+        return f"Publishing weights is the bottleneck: it held the trainer up {publishing:.0%} of the time."
     if late > max(waited, starved):
         return (
             f"Delivering weights is the bottleneck: rollout workers waited for new weights {late:.0%} of the time; a "
@@ -113,37 +112,30 @@ def reward_bound(workers: Sequence[Track], window: Interval) -> str | None:
     """
     whole = window[1] - window[0]
     pools = by_pool(workers)
-    seconds = {pool: [taken(track, window) for track in tracks] for pool, tracks in pools.items()}
-    rewards = {pool: each for pool, each in seconds.items() if is_reward_pool(pool)}
+    seconds = {pool: [occupied(track, window) for track in tracks] for pool, tracks in pools.items()}
+    rewards = {pool: by_worker for pool, by_worker in seconds.items() if is_reward_pool(pool)}
     if not rewards or whole <= 0 or not {"trainer", "rollout"} <= pools.keys():
         return None
     slowest = max(rewards, key=lambda pool: fmean(rewards[pool]))
     busy, others = fmean(rewards[slowest]), max(fmean(seconds["rollout"]), fmean(seconds["trainer"]))
     waited = fmean(length(intersect(track.intervals("wait_data"), [window])) for track in pools["trainer"])
-    if busy < MIN_TAKEN * whole or busy <= others or waited < MIN_WAITED * whole:
+    if busy < MIN_OCCUPIED * whole or busy <= others or waited < MIN_WAITED * whole:
         return None
-    cure = " ".join(f"{workers_key(pool)}={count}" for pool, count in enough(rewards, others).items())
+    settings = " ".join(f"{workers_key(pool)}={count}" for pool, count in enough(rewards, others).items())
     count = len(rewards[slowest])
-    who = "the worker" if count == 1 else f"the {count} workers"
+    workers_were = "the worker of the pool {} was" if count == 1 else f"the {count} workers of the pool {{}} were"
     return (
-        f"Reward-bound: {who} of the pool {slowest} {'was' if count == 1 else 'were'} busy {busy / whole:.0%} of the "
-        f"time, and the trainer waited for images {waited / whole:.0%} of it; {cure} would be enough."
+        f"Reward-bound: {workers_were.format(slowest)} busy {busy / whole:.0%} of the time, and the trainer waited for "
+        f"images {waited / whole:.0%} of it; {settings} would be enough."
     )
 
 
-def taken(track: Track, window: Interval) -> float:
+def occupied(track: Track, window: Interval) -> float:
     """Seconds of `window` in which a worker was in no waiting state."""
     return length(subtract([window], union(interval for times in track.waits.values() for interval in times)))
 
 
 def enough(rewards: Mapping[str, Sequence[float]], others: float) -> dict[str, int]:
-    """Reward pool → number of workers it needs so that each is occupied for at most `others` seconds.
-
-    `rewards` is pool → occupied seconds per worker. Pools that have enough workers are left out.
-    """
-    workers = {}
-    for pool, each in rewards.items():
-        needed = math.ceil(sum(each) / others) if others > 0 else len(each) + 1
-        if needed > len(each):
-            workers[pool] = needed
-    return workers
+    """Reward pool → workers that it needs so that each is occupied for at most `others` seconds, if it has fewer."""
+    needed = {pool: math.ceil(sum(s) / others) if others > 0 else len(s) + 1 for pool, s in rewards.items()}
+    return {pool: count for pool, count in needed.items() if count > len(rewards[pool])}

@@ -1,7 +1,4 @@
-"""Console output of a run during training: a progress bar, one plain line per step, or nothing (setting `console`).
-
-It shows steps, rewards, staleness, speed and the time left.
-"""
+"""Console output of a run during training: a progress bar, one plain line per step, or nothing (setting `console`)."""
 
 import logging
 import os
@@ -24,42 +21,37 @@ from async_flowrl.observability.metrics import missing_terms
 from async_flowrl.observability.monitor import View
 from async_flowrl.observability.terminal import say
 
+# Values of the environment variable TERM for terminals that cannot move the cursor.
 DUMB = ("", "dumb", "unknown")
-"""Values of the environment variable TERM for terminals that cannot move the cursor."""
+# Steps over which seconds per step and the time left are measured.
 AVERAGED_STEPS = 20
-"""Steps over which seconds per step and the time left are measured."""
 
 
 @dataclass
 class Progress:
-    """Steps and evaluations that the console of a run has been told of."""
+    """Steps and evaluations that the console of a run has shown: `done` of `total` steps, and the newest metrics."""
 
     total: int
-    """Steps of the whole run."""
     clock: Callable[[], float] = time.monotonic
     done: int = 0
-    """Number of finished steps, those before a resume included."""
     line: Mapping[str, Any] = field(default_factory=dict)
-    """Metrics of the newest step; empty before the first."""
-    lost: dict[int, Counter[str]] = field(default_factory=dict)
-    """Step → what it could not score: number of skipped tickets, and of groups trained without an optional term."""
+    # Step → what it could not score: number of skipped tickets, and of groups trained without an optional term.
+    unscored: dict[int, Counter[str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._ends: deque[float] = deque([self.clock()], maxlen=AVERAGED_STEPS + 1)
 
     def begin(self) -> None:
-        """Starts the clock of the first step; called when training begins."""
         if not self.line:
             self._ends[0] = self.clock()
 
     def step(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Adds the metrics of a finished step."""
         if step < self.done:  # The run went back to its last checkpoint because a trainer rank died.
-            self.lost = {earlier: counts for earlier, counts in self.lost.items() if earlier < step}
+            self.unscored = {earlier: counts for earlier, counts in self.unscored.items() if earlier < step}
         self.done, self.line = step + 1, metrics
         self._ends.append(self.clock())
-        if lost := _lost(metrics):
-            self.lost[step] = lost
+        if counts := _unscored(metrics):
+            self.unscored[step] = counts
 
     @property
     def step_seconds(self) -> float:
@@ -74,7 +66,7 @@ class Progress:
     @property
     def numbers(self) -> str:
         """The newest step in words: reward, skipped tickets and missing reward terms, staleness and speed."""
-        total = sum(self.lost.values(), Counter())
+        total = sum(self.unscored.values(), Counter())
         parts = [
             f"reward {number(self.line.get('reward/mean'))}",
             *(f"{count} {what}" for what, count in total.items()),
@@ -90,8 +82,7 @@ class Display(View):
     def phase(self, what: str) -> None:
         """Shows what the run is doing before the first step, e.g. "loading the models"."""
 
-    def begin(self) -> None:
-        """Called when training begins."""
+    def begin(self) -> None: ...
 
 
 class Lines(Display):
@@ -163,13 +154,13 @@ class Rows(RichProgress):
     def __init__(self, console: Console) -> None:
         self.numbers = self.warning = ""
         columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(None), TextColumn("{task.fields[left]}"))
-        own_stderr = sys.stderr.isatty()
-        super().__init__(*columns, console=console, redirect_stderr=own_stderr, refresh_per_second=2, expand=True)
+        redirect = sys.stderr.isatty()
+        super().__init__(*columns, console=console, redirect_stderr=redirect, refresh_per_second=2, expand=True)
 
     def get_renderables(self) -> Iterable[RenderableType]:
         yield self.make_tasks_table(self.tasks)
-        said = " | ".join(filter(None, (self.numbers, self.warning)))
-        yield Text(said, no_wrap=True, overflow="ellipsis")
+        text = " | ".join(filter(None, (self.numbers, self.warning)))
+        yield Text(text, no_wrap=True, overflow="ellipsis")
 
 
 class Warnings(logging.Handler):
@@ -183,20 +174,17 @@ class Warnings(logging.Handler):
         self._rows.warning = f"last warning: {' '.join(record.getMessage().split())}"
 
 
-def console_of(wanted: str) -> str:
-    """Resolves the setting `console` to `bar`, `lines` or `quiet`; `auto` is a bar if one can be drawn, else lines.
-
-    Raises ConfigError if a bar is asked for and stdout cannot show one.
-    """
-    lacking = lacking_for_bar()
-    if wanted == "bar" and lacking is not None:
-        raise ConfigError(f"console=bar needs a terminal that it can draw on, but {lacking}: use auto or lines")
-    if wanted == "auto":
-        return "bar" if lacking is None else "lines"
-    return wanted
+def console_of(setting: str) -> str:
+    """Resolves `console` to `bar`, `lines` or `quiet`. Raises ConfigError for a bar that stdout cannot show."""
+    obstacle = bar_obstacle()
+    if setting == "bar" and obstacle is not None:
+        raise ConfigError(f"console=bar needs a terminal that it can draw on, but {obstacle}: use auto or lines")
+    if setting == "auto":
+        return "bar" if obstacle is None else "lines"
+    return setting
 
 
-def lacking_for_bar() -> str | None:
+def bar_obstacle() -> str | None:
     """The reason why stdout cannot show a progress bar; None if it can."""
     if not sys.stdout.isatty():
         return "stdout is none"
@@ -206,10 +194,7 @@ def lacking_for_bar() -> str | None:
 
 
 def open_display(config: Config) -> Display:
-    """Opens the view that the setting `console` asks for; called once when a run starts.
-
-    Raises ConfigError as `console_of` does.
-    """
+    """Opens the view that the setting `console` asks for; raises ConfigError as `console_of`."""
     kind = console_of(config.console)
     if kind == "quiet":
         return Display()
@@ -217,7 +202,7 @@ def open_display(config: Config) -> Display:
     return Lines(progress) if kind == "lines" else Bar(progress)
 
 
-def _lost(metrics: Mapping[str, Any]) -> Counter[str]:
+def _unscored(metrics: Mapping[str, Any]) -> Counter[str]:
     """Counts of what a step trained without, by the words that follow the count; empty if nothing is missing."""
     without = {f"groups without {term}": count for term, count in missing_terms(metrics).items()}
     return +Counter({"tickets skipped": int(metrics.get("tickets_skipped") or 0), **without})
@@ -228,10 +213,7 @@ def number(value: Any, form: str = ".4f") -> str:
 
 
 def with_change(metrics: Mapping[str, float], name: str) -> str:
-    """The mean of a curve and, in brackets, its change since the first evaluation ± half its 95 % interval.
-
-    `metrics` has the keys of `evaluations.metric_keys`. Example: "0.4312 (+0.12 ± 0.03)".
-    """
+    """The mean of a curve and its change since the first evaluation, e.g. "0.4312 (+0.12 ± 0.03)"."""
     changed, high = metrics.get(f"{name}/change"), metrics.get(f"{name}/change_high")
     text = number(metrics.get(f"{name}/mean"))
     if changed is None:
@@ -240,13 +222,10 @@ def with_change(metrics: Mapping[str, float], name: str) -> str:
 
 
 def evaluation_line(version: int, metrics: Mapping[str, float]) -> str:
-    """One line with the means of the reward and of the held-out terms of an evaluation, with their changes.
-
-    The names of the baseline's metrics begin with `baseline/`.
-    """
-    whose = "the baseline" if any(name.startswith("baseline/") for name in metrics) else f"version {version}"
+    """One line with the means of the reward and of the held-out terms of an evaluation, with their changes."""
+    title = "the baseline" if any(name.startswith("baseline/") for name in metrics) else f"version {version}"
     metrics = {name.removeprefix("baseline/"): value for name, value in metrics.items()}
-    parts = [f"evaluation of {whose}: reward {with_change(metrics, 'reward')}"]
+    parts = [f"evaluation of {title}: reward {with_change(metrics, 'reward')}"]
     held_out = [name.removesuffix("/mean") for name in metrics if re.fullmatch("held_out/[^/]+/mean", name)]
     parts += [f"{name.replace('held_out/', 'held-out ')} {with_change(metrics, name)}" for name in held_out]
     return ", ".join(parts)

@@ -19,23 +19,23 @@ import numpy as np
 from async_flowrl.observability.events import cut_unfinished_line, read_events, replace_file
 from async_flowrl.observability.statistics import Change, Estimate, change, estimate
 
+# Kinds of curves: the trained reward and its terms, held-out terms, and the distance between images of a prompt.
 TRAINED, HELD_OUT, DIVERSITY = "trained", "held_out", "diversity"
-"""Kinds of curves: the trained reward and its terms, held-out terms, and the distance between images of a prompt."""
 
 
 @dataclass(frozen=True)
 class Curve:
-    """One score of all images of one evaluation."""
+    """One score of all images of one evaluation.
+
+    `weight`: larger scores are better if positive, smaller ones if negative; the hacking alarm ignores 0. `source` is
+    the digest of the reward term's name and options (and of its source file, if the user wrote the term); only curves
+    with the same source are compared. `scores`: index of the prompt → one score per image, in the order of the noises.
+    """
 
     kind: str
-    """TRAINED, HELD_OUT or DIVERSITY."""
     weight: float
-    """Positive: larger scores are better. Negative: smaller ones are. 0: the hacking alarm ignores the curve."""
     source: str
-    """Digest of the reward term's name and options (and of its source file, if the user wrote the term). Only curves
-    with the same source are compared."""
     scores: Mapping[int, tuple[float, ...]]
-    """Index of the prompt → one score per image, in the order of the noises; for DIVERSITY one number per prompt."""
 
     @property
     def sign(self) -> float:
@@ -48,41 +48,36 @@ class Curve:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """One evaluation of a policy version, or of the base model with its family's usual sampling (`baseline`)."""
+    """One evaluation of a policy version, or of the base model with its family's usual sampling (`baseline`).
+
+    `setting` is the digest of prompts, noises, denoising steps and guidance; only evaluations with the same one are
+    compared. `guidance` is the larger of the two scales. Curves without any score are left out.
+    """
 
     version: int
     baseline: bool
     setting: str
-    """Digest of prompts, noises, denoising steps and guidance. Only evaluations with the same setting are compared."""
     steps: int
-    """Denoising steps per image."""
     guidance: float
-    """The larger of `true_cfg_scale` and `guidance_scale`."""
     curves: Mapping[str, Curve]
-    """Name → curve; curves without any score are left out."""
+    # Held-out term → name of a numeric extra → its mean over all images.
     extras: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    """Held-out term → name of a numeric extra → its mean over all images."""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
     @classmethod
     def from_json(cls, line: Mapping[str, Any]) -> "Evaluation":
-        curves = {
-            name: Curve(
-                curve["kind"],
-                curve["weight"],
-                curve["source"],
-                {int(place): tuple(scores) for place, scores in curve["scores"].items()},
-            )
-            for name, curve in line["curves"].items()
-        }
+        curves = {}
+        for name, curve in line["curves"].items():
+            scores = {int(place): tuple(by_image) for place, by_image in curve["scores"].items()}
+            curves[name] = Curve(curve["kind"], curve["weight"], curve["source"], scores)
         return cls(**{**line, "curves": curves})
 
 
 def policy_versions(history: Iterable[Evaluation]) -> list[Evaluation]:
     """The evaluations of policy versions, lowest version first."""
-    return sorted((each for each in history if not each.baseline), key=lambda each: each.version)
+    return sorted((e for e in history if not e.baseline), key=lambda e: e.version)
 
 
 def comparable(name: str, now: Evaluation, before: Evaluation) -> bool:
@@ -94,10 +89,7 @@ def comparable(name: str, now: Evaluation, before: Evaluation) -> bool:
 
 
 def between(name: str, now: Evaluation, before: Evaluation) -> Change | None:
-    """Paired change of the curve `name` from `before` to `now`; None if they are not comparable.
-
-    Raises ValueError if a prompt has different numbers of images in the two.
-    """
+    """Paired change of the curve `name` from `before` to `now`; None if they are not comparable."""
     if not comparable(name, now, before):
         return None
     return change(now.curves[name].scores, before.curves[name].scores)
@@ -106,14 +98,11 @@ def between(name: str, now: Evaluation, before: Evaluation) -> Change | None:
 def first_comparable(history: Sequence[Evaluation], now: Evaluation) -> Evaluation | None:
     """The evaluation of the lowest version below `now`'s with the same setting (usually version 0), or None."""
     earlier = [e for e in history if not e.baseline and e.version < now.version and e.setting == now.setting]
-    return min(earlier, key=lambda each: each.version, default=None)
+    return min(earlier, key=lambda e: e.version, default=None)
 
 
 def since_first(name: str, now: Evaluation, history: Sequence[Evaluation]) -> Change | None:
-    """Paired change of the curve `name` since the lowest version below `now`'s that is comparable; None without one.
-
-    The baseline is compared with nothing.
-    """
+    """Paired change of the curve `name` since the lowest comparable version; None without one, and for the baseline."""
     first = first_comparable([earlier for earlier in history if comparable(name, now, earlier)], now)
     return None if now.baseline or first is None else between(name, now, first)
 
@@ -121,9 +110,8 @@ def since_first(name: str, now: Evaluation, history: Sequence[Evaluation]) -> Ch
 def metric_keys(now: Evaluation, history: Sequence[Evaluation]) -> dict[str, float]:
     """Keys of an evaluation for metrics.jsonl and trackers: `<curve>/mean`, `/std`, `/stderr`, `/low`, `/high`.
 
-    If an earlier evaluation is comparable, `/change`, `/change_stderr`, `/change_low` and `/change_high` are added: the
-    paired change since the first one. Held-out curves get the prefix `held_out/`, and the means of their extras are
-    `held_out/<curve>/extra/<name>`. Unknown numbers are left out.
+    If an earlier evaluation is comparable, the paired change since the first one is added. Held-out curves get the
+    prefix `held_out/`, and the means of their extras are `held_out/<curve>/extra/<name>`. Unknown numbers are left out.
     """
     keys: dict[str, float | None] = {}
     for name, curve in now.curves.items():
@@ -137,15 +125,12 @@ def metric_keys(now: Evaluation, history: Sequence[Evaluation]) -> dict[str, flo
 
 
 def extra_means(groups: Iterable[Mapping[str, Mapping[str, Sequence[float | str]]]]) -> dict[str, dict[str, float]]:
-    """Term → name of a numeric extra → its mean over all images for which the term returned it; sorted by name.
-
-    Each group is term → name → values, as `Scores.extras`.
-    """
+    """Term → name of a numeric extra → its mean over the images of all `groups` (as `Scores.extras`) that have it."""
     values: dict[tuple[str, str], list[float]] = defaultdict(list)
     for extras in groups:
         for term, by_name in extras.items():
-            for name, each in by_name.items():
-                values[term, name] += [value for value in each if not isinstance(value, str)]
+            for name, extra in by_name.items():
+                values[term, name] += [value for value in extra if not isinstance(value, str)]
     means: dict[str, dict[str, float]] = {}
     for (term, name), numbers in sorted(values.items()):
         if numbers:
@@ -186,9 +171,9 @@ class EvaluationLog:
         """Removes all evaluations of versions above `version`, for a run that goes on from a checkpoint."""
         self._keep(lambda e: e.version <= version)
 
-    def _keep(self, wanted: Callable[[Evaluation], bool], *more: Evaluation) -> None:
+    def _keep(self, keeps: Callable[[Evaluation], bool], *more: Evaluation) -> None:
         with self._lock:
-            self._records = [e for e in self._records if wanted(e)] + list(more)
+            self._records = [e for e in self._records if keeps(e)] + list(more)
             lines = [json.dumps(e.to_json(), allow_nan=False) + "\n" for e in self._records]
             replace_file(self.path, "".join(lines))
 

@@ -22,8 +22,7 @@ class EventLog:
     """Appends events to the file `path`. Thread-safe.
 
     Events are buffered. All of them are written by `flush` and `close`, by each `step` event, and by the first event
-    that comes FLUSH_SECONDS or more after the last write. An unfinished last line of an existing file, left by a killed
-    process, is cut off. `clock` gives unix seconds.
+    that comes FLUSH_SECONDS or more after the last write. `clock` gives unix seconds.
     """
 
     def __init__(self, path: Path, clock: Callable[[], float], *, ledger: PoolLedger | None = None) -> None:
@@ -36,7 +35,6 @@ class EventLog:
         self._file = path.open("a", encoding="utf-8")
 
     def now(self) -> float:
-        """The current time in unix seconds, from the clock that stamps events."""
         return self._clock()
 
     def event(self, event: str, **fields: Any) -> None:
@@ -51,7 +49,7 @@ class EventLog:
                 self._write(now)
 
     def state(self, worker: str, state: str) -> None:
-        """Tells the ledger, if there is one, that `worker` is in `state` now; records an event if the state is new."""
+        """Tells the ledger that `worker` is in `state` now; records an event if the state is new."""
         if self._ledger is not None:
             state = self._ledger.enter(worker, state)
         if self._states.get(worker) != state:
@@ -97,8 +95,8 @@ def replace_file(path: Path, text: str) -> None:
 def read_events(path: Path, *, skipped: Sequence[str] = ()) -> Iterator[Event]:
     """The JSON objects of a file of lines, oldest first; an unfinished last line is left out.
 
-    Lines that contain one of the texts `skipped` are not parsed. Raises FileNotFoundError for a missing file, and
-    ValueError with file and line number for a line that is not JSON.
+    Lines that contain one of the texts `skipped` are not parsed. Raises FileNotFoundError, and ValueError with file and
+    line number for a line that is not JSON.
     """
     with path.open(encoding="utf-8") as file:
         for number, line in enumerate(file, start=1):

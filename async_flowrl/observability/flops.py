@@ -15,6 +15,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop, sdpa_flop
 
+# Words of a device's name → peak FLOP/s of its tensor cores, dense bfloat16 with float32 accumulation, by NVIDIA's data
+# sheets (half of the value with sparsity). The SXM module is meant if the name says nothing else.
 TENSOR_PEAK_FLOPS_PER_SECOND = {
     "GB200": 2500e12,
     "B200": 2250e12,
@@ -35,13 +37,10 @@ TENSOR_PEAK_FLOPS_PER_SECOND = {
     "L40": 181e12,
     "L4": 121e12,
 }
-"""Words of a device's name → peak FLOP/s of its tensor cores, dense bfloat16 with float32 accumulation.
-
-Source: NVIDIA's data sheets, half of the value with sparsity. The SXM module is meant if the name says nothing else."""
 _CPU_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _CPU_ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+# Operation → torch's FLOP formula; torch's registry lacks attention on the CPU.
 FORMULAS = {**flop_registry, _CPU_ATTENTION: sdpa_flop, _CPU_ATTENTION_BACKWARD: sdpa_backward_flop}
-"""Operation → torch's FLOP formula. Two entries are added because torch's registry lacks attention on the CPU."""
 
 
 class FlopCounter(TorchDispatchMode):
@@ -60,8 +59,7 @@ class FlopCounter(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        formula = FORMULAS.get(getattr(func, "_overloadpacket", func))
-        if formula is not None:
+        if (formula := FORMULAS.get(getattr(func, "_overloadpacket", func))) is not None:
             self.total += formula(*args, **kwargs, out_val=result)
         return result
 
@@ -74,39 +72,34 @@ class Meter:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._known: dict[Hashable, int] = {}
+        self._counted: dict[Hashable, int] = {}
 
     @contextmanager
     def measure(self, shape: Hashable) -> Iterator[None]:
         """Context manager around one piece of work, its backward pass included; `shape` is its key."""
-        if shape in self._known or any(part._compiled_call_impl is not None for part in self._module.modules()):
+        if shape in self._counted or any(part._compiled_call_impl is not None for part in self._module.modules()):
             yield
             return
         with FlopCounter() as counter:
             yield
-        self._known[shape] = counter.total
+        self._counted[shape] = counter.total
 
     def flops(self, shape: Hashable) -> int | None:
-        """FLOPs of one piece of work with this key; None if it was not measured or the network is compiled."""
-        return self._known.get(shape)
+        return self._counted.get(shape)
 
 
 def device_peak() -> float | None:
     """Peak FLOP/s of this process's current GPU (see tensor_peak); None without a GPU or for an unknown one."""
-    if not torch.cuda.is_available():
-        return None
-    return tensor_peak(torch.cuda.get_device_name())
+    return tensor_peak(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
 
 
 def tensor_peak(name: str) -> float | None:
     """Peak FLOP/s of the device with this name; None if no entry of the table matches. The longest match wins."""
     words = set(re.split(r"[^A-Za-z0-9]+", name))
-    known = [card for card in TENSOR_PEAK_FLOPS_PER_SECOND if words.issuperset(card.split())]
-    return TENSOR_PEAK_FLOPS_PER_SECOND[max(known, key=len)] if known else None
+    matches = [card for card in TENSOR_PEAK_FLOPS_PER_SECOND if words.issuperset(card.split())]
+    return TENSOR_PEAK_FLOPS_PER_SECOND[max(matches, key=len)] if matches else None
 
 
 def total_memory() -> int | None:
     """Total memory in bytes of the first GPU that is visible to this process; None without a GPU."""
-    if not torch.cuda.is_available():
-        return None
-    return int(torch.cuda.get_device_properties(0).total_memory)
+    return int(torch.cuda.get_device_properties(0).total_memory) if torch.cuda.is_available() else None

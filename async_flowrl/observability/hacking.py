@@ -15,25 +15,24 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from async_flowrl.config.curves import REWARD
 from async_flowrl.observability.evaluations import DIVERSITY, HELD_OUT, Evaluation, between, comparable, policy_versions
 from async_flowrl.observability.statistics import Change
 
-REWARD = "reward"
-
 # The thresholds of the alarm were set before any run: seeds 0 to 3 of the glyphs example could change them and changed
 # nothing, seeds 4 to 7 only judged. `python -m examples.glyphs.hacking` repeats the measurement.
+# Probability of a false alarm in a whole run in which no held-out score changes.
 LEVEL = 0.01
-"""Probability of a false alarm in a whole run in which no held-out score changes."""
+# The trained reward has risen if the one-sided p-value of its paired change is at most this.
 RISE_LEVEL = 0.05
-"""The trained reward has risen if the one-sided p-value of its paired change is at most this."""
+# Smallest fall of a held-out score that can cause an alarm, in standard deviations over images at the earlier
+# evaluation. Without it, very many prompts would make even tiny falls significant.
 LEAST_FALL = 0.2
-"""Smallest fall of a held-out score that can cause an alarm, in standard deviations over images at the earlier
-evaluation. Without it, very many prompts would make even tiny falls significant."""
+# Largest correlation for an alarm between the means of reward and held-out score (its sign turned if its weight is
+# negative) since the earlier evaluation; not tested with fewer than three evaluations.
 MOST_CORRELATION = -0.5
-"""Largest correlation for an alarm between the means of reward and held-out score (its sign turned if its weight is
-negative) since the earlier evaluation; not tested with fewer than three evaluations."""
+# A notice is given if diversity has fallen by at least this share of its first value.
 DIVERSITY_LOSS = 0.5
-"""A notice is given if diversity has fallen by at least this share of its first value."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +55,6 @@ def alarms(history: Sequence[Evaluation]) -> list[Finding]:
 
 
 def newest_alarms(history: Sequence[Evaluation]) -> list[Finding]:
-    """The alarms of the newest version only."""
     past = policy_versions(history)
     return list(_look(past)) if past else []
 
@@ -99,7 +97,7 @@ def _look(past: Sequence[Evaluation]) -> Iterator[Finding]:
             continue
         share = _spent(len(earlier)) / len(judged)
         sign = now.curves[name].sign
-        best = max(earlier, key=lambda each: sign * each.curves[name].estimate.mean)
+        best = max(earlier, key=lambda e: sign * e.curves[name].estimate.mean)
         for reference, level in ((earlier[0], share / 2), (best, share / 2 / len(earlier))):
             if (sentence := _hacked(name, past, reference, level)) is not None:
                 yield Finding(name, now.version, reference.version, sentence)
@@ -133,7 +131,7 @@ def _hacked(name: str, past: Sequence[Evaluation], reference: Evaluation, level:
 
 def _correlation(one: Sequence[float], other: Sequence[float]) -> float:
     """Pearson correlation; 0 if one of the curves is constant."""
-    a, b = (np.asarray(each) - np.mean(each) for each in (one, other))
+    a, b = (np.asarray(values) - np.mean(values) for values in (one, other))
     norm = float(np.linalg.norm(a) * np.linalg.norm(b))
     return 0.0 if norm == 0.0 else float(a @ b) / norm
 
@@ -147,4 +145,4 @@ def best(history: Sequence[Evaluation], name: str) -> Evaluation | None:
     if not past:
         return None
     past = [e for e in past if e.setting == past[-1].setting and e.curves[name].source == past[-1].curves[name].source]
-    return max(past, key=lambda each: (each.curves[name].sign * each.curves[name].estimate.mean, -each.version))
+    return max(past, key=lambda e: (e.curves[name].sign * e.curves[name].estimate.mean, -e.version))

@@ -12,18 +12,17 @@ from PIL.PngImagePlugin import PngInfo
 from async_flowrl.observability.events import replace_file
 from async_flowrl.types import ByteArray, Prompt, Scores
 
+# Characters of a prompt, and images of one, that a grid shows at most.
 MAX_SHOWN_CHARACTERS = 500
-"""Characters of a prompt that a grid may show at most."""
 MAX_COLUMNS = 8
-"""Images of a prompt that the grid of an evaluation shows at most."""
+# In pixels: smallest and largest side of a shown image, smallest width of a grid, space between images, height of a
+# line of text and of its font.
 MIN_SIDE, MAX_SIDE, MIN_WIDTH, GAP, LINE_HEIGHT, FONT_SIZE = 128, 256, 240, 4, 22, 14
-"""In pixels: smallest and largest side of a shown image, smallest width of a grid, space between images, height of a
-line of text and of its font."""
 
+# File that describes a folder of single images. It is written last, so a folder with this file is complete.
 INDEX = "index.json"
-"""File that describes a folder of single images. It is written last, so a folder with this file is complete."""
+# Images with at most this many pixels per side are kept as PNG (lossless), larger ones as WebP of WEBP_QUALITY.
 MAX_LOSSLESS_SIDE = 128
-"""Images with at most this many pixels per side are kept as PNG (lossless), larger ones as WebP of WEBP_QUALITY."""
 WEBP_QUALITY = 90
 
 
@@ -33,8 +32,7 @@ def write_images(
     """Writes the first `most` images of every prompt as single files; an existing `folder` is replaced.
 
     `images` maps the prompt's index to uint8 [n, H, W, 3]. Sides above `side` pixels are reduced to it. `details` holds
-    one dictionary per prompt in the same order (see `picture_data`); it goes into `index.json` together with
-    `place` (the prompt's index) and `files` (the names of its images).
+    one dictionary per prompt in the same order (see `picture_data`), which goes into `index.json`.
     """
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -68,7 +66,7 @@ def write_grid(
     and `captions[i][j]` below that. `data` is stored as JSON in the PNG's text chunk "data" (None: no chunk).
     """
     below = [
-        [[f"{score:.3f}", *(each[image] for each in captions[row : row + 1])] for image, score in enumerate(scores)]
+        [[f"{score:.3f}", *([captions[row][image]] if captions else [])] for image, score in enumerate(scores)]
         for row, scores in enumerate(rewards)
     ]
     info = PngInfo()
@@ -95,7 +93,7 @@ def grid(
     side = max(max(images.shape[1:3]) for _, rows in columns for images in rows)
     cell = min(side * max(1, -(-MIN_SIDE // side)), max_side)
     block = n * (cell + GAP) + 3 * GAP
-    lines = max((len(each) for column in captions for group in column for each in group), default=0)
+    lines = max((len(texts) for column in captions for group in column for texts in group), default=0)
     height = cell + LINE_HEIGHT * (1 + lines)
     width = max(len(columns) * block - 4 * GAP, MIN_WIDTH)
     sheet = Image.new("RGB", (width, LINE_HEIGHT + len(prompts) * height), "white")
@@ -138,9 +136,9 @@ def fitted(text: str, draw: ImageDraw.ImageDraw, font: ImageFont.ImageFont | Ima
 
 def captions(scores: Sequence[Scores]) -> list[list[str]]:
     """One line per prompt and image with the extras of all terms, texts before numbers; [] if no term has extras."""
-    if not any(each.extras for each in scores):
+    if not any(group.extras for group in scores):
         return []
-    return [[_caption(each, image) for image in range(len(each.total))] for each in scores]
+    return [[_caption(group, image) for image in range(len(group.total))] for group in scores]
 
 
 def picture_data(prompts: Sequence[Prompt], scores: Sequence[Scores]) -> list[dict[str, Any]]:
@@ -148,16 +146,16 @@ def picture_data(prompts: Sequence[Prompt], scores: Sequence[Scores]) -> list[di
     return [
         {
             "prompt": prompt.text,
-            "total": list(each.total),
-            "by_term": {name: list(values) for name, values in each.by_term.items()},
-            "extras": {term: {name: list(values) for name, values in by.items()} for term, by in each.extras.items()},
+            "total": list(group.total),
+            "by_term": {name: list(values) for name, values in group.by_term.items()},
+            "extras": {term: {name: list(values) for name, values in by.items()} for term, by in group.extras.items()},
         }
-        for prompt, each in zip(prompts, scores, strict=True)
+        for prompt, group in zip(prompts, scores, strict=True)
     ]
 
 
 def _caption(scores: Scores, image: int) -> str:
-    said = [(name, values[image]) for extras in scores.extras.values() for name, values in extras.items()]
-    texts = [value for _, value in said if isinstance(value, str) and value]
-    numbers = [f"{name} {value:.3g}" for name, value in said if not isinstance(value, str)]
+    extras = [(name, values[image]) for by_name in scores.extras.values() for name, values in by_name.items()]
+    texts = [value for _, value in extras if isinstance(value, str) and value]
+    numbers = [f"{name} {value:.3g}" for name, value in extras if not isinstance(value, str)]
     return " · ".join([*texts, *numbers])

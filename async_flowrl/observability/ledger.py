@@ -7,8 +7,8 @@ replacement of a dead worker ("rollout-0.1") takes over its place.
 from collections.abc import Callable, Iterable, Mapping
 
 STATES = ("busy", "wait_data", "wait_weights", "sync", "idle")
+# Further states that count as idle: no ticket to run, and no process in the place.
 BOOKED_AS = {"wait_work": "idle", "gone": "idle"}
-"""Further states that the controller enters and that count as idle: no ticket to run, and no process in the place."""
 
 
 def pool_of(worker: str) -> str:
@@ -39,10 +39,7 @@ class PoolLedger:
             self._settle(place_of(worker))
 
     def enter(self, worker: str, state: str) -> str:
-        """Notes that `worker` is in `state` from now on; returns the state it counts as, one of STATES.
-
-        Raises ValueError for an unknown state.
-        """
+        """Notes that `worker` is in `state` from now on; returns the state it counts as. Raises ValueError."""
         booked = BOOKED_AS.get(state, state)
         if booked not in STATES:
             raise ValueError(f"a worker's state must be one of {', '.join(STATES)}, got {state!r} for {worker}")
@@ -75,7 +72,6 @@ class PoolLedger:
         return self._seconds
 
     def _settle(self, place: str) -> None:
-        """Books the time since the last change, for a new place that since the start of the ledger."""
         state, since = self._now.get(place, ("idle", self._start))
         now = self._clock()
         self._seconds.setdefault(place, dict.fromkeys(STATES, 0.0))[state] += now - since

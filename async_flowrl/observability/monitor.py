@@ -18,12 +18,13 @@ from async_flowrl.types import ByteArray
 
 logger = logging.getLogger(__name__)
 
+# Metric that is the x axis of evaluations in W&B: the policy version that was evaluated.
 VERSION_KEY = "evaluation/version"
-"""Metric that is the x axis of evaluations in W&B: the policy version that was evaluated."""
+# Most single images per evaluation that are sent to W&B: the first ones, so prompts stay the same.
 MAX_SAMPLES = 64
-"""Largest number of single images per evaluation that are sent to W&B: the first ones, so prompts stay the same."""
 PACKAGES = ("async-flowrl", "torch", "diffusers", "transformers", "peft", "ray", "vllm-omni")
 
+# Metric of this project → name of the same metric in verl-omni; metrics with another meaning there are left out.
 VERL_OMNI = {
     "step": "training/global_step",
     "images": "perf/total_num_images",
@@ -41,7 +42,6 @@ VERL_OMNI = {
     "timing/update": "timing_s/update_actor",
     "timing/publish": "timing_s/update_weights",
 }
-"""Metric of this project → name of the same metric in verl-omni; metrics with another meaning there are left out."""
 ALIASES = {"none": {}, "verl_omni": VERL_OMNI}
 
 
@@ -70,13 +70,10 @@ class View:
 
 
 def scalars(metrics: Mapping[str, Any], aliases: Mapping[str, str]) -> dict[str, float]:
-    """All metrics that are numbers, as floats, under their names and under their aliases (name → alias).
-
-    `step` itself appears only under its alias.
-    """
+    """All metrics that are numbers, under their names and aliases (name → alias); `step` only under its alias."""
     numbers = {name: float(value) for name, value in metrics.items() if isinstance(value, int | float)}
-    again = {alias: numbers[name] for name, alias in aliases.items() if name in numbers}
-    return {name: value for name, value in numbers.items() if name != "step"} | again
+    under_aliases = {alias: numbers[name] for name, alias in aliases.items() if name in numbers}
+    return {name: value for name, value in numbers.items() if name != "step"} | under_aliases
 
 
 class Tensorboard(View):
@@ -120,8 +117,8 @@ class Wandb(View):
 
         self._wandb: Any = wandb
         self._aliases = ALIASES[config.metric_aliases]
-        known = os.environ.get("WANDB_API_KEY") or wandb.api.api_key
-        mode: Any = os.environ.get("WANDB_MODE") or ("online" if known else "offline")
+        key = os.environ.get("WANDB_API_KEY") or wandb.api.api_key
+        mode: Any = os.environ.get("WANDB_MODE") or ("online" if key else "offline")
         self._run: Any = wandb.init(
             project=config.wandb_project, entity=config.wandb_entity, tags=config.wandb_tags or None, name=name,
             id=run_id(folder / "wandb"), resume=None if mode == "offline" else "allow", mode=mode,
@@ -169,17 +166,12 @@ def run_id(folder: Path) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Package → version for the installed ones of PACKAGES."""
     return {package: installed.version for package in PACKAGES for installed in distributions(name=package)}
 
 
 def age_histogram(metrics: Mapping[str, Any]) -> tuple[list[int], list[float]] | None:
-    """Histogram (counts, bin edges) of trained rows by the age of their image in versions; None if none were trained.
-
-    A row is one image in one trained denoising step.
-    """
-    rows = by_age(metrics, "kept_of")
-    if not rows:
+    """Histogram (counts, bin edges) of trained rows by the age of their image; None if none were trained."""
+    if not (rows := by_age(metrics, "kept_of")):
         return None
     ages = range(max(rows) + 1)
     return [int(rows[age]) for age in ages], [age - 0.5 for age in range(len(ages) + 1)]
@@ -211,27 +203,25 @@ class Monitor:
             self._views.append(Wandb(config, name, folder, settings))
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Passes on the metrics of a finished step, under the names of metrics.jsonl."""
-        self._each(lambda view: view.log(step, metrics))
+        self._show(lambda view: view.log(step, metrics))
 
     def evaluation(self, version: int, metrics: Mapping[str, float]) -> None:
-        """Passes on the metrics of an evaluation, under the names of metrics.jsonl without the prefix `evaluation/`."""
-        self._each(lambda view: view.evaluation(version, metrics))
+        """`metrics` are under the names of metrics.jsonl without the prefix `evaluation/`."""
+        self._show(lambda view: view.evaluation(version, metrics))
 
     def image(self, path: Path, version: int) -> None:
         """Passes on the picture grid of an evaluation, a PNG file."""
-        self._each(lambda view: view.image(path, version))
+        self._show(lambda view: view.image(path, version))
 
     def samples(self, version: int, samples: Sequence[Sample]) -> None:
         """Passes on single images of an evaluation, in the order of the prompts."""
-        self._each(lambda view: view.samples(version, samples))
+        self._show(lambda view: view.samples(version, samples))
 
     def close(self) -> None:
-        """Closes all views; may be called more than once."""
-        self._each(lambda view: view.close())
+        self._show(lambda view: view.close())
         self._views.clear()
 
-    def _each(self, work: Callable[[View], None]) -> None:
+    def _show(self, work: Callable[[View], None]) -> None:
         with self._turn:
             for view in list(self._views):
                 try:

@@ -16,8 +16,8 @@ from async_flowrl.config.schema import Config
 
 logger = logging.getLogger(__name__)
 
+# Held while a trace runs: torch has one profiler per process, which a second trace would end or crash.
 ONE_PER_PROCESS = threading.Lock()
-"""Held while a trace runs: torch has one profiler per process, which a second trace would end or crash."""
 
 
 class StepProfiler:

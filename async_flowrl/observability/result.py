@@ -6,13 +6,13 @@ Otherwise it is the change of the training reward.
 
 from collections.abc import Sequence
 
+from async_flowrl.config.curves import REWARD
 from async_flowrl.observability.evaluations import HELD_OUT, Evaluation, between, first_comparable, policy_versions
 from async_flowrl.observability.metrics import Metrics
 from async_flowrl.observability.statistics import Change
 
+# A change is significant if its one-sided p-value, in either direction, is at most this.
 MAX_P_VALUE = 0.025
-"""A change is significant if its one-sided p-value, in either direction, is at most this."""
-REWARD = "reward"
 PROMPTS = {"held_out": "held-out prompts", "training": "training prompts"}
 
 Ends = tuple[Evaluation, Evaluation]
@@ -58,10 +58,7 @@ def held_out_sentences(ends: Ends) -> list[str]:
 
 
 def tenths(metrics: Sequence[Metrics]) -> tuple[float, float] | None:
-    """Mean training reward over the first and over the last tenth of the steps that had a reward; None without any.
-
-    A tenth is at least one step.
-    """
+    """Mean training reward over the first and the last tenth (at least one) of the steps that had one; None without."""
     rewards = [line["reward/mean"] for line in metrics if line.get("reward/mean") is not None]
     if not rewards:
         return None
@@ -73,15 +70,12 @@ def training_sentence(first: float | None, last: float | None) -> str:
     """The sentence for a run without comparable evaluations, from the two means of `tenths` (None: no reward)."""
     if first is None or last is None:
         return "No step had a reward."
-    went = f"went from {first:.3g} to {last:.3g} (first and last tenth of the steps)"
-    return (
-        f"The training reward {went if first != last else f'was {first:.3g}'}; no two evaluations say what that means "
-        "for fixed prompts and seeds."
-    )
+    change = f"went from {first:.3g} to {last:.3g} (first and last tenth of the steps)"
+    change = change if first != last else f"was {first:.3g}"
+    return f"The training reward {change}; no two evaluations say what that means for fixed prompts and seeds."
 
 
 def certain(moved: Change) -> bool:
-    """True if the change is significant (see MAX_P_VALUE)."""
     return min(moved.p_above(), moved.p_below()) <= MAX_P_VALUE
 
 

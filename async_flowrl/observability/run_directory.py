@@ -16,14 +16,14 @@ from async_flowrl.config.check import ConfigError
 from async_flowrl.config.schema import FULL, LORA, Config
 from async_flowrl.observability.events import replace_file
 
+# Entries that a run writes before it starts to train.
 LEFT_BY_A_START = {".hydra", ".lock", "config.yaml", "logs"}
-"""Entries that a run writes before it starts to train."""
 
+# Line of the controller's log at which an attempt begins (a resumed run has several attempts).
 ATTEMPT = "an attempt begins"
-"""Line of the controller's log at which an attempt begins (a resumed run has several attempts)."""
 
+# Attempts to take the lock, and seconds between them: `is_held` in another process holds it very briefly.
 LOCK_ATTEMPTS, LOCK_PAUSE = 4, 0.05
-"""Number of attempts to take the lock, and seconds between them: `is_held` in another process holds it very briefly."""
 
 
 def is_held(lock: Path) -> bool:
@@ -61,11 +61,9 @@ class RunDirectory:
         self._lock = -1
 
     def trained(self, tune: str) -> Path:
-        """The folder of the weights that a run with this `tune` ends with."""
         return self.root / {LORA: "lora", FULL: "transformer"}[tune]
 
     def best(self, tune: str) -> Path:
-        """The same of the best evaluated version."""
         trained = self.trained(tune)
         return trained.with_name(f"{trained.name}_best")
 
@@ -78,7 +76,7 @@ class RunDirectory:
 
     def claim(self) -> None:
         """Raises ConfigError if `create` would do so; used by `dry_run`. It removes what it creates for the test."""
-        made = [folder for folder in (self.root, *self.root.parents) if not folder.exists()]
+        missing = [folder for folder in (self.root, *self.root.parents) if not folder.exists()]
         lock = self.root / ".lock"
         new = not lock.exists()
         try:
@@ -90,7 +88,7 @@ class RunDirectory:
         finally:
             if new and lock.exists():
                 lock.unlink()
-            for folder in filter(Path.is_dir, made):
+            for folder in filter(Path.is_dir, missing):
                 folder.rmdir()
 
     def create(self, config: Config, hydra_record: Mapping[str, str] = MappingProxyType({})) -> None:

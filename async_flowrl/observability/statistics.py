@@ -16,40 +16,38 @@ import numpy.typing as npt
 from async_flowrl.types import ByteArray
 
 Numbers = npt.NDArray[np.float64]
+# Index of the prompt → one score per image, in image order.
 ByPrompt = Mapping[int, Sequence[float]]
-"""Index of the prompt → one score per image, in image order."""
 CONFIDENCE_LEVEL = 0.95
-"""Confidence level of all intervals."""
 CHANGE_FIELDS = ("change", "change_stderr", "change_low", "change_high")
+# Pixels to which larger images are reduced before their distance is taken.
 DIVERSITY_SIDE = 64
-"""Pixels to which larger images are reduced before their distance is taken."""
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean score and its error; `stderr`, `low` and `high` are None if there is only one image."""
+    """A mean score and its error; `stderr`, `low` and `high` are None if there is only one image.
+
+    `mean` is over prompts of their means over images, `std` the population standard deviation over all images, `low`
+    and `high` the confidence interval by Student's t, with (prompts - 1) degrees of freedom, or (images - 1) for a
+    single prompt.
+    """
 
     mean: float
-    """Mean over prompts of their means over images."""
     std: float
-    """Population standard deviation over all images."""
     stderr: float | None
     low: float | None
     high: float | None
-    """`low` and `high` are the confidence interval by Student's t, with (prompts - 1) degrees of freedom, or
-    (images - 1) for a single prompt."""
     prompts: int
-    """Number of prompts."""
 
 
 @dataclass(frozen=True)
 class Change:
-    """The mean of paired differences (now - before) and its standard error, None for a single pair."""
+    """The mean of paired differences (now - before), its standard error (None for one pair), and Student's freedom."""
 
     mean: float
     stderr: float | None
     freedom: int
-    """Degrees of freedom of Student's t."""
 
     @property
     def half(self) -> float | None:
@@ -58,12 +56,10 @@ class Change:
 
     @property
     def ends(self) -> tuple[float, float] | tuple[None, None]:
-        """The two ends of the confidence interval; None without `stderr`."""
         half = self.half
         return (None, None) if half is None else (self.mean - half, self.mean + half)
 
     def fields(self) -> dict[str, float | None]:
-        """The keys CHANGE_FIELDS: mean, standard error and the two ends of the confidence interval."""
         return dict(zip(CHANGE_FIELDS, (self.mean, self.stderr, *self.ends), strict=True))
 
     def p_above(self) -> float:
@@ -101,8 +97,8 @@ def change(now: ByPrompt, before: ByPrompt) -> Change | None:
 def diversity(images: ByteArray) -> float | None:
     """Mean distance between two of the images uint8 [n, H, W, 3] of one prompt; None for fewer than two images.
 
-    The distance of two images is the root mean square of their differences over pixels and channels, with values in
-    0 .. 1, after images larger than DIVERSITY_SIDE pixels were reduced to that size.
+    The distance is the root mean square of their differences over pixels and channels, with values in 0 .. 1, after
+    images larger than DIVERSITY_SIDE pixels were reduced to that size.
     """
     if len(images) < 2:
         return None

@@ -7,6 +7,7 @@ with `placement=shared`, and its *efficiency* is that bound divided by the measu
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from statistics import fmean
 from typing import Any
 
 from async_flowrl.config.curves import best_curve
@@ -22,35 +23,33 @@ from async_flowrl.observability.result import tenths
 from async_flowrl.observability.statistics import CHANGE_FIELDS
 from async_flowrl.observability.timeline import Track, by_pool, device_shares, tracks
 
+# Steps at the start that rates leave out, because the pipeline is filling and caches are cold.
 WARM_UP_STEPS = 2
-"""Steps at the start that rates leave out, because the pipeline is filling and caches are cold."""
+# Events by which the size of a rollout pool changes.
 CHANGES = ("worker_joined", "worker_left")
-"""Events by which the size of a rollout pool changes."""
+# The run warns if clipping and masking leave less than this share of the gradient.
 MIN_GRADIENT_KEPT = 0.8
-"""The run warns if clipping and masking leave less than this share of the gradient."""
 
 FLAT = (
     "in {steps} steps in a row the reward gave all images of a prompt the same score, for every prompt, so there was "
     "nothing to learn: take a reward that tells them apart, other prompts, or more images per prompt (group_size)"
 )
-"""Warning about a reward without any spread inside groups."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """Counts of the controller that are in no file and go into the summary."""
+    """Counts of the controller that are in no file and go into the summary.
+
+    `tickets`: issued, trained, skipped, failed, retried, duplicate. `pools` is `PoolLedger.totals()`. `sync` is about
+    the publishing of weights. `peak` is the peak FLOP/s of one worker's device; None if it is unknown.
+    """
 
     wall_seconds: float
     weights_digest: str
     tickets: Mapping[str, int]
-    """Keys: issued, trained, skipped, failed, retried, duplicate."""
     pools: Mapping[str, Mapping[str, float]]
-    """`PoolLedger.totals()`: pool → state → seconds."""
     sync: Mapping[str, Any]
-    """Publishing of weights: publishes, bytes, seconds, {trainer,worker}_stall_seconds, transport, retries, corrupt,
-    fallbacks, member_busy."""
     peak: float | None = None
-    """Peak FLOP/s of one worker's device; None if it is unknown."""
 
 
 def summarise(config: Config, metrics: Sequence[Metrics], events: Iterable[Event], outcome: Outcome) -> dict[str, Any]:
@@ -63,20 +62,21 @@ def summarise(config: Config, metrics: Sequence[Metrics], events: Iterable[Event
     workers = tracks(attempt)
     images = [int(line.get("images", config.prompts_per_step * config.group_size)) for line in metrics]
     began = process_began(history)
-    made = sum(count for count, line in zip(images, metrics, strict=True) if line["step"] >= began)
-    trained = tenths(metrics)
+    since = sum(count for count, line in zip(images, metrics, strict=True) if line["step"] >= began)
+    first, last = tenths(metrics) or (None, None)
+    configured = configured_pools(config)
     return {
         "steps": len(metrics),
         "images": sum(images),
         "wall_seconds": outcome.wall_seconds,
-        "images_per_s": made / outcome.wall_seconds if outcome.wall_seconds > 0 else None,
+        "images_per_s": since / outcome.wall_seconds if outcome.wall_seconds > 0 else None,
         "steady_images_per_s": _steady_rate(attempt, sum(images) / max(1, len(images))),
         "mode": config.mode_name,
         "max_staleness": config.max_staleness,
         "placement": config.placement,
-        "workers": {pool: workers for pool, (workers, _) in configured_pools(config).items()},
+        "workers": {pool: workers for pool, (workers, _) in configured.items()},
         "rollout_size": rollout_size(config, attempt),
-        "gpus_per_worker": {pool: gpus for pool, (_, gpus) in configured_pools(config).items()},
+        "gpus_per_worker": {pool: gpus for pool, (_, gpus) in configured.items()},
         **staleness(metrics, config.trainer.updates_per_batch),
         "weights_digest": outcome.weights_digest,
         "tickets": dict(outcome.tickets),
@@ -89,8 +89,8 @@ def summarise(config: Config, metrics: Sequence[Metrics], events: Iterable[Event
         "gradient_kept": gradient_kept(metrics),
         "skipped": skipped(metrics),
         "warnings": warnings_of(metrics),
-        "reward_first": trained[0] if trained else None,
-        "reward_last": trained[1] if trained else None,
+        "reward_first": first,
+        "reward_last": last,
     }
 
 
@@ -100,7 +100,7 @@ def flops_per_second(workers: Sequence[Track], window: Interval) -> dict[str, fl
     for track in workers:
         inside = [span["flops"] for span in track.spans if "flops" in span and window[0] <= span["end"] <= window[1]]
         rates.setdefault(pool_of(track.place), []).append(sum(inside) / (window[1] - window[0]))
-    return {pool: sum(each) / len(each) for pool, each in rates.items() if sum(each) > 0}
+    return {pool: fmean(by_worker) for pool, by_worker in rates.items() if sum(by_worker) > 0}
 
 
 def last_attempt(history: Sequence[Event]) -> tuple[int, Sequence[Event]]:
@@ -136,8 +136,7 @@ def steady_state(
 ) -> dict[str, Any]:
     """The part of the summary that is measured in `steady_steps`; values are None if there are none.
 
-    G is the busy seconds of rollout per step, divided by the number of rollout workers, T the same of trainer ranks,
-    which may train unequal shares.
+    G is the busy seconds of rollout per step, divided by the number of rollout workers, T the same of trainer ranks.
     """
     rollout, trainer = _pool(workers, "rollout"), _pool(workers, "trainer")
     overlap: dict[str, float | None] = {"seconds": length(intersect(rollout, trainer)), "share": None}
@@ -181,8 +180,7 @@ def gradient_kept(metrics: Sequence[Metrics]) -> dict[str, float]:
 
 
 def skipped(metrics: Sequence[Metrics]) -> dict[str, int]:
-    """Counts over the whole run: tickets without a score, steps with such tickets, those without any reward, and
-    (`optional_terms`) how often a group was trained without the score of an optional term."""
+    """Counts over the whole run: tickets without a score, steps with such or without any, missing optional terms."""
     tickets = [int(line.get("tickets_skipped") or 0) for line in metrics]
     nothing = sum(line.get("reward/mean") is None for line, count in zip(metrics, tickets, strict=True) if count)
     return {
@@ -223,13 +221,11 @@ def warnings_of(metrics: Sequence[Metrics]) -> list[str]:
 
 
 def _pool(workers: Sequence[Track], pool: str, *, first_only: bool = False) -> list[Interval]:
-    """Times at which any worker of the pool was busy, or with `first_only` its first worker."""
     members = by_pool(workers).get(pool, [])
     return union(interval for track in (members[:1] if first_only else members) for interval in track.busy)
 
 
 def _worked(workers: Sequence[Track], pool: str, window: Interval) -> float:
-    """Busy seconds in `window` of a worker of the pool, on average; 0.0 without workers."""
     members = by_pool(workers).get(pool, [])
     return sum(length(intersect(track.busy, [window])) for track in members) / max(1, len(members))
 
@@ -243,12 +239,9 @@ def _steady_rate(history: Sequence[Event], images_per_step: float) -> float | No
 
 
 def mfu(summary: Mapping[str, Any]) -> str:
-    """Returns text such as "rollout 31.0%, trainer 42.0%" from a run's summary.json; empty if the peak is not known.
-
-    Model FLOPs utilisation (MFU) is the share of the device's peak FLOP/s that a network uses.
-    """
-    known = {pool: value for pool, value in (summary.get("mfu") or {}).items() if value is not None}
-    return ", ".join(f"{pool} {value:.1%}" for pool, value in known.items())
+    """Text such as "rollout 31.0%, trainer 42.0%": shares of the devices' peak FLOP/s; empty if they are unknown."""
+    shares = (summary.get("mfu") or {}).items()
+    return ", ".join(f"{pool} {share:.1%}" for pool, share in shares if share is not None)
 
 
 def configured_pools(config: Config) -> dict[str, tuple[int, float]]:
@@ -262,18 +255,16 @@ def configured_pools(config: Config) -> dict[str, tuple[int, float]]:
 
 
 def rollout_size(config: Config, attempt: Sequence[Event]) -> dict[str, int]:
-    """Returns the numbers of rollout workers that `joined` and `left` in the last attempt, and were there at a time.
-
-    `fewest` and `most` are the smallest and the largest number of workers that served at the same time.
+    """Numbers of rollout workers that `joined` and `left` in the last attempt, `fewest` and `most` at the same time.
 
     A newcomer that was turned away is not counted.
     """
     changes = [event for event in attempt if event["event"] in CHANGES]
     if changes:
-        begun_with = changes[0]["workers"] + (1 if changes[0]["event"] == "worker_left" else -1)
+        first = changes[0]["workers"] + (1 if changes[0]["event"] == "worker_left" else -1)
     else:
-        begun_with = places(event for event in attempt if not event.get("newcomer")) or config.rollout.num_workers
-    counts = [begun_with, *(event["workers"] for event in changes)]
+        first = places(event for event in attempt if not event.get("newcomer")) or config.rollout.num_workers
+    counts = [first, *(event["workers"] for event in changes)]
     return {
         "joined": sum(event["event"] == "worker_joined" for event in changes),
         "left": sum(event["event"] == "worker_left" for event in changes),
@@ -284,15 +275,15 @@ def rollout_size(config: Config, attempt: Sequence[Event]) -> dict[str, int]:
 
 def places(attempt: Iterable[Event]) -> int:
     """Returns the number of places of the rollout pool that ever had a worker in the attempt."""
-    named = {place_of(event["worker"]) for event in attempt if event["event"] == "worker"}
-    return sum(pool_of(place) == "rollout" for place in named)
+    workers = {place_of(event["worker"]) for event in attempt if event["event"] == "worker"}
+    return sum(pool_of(place) == "rollout" for place in workers)
 
 
 def summarise_evaluations(config: Config, history: Sequence[Evaluation]) -> dict[str, Any]:
     """The values of the keys `evaluations` and `hacking` of summary.json; a missing evaluation is None."""
     policy = policy_versions(history)
     baseline = next((e for e in history if e.baseline), None)
-    judged = config.evaluate.on_hacking != "ignore"
+    warns = config.evaluate.on_hacking != "ignore"
     return {
         "evaluations": {
             "first": _row(policy[0], history) if policy else None,
@@ -301,7 +292,7 @@ def summarise_evaluations(config: Config, history: Sequence[Evaluation]) -> dict
             "best": best_row(config, history),
         },
         "hacking": {
-            "alarms": [alarm.sentence for alarm in alarms(history)] if judged else [],
+            "alarms": [alarm.sentence for alarm in alarms(history)] if warns else [],
             "notices": [notice.sentence for notice in notices(history)],
         },
     }
@@ -309,11 +300,9 @@ def summarise_evaluations(config: Config, history: Sequence[Evaluation]) -> dict
 
 def best_row(config: Config, history: Sequence[Evaluation]) -> dict[str, Any] | None:
     """`curve`, `version` and `mean` of the best version; None if no best version is kept or none was evaluated."""
-    curve = best_curve(config)
-    chosen = None if curve is None else best(history, curve)
-    if curve is None or chosen is None:
+    if (curve := best_curve(config)) is None or (evaluation := best(history, curve)) is None:
         return None
-    return {"curve": curve, "version": chosen.version, "mean": chosen.curves[curve].estimate.mean}
+    return {"curve": curve, "version": evaluation.version, "mean": evaluation.curves[curve].estimate.mean}
 
 
 def _row(evaluation: Evaluation, history: Sequence[Evaluation]) -> dict[str, Any]:

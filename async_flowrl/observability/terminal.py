@@ -13,8 +13,8 @@ from async_flowrl.config import exit_codes
 
 logger = logging.getLogger(__name__)
 
+# Lines are not wrapped if the terminal has fewer columns than this.
 MIN_WIDTH = 30
-"""Lines are not wrapped if the terminal has fewer columns than this."""
 
 
 def run_program(main: Callable[[], int]) -> NoReturn:
@@ -45,9 +45,9 @@ def say(text: str, stream: TextIO | None = None) -> None:
         stream.write(text)
         stream.flush()
     except BrokenPipeError:
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, stream.fileno())
-        os.close(nowhere)
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, stream.fileno())
+        os.close(null)
         logger.warning("nobody reads %s any more: the run goes on without it", stream.name)
 
 

@@ -8,11 +8,11 @@ import argparse
 import json
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from async_flowrl.observability.events import Event, read_events, step_window
 from async_flowrl.observability.intervals import Interval, intersect, length, subtract, union
@@ -20,15 +20,14 @@ from async_flowrl.observability.ledger import place_of, pool_of
 from async_flowrl.types import TRAIN
 
 MICROSECONDS = 1e6
+# Order of the tracks by pool; other pools come last.
 POOLS = ("rollout", "reward", "trainer")
-"""Order of the tracks by pool; other pools come last."""
+# Pools whose workers of the same number are one process.
 SHARING_POOLS = ("rollout", "trainer")
-"""Pools whose workers of the same number are one process."""
+# States of a ticket that waits to be made (again), that has images and no reward yet, and whose group has its rewards.
 PENDING, SCORING, READY = "PENDING", "SCORING", "READY"
-"""States of a ticket that waits to be made (again), that has images and no reward yet, and whose group has its rewards
-(tickets/ticket.py)."""
+# Events that the trace shows as a point in time.
 INSTANTS = ("version", "fault", "worker_joined", "worker_left", "rollback", "step")
-"""Events that the trace shows as a point in time."""
 
 
 @dataclass
@@ -37,8 +36,8 @@ class Track:
 
     place: str
     spans: list[Event] = field(default_factory=list)
+    # State → its times, for all states except "busy", without the times at which a span ran.
     waits: Mapping[str, list[Interval]] = field(default_factory=dict)
-    """State → its times, for all states except "busy", without the times at which a span ran."""
 
     @cached_property
     def busy(self) -> list[Interval]:
@@ -94,11 +93,10 @@ def by_device(workers: Sequence[Track]) -> list[Track]:
     busy = busy_by_device(workers)
     sharing = [track for track in workers if pool_of(track.place) in SHARING_POOLS]
     sharing.sort(key=lambda track: (_index(track.place), SHARING_POOLS.index(pool_of(track.place))))
-    sorted_tracks = []
-    for track in sharing:
-        waits = {state: subtract(times, busy[_index(track.place)]) for state, times in track.waits.items()}
-        sorted_tracks.append(Track(track.place, track.spans, waits))
-    return sorted_tracks + [track for track in workers if pool_of(track.place) not in SHARING_POOLS]
+    return [
+        Track(t.place, t.spans, {state: subtract(times, busy[_index(t.place)]) for state, times in t.waits.items()})
+        for t in sharing
+    ] + [track for track in workers if pool_of(track.place) not in SHARING_POOLS]
 
 
 def busy_by_device(workers: Iterable[Track]) -> dict[int, list[Interval]]:
@@ -114,32 +112,25 @@ def _index(place: str) -> int:
     return int(place.rpartition("-")[2])
 
 
-@dataclass(frozen=True)
-class DeviceTime:
-    """Mean shares of the time of all devices, from 0 to 1.
+class DeviceTime(NamedTuple):
+    """Mean shares of the time of all devices, from 0 to 1. `idle`: a device neither sampled nor trained.
 
-    A process may sample beside its optimizer step, so `sampled`, `trained` and `idle` may add up to more than 1. What
-    `rewards` and `barrier` leave of `idle` is time in which no device computed and no reward was made, e.g. between two
-    steps.
+    A process may sample beside its optimizer step, so `sampled`, `trained` and `idle` may add up to more than 1.
+    `rewards` is idle time while the reward of a training group was made, `barrier` that while another device computed
+    and no reward was made; the rest of `idle` is e.g. between two steps.
     """
 
     sampled: float
     trained: float
     idle: float
-    """Nothing to do: a device neither sampled nor trained."""
     rewards: float
-    """Nothing to do while the reward of a training group was made."""
     barrier: float
-    """Nothing to do while another device computed, and no reward was made."""
 
 
 def device_shares(workers: Sequence[Track], history: Sequence[Event], *, shared: bool) -> dict[str, float | None]:
-    """Returns the numbers of `device_time` from the first to the last step, by name.
-
-    They are None if nothing of it was recorded, or if the run's processes do not sample and train (`shared`).
-    """
+    """Returns `device_time` from the first to the last step, by name; None each without it, and without `shared`."""
     time = device_time(workers, history, step_window(history)) if shared else None
-    return dict.fromkeys(field.name for field in fields(DeviceTime)) if time is None else asdict(time)
+    return dict.fromkeys(DeviceTime._fields) if time is None else dict(time._asdict())
 
 
 def device_time(workers: Sequence[Track], history: Sequence[Event], window: Interval) -> DeviceTime | None:
@@ -148,19 +139,17 @@ def device_time(workers: Sequence[Track], history: Sequence[Event], window: Inte
     whole = (window[1] - window[0]) * len(busy)
     if whole <= 0:
         return None
-    work = dict.fromkeys(SHARING_POOLS, 0.0)
-    for track in workers:
-        if (pool := pool_of(track.place)) in work:
-            work[pool] += length(intersect(track.busy, [window]))
-    idle = [subtract([window], each) for each in busy.values()]
-    anyone = union(interval for each in busy.values() for interval in each)
+    pools = by_pool(workers)
+    work = {pool: sum(length(intersect(t.busy, [window])) for t in pools.get(pool, ())) for pool in SHARING_POOLS}
+    idle = [subtract([window], intervals) for intervals in busy.values()]
+    computing = union(interval for intervals in busy.values() for interval in intervals)
     scoring = _scoring(history)
     return DeviceTime(
         sampled=work["rollout"] / whole,
         trained=work["trainer"] / whole,
-        idle=sum(length(each) for each in idle) / whole,
-        rewards=sum(length(intersect(each, scoring)) for each in idle) / whole,
-        barrier=sum(length(subtract(intersect(each, anyone), scoring)) for each in idle) / whole,
+        idle=sum(map(length, idle)) / whole,
+        rewards=sum(length(intersect(free, scoring)) for free in idle) / whole,
+        barrier=sum(length(subtract(intersect(free, computing), scoring)) for free in idle) / whole,
     )
 
 
@@ -185,18 +174,14 @@ def trace(events: Iterable[Event]) -> dict[str, Any]:
     """The trace as a dictionary in Chrome's Trace Event Format; times are microseconds since the first event."""
     history = list(events)
     start: float = min((event["start"] if "start" in event else event["time"] for event in history), default=0.0)
-    entries: list[dict[str, Any]] = []
-    for number, track in enumerate(tracks(history), start=1):
-        entries += _track_events(track, number, start)
+    numbered = enumerate(tracks(history), start=1)
+    entries = [entry for number, track in numbered for entry in _track_events(track, number, start)]
     entries += [_instant(event, start) for event in history if event["event"] in INSTANTS]
     return {"traceEvents": entries, "displayTimeUnit": "ms"}
 
 
 def write_timeline(events: Path, path: Path) -> None:
-    """Writes the trace of the file `events` (an events.jsonl) to `path`.
-
-    Raises FileNotFoundError if `events` does not exist, ValueError for a line that is not JSON.
-    """
+    """Writes the trace of the file `events` to `path`. Raises FileNotFoundError, or ValueError for a line not JSON."""
     path.write_text(json.dumps(trace(read_events(events))), encoding="utf-8")
 
 

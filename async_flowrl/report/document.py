@@ -31,24 +31,21 @@ from pathlib import Path
 from typing import Any
 
 from async_flowrl.observability.bottleneck import verdict
-from async_flowrl.report.curves import MAX_POINTS, bucket_width, lines_of, rounded
 from async_flowrl.report.facts import differences, environment_of, facts_of, pools_of, settings_of, verification_of
+from async_flowrl.report.findings import advice_for, evaluations_of, result_of
 from async_flowrl.report.panels import panels_for
 from async_flowrl.report.pictures import pictures_of
 from async_flowrl.report.records import Records, read_run
-from async_flowrl.report.result import advice_for, evaluations_of, result_of
 from async_flowrl.report.schedule import timeline_of
+from async_flowrl.report.series import MAX_POINTS, bucket_width, lines_of, rounded
 
 Document = dict[str, Any]
+# Value of `max_mib` (MiB of pictures inside a page) if no configuration sets monitor.report_mib.
 MAX_MIB = 16.0
-"""Value of `max_mib` (MiB of pictures inside a page) if no configuration sets monitor.report_mib."""
 
 
 def document(runs: Sequence[Path]) -> Document:
-    """The document about these run directories.
-
-    Raises FileNotFoundError for a folder without metrics.jsonl, ValueError for a file that cannot be parsed.
-    """
+    """The document about these run directories. Raises FileNotFoundError without metrics.jsonl, or ValueError."""
     records = [read_run(Path(run)) for run in runs]
     names = names_of([run.root for run in records])
     documents = [run_document(run, name) for run, name in zip(records, names, strict=True)]
@@ -59,7 +56,7 @@ def document(runs: Sequence[Path]) -> Document:
         "panels": panels_for(key for run in documents for key in run["lines"]),
         "differences": differences(records),
         "max_mib": max(float(run.setting("monitor.report_mib", MAX_MIB)) for run in records),
-        "notes": [note for run, each in zip(records, documents, strict=True) for note in notes_on(run, each)],
+        "notes": [note for pair in zip(records, documents, strict=True) for note in notes_on(*pair)],
     }
 
 
@@ -68,7 +65,7 @@ def run_document(run: Records, name: str) -> Document:
     x, lines = lines_of(run)
     evaluations = evaluations_of(run.evaluations, str(run.setting("evaluate.on_hacking", "warn")))
     pictures = pictures_of(run)
-    whole = {
+    entry = {
         "name": name,
         "folder": str(run.root),
         "state": run.state,
@@ -86,14 +83,14 @@ def run_document(run: Records, name: str) -> Document:
         "environment": environment_of(run),
         "verification": verification_of(run),
     }
-    return {**rounded(whole), "timeline": timeline_of(run)}  # whose times need more digits than six
+    return {**rounded(entry), "timeline": timeline_of(run)}  # whose times need more digits than six
 
 
 def names_of(roots: Sequence[Path]) -> list[str]:
     """Names of the runs: the last parts of their paths, as many as are needed to make all names different."""
     parts = [root.resolve().parts for root in roots]
     for depth in range(1, max(map(len, parts), default=1) + 1):
-        names = ["/".join(each[-depth:]) for each in parts]
+        names = ["/".join(path[-depth:]) for path in parts]
         if len(set(names)) == len(set(parts)):
             return names
     return [str(root) for root in roots]
@@ -106,19 +103,16 @@ def compared(runs: Sequence[Document]) -> str:
     changes = [(run["change"], run["name"]) for run in runs if run["change"]]
     if len(changes) < 2 or any(change["of"] != changes[0][0]["of"] for change, _ in changes):
         return f"{count}. No evaluations of the same prompts, noises and reward compare them{_trained(runs)}."
-    best, name = max(changes, key=lambda each: float(each[0]["after"]))
+    best, name = max(changes, key=lambda change: float(change[0]["after"]))
     ends = sorted(change["after"] for change, _ in changes)
     if ends[0] == ends[-1]:
         return f"{count}. On the same evaluated prompts all that were evaluated ended at {ends[0]:.3g}."
     others = f"the others at {ends[0]:.3g} to {ends[-2]:.3g}" if len(ends) > 2 else f"the other one at {ends[0]:.3g}"
-    return (
-        f"{count}. On the same evaluated prompts {name} ended highest, at {best['after']:.3g} from "
-        f"{best['before']:.3g}; {others}."
-    )
+    change = f"at {best['after']:.3g} from {best['before']:.3g}"
+    return f"{count}. On the same evaluated prompts {name} ended highest, {change}; {others}."
 
 
 def _trained(runs: Sequence[Document]) -> str:
-    """The final training rewards of runs with the same reward; used only if no evaluations can be compared."""
     trained = [run for run in runs if run["training"]]
     if len(trained) < 2 or any(run["training"]["of"] != trained[0]["training"]["of"] for run in trained):
         return ""
@@ -127,15 +121,15 @@ def _trained(runs: Sequence[Document]) -> str:
     return f"; their training rewards ended {'highest ' if len(best) < len(trained) else ''}at {ends}"
 
 
-def notes_on(run: Records, whole: Document) -> list[str]:
+def notes_on(run: Records, entry: Document) -> list[str]:
     """Sentences about what was left out of a run's entry `whole`."""
-    notes, name = [], whole["name"]
+    notes, name = [], entry["name"]
     if (width := bucket_width(run.steps)) > 1:
         notes.append(
             f"{name}: each point of a curve is the mean of {width} steps, its band their range; {run.steps:,} steps "
             f"are drawn as at most {MAX_POINTS} points."
         )
-    timeline, pictures, evaluations = whole["timeline"], whole["pictures"], whole["evaluations"]
+    timeline, pictures, evaluations = entry["timeline"], entry["pictures"], entry["evaluations"]
     if timeline and timeline["shown"] < timeline["workers"]:
         notes.append(f"{name}: the timeline shows {timeline['shown']} of {timeline['workers']} workers.")
     if timeline and timeline["mark_count"] > len(timeline["marks"]):

@@ -20,8 +20,8 @@ from async_flowrl.report.records import Records
 
 Row = tuple[str, str]
 TERM = asdict(RewardTerm())
+# Settings that are left out, because every run has its own.
 OF_NO_MATTER = ("name", "output_dir")
-"""Settings that are left out, because every run has its own."""
 
 
 def facts_of(run: Records) -> list[Row]:
@@ -62,7 +62,6 @@ def _devices(shares: Mapping[str, float]) -> str | None:
 
 
 def _size(size: Mapping[str, int]) -> str | None:
-    """Returns the changes of the rollout pool's size in words; None if it has not changed."""
     if not (size.get("joined") or size.get("left")):
         return None
     return f"{size['fewest']} to {size['most']} workers: {size['joined']} joined, {size['left']} left"
@@ -93,14 +92,12 @@ def environment_of(run: Records) -> list[Row]:
     numerics = json.loads(newest.read_text(encoding="utf-8")).get("numerics", {}) if newest.exists() else {}
     rows = [(key, str(value)) for key, value in numerics.items() if "." not in key and value is not None]
     nodes = sorted({str(e["node"]) for e in run.history if e["event"] == "worker"})
-    if nodes:
-        rows.append(("nodes", ", ".join(nodes[:8]) + (f" and {len(nodes) - 8} more" if len(nodes) > 8 else "")))
-    return rows
+    more = f" and {len(nodes) - 8} more" if len(nodes) > 8 else ""
+    return rows + ([("nodes", ", ".join(nodes[:8]) + more)] if nodes else [])
 
 
 def verification_of(run: Records) -> dict[str, Any]:
-    """`digest` of the final weights; `typed`, the command line of the run (None if unknown); `commands`, (purpose,
-    command) pairs that verify the run, or resume it if it has not finished."""
+    """`digest` of the final weights; `typed`, the command line of the run; `commands` that verify or resume it."""
     folder, record = shlex.quote(str(run.root)), record_of(run.root)
     commands = [("check these files against the guarantees", f"async-flowrl verify {folder}")]
     if run.state not in ("finished", "running"):
@@ -110,7 +107,6 @@ def verification_of(run: Records) -> dict[str, Any]:
 
 
 def _text(value: Any, form: str = ".4g") -> str | None:
-    """The value as text, a float in the format `form`; None for None."""
     return format(value, form) if isinstance(value, float) else None if value is None else str(value)
 
 
@@ -125,31 +121,28 @@ def _sync(sync: dict[str, Any], *, shared: bool) -> str | None:
     if not sync:
         return None
     if shared:
-        each = sync["bytes"] / max(1, sync["publishes"])
-        return f"{sync['publishes']} of {each / 2**20:.1f} MiB, which every process made itself"
-    again = f", {sync['retries']} sent again" if sync.get("retries") else ""
-    return f"{sync['publishes']} versions, {sync['bytes'] / 2**20:.1f} MiB by {sync['transport']}{again}"
+        size = sync["bytes"] / max(1, sync["publishes"])
+        return f"{sync['publishes']} of {size / 2**20:.1f} MiB, which every process made itself"
+    retries = f", {sync['retries']} sent again" if sync.get("retries") else ""
+    return f"{sync['publishes']} versions, {sync['bytes'] / 2**20:.1f} MiB by {sync['transport']}{retries}"
 
 
 def settings_of(run: Records) -> dict[str, Any]:
     """`changed`: key, value and default of the settings that differ from the default; `all`: config.yaml as text."""
-    given = flat(run.config)
-    defaults = flat(asdict(Config())) | defaults_of_terms(given)
+    values = flat(run.config)
+    defaults = flat(asdict(Config())) | defaults_of_terms(values)
     changed = [
         {"key": key, "value": shown(value), "default": shown(defaults[key]) if key in defaults else "–"}
-        for key, value in given.items()
+        for key, value in values.items()
         if key not in OF_NO_MATTER and (key not in defaults or defaults[key] != value)
     ]
     return {"changed": changed, "all": OmegaConf.to_yaml(OmegaConf.create(run.config)) if run.config else ""}
 
 
-def defaults_of_terms(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Dotted key → default for the settings of all reward terms in `given`.
-
-    The weight is left out, so the report always shows it.
-    """
+def defaults_of_terms(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Dotted key → default for the settings of all reward terms in `values`, but the weight, which is always shown."""
     defaults = {}
-    for key in given:
+    for key in values:
         head, terms, rest = key.rpartition("reward.terms.")
         name, _, setting = rest.partition(".")
         if terms and setting in TERM and setting != "weight":
@@ -161,10 +154,10 @@ def differences(runs: Sequence[Records]) -> dict[str, Any] | None:
     """`rows`: key and the runs' values, for each setting in which the runs differ; None for a single run."""
     if len(runs) < 2:
         return None
-    given = [flat(run.config) for run in runs]
-    keys = dict.fromkeys(key for each in given for key in each if key not in OF_NO_MATTER)
-    values = {key: [shown(each[key]) if key in each else "–" for each in given] for key in keys}
-    return {"rows": [{"key": key, "values": each} for key, each in values.items() if len(set(each)) > 1]}
+    configs = [flat(run.config) for run in runs]
+    keys = dict.fromkeys(key for config in configs for key in config if key not in OF_NO_MATTER)
+    rows = {key: [shown(config[key]) if key in config else "–" for config in configs] for key in keys}
+    return {"rows": [{"key": key, "values": values} for key, values in rows.items() if len(set(values)) > 1]}
 
 
 def flat(values: Any, prefix: str = "") -> dict[str, Any]:

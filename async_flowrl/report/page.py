@@ -21,8 +21,8 @@ from async_flowrl.observability.events import replace_file
 from async_flowrl.report.document import Document, document
 from async_flowrl.report.pictures import data_uri
 
+# Files in assets/, in the order in which the page runs them; uPlot (MIT, assets/uPlot.LICENSE) comes first.
 SCRIPTS = ("dom.js", "charts.js", "timeline.js", "gallery.js", "sections.js", "show.js")
-"""Files in assets/, in the order in which the page runs them; uPlot (MIT, assets/uPlot.LICENSE) comes first."""
 
 
 def write_page(runs: list[Path], path: Path, *, max_mib: float | None = None) -> None:
@@ -33,8 +33,8 @@ def write_page(runs: list[Path], path: Path, *, max_mib: float | None = None) ->
 def render(document: Document, *, max_mib: float | None = None) -> str:
     """The page as text. `max_mib` is the limit on its pictures in MiB; None means the document's own limit.
 
-    Pictures that are missing or exceed the limit are left out, and the page says so. Raises ValueError if the document
-    contains NaN or infinity.
+    Pictures that are missing or exceed the limit are left out, and the page says so. Raises ValueError for NaN or
+    infinity.
     """
     limit = document["max_mib"] if max_mib is None else max_mib
     pictures, left_out = embedded(document, round(limit * 2**20))
@@ -69,25 +69,26 @@ def policy(style: str, script: str) -> str:
 
 
 def embedded(document: Document, limit: int) -> tuple[dict[str, str], str | None]:
-    """(name → data URI, sentence about missing ones or None). Pictures are added in the order of `in_order` until the
-    URIs would have more than `limit` characters in all. A name is `<number of the run>/<path below its images folder>`.
+    """(name → data URI, sentence about missing ones or None), in order until the URIs have `limit` characters.
+
+    A name is `<number of the run>/<path below its images folder>`.
     """
     uris: dict[str, str] = {}
-    size = count = missing = 0
-    full = False
-    for name, folder, below in in_order(document):
-        count += 1
-        data = None if full else data_uri(folder, below)
-        if data is None:
-            missing += not full
+    size = missing = 0
+    pictures = list(in_order(document))
+    for name, folder, below in pictures:
+        if (data := data_uri(folder, below)) is None:
+            missing += 1
             continue
-        full = size + len(data) > limit
-        if not full:
-            uris[name], size = data, size + len(data)
+        size += len(data)
+        if size > limit:
+            break
+        uris[name] = data
+    count = len(pictures)
     if len(uris) == count:
         return uris, None
     absent = f"{missing} of {count} images are not in the run directory, or are no pictures. " if missing else ""
-    if not full:
+    if size <= limit:
         return uris, absent.strip()
     return uris, (
         f"{absent}{len(uris)} of {count} images are in this file, which holds {limit / 2**20:g} MiB of them at most "

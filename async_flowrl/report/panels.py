@@ -1,13 +1,14 @@
 """Charts of a report: which curves each chart draws, and its help text. docs/metrics.md has the formulas."""
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
+# Most curves that are drawn although no chart in PANELS names them.
 MAX_OTHERS = 60
-"""Largest number of curves that are drawn although no chart in PANELS names them."""
 
 
+# Section → id of a chart → its title, its help text, and its curves: pattern of keys → label (see re.Match.expand).
 PANELS: Mapping[str, Mapping[str, tuple[str, str, Mapping[str, str]]]] = {
     "result": {
         "evaluated": (
@@ -131,11 +132,9 @@ PANELS: Mapping[str, Mapping[str, tuple[str, str, Mapping[str, str]]]] = {
         ),
     },
 }
-"""Section → id of a chart → its title, its help text, and its curves: pattern of keys → label (see re.Match.expand)."""
 
-HIDDEN = {"step", "policy_version", "images", "kept", "kept_of", "evaluation", "evaluation_before"} | {
-    "evaluation_baseline"
-}
+HIDDEN = ("step", "policy_version", "images", "kept", "kept_of")
+HIDDEN += ("evaluation", "evaluation_before", "evaluation_baseline")
 """First parts of keys (before "/") that get no chart of their own."""
 
 
@@ -144,29 +143,19 @@ def panels_for(keys: Iterable[str]) -> list[dict[str, Any]]:
 
     Curves that no chart in PANELS names get further charts at the end.
     """
-    left = sorted(set(keys))
+    keys = sorted(set(keys))
     shown: list[dict[str, Any]] = []
     for section, panels in PANELS.items():
         for name, (title, text, curves) in panels.items():
-            matches = [(re.fullmatch(pattern, key), label) for pattern, label in curves.items() for key in left]
+            matches = [(re.fullmatch(pattern, key), label) for pattern, label in curves.items() for key in keys]
             lines = [{"key": match[0], "label": match.expand(label)} for match, label in matches if match]
             if lines and (name != "terms" or len(lines) > 1):
                 shown.append({"id": name, "section": section, "title": title, "help": text, "lines": lines})
-    return shown + _others(left, {line["key"] for panel in shown for line in panel["lines"]})
-
-
-def _others(keys: Sequence[str], taken: set[str]) -> list[dict[str, Any]]:
-    left = [key for key in keys if key not in taken and key.split("/")[0] not in HIDDEN][:MAX_OTHERS]
-    heads: dict[str, list[str]] = {}
-    for key in left:
-        heads.setdefault(key.rsplit("/", 1)[0] if "/" in key else key, []).append(key)
-    return [
-        {
-            "id": f"other-{number}",
-            "section": "other",
-            "title": head,
-            "help": "",
-            "lines": [{"key": key, "label": key.removeprefix(f"{head}/")} for key in members],
-        }
-        for number, (head, members) in enumerate(heads.items())
-    ]
+    drawn = {line["key"] for panel in shown for line in panel["lines"]}
+    others: dict[str, list[str]] = {}
+    for key in [key for key in keys if key not in drawn and key.split("/")[0] not in HIDDEN][:MAX_OTHERS]:
+        others.setdefault(key.rsplit("/", 1)[0] if "/" in key else key, []).append(key)
+    for number, (head, members) in enumerate(others.items()):
+        lines = [{"key": key, "label": key.removeprefix(f"{head}/")} for key in members]
+        shown.append({"id": f"other-{number}", "section": "other", "title": head, "help": "", "lines": lines})
+    return shown

@@ -7,18 +7,16 @@ from typing import Any
 
 from async_flowrl.observability.evaluations import DIVERSITY, Evaluation
 from async_flowrl.observability.images import INDEX
-from async_flowrl.report.curves import chosen
 from async_flowrl.report.records import Records
+from async_flowrl.report.series import chosen
 
+# Most evaluations with pictures (the first, the last and evenly spaced ones), prompts of one, characters of a prompt.
 MAX_EVALUATIONS = 40
-"""Largest number of evaluations with pictures; of more, the first, the last and evenly spaced ones are taken."""
 MAX_PROMPTS = 64
-"""Largest number of prompts per evaluation; the first ones are taken."""
 MAX_PROMPT = 2_000
-"""Largest number of characters of a prompt that are shown."""
 TYPES = {".png": "image/png", ".webp": "image/webp"}
+# Largest file that is read.
 MAX_BYTES = 64 * 2**20
-"""Largest file that is read."""
 
 
 def pictures_of(run: Records) -> dict[str, Any] | None:
@@ -34,16 +32,11 @@ def pictures_of(run: Records) -> dict[str, Any] | None:
     texts: dict[int, str] = {}
     evaluations = []
     for evaluation, index in chosen(kept, MAX_EVALUATIONS):
-        shown = [each for each in index["prompts"] if each["files"]][:MAX_PROMPTS]
-        texts |= {int(each["place"]): str(each["prompt"]) for each in shown}
-        evaluations.append(
-            {
-                "version": evaluation.version,
-                "baseline": evaluation.baseline,
-                "folder": folder_of(evaluation),
-                "prompts": {str(each["place"]): _prompt(each, evaluation) for each in shown},
-            }
-        )
+        entries = [entry for entry in index["prompts"] if entry["files"]][:MAX_PROMPTS]
+        texts |= {int(entry["place"]): str(entry["prompt"]) for entry in entries}
+        prompts = {str(entry["place"]): _prompt(entry, evaluation) for entry in entries}
+        which = {"version": evaluation.version, "baseline": evaluation.baseline, "folder": folder_of(evaluation)}
+        evaluations.append({**which, "prompts": prompts})
     return {
         "prompts": [{"place": place, "text": _short(texts[place])} for place in sorted(texts)],
         "evaluations": evaluations,
@@ -52,7 +45,6 @@ def pictures_of(run: Records) -> dict[str, Any] | None:
 
 
 def folder_of(evaluation: Evaluation) -> str:
-    """Name of the evaluation's folder below the run's images/."""
     return "baseline" if evaluation.baseline else f"step_{evaluation.version:06d}"
 
 
@@ -61,21 +53,19 @@ def _index(root: Path, evaluation: Evaluation) -> dict[str, Any] | None:
     return dict(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else None
 
 
-def _prompt(each: dict[str, Any], evaluation: Evaluation) -> dict[str, Any]:
-    place, count = int(each["place"]), len(each["files"])
+def _prompt(entry: dict[str, Any], evaluation: Evaluation) -> dict[str, Any]:
+    place, count = int(entry["place"]), len(entry["files"])
     scores = {
         name: list(curve.scores[place][:count])
         for name, curve in evaluation.curves.items()
         if curve.kind != DIVERSITY and place in curve.scores
     }
-    said = [
-        " · ".join(_said(name, values[i]) for by in each["extras"].values() for name, values in by.items())
-        for i in range(count)
-    ]
-    return {"files": each["files"], "scores": scores, **({"said": said} if any(said) else {})}
+    extras = [(name, values) for by_name in entry["extras"].values() for name, values in by_name.items()]
+    texts = [" · ".join(_extra(name, values[image]) for name, values in extras) for image in range(count)]
+    return {"files": entry["files"], "scores": scores, **({"said": texts} if any(texts) else {})}
 
 
-def _said(name: str, value: Any) -> str:
+def _extra(name: str, value: Any) -> str:
     return f"{name} {value:.3g}" if isinstance(value, int | float) else f"{name}: {_short(str(value), 120)}"
 
 

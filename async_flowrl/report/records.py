@@ -9,49 +9,45 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from async_flowrl.config.curves import REWARD
 from async_flowrl.config.messages import parsed
 from async_flowrl.config.schema import SHARED
 from async_flowrl.observability.evaluations import TRAINED, Evaluation, policy_versions, read_evaluations
 from async_flowrl.observability.events import Event, effective, read_events, step_window
 from async_flowrl.observability.intervals import Interval
 from async_flowrl.observability.metrics import Metrics
-from async_flowrl.observability.result import REWARD
 from async_flowrl.observability.run_directory import ATTEMPT, is_held
 from async_flowrl.observability.timeline import Track, by_device, tracks
 
+# What lines of events of these kinds contain. They are the largest part of the file, and reports skip them; only with
+# `placement=shared` they need tickets, which say for how long a reward was made.
 TICKET, VERSION = '"event": "ticket"', '"event": "version"'
-"""What lines of events of these kinds contain. They are the largest part of the file, and reports skip them; only with
-`placement=shared` they need tickets, which say for how long a reward was made."""
+# What lines of a ticket's other changes contain, which do not say it.
 NO_REWARD = tuple(f'"state": "{state}"' for state in ("RUNNING", "HANDED", "TRAINED", "SKIPPED"))
-"""What lines of a ticket's other changes contain, which do not say it; states of workers and versions are lower case.
-"""
+# Bytes at the end of the controller's log that are searched for the cause of a failure.
 LOG_TAIL_BYTES = 200_000
-"""Bytes at the end of the controller's log that are searched for the cause of a failure."""
 MAX_CAUSE_CHARACTERS = 400
-"""Largest number of characters of the cause that are shown."""
+# The last line of a traceback: type and message of an exception; in exception groups it is indented with bars.
 CAUSE = re.compile(r"^[\s|+-]*((?:[A-Za-z_]\w*\.)*[A-Z]\w*): (.+)$")
-"""The last line of a traceback: type and message of an exception; in exception groups it is indented with bars."""
 
 
 @dataclass(frozen=True)
 class Records:
-    """The content of a run directory so far."""
+    """The content of a run directory so far.
+
+    `history` has the events that rollbacks did not make void, without those that reports skip (see TICKET).
+    `evaluations` has the baseline first, without terms that always equal the reward. `summary` and `config` are {} if
+    the file does not exist, or the summary is of an earlier attempt. `state` is "running", "finished", "stopped"
+    (before its end, with a summary), "failed" (an error is in the log) or "unfinished" (e.g. the process was killed).
+    """
 
     root: Path
-    """The run directory."""
     metrics: Sequence[Metrics]
-    """One entry per step."""
     history: Sequence[Event]
-    """Events that rollbacks did not make void (see events.effective), without those that reports skip (see TICKET)."""
     evaluations: Sequence[Evaluation]
-    """The baseline's first, then policy versions in rising order; without terms that are always equal to the reward."""
     summary: dict[str, Any]
-    """Content of summary.json; {} if it does not exist or is of an earlier attempt."""
     config: dict[str, Any]
-    """Content of config.yaml; {} if it does not exist."""
     state: str
-    """One of "running", "finished", "stopped" (before its end, with a summary), "failed" (an error is in the log) and
-    "unfinished" (no error in the log, e.g. the process was killed)."""
 
     @property
     def steps(self) -> int:
@@ -64,7 +60,6 @@ class Records:
 
     @property
     def policy(self) -> list[Evaluation]:
-        """Evaluations of policy versions, oldest first."""
         return policy_versions(self.evaluations)
 
     @cached_property
@@ -73,7 +68,6 @@ class Records:
 
     @property
     def shared(self) -> bool:
-        """True if the run's processes sample and train (`placement=shared`)."""
         return bool(self.setting("placement") == SHARED)
 
     @cached_property
@@ -83,7 +77,6 @@ class Records:
 
     @cached_property
     def window(self) -> Interval:
-        """(start of the first step, end of the last one), unix seconds."""
         return step_window(self.history)
 
     @cached_property
@@ -102,17 +95,13 @@ class Records:
     @cached_property
     def failure(self) -> str | None:
         """One line with the cause of the last attempt's failure, from the controller's log; None if there is none."""
-        _, error, told = _log(self.root).rpartition(" ERROR ")
-        causes = [match for line in told.splitlines() if (match := CAUSE.match(line))]
+        _, error, text = _log(self.root).rpartition(" ERROR ")
+        causes = [match for line in text.splitlines() if (match := CAUSE.match(line))]
         return f"{causes[-1][1]}: {causes[-1][2]}"[:MAX_CAUSE_CHARACTERS] if error and causes else None
 
 
 def read_run(root: Path) -> Records:
-    """Reads a run directory.
-
-    Raises FileNotFoundError for a folder without metrics.jsonl, ValueError with file and line for a line that is not
-    JSON.
-    """
+    """Reads a run directory. Raises FileNotFoundError without metrics.jsonl, ValueError for a line that is not JSON."""
     if not (root / "metrics.jsonl").exists():
         raise FileNotFoundError(f"{root} is no run directory: it has no metrics.jsonl")
     metrics: list[Metrics] = list(read_events(root / "metrics.jsonl"))
@@ -133,14 +122,10 @@ def read_run(root: Path) -> Records:
 
 
 def _distinct(evaluations: Sequence[Evaluation]) -> list[Evaluation]:
-    """The evaluations without trained terms that always equal the reward, as a single term of weight 1 does."""
-    curves = [item for each in evaluations for item in each.curves.items()]
+    curves = [item for e in evaluations for item in e.curves.items()]
     names = {name for name, curve in curves if name != REWARD and curve.kind == TRAINED}
-    equal = {name for name in names if all(_scores(each, name) == _scores(each, REWARD) for each in evaluations)}
-    return [
-        replace(each, curves={name: curve for name, curve in each.curves.items() if name not in equal})
-        for each in evaluations
-    ]
+    equal = {name for name in names if all(_scores(e, name) == _scores(e, REWARD) for e in evaluations)}
+    return [replace(e, curves={k: curve for k, curve in e.curves.items() if k not in equal}) for e in evaluations]
 
 
 def _scores(evaluation: Evaluation, name: str) -> Mapping[int, Sequence[float]] | None:
@@ -155,7 +140,6 @@ def _config(path: Path) -> dict[str, Any]:
 
 
 def _summary(path: Path, steps: int, total_steps: int | None) -> dict[str, Any]:
-    """The summary, or {} if it is of an earlier attempt: its numbers of steps differ from those of the run now."""
     if not path.exists():
         return {}
     summary = dict(parsed(path.read_text(encoding="utf-8"), str(path)))

@@ -14,24 +14,25 @@ from async_flowrl.observability.events import Event
 from async_flowrl.observability.intervals import Interval, intersect
 from async_flowrl.observability.ledger import STATES, pool_of
 from async_flowrl.observability.timeline import Track, by_pool
-from async_flowrl.report.curves import chosen
 from async_flowrl.report.records import Records
+from async_flowrl.report.series import chosen
 
 Numbers = npt.NDArray[np.float64]
+# Steps in a window of exact bars.
 MAX_STEPS = 6
-"""Number of steps in a window of exact bars."""
+# Most workers that are shown; of more, each pool keeps evenly spaced ones.
 MAX_PLACES = 24
-"""Largest number of workers that are shown; of more, each pool keeps evenly spaced ones."""
+# Most bars of one worker in a view; the shortest ones are left out.
 MAX_BARS = 240
-"""Largest number of bars of one worker in a view; the shortest ones are left out."""
+# The whole run is shown with exact bars if all workers together have at most this many.
 MAX_EXACT = 1_500
-"""The whole run is shown with exact bars if all workers together have at most this many."""
+# Equal parts of the whole run for which shares of time are computed.
 BINS_PER_RUN = 160
-"""Number of equal parts of the whole run for which shares of time are computed."""
+# Most steps that are labelled, besides those in windows of exact bars.
 MAX_STEP_NAMES = 1_000
-"""Largest number of steps that are labelled, besides those in windows of exact bars."""
+# Most events that are marked; of more, evenly spaced ones are taken.
 MAX_MARKS = 200
-"""Largest number of events that are marked; of more, evenly spaced ones are taken."""
+# Kind of an event that is marked on the timeline → what the mark says, from the event's fields.
 MARKED = {
     "fault": "{worker}: {kind}: {message}",
     "worker_joined": "{worker} joined, rollout workers: {workers}",
@@ -41,7 +42,6 @@ MARKED = {
     "skipped": "a group of step {step} has no reward: {message}",
     "hacking": "{curve} has fallen since version {since}",
 }
-"""Kind of an event that is marked on the timeline → what the mark says, from the event's fields."""
 
 
 def timeline_of(run: Records) -> dict[str, Any] | None:
@@ -72,11 +72,15 @@ def timeline_of(run: Records) -> dict[str, Any] | None:
         "marks": chosen(marks, MAX_MARKS),
         "mark_count": len(marks),
         "steps": [
-            [int(e["step"]), round(e["started"] - start, 4), round(e["ended"] - start, 4)] for e in _named_steps(run)
+            [int(e["step"]), *(round(e[key] - start, 4) for key in ("started", "ended"))] for e in _named_steps(run)
         ],
         "workers": len(run.workers),
         "shown": len(shown),
     }
+
+
+def _label(step: Event, origin: float) -> list[float]:
+    return [int(step["step"]), round(step["started"] - origin, 4), round(step["ended"] - origin, 4)]
 
 
 def _windows(run: Records) -> list[tuple[str, Interval]]:
@@ -88,16 +92,15 @@ def _windows(run: Records) -> list[tuple[str, Interval]]:
         if faults := [e["time"] for e in run.history if e["event"] == "fault"]:
             first = next((i for i, e in enumerate(steps) if e["ended"] >= faults[0]), len(steps) - 1)
             parts["First fault"] = min(max(0, first - 1), last)
-    cut = [(name, steps[at : at + MAX_STEPS]) for name, at in parts.items()]
-    return [
-        (f"{name}: {part[0]['step']} to {part[-1]['step']}", (float(part[0]["started"]), float(part[-1]["ended"])))
-        for name, part in cut
-        if part
-    ]
+    windows = []
+    for name, at in parts.items():
+        if part := steps[at : at + MAX_STEPS]:
+            title = f"{name}: {part[0]['step']} to {part[-1]['step']}"
+            windows.append((title, (float(part[0]["started"]), float(part[-1]["ended"]))))
+    return windows
 
 
 def _named_steps(run: Records) -> list[Event]:
-    """The events of the steps to label: those in the exact windows, and evenly spaced others."""
     windows = [window for _, window in _windows(run)]
     inside = [e for e in run.step_events if any(a <= e["started"] < b for a, b in windows)]
     by_step = {int(e["step"]): e for e in [*chosen(run.step_events, MAX_STEP_NAMES), *inside]}
@@ -109,8 +112,8 @@ def _places(workers: Sequence[Track]) -> list[Track]:
     if len(workers) <= MAX_PLACES:
         return list(workers)
     pools, kept = by_pool(workers), set[str]()
-    for left, members in zip(range(len(pools), 0, -1), sorted(pools.values(), key=len), strict=True):
-        kept |= {track.place for track in chosen(members, max(1, (MAX_PLACES - len(kept)) // left))}
+    for pools_left, members in zip(range(len(pools), 0, -1), sorted(pools.values(), key=len), strict=True):
+        kept |= {track.place for track in chosen(members, max(1, (MAX_PLACES - len(kept)) // pools_left))}
     return [track for track in workers if track.place in kept]
 
 
@@ -132,7 +135,6 @@ def _bins(track: Track, window: Interval, _origin: float) -> dict[str, Any]:
 
 
 def _covered(part: Sequence[Interval], edges: Numbers) -> Numbers:
-    """The share of each bin that the intervals cover; `edges` [bins + 1] are the ends of the bins."""
     moments = np.ravel(part)
     inside = np.arange(len(moments)) % 2  # 1 from the start of an interval to its end
     seconds = np.cumsum(inside * np.diff(moments, prepend=moments[0]))
@@ -140,6 +142,5 @@ def _covered(part: Sequence[Interval], edges: Numbers) -> Numbers:
 
 
 def _mark(event: Event, origin: float) -> dict[str, Any]:
-    """The event as `time` (seconds), `kind` and `text` (one line)."""
-    told = MARKED[event["event"]].format_map(defaultdict(str, event))
-    return {"time": round(event["time"] - origin, 3), "kind": event["event"], "text": " ".join(told.split())[:300]}
+    text = " ".join(MARKED[event["event"]].format_map(defaultdict(str, event)).split())[:300]
+    return {"time": round(event["time"] - origin, 3), "kind": event["event"], "text": text}

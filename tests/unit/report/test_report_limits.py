@@ -9,11 +9,11 @@ import pytest
 from async_flowrl.cli.report import main, runs_in
 from async_flowrl.config import exit_codes
 from async_flowrl.main import report_over
-from async_flowrl.report.curves import MAX_POINTS, chosen, curve
 from async_flowrl.report.document import document
 from async_flowrl.report.page import embedded, in_order, render, spread
 from async_flowrl.report.pictures import MAX_EVALUATIONS
 from async_flowrl.report.schedule import BINS_PER_RUN, MAX_BARS, MAX_PLACES
+from async_flowrl.report.series import MAX_POINTS, chosen, curve
 from tests.unit.report.written_runs import make_run
 
 

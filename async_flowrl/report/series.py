@@ -9,8 +9,8 @@ from async_flowrl.observability.events import Event
 from async_flowrl.observability.metrics import Metrics
 from async_flowrl.report.records import Records
 
+# Most points of a curve.
 MAX_POINTS = 400
-"""Largest number of points of a curve."""
 T = TypeVar("T")
 
 
@@ -26,10 +26,7 @@ def in_buckets(values: Sequence[T]) -> list[Sequence[T]]:
 
 
 def curve(values: Sequence[float | None]) -> dict[str, list[float | None]]:
-    """`y`: the mean of each bucket, ignoring None; `low` and `high`: its range, if buckets hold several values.
-
-    A bucket with None only gives None.
-    """
+    """`y`: the mean of each bucket without None; `low` and `high`: its range, if buckets hold several values."""
     groups = [[value for value in bucket if value is not None] for bucket in in_buckets(values)]
     drawn = {"y": [sum(group) / len(group) if group else None for group in groups]}
     if bucket_width(len(values)) > 1:
@@ -51,9 +48,9 @@ def chosen(values: Sequence[T], most: int) -> list[T]:
 def rounded(value: Any) -> Any:
     """The value with all floats, also those in its lists and dictionaries, rounded to six significant digits."""
     if isinstance(value, dict):
-        return {key: rounded(each) for key, each in value.items()}
+        return {key: rounded(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [rounded(each) for each in value]
+        return [rounded(item) for item in value]
     return float(f"{value:.6g}") if isinstance(value, float) else value
 
 
@@ -68,13 +65,11 @@ def lines_of(run: Records) -> tuple[dict[str, Any], dict[str, Any]]:
     axes: dict[str, Sequence[float]] = {"step": steps, "images": images, "seconds": seconds_so_far(run)}
     evaluated = chosen(run.policy, MAX_POINTS)
     places = {step: place for place, step in enumerate(steps)}
-    before = [places.get(each.version - 1) for each in evaluated]
+    before = [places.get(evaluation.version - 1) for evaluation in evaluated]
+    at = {name: [0 if place is None else values[place] for place in before] for name, values in axes.items()}
     x: dict[str, Any] = {
         "training": {name: [bucket[-1] for bucket in in_buckets(values)] for name, values in axes.items()},
-        "evaluation": {
-            name: [0 if place is None else values[place] for place in before] for name, values in axes.items()
-        }
-        | {"step": [each.version for each in evaluated]},
+        "evaluation": at | {"step": [evaluation.version for evaluation in evaluated]},
     }
     lines = {key: {"x": "training", **curve(values)} for key, values in columns(run.metrics).items()}
     return x, lines | evaluation_lines(evaluated)

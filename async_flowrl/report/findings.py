@@ -4,17 +4,16 @@ The advice repeats the table in docs/metrics.md.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
+from async_flowrl.config.curves import REWARD
 from async_flowrl.observability.bottleneck import reward_bound
 from async_flowrl.observability.evaluations import DIVERSITY, HELD_OUT, TRAINED, Evaluation, between, first_comparable
 from async_flowrl.observability.hacking import alarms, notices
 from async_flowrl.observability.metrics import Metrics
 from async_flowrl.observability.result import (
     MAX_P_VALUE,
-    REWARD,
     ends_of,
     held_out_sentences,
     reward_sentence,
@@ -22,9 +21,9 @@ from async_flowrl.observability.result import (
     training_sentence,
 )
 from async_flowrl.observability.summary import warnings_of
-from async_flowrl.report.curves import chosen
 from async_flowrl.report.facts import shown
 from async_flowrl.report.records import Records
+from async_flowrl.report.series import chosen
 
 KINDS = {TRAINED: "trained", HELD_OUT: "held out", DIVERSITY: "diversity"}
 MAX_ROWS = 40
@@ -32,18 +31,18 @@ EXPLAINED = (
     "Mean ± half of the 95 % interval, errors clustered by prompt; below it, in the same way, the change since the "
     "first evaluation, paired by prompt and noise."
 )
+# Last steps over which a metric is averaged.
 RECENT_STEPS = 50
-"""Number of last steps over which a metric is averaged."""
 ERROR = "± is half the 95 % interval of the change, paired by prompt and noise, its error clustered by prompt."
 
 
 def result_of(run: Records) -> dict[str, Any]:
     """The entries `result`, `change` and `training` of a run's document.
 
-    Of `result`, `state` and `headline` are sentences; `about` says what was trained; `error` explains the ± ("" if
-    there is none); `more` lists sentences about held-out terms; `tone` is "good", "bad" or "neutral". `change` has the
-    evaluated reward before and after and its paired change, `training` the training reward at the start and the end;
-    their `of` is equal for runs that can be compared. Each is None if it is not known.
+    Of `result`, `state` and `headline` are sentences; `about` says what was trained; `error` explains the ±; `more`
+    lists sentences about held-out terms; `tone` is "good", "bad" or "neutral". `change` has the evaluated reward before
+    and after and its paired change, `training` the training reward at the start and the end; their `of` is equal for
+    runs that can be compared. Each is None if it is not known.
     """
     ends, trained = ends_of(run.policy), tenths(run.metrics)
     moved = between(REWARD, ends[1], ends[0]) if ends else None
@@ -51,7 +50,7 @@ def result_of(run: Records) -> dict[str, Any]:
     training = training_sentence(*trained or (None, None)) if run.metrics else "No step has been trained yet."
     change, tone = None, "neutral"
     if ends and moved:
-        before, after = (each.curves[REWARD].estimate.mean for each in ends)
+        before, after = (evaluation.curves[REWARD].estimate.mean for evaluation in ends)
         of = [ends[1].setting, ends[1].curves[REWARD].source]
         change = {"before": before, "after": after, "mean": moved.mean, "half": moved.half, "of": of}
         tone = "good" if moved.p_above() <= MAX_P_VALUE else "bad" if moved.p_below() <= MAX_P_VALUE else "neutral"
@@ -72,14 +71,14 @@ def about(run: Records) -> str:
     terms = run.setting("reward.terms") or {}
     weights = {name: term.get("weight", 1.0) if isinstance(term, dict) else 1.0 for name, term in terms.items()}
     rewards = " + ".join(name if weight == 1 else f"{weight:g} × {name}" for name, weight in weights.items())
-    known = {
+    parts = {
         "model": run.setting("model.path"),
         "algorithm": run.setting("algorithm.name"),
         "mode": run.summary.get("mode") or run.setting("mode"),
         "reward": rewards,
         "prompts": run.setting("data.train"),
     }
-    return " · ".join(f"{name} {value}" for name, value in known.items() if value)
+    return " · ".join(f"{name} {value}" for name, value in parts.items() if value)
 
 
 def state_sentence(run: Records) -> str:
@@ -97,9 +96,8 @@ def state_sentence(run: Records) -> str:
 
 
 def _prompts(run: Records) -> str:
-    """Either "held_out" or "training" (see result_sentences); "" if a run that is not finished has not recorded it."""
-    if known := run.summary.get("evaluation_prompts"):
-        return str(known)
+    if prompts := run.summary.get("evaluation_prompts"):
+        return str(prompts)
     inputs = [e for e in run.history if e["event"] == "inputs"]
     same = bool(inputs) and inputs[-1].get("train") == inputs[-1].get("evaluation")
     return "training" if same else ""
@@ -108,20 +106,19 @@ def _prompts(run: Records) -> str:
 def evaluations_of(history: Sequence[Evaluation], on_hacking: str) -> dict[str, Any] | None:
     """The table as a dictionary; None without evaluations. `count` is the number of evaluations before thinning.
 
-    `rows` has at most MAX_ROWS of them. `alarms` holds the newest sentence per held-out curve, and is empty if
-    `on_hacking` (the setting evaluate.on_hacking) is "ignore".
+    `rows` has at most MAX_ROWS of them. `alarms` holds the newest sentence per held-out curve.
     """
     if not history:
         return None
     names = {name: curve.kind for e in history for name, curve in e.curves.items()}
     ordered = sorted(names, key=lambda name: (list(KINDS).index(names[name]), name != "reward"))
-    fired = alarms(history) if on_hacking != "ignore" else []
+    newest = {alarm.curve: alarm.sentence for alarm in alarms(history)} if on_hacking != "ignore" else {}
     return {
         "columns": [{"name": name, "kind": KINDS[names[name]]} for name in ordered],
         "rows": [_row(e, history, ordered) for e in chosen(history, MAX_ROWS)],
         "count": len(history),
         "explained": EXPLAINED,
-        "alarms": list({alarm.curve: alarm.sentence for alarm in fired}.values()),
+        "alarms": list(newest.values()),
         "notices": [notice.sentence for notice in notices(history)],
     }
 
@@ -148,9 +145,9 @@ def _cell(name: str, evaluation: Evaluation, first: Evaluation | None) -> dict[s
     }
 
 
-@dataclass(frozen=True)
-class Rule:
-    """Warns if `holds` is true for the mean of the metric `key` over the last RECENT_STEPS steps.
+class Rule(NamedTuple):
+    """Warns if `holds` is true for the mean of the metric `key` over the last RECENT_STEPS steps, of at least
+    `min_steps`.
 
     `text` is a template with {value} and {steps}, `todo` the advice, `panel` the id of the chart that shows the metric.
     """
@@ -161,7 +158,6 @@ class Rule:
     todo: str
     panel: str
     min_steps: int = 1
-    """Number of steps that must have a value before the rule is applied."""
 
 
 RULES = (
@@ -220,15 +216,15 @@ def advice_for(run: Records, evaluations: Mapping[str, Any] | None) -> list[dict
     for sentence in (evaluations or {}).get("notices", []):
         todo = "Look at the images; where variety matters, a smaller learning rate or an earlier version keeps more."
         advice.append({"text": sentence, "todo": todo, "panel": "diversity", "level": "warning"})
-    told = {each["text"] for each in advice}
+    shown_already = {entry["text"] for entry in advice}
     recorded = [*run.summary.get("failed", []), *run.summary.get("warnings", warnings_of(run.metrics))]
-    plain = [{"text": s, "todo": "", "panel": None, "level": "warning"} for s in recorded if s not in told]
+    plain = [{"text": s, "todo": "", "panel": None, "level": "warning"} for s in recorded if s not in shown_already]
     return [*advice, *plain, *filter(None, (_applied(rule, run.metrics) for rule in RULES))]
 
 
 def _applied(rule: Rule, metrics: Sequence[Metrics]) -> dict[str, Any] | None:
-    known = [line[rule.key] for line in metrics if line.get(rule.key) is not None][-RECENT_STEPS:]
-    if len(known) < rule.min_steps or not rule.holds(value := fmean(known)):
+    values = [line[rule.key] for line in metrics if line.get(rule.key) is not None][-RECENT_STEPS:]
+    if len(values) < rule.min_steps or not rule.holds(value := fmean(values)):
         return None
-    text = rule.text.format(value=value, steps=len(known))
+    text = rule.text.format(value=value, steps=len(values))
     return {"text": text, "todo": rule.todo, "panel": rule.panel, "level": "warning"}
