@@ -146,8 +146,7 @@ def _cell(name: str, evaluation: Evaluation, first: Evaluation | None) -> dict[s
 
 
 class Rule(NamedTuple):
-    """Warns if `holds` is true for the mean of the metric `key` over the last RECENT_STEPS steps, of at least
-    `min_steps`.
+    """Warns if `holds` is true for the mean of a metric over the last RECENT_STEPS steps, of at least `min_steps`.
 
     `text` is a template with {value} and {steps}, `todo` the advice, `panel` the id of the chart that shows the metric.
     """

@@ -133,9 +133,9 @@ PANELS: Mapping[str, Mapping[str, tuple[str, str, Mapping[str, str]]]] = {
     },
 }
 
-HIDDEN = ("step", "policy_version", "images", "kept", "kept_of")
-HIDDEN += ("evaluation", "evaluation_before", "evaluation_baseline")
-"""First parts of keys (before "/") that get no chart of their own."""
+_EVALUATIONS = ("evaluation", "evaluation_before", "evaluation_baseline")
+# First parts of keys (before "/") that get no chart of their own.
+HIDDEN = ("step", "policy_version", "images", "kept", "kept_of", *_EVALUATIONS)
 
 
 def panels_for(keys: Iterable[str]) -> list[dict[str, Any]]:
