@@ -26,7 +26,7 @@ from async_flowrl.cli.generate import Settings, open_pipeline, run_pipeline
 from async_flowrl.config import exit_codes
 from async_flowrl.config.messages import in_one_line
 from async_flowrl.config.own_code import absolute
-from async_flowrl.config.resolution import asked_resolution, in_pixels
+from async_flowrl.config.resolution import in_pixels, resolution_option
 from async_flowrl.config.schema import LoraConfig, ModelConfig, TinyConfig
 from async_flowrl.policies import lora_file
 from async_flowrl.policies.base import Policy
@@ -181,7 +181,7 @@ def settings_of(given: argparse.Namespace) -> Settings:
     cfg, embedded = load_family(resolve_model(model).family).usual_guidance
     if given.guidance is not None:
         cfg, embedded = (cfg, given.guidance) if embedded > 0 else (given.guidance, embedded)
-    resolution = asked_resolution(given.resolution or ("32" if given.model == "tiny" else "512"))
+    resolution = resolution_option(given.resolution or ("32" if given.model == "tiny" else "512"))
     sampling = Sampling(resolution, given.steps, cfg, embedded, "a grey, dull and blurry picture", "ode", 0.0)
     return Settings(model, sampling)
 

@@ -22,7 +22,7 @@ from async_flowrl.config.check import guidance_refusal
 from async_flowrl.config.compose import read_config
 from async_flowrl.config.own_code import absolute
 from async_flowrl.config.pools import served_terms
-from async_flowrl.config.resolution import Resolution, asked_resolution
+from async_flowrl.config.resolution import Resolution, resolution_option
 from async_flowrl.config.schema import LORA, Config, DataConfig, HeldOutConfig, RewardConfig, RewardTerm, ServeConfig
 from async_flowrl.config.settings import MAX_SEED
 from async_flowrl.controller.context import NoServers, Servers
@@ -164,7 +164,7 @@ def _sampling(config: Config, given: Namespace) -> None:
     evaluate.num_inference_steps = given.steps or evaluate.num_inference_steps
     evaluate.max_prompts = given.max_prompts or evaluate.max_prompts
     if given.resolution is not None:
-        rollout.resolution, rollout.resolutions = asked_resolution(given.resolution), []
+        rollout.resolution, rollout.resolutions = resolution_option(given.resolution), []
     if given.guidance is not None:
         embedded = load_family(resolve_model(config.model).family).usual_guidance[1] > 0
         if refusal := guidance_refusal("--guidance", given.guidance, embedded=embedded):

@@ -21,8 +21,8 @@ from PIL import Image
 
 from async_flowrl.config.check import guidance_refusal
 from async_flowrl.config.compose import read_config
-from async_flowrl.config.model_defaults import is_toy
-from async_flowrl.config.resolution import asked_resolution, configured, height_width
+from async_flowrl.config.models import is_toy
+from async_flowrl.config.resolution import configured, height_width, resolution_option
 from async_flowrl.config.schema import Config, DataConfig, ModelConfig
 from async_flowrl.config.settings import MAX_SEED
 from async_flowrl.observability.images import grid
@@ -220,7 +220,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         names = ("resolution", "num_inference_steps", "true_cfg_scale", "guidance_scale", "negative_prompt")
         asked = {name: getattr(given, name) for name in names if getattr(given, name) is not None}
         if given.resolution is not None:
-            asked["resolution"] = asked_resolution(given.resolution)
+            asked["resolution"] = resolution_option(given.resolution)
         model = replace(settings.model, dtype=given.dtype or settings.model.dtype)
         settings = Settings(model, replace(settings.sampling, **asked))
         sheet = generate(settings, trained, given.prompt, seed=given.seed, images=given.images)

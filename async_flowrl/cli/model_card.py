@@ -12,9 +12,9 @@ from PIL import Image
 
 from async_flowrl.cli.export_source import PEFT, Source
 from async_flowrl.cli.generate import arguments_of, from_config, in_diffusers, usual
+from async_flowrl.config.compose import record_of, typed_command
 from async_flowrl.config.resolution import configured, in_pixels
 from async_flowrl.config.schema import Config, RewardTerm
-from async_flowrl.config.typed import record_of, typed_command
 from async_flowrl.observability.evaluations import (
     Evaluation,
     between,

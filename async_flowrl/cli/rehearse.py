@@ -17,7 +17,7 @@ from typing import Any
 
 from async_flowrl.cli.cards import CARDS, Card, Roofline, cards_of
 from async_flowrl.cli.plan_memory import configured
-from async_flowrl.config.quiet import quieter
+from async_flowrl.config.messages import quieter
 from async_flowrl.config.schema import FULL, SHARED, Config
 from async_flowrl.memory.layout import on_devices, resolved
 from async_flowrl.memory.processes import GIB

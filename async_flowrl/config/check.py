@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
 from async_flowrl.config.messages import did_you_mean, unknown_name
-from async_flowrl.config.model_defaults import is_toy
+from async_flowrl.config.models import is_toy
 from async_flowrl.config.pools import scoring_pools, section_of
 from async_flowrl.config.resolution import configured, in_pixels, pixels
 from async_flowrl.config.schema import FULL, LORA, SHARED, Config
@@ -20,14 +20,14 @@ from async_flowrl.config.settings import settings
 
 
 class ConfigError(ValueError):
-    """Raised for a configuration that cannot run; the message is one sentence for its author."""
+    """A configuration that cannot run; the message is one sentence for its author."""
 
 
+# What a real model is trained with: images of at least so many pixels, a learning rate (by whether all weights are
+# trained) and a clip_range of at most so much.
 LEAST_PIXELS, FASTEST, WIDEST_CLIP = 256 * 256, {False: 1e-3, True: 1e-4}, 1e-2
-"""What a real model is trained with: images of at least so many pixels, a learning rate (by whether all weights are
-trained) and a clip_range of at most so much."""
+# Mode → the `max_staleness` that it stands for, in words.
 MEANT_STALENESS = {"sync": "0", "stream": "0", "one_step_off": "1", "fully_async": "2 or more"}
-"""Mode → the `max_staleness` that it stands for, in words."""
 
 
 def check(config: Config) -> None:
@@ -40,27 +40,23 @@ def check(config: Config) -> None:
 
 
 def check_fields(section: Any, prefix: str = "") -> None:
-    """Raises ConfigError for the first field whose value breaks its rule (config/settings.py).
-
-    `prefix` is the section's key with a dot, for messages; empty for the whole configuration.
-    """
+    """Raises ConfigError for the first field that breaks its rule; `prefix` is the section's key with a dot."""
     for key, value, rule in settings(section, prefix):
         if value is None:
             continue
         if rule.choices and value not in rule.choices:
             raise ConfigError(unknown_name(key, str(value), rule.choices))
-        if wanted := rule.refusal(value):
-            raise ConfigError(f"{key} must be {wanted}, got {value}")
+        if allowed := rule.refusal(value):
+            raise ConfigError(f"{key} must be {allowed}, got {value}")
 
 
 def _mode(config: Config) -> Iterator[str]:
-    given, named = config.mode, config.mode_name
-    if given in (None, named):
+    mode = config.mode
+    if mode is None or mode == config.mode_name:
         return
-    if (meant := MEANT_STALENESS[given]) != MEANT_STALENESS[named]:
-        yield f"mode={given} means max_staleness={meant}, got {config.max_staleness}"
-    hand_over = "batch" if given == "sync" else "stream"
-    yield f"mode={given} means hand_over={hand_over}, got {config.hand_over}"
+    if (staleness := MEANT_STALENESS[mode]) != MEANT_STALENESS[config.mode_name]:
+        yield f"mode={mode} means max_staleness={staleness}, got {config.max_staleness}"
+    yield f"mode={mode} means hand_over={'batch' if mode == 'sync' else 'stream'}, got {config.hand_over}"
 
 
 def _sizes(config: Config) -> Iterator[str]:
@@ -75,16 +71,10 @@ def _sizes(config: Config) -> Iterator[str]:
 
 
 def _placement(config: Config) -> Iterator[str]:
-    if config.runtime.backend == "local" and config.trainer.num_workers > 1:
-        yield (
-            "runtime.backend=local has all workers in one process, which holds one trainer rank, got "
-            f"trainer.num_workers={config.trainer.num_workers}"
-        )
+    if config.runtime.backend == "local" and (ranks := config.trainer.num_workers) > 1:
+        yield f"runtime.backend=local has one process, which holds one trainer rank, got trainer.num_workers={ranks}"
     if config.runtime.backend == "local" and config.runtime.numa_binding:
-        yield (
-            "runtime.numa_binding=true binds processes to the CPUs beside their GPUs, and with runtime.backend=local "
-            "workers are threads of one process: use runtime.backend=ray"
-        )
+        yield "runtime.numa_binding=true binds processes, and local workers are threads of one: use runtime.backend=ray"
 
 
 def _devices(config: Config) -> Iterator[str]:
@@ -107,9 +97,7 @@ def _devices(config: Config) -> Iterator[str]:
 def _trainer(config: Config) -> Iterator[str]:
     trainer, rollout = config.trainer, config.rollout
     if trainer.cpu_offload and trainer.shard == "none":
-        yield (
-            "trainer.cpu_offload=true is FSDP2's, which shards the base: set trainer.shard to full or auto, got none"
-        )
+        yield "trainer.cpu_offload=true is FSDP2's, which shards the base: set trainer.shard to full or auto, got none"
     spread = [("trainer", "a trainer rank", trainer.gpus_per_worker)]
     if rollout.engine != "vllm_omni":
         spread.append(("rollout", f"a rollout worker with rollout.engine={rollout.engine}", rollout.gpus_per_worker))
@@ -122,7 +110,6 @@ def _trainer(config: Config) -> Iterator[str]:
 
 
 def _tune(config: Config) -> Iterator[str]:
-    """Yields sentences about settings that tune=lora or tune=full cannot have."""
     if config.tune == LORA:
         if config.full.freeze:
             yield f"full.freeze={config.full.freeze} is for tune=full; tune=lora freezes the whole base model"
@@ -134,17 +121,11 @@ def _tune(config: Config) -> Iterator[str]:
             "weights (async-flowrl export … --merged) and give that folder as model.path"
         )
     if trainer.shard == "hybrid":
-        yield (
-            "tune=full has every trainer rank hold all of the weights (trainer.shard=none) or one share of them "
-            "(full); trainer.shard=hybrid is for tune=lora"
-        )
+        yield "tune=full needs trainer.shard=none (each rank holds all) or full; trainer.shard=hybrid is for tune=lora"
     if trainer.cpu_offload:
         yield "trainer.cpu_offload=true offloads a frozen base, and tune=full has none: set it to false"
     if config.rollout.engine != "diffusers":
-        yield (
-            "tune=full delivers whole weights, which rollout.engine=diffusers alone puts into its network, got "
-            f"{config.rollout.engine}"
-        )
+        yield f"tune=full delivers whole weights, for rollout.engine=diffusers alone, got {config.rollout.engine}"
 
 
 def _reward_pools(config: Config) -> Iterator[str]:
@@ -153,10 +134,7 @@ def _reward_pools(config: Config) -> Iterator[str]:
     for pool in scoring_pools(config):
         gpus = pool.gpus_per_worker
         if gpus > 1 and gpus != int(gpus):
-            yield (
-                f"{section_of(pool.name)}.gpus_per_worker above 1 must be a whole number of GPUs, got {gpus:g}: a "
-                "fraction is a share of one"
-            )
+            yield f"{section_of(pool.name)}.gpus_per_worker above 1 must be a whole number of GPUs, got {gpus:g}"
 
 
 def _group_setup(config: Config) -> Iterator[str]:
@@ -187,30 +165,19 @@ def _engine(config: Config) -> Iterator[str]:
     if config.rollout.engine != "vllm_omni":
         return
     if config.runtime.backend != "ray":
-        yield (
-            "rollout.engine=vllm_omni claims its process's torch.distributed world, so it needs runtime.backend=ray, "
-            f"got {config.runtime.backend}"
-        )
+        yield f"rollout.engine=vllm_omni needs processes (runtime.backend=ray), got {config.runtime.backend}"
     if config.model.weights != "files":
         yield "rollout.engine=vllm_omni reads a model's files, so it needs model.weights=files, got random"
     if config.placement != "separate":
-        yield (
-            "rollout.engine=vllm_omni keeps its device's memory for itself, so it needs placement=separate, "
-            f"got {config.placement}"
-        )
+        yield f"rollout.engine=vllm_omni needs a device of its own (placement=separate), got {config.placement}"
     if config.rollout.compile:
-        yield ("rollout.compile=true is for rollout.engine=diffusers: the adapters of vllm_omni break compiled graphs")
+        yield "rollout.compile=true is for rollout.engine=diffusers: the adapters of vllm_omni break compiled graphs"
     if config.rollout.text_encoder == "cached":
-        yield (
-            "rollout.text_encoder=cached is for rollout.engine=diffusers, as vllm_omni does not give its network's "
-            "memory away: use offload"
-        )
+        yield "rollout.text_encoder=cached is for rollout.engine=diffusers: use offload with vllm_omni"
     gpus = config.rollout.gpus_per_worker
     if gpus > 1 and gpus != int(gpus):
-        yield (
-            "rollout.gpus_per_worker is the tensor parallel size of rollout.engine=vllm_omni, so above 1 it must be a "
-            f"whole number, got {gpus:g}"
-        )
+        size = "the tensor parallel size of rollout.engine=vllm_omni"
+        yield f"rollout.gpus_per_worker, {size}, must be a whole number above 1, got {gpus:g}"
 
 
 def section_or_null(kind: Any) -> Any:
@@ -223,22 +190,22 @@ def toy_values(config: Config) -> str | None:
     if is_toy(config.model.path):
         return None
     trainer, algorithm, fastest = config.trainer, config.algorithm, FASTEST[config.tune == FULL]
-    given = [f"images of {in_pixels(size)}" for size in configured(config.rollout) if pixels(size) < LEAST_PIXELS]
+    values = [f"images of {in_pixels(size)}" for size in configured(config.rollout) if pixels(size) < LEAST_PIXELS]
     if trainer.learning_rate > fastest:
-        given.append(f"trainer.learning_rate={trainer.learning_rate:g}")
+        values.append(f"trainer.learning_rate={trainer.learning_rate:g}")
     if algorithm.clip_unit == "mean" and algorithm.clip_range > WIDEST_CLIP:
-        given.append(f"algorithm.clip_range={algorithm.clip_range:g}")
-    said = f"{', '.join(given)}: what suits tiny models alone, and model.path={config.model.path} is a real one"
-    return said if given else None
+        values.append(f"algorithm.clip_range={algorithm.clip_range:g}")
+    sentence = f"{', '.join(values)}: what suits tiny models alone, and model.path={config.model.path} is a real one"
+    return sentence if values else None
 
 
 def unknown_keys(values: Mapping[str, Any], schema: type[Any], prefix: str = "") -> Iterator[str]:
     """Yields a sentence for every key that the schema lacks; Hydra accepts `+key=value` for any key."""
     hints = get_type_hints(schema)
-    known = {f.name for f in fields(schema)}
+    names = {f.name for f in fields(schema)}
     for key, value in values.items():
-        if str(key) not in known:
-            yield removed(f"{prefix}{key}") or _unknown(prefix, str(key), value, known)
+        if str(key) not in names:
+            yield removed(f"{prefix}{key}") or _unknown(prefix, str(key), value, names)
             continue
         if not isinstance(value, Mapping):
             continue
@@ -251,20 +218,19 @@ def unknown_keys(values: Mapping[str, Any], schema: type[Any], prefix: str = "")
                     yield from unknown_keys(inner, entry, f"{prefix}{key}.{name}.")
 
 
-def _unknown(prefix: str, name: str, value: Any, known: set[str]) -> str:
-    """Returns a sentence about the unknown key `name` of a section with the keys `known`, and where it is instead."""
+def _unknown(prefix: str, name: str, value: Any, names: set[str]) -> str:
     full = f"{prefix}{name}"
-    near = did_you_mean(name, known)
+    near = did_you_mean(name, names)
     misspelt_section = isinstance(value, Mapping) and near
     while isinstance(value, Mapping) and value:
         name, value = next((str(key), inner) for key, inner in value.items())
         full += f".{name}"
-    ours = [key for key, names in names_elsewhere().items() if name in names.split()]
-    if ours or not misspelt_section:
-        ours += [key for key in all_keys() if key.rpartition(".")[2] == name and key not in ours]
-    if ours:
-        return f"configuration key {full} is unknown: here it is {' or '.join(ours)}"
-    unknown = f"configuration key {full} is unknown: it must be one of {', '.join(sorted(known))}"
+    matches = [key for key, others in names_elsewhere().items() if name in others.split()]
+    if matches or not misspelt_section:
+        matches += [key for key in all_keys() if key.rpartition(".")[2] == name and key not in matches]
+    if matches:
+        return f"configuration key {full} is unknown: here it is {' or '.join(matches)}"
+    unknown = f"configuration key {full} is unknown: it must be one of {', '.join(sorted(names))}"
     return f"{unknown}, got {name!r}{near or did_you_mean(name, all_keys())}"
 
 
@@ -282,38 +248,40 @@ def all_keys(schema: type[Any] = Config, prefix: str = "") -> Iterator[str]:
             yield from all_keys(kind, f"{prefix}{name}.")
 
 
+# Configuration keys that are gone. Key (* is any name), or section with all its keys → what to do instead.
 REMOVED: Mapping[str, str] = {
     "debug": "tests and benchmarks give a run other worker classes (benchmarks/disturbed.py)",
     "limits.successors": "all trainer ranks are started again when one dies; limits.recoveries says how often",
     "*reward.terms.*.serve.hung_calls": "a server hangs if its health path gives no 200 for serve.hung_seconds",
     "*reward.terms.*.serve.requirements": "begin command with uv run --isolated --no-project --with-requirements FILE",
 }
-"""Configuration keys that are gone. Key (* is any name), or section with all its keys → what to do instead."""
 
 
 def removed(key: str) -> str | None:
     """Returns a sentence if `key` or a section that it is in was removed, else None."""
     parts = key.split(".")
     names = (".".join(parts[:end]) for end in range(len(parts), 0, -1))
-    gone = next(((name, old) for name in names for old in REMOVED if fnmatchcase(name, old)), None)
-    return None if gone is None else f"configuration key {gone[0]} is gone: {REMOVED[gone[1]]}"
+    hints = ((name, hint) for name in names for pattern, hint in REMOVED.items() if fnmatchcase(name, pattern))
+    return next((f"configuration key {name} is gone: {hint}" for name, hint in hints), None)
 
 
+ONE_MACHINE = (
+    "and without runtime.address the run has this machine alone: start Ray on the nodes and say runtime.address=auto"
+)
+# Settings that must be equal for trainer and rollout, because a process belongs to both pools.
 SAME = ("num_workers", "workers_per_node", "gpus_per_worker", "threads")
-"""Settings that must be equal for trainer and rollout, because a process belongs to both pools."""
 
 
 def _shared(config: Config) -> Iterator[str]:
-    """Yields sentences about what placement=shared cannot be combined with."""
     if config.placement != SHARED:
         return
     trainer, rollout = config.trainer, config.rollout
     for key in SAME:
-        ours, theirs = getattr(trainer, key), getattr(rollout, key)
-        if ours != theirs:
+        one, other = getattr(trainer, key), getattr(rollout, key)
+        if one != other:
             yield (
                 f"placement=shared has each process be a trainer rank and a rollout worker, so trainer.{key} and "
-                f"rollout.{key} must be equal, got {_said(ours)} and {_said(theirs)}"
+                f"rollout.{key} must be equal, got {_as_written(one)} and {_as_written(other)}"
             )
     for name in sorted(trainer.environment.keys() & rollout.environment.keys()):
         if trainer.environment[name] != rollout.environment[name]:
@@ -322,32 +290,26 @@ def _shared(config: Config) -> Iterator[str]:
                 f"trainer.environment, {rollout.environment[name]} in rollout.environment"
             )
     if trainer.shard not in ("auto", "none") or trainer.cpu_offload:
-        given = "trainer.cpu_offload=true" if trainer.cpu_offload else f"trainer.shard={trainer.shard}"
+        value = "trainer.cpu_offload=true" if trainer.cpu_offload else f"trainer.shard={trainer.shard}"
         yield (
             "placement=shared samples with the base that it trains on, so each process holds all of it: "
-            f"trainer.shard must be none or auto without trainer.cpu_offload, got {given}"
+            f"trainer.shard must be none or auto without trainer.cpu_offload, got {value}"
         )
     if rollout.elastic:
-        yield (
-            "placement=shared has as many rollout workers as trainer ranks all the time: leave rollout.min_workers and "
-            "rollout.max_workers out"
-        )
-    if config.checkpoint_engine.transport not in ("object_store", "auto"):
-        yield (
-            "placement=shared sends no versions, as each worker makes them itself: checkpoint_engine.transport must be "
-            f"object_store or auto, got {config.checkpoint_engine.transport}"
-        )
+        yield "placement=shared has a fixed number of processes: leave rollout.min_workers and rollout.max_workers out"
+    if (transport := config.checkpoint_engine.transport) not in ("object_store", "auto"):
+        must = "checkpoint_engine.transport must be object_store or auto"
+        yield f"placement=shared sends no versions, as each worker makes them itself: {must}, got {transport}"
 
 
-def _said(value: object) -> str:
+def _as_written(value: object) -> str:
     return "null" if value is None else f"{value:g}" if isinstance(value, float) else f"{value}"
 
 
 def sharing_refusal(config: Config, workers: int) -> str | None:
-    """Returns the sentence with which the run would be refused with `placement=shared`; None if it would not be.
+    """Returns the sentence with which `placement=shared` would be refused on `workers` processes; None if it would not.
 
-    The run gets as many processes as `workers`. Settings that must be equal for both pools, and of which the number of
-    processes is one, do not count, because whoever takes the advice sets them.
+    Settings that must be equal for both pools do not count, because whoever takes the advice sets them.
     """
     trainer = replace(config.trainer, num_workers=workers, workers_per_node=None)
     rollout = replace(config.rollout, **{key: getattr(trainer, key) for key in SAME})
@@ -359,62 +321,48 @@ def sharing_refusal(config: Config, workers: int) -> str | None:
 
 
 def _node(config: Config) -> Iterator[str]:
-    """Yields sentences about why workers_per_node or shard_size cannot have its value."""
     for pool, section in (("trainer", config.trainer), ("rollout", config.rollout)):
-        each, workers = section.workers_per_node, section.num_workers
-        if each is None:
+        per_node, workers = section.workers_per_node, section.num_workers
+        if per_node is None:
             continue
-        given = f"{pool}.workers_per_node={each}"
+        setting = f"{pool}.workers_per_node={per_node}"
         if config.runtime.backend == "local":
-            yield f"{given} places processes on nodes, and runtime.backend=local has threads of one process"
-        if workers % each:
-            least, most = max(1, workers // each) * each, -(-workers // each) * each
+            yield f"{setting} places processes on nodes, and runtime.backend=local has threads of one process"
+        if workers % per_node:
+            least, most = max(1, workers // per_node) * per_node, -(-workers // per_node) * per_node
             near = f"{least}" if least == most else f"{least} or {most}"
-            yield f"{given} must divide {pool}.num_workers={workers}: with as many on every node, {near} workers fit"
-        if config.runtime.address is None and each < workers:
-            yield (
-                f"{given} with {pool}.num_workers={workers} asks for {workers // each} nodes, and without "
-                "runtime.address the run has this machine alone: start Ray on the nodes and say runtime.address=auto"
-            )
+            yield f"{setting} must divide {pool}.num_workers={workers}: with as many on every node, {near} workers fit"
+        if config.runtime.address is None and per_node < workers:
+            nodes = f"{pool}.num_workers={workers} asks for {workers // per_node} nodes"
+            yield f"{setting} with {nodes}, {ONE_MACHINE}"
     trainer = config.trainer
-    size, each = trainer.shard_size, trainer.workers_per_node
-    if trainer.shard == "hybrid" and size and each and each % size:
+    size, per_node = trainer.shard_size, trainer.workers_per_node
+    if trainer.shard == "hybrid" and size and per_node and per_node % size:
         yield (
-            f"trainer.shard_size={size} must divide trainer.workers_per_node={each}: ranks that hold the base between "
-            "them would sit on two nodes"
+            f"trainer.shard_size={size} must divide trainer.workers_per_node={per_node}: ranks that hold the base "
+            "between them would sit on two nodes"
         )
 
 
 def _elastic(config: Config) -> Iterator[str]:
-    """Yields sentences about why min_workers or max_workers cannot have its value."""
     rollout = config.rollout
     if not rollout.elastic:
         return
     (least, most), workers = rollout.worker_bounds, rollout.num_workers
     key = "min_workers" if rollout.max_workers is None else "max_workers"
-    given = f"rollout.{key}={getattr(rollout, key)}"
+    setting = f"rollout.{key}={getattr(rollout, key)}"
     if least > most:
         yield f"rollout.min_workers={least} must be at most rollout.max_workers={most}"
     if least > workers:
-        yield (
-            f"rollout.min_workers={least} must be at most rollout.num_workers={workers}, the size that is planned for"
-        )
+        yield f"rollout.min_workers={least} must be at most rollout.num_workers={workers}, the planned size"
     if most < workers:
-        yield (
-            f"rollout.max_workers={most} must be at least rollout.num_workers={workers}, the size that is planned for"
-        )
+        yield f"rollout.max_workers={most} must be at least rollout.num_workers={workers}, the planned size"
     if config.runtime.backend == "local":
-        yield f"{given} follows the nodes of a cluster, and runtime.backend=local has threads of one process"
+        yield f"{setting} follows the nodes of a cluster, and runtime.backend=local has threads of one process"
     if config.runtime.address is None:
-        yield (
-            f"{given} follows the nodes of a cluster, and without runtime.address the run has this machine alone: "
-            "start Ray on the nodes and say runtime.address=auto"
-        )
-    if rollout.workers_per_node is not None:
-        yield (
-            f"{given} seats worker by worker, and rollout.workers_per_node={rollout.workers_per_node} whole nodes at "
-            "the start: leave one of them out"
-        )
+        yield f"{setting} follows the nodes of a cluster, {ONE_MACHINE}"
+    if (per_node := rollout.workers_per_node) is not None:
+        yield f"{setting} adds single workers, rollout.workers_per_node={per_node} whole nodes: leave one of them out"
 
 
 def nccl_obstacle(config: Config) -> str | None:
@@ -443,10 +391,7 @@ def nccl_obstacle(config: Config) -> str | None:
 
 
 def may_share(one: float, other: float) -> bool:
-    """Returns True if two workers with these `gpus_per_worker` fit on one GPU; a share of 0 is a worker on the CPU.
-
-    The tolerance is for sums of decimal fractions, e.g. 0.7 + 0.3.
-    """
+    """Returns True if two workers with these `gpus_per_worker` fit on one GPU; a share of 0 is a worker on the CPU."""
     return min(one, other) > 0 and one + other <= 1 + 1e-9
 
 
@@ -455,7 +400,8 @@ _RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR",
 _START = ("LD_LIBRARY_PATH", "LD_PRELOAD", "PYTHONPATH", "PYTHONHASHSEED")
 _MALLOC = ("GLIBC_TUNABLES", "MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_")
 _CACHE = ("HF_HOME", "HF_HUB_CACHE")
-TAKEN: Mapping[str, str] = {
+# Variable that a configuration must not set → the reason.
+RESERVED: Mapping[str, str] = {
     "CUDA_VISIBLE_DEVICES": "each worker is shown the GPUs of its seat (gpus_per_worker)",
     "CUBLAS_WORKSPACE_CONFIG": "it follows from deterministic",
     **dict.fromkeys(_THREADS, "it follows from the pool's threads"),
@@ -465,29 +411,20 @@ TAKEN: Mapping[str, str] = {
     ),
     **dict.fromkeys(_CACHE, "all pools of a node share one cache of the hub: export it where Ray is started"),
 }
-"""Variable that a configuration must not set → the reason."""
 
 
 def environment_refusal(key: str, environment: Mapping[str, str], backend: str) -> str | None:
-    """Returns one sentence about what is wrong with a pool's environment; None if nothing is.
-
-    `key` is the setting's name, for example rollout.environment; `backend` is runtime.backend.
-    """
+    """Returns one sentence about what is wrong with a pool's environment, the setting `key`; None if nothing is."""
     if environment and backend == "local":
-        return (
-            f"{key} is for workers that are processes, got {', '.join(environment)} with runtime.backend=local, whose "
-            "workers are threads of this process: export it instead"
-        )
+        names = f"{', '.join(environment)} with runtime.backend=local"
+        return f"{key} is for workers that are processes, got {names}, whose workers are threads: export it instead"
     for name, value in environment.items():
         if not name or set(name) & {"=", "\0"}:
             return f"{key} has no name of an environment variable: {name!r}"
-        if name in TAKEN:
-            return f"{key} cannot set {name}: {TAKEN[name]}"
+        if name in RESERVED:
+            return f"{key} cannot set {name}: {RESERVED[name]}"
         if value in ("True", "False"):
-            return (
-                f"{key}.{name} must be text, got {value}: write what is to be read, such as '1' or '{value.lower()}', "
-                "in quotes"
-            )
+            return f"{key}.{name} must be text, got {value}: write '1' or '{value.lower()}', in quotes"
     return None
 
 

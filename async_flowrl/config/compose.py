@@ -8,7 +8,8 @@ import copy
 import functools
 import logging
 import re
-from collections.abc import Callable, Sequence
+import shlex
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any, cast, get_args, get_origin, get_type_hints
@@ -24,7 +25,7 @@ from yaml import YAMLError  # type: ignore[import-untyped]
 
 from async_flowrl.config.check import ConfigError, removed, section_or_null, unknown_keys
 from async_flowrl.config.messages import did_you_mean, first_line, unknown_name
-from async_flowrl.config.model_defaults import is_toy
+from async_flowrl.config.models import is_toy
 from async_flowrl.config.own_code import absolute
 from async_flowrl.config.paths import config_dir, expanded
 from async_flowrl.config.resolution import normalised
@@ -32,12 +33,13 @@ from async_flowrl.config.schema import Config, RewardTerm
 
 logger = logging.getLogger(__name__)
 
+# Configuration that is used if none is named.
 DEFAULT = "one_step_off"
-"""Name of the configuration that is used if none is named."""
+# Experiment with which the modes start, if the model is a tiny one.
 EXPERIMENT = "two_prompts"
-"""Name of the experiment with which the modes start, if the model is a tiny one."""
+# Version of Hydra whose defaults apply.
 VERSION_BASE = "1.3"
-"""Version of Hydra whose defaults apply."""
+# Type of a configuration field → the type in words, for messages.
 WORDS: dict[Any, str] = {
     int: "an integer",
     float: "a number",
@@ -56,14 +58,10 @@ WORDS: dict[Any, str] = {
     dict[str, str]: "a dictionary of texts, such as {NCCL_DEBUG: WARN}",
     dict[str, RewardTerm]: "a dictionary of rewards, such as {ocr: {weight: 1.0}}",
 }
-"""Type of a configuration field → the type in words, for messages."""
 
 
 def compose_config(name: str = DEFAULT, overrides: Sequence[str] = (), folder: Path | None = None) -> Config:
-    """Returns the configuration `name` with overrides such as "trainer.learning_rate=1e-4".
-
-    `folder` holds configurations beside the shipped ones; None means none. Raises ConfigError.
-    """
+    """Returns the configuration `name` with overrides; `folder` holds others than the shipped. Raises ConfigError."""
     return typed(composed(name, overrides, folder))
 
 
@@ -79,15 +77,14 @@ def composed(name: str, overrides: Sequence[str], folder: Path | None = None) ->
 def for_hydra(name: str, overrides: Sequence[str], folder: Path | None = None) -> list[str]:
     """Returns the overrides with which Hydra itself composes what `composed` does, for a sweep too."""
     written = with_replaced_terms(name, overrides, folder)
-    plain = [each for each in written if not parse(each).is_sweep_override()]
+    plain = [override for override in written if not parse(override).is_sweep_override()]
     return [*written, *_left_out(_composed(name.removesuffix(".yaml"), plain, folder), written)]
 
 
 def _left_out(values: DictConfig, written: Sequence[str]) -> list[str]:
-    """Returns the deletion of the modes' own experiment, which is for tiny models, from a composition with another."""
-    given = any(parse(each).key_or_group == "experiment" for each in written)
-    own = values.hydra.runtime.choices.get("experiment") == EXPERIMENT
-    return [] if given or not own or is_toy(values.model.path) else ["~experiment"]
+    named = any(parse(override).key_or_group == "experiment" for override in written)
+    default = values.hydra.runtime.choices.get("experiment") == EXPERIMENT
+    return [] if named or not default or is_toy(values.model.path) else ["~experiment"]
 
 
 def _in_grammar(override: str, *, sweeps: bool) -> str:
@@ -103,8 +100,8 @@ def _in_grammar(override: str, *, sweeps: bool) -> str:
         return override
     if kind in (str, str | None):
         value = _text(value, sweeps=sweeps)
-    there = kind is not None and key.startswith("+") and not is_dataclass(kind)  # Hydra would refuse the one +
-    return f"{'++' if free or there else key[: -len(name)]}{name}={value}"
+    exists = kind is not None and key.startswith("+") and not is_dataclass(kind)  # Hydra would refuse the one +
+    return f"{'++' if free or exists else key[: -len(name)]}{name}={value}"
 
 
 def _text(value: str, *, sweeps: bool) -> str:
@@ -112,7 +109,7 @@ def _text(value: str, *, sweeps: bool) -> str:
     try:
         parsed = parse(f"text={value}")
     except HydraException:
-        return ",".join(_text(each, sweeps=False) for each in value.split(",")) if sweeps else _quoted(value)
+        return ",".join(_text(part, sweeps=False) for part in value.split(",")) if sweeps else _quoted(value)
     if parsed.is_sweep_override():
         return value if sweeps else _quoted(value)
     read = parsed.value()
@@ -134,10 +131,7 @@ def as_typed(override: str) -> str:
 
 
 def with_replaced_terms(name: str, overrides: Sequence[str], folder: Path | None = None) -> list[str]:
-    """Adds deletions of the old terms before an override that replaces all terms of a reward. Raises ConfigError.
-
-    All overrides must be valid in Hydra's grammar.
-    """
+    """Adds deletions of the old terms before an override that replaces all terms of a reward. Raises ConfigError."""
 
     def terms_of(key: str, others: Sequence[str]) -> list[str]:
         return list(OmegaConf.select(_composed(name.removesuffix(".yaml"), others, folder), key) or {})
@@ -151,7 +145,7 @@ def with_replaced_terms(name: str, overrides: Sequence[str], folder: Path | None
 def _composed(name: str, overrides: Sequence[str], folder: Path | None) -> DictConfig:
     # Hydra looks for the primary configuration in the first folder only.
     both = [config_dir(), *([folder.absolute()] if folder else [])]
-    folders = sorted(both, key=lambda each: not (each / f"{name}.yaml").exists())
+    folders = sorted(both, key=lambda place: not (place / f"{name}.yaml").exists())
     quotable = [str(other).replace("'", "\\'") for other in folders[1:]]
     others = [f"hydra.searchpath=['file://{other}']" for other in quotable]
     try:
@@ -176,7 +170,6 @@ def typed(values: DictConfig) -> Config:
 
 
 def with_absolute_files(config: Config) -> Config:
-    """Returns the configuration, changed in place, with absolute paths of the files of one's own code."""
     config.model.family, config.model.tiny.family = absolute(config.model.family), absolute(config.model.tiny.family)
     config.algorithm.name = absolute(config.algorithm.name)
     for term in (*config.reward.terms.values(), *config.evaluate.reward.terms.values()):
@@ -185,43 +178,41 @@ def with_absolute_files(config: Config) -> Config:
 
 
 def without_hydra(values: DictConfig) -> DictConfig:
-    """Returns a copy without Hydra's own settings."""
-    own = copy.deepcopy(values)
-    with read_write(own), open_dict(own):
-        own.pop("hydra", None)
-    return own
+    job = copy.deepcopy(values)
+    with read_write(job), open_dict(job):
+        job.pop("hydra", None)
+    return job
 
 
 def read_config(path: Path) -> Config:
-    """Reads the config.yaml of a run.
+    """Reads the config.yaml of a run. Raises ValueError if the file is not the configuration of a run.
 
     Settings that this version does not have are left out with a warning, since another version may have written the
-    file. Raises ValueError if the file is not the configuration of a run.
+    file.
     """
     unknown: list[str] = []
     try:
         written = cast("DictConfig", OmegaConf.load(path))
-        merged = _known(written, unknown)
+        merged = _merged(written, unknown)
     except (OmegaConfBaseException, YAMLError, UnicodeDecodeError, OSError) as error:
         raise ValueError(f"{path} is not the configuration of a run: {first_line(error)}") from error
-    if lacking := [name for name in SECTIONS if name not in written]:
-        raise ValueError(f"{path} is damaged, or not the configuration of a run: it has no {', '.join(lacking)}")
+    if missing := [name for name in SECTIONS if name not in written]:
+        raise ValueError(f"{path} is damaged, or not the configuration of a run: it has no {', '.join(missing)}")
     if unknown:
         logger.warning("%s has settings that this version does not know: %s", path, ", ".join(unknown))
     return normalised(cast("Config", OmegaConf.to_object(merged)))
 
 
+# Sections that every config.yaml of a run has; `runtime` is the last one.
 SECTIONS = ("model", "rollout", "trainer", "reward", "data", "runtime")
-"""Sections that every config.yaml of a run has; `runtime` is the last one."""
 
 
 @functools.cache
 def _schema() -> DictConfig:
-    """Returns the schema as OmegaConf's node. It takes OmegaConf longer to make than a configuration to read."""
     return cast("DictConfig", OmegaConf.structured(Config))
 
 
-def _known(written: DictConfig, unknown: list[str]) -> Any:
+def _merged(written: DictConfig, unknown: list[str]) -> Any:
     """Removes keys that the schema does not have, and appends them to `unknown`."""
     while True:
         try:
@@ -239,36 +230,35 @@ def _known(written: DictConfig, unknown: list[str]) -> Any:
 def checked(name: str, overrides: Sequence[str], folder: Path | None = None, *, sweeps: bool = False) -> list[str]:
     """Returns the overrides in Hydra's grammar; `sweeps` (--multirun) allows several values of one key.
 
-    Raises ConfigError, with the nearest match, for unknown configuration names, group options and keys, and for values
-    that cannot be read.
+    Raises ConfigError, with the nearest match, for unknown names, options and keys, and for values that cannot be read.
     """
     if folder is not None and not folder.is_dir():
         raise ConfigError(f"--config-dir {folder} is no folder")
     folders = [config_dir(), *([folder] if folder else [])]
-    top = [path.stem for each in folders for path in each.glob("*.yaml") if path.stem != "base"]
+    top = [path.stem for place in folders for path in place.glob("*.yaml") if path.stem != "base"]
     if name.removesuffix(".yaml") not in top:
         raise ConfigError(unknown_name("--config-name", name, top))
-    written = [_in_grammar(each, sweeps=sweeps) for each in overrides]
+    written = [_in_grammar(override, sweeps=sweeps) for override in overrides]
     for override, readable in zip(overrides, written, strict=True):
         if any(0xDC80 <= ord(letter) <= 0xDCFF for letter in override):
             raise ConfigError(f"{override!r} is text that this locale cannot read: set PYTHONUTF8=1")
-        prefixed, equals, given = override.partition("=")
+        prefixed, equals, text = override.partition("=")
         key = prefixed.lstrip("+~")
         if not key or not (equals or prefixed.startswith("~")):
             raise ConfigError(f"{override!r} is no override: it is written key=value")
-        options = [path.stem for each in folders for path in (each / key).glob("*.yaml")]
+        options = [path.stem for place in folders for path in (place / key).glob("*.yaml")]
         nested = functools.reduce(lambda inner, part: {part: inner}, reversed(key.split(".")), cast("Any", None))
         if not (options or is_hydras(key)) and (wrong := next(unknown_keys(nested, Config), None)):
-            groups = [f"{path.parent.name}={path.stem}" for each in folders for path in each.glob("*/*.yaml")]
-            near = did_you_mean(f"{key}={given}", groups, mistyped=True)
+            groups = [f"{path.parent.name}={path.stem}" for place in folders for path in place.glob("*/*.yaml")]
+            near = did_you_mean(f"{key}={text}", groups, mistyped=True)
             raise ConfigError(f"configuration key {key} is unknown{near}" if near else wrong)
         if prefixed.startswith("~") and not options and get_origin(_field(key.rpartition(".")[0])[0]) is not dict:
             raise ConfigError(f"{prefixed}: only entries of a dictionary, such as ~reward.terms.color, can be deleted")
-        value, why = _value(readable, sweeps=sweeps)
+        value, obstacle = _value(readable, sweeps=sweeps)
         if options and isinstance(value, str) and value not in options:
             raise ConfigError(unknown_name(key, value, options))
-        if why:
-            raise ConfigError(f"{key} must be {_expected(key) or 'one value'}, got {given!r}{why}")
+        if obstacle:
+            raise ConfigError(f"{key} must be {_expected(key) or 'one value'}, got {text!r}{obstacle}")
     return written
 
 
@@ -295,10 +285,7 @@ def is_hydras(override: str) -> bool:
 
 
 def explain(error: Exception) -> str:
-    """Returns one sentence for an error of Hydra or OmegaConf.
-
-    For a value of a wrong type, the sentence says which type the key takes and what was given.
-    """
+    """Returns one sentence for an error of Hydra or OmegaConf; of a wrong type, which type the key takes."""
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, ValidationError):
         cause = cause.__cause__ or cause.__context__
@@ -316,8 +303,8 @@ def explain(error: Exception) -> str:
     if missing := re.search(r"missing mandatory value: (\w+)", text):
         return f"{missing[1]} has no value: ??? stands for one that is still missing"
     lines = [line.strip() for line in f"{error}\n{error.__cause__ or ''}".splitlines() if line.strip()]
-    told = "; ".join(line for line in lines if not line.startswith(("object_type=", "reference_type=", "full_key:")))
-    return f"{full}: {told}" if (full := getattr(error, "full_key", None)) else told
+    shown = "; ".join(line for line in lines if not line.startswith(("object_type=", "reference_type=", "full_key:")))
+    return f"{full}: {shown}" if (full := getattr(error, "full_key", None)) else shown
 
 
 def _missing_term(text: str) -> str | None:
@@ -331,10 +318,7 @@ def _missing_term(text: str) -> str | None:
 
 
 def _field(key: str) -> tuple[Any, bool]:
-    """Returns the type of a configuration key, and True if it is, or is in, a dictionary that takes any key.
-
-    The type is None if the schema does not define it.
-    """
+    """Returns the type of a configuration key, None without one, and whether it is in a dictionary that takes any key."""
     kind, free = cast("Any", Config), False
     for part in re.sub(r"\[\d+\]", "", key).split("."):
         if isinstance(kind, type) and is_dataclass(kind):
@@ -355,39 +339,37 @@ def _expected(key: str) -> str | None:
     return WORDS.get(kind) or str(getattr(kind, "__name__", kind) if not get_args(kind) else kind)
 
 
+# Dictionaries of reward terms. An override that gives one whole replaces all its terms, where Hydra would merge both,
+# so that the configuration's terms would silently be trained as well. `+reward.terms.NAME={...}` adds a term,
+# `reward.terms.NAME.weight=2` changes one, `~reward.terms.NAME` removes one.
 TERMS = ("reward.terms", "evaluate.reward.terms")
-"""Dictionaries of reward terms. An override that gives one whole replaces all its terms, where Hydra would merge both,
-so that the configuration's terms would silently be trained as well. To change single terms: `+reward.terms.NAME={...}`
-adds one, `reward.terms.NAME.weight=2` changes one, `~reward.terms.NAME` removes one.
-"""
+# A function (key, overrides) → names of the terms under the key in a configuration with these overrides.
 Terms = Callable[[str, Sequence[str]], Sequence[str]]
-"""A function (key, overrides) → names of the terms under the key in a configuration with these overrides."""
 
 
 @functools.lru_cache(maxsize=1024)
 def parse(override: str) -> Override:
-    """Returns an override of a command line, parsed. Raises HydraException if it cannot be parsed."""
     (parsed,) = OverridesParser.create().parse_overrides([override])
     return parsed
 
 
 def _replacing(key: str, written: list[str], terms_of: Terms) -> list[str]:
-    parsed = [parse(each) for each in written]
-    own = [override for override in parsed if _under(key, override)]
-    if not own:
+    parsed = [parse(text) for text in written]
+    below = [override for override in parsed if _under(key, override)]
+    if not below:
         return written
-    others = [text for text, override in zip(written, parsed, strict=True) if override not in own]
+    others = [text for text, override in zip(written, parsed, strict=True) if override not in below]
 
     def gives_terms(override: Override) -> bool:
         return not override.is_delete() and (override.is_sweep_override() or isinstance(override.value(), dict))
 
-    whole = [override for override in own if override.key_or_group == key and gives_terms(override)]
+    whole = [override for override in below if override.key_or_group == key and gives_terms(override)]
     if not whole:
-        return [*others, *(_added(key, override) for override in own)]
+        return [*others, *(_added(key, override) for override in below)]
     plain = [text for text, override in zip(written, parsed, strict=True)
-             if not any(_under(each, override) for each in TERMS) and not override.is_sweep_override()]  # fmt: skip
+             if not any(_under(terms, override) for terms in TERMS) and not override.is_sweep_override()]  # fmt: skip
     deleted = [f"~{key}.{name}" for name in terms_of(key, plain)]
-    rest = [_added(key, each) for each in own if each not in whole and each.input_line not in deleted]
+    rest = [_added(key, override) for override in below if override not in whole and override.input_line not in deleted]
     return [*others, *deleted, f"+{key}={str(whole[-1].input_line).partition('=')[2]}", *rest]
 
 
@@ -403,6 +385,53 @@ def _added(key: str, override: Override) -> str:
     if override.is_sweep_override() or not isinstance(override.value(), dict):
         return line
     return f"+{key}={{{name}: {line.partition('=')[2]}}}"
+
+
+def typed_command(hydra_record: Mapping[str, str], *, without: tuple[str, ...] = ()) -> str | None:
+    """Returns the command that started the run, but for overrides of keys in `without`; None if it is not recorded."""
+    return _command(hydra_record, without, ())
+
+
+def resume_command(hydra_record: Mapping[str, str], output_dir: Path | None = None) -> str | None:
+    """Returns the command that continues the run with `resume=auto`; None if the record is incomplete.
+
+    `output_dir` is the run directory; None means the one of the command, or the job's own folder in a sweep.
+    """
+    hydras = _hydra_settings(hydra_record)
+    if output_dir is None and str(OmegaConf.select(hydras, "hydra.mode")) in ("MULTIRUN", "RunMode.MULTIRUN"):
+        output_dir = Path(str(OmegaConf.select(hydras, "hydra.runtime.output_dir")))
+    if output_dir is None:
+        return _command(hydra_record, ("resume",), ("resume=auto",))
+    more = (f"output_dir={output_dir}", "resume=auto")
+    return _command(hydra_record, ("resume", "output_dir"), more)
+
+
+def record_of(run: Path) -> dict[str, str]:
+    """Returns Hydra's record of a run directory, file name → text; empty for a run started from Python."""
+    return {file.name: file.read_text(encoding="utf-8") for file in (run / ".hydra").glob("*.yaml")}
+
+
+def _hydra_settings(hydra_record: Mapping[str, str]) -> DictConfig:
+    return cast("DictConfig", OmegaConf.create(hydra_record.get("hydra.yaml", "{}")))
+
+
+def _command(hydra_record: Mapping[str, str], without: tuple[str, ...], more: tuple[str, ...]) -> str | None:
+    if not {"hydra.yaml", "overrides.yaml"} <= hydra_record.keys():
+        return None
+    hydras = _hydra_settings(hydra_record)
+    name, folder = OmegaConf.select(hydras, "hydra.job.config_name"), _own_folder(hydras)
+    overrides = OmegaConf.to_container(OmegaConf.create(hydra_record["overrides.yaml"]), resolve=False)
+    kept = [as_typed(str(o)) for o in overrides or () if str(o).partition("=")[0].lstrip("+") not in without]
+    where = ["--config-dir", folder] if folder and "--config-dir" not in without else []
+    return shlex.join(["async-flowrl", "train", *where, *(["--config-name", str(name)] if name else []), *kept, *more])
+
+
+def _own_folder(hydras: DictConfig) -> str | None:
+    """Returns the folder of --config-dir, which Hydra lists beside the package's folder; None without one."""
+    sources = OmegaConf.select(hydras, "hydra.runtime.config_sources") or []
+    folders = [str(source["path"]) for source in sources if source["schema"] == "file"]
+    others = [folder for folder in folders if Path(folder) != config_dir()]
+    return others[0] if len(folders) > 1 and others else None
 
 
 ConfigStore.instance().store(name="schema", node=Config)

@@ -3,8 +3,8 @@
 from async_flowrl.config.messages import unknown_name
 from async_flowrl.config.schema import Config
 
+# The weighted sum that is trained on, and the mean distance between two images of a prompt.
 REWARD, DIVERSITY = "reward", "diversity"
-"""Curve names: the weighted sum that is trained on, and the mean distance between two images of a prompt."""
 
 
 def quality_terms(config: Config) -> list[str]:
@@ -23,11 +23,6 @@ def best_curve(config: Config) -> str | None:
 
 
 def evaluation_due(config: Config, version: int) -> bool:
-    """Returns True if `version` must be evaluated.
-
-    This holds for version 0 with `evaluate.before_training`, for every `evaluate.every`-th version, and for the last
-    one.
-    """
     if version == 0:
         return config.evaluate.before_training
     every = config.evaluate.every
@@ -36,26 +31,21 @@ def evaluation_due(config: Config, version: int) -> bool:
 
 def check_curves(config: Config) -> None:
     """Raises ValueError, one sentence, if `save.best` is no curve, or if evaluation settings contradict each other."""
-    names, wanted = [REWARD, *config.reward.terms, *config.evaluate.reward.terms], config.save.best
-    if wanted is not None and wanted not in names:
-        raise ValueError(unknown_name("save.best", wanted, names))
+    names, best = [REWARD, *config.reward.terms, *config.evaluate.reward.terms], config.save.best
+    if best is not None and best not in names:
+        raise ValueError(unknown_name("save.best", best, names))
     if config.evaluate.on_hacking == "stop" and not quality_terms(config):
-        raise ValueError(
-            "evaluate.on_hacking=stop needs a held-out term that says what is good: name one in evaluate.reward.terms, "
-            "with a weight other than 0"
-        )
+        term = "a held-out term that says what is good, in evaluate.reward.terms"
+        raise ValueError(f"evaluate.on_hacking=stop needs {term}, with a weight other than 0")
     if config.evaluate.baseline and config.lora.path is not None:
-        raise ValueError(
-            f"evaluate.baseline=true evaluates the base model, but the run starts from lora.path={config.lora.path}: "
-            "leave one of them out"
-        )
+        start = f"the run starts from lora.path={config.lora.path}"
+        raise ValueError(f"evaluate.baseline=true evaluates the base model, but {start}: leave one of them out")
 
 
 def checkpoint_due(config: Config, version: int) -> bool:
-    """Returns True if `version` must have a checkpoint.
+    """Returns True if `version` must have a checkpoint: every `save.every`-th, the last, and those that may be best.
 
-    This holds for every `save.every`-th version and for the last one. If the best version is kept (`best_curve`), it
-    also holds for every version that is evaluated. Where `save.every` is null, `Checkpoints.overdue` adds to it.
+    Where `save.every` is null, `Checkpoints.overdue` adds to it.
     """
     every = config.save.every or 0
     evaluated = best_curve(config) is not None and evaluation_due(config, version)

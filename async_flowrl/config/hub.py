@@ -11,18 +11,17 @@ from urllib.parse import urlsplit
 from huggingface_hub import constants, hf_hub_download, snapshot_download
 
 CONNECT_SECONDS = 5.0
-"""Time-out of the check whether the hub answers."""
+# Files that are never downloaded: weights in other formats than safetensors, and code.
 _NEVER = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.msgpack", "*.h5", "*.onnx", "*.pb", "*.gguf", "*.py")
-"""Files that are never downloaded: weights in other formats than safetensors, and code."""
+# Second copies of weights in another precision, e.g. model.fp16.safetensors; not downloaded either.
 _VARIANTS = tuple(f"*/{name}.*.safetensors" for name in ("diffusion_pytorch_model", "model", "pytorch_model"))
-"""Second copies of weights in another precision, e.g. model.fp16.safetensors; not downloaded either."""
 
 
 def download(path: str, revision: str, parts: str) -> Path:
     """Downloads the missing files that `parts` needs (see `load_policy`) and returns the model's folder.
 
-    `path` is a hub name and `revision` a commit. If the hub does not answer, the folder of the local cache is
-    returned, and what it lacks shows when it is loaded. Errors of huggingface_hub are passed on.
+    If the hub does not answer, the folder of the local cache is returned, and what it lacks shows when it is loaded.
+    Errors of huggingface_hub are passed on.
     """
     how: dict[str, Any] = {"revision": revision, "local_files_only": not hub_answers()}
     index = json.loads(Path(hf_hub_download(path, "model_index.json", **how)).read_text(encoding="utf-8"))
@@ -31,18 +30,14 @@ def download(path: str, revision: str, parts: str) -> Path:
 
 
 def folder_here(path: str, revision: str) -> Path:
-    """Returns the folder of a hub model that `download` has brought to this machine; the hub is not asked.
-
-    Raises huggingface_hub's LocalEntryNotFoundError if it is not there.
-    """
+    """Returns the folder of a downloaded hub model, without asking the hub. Raises LocalEntryNotFoundError."""
     return Path(hf_hub_download(path, "model_index.json", revision=revision, local_files_only=True)).parent
 
 
 def hub_file(path: str, name: str, revision: str | None) -> Path:
-    """Returns the local path of one file of a hub model, downloading it if necessary.
+    """Returns the local path of one file of a hub model, downloading it if necessary; passes on errors of the hub.
 
     If the hub does not answer, only the local cache is used; huggingface_hub itself would retry for half a minute.
-    Errors of huggingface_hub are passed on.
     """
     return Path(hf_hub_download(path, name, revision=revision, local_files_only=not hub_answers()))
 
@@ -51,22 +46,20 @@ def hub_answers() -> bool:
     """Returns True if the hub, or the configured proxy to it, accepts a connection within CONNECT_SECONDS."""
     if constants.HF_HUB_OFFLINE:
         return False
-    hub = urlsplit(constants.ENDPOINT)
+    target = urlsplit(constants.ENDPOINT)
     proxies = urllib.request.getproxies()
-    proxy = proxies.get(hub.scheme) or proxies.get("all")
-    there = urlsplit(proxy if "://" in proxy else f"http://{proxy}") if proxy else hub
-    if proxy and urllib.request.proxy_bypass(hub.hostname or ""):
-        there = hub
+    proxy = proxies.get(target.scheme) or proxies.get("all")
+    if proxy and not urllib.request.proxy_bypass(target.hostname or ""):
+        target = urlsplit(proxy if "://" in proxy else f"http://{proxy}")
     try:
-        port = there.port or (443 if there.scheme == "https" else 80)
-        socket.create_connection((there.hostname or "", port), timeout=CONNECT_SECONDS).close()
+        port = target.port or (443 if target.scheme == "https" else 80)
+        socket.create_connection((target.hostname or "", port), timeout=CONNECT_SECONDS).close()
     except OSError:
         return False
     return True
 
 
 def components(index: dict[str, object]) -> list[str]:
-    """Returns the folders that the content of model_index.json names: scheduler, tokenizer, transformer, ..."""
     return [name for name, entry in index.items() if isinstance(entry, list) and entry and entry[0] is not None]
 
 

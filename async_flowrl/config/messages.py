@@ -1,28 +1,30 @@
-"""Parts of error messages that several checks share."""
+"""Parts of error messages that several checks share, and loggers that are quiet for a while."""
 
 import difflib
 import inspect
 import json
-from collections.abc import Callable, Container, Iterable
+import logging
+from collections.abc import Callable, Container, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 
-def unknown_name(key: str, given: object, allowed: Iterable[str]) -> str:
+def unknown_name(key: str, name: object, allowed: Iterable[str]) -> str:
     """Returns one sentence with the given name, the allowed names, and the nearest match if there is one."""
     names = sorted(allowed)
-    return f"{key} must be one of {', '.join(names)}, got {given!r}{did_you_mean(str(given), names)}"
+    return f"{key} must be one of {', '.join(names)}, got {name!r}{did_you_mean(str(name), names)}"
 
 
 def did_you_mean(
-    given: str, names: Iterable[str], shown: Callable[[str], object] = repr, *, mistyped: bool = False
+    name: str, names: Iterable[str], shown: Callable[[str], object] = repr, *, mistyped: bool = False
 ) -> str:
     """Returns `; did you mean 'x'?` for the nearest of `names`, formatted by `shown`; empty if none is similar.
 
     `mistyped`: names of models are alike without being the same, so only a typing error gets a hint: at most two
     characters more or less, and no other number.
     """
-    near = difflib.get_close_matches(given, list(names), n=1, cutoff=0.9 if mistyped else 0.5)
-    if mistyped and near and (abs(len(given) - len(near[0])) > 2 or _digits(given) != _digits(near[0])):
+    near = difflib.get_close_matches(name, list(names), n=1, cutoff=0.9 if mistyped else 0.5)
+    if mistyped and near and (abs(len(name) - len(near[0])) > 2 or _digits(name) != _digits(near[0])):
         return ""
     return f"; did you mean {shown(near[0])}?" if near else ""
 
@@ -41,7 +43,7 @@ def in_one_line(error: BaseException) -> str:
 def check_options(
     where: str, factory: Callable[..., Any], options: Iterable[str], *, beside: Container[str] = (), first: int = 0
 ) -> None:
-    """Raises ValueError for an option that is not a parameter of `factory`; the message begins with `where`.
+    """Raises ValueError, which begins with `where`, for an option that is not a parameter of `factory`.
 
     The first `first` parameters and those in `beside` are passed by the caller, so they are not allowed as options.
     """
@@ -49,17 +51,17 @@ def check_options(
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return
     kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    known = [each.name for each in parameters if each.kind in kinds and each.name not in beside]
+    names = [parameter.name for parameter in parameters if parameter.kind in kinds and parameter.name not in beside]
     for option in options:
-        if option not in known:
-            allowed = unknown_name("an option", option, known) if known else f"it takes none, got {option!r}"
+        if option not in names:
+            allowed = unknown_name("an option", option, names) if names else f"it takes none, got {option!r}"
             raise ValueError(f"{where}: {allowed}")
 
 
 def first_line(error: BaseException) -> str:
     """Returns the first line of an exception's text, or its type if it has no text."""
-    said = str(error).strip()
-    return said.splitlines()[0] if said else type(error).__name__
+    text = str(error).strip()
+    return text.splitlines()[0] if text else type(error).__name__
 
 
 def parsed(text: str, where: str) -> Any:
@@ -68,3 +70,15 @@ def parsed(text: str, where: str) -> Any:
         return json.loads(text)
     except json.JSONDecodeError as error:
         raise ValueError(f"{where} is damaged: {error}") from error
+
+
+@contextmanager
+def quieter(name: str, level: int) -> Iterator[None]:
+    """Sets the level of the logger `name` inside the `with` block; loggers below it that have no level follow it."""
+    logger = logging.getLogger(name)
+    before = logger.level
+    logger.setLevel(level)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)

@@ -13,7 +13,6 @@ from async_flowrl.config.messages import in_one_line, unknown_name
 
 OWN_CODE = "one of your own is written pkg.module:attr or file.py:attr"
 SUFFIX = ".py"
-"""Ending of what is before the colon, if that is a file."""
 
 
 def import_named(key: str, path: str) -> Any:

@@ -26,22 +26,21 @@ def expanded(path: str) -> Path:
 def find_data(path: str, base: Path | None = None, *, key: str = "", folder: bool = False) -> Path:
     """Returns the path of an existing file, or also of a folder with `folder=True`.
 
-    `~` is expanded. A relative path is looked up in `base` (None means the working directory), then among the shipped
-    files. Raises FileNotFoundError, which names `key` and a similar file name in the folders searched.
+    A relative path is looked up in `base` (None means the working directory), then among the shipped files. Raises
+    FileNotFoundError, which names `key` and a similar file name in the folders searched.
     """
-    given = expanded(path)
-    roots = [Path()] if given.is_absolute() else [base or Path.cwd(), config_dir()]
-    candidates = [root / given for root in roots]
+    place = expanded(path)
+    roots = [Path()] if place.is_absolute() else [base or Path.cwd(), config_dir()]
+    candidates = [root / place for root in roots]
     for candidate in candidates:
         if candidate.is_file() or (folder and candidate.is_dir()):
             return candidate
     problem = "is a folder, not a file" if any(candidate.is_dir() for candidate in candidates) else "does not exist"
-    given_as, searched = f"{key}={path}" if key else path, " and ".join(map(str, candidates))
-    raise FileNotFoundError(f"{given_as} {problem} (looked for {searched}){_hint(candidates)}")
+    setting, searched = f"{key}={path}" if key else path, " and ".join(map(str, candidates))
+    raise FileNotFoundError(f"{setting} {problem} (looked for {searched}){_hint(candidates)}")
 
 
 def _hint(candidates: list[Path]) -> str:
-    """Returns a hint with a similar file name, from the first folder that has one; empty if there is none."""
     for folder in [candidate.parent for candidate in candidates if candidate.parent.is_dir()]:
         names = sorted(entry.name for entry in folder.iterdir() if entry.is_file())
         if hint := did_you_mean(candidates[0].name, names, folder.joinpath):

@@ -11,20 +11,21 @@ from async_flowrl.config.schema import Config, RewardConfig, RewardTerm, ServeCo
 
 ROLLOUT, TRAINER = "rollout", "trainer"
 
+# Name of the shared pool, and prefix of those of trained terms.
 REWARD = "reward"
-"""Name of the shared pool, and prefix of those of trained terms."""
 HELD_OUT = "held_out"
-"""Prefix of the pools of held-out terms."""
+# Prefix of a pool's name → configuration section of its term.
 SECTIONS = {REWARD: "reward.terms", HELD_OUT: "evaluate.reward.terms"}
-"""Prefix of a pool's name → configuration section of its term."""
 
 
 @dataclass(frozen=True)
 class RewardPool:
-    """A pool of workers that score by the same terms: every group, or with held-out terms those of evaluations."""
+    """A pool of workers that score by the same terms: every group, or with held-out terms those of evaluations.
+
+    `name` is `reward` for the shared pool, `reward/X` or `held_out/X` for the pool of the trained or held-out term X.
+    """
 
     name: str
-    """`reward` for the shared pool, `reward/X` or `held_out/X` for the pool of the trained or held-out term X."""
     terms: tuple[str, ...]
     workers: int
     gpus_per_worker: float
@@ -36,7 +37,6 @@ class RewardPool:
 
     @property
     def trained(self) -> bool:
-        """Returns False for the pool of a held-out term."""
         return is_reward_pool(self.name)
 
 
@@ -45,33 +45,30 @@ def reward_pools(config: RewardConfig) -> tuple[RewardPool, ...]:
 
     The shared pool is missing if every term has its own. A value that a term leaves null is taken from the shared pool.
     """
-    own = {name: term for name, term in config.terms.items() if has_own_pool(term)}
-    left = tuple(name for name in config.terms if name not in own)
-    pools = [RewardPool(f"{REWARD}/{name}", (name,), *_seats(config, term)) for name, term in own.items()]
-    if left or not own:
-        pools.insert(0, RewardPool(REWARD, left, config.num_workers, config.gpus_per_worker, config.threads))
+    separate = {name: term for name, term in config.terms.items() if has_own_pool(term)}
+    shared = tuple(name for name in config.terms if name not in separate)
+    pools = [RewardPool(f"{REWARD}/{name}", (name,), *_seats(config, term)) for name, term in separate.items()]
+    if shared or not separate:
+        pools.insert(0, RewardPool(REWARD, shared, config.num_workers, config.gpus_per_worker, config.threads))
     return tuple(pools)
 
 
 def scoring_pools(config: Config) -> tuple[RewardPool, ...]:
     """Returns the pools of `reward_pools`, then those of held-out terms that have one, in the configuration's order."""
-    held_out = config.evaluate.reward.terms.items()
-    own = ((name, term) for name, term in held_out if has_own_pool(term))
-    pools = (RewardPool(f"{HELD_OUT}/{name}", (name,), *_seats(config.reward, term)) for name, term in own)
+    separate = ((name, term) for name, term in config.evaluate.reward.terms.items() if has_own_pool(term))
+    pools = (RewardPool(f"{HELD_OUT}/{name}", (name,), *_seats(config.reward, term)) for name, term in separate)
     return *reward_pools(config.reward), *pools
 
 
-def held_out_by_pool(config: Config) -> dict[str, Mapping[str, RewardTerm]]:
-    """Returns pool → the held-out terms that it scores: the first pool those without a pool of their own.
-
-    Pools without any are left out.
-    """
+def held_out_by_pool(config: Config) -> Mapping[str, Mapping[str, RewardTerm]]:
+    """Returns pool → the held-out terms that it scores: the first pool those without a pool of their own."""
     terms = config.evaluate.reward.terms
     first = reward_pools(config.reward)[0].name
     pools = {name: f"{HELD_OUT}/{name}" if has_own_pool(term) else first for name, term in terms.items()}
-    return {
-        pool: {name: terms[name] for name in pools if pools[name] == pool} for pool in dict.fromkeys(pools.values())
-    }
+    by_pool: dict[str, dict[str, RewardTerm]] = {}
+    for name, pool in pools.items():
+        by_pool.setdefault(pool, {})[name] = terms[name]
+    return by_pool
 
 
 def served_terms(config: Config) -> Iterator[tuple[str, ServeConfig]]:
@@ -83,12 +80,10 @@ def served_terms(config: Config) -> Iterator[tuple[str, ServeConfig]]:
 
 
 def server_pool(term: str) -> str:
-    """Returns the name of the pool of a term's servers."""
     return f"server/{term}"
 
 
 def has_own_pool(term: RewardTerm) -> bool:
-    """Returns True if the term sets workers, gpus_per_worker or threads."""
     return any(value is not None for value in (term.workers, term.gpus_per_worker, term.threads))
 
 
@@ -103,7 +98,6 @@ def is_scoring_pool(pool: str) -> bool:
 
 
 def workers_key(pool: str) -> str:
-    """Returns the key of the setting for the number of workers of a scoring pool."""
     return f"{section_of(pool)}.{'num_workers' if pool == REWARD else 'workers'}"
 
 
@@ -114,8 +108,6 @@ def section_of(pool: str) -> str:
 
 
 def _seats(config: RewardConfig, term: RewardTerm) -> tuple[int, float, int]:
-    return (
-        config.num_workers if term.workers is None else term.workers,
-        config.gpus_per_worker if term.gpus_per_worker is None else term.gpus_per_worker,
-        config.threads if term.threads is None else term.threads,
-    )
+    workers = config.num_workers if term.workers is None else term.workers
+    gpus = config.gpus_per_worker if term.gpus_per_worker is None else term.gpus_per_worker
+    return workers, gpus, config.threads if term.threads is None else term.threads

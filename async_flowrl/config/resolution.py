@@ -10,18 +10,15 @@ from typing import Any
 
 from async_flowrl.config.schema import Config, RolloutConfig
 
+# Image size in pixels: one integer for a square image, (height, width) only where the two differ.
 Resolution = int | tuple[int, int]
-"""Image size in pixels: one integer for a square image, (height, width) only where the two differ."""
 FORMS = "an integer, pixels along each side of a square image, or [height, width]"
+# `512` or `512x768`, height first.
 _WRITTEN = re.compile(r"\s*(\d+)\s*(?:[x×,]\s*(\d+)\s*)?")
-"""`512` or `512x768`, height first."""
 
 
 def parse_resolution(value: Any) -> Resolution:
-    """Returns the size of an integer, of (height, width), or of text such as `512` or `512x768`.
-
-    Raises ValueError for anything else.
-    """
+    """Returns the size of an integer, of (height, width), or of text such as `512x768`. Raises ValueError."""
     if isinstance(value, str) and (match := _WRITTEN.fullmatch(value)):
         value = [int(number) for number in match.groups() if number]
     numbers = list(value) if isinstance(value, Sequence) and not isinstance(value, str) else [value]
@@ -32,14 +29,13 @@ def parse_resolution(value: Any) -> Resolution:
 
 
 def _whole(number: Any) -> Any:
-    """Returns 32 for 32.0 and "32", as tables write integers; anything else is returned unchanged."""
     if isinstance(number, str) and number.strip().isdecimal():
         return int(number)
     return int(number) if isinstance(number, float) and number.is_integer() else number
 
 
-def asked_resolution(value: str, option: str = "--resolution") -> Resolution:
-    """Returns the size given on a command line. Raises ValueError, one sentence that names `option`."""
+def resolution_option(value: str, option: str = "--resolution") -> Resolution:
+    """Returns the size in a command line's `option`. Raises ValueError, one sentence that names it."""
     try:
         return parse_resolution(value)
     except ValueError:
@@ -47,7 +43,6 @@ def asked_resolution(value: str, option: str = "--resolution") -> Resolution:
 
 
 def of_sides(height: int, width: int) -> Resolution:
-    """Returns the side of a square, else (height, width)."""
     return height if height == width else (height, width)
 
 
@@ -62,7 +57,7 @@ def pixels(resolution: Resolution) -> int:
 
 def largest(resolutions: Iterable[Resolution]) -> Resolution:
     """Returns the size with the most pixels; among equals the highest, so that the order does not matter."""
-    return max(resolutions, key=lambda each: (pixels(each), height_width(each)))
+    return max(resolutions, key=lambda size: (pixels(size), height_width(size)))
 
 
 def in_words(resolution: Resolution) -> str:

@@ -8,21 +8,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from async_flowrl.config.model_defaults import model_defaults
-from async_flowrl.config.model_path import TINY
+from async_flowrl.config.models import TINY, model_defaults
 from async_flowrl.config.settings import FREE, MAX_SEED, NOTHING, ROUNDING, setting
 
-if TYPE_CHECKING:  # null where it is not given, and a number in every Config (config/model_defaults.py)
+if TYPE_CHECKING:  # null where it is not given, and a number in every Config (config/models.py)
     DefaultInt: TypeAlias = int
     DefaultFloat: TypeAlias = float
 else:
     DefaultInt, DefaultFloat = int | None, float | None
+# Largest `trainer.micro_batch_size` that is a default.
 MICRO_BATCH = 16
-"""Largest `trainer.micro_batch_size` that is a default."""
 LORA, FULL = "lora", "full"
-"""The values of `tune`."""
+# Value of `placement`, and name of the pool in which each worker then samples and trains.
 SHARED = "shared"
-"""Value of `placement`, and name of the pool in which each worker then samples and trains."""
 
 
 @dataclass
@@ -712,7 +710,6 @@ class Config:
     runtime: RuntimeConfig = field(default_factory=RuntimeConfig, metadata=FREE)
 
     def __post_init__(self) -> None:
-        """Replaces the settings that are null by the defaults of the model."""
         rollout, trainer, model = self.rollout, self.trainer, self.model
         given = (self.lora.rank, rollout.resolution, rollout.num_inference_steps, rollout.true_cfg_scale)
         if None in (*given, rollout.guidance_scale, trainer.learning_rate):
@@ -729,12 +726,10 @@ class Config:
 
     @property
     def mode_name(self) -> str:
-        """The name of the mode, also if `mode` is null."""
         return mode_name(self.max_staleness, self.hand_over)
 
     @property
     def images_per_ticket(self) -> int:
-        """`ticket_size`, or `group_size` if it is null."""
         return self.ticket_size or self.group_size
 
     @property
@@ -752,8 +747,8 @@ class Config:
     def is_sharded(self) -> bool:
         """Whether the ranks of a process group share the base, and with tune=full all weights.
 
-        `trainer.shard=auto` was replaced by what it means on the run's devices (memory/layout.py) before; where nobody
-        has done that, each rank holds all.
+        Before, `trainer.shard=auto` was replaced by what it means on the run's devices (memory/layout.py), or means
+        none.
         """
         return self.trainer.cpu_offload or self.trainer.shard in ("full", "hybrid")
 
@@ -765,8 +760,8 @@ class Config:
     def ranks_per_replica(self, ranks: int, *, sharded: bool) -> int:
         """Returns how many of `ranks` share one copy of the base; 1 if it is not sharded.
 
-        With `trainer.shard=auto` these are the ranks of one node, if `trainer.workers_per_node` is above 1, so that
-        blocks are gathered inside a node.
+        With `trainer.shard=auto` these are the ranks of one node, if there are several, so that blocks are gathered
+        inside it.
         """
         if not sharded:
             return 1
@@ -777,14 +772,12 @@ class Config:
 
 
 def _fill(section: Any, values: Mapping[str, Any]) -> None:
-    """Sets the settings of a section that are null."""
     for key, value in values.items():
         if getattr(section, key) is None:
             setattr(section, key, value)
 
 
 def mode_name(max_staleness: int, hand_over: str) -> str:
-    """Returns the name of the mode for these two settings."""
     if max_staleness == 0:
         return "sync" if hand_over == "batch" else "stream"
     return "one_step_off" if max_staleness == 1 else "fully_async"

@@ -12,15 +12,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import Field, dataclass, field, fields, is_dataclass
 from typing import Any
 
+# The default: the field changes the trained weights, so a resumed run must have the same value.
 WEIGHTS = "weights"
-"""The default: the field changes the trained weights, so a resumed run must have the same value."""
+# The field changes only the order of roundings, not the mathematics; a resume with another value warns.
 ROUNDING = "rounding"
-"""The field changes only the order of roundings, not the mathematics; a resume with another value warns."""
+# The field does not change a bit of the weights, so a resumed run may have another value.
 NOTHING = "nothing"
-"""The field does not change a bit of the weights, so a resumed run may have another value."""
 
+# Largest seed that torch's generators and `seeds.derive` accept.
 MAX_SEED = 2**63 - 1
-"""Largest seed that torch's generators and `seeds.derive` accept."""
 
 BOUNDS: dict[str, Callable[[float, float], bool]] = {
     "at_least": operator.ge,
@@ -32,7 +32,10 @@ BOUNDS: dict[str, Callable[[float, float], bool]] = {
 
 @dataclass(frozen=True)
 class Rule:
-    """The values that a field may have, independent of other fields. None is allowed if the field's type allows it."""
+    """The values that a field may have, independent of other fields. None is allowed if the field's type allows it.
+
+    `infinite`: infinity is allowed and means no limit. `pair`: the value is two numbers, and the bounds apply to both.
+    """
 
     changes: str = WEIGHTS
     choices: tuple[str, ...] = ()
@@ -41,17 +44,13 @@ class Rule:
     at_most: float | None = None
     below: float | None = None
     infinite: bool = False
-    """True: infinity is allowed and means no limit."""
     pair: bool = False
-    """True: the value is two numbers, and the bounds apply to both."""
 
     @property
     def bounds(self) -> str:
         """Returns the bounds in words, for example `at least 0 and below 1`; empty if there are none."""
-        return " and ".join(
-            f"{name.replace('_', ' ')} {bound if isinstance(bound, int) else f'{bound:g}'}"
-            for name, bound in self._given().items()
-        )
+        bounds = ((name, bound if isinstance(bound, int) else f"{bound:g}") for name, bound in self._bounds().items())
+        return " and ".join(f"{name.replace('_', ' ')} {bound}" for name, bound in bounds)
 
     def refusal(self, value: Any) -> str | None:
         """Returns in words what a value must be; None if it is allowed. `choices` are checked by the caller."""
@@ -60,17 +59,17 @@ class Rule:
             return "two numbers"
         if not self.infinite and any(isinstance(number, float) and not math.isfinite(number) for number in numbers):
             return "a finite number"
-        bounds = self._given().items()
+        bounds = self._bounds().items()
         holds = all(BOUNDS[name](number, bound) for name, bound in bounds for number in numbers)
         return None if holds else self.bounds
 
-    def _given(self) -> dict[str, float]:
+    def _bounds(self) -> dict[str, float]:
         return {name: bound for name in BOUNDS if (bound := getattr(self, name)) is not None}
 
 
 _DEFAULT = Rule()
+# Metadata of a section whose fields do not change the weights.
 FREE = {"rule": Rule(changes=NOTHING)}
-"""Metadata of a section whose fields do not change the weights."""
 
 
 def setting(default: Any, **rule: Any) -> Any:
@@ -79,16 +78,12 @@ def setting(default: Any, **rule: Any) -> Any:
 
 
 def rule_of(member: Field[Any]) -> Rule:
-    """Returns the rule of a field; a field without one has the defaults of Rule."""
     rule: Rule = member.metadata.get("rule", _DEFAULT)
     return rule
 
 
 def settings(section: Any, prefix: str = "") -> Iterator[tuple[str, Any, Rule]]:
-    """Yields (dotted key, value, rule) of every field below `section` that is not itself a section.
-
-    Sections inside dictionaries, for example reward terms, are included.
-    """
+    """Yields (dotted key, value, rule) of every field below `section`, also of sections inside dictionaries."""
     for member in fields(section):
         key, value = prefix + member.name, getattr(section, member.name)
         if is_dataclass(value):

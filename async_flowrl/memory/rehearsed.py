@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
-from async_flowrl.config.quiet import quieter
+from async_flowrl.config.messages import quieter
 from async_flowrl.config.schema import Config
 
 if TYPE_CHECKING:

@@ -282,9 +282,8 @@ class PipelinePolicy(Policy):
             raise ValueError(refusal)
         scale = sampling.guidance_scale
         if (scale > 0) != self.embeds_guidance:
-            value = "above 0" if self.embeds_guidance else "0"
-            hint = ", which takes it as an input" if self.embeds_guidance else "; use true_cfg_scale"
-            raise ValueError(f"rollout.guidance_scale must be {value} for {self.title}{hint}, got {scale}")
+            value, hint = ("above 0", "it is a network input") if self.embeds_guidance else ("0", "use true_cfg_scale")
+            raise ValueError(f"rollout.guidance_scale must be {value} for {self.title}, got {scale}; {hint}")
 
     def _guide(self, conditional: Tensor, unconditional: Tensor, scale: float) -> Tensor:
         return guided_velocity(conditional, unconditional, scale)

@@ -14,11 +14,10 @@ from huggingface_hub import parse_safetensors_file_metadata, try_to_load_from_ca
 from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, LocalEntryNotFoundError, SafetensorsParsingError
 from safetensors import SafetensorError, safe_open
 
-from async_flowrl.config.architectures import architectures
 from async_flowrl.config.check import check_fields
 from async_flowrl.config.hub import download, hub_answers, hub_file
 from async_flowrl.config.messages import did_you_mean, first_line, in_one_line, unknown_name
-from async_flowrl.config.model_path import PIPELINES, TINY, local_index, not_found
+from async_flowrl.config.models import PIPELINES, TINY, architectures, local_index, not_found
 from async_flowrl.config.own_code import import_named
 from async_flowrl.config.resolution import Resolution
 from async_flowrl.config.schema import ModelConfig

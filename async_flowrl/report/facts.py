@@ -10,8 +10,8 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from async_flowrl.config.compose import record_of, resume_command, typed_command
 from async_flowrl.config.schema import Config, RewardTerm
-from async_flowrl.config.typed import record_of, resume_command, typed_command
 from async_flowrl.observability.bottleneck import step_pools
 from async_flowrl.observability.ledger import STATES, pool_of
 from async_flowrl.observability.summary import mfu

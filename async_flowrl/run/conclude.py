@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from async_flowrl.config import exit_codes
+from async_flowrl.config.compose import resume_command
 from async_flowrl.config.resolution import written
 from async_flowrl.config.schema import FULL
-from async_flowrl.config.typed import resume_command
 from async_flowrl.observability.evaluations import read_evaluations
 from async_flowrl.observability.result import result_sentences, training_sentence
 from async_flowrl.observability.run_directory import RunDirectory

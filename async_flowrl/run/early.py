@@ -4,7 +4,7 @@ from pathlib import Path
 
 from async_flowrl.config.check import ConfigError, check
 from async_flowrl.config.curves import check_curves
-from async_flowrl.config.model_path import local_index
+from async_flowrl.config.models import local_index
 from async_flowrl.config.paths import expanded, find_data
 from async_flowrl.config.schema import Config
 from async_flowrl.observability.run_directory import RunDirectory

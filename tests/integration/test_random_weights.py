@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from async_flowrl.config.architectures import architectures
 from async_flowrl.config.check import ConfigError, check
 from async_flowrl.config.compose import compose_config
+from async_flowrl.config.models import architectures
 from async_flowrl.config.schema import ModelConfig
 from async_flowrl.policies.registry import folder_of, load_pipeline, resolve_model, shapes_of, weights_of
 from tests.integration.runs import train, train_here_on_ray

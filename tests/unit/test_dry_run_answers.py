@@ -14,9 +14,9 @@ from typing import Any
 import diffusers
 import pytest
 
-from async_flowrl.config.architectures import architectures
 from async_flowrl.config.check import ConfigError
 from async_flowrl.config.compose import compose_config
+from async_flowrl.config.models import architectures
 from async_flowrl.config.paths import config_dir
 from async_flowrl.config.resolution import configured
 from async_flowrl.config.schema import Config

@@ -7,8 +7,7 @@ import pytest
 from omegaconf import DictConfig, OmegaConf
 
 from async_flowrl.config.check import ConfigError
-from async_flowrl.config.compose import composed, typed
-from async_flowrl.config.typed import resume_command
+from async_flowrl.config.compose import composed, resume_command, typed
 from async_flowrl.main import command_line, record
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from async_flowrl.config.architectures import Architecture, architectures
+from async_flowrl.config.models import Architecture, architectures
 from async_flowrl.config.resolution import Resolution
 from async_flowrl.config.schema import Config
 from async_flowrl.memory.prompts import longest_prompt

@@ -11,7 +11,7 @@ from safetensors.numpy import save_file
 from async_flowrl.algorithms.registry import build_algorithm
 from async_flowrl.config.check import ConfigError, check, toy_values
 from async_flowrl.config.compose import compose_config
-from async_flowrl.config.model_path import PIPELINES
+from async_flowrl.config.models import PIPELINES
 from async_flowrl.config.paths import config_dir
 from async_flowrl.config.schema import Config
 from async_flowrl.policies.registry import FAMILIES

@@ -12,8 +12,8 @@ from torch import nn
 
 from async_flowrl.cli import plan as planner
 from async_flowrl.cli.plan_memory import describe
-from async_flowrl.config.architectures import architectures
 from async_flowrl.config.compose import compose_config
+from async_flowrl.config.models import architectures
 from async_flowrl.config.schema import Config
 from async_flowrl.memory.processes import host_bytes, plan_memory, planned_trainer, trainer_footprint
 from async_flowrl.memory.rehearsal.ledger import Allocations

@@ -98,7 +98,7 @@ def test_fluxs_projections_are_fused_for_kohya_and_come_apart_again(tmp_path: Pa
     ("family", "form", "message"),
     [
         ("sd3", "kohya", "--format kohya is there for flux"),
-        ("pkg:own", "comfyui", "this LoRA is of pkg:own"),
+        ("pkg:own", "comfyui", "got pkg:own"),
         ("flux", "kohya", "FLUX.1's own width only (3072 outputs), single_transformer_blocks.1.attn.to_q has 16"),
         ("flux", "kohia", "did you mean 'kohya'"),
     ],

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from async_flowrl.config.model_path import not_found
+from async_flowrl.config.models import not_found
 from async_flowrl.config.schema import ModelConfig, TinyConfig
 from async_flowrl.policies.base import Shapes
 from async_flowrl.policies.qwen_image import QwenImageFamily

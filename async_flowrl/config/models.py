@@ -1,0 +1,125 @@
+"""Models before torch is imported: what `model.path` means, architectures of published models, defaults of settings.
+
+Defaults depend on the model: they replace the settings that are null in a configuration until its family is known.
+"""
+
+import functools
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from async_flowrl.config.messages import did_you_mean
+from async_flowrl.config.paths import config_dir, expanded
+
+# Class name of a diffusers pipeline (`_class_name` of model_index.json) → family.
+PIPELINES = {
+    "QwenImagePipeline": "qwen_image",
+    "StableDiffusion3Pipeline": "sd3",
+    "FluxPipeline": "flux",
+    "ZImagePipeline": "z_image",
+    "SanaPipeline": "sana",
+}
+
+TINY = "tiny"
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+# Files of configs/family/ for tiny models, which come before their family's, and for families that have none.
+TOY, OTHER = "toy", "other"
+# A folder with fewer bytes of weights is a tiny model.
+TOY_BYTES = 100_000_000
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """The parts of a published model that decide about memory and time, from configs/architectures/.
+
+    `transformer`, `vae` and `scheduler` are the contents of their configuration files; a key that is missing has the
+    default of its class. `text_parameters` are those of all text encoders together.
+    """
+
+    family: str
+    transformer: Mapping[str, Any]
+    vae: Mapping[str, Any]
+    text_parameters: int
+    dtype: str = "bfloat16"
+    scheduler: Mapping[str, Any] | None = None
+
+
+@functools.cache
+def architectures() -> Mapping[str, Architecture]:
+    """Returns hub name → architecture of the models that have a file in configs/architectures/."""
+    from omegaconf import OmegaConf
+
+    by_name: dict[str, Architecture] = {}
+    for file in sorted((config_dir() / "architectures").glob("*.yaml")):
+        values = cast("dict[str, Any]", OmegaConf.to_container(OmegaConf.load(file)))
+        by_name |= dict.fromkeys(values.pop("names"), Architecture(**values))
+    return by_name
+
+
+def local_index(path: str) -> Path | None:
+    """Returns model_index.json of a local folder; None for the tiny model and for a possible hub name.
+
+    Raises ValueError, one sentence, for a folder without it, and for a path that is neither folder nor possible hub
+    name.
+    """
+    if path == TINY:
+        return None
+    local = expanded(path)
+    if local.exists():
+        index = local / "model_index.json"
+        if not index.is_file():
+            raise ValueError(f"model.path {path} is not a diffusers folder: it has no model_index.json")
+        return index
+    if not _HUB_NAME.fullmatch(path):
+        near = [str(entry) for entry in local.parent.iterdir()] if local.parent.is_dir() else []
+        raise ValueError(not_found(path, "no such folder", near))
+    return None
+
+
+def not_found(path: str, reason: str, neighbours: Sequence[str] = ()) -> str:
+    """Returns the error message for a model that was not found, with the most similar known name."""
+    names, mistyped = [TINY, *architectures(), *neighbours], _HUB_NAME.fullmatch(path) is not None
+    hint = "" if path in names else did_you_mean(path, names, mistyped=mistyped)
+    return f"model.path {path!r} was not found: {reason}{hint}"
+
+
+def model_defaults(path: str, family: str, revision: str | None) -> dict[str, dict[str, Any]]:
+    """Returns section → setting → default of a model, from configs/family/; `family` may be `auto`.
+
+    A model that cannot be found has the defaults of other models: what needs it says why it was not found.
+    """
+    if family == "auto":
+        family = _family_of_files(path, revision)
+    values = _values(family if (config_dir() / "family" / f"{family}.yaml").is_file() else OTHER)
+    toy = _values(TOY) if is_toy(path) else {}
+    return {section: {**settings, **toy.get(section, {})} for section, settings in values.items()}
+
+
+@functools.cache
+def _values(name: str) -> dict[str, dict[str, Any]]:
+    from omegaconf import OmegaConf
+
+    loaded = OmegaConf.to_container(OmegaConf.load(config_dir() / "family" / f"{name}.yaml"))
+    return cast("dict[str, dict[str, Any]]", loaded)
+
+
+def _family_of_files(path: str, revision: str | None) -> str:
+    from async_flowrl.config.hub import hub_file
+
+    try:
+        index = local_index(path)
+        if index is None and path in architectures():
+            return architectures()[path].family
+        index = index or hub_file(path, "model_index.json", revision)
+        return PIPELINES.get(json.loads(index.read_text()).get("_class_name"), OTHER)
+    except (OSError, ValueError, AttributeError):
+        return OTHER
+
+
+def is_toy(path: str) -> bool:
+    """Returns True for `model.path=tiny`, and for a folder with weights that take less than TOY_BYTES."""
+    weights = Path(path).expanduser().glob("*/*.safetensors")
+    return path == TINY or 0 < sum(file.stat().st_size for file in weights) < TOY_BYTES
