@@ -318,7 +318,7 @@ def _missing_term(text: str) -> str | None:
 
 
 def _field(key: str) -> tuple[Any, bool]:
-    """Returns the type of a configuration key, None without one, and whether it is in a dictionary that takes any key."""
+    """Returns the type of a configuration key (or None), and whether it is in a dictionary that takes any key."""
     kind, free = cast("Any", Config), False
     for part in re.sub(r"\[\d+\]", "", key).split("."):
         if isinstance(kind, type) and is_dataclass(kind):

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from async_flowrl.config.check import TAKEN, ConfigError, check, environment_refusal, may_share, nccl_obstacle
+from async_flowrl.config.check import RESERVED, ConfigError, check, environment_refusal, may_share, nccl_obstacle
 from async_flowrl.config.compose import compose_config
 from separation.rendezvous import GLOO_INTERFACE, join, leave, open_store
 from separation.worker_process import thread_environment
@@ -122,4 +122,4 @@ def test_every_variable_that_pools_set_themselves_is_taken() -> None:
         leave()
         os.environ.clear()
         os.environ.update(before)
-    assert "RANK" in ranks and {*thread_environment(1), *ranks} <= TAKEN.keys()
+    assert "RANK" in ranks and {*thread_environment(1), *ranks} <= RESERVED.keys()
