@@ -6,6 +6,7 @@ same advantage.
 
 import random
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -16,8 +17,8 @@ from async_flowrl.config.schema import AlgorithmConfig
 FloatArray = npt.NDArray[np.float64]
 Groups = Sequence[FloatArray]
 NORMALISES = ("std", "none")
+# Added to the standard deviation before the division, as in flow_grpo's code.
 EPS = 1e-4
-"""Added to the standard deviation before the division, as in flow_grpo's code."""
 
 
 class GroupAdvantages:
@@ -27,18 +28,11 @@ class GroupAdvantages:
         self.config = config
         self.group_local = not config.global_std
 
-    def advantages(
-        self,
-        rewards: Mapping[str, Groups],
-        *,
-        weights: Mapping[str, float] | None = None,
-        seeds: Sequence[int] | None = None,
-    ) -> list[FloatArray]:
+    def advantages(self, rewards: Mapping[str, Groups], **options: Any) -> list[FloatArray]:
         """Returns `compute_advantages` with this algorithm's configuration."""
-        return compute_advantages(rewards, self.config, weights=weights, seeds=seeds)
+        return compute_advantages(rewards, self.config, **options)
 
     def select(self, advantages: FloatArray) -> list[int]:
-        """Returns the indices of the trained images: all of them."""
         return list(range(len(advantages)))
 
 
@@ -53,10 +47,10 @@ def compute_advantages(
 
     `rewards` holds, per name of a reward, the groups' raw rewards [n]; `weights` has one factor per name (None: all 1).
     `combine=sum` adds the weighted rewards and normalises the sum; `per_reward` normalises each reward and adds the
-    weighted results. `global_std` divides by the std of all given groups instead of each group's. Two settings exist to
-    test that learning comes from the rewards: `negate_reward` changes their sign, `permute_advantages` shuffles the
-    advantages of each group and needs one of `seeds` per group.
-    Raises ValueError for rewards that are not lists of finite numbers, and for no rewards or missing seeds.
+    weighted results. `global_std` divides by the std of all given groups. Two settings exist to test that learning
+    comes from the rewards: `negate_reward` changes their sign, `permute_advantages` shuffles the advantages of each
+    group and needs one of `seeds` per group. Raises ValueError for rewards that are not lists of finite numbers, none,
+    or missing seeds.
     """
     sign = -1.0 if config.negate_reward else 1.0
     factors = {name: sign * (1.0 if weights is None else weights[name]) for name in rewards}
@@ -73,14 +67,12 @@ def compute_advantages(
 
 
 def permuted(values: FloatArray, seed: int) -> FloatArray:
-    """Returns the values [n] in a random order drawn from `seed`."""
     order = list(range(len(values)))
     random.Random(seed).shuffle(order)
     return values[order]
 
 
 def is_constant(group: FloatArray) -> bool:
-    """Returns True if all values are exactly equal."""
     return bool(np.all(group == group[0]))
 
 
@@ -107,9 +99,9 @@ def _normalised(groups: Groups, config: AlgorithmConfig) -> list[FloatArray]:
 def group_advantages(rewards: npt.ArrayLike, *, normalise: str = "std", batch_std: float | None = None) -> FloatArray:
     """Returns the advantages of one group with rewards r [n]: (r - mean) / (S + 1e-4), float64 [n].
 
-    S is the group's population standard deviation, or `batch_std` if that is given (Flow-GRPO, arXiv 2505.05470,
-    eq. 5). `normalise="none"` only subtracts the mean (Dr.GRPO, arXiv 2503.20783). If all rewards are equal, the
-    advantages are exactly 0. Raises ValueError for an unknown `normalise`, and if `rewards` is empty or not finite.
+    S is the group's population standard deviation, or `batch_std` if that is given (Flow-GRPO, arXiv 2505.05470, eq.
+    5). `normalise="none"` only subtracts the mean (Dr.GRPO, arXiv 2503.20783). If all rewards are equal, the advantages
+    are exactly 0. Raises ValueError for an unknown `normalise`, and if `rewards` is empty or not finite.
     """
     if normalise not in NORMALISES:
         raise ValueError(unknown_name("normalise", normalise, NORMALISES))

@@ -13,7 +13,7 @@ All calls use the same shapes, grad mode and code, so equal weights give bit-equ
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypedDict, cast, runtime_checkable
+from typing import Any, Protocol, TypedDict, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -24,33 +24,32 @@ from async_flowrl.algorithms.sde import expand
 from async_flowrl.seeds import derive, generator
 from async_flowrl.transfers import upload
 
+# (latents [B, ...], sigma [B]) → the network's velocity [B, ...] under the active weights, with guidance; float32.
 Velocity = Callable[[Tensor, Tensor], Tensor]
-"""(latents [B, ...], sigma [B]) → the network's velocity [B, ...] under the active weights, with guidance; float32."""
 
 
 class Prediction(TypedDict, total=False):
     """The tensors that `predict` returns: those that the algorithm names in `predicts`, batch dimension first.
 
+    - `log_prob` [B] float64: log-density of the recorded denoising step under the active weights, divided by the number
+      of latent elements (for cps see sde.log_prob)
+    - `mean` [B, ...] and `std` [B] float32 of the Gaussian distribution of the next latents
+    - `velocity` [B, ...] float32 of the network at `noised`, with guidance
+    - `noised` [B, ...] float32: final latents, mixed with new noise to the noise level of the row
+    - `error` [B] float64: flow-matching loss of the row
+
     An algorithm of your own that needs other tensors returns a subclass.
     """
 
     log_prob: Tensor
-    """[B] float64: log-density of the recorded denoising step under the active weights, divided by the number of latent
-    elements (for cps see sde.log_prob)."""
     mean: Tensor
-    """[B, ...] float32: mean of the Gaussian distribution of the next latents."""
     std: Tensor
-    """[B] float32: standard deviation of that distribution."""
     velocity: Tensor
-    """[B, ...] float32: the network's velocity at `noised`, with guidance."""
     noised: Tensor
-    """[B, ...] float32: final latents, mixed with new noise to the noise level of the row."""
     error: Tensor
-    """[B] float64: flow-matching loss of the row."""
 
 
 def detached(prediction: Prediction) -> Prediction:
-    """Returns the prediction without gradients."""
     named: dict[str, Tensor] = dict(cast("Any", prediction))
     return cast("Prediction", {name: value.detach() for name, value in named.items()})
 
@@ -61,62 +60,63 @@ class MicroBatch:
 
     A row of a policy-gradient algorithm is one recorded denoising step from `latents` to `next_latents`. For algorithms
     that train on final images (`records = "final"`), both are the final latents, and `steps` is a noise level's index.
+
+    - `latents`, `next_latents` [B, ...] float32: latents x before and x' after the step
+    - `sigma`, `sigma_next` [B] float32: noise levels before and after the step
+    - `steps` [B] int64 in host memory: index of the denoising step, 0 to T - 1
+    - `sigmas` [T+1] float32: all noise levels, falling from 1 to 0
+    - `advantages` [B] float32 of the row's image; `positive` [B] True if it is above 0
+    - `rollout_log_prob` [B] float32 of the step as the rollout worker computed it; zeros for records = "final"
+    - `seeds` [B]: one per row, for algorithms that draw random numbers in the trainer
+    - `age`: staleness of the images, training step minus the version that made them
     """
 
     latents: Tensor
-    """[B, ...] float32: latents x before the step."""
     next_latents: Tensor
-    """[B, ...] float32: recorded latents x' after the step."""
     sigma: Tensor
-    """[B] float32: noise level before the step."""
     sigma_next: Tensor
-    """[B] float32: noise level after the step."""
     steps: Tensor
-    """[B] int64 in host memory: index of the denoising step, 0 to T - 1."""
     sigmas: Tensor
-    """[T+1] float32: all noise levels, falling from 1 to 0."""
     advantages: Tensor
-    """[B] float32: advantage of the row's image."""
     positive: tuple[bool, ...]
-    """[B] True if the advantage is above 0."""
     rollout_log_prob: Tensor
-    """[B] float32: log-prob of the step as the rollout worker computed it; zeros for records = "final"."""
     seeds: tuple[int, ...]
-    """[B] One seed per row, for algorithms that draw random numbers in the trainer."""
     age: int
-    """Staleness of the images: training step minus the version that made them."""
 
 
 @dataclass(frozen=True)
 class LossOutput:
-    """The result of `loss`, per row; the trainer averages over the rows of the whole batch."""
+    """The result of `loss`, per row [B]; the trainer averages over the rows of the whole batch.
+
+    `loss` is float32 with gradients. `metrics` are averaged in float64 for the log. The share of kept gradients is made
+    of two of them: `nonzero`, 1 for rows whose advantage is not 0, and `kept`, 1 for those whose gradient is not cut.
+    """
 
     loss: Tensor
-    """[B] float32, with gradients."""
     metrics: Mapping[str, Tensor]
-    """Name → [B], averaged in float64 for the log. The share of kept gradients is made of two of them: `nonzero`, 1 for
-    rows whose advantage is not 0, and `kept`, 1 for those of them whose gradient is not cut."""
 
 
 class Algorithm(Protocol):
-    """An RL algorithm: advantages from rewards, and a loss per row of a micro-batch."""
+    """An RL algorithm: advantages from rewards, and a loss per row of a micro-batch.
+
+    - `name`, for messages; the built-in algorithms are registered under it.
+    - `records`: what rollout workers record, "transitions" (noisy denoising steps) or "final" (final latents only).
+    - `needs_behaviour`, `needs_reference`: True if `loss` needs that prediction.
+    - `vanishes_at_zero`: True if an image with advantage 0 has gradient zero; groups of such images are not trained.
+    - `predicts`: keys of what `predict` returns; `reads`: keys of predictions that `loss` and `moved` use.
+    - `group_local`: True if a group's advantages depend on no other group, which `hand_over=stream` requires.
+    - `moved(batch, before, after)`, optional: the KL divergence [B] float64, in nats over all latent elements, from the
+      denoising step predicted `before` to that predicted `after`. `algorithm.max_kl_per_update` needs it.
+    """
 
     name: str
-    """Name for messages; the built-in algorithms are registered under it."""
     records: str
-    """What rollout workers must record: "transitions" (noisy denoising steps) or "final" (final latents only)."""
     needs_behaviour: bool
-    """True if `loss` needs the prediction `behaviour`."""
     needs_reference: bool
-    """True if `loss` needs the prediction `reference`."""
     vanishes_at_zero: bool
-    """True if an image with advantage 0 has gradient zero; groups whose advantages are all 0 are then not trained."""
     predicts: Collection[str]
-    """Keys of the dict that `predict` returns (see `Prediction`)."""
     reads: Collection[str]
-    """Keys of predictions that `loss` and `moved` use. The run refuses to start if one is not in `predicts`."""
     group_local: bool
-    """True if a group's advantages depend on no other group, which `hand_over=stream` requires."""
 
     def advantages(
         self,
@@ -149,17 +149,6 @@ class Algorithm(Protocol):
 
         With records = "transitions" the trainer also calls it with `current` alone (all others None) on a few rows per
         batch, and reads only the metric `log_prob_gap`.
-        """
-
-
-@runtime_checkable
-class Diverges(Protocol):
-    """An algorithm that can measure how far an update moved the policy; `algorithm.max_kl_per_update` needs it."""
-
-    def moved(self, batch: MicroBatch, before: Prediction, after: Prediction) -> Tensor:
-        """Returns the KL divergence [B] float64 from the denoising step predicted `before` to that predicted `after`.
-
-        Its unit is nats, summed over all latent elements.
         """
 
 

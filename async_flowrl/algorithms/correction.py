@@ -9,8 +9,8 @@ from torch import Tensor
 
 from async_flowrl.algorithms.sde import mean_over_latent
 
+# Log-ratios are clamped to ± this value before exp, because an overflow would give gradients of infinity × 0.
 MAX_LOG_RATIO = 20.0
-"""Log-ratios are clamped to ± this value before exp, because an overflow would give gradients of infinity × 0."""
 
 
 def divergence(mean: Tensor, other: Tensor, std: Tensor) -> Tensor:
@@ -19,7 +19,6 @@ def divergence(mean: Tensor, other: Tensor, std: Tensor) -> Tensor:
 
 
 def ratio_of(log_ratio: Tensor) -> Tensor:
-    """Returns exp(log_ratio), with the log-ratio clamped to ± MAX_LOG_RATIO."""
     return torch.exp(log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))
 
 

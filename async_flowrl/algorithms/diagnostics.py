@@ -5,7 +5,7 @@ The controller calls it after every training step.
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -14,24 +14,21 @@ from async_flowrl.config.schema import AlgorithmConfig
 
 MIN_EFFECTIVE_SAMPLE_SIZE = 0.5
 MIN_GRADIENT_KEPT = 0.8
+# Largest quotient of the shares of kept gradients of good and of bad images without a warning.
 MAX_KEPT_BY_SIGN = 1.5
-"""Largest quotient of the shares of kept gradients of good and of bad images without a warning."""
+# Largest KL of an update, in nats per latent element, without a warning. In the glyphs example (1,024 elements), runs
+# with 1 nat per image were stable, and runs with 3 to 4 nats were not.
 MAX_QUIET_NATS_PER_ELEMENT = 2e-3
-"""Largest KL of an update, in nats per latent element, without a warning. In the glyphs example (1,024 elements), runs
-with 1 nat per image were stable, and runs with 3 to 4 nats were not."""
+# `algorithm.correction` with importance weights → the advice if the effective sample size is small.
 BETTER_THAN = {"tis": "correction=mask", "rollout_tis": "engines that agree better (behaviour_gap)"}
-"""`algorithm.correction` with importance weights → the advice if the effective sample size is small."""
 
 
-@dataclass(frozen=True)
-class WindowGroup:
-    """One trained group."""
+class WindowGroup(NamedTuple):
+    """One trained group: its first trained step, its rewards, and means over its rows of the metrics of `loss`."""
 
     start: int
-    """Index of the first trained denoising step."""
     rewards: Sequence[float]
     metrics: Mapping[str, float]
-    """Means over the group's rows of the metrics that `loss` returned."""
 
 
 def window_metrics(groups: Iterable[WindowGroup]) -> dict[str, float]:
@@ -46,11 +43,9 @@ def window_metrics(groups: Iterable[WindowGroup]) -> dict[str, float]:
     line: dict[str, float] = {}
     for start, members in sorted(by_start.items()):
         line[f"window/{start}/reward_std"] = float(np.mean([np.std(member.rewards) for member in members]))
-        squares = [m.metrics["ratio_deviation_squared"] for m in members if "ratio_deviation_squared" in m.metrics]
-        if squares:
+        if squares := [m.metrics[key] for m in members if (key := "ratio_deviation_squared") in m.metrics]:
             line[f"window/{start}/ratio_std"] = float(np.sqrt(np.mean(squares)))
-        clipped = [m.metrics["clip_fraction"] for m in members if "clip_fraction" in m.metrics]
-        if clipped:
+        if clipped := [m.metrics[key] for m in members if (key := "clip_fraction") in m.metrics]:
             line[f"window/{start}/clip_fraction"] = float(np.mean(clipped))
     return line
 
@@ -84,20 +79,18 @@ def warnings(
     """Returns one sentence per problem that the metrics of a training step show, with advice; usually none.
 
     `kept` is the share of gradients that clip and mask leave, `clip` the value of `clip_of_means`, `elements` the
-    number of latent elements, or 0 to leave out the check of `kl_per_update`, and `guidance` the scale w of
-    u + w (c - u).
+    number of latent elements, or 0 to leave out the check of `kl_per_update`, and `guidance` the scale w of u + w (c -
+    u).
     """
     sentences = []
     gap = metrics.get("behaviour_gap", 0.0)
     if clip is not None and gap >= clip:
-        weights = (
-            ", or weight rows with algorithm.correction=rollout_tis (mask and tis allow for the age of samples only)"
-        )
+        by_weights = ", or weight rows with algorithm.correction=rollout_tis (mask and tis allow for age only)"
         sentences.append(
             f"rollout and trainer disagree by {gap:.1e} on the log-probs of one policy (behaviour_gap), as much as the "
             f"{clip:.1e} by which algorithm.clip_range lets an update move them: let both pools compute alike "
             "(deterministic=true, one kind of GPU, rollout.compile as trainer.compile, model.attention_backend that "
-            f"both have) or in model.dtype=float32{'' if correction == 'rollout_tis' else weights}"
+            f"both have) or in model.dtype=float32{'' if correction == 'rollout_tis' else by_weights}"
             + (f"; rollout.true_cfg_scale={guidance:g} widens it several times" if guidance > 1 else "")
         )
     size = sample_size(metrics)
@@ -106,11 +99,11 @@ def warnings(
             f"importance weights have an effective sample size of {size:.2f}: {BETTER_THAN[correction]} or a smaller "
             "max_staleness would use the samples better"
         )
-    survived = MAX_QUIET_NATS_PER_ELEMENT * elements
-    if elements and metrics.get("kl_per_update", 0.0) > survived:
+    bound = MAX_QUIET_NATS_PER_ELEMENT * elements
+    if elements and metrics.get("kl_per_update", 0.0) > bound:
         sentences.append(
             f"an update moved the policy by {metrics['kl_per_update']:.1f} nats per image (kl_per_update), more than "
-            f"the {survived:.1f} up to which runs of a small model were stable, counted per latent element: set "
+            f"the {bound:.1f} up to which runs of a small model were stable, counted per latent element: set "
             "algorithm.max_kl_per_update, or take a smaller trainer.learning_rate"
         )
     shares = [metrics[key] for sign in ("positive", "negative") if (key := f"gradient_kept/{sign}") in metrics]

@@ -1,5 +1,4 @@
-"""DiffusionNFT (arXiv 2509.16117): trains the velocity on final images with fresh noise; needs no SDE steps or
-log-probs."""
+"""DiffusionNFT (arXiv 2509.16117): trains the velocity on final images with fresh noise, without SDE steps."""
 
 from collections.abc import Callable
 
@@ -13,6 +12,7 @@ from async_flowrl.config.messages import unknown_name
 from async_flowrl.config.schema import AlgorithmConfig
 
 MIN_WEIGHT = 1e-5
+# `algorithm.advantage_mode` → function of the clamped advantages [B]; `adv_mode` in the published code.
 ADVANTAGE_MODES: dict[str, Callable[[Tensor], Tensor]] = {
     "continuous": lambda a: a,
     "positive_only": lambda a: a.clamp(min=0.0),
@@ -20,12 +20,10 @@ ADVANTAGE_MODES: dict[str, Callable[[Tensor], Tensor]] = {
     "one_only": lambda a: (a > 0.0).to(a.dtype),
     "binary": torch.sign,
 }
-"""`algorithm.advantage_mode` → function of the clamped advantages [B]; `adv_mode` in the published code."""
 
 
 class DiffusionNFT(GroupAdvantages):
-    """Trains v+ = old + beta (new - old) to reconstruct good images, and v- = old - beta (new - old) to reconstruct bad
-    ones.
+    """Trains v+ = old + beta (new - old) to reconstruct good images, v- = old - beta (new - old) for bad ones.
 
     `new` is the velocity in training. `old` is the velocity of the policy that made the image, so stale images need no
     correction.
@@ -35,9 +33,9 @@ class DiffusionNFT(GroupAdvantages):
     records = "final"
     predicts = reads = ("velocity", "noised")
     needs_behaviour = True
+    # With advantage 0 the gradient is zero only if the new velocity equals the old one; otherwise it pulls them
+    # together.
     vanishes_at_zero = False
-    """With advantage 0 the gradient is zero only if the new velocity equals the old one; otherwise it pulls them
-    together."""
 
     def __init__(self, config: AlgorithmConfig, *, correction: str = "none") -> None:
         super().__init__(config)

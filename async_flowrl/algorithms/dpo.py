@@ -78,11 +78,9 @@ def pairs(batch: MicroBatch) -> tuple[list[int], list[int]]:
     Raises ValueError if a row has no partner with the same noise level in this micro-batch.
     """
     positive, steps = batch.positive, batch.steps.tolist()
-    winners = sorted((row for row in range(len(steps)) if positive[row]), key=lambda row: steps[row])
-    losers = sorted((row for row in range(len(steps)) if not positive[row]), key=lambda row: steps[row])
+    rows = sorted(range(len(steps)), key=lambda row: steps[row])
+    winners, losers = [row for row in rows if positive[row]], [row for row in rows if not positive[row]]
     if [steps[row] for row in winners] != [steps[row] for row in losers]:
-        raise ValueError(
-            "dpo needs both images of a pair in one micro-batch: trainer.micro_batch_size must be at least "
-            f"2, got {len(winners)} winner and {len(losers)} loser rows"
-        )
+        counts = f"{len(winners)} winner and {len(losers)} loser rows"
+        raise ValueError(f"dpo needs pairs of images: trainer.micro_batch_size must be at least 2, got {counts}")
     return winners, losers

@@ -8,16 +8,15 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
+# `algorithm.old_policy_decay` → decay of the old policy at the end of a batch, after `steps` optimizer steps in all.
+# `half` is the constant 0.5, which `slow` reaches after 500 steps; the others are DiffusionNFT's schedules (arXiv
+# 2509.16117, `return_decay` of its code).
 OLD_POLICY_DECAYS: dict[str, Callable[[int], float]] = {
     "copy": lambda steps: 0.0,
     "half": lambda steps: 0.5,
     "slow": lambda steps: min(0.001 * steps, 0.5),
     "late": lambda steps: 0.0 if steps < 75 else min(0.0075 * (steps - 75), 0.999),
 }
-"""`algorithm.old_policy_decay` → decay of the old policy at the end of a batch, after `steps` optimizer steps in all.
-
-`half` is the constant 0.5, which `slow` reaches after 500 steps; the others are DiffusionNFT's schedules
-(arXiv 2509.16117, `return_decay` of its code)."""
 
 
 def ema_decay(step: int, max_decay: float) -> float:

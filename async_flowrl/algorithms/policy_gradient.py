@@ -7,7 +7,7 @@ if the rollout engine computes slightly other log-probs than the trainer.
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,28 +24,27 @@ from async_flowrl.algorithms.correction import (
 )
 from async_flowrl.config.schema import AlgorithmConfig
 
+# `algorithm.correction`: importance weights from the log-probs that the rollout recorded. They correct for staleness
+# and for differences between the engines, and need no behaviour prediction.
 ROLLOUT_TIS = "rollout_tis"
-"""Value of `algorithm.correction`: importance weights from the log-probs that the rollout recorded. They correct for
-staleness and for differences between the engines, and need no behaviour prediction."""
+# KL of an update in nats per latent element that stands for `algorithm.max_kl_per_update` where it is null; the bound
+# of the glyphs recipe (docs/algorithms.md, trust region).
 USUAL_KL_PER_ELEMENT = 0.3 / 1024
-"""KL of an update in nats per latent element that stands for `algorithm.max_kl_per_update` where it is null; the bound
-of the glyphs recipe (docs/algorithms.md, trust region)."""
+# Smallest std of a cps step; below it the density is so sharp that KL, weights and masks from it are useless.
 MIN_GAUSSIAN_STD = 0.05
-"""Smallest std of a cps step; below it the density is so sharp that KL, weights and masks from it are useless."""
 
 
-@dataclass(frozen=True)
-class Surrogate:
-    """The part of the loss that is special to an algorithm; all [B]."""
+class Surrogate(NamedTuple):
+    """The part of the loss that is special to an algorithm; all [B].
+
+    `loss` is before importance weights and KL penalty, `ratio` that of the trained weights to the proximal policy;
+    `outside` is True if it (flow_dppo: the divergence) is out of bounds, `survives` if the row's gradient is not cut.
+    """
 
     loss: Tensor
-    """Loss before importance weights and KL penalty."""
     ratio: Tensor
-    """Probability ratio of the trained weights to the proximal policy."""
     outside: Tensor
-    """True if the ratio (flow_dppo: the divergence) is outside its bounds."""
     survives: Tensor
-    """True if the row's gradient is not cut."""
 
 
 class PolicyGradient(GroupAdvantages, ABC):
@@ -54,10 +53,10 @@ class PolicyGradient(GroupAdvantages, ABC):
     name = ""
     records = "transitions"
     predicts: Collection[str] = ("log_prob", "mean", "std")
+    # True if the surrogate uses `mean` of the proximal policy's prediction.
     needs_proximal_mean = False
-    """True if the surrogate uses `mean` of the proximal policy's prediction."""
+    # Default of `correction_threshold` ÷ KL of one update. `build_algorithm` sets it (`reach_of`, registry.py).
     reach = 1.0
-    """Default of `correction_threshold` ÷ KL of one update. `build_algorithm` sets it (`reach_of`, registry.py)."""
 
     def __init__(self, config: AlgorithmConfig, *, correction: str) -> None:
         super().__init__(config)
@@ -65,8 +64,8 @@ class PolicyGradient(GroupAdvantages, ABC):
         self.needs_behaviour = correction in ("mask", "tis")
         self.needs_reference = config.kl_coef > 0.0 and config.kl_form != "proximal"
         self.vanishes_at_zero = config.kl_coef == 0.0
+        # True if `log_prob` is a log-density; False if it is the usual value for cps steps (see sde.log_prob).
         self.gaussian = config.sde_type != "cps" or uses_density(config, correction, self.needs_proximal_mean)
-        """True if `log_prob` is a log-density; False if it is the usual value for cps steps (see sde.log_prob)."""
         self.reads = self._read()
 
     def predict(self, batch: MicroBatch, velocity: Velocity) -> Prediction:
@@ -80,11 +79,7 @@ class PolicyGradient(GroupAdvantages, ABC):
             sde_type=self.config.sde_type,
             noise_level=self.config.noise_level,
         )
-        value = (
-            sde.gaussian_log_prob(batch.next_latents, step)
-            if self.gaussian
-            else sde.log_prob(batch.next_latents, step, self.config.sde_type)
-        )
+        value = sde.log_prob(batch.next_latents, step, "sde" if self.gaussian else self.config.sde_type)
         return {"log_prob": value, "mean": step.mean, "std": step.std.flatten()}
 
     def loss(
@@ -150,7 +145,6 @@ class PolicyGradient(GroupAdvantages, ABC):
         """Returns the algorithm's surrogate; `proximal` is the prediction of the weights at the batch's start."""
 
     def clipped_advantages(self, batch: MicroBatch) -> Tensor:
-        """Returns the advantages [B] float64, clamped to ± adv_clip_max."""
         return batch.advantages.double().clamp(-self.config.adv_clip_max, self.config.adv_clip_max)
 
     def _rollout_log_prob(self, batch: MicroBatch, current: Prediction) -> Tensor:

@@ -6,11 +6,12 @@
 import math
 from collections.abc import Mapping
 from dataclasses import fields
+from functools import partial
 from typing import Any, cast
 
 from torch import Tensor
 
-from async_flowrl.algorithms.base import Algorithm, Diverges
+from async_flowrl.algorithms.base import Algorithm
 from async_flowrl.algorithms.diffusion_nft import DiffusionNFT
 from async_flowrl.algorithms.dpo import DPO
 from async_flowrl.algorithms.flow_grpo import DanceGRPO, FlowDPPO, FlowGRPO, GRPOGuard, MixGRPO
@@ -36,7 +37,6 @@ def build_algorithm(run: Config) -> Algorithm:
     """
     config, max_staleness = run.algorithm, run.max_staleness
     factory = _factory(config.name)
-    own = config.name not in BUILT_IN
     final = trains_on_final_images(config)
     check_levels(config, run.rollout.num_inference_steps)
     if not final:
@@ -45,9 +45,8 @@ def build_algorithm(run: Config) -> Algorithm:
     _check_combination(config, final=final)
     _check_penalty(config, final=final, updates_per_batch=run.trainer.updates_per_batch)
     correction = "none" if final else resolve_correction(config, max_staleness)
-    algorithm = cast(
-        "Algorithm", _built(factory, config, correction) if own else factory(config, correction=correction)
-    )
+    build = factory if config.name in BUILT_IN else partial(_built, factory)
+    algorithm = cast("Algorithm", build(config, correction=correction))
     if isinstance(algorithm, PolicyGradient):
         algorithm.reach = reach_of(run)
     _check_algorithm(algorithm, config, max_staleness=max_staleness, hand_over=run.hand_over)
@@ -118,39 +117,28 @@ def _built(factory: Any, config: AlgorithmConfig, correction: str) -> Any:
 
 def _check_noise(config: AlgorithmConfig) -> None:
     if config.sde_type == "cps" and config.noise_level > 1.0:
-        raise ValueError(
-            f"algorithm.noise_level must be in [0, 1] for cps (its sine folds back), got {config.noise_level}"
-        )
+        raise ValueError(f"algorithm.noise_level must be in [0, 1] for cps, got {config.noise_level}")
     if config.sde_type == "ode" or config.noise_level == 0.0:
-        raise ValueError(
-            f"{config.name} needs noisy steps, got algorithm.sde_type={config.sde_type}, "
-            f"algorithm.noise_level={config.noise_level}"
-        )
+        values = f"algorithm.sde_type={config.sde_type}, algorithm.noise_level={config.noise_level}"
+        raise ValueError(f"{config.name} needs noisy steps, got {values}")
 
 
 def _check_combination(config: AlgorithmConfig, *, final: bool) -> None:
     if config.name == GRPOGuard.name and config.sde_type != "sde":
         raise ValueError(f"grpo_guard is derived for algorithm.sde_type=sde only, got {config.sde_type}")
     if config.name == DanceGRPO.name and config.sde_type != "dance_sde":
-        raise ValueError(
-            f"dance_grpo needs algorithm.sde_type=dance_sde, got {config.sde_type}; use flow_grpo otherwise"
-        )
+        raise ValueError(f"dance_grpo needs algorithm.sde_type=dance_sde, got {config.sde_type}; or use flow_grpo")
     if config.name == MixGRPO.name and config.window not in ("sliding", "random"):
-        raise ValueError(
-            f"mix_grpo needs algorithm.window=sliding or random, got {config.window}; use flow_grpo otherwise"
-        )
+        raise ValueError(f"mix_grpo needs algorithm.window=sliding or random, got {config.window}; or use flow_grpo")
     if refusal := unused_field(config):
         raise ValueError(refusal)
     if final and config.correction not in (None, "none"):
-        raise ValueError(
-            f"{config.name} trains on final images, so algorithm.correction={config.correction} has no meaning"
-        )
+        raise ValueError(f"{config.name} trains on final images, without algorithm.correction={config.correction}")
     if config.name == DiffusionNFT.name and math.isinf(config.adv_clip_max):
         raise ValueError("algorithm.adv_clip_max=inf would make every loss of diffusion_nft infinite: give a number")
     if config.options and config.name in BUILT_IN:
-        raise ValueError(
-            f"algorithm.options are for algorithms of your own, got {dict(config.options)} for {config.name}"
-        )
+        options = dict(config.options)
+        raise ValueError(f"algorithm.options are for algorithms of your own, got {options} for {config.name}")
 
 
 def _check_penalty(config: AlgorithmConfig, *, final: bool, updates_per_batch: int) -> None:
@@ -159,23 +147,19 @@ def _check_penalty(config: AlgorithmConfig, *, final: bool, updates_per_batch: i
     if final:
         raise ValueError(f"{config.name} has no log-probs, so algorithm.kl_form=proximal has no meaning")
     if updates_per_batch == 1:
-        raise ValueError(
-            "algorithm.kl_form=proximal is 0 at the first optimizer step of a batch, so it needs "
-            "trainer.updates_per_batch of at least 2, got 1"
-        )
+        first = "which is 0 at the first optimizer step of a batch"
+        raise ValueError(f"algorithm.kl_form=proximal, {first}, needs trainer.updates_per_batch of at least 2, got 1")
 
 
 def _check_steps(algorithm: Algorithm, config: AlgorithmConfig, *, final: bool) -> None:
     """Refuses a trust region that measures nothing, and step weights that have no effect or are applied already."""
     if config.max_kl_per_update is not None:
         if final:
-            raise ValueError(
-                f"algorithm.max_kl_per_update bounds the KL of noisy denoising steps, and {config.name} has none: set "
-                "algorithm.max_kl_per_update=null"
-            )
+            none = f"{config.name} has none: set algorithm.max_kl_per_update=null"
+            raise ValueError(f"algorithm.max_kl_per_update bounds the KL of noisy denoising steps, and {none}")
         if config.kl_probe_images == 0:
             raise ValueError("algorithm.max_kl_per_update needs algorithm.kl_probe_images of at least 1, got 0")
-        if not isinstance(algorithm, Diverges):
+        if not hasattr(algorithm, "moved"):
             raise ValueError(
                 f"algorithm.max_kl_per_update needs the KL between two predictions, and {config.name} has no "
                 "moved(batch, before, after): write one, or set algorithm.max_kl_per_update=null"
@@ -186,34 +170,29 @@ def _check_steps(algorithm: Algorithm, config: AlgorithmConfig, *, final: bool) 
 
 
 def _check_algorithm(algorithm: Algorithm, config: AlgorithmConfig, *, max_staleness: int, hand_over: str) -> None:
-    missing = [member for member in MEMBERS if not hasattr(algorithm, member)]
-    if missing:
+    if missing := [member for member in MEMBERS if not hasattr(algorithm, member)]:
         raise ValueError(f"{config.name} is not an algorithm: it lacks {', '.join(missing)}")
-    if lacking := [key for key in algorithm.reads if key not in algorithm.predicts]:
-        raise ValueError(
-            f"the loss of {config.name} reads {', '.join(lacking)} of a prediction, and its predict gives "
-            f"{', '.join(algorithm.predicts) or 'nothing'}"
-        )
-    final = trains_on_final_images(config)
-    if final != (algorithm.records == "final"):
-        raise ValueError(
-            f"{config.name} records {algorithm.records!r}, so algorithm.final_images must be {str(not final).lower()}"
-        )
+    if missing := [key for key in algorithm.reads if key not in algorithm.predicts]:
+        keys = ", ".join(algorithm.predicts) or "nothing"
+        raise ValueError(f"the loss of {config.name} reads {', '.join(missing)} of a prediction, predict gives {keys}")
+    final, records = trains_on_final_images(config), algorithm.records
+    if final != (records == "final"):
+        must = str(not final).lower()
+        raise ValueError(f"{config.name} records {records!r}, so algorithm.final_images must be {must}")
     if hand_over == "stream" and not algorithm.group_local:
-        raise ValueError(
-            "algorithm.global_std needs hand_over=batch: the std of the whole batch is not known while it streams"
-        )
+        raise ValueError("algorithm.global_std needs hand_over=batch: the batch's std is not known while it streams")
     stale = max_staleness >= 1 and algorithm.records == "transitions" and not algorithm.needs_behaviour
     as_shipped = isinstance(algorithm, PolicyGradient) and resolve_correction(config, max_staleness) == "none"
     if stale and config.correction != "none" and config.name not in BUILT_IN and not as_shipped:
-        raise ValueError(
-            f"{config.name} has no behaviour term, so max_staleness={max_staleness} needs algorithm.correction=none "
-            "to be given explicitly"
-        )
+        needs = f"max_staleness={max_staleness} needs algorithm.correction=none to be given explicitly"
+        raise ValueError(f"{config.name} has no behaviour term, so {needs}")
 
 
+# Algorithms that train on noisy denoising steps; for the others denoising adds no noise.
 NOISY = tuple(name for name in BUILT_IN if name not in FINAL)
-"""Algorithms that train on noisy denoising steps; for the others denoising adds no noise."""
+# Field of the section → the built-in algorithms that use it; fields that all of them use are left out. A field without
+# an effect must keep its default, so that no setting is ignored in silence. An algorithm of your own may use all of
+# them.
 USED_BY: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(
         (
@@ -231,12 +210,8 @@ USED_BY: Mapping[str, tuple[str, ...]] = {
     "advantage_mode": ("diffusion_nft",),
     "old_policy_decay": ("diffusion_nft",),
 }
-"""Field of the section → the built-in algorithms that use it; fields that all of them use are left out.
-
-A field without an effect must keep its default, so that no setting is ignored in silence. An algorithm of your own may
-use all of them."""
+# Field → another value than its default that says no more than that it has no effect.
 SAYS_NOTHING = {"sde_type": "ode", "correction": "none", "kl_probe_images": 0}
-"""Field → another value than its default that says no more than that it has no effect."""
 
 
 def unused_field(config: AlgorithmConfig) -> str | None:
@@ -250,8 +225,6 @@ def unused_field(config: AlgorithmConfig) -> str | None:
             continue
         if member.name in SAYS_NOTHING and value == SAYS_NOTHING[member.name]:
             continue
-        return (
-            f"algorithm.{member.name}={value} has no effect with {config.name}: leave it out; "
-            f"{', '.join(used_by)} {'uses' if len(used_by) == 1 else 'use'} it"
-        )
+        use = f"{', '.join(used_by)} {'uses' if len(used_by) == 1 else 'use'} it"
+        return f"algorithm.{member.name}={value} has no effect with {config.name}: leave it out; {use}"
     return None

@@ -16,21 +16,21 @@ from torch import Tensor
 from async_flowrl.config.messages import unknown_name
 from async_flowrl.config.schema import SDE_TYPES
 
+# Noise level from which on `sde` divides by 1 - sigmas[1] instead of 1 - s, which is 0 in a schedule's first step.
 FIRST_STEP_MIN_SIGMA = 1.0 - 1e-6
-"""Noise level from which on `sde` divides by 1 - sigmas[1] instead of 1 - s, which is 0 in a schedule's first step."""
 LOG_SQRT_2PI = 0.5 * math.log(2.0 * math.pi)
 
 
 @dataclass(frozen=True)
 class Transition:
-    """The Gaussian distribution of x' in a denoising step."""
+    """The Gaussian distribution of x' in a denoising step.
+
+    `mean` is [B, ...] and `std` [B, 1, ...], both float32; `deterministic` [B] bool is True if std is 0.
+    """
 
     mean: Tensor
-    """[B, ...] float32."""
     std: Tensor
-    """[B, 1, ...] float32."""
     deterministic: Tensor
-    """[B] bool: True if std is 0."""
 
 
 def expand(values: Tensor, like: Tensor) -> Tensor:
@@ -44,7 +44,6 @@ def mean_over_latent(values: Tensor) -> Tensor:
 
 
 def latent_elements(latents: Tensor) -> int:
-    """Returns the number of elements of one image's latents in [B, ...]."""
     return latents[0].numel()
 
 
@@ -77,10 +76,10 @@ def transition(
 
     x and velocity are [B, ...]; sigma (= s) and sigma_next (= s') are [B]; noise_level is a number or [B];
     sigma_after_first is sigmas[1] of the schedule. All tensors should be on the device of x; otherwise they are copied.
-    sde: Flow-GRPO (arXiv 2505.05470, eq. 9, sigma_t = a sqrt(t / (1 - t))); dance_sde: DanceGRPO (2505.07818), the
-    same drift with a constant coefficient; cps: coefficients-preserving sampling (2509.05952); ode: an Euler step.
-    Raises ValueError for an unknown sde_type, and for cps with a noise_level outside 0 to 1; a noise_level that is a
-    tensor on a GPU is not checked, because the host would have to wait for the GPU.
+    sde: Flow-GRPO (arXiv 2505.05470, eq. 9, sigma_t = a sqrt(t / (1 - t))); dance_sde: DanceGRPO (2505.07818), the same
+    drift with a constant coefficient; cps: coefficients-preserving sampling (2509.05952); ode: an Euler step. Raises
+    ValueError for an unknown sde_type, and for cps with a noise_level outside 0 to 1; a noise_level that is a tensor on
+    a GPU is not checked, because the host would have to wait for the GPU.
     """
     x, velocity = x.float(), velocity.float()
     s, s_next = sigma.float(), sigma_next.float()
@@ -93,9 +92,8 @@ def transition(
     elif sde_type in ("sde", "dance_sde"):
         coefficient = level
         if sde_type == "sde":
-            coefficient = level * torch.sqrt(
-                s / (1.0 - torch.where(s >= FIRST_STEP_MIN_SIGMA, _filled(sigma_after_first, s), s))
-            )
+            bounded = torch.where(s >= FIRST_STEP_MIN_SIGMA, _filled(sigma_after_first, s), s)
+            coefficient = level * torch.sqrt(s / (1.0 - bounded))
         mean, std = _diffusion(x, velocity, s, s_next, coefficient)
     else:
         raise ValueError(unknown_name("sde_type", sde_type, SDE_TYPES))
@@ -117,7 +115,6 @@ def _filled(value: float | Tensor, like: Tensor) -> Tensor:
 
 
 def _diffusion(x: Tensor, velocity: Tensor, s: Tensor, s_next: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
-    """Euler-Maruyama step of dx = (v - g²/2 · score) ds + g dw with score = -(x + (1 - s) v) / s; std = g sqrt(h)."""
     dt = s_next - s
     half = g * g / (2.0 * s)
     mean = x * expand(1.0 + half * dt, x) + velocity * expand((1.0 + half * (1.0 - s)) * dt, x)
@@ -125,7 +122,6 @@ def _diffusion(x: Tensor, velocity: Tensor, s: Tensor, s_next: Tensor, g: Tensor
 
 
 def _cps(x: Tensor, velocity: Tensor, s: Tensor, s_next: Tensor, level: Tensor) -> tuple[Tensor, Tensor]:
-    """Replaces part of the predicted noise by new noise; the total noise level stays s'."""
     x0_hat = x - expand(s, x) * velocity
     eps_hat = x + expand(1.0 - s, x) * velocity
     angle = level * (math.pi / 2.0)
@@ -134,14 +130,10 @@ def _cps(x: Tensor, velocity: Tensor, s: Tensor, s_next: Tensor, level: Tensor) 
 
 
 def _check_cps(noise_level: float | Tensor) -> None:
-    """Raises ValueError for a noise level of cps outside 0 to 1; a tensor that is not on the CPU is not read."""
-    if not isinstance(noise_level, Tensor):
-        outside = [] if 0 <= noise_level <= 1 else [noise_level]
-    elif noise_level.device.type == "cpu":
-        outside = [level for level in noise_level.flatten().tolist() if not 0 <= level <= 1]
-    else:
+    if isinstance(noise_level, Tensor) and noise_level.device.type != "cpu":
         return
-    if outside:
+    levels = noise_level.flatten().tolist() if isinstance(noise_level, Tensor) else [noise_level]
+    if outside := [level for level in levels if not 0 <= level <= 1]:
         raise ValueError(f"noise_level of cps steps must be 0 to 1, got {outside[0]:g}")
 
 

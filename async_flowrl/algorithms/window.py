@@ -7,37 +7,33 @@ checks of the settings are here, too.
 import math
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import accumulate
+from typing import NamedTuple
 
 from async_flowrl.config.schema import AlgorithmConfig
 from async_flowrl.seeds import derive
 
+# Built-in algorithms that train on final images; their denoising steps add no noise.
 FINAL_ALGORITHMS = ("diffusion_nft", "dpo")
-"""Built-in algorithms that train on final images; their denoising steps add no noise."""
 
 
-@dataclass(frozen=True)
-class Window:
-    """The window of one group, the same for all its images; indices of denoising steps, ascending."""
+class Window(NamedTuple):
+    """The window of one group, the same for all its images; indices of denoising steps, ascending.
+
+    `train_steps` are a subset of `noise_steps`, those that add noise. For algorithms that train on final images there
+    are none of these, and `train_steps` are the noise levels to which the trainer noises each final image.
+    """
 
     noise_steps: tuple[int, ...]
-    """Steps that add noise; empty for algorithms that train on final images."""
     train_steps: tuple[int, ...]
-    """Trained steps, a subset of `noise_steps`. For algorithms that train on final images: indices of the noise levels
-    to which the trainer noises each final image."""
 
 
 def trains_on_final_images(config: AlgorithmConfig) -> bool:
-    """Returns True if the algorithm trains on final images. It does not import an algorithm of your own."""
     return config.final_images or config.name in FINAL_ALGORITHMS
 
 
 def draw_window(config: AlgorithmConfig, *, num_inference_steps: int, seed: int, step: int, group: int) -> Window:
-    """Returns the window of one group.
-
-    With `window_per=step` or `global_std`, all groups of a training step get the same window.
-    """
+    """Returns a group's window; with `window_per=step` or `global_std`, that of all groups of a training step."""
     shared = config.window_per == "step" or config.global_std
     source = derive(seed, "window", step) if shared else derive(seed, "window", step, group)
     if trains_on_final_images(config):
@@ -87,8 +83,7 @@ def _subset(steps: Sequence[int], size: int, source: int) -> tuple[int, ...]:
 
 
 def step_range(config: AlgorithmConfig, num_inference_steps: int) -> tuple[int, int]:
-    """Returns the half-open range of steps that may add noise; it leaves out the last one, whose noise would stay in
-    the image."""
+    """Returns the half-open range of steps that may add noise; that of the last one would stay in the image."""
     low, high = config.sde_window_range or (0, num_inference_steps - 1)
     return low, min(high, num_inference_steps - 1)
 
@@ -129,10 +124,8 @@ def check_levels(config: AlgorithmConfig, num_inference_steps: int) -> None:
     if config.timestep_range is None:
         return
     if not trains_on_final_images(config):
-        raise ValueError(
-            f"algorithm.timestep_range chooses the noise levels of final images, and {config.name} trains on recorded "
-            "steps: set algorithm.timestep_range=null and algorithm.sde_window_range instead"
-        )
+        hint = "set algorithm.timestep_range=null and algorithm.sde_window_range"
+        raise ValueError(f"algorithm.timestep_range is for final images, {config.name} trains on noisy steps: {hint}")
     low, high = level_range(config, num_inference_steps)
     if not 0 <= low < high:
         raise ValueError(
@@ -152,27 +145,22 @@ def check_window(config: AlgorithmConfig, num_inference_steps: int) -> None:
     if config.window in ("random", "sliding"):
         _check_size(config, high - low)
     if config.window == "sliding" and config.window_interval_min > config.window_interval:
-        raise ValueError(
-            f"algorithm.window_interval_min must be at most window_interval={config.window_interval}, "
-            f"got {config.window_interval_min}"
-        )
+        bound = f"window_interval={config.window_interval}"
+        raise ValueError(f"algorithm.window_interval_min must be at most {bound}, got {config.window_interval_min}")
     if config.window == "list":
         _check_list(config, num_inference_steps)
 
 
 def _check_size(config: AlgorithmConfig, available: int) -> None:
     if config.sde_window_size is None or config.sde_window_size > available:
-        raise ValueError(
-            f"algorithm.sde_window_size must be in 1..{available} for window={config.window}, "
-            f"got {config.sde_window_size}"
-        )
+        bound = f"in 1..{available} for window={config.window}"
+        raise ValueError(f"algorithm.sde_window_size must be {bound}, got {config.sde_window_size}")
 
 
 def _check_list(config: AlgorithmConfig, num_inference_steps: int) -> None:
     steps = list(config.window_list or [])
     if not steps or len(set(steps)) != len(steps) or not all(0 <= index < num_inference_steps - 1 for index in steps):
-        raise ValueError(
-            f"algorithm.window_list must name different steps in 0..{num_inference_steps - 2}, got {config.window_list}"
-        )
+        last = num_inference_steps - 2
+        raise ValueError(f"algorithm.window_list must name different steps in 0..{last}, got {config.window_list}")
     if config.sde_window_size is not None:
         _check_size(config, len(steps))
