@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from async_flowrl.algorithms.correction import effective_sample_size
+from async_flowrl.algorithms.policy_gradient import effective_sample_size
 from async_flowrl.config.schema import AlgorithmConfig
 
 MIN_EFFECTIVE_SAMPLE_SIZE = 0.5

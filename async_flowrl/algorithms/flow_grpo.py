@@ -5,8 +5,7 @@ from torch import Tensor
 
 from async_flowrl.algorithms import sde
 from async_flowrl.algorithms.base import MicroBatch, Prediction
-from async_flowrl.algorithms.correction import divergence, divergence_mask, ratio_of
-from async_flowrl.algorithms.policy_gradient import PolicyGradient, Surrogate
+from async_flowrl.algorithms.policy_gradient import PolicyGradient, Surrogate, divergence, divergence_mask, ratio_of
 
 
 def clipped_surrogate(ratio: Tensor, advantages: Tensor, low: Tensor, high: Tensor) -> Surrogate:

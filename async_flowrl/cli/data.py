@@ -17,8 +17,7 @@ from async_flowrl.data.load import divided, evaluation_rows, open_split
 from async_flowrl.data.prompts import COLUMNS, SIZES, Keys
 from async_flowrl.data.rows import LineRows
 from async_flowrl.data.store import MAX_KEPT_REFUSALS, Prompts, Scan, Weights, scan
-from async_flowrl.policies.prompt_length import LengthCheck
-from async_flowrl.policies.registry import resolve_model, shapes_of
+from async_flowrl.policies.registry import LengthCheck, resolve_model, shapes_of
 from async_flowrl.rewards.registry import check_rewards, prompt_check
 from async_flowrl.types import EVALUATION, TRAIN, Prompt
 

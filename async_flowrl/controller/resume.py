@@ -20,7 +20,7 @@ from async_flowrl.controller.fingerprint import (
     other_prompts,
 )
 from async_flowrl.controller.kept_state import KeptState
-from async_flowrl.data.curriculum import UNKNOWN, read_outcomes
+from async_flowrl.data.sampler import UNKNOWN, read_outcomes
 from async_flowrl.observability.run_directory import RunDirectory
 from async_flowrl.tickets.request import RequestBuilder
 from async_flowrl.training.checkpoint import check_ranks, held_versions_of, read_controller

@@ -19,9 +19,9 @@ from async_flowrl.data.store import Prompts
 from async_flowrl.policies.base import Shapes
 from async_flowrl.policies.checked import unchecked
 from async_flowrl.policies.pipeline_family import PipelineFamily
-from async_flowrl.policies.prompt_length import LengthCheck
 from async_flowrl.policies.registry import (
     FAMILIES,
+    LengthCheck,
     ResolvedModel,
     check_prompts_of,
     load_family,

@@ -14,8 +14,7 @@ import numpy.typing as npt
 from async_flowrl.algorithms.window import Window, draw_window
 from async_flowrl.config.resolution import Resolution, configured, parse_resolution
 from async_flowrl.config.schema import Config
-from async_flowrl.data.curriculum import NO_SPREAD, SPREAD, UNKNOWN, Curriculum
-from async_flowrl.data.sampler import Sampler
+from async_flowrl.data.sampler import NO_SPREAD, SPREAD, UNKNOWN, Curriculum, Sampler
 from async_flowrl.data.store import shared_texts
 from async_flowrl.seeds import derive
 from async_flowrl.tickets.batches import by_length

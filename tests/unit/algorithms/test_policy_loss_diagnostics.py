@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from async_flowrl.algorithms.correction import effective_sample_size
+from async_flowrl.algorithms.policy_gradient import effective_sample_size
 from tests.unit.algorithms.algorithm_cases import Network, frozen, policy_gradient, rows
 from tests.unit.algorithms.policy_networks import ADVANTAGES, STEPS, D, networks, ours, statistics
 

@@ -7,8 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from async_flowrl.config.schema import CurriculumConfig
-from async_flowrl.data.curriculum import NO_SPREAD, SPREAD, UNKNOWN, Curriculum, read_outcomes
-from async_flowrl.data.sampler import Sampler
+from async_flowrl.data.sampler import NO_SPREAD, SPREAD, UNKNOWN, Curriculum, Sampler, read_outcomes
 
 
 def curriculum(

@@ -9,8 +9,7 @@ import pytest
 
 from async_flowrl.config.check import ConfigError
 from async_flowrl.config.compose import compose_config
-from async_flowrl.policies.prompt_length import LengthCheck
-from async_flowrl.policies.registry import load_policy, resolve_model
+from async_flowrl.policies.registry import LengthCheck, load_policy, resolve_model
 from async_flowrl.run.describe import describe_inputs
 from async_flowrl.run.prepare import prepare
 from async_flowrl.types import Prompt
