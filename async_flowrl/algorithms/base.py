@@ -153,10 +153,8 @@ class Algorithm(Protocol):
 
 
 def draw(batch: MicroBatch, seeds: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Returns noise eps [B, ...] and x_t [B, ...] at the noise levels t = `batch.sigma` of the rows; both float32.
-
-    They depend only on `seeds` (one per row) and the batch, so predictions under different weights use the same x_t.
-    """
+    """Returns noise eps [B, ...] and x_t [B, ...] at the noise levels t = `batch.sigma` of the rows; both float32."""
+    # They depend only on `seeds` (one per row) and the batch, so predictions under different weights use the same x_t.
     device, shape = batch.latents.device, batch.latents.shape[1:]
     # The CPU draws, because generators of other devices would give other numbers.
     sources = [generator(derive(seed, "noise")) for seed in seeds]

@@ -32,11 +32,9 @@ class WindowGroup(NamedTuple):
 
 
 def window_metrics(groups: Iterable[WindowGroup]) -> dict[str, float]:
-    """Returns `window/<start>/{reward_std,ratio_std,clip_fraction}`: per first trained step, means over its groups.
-
-    ratio_std is the root mean square of (ratio - 1). A window whose values are far above those of the others has too
-    much noise, or so little that its densities are too sharp.
-    """
+    """Returns `window/<start>/{reward_std,ratio_std,clip_fraction}`: per first trained step, means over its groups."""
+    # ratio_std is the root mean square of (ratio - 1). A window whose values are far above those of the others has too
+    # much noise, or so little that its densities are too sharp.
     by_start: dict[int, list[WindowGroup]] = defaultdict(list)
     for group in groups:
         by_start[group.start].append(group)
@@ -58,10 +56,8 @@ def sample_size(metrics: Mapping[str, float]) -> float | None:
 
 
 def clip_of_means(config: AlgorithmConfig, elements: int) -> float | None:
-    """Returns `clip_range` as a difference of log-probs per latent element; `elements` is the number of these.
-
-    Returns None for flow_dppo, whose clip_range bounds a divergence and not the ratio.
-    """
+    """Returns `clip_range` as a difference of log-probs per latent element; `elements` is the number of these."""
+    # Returns None for flow_dppo, whose clip_range bounds a divergence and not the ratio.
     if config.name == "flow_dppo":
         return None
     return config.clip_range / elements if config.clip_unit == "nats" else config.clip_range

@@ -20,10 +20,8 @@ OLD_POLICY_DECAYS: dict[str, Callable[[int], float]] = {
 
 
 def ema_decay(step: int, max_decay: float) -> float:
-    """Returns the decay of the EMA after n = `step` optimizer steps: min((1 + n) / (10 + n), max_decay).
-
-    flow_grpo's code uses it with max_decay 0.9 after every 8th step.
-    """
+    """Returns the decay of the EMA after n = `step` optimizer steps: min((1 + n) / (10 + n), max_decay)."""
+    # flow_grpo's code uses it with max_decay 0.9 after every 8th step.
     return min((1.0 + step) / (10.0 + step), max_decay)
 
 

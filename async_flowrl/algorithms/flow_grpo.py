@@ -9,10 +9,8 @@ from async_flowrl.algorithms.policy_gradient import PolicyGradient, Surrogate, d
 
 
 def clipped_surrogate(ratio: Tensor, advantages: Tensor, low: Tensor, high: Tensor) -> Surrogate:
-    """Returns PPO's loss max(-A · ratio, -A · clip(ratio, low, high)); all [B].
-
-    A row has no gradient if its ratio is out of bounds in the direction that its advantage A asks for.
-    """
+    """Returns PPO's loss max(-A · ratio, -A · clip(ratio, low, high)); all [B]."""
+    # A row has no gradient if its ratio is out of bounds in the direction that its advantage A asks for.
     loss = torch.maximum(-advantages * ratio, -advantages * torch.minimum(torch.maximum(ratio, low), high))
     above, below = ratio.detach() > high, ratio.detach() < low
     return Surrogate(loss, ratio, above | below, ~((above & (advantages > 0)) | (below & (advantages < 0))))

@@ -31,10 +31,7 @@ MEMBERS = ("name", "records", "needs_behaviour", "needs_reference", "vanishes_at
 
 
 def build_algorithm(run: Config) -> Algorithm:
-    """Returns the configured algorithm. The single fields must have passed `config.check`.
-
-    Raises ValueError, one sentence, if settings do not fit together or an algorithm of your own is not usable.
-    """
+    """Returns the configured algorithm. The single fields must have passed `config.check`. Raises ValueError."""
     config, max_staleness = run.algorithm, run.max_staleness
     factory = _factory(config.name)
     final = trains_on_final_images(config)
@@ -60,22 +57,18 @@ def resolve_correction(config: AlgorithmConfig, max_staleness: int) -> str:
 
 
 def reach_of(run: Config) -> float:
-    """Returns KL per denoising step at which `correction=mask` begins by default ÷ KL of one update per image.
-
-    Between Gaussians of one std, sqrt(KL) is a distance, so n updates move the policy by at most n² times the KL of
-    one. n counts the optimizer steps between the oldest sample's version and the last step of its batch. A denoising
-    step gets twice its equal share, because the shares differ (in the glyphs example by a factor of 2).
-    """
+    """Returns KL per denoising step at which `correction=mask` begins by default ÷ KL of one update per image."""
+    # Between Gaussians of one std, sqrt(KL) is a distance, so n updates move the policy by at most n² times the KL of
+    # one. n counts the optimizer steps between the oldest sample's version and the last step of its batch. A denoising
+    # step gets twice its equal share, because the shares differ (in the glyphs example by a factor of 2).
     updates = (run.max_staleness + 1) * run.trainer.updates_per_batch - 1
     return 2.0 * updates**2 / max(1, run.rollout.num_inference_steps - 1)
 
 
 def check_schedule(config: AlgorithmConfig, sigmas: Tensor, *, max_staleness: int) -> None:
-    """Raises ValueError for noise levels `sigmas` [T+1] that the algorithm cannot use.
-
-    These are schedules that do not fall from 1 to 0, cps steps with std below MIN_GAUSSIAN_STD if their density is
-    used, and schedules without any step that `algorithm.max_kl_per_update` could measure.
-    """
+    """Raises ValueError for noise levels `sigmas` [T+1] that the algorithm cannot use."""
+    # These are schedules that do not fall from 1 to 0, cps steps with std below MIN_GAUSSIAN_STD if their density is
+    # used, and schedules without any step that `algorithm.max_kl_per_update` could measure.
     steps = possible_steps(config, len(sigmas) - 1)
     validate_schedule(sigmas, config.sde_type if steps else "ode")
     correction = resolve_correction(config, max_staleness)

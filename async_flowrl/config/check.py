@@ -138,10 +138,8 @@ def _reward_pools(config: Config) -> Iterator[str]:
 
 
 def _group_setup(config: Config) -> Iterator[str]:
-    """Yields a sentence if the setup of a collective transport's group may take longer than `deadlines.publish`.
-
-    It runs on the lane (worker thread) that publishes, so calls that wait for it are limited by that deadline.
-    """
+    """Yields a sentence if the setup of a collective transport's group may take longer than `deadlines.publish`."""
+    # It runs on the lane (worker thread) that publishes, so calls that wait for it are limited by that deadline.
     _, workers = config.rollout.worker_bounds
     seconds = config.checkpoint_engine.setup_seconds + 0.1 * (workers + 1)
     transport = config.checkpoint_engine.transport
@@ -307,10 +305,8 @@ def _as_written(value: object) -> str:
 
 
 def sharing_refusal(config: Config, workers: int) -> str | None:
-    """Returns the sentence with which `placement=shared` would be refused on `workers` processes; None if it would not.
-
-    Settings that must be equal for both pools do not count, because whoever takes the advice sets them.
-    """
+    """Returns the sentence with which `placement=shared` would be refused on `workers` processes; else None."""
+    # Settings that must be equal for both pools do not count, because whoever takes the advice sets them.
     trainer = replace(config.trainer, num_workers=workers, workers_per_node=None)
     rollout = replace(config.rollout, **{key: getattr(trainer, key) for key in SAME})
     try:
@@ -366,11 +362,10 @@ def _elastic(config: Config) -> Iterator[str]:
 
 
 def nccl_obstacle(config: Config) -> str | None:
-    """Returns why NCCL cannot carry weights from the trainer to the rollout workers; None if nothing here prevents it.
-
-    The rank that sends and every rollout worker need a GPU each, all of them different, because NCCL refuses a group in
-    which two processes use the same one ("Duplicate GPU detected"). Whether NCCL is installed is checked elsewhere.
-    """
+    """Returns why NCCL cannot carry weights from the trainer to the rollout workers; None if nothing prevents it."""
+    # The rank that sends and every rollout worker need a GPU each, all of them different, because NCCL refuses a group
+    # in which two processes use the same one ("Duplicate GPU detected"). Whether NCCL is installed is checked
+    # elsewhere.
     trainer, rollout = config.trainer.gpus_per_worker, config.rollout.gpus_per_worker
     if config.runtime.backend == "local":
         return "runtime.backend=local has all workers in one process"

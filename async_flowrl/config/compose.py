@@ -88,11 +88,9 @@ def _left_out(values: DictConfig, written: Sequence[str]) -> list[str]:
 
 
 def _in_grammar(override: str, *, sweeps: bool) -> str:
-    """Returns an override in Hydra's grammar: a text keeps every character, and what a dictionary lacks is added to it.
-
-    Only `null`, a whole text in quotes, and `${…}` mean more than their characters; with `sweeps` (--multirun) also
-    commas, which separate texts, and Hydra's own sweeps such as `choice(a,b)`.
-    """
+    """Returns an override in Hydra's grammar: a text keeps every character, and what a dictionary lacks is added."""
+    # Only `null`, a whole text in quotes, and `${…}` mean more than their characters; with `sweeps` (--multirun) also
+    # commas, which separate texts, and Hydra's own sweeps such as `choice(a,b)`.
     key, equals, value = override.partition("=")
     name = key.lstrip("+")
     kind, free = _field(name)
@@ -185,11 +183,9 @@ def without_hydra(values: DictConfig) -> DictConfig:
 
 
 def read_config(path: Path) -> Config:
-    """Reads the config.yaml of a run. Raises ValueError if the file is not the configuration of a run.
-
-    Settings that this version does not have are left out with a warning, since another version may have written the
-    file.
-    """
+    """Reads the config.yaml of a run. Raises ValueError if the file is not the configuration of a run."""
+    # Settings that this version does not have are left out with a warning, since another version may have written the
+    # file.
     unknown: list[str] = []
     try:
         written = cast("DictConfig", OmegaConf.load(path))

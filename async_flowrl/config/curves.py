@@ -13,10 +13,8 @@ def quality_terms(config: Config) -> list[str]:
 
 
 def best_curve(config: Config) -> str | None:
-    """Returns the name of the curve by which the best version is kept; None if none is kept.
-
-    This is `save.best`. If it is null and evaluate.on_hacking=stop, it is the first held-out term with a weight.
-    """
+    """Returns the name of the curve by which the best version is kept; None if none is kept."""
+    # This is `save.best`. If it is null and evaluate.on_hacking=stop, it is the first held-out term with a weight.
     if config.save.best is None and config.evaluate.on_hacking == "stop":
         return next(iter(quality_terms(config)), None)
     return config.save.best
@@ -43,10 +41,8 @@ def check_curves(config: Config) -> None:
 
 
 def checkpoint_due(config: Config, version: int) -> bool:
-    """Returns True if `version` must have a checkpoint: every `save.every`-th, the last, and those that may be best.
-
-    Where `save.every` is null, `Checkpoints.overdue` adds to it.
-    """
+    """Returns True if `version` must have a checkpoint: every `save.every`-th, the last, and those that may be best."""
+    # Where `save.every` is null, `Checkpoints.overdue` adds to it.
     every = config.save.every or 0
     evaluated = best_curve(config) is not None and evaluation_due(config, version)
     return evaluated or version == config.total_steps or (every > 0 and version % every == 0)

@@ -35,10 +35,8 @@ def folder_here(path: str, revision: str) -> Path:
 
 
 def hub_file(path: str, name: str, revision: str | None) -> Path:
-    """Returns the local path of one file of a hub model, downloading it if necessary; passes on errors of the hub.
-
-    If the hub does not answer, only the local cache is used; huggingface_hub itself would retry for half a minute.
-    """
+    """Returns the local path of one file of a hub model, downloading it if necessary; passes on errors of the hub."""
+    # If the hub does not answer, only the local cache is used; huggingface_hub itself would retry for half a minute.
     return Path(hf_hub_download(path, name, revision=revision, local_files_only=not hub_answers()))
 
 

@@ -43,10 +43,8 @@ def in_one_line(error: BaseException) -> str:
 def check_options(
     where: str, factory: Callable[..., Any], options: Iterable[str], *, beside: Container[str] = (), first: int = 0
 ) -> None:
-    """Raises ValueError, which begins with `where`, for an option that is not a parameter of `factory`.
-
-    The first `first` parameters and those in `beside` are passed by the caller, so they are not allowed as options.
-    """
+    """Raises ValueError, which begins with `where`, for an option that is not a parameter of `factory`."""
+    # The first `first` parameters and those in `beside` are passed by the caller, so they are not allowed as options.
     parameters = list(inspect.signature(factory).parameters.values())[first:]
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return

@@ -87,10 +87,8 @@ def not_found(path: str, reason: str, neighbours: Sequence[str] = ()) -> str:
 
 
 def model_defaults(path: str, family: str, revision: str | None) -> dict[str, dict[str, Any]]:
-    """Returns section → setting → default of a model, from configs/family/; `family` may be `auto`.
-
-    A model that cannot be found has the defaults of other models: what needs it says why it was not found.
-    """
+    """Returns section → setting → default of a model, from configs/family/; `family` may be `auto`."""
+    # A model that cannot be found has the defaults of other models: what needs it says why it was not found.
     if family == "auto":
         family = _family_of_files(path, revision)
     values = _values(family if (config_dir() / "family" / f"{family}.yaml").is_file() else OTHER)

@@ -41,10 +41,9 @@ class RewardPool:
 
 
 def reward_pools(config: RewardConfig) -> tuple[RewardPool, ...]:
-    """Returns the shared pool, then the pools of single terms in the order of the configuration.
-
-    The shared pool is missing if every term has its own. A value that a term leaves null is taken from the shared pool.
-    """
+    """Returns the shared pool, then the pools of single terms in the order of the configuration."""
+    # The shared pool is missing if every term has its own. A value that a term leaves null is taken from the shared
+    # pool.
     separate = {name: term for name, term in config.terms.items() if has_own_pool(term)}
     shared = tuple(name for name in config.terms if name not in separate)
     pools = [RewardPool(f"{REWARD}/{name}", (name,), *_seats(config, term)) for name, term in separate.items()]

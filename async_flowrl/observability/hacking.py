@@ -46,10 +46,8 @@ class Finding:
 
 
 def alarms(history: Sequence[Evaluation]) -> list[Finding]:
-    """All alarms of a run, oldest first: each version is judged by the evaluations up to it only.
-
-    There is at most one alarm per version and held-out curve. Baseline evaluations are ignored.
-    """
+    """All alarms of a run, oldest first: each version is judged by the evaluations up to it only."""
+    # There is at most one alarm per version and held-out curve. Baseline evaluations are ignored.
     past = policy_versions(history)
     return [alarm for k in range(1, len(past)) for alarm in _look(past[: k + 1])]
 
@@ -60,10 +58,8 @@ def newest_alarms(history: Sequence[Evaluation]) -> list[Finding]:
 
 
 def notices(history: Sequence[Evaluation]) -> list[Finding]:
-    """At most one notice: the first version whose loss of diversity is significant and at least DIVERSITY_LOSS.
-
-    It is no alarm, because runs without reward hacking lose some diversity, too.
-    """
+    """At most one notice: the first version whose loss of diversity is significant and at least DIVERSITY_LOSS."""
+    # It is no alarm, because runs without reward hacking lose some diversity, too.
     past = policy_versions(history)
     for k, now in enumerate(past):
         earlier = [e for e in past[:k] if comparable(DIVERSITY, now, e)]
@@ -137,10 +133,8 @@ def _correlation(one: Sequence[float], other: Sequence[float]) -> float:
 
 
 def best(history: Sequence[Evaluation], name: str) -> Evaluation | None:
-    """The policy version's evaluation with the best mean of the curve `name`; the lowest version if means are equal.
-
-    Only evaluations with the same setting and source as the newest one with this curve count. None if there are none.
-    """
+    """The policy version's evaluation with the best mean of the curve `name`; the lowest version if means are equal."""
+    # Only evaluations with the same setting and source as the newest one with this curve count. None if there are none.
     past = [e for e in policy_versions(history) if name in e.curves]
     if not past:
         return None

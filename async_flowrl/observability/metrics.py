@@ -36,10 +36,8 @@ class MetricsLog:
             replace_file(self.path, "".join(kept))
 
     def amend(self, step: int, more: Mapping[str, Any]) -> None:
-        """Adds keys to the existing line of `step`, e.g. the means of an evaluation that finished after its step.
-
-        Does nothing if there is no such line. The line is looked for from the end; lines before it are not parsed.
-        """
+        """Adds keys to the existing line of `step`, e.g. the means of an evaluation that finished after its step."""
+        # Does nothing if there is no such line. The line is looked for from the end; lines before it are not parsed.
         added = {name: _finite(value) for name, value in more.items()}
         with self._lock:
             lines = self.path.read_text(encoding="utf-8").splitlines(keepends=True)

@@ -53,10 +53,9 @@ class Outcome:
 
 
 def summarise(config: Config, metrics: Sequence[Metrics], events: Iterable[Event], outcome: Outcome) -> dict[str, Any]:
-    """The content of summary.json. Values that are unknown, e.g. because there were too few steps, are None.
-
-    After a resume, steps, images, rewards and staleness cover the whole run; times and rates only the time since then.
-    """
+    """The content of summary.json. Values that are unknown, e.g. because there were too few steps, are None."""
+    # After a resume, steps, images, rewards and staleness cover the whole run; times and rates only the time since
+    # then.
     history = effective(events)
     _, attempt = last_attempt(history)
     workers = tracks(attempt)
@@ -112,20 +111,16 @@ def last_attempt(history: Sequence[Event]) -> tuple[int, Sequence[Event]]:
 
 
 def process_began(history: Sequence[Event]) -> int:
-    """The step from which the last process trained: 0, or that of the rollback by which it resumed the run.
-
-    A rollback after the death of a trainer rank, which the same process goes on from, does not count.
-    """
+    """The step from which the last process trained: 0, or that of the rollback by which it resumed the run."""
+    # A rollback after the death of a trainer rank, which the same process goes on from, does not count.
     starts = [later for later, event in enumerate(history[1:], start=1) if event["event"] == "inputs"]
     before = history[starts[-1] - 1] if starts else {"event": "none"}
     return int(before["step"]) if before["event"] == "rollback" else 0
 
 
 def steady_steps(history: Iterable[Event], max_staleness: int) -> tuple[Interval, int] | None:
-    """Returns when all pools have work, as (begin, end), and the number of training steps in it; None if it has none.
-
-    These are all steps but the first WARM_UP_STEPS and the last `max_staleness`.
-    """
+    """Returns when all pools have work, as (begin, end), and the number of training steps in it; None without any."""
+    # These are all steps but the first WARM_UP_STEPS and the last `max_staleness`.
     steps = sorted((event for event in history if event["event"] == "step"), key=lambda event: int(event["step"]))
     inner = steps[WARM_UP_STEPS : len(steps) - max_staleness]
     return ((inner[0]["started"], inner[-1]["ended"]), len(inner)) if inner else None
@@ -171,10 +166,8 @@ def staleness(metrics: Sequence[Metrics], updates_per_batch: int = 1) -> dict[st
 
 
 def gradient_kept(metrics: Sequence[Metrics]) -> dict[str, float]:
-    """Age in versions → share of rows that kept their gradient after clipping and masking.
-
-    A row is one image in one trained denoising step; rows with advantage 0 are not counted.
-    """
+    """Age in versions → share of rows that kept their gradient after clipping and masking."""
+    # A row is one image in one trained denoising step; rows with advantage 0 are not counted.
     kept, total = (sum((by_age(line, kind) for line in metrics), Counter()) for kind in ("kept", "kept_of"))
     return {str(age): kept[age] / total[age] for age in sorted(total)}
 
@@ -255,10 +248,8 @@ def configured_pools(config: Config) -> dict[str, tuple[int, float]]:
 
 
 def rollout_size(config: Config, attempt: Sequence[Event]) -> dict[str, int]:
-    """Numbers of rollout workers that `joined` and `left` in the last attempt, `fewest` and `most` at the same time.
-
-    A newcomer that was turned away is not counted.
-    """
+    """Numbers of rollout workers that `joined` and `left` in the last attempt, `fewest` and `most` at the same time."""
+    # A newcomer that was turned away is not counted.
     changes = [event for event in attempt if event["event"] in CHANGES]
     if changes:
         first = changes[0]["workers"] + (1 if changes[0]["event"] == "worker_left" else -1)

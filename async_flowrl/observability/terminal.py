@@ -35,11 +35,9 @@ def show_what_can_be_shown() -> None:
 
 
 def say(text: str, stream: TextIO | None = None) -> None:
-    """Writes to `stream` (None: stdout) and flushes.
-
-    If the reader of a pipe has ended (e.g. `head`, or `tee` after Ctrl-C), the run goes on: this and all later output
-    to the stream is dropped, and a warning is logged.
-    """
+    """Writes to `stream` (None: stdout) and flushes."""
+    # If the reader of a pipe has ended (e.g. `head`, or `tee` after Ctrl-C), the run goes on: this and all later output
+    # to the stream is dropped, and a warning is logged.
     stream = stream or sys.stdout
     try:
         stream.write(text)

@@ -58,12 +58,10 @@ def check_attention(transformer: nn.Module, name: str) -> None:
 
 
 def compile_blocks(policy: Policy, backend: str | Callable[..., Any] = "inductor") -> None:
-    """Compiles each block in place with torch.compile, so names of parameters stay.
-
-    Call it after gradient checkpointing is set up and before FSDP shards the network. The code is compiled for any
-    number of images, any image size and any length of text: by torch's default the first shapes of a process would get
-    code of their own, so the bits of an image would depend on what was made before it.
-    """
+    """Compiles each block in place with torch.compile, so names of parameters stay."""
+    # Call it after gradient checkpointing is set up and before FSDP shards the network. The code is compiled for any
+    # number of images, any image size and any length of text: by torch's default the first shapes of a process would
+    # get code of their own, so the bits of an image would depend on what was made before it.
     for block in policy.blocks:
         block.compile(backend=backend, dynamic=True)
         block._compiled_call_impl = _never_eager(cast("Callable[..., Any]", block._compiled_call_impl))

@@ -167,10 +167,9 @@ def keep_compute_copies(transformer: nn.Module) -> None:
 
 @contextmanager
 def reference_mode(transformer: nn.Module) -> Iterator[None]:
-    """Context manager: switches the LoRA off, so the network is exactly the base model; works with compile and FSDP.
-
-    PEFT's own switch also changes `requires_grad` of the LoRA, which breaks FSDP and graphs that await a backward pass.
-    """
+    """Context manager: switches the LoRA off, so the network is exactly the base model; works with compile and FSDP."""
+    # PEFT's own switch also changes `requires_grad` of the LoRA, which breaks FSDP and graphs that await a backward
+    # pass.
     layers = [cast("Any", module) for module in transformer.modules() if isinstance(module, LoraLayer)]
     before = [layer._disable_adapters for layer in layers]
     for layer in layers:
@@ -183,10 +182,8 @@ def reference_mode(transformer: nn.Module) -> Iterator[None]:
 
 
 def load_warm_start(transformer: nn.Module, config: LoraConfig, policy: Policy) -> None:
-    """Copies the LoRA of `lora.path` into the attached one. Raises ValueError if rank, alpha or layers differ.
-
-    Layers that cannot change the output (`policy.lora_exclude`) are ignored.
-    """
+    """Copies the LoRA of `lora.path` into the attached one. Raises ValueError if rank, alpha or layers differ."""
+    # Layers that cannot change the output (`policy.lora_exclude`) are ignored.
     source = lora_file.read_for(config)
     excluded = re.compile(policy.lora_exclude or "")
     tensors = {n: t for n, t in source.tensors.items() if not excluded.fullmatch(lora_file.module_name(n))}

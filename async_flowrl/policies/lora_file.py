@@ -253,10 +253,7 @@ def _check(config: Mapping[str, Any], where: str) -> None:
 
 
 def rank_of(tensors: Mapping[str, Tensor], where: str) -> int:
-    """Returns the rank of the tensors; each layer must have A [rank, in] and B [out, rank].
-
-    Raises ValueError, which begins with `where`, for a missing tensor, no tensors, or several ranks.
-    """
+    """Returns the rank of the tensors; each layer must have A [rank, in] and B [out, rank]. Raises ValueError."""
     if not tensors:
         raise ValueError(f"{where}: no LoRA tensors")
     try:

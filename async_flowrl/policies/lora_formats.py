@@ -89,10 +89,8 @@ def read_back(path: Path, family: str, where: Path | None = None) -> LoraFile:
 
 
 def compare(source: LoraFile, written: LoraFile, where: Path) -> None:
-    """Raises ValueError if two LoRAs compute different things; the message begins with `where`.
-
-    It compares alpha / rank · B(Ax) for one random x per layer. A layer that is in one LoRA only must give zero.
-    """
+    """Raises ValueError if two LoRAs compute different things; the message begins with `where`."""
+    # It compares alpha / rank · B(Ax) for one random x per layer. A layer that is in one LoRA only must give zero.
     for module in sorted({*modules_of(source.tensors), *modules_of(written.tensors)}):
         one, two = _response(source, module), _response(written, module)
         if not float((one - two).abs().max()) <= _TOLERANCE * float(one.abs().max()):
@@ -156,12 +154,10 @@ _NAMES_SINGLE = {"proj_out": "linear2", "norm.linear": "modulation_lin"}
 
 
 def _kohya_flux(source: LoraFile) -> dict[str, Tensor]:
-    """Returns tensors named `lora_unet_<block>_<layer>.lora_down.weight`, `.lora_up.weight` and `.alpha`.
-
-    sd-scripts' network has one fused projection where diffusers has several, e.g. q, k and v. Their LoRAs become one
-    LoRA with the sum of their ranks: the A are stacked, the B are block-diagonal, and zeros stand for a projection
-    without LoRA. Alpha is multiplied by the same factor as the rank, so alpha / rank stays.
-    """
+    """Returns tensors named `lora_unet_<block>_<layer>.lora_down.weight`, `.lora_up.weight` and `.alpha`."""
+    # sd-scripts' network has one fused projection where diffusers has several, e.g. q, k and v. Their LoRAs become one
+    # LoRA with the sum of their ranks: the A are stacked, the B are block-diagonal, and zeros stand for a projection
+    # without LoRA. Alpha is multiplied by the same factor as the rank, so alpha / rank stays.
     tensors: dict[str, Tensor] = {}
     fused: dict[str, dict[int, str]] = {}
     for module in modules_of(source.tensors):

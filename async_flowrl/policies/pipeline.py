@@ -54,21 +54,17 @@ def guided_velocity(conditional: Tensor, unconditional: Tensor, scale: float) ->
 
 
 def with_norm_of(conditional: Tensor, guided: Tensor) -> Tensor:
-    """Returns `guided` [..., channels], each token scaled to the norm that it has in `conditional`.
-
-    QwenImagePipeline does the same, but gives NaN for a token of zeros in `guided`; here it stays zero.
-    """
+    """Returns `guided` [..., channels], each token scaled to the norm that it has in `conditional`."""
+    # QwenImagePipeline does the same, but gives NaN for a token of zeros in `guided`; here it stays zero.
     norm: Tensor = guided.norm(dim=-1, keepdim=True)
     rescale: Tensor = conditional.norm(dim=-1, keepdim=True) / torch.where(norm > 0, norm, 1.0)
     return guided * rescale
 
 
 def apart(positive: Mapping[str, Tensor], negative: Mapping[str, Tensor], device: torch.device) -> bool:
-    """Returns True if guidance needs two forward passes: on CUDA, for prompts of different lengths.
-
-    In one batch the shorter text would be padded and masked, and a mask prevents flash attention; the results are
-    mathematically equal.
-    """
+    """Returns True if guidance needs two forward passes: on CUDA, for prompts of different lengths."""
+    # In one batch the shorter text would be padded and masked, and a mask prevents flash attention; the results are
+    # mathematically equal.
     return device.type == "cuda" and any(positive[name].shape != negative[name].shape for name in positive)
 
 

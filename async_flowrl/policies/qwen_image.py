@@ -176,11 +176,9 @@ def tiny_pipeline(config: TinyConfig) -> Any:
 
 
 def tiny_tokenizer() -> Any:
-    """Returns a byte-level BPE tokenizer with merges learned from the pipeline's own prompt template.
-
-    The pipeline drops the first `prompt_template_encode_start_idx` tokens, so the template before the prompt must have
-    exactly that many tokens.
-    """
+    """Returns a byte-level BPE tokenizer with merges learned from the pipeline's own prompt template."""
+    # The pipeline drops the first `prompt_template_encode_start_idx` tokens, so the template before the prompt must
+    # have exactly that many tokens.
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
     from transformers import Qwen2Tokenizer
 

@@ -35,10 +35,8 @@ def padded_texts(branches: Sequence[Mapping[str, Tensor]], n: int, dtype: torch.
 
 @contextmanager
 def system_prompt(pipeline: Any, system: str | None) -> Iterator[None]:
-    """Context manager: replaces the system prompt in the pipeline's template by `system`; None changes nothing.
-
-    It also sets the number of tokens before the prompt, whose embeddings the pipeline drops.
-    """
+    """Context manager: replaces the system prompt in the pipeline's template by `system`; None changes nothing."""
+    # It also sets the number of tokens before the prompt, whose embeddings the pipeline drops.
     kept = pipeline.prompt_template_encode, pipeline.prompt_template_encode_start_idx
     if system is not None:
         before, rest = kept[0].split("system\n", 1)
@@ -106,11 +104,9 @@ def skip_unused_lengths() -> None:
 
 
 def text_length(texts: Tensor, mask: Tensor | None) -> tuple[int, None, Tensor | None]:
-    """Returns the padded length of `texts` [n, L, D], None, and the mask as bool. Raises ValueError for another shape.
-
-    diffusers' function also computes the length of each text, which its network does not use, and for that copies a
-    number to the device, for which the host waits in every denoising step of a batch whose prompts differ in length.
-    """
+    """Returns the padded length of `texts` [n, L, D], None, and the mask as bool. Raises ValueError."""
+    # diffusers' function also computes the length of each text, which its network does not use, and for that copies a
+    # number to the device, for which the host waits in every denoising step of a batch whose prompts differ in length.
     if mask is not None and mask.shape != texts.shape[:2]:
         raise ValueError(f"the mask {tuple(mask.shape)} does not fit texts {tuple(texts.shape)}")
     return texts.shape[1], None, None if mask is None else mask.to(torch.bool)

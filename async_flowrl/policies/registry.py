@@ -69,10 +69,7 @@ class ResolvedModel:
 
 
 def resolve_model(config: ModelConfig) -> ResolvedModel:
-    """Builds the tiny model, checks a local folder, or looks up a hub name; loads no weights.
-
-    Raises ValueError, one sentence, if `model.*` names no model, or one that cannot be used.
-    """
+    """Builds the tiny model, checks a local folder, or looks up a hub name; loads no weights. Raises ValueError."""
     check_fields(config, "model.")
     if config.family not in ("auto", *FAMILIES):
         if ":" not in config.family:

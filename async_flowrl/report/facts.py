@@ -68,11 +68,9 @@ def _size(size: Mapping[str, int]) -> str | None:
 
 
 def pools_of(run: Records) -> list[dict[str, Any]]:
-    """Per pool: name, number of workers, and the share of their time in each state from the first to the last step.
-
-    With `placement=shared` rollout and trainer have what their devices did, and their shares lack the time in which the
-    other worker of the process computed.
-    """
+    """Per pool: name, number of workers, and the share of their time in each state from the first to the last step."""
+    # With `placement=shared` rollout and trainer have what their devices did, and their shares lack the time in which
+    # the other worker of the process computed.
     whole = run.window[1] - run.window[0]
     counts = Counter(pool_of(track.place) for track in run.tracks)
     pools = []

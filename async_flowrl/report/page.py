@@ -97,11 +97,9 @@ def embedded(document: Document, limit: int) -> tuple[dict[str, str], str | None
 
 
 def in_order(document: Document) -> Iterator[tuple[str, Path, str]]:
-    """(name, folder, path below it) of every picture, the most important first.
-
-    The first image of every prompt comes before the second ones; among equal images, the first and the last evaluation
-    come first, then the one in the middle, and so on.
-    """
+    """(name, folder, path below it) of every picture, the most important first."""
+    # The first image of every prompt comes before the second ones; among equal images, the first and the last
+    # evaluation come first, then the one in the middle, and so on.
     ranked = []
     for number, run in enumerate(document["runs"]):
         evaluations = (run["pictures"] or {"evaluations": []})["evaluations"]

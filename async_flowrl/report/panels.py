@@ -139,10 +139,8 @@ HIDDEN = ("step", "policy_version", "images", "kept", "kept_of", *_EVALUATIONS)
 
 
 def panels_for(keys: Iterable[str]) -> list[dict[str, Any]]:
-    """The charts that have at least one of the curves `keys`, each with its `lines` (key and label of each curve).
-
-    Curves that no chart in PANELS names get further charts at the end.
-    """
+    """The charts that have at least one of the curves `keys`, each with its `lines` (key and label of each curve)."""
+    # Curves that no chart in PANELS names get further charts at the end.
     keys = sorted(set(keys))
     shown: list[dict[str, Any]] = []
     for section, panels in PANELS.items():

@@ -74,11 +74,9 @@ def _short(text: str, most: int = MAX_PROMPT) -> str:
 
 
 def data_uri(folder: Path, below: str) -> str | None:
-    """The picture at the path `below` inside `folder` as a data URI; None if it does not exist or is refused.
-
-    What lies outside of the folder, other file types and too large files are refused: the report must not show what is
-    elsewhere.
-    """
+    """The picture at the path `below` inside `folder` as a data URI; None if it does not exist or is refused."""
+    # What lies outside of the folder, other file types and too large files are refused: the report must not show what
+    # is elsewhere.
     path = folder / below
     kind = TYPES.get(path.suffix)
     try:

@@ -104,10 +104,8 @@ def evaluation_lines(evaluated: Sequence[Evaluation]) -> dict[str, Any]:
 
 
 def seconds_so_far(run: Records) -> list[float]:
-    """Seconds from the start of the first step to the end of each step, without the pauses before resumed attempts.
-
-    If step events are missing, the sum of `timing/step` is used.
-    """
+    """Seconds from the start of the first step to the end of each step, without the pauses before resumed attempts."""
+    # If step events are missing, the sum of `timing/step` is used.
     ends: Mapping[int, Event] = {int(e["step"]): e for e in run.step_events}
     if ends and all(int(line["step"]) in ends for line in run.metrics):
         start, gaps = run.window[0], pauses(run.history)

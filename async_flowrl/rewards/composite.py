@@ -107,11 +107,9 @@ def weighted_total(
 
 
 def combined(terms: Mapping[str, RewardTerm], parts: Sequence[Scores]) -> Scores:
-    """Returns one group's Scores from `parts`, each of which holds the scores of some of the `terms`.
-
-    Terms are ordered as in the configuration, so scores and totals are bit-identical to those of a single call. A term
-    that was scored in one part keeps its score; one that failed in several keeps the last failure.
-    """
+    """Returns one group's Scores from `parts`, each of which holds the scores of some of the `terms`."""
+    # Terms are ordered as in the configuration, so scores and totals are bit-identical to those of a single call. A
+    # term that was scored in one part keeps its score; one that failed in several keeps the last failure.
     if len(parts) == 1:
         return parts[0]
     by_name = {name: values for part in parts for name, values in part.by_term.items()}

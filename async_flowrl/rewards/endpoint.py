@@ -156,10 +156,7 @@ def check_numbers(reward: str, options: Mapping[str, Any], ranges: Iterable[tupl
 
 
 def checked_urls(what: str, option: str | Sequence[str] | None, example: str, token_option: str) -> list[str]:
-    """Returns one URL or several as a list without trailing slashes, empty for None.
-
-    Raises ValueError, which begins with `what` and shows no password, for something else than a URL like `example`.
-    """
+    """Returns one URL or several as a list without trailing slashes, empty for None. Raises ValueError."""
     urls = [] if not option else [option] if isinstance(option, str) else list(option)
     for url in urls:
         try:

@@ -41,10 +41,7 @@ FLAGS = {DETERMINISTIC: True, POINTWISE: False}
 
 
 def build_reward(config: RewardConfig) -> CompositeReward:
-    """Builds the weighted sum of all terms of `config`.
-
-    Raises ValueError, one sentence, if a term has a wrong name, option, signature or server, or cannot be built.
-    """
+    """Builds the weighted sum of all terms of `config`. Raises ValueError."""
     check_rewards(config)
     terms = tuple(_build(key, term) for key, term in config.terms.items())
     return CompositeReward(terms, config)
@@ -72,11 +69,10 @@ def is_deterministic(config: RewardConfig) -> bool:
 
 
 def keeps_scores(config: RewardConfig) -> bool:
-    """Returns True if the run must write scores to scores.jsonl, so that a resumed run trains on the same ones.
-
-    A second call may give other scores if a term is not deterministic. It may also fail where the first did not, which
-    changes the training if a group without scores is skipped (`on_error`) or a term is optional (`required: false`).
-    """
+    """Returns True if the run must write scores to scores.jsonl, so that a resumed run trains on the same ones."""
+    # A second call may give other scores if a term is not deterministic. It may also fail where the first did not,
+    # which changes the training if a group without scores is skipped (`on_error`) or a term is optional (`required:
+    # false`).
     required = all(term.required for term in config.terms.values())
     return not is_deterministic(config) or not required or config.on_error == "skip"
 

@@ -166,10 +166,8 @@ class ServerWorker:
         return url
 
     def wait(self) -> str:
-        """Waits until the server ends, and stops it if it hangs; returns the reason and the end of its output.
-
-        A server hangs if its health path does not answer 200 for `hung_seconds`.
-        """
+        """Waits until the server ends, and stops it if it hangs; returns the reason and the end of its output."""
+        # A server hangs if its health path does not answer 200 for `hung_seconds`.
         program = self._program
         if program is None:
             return "it was not started"

@@ -480,11 +480,9 @@ def _bounded(value: object, bounds: tuple[float, float]) -> float:
 
 
 def _transcription_score(answer: Answer, target: str) -> float:
-    """Returns the reward `ocr` of the transcription: max(0, 1 - edit distance / n) for a target of n characters.
-
-    A transcription that was cut off is scored if it has at least 2 n characters, since its edit distance cannot fall
-    below n any more; else JudgeError is raised.
-    """
+    """Returns the reward `ocr` of the transcription: max(0, 1 - edit distance / n) for a target of n characters."""
+    # A transcription that was cut off is scored if it has at least 2 n characters, since its edit distance cannot fall
+    # below n any more; else JudgeError is raised.
     if answer.cut and len(normalise(answer.text)) < 2 * len(normalise(target)):
         raise JudgeError(f"the transcription is cut off at max_tokens: {_short(answer.text)}")
     return text_score(answer.text, target)
