@@ -13,7 +13,7 @@ All calls use the same shapes, grad mode and code, so equal weights give bit-equ
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypedDict, cast
+from typing import Any, NamedTuple, Protocol, TypedDict, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -84,8 +84,7 @@ class MicroBatch:
     age: int
 
 
-@dataclass(frozen=True)
-class LossOutput:
+class LossOutput(NamedTuple):
     """The result of `loss`, per row [B]; the trainer averages over the rows of the whole batch.
 
     `loss` is float32 with gradients. `metrics` are averaged in float64 for the log. The share of kept gradients is made

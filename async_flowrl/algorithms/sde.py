@@ -7,8 +7,8 @@ are float64.
 """
 
 import math
-from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,8 +21,7 @@ FIRST_STEP_MIN_SIGMA = 1.0 - 1e-6
 LOG_SQRT_2PI = 0.5 * math.log(2.0 * math.pi)
 
 
-@dataclass(frozen=True)
-class Transition:
+class Transition(NamedTuple):
     """The Gaussian distribution of x' in a denoising step.
 
     `mean` is [B, ...] and `std` [B, 1, ...], both float32; `deterministic` [B] bool is True if std is 0.

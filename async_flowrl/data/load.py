@@ -5,8 +5,8 @@ seed. Duplicates are therefore on the same side, and with `held_out` a prompt st
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -27,8 +27,7 @@ MIN_PROMPTS_PER_HELD_OUT = 8
 Check = Callable[[Prompt], None]
 
 
-@dataclass(frozen=True)
-class Data:
+class Data(NamedTuple):
     """The prompts of a run; `chosen` says in words how the evaluated ones were chosen."""
 
     train: Prompts

@@ -15,8 +15,8 @@ import base64
 import logging
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -102,8 +102,7 @@ class Sampler:
         return np.random.RandomState([seed & 0xFFFFFFFF, seed >> 32])
 
 
-@dataclass(frozen=True)
-class Choice:
+class Choice(NamedTuple):
     """The prompts of a step in group order, and the epoch of the last of them with its number of left-out prompts."""
 
     prompts: tuple[int, ...]

@@ -13,15 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from async_flowrl.config.resolution import Resolution
-from async_flowrl.data.prompts import (
-    Keys,
-    PromptError,
-    digest,
-    no_target,
-    read_prompt,
-    read_weight,
-    text_key,
-)
+from async_flowrl.data.prompts import Keys, PromptError, digest, no_target, read_prompt, read_weight, text_key
 from async_flowrl.data.rows import Row, Rows
 from async_flowrl.types import Prompt
 

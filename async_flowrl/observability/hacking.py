@@ -11,7 +11,7 @@ because that one was chosen from k evaluations. docs/reward_hacking.md shows how
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -35,8 +35,7 @@ MOST_CORRELATION = -0.5
 DIVERSITY_LOSS = 0.5
 
 
-@dataclass(frozen=True)
-class Finding:
+class Finding(NamedTuple):
     """The curve `curve` got worse from version `since` to `version`, as one sentence says."""
 
     curve: str

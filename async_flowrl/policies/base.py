@@ -6,8 +6,7 @@ it for a model that diffusers has a pipeline of.
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,8 +19,7 @@ _IMAGE_ATTENTION = ("attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0")
 JOINT_ATTENTION = (*_IMAGE_ATTENTION, "attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj", "attn.to_add_out")
 
 
-@dataclass(frozen=True)
-class Shapes:
+class Shapes(NamedTuple):
     """Shapes of float32 arrays in a rollout, without batch dimension: latents, and conditioning by name."""
 
     latents: tuple[int, ...]

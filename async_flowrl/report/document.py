@@ -31,8 +31,8 @@ from pathlib import Path
 from typing import Any
 
 from async_flowrl.observability.bottleneck import verdict
+from async_flowrl.report.advice import advice_for, evaluations_of, result_of
 from async_flowrl.report.facts import differences, environment_of, facts_of, pools_of, settings_of, verification_of
-from async_flowrl.report.findings import advice_for, evaluations_of, result_of
 from async_flowrl.report.panels import panels_for
 from async_flowrl.report.pictures import pictures_of
 from async_flowrl.report.records import Records, read_run

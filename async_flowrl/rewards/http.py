@@ -15,18 +15,8 @@ from urllib.parse import urlsplit
 import httpx
 
 from async_flowrl.config.messages import unknown_name
+from async_flowrl.rewards import http_contract as contract
 from async_flowrl.rewards.endpoint import LIMITS, Bounds, Endpoint, check_numbers, checked_urls
-from async_flowrl.rewards.http_contract import (
-    FORMATS,
-    PATH,
-    VERSION,
-    ScoreReply,
-    dumps,
-    encode_image,
-    prompt_fields,
-    read_reply,
-    request_body,
-)
 from async_flowrl.types import ByteArray, Prompt, Requests
 
 GROUP, ONE_BY_ONE = "group", "one_by_one"
@@ -58,7 +48,7 @@ class HTTP:
     def __post_init__(self) -> None:
         if self.batch not in (GROUP, ONE_BY_ONE):
             raise ValueError(unknown_name("the http reward's batch", str(self.batch), (GROUP, ONE_BY_ONE)))
-        if self.encoding not in (encodings := (*FORMATS, MULTIPART)):
+        if self.encoding not in (encodings := (*contract.FORMATS, MULTIPART)):
             raise ValueError(unknown_name("the http reward's encoding", str(self.encoding), encodings))
         check_numbers("http", vars(self), (*LIMITS, ("max_reply_bytes", 1, math.inf)))
         bounds = Bounds(self.timeout, self.deadline, self.retries, self.max_reply_bytes, self.concurrency)
@@ -68,7 +58,7 @@ class HTTP:
         """Raises ValueError if JSON cannot hold the prompt's metadata, or if a needed target is missing."""
         if self.needs_target and not prompt.target:
             raise ValueError(f"needs_target=true, and prompt {prompt.text!r:.80} has none in double quotes or a column")
-        prompt_fields(prompt)
+        contract.prompt_fields(prompt)
 
     def counted(self) -> Requests:
         return self._endpoint.counted()
@@ -82,7 +72,7 @@ class HTTP:
         The coroutine raises ServerError if no server is known, or if a request fails.
         """
         kind = PNG if self.encoding == MULTIPART else self.encoding
-        files = [encode_image(image, kind) for image in images]
+        files = [contract.encode_image(image, kind) for image in images]
         parts = [files] if self.batch == GROUP else [[file] for file in files]
         requests = [self._request(part, prompt, kind) for part in parts]
         return self._scores(requests, [len(part) for part in parts], first=prompt.index)
@@ -90,22 +80,22 @@ class HTTP:
     def _request(self, files: Sequence[bytes], prompt: Prompt, kind: str) -> tuple[bytes, str]:
         if self.encoding == MULTIPART:
             return multipart(files, prompt, kind)
-        return request_body(files, [prompt_fields(prompt)]), "application/json"
+        return contract.request_body(files, [contract.prompt_fields(prompt)]), "application/json"
 
     async def _scores(self, requests: Sequence[tuple[bytes, str]], counts: Sequence[int], *, first: int) -> list[Any]:
         """Returns one result per image, in order. The first failure is raised after all requests have ended."""
         calls = (
-            self._endpoint.post(body, kind, first + index, functools.partial(read_reply, count=count))
+            self._endpoint.post(body, kind, first + index, functools.partial(contract.read_reply, count=count))
             for index, ((body, kind), count) in enumerate(zip(requests, counts, strict=True))
         )
         replies = await asyncio.gather(*calls, return_exceptions=True)
         for reply in replies:
             if isinstance(reply, BaseException):
                 raise reply
-        return [result for reply in replies if isinstance(reply, ScoreReply) for result in results(reply)]
+        return [result for reply in replies if isinstance(reply, contract.ScoreReply) for result in results(reply)]
 
 
-def results(reply: ScoreReply) -> list[Any]:
+def results(reply: contract.ScoreReply) -> list[Any]:
     """Returns the reply in the form that a reward returns: numbers, or mappings if there are extras."""
     if not reply.extras:
         return list(reply.scores)
@@ -114,7 +104,7 @@ def results(reply: ScoreReply) -> list[Any]:
 
 def multipart(files: Sequence[bytes], prompt: Prompt, kind: str) -> tuple[bytes, str]:
     """Returns the contract's request as multipart/form-data (RFC 7578): body and content type."""
-    fields = dumps({"version": VERSION, "prompts": [prompt_fields(prompt)]})
+    fields = contract.dumps({"version": contract.VERSION, "prompts": [contract.prompt_fields(prompt)]})
     images = [("images", (f"{index}.{kind}", file, f"image/{kind}")) for index, file in enumerate(files)]
     # The boundary follows from the images, so that equal requests have equal bytes.
     kind_of_body = f"multipart/form-data; boundary={hashlib.sha256(b''.join(files)).hexdigest()}"
@@ -125,4 +115,4 @@ def multipart(files: Sequence[bytes], prompt: Prompt, kind: str) -> tuple[bytes,
 def _endpoints(option: str | Sequence[str] | None) -> list[str]:
     """Returns each URL with its path, or with the contract's path if it has none. Raises ValueError for a wrong one."""
     urls = checked_urls("the http reward's url", option, "http://127.0.0.1:8000", "token_env")
-    return [url if urlsplit(url).path.strip("/") else url + PATH for url in urls]
+    return [url if urlsplit(url).path.strip("/") else url + contract.PATH for url in urls]

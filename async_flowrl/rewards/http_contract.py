@@ -11,7 +11,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from PIL import Image
@@ -45,16 +45,14 @@ class Limits:
     all_pixels: int = 256 * 1024 * 1024
 
 
-@dataclass(frozen=True)
-class ScoreReply:
+class ScoreReply(NamedTuple):
     """Scores in image order, and one mapping of extras per image (empty if there are none)."""
 
     scores: tuple[float, ...]
     extras: tuple[Mapping[str, float | str], ...] = ()
 
 
-@dataclass(frozen=True)
-class ScoreRequest:
+class ScoreRequest(NamedTuple):
     """Encoded images and one prompt for each of them."""
 
     images: Sequence[bytes]

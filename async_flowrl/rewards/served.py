@@ -13,8 +13,8 @@ import socket
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from async_flowrl.config.messages import unknown_name
 from async_flowrl.config.schema import Config, RewardTerm, ServeConfig
@@ -34,8 +34,7 @@ HTTP_NAME = "http"
 PLACEHOLDERS = ("host", "port", "token_file")
 
 
-@dataclass(frozen=True)
-class Addresses:
+class Addresses(NamedTuple):
     """The URLs of a term's servers, and the token that they require (None for none). Picklable."""
 
     urls: tuple[str, ...]
