@@ -79,10 +79,6 @@ def timeline_of(run: Records) -> dict[str, Any] | None:
     }
 
 
-def _label(step: Event, origin: float) -> list[float]:
-    return [int(step["step"]), round(step["started"] - origin, 4), round(step["ended"] - origin, 4)]
-
-
 def _windows(run: Records) -> list[tuple[str, Interval]]:
     """(title, interval) of the windows of exact bars: middle steps first, as they are typical of a run."""
     steps = run.step_events
