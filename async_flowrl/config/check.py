@@ -163,11 +163,11 @@ def _engine(config: Config) -> Iterator[str]:
     if config.rollout.engine != "vllm_omni":
         return
     if config.runtime.backend != "ray":
-        yield f"rollout.engine=vllm_omni needs processes (runtime.backend=ray), got {config.runtime.backend}"
+        yield f"rollout.engine=vllm_omni needs runtime.backend=ray, got {config.runtime.backend}"
     if config.model.weights != "files":
         yield "rollout.engine=vllm_omni reads a model's files, so it needs model.weights=files, got random"
     if config.placement != "separate":
-        yield f"rollout.engine=vllm_omni needs a device of its own (placement=separate), got {config.placement}"
+        yield f"rollout.engine=vllm_omni needs placement=separate, got {config.placement}"
     if config.rollout.compile:
         yield "rollout.compile=true is for rollout.engine=diffusers: the adapters of vllm_omni break compiled graphs"
     if config.rollout.text_encoder == "cached":

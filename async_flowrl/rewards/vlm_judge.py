@@ -400,7 +400,7 @@ def _placeholders(template: str, mode: str) -> set[str]:
     for name in sorted(names - set(PLACEHOLDERS)):
         raise ValueError(unknown_name("a name in braces in prompt_template", name, PLACEHOLDERS))
     if mode != TRANSCRIBE and not names & {"prompt", "target"}:
-        raise ValueError(f"the vlm_judge reward's prompt_template must have {{prompt}} or {{target}}, got {template!r}")
+        raise ValueError(f"vlm_judge: prompt_template must contain {{prompt}} or {{target}}, got {template!r}")
     return names
 
 
