@@ -17,6 +17,7 @@ from typing import Any
 from async_flowrl.cli.cards import GIB_OF_GB
 from async_flowrl.config.check import check
 from async_flowrl.config.compose import compose_config
+from async_flowrl.config.placement import placement_of
 from async_flowrl.config.pools import HELD_OUT, REWARD, scoring_pools, served_terms, workers_key
 from async_flowrl.config.schema import SHARED, Config, RewardTerm
 from async_flowrl.memory.devices import processes
@@ -153,11 +154,11 @@ def layouts(words: Sequence[str], config: Config, devices: int, staff: Staff) ->
     if devices == 1:
         yield from _one_device(words, config, staff)
         return
-    if config.placement != SHARED:
+    if not placement_of(config).together:
         for trainer, rollout in splits(config, devices, staff):
             yield ["--config-name one_step_off", *words, *_counts(config, trainer, rollout, staff)]
     together = replace(config, placement=SHARED)
-    fewest = 1 if config.placement == SHARED or max(staff.values(), default=1) == 1 else 2
+    fewest = 1 if placement_of(config).together or max(staff.values(), default=1) == 1 else 2
     for each in range(devices, fewest - 1, -1):
         if gpus_taken(with_workers(together, each, each, staff)) <= devices:
             yield _shared(words, config, _counts(config, each, each, staff))
@@ -221,7 +222,7 @@ def _one_device(words: Sequence[str], config: Config, staff: Staff) -> Iterator[
 
 
 def _shared(words: Sequence[str], config: Config, given: Sequence[str]) -> list[str]:
-    placement = [] if config.placement == SHARED else [f"placement={SHARED}"]
+    placement = [] if placement_of(config).together else [f"placement={SHARED}"]
     return ["--config-name one_step_off", words[0], *placement, *words[1:], *given]
 
 

@@ -17,8 +17,9 @@ from typing import Any
 
 from async_flowrl.cli.cards import CARDS, Card, Roofline, cards_of
 from async_flowrl.cli.plan_memory import configured
+from async_flowrl.config.placement import placement_of
 from async_flowrl.config.quiet import quieter
-from async_flowrl.config.schema import FULL, SHARED, Config
+from async_flowrl.config.schema import Config
 from async_flowrl.memory.layout import on_devices, resolved
 from async_flowrl.memory.processes import GIB
 from async_flowrl.memory.prompts import at_largest
@@ -83,13 +84,13 @@ class Rehearsal:
     @property
     def shared(self) -> bool:
         """Each process samples and trains."""
-        return self.config.placement == SHARED
+        return placement_of(self.config).together
 
     @property
     def devices(self) -> int:
         """Devices of all trainer ranks and rollout workers."""
-        trainers = self.config.trainer.num_workers
-        return trainers if self.shared else trainers + self.config.rollout.num_workers
+        config = self.config
+        return placement_of(config).devices(config.trainer.num_workers, config.rollout.num_workers)
 
     def peaks(self) -> dict[str, Phase]:
         """Returns process title → the phase that needs the most memory."""
@@ -184,12 +185,11 @@ def peak(phases: Iterable[Phase]) -> Phase:
 def describe(done: Rehearsal) -> str:
     """Returns the text: tables of both kinds of process, what fits, the estimate, and its assumptions."""
     config, rank, rollout, card = done.config, done.rank, done.rollout, done.roofline.card
-    trained = "full weights, trained" if config.tune == FULL else "LoRA of"
     shared = f", {rank.share_bytes / 1e6:.0f} MB of it on each rank" * (rank.share_bytes < rank.version_bytes)
     lines = [
         f"{config.model.path}: {rank.sizes.base_parameters / 1e9:.2f} B parameters, "
-        f"{trained} {rank.sizes.adapter_parameters / 1e6:.1f} M, {rank.version_bytes / 1e6:.0f} MB per version"
-        f"{shared}; shapes only, nothing was computed",
+        f"{config.trained_in_words}: {rank.sizes.adapter_parameters / 1e6:.1f} M, "
+        f"{rank.version_bytes / 1e6:.0f} MB per version{shared}; shapes only, nothing was computed",
         "",
         f"trainer rank ({rank.layout}), micro-batch of {rank.rows} rows",
         table(rank.phases, done.roofline),

@@ -6,9 +6,10 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from async_flowrl.config.schema import Config
-from async_flowrl.controller.context import Context, Observer
+from async_flowrl.controller.context import Context
 from async_flowrl.controller.download import download_model, loaders, model_of
 from async_flowrl.controller.endpoints import RolloutEndpoint, TrainerEndpoint
+from async_flowrl.observability.events import EventLog
 from checkpoint_engine import CANARY_VERSION, Header, check_binding
 from checkpoint_engine.errors import Verdict, verdict
 from separation.group import RefLost, Worker, WorkerDied
@@ -25,7 +26,7 @@ class WorkerProof:
     """
 
     config: Config
-    observer: Observer
+    observer: EventLog
     sender: TrainerEndpoint
     transport: str
     header: Header = field(init=False)

@@ -16,7 +16,7 @@ from async_flowrl.controller.checkpoints import Checkpoints
 from async_flowrl.controller.context import Context
 from async_flowrl.controller.evaluation import Evaluations
 from async_flowrl.controller.evaluation_records import EvaluationRecords
-from async_flowrl.controller.kept_state import KeptStates, is_kept
+from async_flowrl.controller.kept_state import KeptStates
 from async_flowrl.observability.ledger import PoolLedger
 from async_flowrl.observability.metrics import MetricsLog
 from async_flowrl.observability.monitor import Monitor
@@ -91,7 +91,7 @@ class AfterStep:
         self.evaluations.check()
         await self.checkpoints.check()
         version = step + 1
-        if is_kept(ctx.config):
+        if ctx.config.keeps_state:
             part = self.checkpoints.controller_part(ctx, version)
             await self.kept.keep(ctx, self.checkpoints.trainers.first, version, part)
         if checkpoint_due(ctx.config, version) or self.checkpoints.overdue(self._step_began):

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from async_flowrl.config.schema import FULL, Config
+from async_flowrl.config.schema import Config
 from async_flowrl.controller.context import Context
 from async_flowrl.controller.fingerprint import deciding, device_type, inputs_of, numerics
 from async_flowrl.controller.rank_weights import DISK_ERRORS
@@ -88,7 +88,7 @@ class Checkpoints:
 
     def overdue(self, now: float) -> bool:
         """Whether a run with `save.every=null` needs a checkpoint at the time `now`, in the observer's seconds."""
-        return self.config.save.every is None and self.config.tune != FULL and now - self.last >= SECONDS_BETWEEN
+        return self.config.save.every is None and self.config.keeps_state and now - self.last >= SECONDS_BETWEEN
 
     def controller_part(self, ctx: Context, version: int) -> Callable[[], dict[str, Any]]:
         """Returns a function that returns the controller's part of the state after as many steps as `version` says.

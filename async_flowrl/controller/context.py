@@ -11,10 +11,12 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from async_flowrl.config.schema import Config
+from async_flowrl.controller.placement import SeparatePools
 from async_flowrl.controller.score_log import ScoreLog
+from async_flowrl.observability.events import EventLog
 from async_flowrl.tickets.request import RequestBuilder
 from async_flowrl.tickets.table import TicketTable
-from async_flowrl.types import Requests, Scores, Span
+from async_flowrl.types import Requests, Scores
 from separation.group import Worker, WorkerGroup
 
 
@@ -119,10 +121,6 @@ class RewardCalls:
         return dict(sorted(self._counts.pop(step, Counter()).items()))
 
 
-TICKETS_PER_WORKER = 2
-"""Tickets a worker may have: the one it makes, and the next, so that it need not wait for an answer and a call."""
-
-
 class Signal:
     """A condition variable for coroutines; a notification is for all waiting coroutines or only for one worker's."""
 
@@ -168,28 +166,6 @@ class Accumulator:
         """Returns the sum, which then begins at 0 again."""
         taken, self._sum = self._sum, 0.0
         return taken
-
-
-class Observer(Protocol):
-    """Recorder to which the controller reports events and states. No weight of a run depends on it."""
-
-    def now(self) -> float:
-        """Returns the time in seconds, on the clock that stamps the events."""
-
-    def event(self, event: str, **fields: Any) -> None:
-        """Records an event of the kind `event` with the current time."""
-
-    def state(self, worker: str, state: str) -> None:
-        """Records the state in which `worker` is from now on.
-
-        The states are busy, wait_data, wait_weights, wait_work, sync (it gets or copies weights), idle and gone.
-        """
-
-
-def book_span(observer: Observer, worker: str, span: Span, **fields: Any) -> None:
-    """Records a span that a worker has reported, as an event with the additional `fields`."""
-    known = {name: value for name in ("flops", "bytes") if (value := getattr(span, name)) is not None}
-    observer.event("span", worker=worker, name=span.name, start=span.start, end=span.end, **fields, **known)
 
 
 class Trainer(Protocol):
@@ -300,8 +276,10 @@ class Context:
     `held_out/X` scores only those of evaluations."""
     trainer: Trainer
     weights: Weights
-    observer: Observer
+    observer: EventLog
     steps: Steps
+    placement: SeparatePools
+    """What depends on whether processes sample and train: deadlines, deliveries, who trains now."""
     base_digest: str
     """Digest of the trainer's base weights; every rollout worker must hold the same."""
     score_log: ScoreLog | None = None
@@ -317,8 +295,6 @@ class Context:
     """The rollout workers that must leave the pool, e.g. because their node ends."""
     arrivals: Arrivals = field(default_factory=Arrivals)
     """The rollout workers that have joined the pool during the run and get no tickets: not yet, or not at all."""
-    training: set[int] = field(default_factory=set)
-    """Indices of the rollout workers whose process trains now (`placement=shared`)."""
     swaps: Accumulator = field(default_factory=Accumulator)
     """How often rollout workers exchanged their weights for an average, for an older version, or back (types.py)."""
     activation: Accumulator = field(default_factory=Accumulator)

@@ -9,10 +9,9 @@ from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
-from async_flowrl.config.schema import SHARED, Config
-from async_flowrl.controller.context import Observer
-from async_flowrl.controller.kept_state import is_kept
+from async_flowrl.config.schema import Config
 from async_flowrl.controller.sender_errors import SenderFailed, answers_of
+from async_flowrl.observability.events import EventLog
 from async_flowrl.types import EMA, POLICY
 from checkpoint_engine import CANARY_VERSION, RING, Ack, Draft, Header, VersionGone
 from checkpoint_engine.process_group import Epoch
@@ -139,7 +138,7 @@ class TrainerEndpoint:
 
     async def _keep(self, version: int, *, lane: str) -> None:
         """Has the rank copy the version to host memory, as a part of its state, if that is kept (kept_state.py)."""
-        if is_kept(self._config):
+        if self._config.keeps_state:
             await self._all("versions.keep", self._stream, version, lane=lane)
 
 
@@ -240,7 +239,7 @@ class GatheredEmaEndpoint(EmaEndpoint, GatheredEndpoint):
 class RolloutEndpoint:
     """One rollout worker as a receiver. Each receipt is recorded as a span (a timed event) by `observer`."""
 
-    def __init__(self, worker: Worker, observer: Observer, transport: str) -> None:
+    def __init__(self, worker: Worker, observer: EventLog, transport: str) -> None:
         self.worker, self._observer, self._transport = worker, observer, transport
         self.name, self.node = worker.name, worker.node
 
@@ -271,28 +270,3 @@ class RolloutEndpoint:
 
     async def _deliver(self, method: str, *arguments: Any) -> Any:
         return await self.worker.call(method, *arguments, lane=DELIVERIES)
-
-
-class OwnVersions(RolloutEndpoint):
-    """Receiver in a process that also trains (`placement=shared`), which takes versions from its own trainer rank.
-
-    All ranks step by the same exact sum, so each makes every version itself. A version is announced, and its digest
-    compared with the first rank's; the bytes are sent only if the rank has not made it, e.g. after it has just joined.
-    """
-
-    async def receive(self, header: Header, payload: Any, slot: str = RING) -> Ack:
-        """Delivers the version and returns the worker's acknowledgement.
-
-        Raises WeightsMismatch if the process's own trainer rank has made other weights of this version, and the errors
-        of RolloutEndpoint.
-        """
-        if header.stream == POLICY:
-            own: Ack | None = await self._deliver("keep_own", header, slot)
-            if own is not None:
-                return own
-        return await super().receive(header, payload, slot)
-
-
-def endpoint_of(config: Config) -> type[RolloutEndpoint]:
-    """Returns the class of the rollout workers' receiving ends for this `config`."""
-    return OwnVersions if config.placement == SHARED else RolloutEndpoint

@@ -10,7 +10,6 @@ from pathlib import Path
 
 from async_flowrl.config.curves import best_curve, evaluation_due
 from async_flowrl.config.schema import Config, RewardTerm
-from async_flowrl.controller.context import Observer
 from async_flowrl.controller.evaluation import EvaluationResult
 from async_flowrl.controller.fingerprint import reward_sources
 from async_flowrl.observability.evaluations import (
@@ -23,6 +22,7 @@ from async_flowrl.observability.evaluations import (
     extra_means,
     metric_keys,
 )
+from async_flowrl.observability.events import EventLog
 from async_flowrl.observability.hacking import alarms, best, newest_alarms, notices
 from async_flowrl.observability.images import captions, picture_data, write_grid, write_images
 from async_flowrl.observability.metrics import MetricsLog
@@ -43,7 +43,7 @@ class EvaluationRecords:
     metrics: MetricsLog
     monitor: Monitor
     log: EvaluationLog
-    observer: Observer
+    observer: EventLog
     failures: list[str]
     """Sentences on failures outside the training. They do not end the run; summary.json lists them."""
     stop: Callable[[str], None] = lambda reason: None

@@ -8,7 +8,7 @@ from collections.abc import Collection
 from dataclasses import replace
 
 from async_flowrl.config.pools import held_out_by_pool, is_reward_pool
-from async_flowrl.controller.context import Context, book_span
+from async_flowrl.controller.context import Context
 from async_flowrl.controller.scoring import FAILURES, Free, reward_failed
 from async_flowrl.rewards.held_out import HeldOutScores, joined
 from async_flowrl.tickets.table import EVALUATION, Ticket, describe
@@ -86,7 +86,7 @@ async def _ask(
         free[pool].put_nowait(index)
         ctx.observer.state(ctx.rewards[pool].workers[index].name, "wait_data")
     for span in answer.spans:
-        book_span(ctx.observer, worker.name, span)
+        ctx.observer.span(worker.name, span)
     kept = {name: why for name, why in before.failed.items() if name not in asked}
     return joined((replace(before, failed=kept), answer))
 

@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from async_flowrl.config.schema import FULL, Config
 from async_flowrl.controller.context import Context
 from async_flowrl.training.checkpoint import Files, files_digest
 from separation.group import RefLost, Worker, WorkerDied
@@ -24,11 +23,6 @@ MOST = 2
 """Number of complete states that are held."""
 LANE = "keep"
 """Lane of the first trainer rank for its kept states, which runs beside the next update."""
-
-
-def is_kept(config: Config) -> bool:
-    """Returns True if the controller keeps the trainer's state after every step."""
-    return config.tune != FULL
 
 
 class DamagedState(RuntimeError):

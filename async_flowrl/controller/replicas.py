@@ -10,7 +10,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from async_flowrl.controller.context import Context
-from async_flowrl.controller.shared import update_seconds
 from async_flowrl.controller.training_groups import HandedGroup, make_group_again, until_whole
 from async_flowrl.tickets.table import describe
 from async_flowrl.training.messages import TrainRequest
@@ -87,7 +86,7 @@ async def with_trajectories(
             calls.append((replace(request, tickets=tickets), refs))
         return calls
 
-    seconds = update_seconds(ctx.config, len(groups) + request.finishes)
+    seconds = ctx.placement.deadlines.update(len(groups) + request.finishes)
     while True:
         await until_whole(groups)
         tried = [group.refs for group in groups]
@@ -126,7 +125,7 @@ async def with_probe(
         tried = [] if probe is None else probe.refs
         refs = [tried[index] for index in which]
         try:
-            async with deadline(update_seconds(ctx.config, 1), f"update: end of step {requests[0].step}"):
+            async with deadline(ctx.placement.deadlines.update(1), f"update: end of step {requests[0].step}"):
                 return await _called(workers, "add_up", [(request, refs) for request in requests], training)
         except RefLost as lost:
             if probe is None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from async_flowrl.config.check import ConfigError
 from async_flowrl.config.paths import expanded
-from async_flowrl.config.schema import FULL, Config
+from async_flowrl.config.schema import Config
 from async_flowrl.controller.fingerprint import (
     deciding,
     device_type,
@@ -22,6 +22,7 @@ from async_flowrl.controller.fingerprint import (
 from async_flowrl.controller.kept_state import KeptState
 from async_flowrl.data.curriculum import UNKNOWN, read_outcomes
 from async_flowrl.observability.run_directory import RunDirectory
+from async_flowrl.policies.tuning import tuning_of
 from async_flowrl.tickets.request import RequestBuilder
 from async_flowrl.training.checkpoint import check_ranks, held_versions_of, read_controller
 from async_flowrl.training.checkpoint_folder import (
@@ -134,10 +135,9 @@ def check_shares(config: Config, path: Path) -> None:
 
     With `trainer.shard=auto` it is not known yet how the ranks of this run will; they look themselves.
     """
-    trainer = config.trainer
-    if config.tune != FULL or (trainer.shard == "auto" and trainer.num_workers > 1):
+    if not tuning_of(config).whole or config.layout_is_open:
         return
-    ranks = trainer.num_workers if trainer.shard == "full" and trainer.num_workers > 1 else None
+    ranks = config.trainer.num_workers if config.in_shares else None
     try:
         check_ranks(path, json.loads((path / TRAINER).read_text()), ranks)
     except ValueError as error:

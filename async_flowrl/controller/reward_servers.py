@@ -15,7 +15,8 @@ from typing import Any, cast
 
 from async_flowrl.config.pools import served_terms, server_pool
 from async_flowrl.config.schema import Config, ServeConfig
-from async_flowrl.controller.context import Observer, Signal
+from async_flowrl.controller.context import Signal
+from async_flowrl.observability.events import EventLog
 from async_flowrl.observability.run_directory import RunDirectory
 from async_flowrl.rewards.served import GRACE_SECONDS, Addresses, is_needed, new_token, term_key
 from separation.group import PoolSpec, Worker, WorkerDied, WorkerFailed, WorkerGroup
@@ -91,7 +92,7 @@ TOLD_TIMES, TOLD_PAUSE_SECONDS = 10, 1.0
 
 def server_pools(config: Config) -> list[PoolSpec]:
     """Returns one pool per term with `serve`. Its workers start no server until `RewardServers` asks them to."""
-    own_machine = config.runtime.backend == "local" or config.runtime.address is None
+    own_machine = config.runtime.on_this_machine
     logs = RunDirectory(Path(config.output_dir)).logs.absolute()
     return [
         PoolSpec(
@@ -120,12 +121,12 @@ class RewardServers:
     """The pools of reward workers, which get the addresses of the servers."""
     listeners: Sequence[Listener] = ()
     """Functions that get the addresses of the servers, too."""
-    observer: Observer | None = None
+    observer: EventLog | None = None
     failures: list[str] = field(default_factory=list)
     """A sentence for each term whose servers are all lost, without which the run goes on."""
     _changed: Signal = field(default_factory=Signal)
 
-    async def all_up(self, observer: Observer, failures: list[str]) -> None:
+    async def all_up(self, observer: EventLog, failures: list[str]) -> None:
         """Waits until every server has been up once. From now on, deaths of servers are events of `observer`."""
         self.observer, self.failures = observer, failures
         await self._changed.until(lambda: all(replicas.started for replicas in self.terms))

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 
 from async_flowrl.config.pools import is_reward_pool, reward_pools
-from async_flowrl.controller.context import Context, Servers, book_span
+from async_flowrl.controller.context import Context, Servers
 from async_flowrl.rewards.base import RewardError
 from async_flowrl.rewards.composite import combined
 from async_flowrl.tickets.table import TRAIN, Ticket, describe
@@ -133,7 +133,7 @@ async def score_once(
     async with deadline(ctx.config.deadlines.score, what):
         scores: Scores = await worker.call(*call, *images)
     for span in scores.spans:
-        book_span(ctx.observer, worker.name, span)
+        ctx.observer.span(worker.name, span)
     for failure in scores.failed.values():
         ctx.observer.event("fault", worker=worker.name, kind="RewardError", message=failure.reason)
     ctx.observer.state(worker.name, "wait_data")

@@ -19,14 +19,14 @@ from typing import Any
 import numpy as np
 
 from async_flowrl.algorithms.base import Algorithm
-from async_flowrl.config.schema import FULL, Config
-from async_flowrl.controller.context import Context, book_span
+from async_flowrl.config.schema import Config
+from async_flowrl.controller.context import Context
 from async_flowrl.controller.owners import Owners, idle_ranks, repeating_ranks
 from async_flowrl.controller.rank_weights import ReplicatedWeights, ShardedWeights
 from async_flowrl.controller.replicas import MAX_GROUPS_PER_CALL, Replica, failing_as_one, with_probe, with_trajectories
-from async_flowrl.controller.shared import occupy, update_seconds
 from async_flowrl.controller.step_metrics import StepStatistics
 from async_flowrl.controller.training_groups import HandedGroup, hand_over
+from async_flowrl.policies.tuning import tuning_of
 from async_flowrl.training.messages import (
     Layout,
     Manifest,
@@ -38,7 +38,7 @@ from async_flowrl.training.messages import (
     merged,
 )
 from async_flowrl.training.parts import check_plan, cut
-from separation.group import Worker, WorkerGroup
+from separation.group import Worker, WorkerGroup, seated
 from separation.supervise import deadline, together
 
 Stepped = list[tuple[Worker, UpdateStats]]
@@ -89,7 +89,7 @@ class TrainerGroup:
 
         Logs a warning if some ranks have nothing to train, or must compute parts that another rank has.
         """
-        sharded = config.tune == FULL and ranks_per_replica > 1
+        sharded = tuning_of(config).whole and ranks_per_replica > 1
         self.weights = (ShardedWeights if sharded else ReplicatedWeights)(self.workers)
         self._arrange(ranks_per_replica)
         groups = config.prompts_per_step // config.trainer.updates_per_batch
@@ -292,7 +292,7 @@ class TrainerGroup:
         if trained:
             results = await with_trajectories(ctx, self.workers.workers, self._replicas[0], trained, "train", request)
         else:
-            async with deadline(update_seconds(ctx.config, 1), f"update: step {step}"):
+            async with deadline(ctx.placement.deadlines.update(1), f"update: step {step}"):
                 results = await self.all("train", request)
         if not finishes:
             return None
@@ -324,7 +324,7 @@ class TrainerGroup:
         )
         if (overflow := summed[0].overflow) is not None:
             return overflow
-        async with training, deadline(update_seconds(ctx.config, 1), f"update: optimizer step of step {step}"):
+        async with training, deadline(ctx.placement.deadlines.update(1), f"update: optimizer step of step {step}"):
             stepped: list[UpdateStats] = await together(*(worker.call("take_step") for worker in workers))
         did = list(zip(workers, stepped, strict=True))
         if len({stats.digest for stats in stepped}) > 1:
@@ -345,7 +345,7 @@ class TrainerGroup:
         self._measures = results[0][1].measures_next
         for worker, stats in results:
             for span in stats.spans:
-                book_span(ctx.observer, worker.name, span)
+                ctx.observer.span(worker.name, span)
             got, step = stats.fetched, stats.step
             ctx.observer.event(
                 "fetched", worker=worker.name, step=step, update=stats.update, tickets=got.tickets, bytes=got.bytes
@@ -374,7 +374,7 @@ class TrainerGroup:
         for index, replica in enumerate(self._replicas):
             own = [group for group in groups if replica.owns(group)]
             for start in range(0, len(own), most):
-                occupy(ctx, replica.ranks, trains=True)
+                ctx.placement.begin_training(replica.ranks)
                 replica.waiting += 1
                 tasks.create_task(self._call(ctx, index, sums, own[start : start + most], method))
 
@@ -400,7 +400,8 @@ class TrainerGroup:
         if not replica.waiting:
             self._freed.set()
             self._book_state(ctx, replica, "idle")
-            occupy(ctx, replica.ranks, trains=False)
+            for rank in ctx.placement.end_training(replica.ranks):
+                ctx.work.notify(seated(ctx.rollout, rank).name)
 
 
 def now() -> float:

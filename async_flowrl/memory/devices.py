@@ -6,8 +6,9 @@ from collections.abc import Collection, Iterator, Mapping
 from functools import partial
 
 from async_flowrl.config.check import ConfigError
+from async_flowrl.config.placement import placement_of
 from async_flowrl.config.pools import ROLLOUT, TRAINER
-from async_flowrl.config.schema import FULL, SHARED, Config
+from async_flowrl.config.schema import SHARED, Config
 from async_flowrl.memory.changes import Change, best, fresh_images
 from async_flowrl.memory.processes import (
     GIB,
@@ -21,6 +22,7 @@ from async_flowrl.memory.processes import (
     rollout_ranks,
 )
 from async_flowrl.memory.seats import reward_seats
+from async_flowrl.policies.tuning import tuning_of
 
 logger = logging.getLogger(__name__)
 
@@ -41,11 +43,11 @@ def processes(config: Config, pools: Collection[str] | None = None, *, lasting: 
     def asked(*of: str) -> bool:
         return pools is None or any(pool in pools for pool in of)
 
-    if config.placement == SHARED:
+    if placement_of(config).together:
         if asked(SHARED, TRAINER, ROLLOUT):
-            both = in_one(rank(), worker(), full=config.tune == FULL)
+            both = in_one(rank(), worker(), full=tuning_of(config).whole)
             yield Process("process that samples and trains", (SHARED, TRAINER, ROLLOUT), both, shares[0])
-    elif config.runtime.backend == "local" and min(shares) > 0:
+    elif config.runtime.in_threads and min(shares) > 0:
         if asked(TRAINER, ROLLOUT):
             both = beside(rank(), worker(), config.rollout.num_workers)
             yield Process("trainer rank with all rollout workers of its process", (TRAINER, ROLLOUT), both, 1.0)
@@ -156,11 +158,11 @@ def remedy(process: Process, config: Config, device: int, *, lasting: bool = Fal
 
 def lasting_changes(process: Process, config: Config) -> Iterator[Change]:
     """Yields settings that reduce the lasting memory of a process, those that cost least speed or accuracy first."""
-    trainer, rollout, full = config.trainer, config.rollout, config.tune == FULL
+    trainer, rollout, full = config.trainer, config.rollout, tuning_of(config).whole
     if TRAINER in process.pools:
-        if trainer.num_workers > 1 and trainer.shard != "full" and not trainer.cpu_offload:
+        if trainer.num_workers > 1 and not trainer.in_one_replica:
             yield {"trainer.shard": "full"}
-        if trainer.shard != "none":
+        if not trainer.has_replicas:
             yield {"trainer.num_workers": 2 * trainer.num_workers}
     if ROLLOUT in process.pools:
         left = {"resident": ("offload", "cached"), "offload": ("cached",), "cached": ()}[rollout.text_encoder]

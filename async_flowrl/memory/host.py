@@ -10,8 +10,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from async_flowrl.config.check import ConfigError
+from async_flowrl.config.placement import placement_of
 from async_flowrl.config.pools import ROLLOUT, TRAINER
-from async_flowrl.config.schema import FULL, SHARED, Config
+from async_flowrl.config.schema import SHARED, Config
 from async_flowrl.memory.changes import best, fresh_images
 from async_flowrl.memory.processes import (
     GIB,
@@ -89,9 +90,9 @@ def training_processes(config: Config, model: Sizes, *, on_gpus: bool) -> list[P
     copies = {"copies": copying_ranks(config), "copy": copied_bytes(config, model)}
     first, other = (rank_bytes(config, model, on_gpu=of_rank, sends=sends) for sends in (True, False))
     rank = PROCESS_BYTES + other + (first - other) // trainer.num_workers  # so that the total is right
-    pool = SHARED if config.placement == SHARED else TRAINER
+    pool = SHARED if placement_of(config).together else TRAINER
     ranks = PoolProcesses(pool, trainer.num_workers, rank, trainer.workers_per_node or 1, **copies)
-    if config.placement == SHARED:
+    if placement_of(config).together:
         return [ranks]
     least, _ = rollout.worker_bounds
     worker = PROCESS_BYTES + rollout_bytes(config, model, on_gpu=of_rollout)
@@ -104,7 +105,7 @@ def rank_bytes(config: Config, model: Sizes, *, on_gpu: bool, sends: bool = True
     `sends` is for a rank that sends versions. A rank on a GPU has only pinned buffers in host memory, one on a CPU
     everything. `certain` is as for `host_bytes`.
     """
-    shared = config.placement == SHARED
+    shared = placement_of(config).together
     if on_gpu:
         pinned = host_bytes(config, model, certain=certain) if sends or not model.full else 0
         return pinned + (rollout_bytes(config, model, on_gpu=True, certain=certain) if shared else 0)
@@ -137,7 +138,7 @@ def copying_ranks(config: Config) -> int:
 
 def copied_bytes(config: Config, model: Sizes) -> int:
     """Returns the bytes of the copies of its state on a rank that makes them."""
-    return snapshot_bytes(config, model) * (1 if config.tune == FULL else KEPT_BY_RANK)
+    return snapshot_bytes(config, model) * (KEPT_BY_RANK if config.keeps_state else 1)
 
 
 def check_hosts(config: Config, hosts: Hosts) -> list[str]:
@@ -188,7 +189,7 @@ def needs_on(config: Config, hosts: Hosts, node: NodeProcesses) -> Iterator[tupl
     for rank in node.workers.get(TRAINER, ()):
         size = rank_bytes(config, model, on_gpu=TRAINER in hosts.devices, sends=rank == 0, certain=True)
         yield "trainer rank", size + copied_bytes(config, model) * (rank < copying_ranks(config))
-    if config.placement != SHARED:
+    if not placement_of(config).together:
         own = config.rollout.engine == "vllm_omni" and config.rollout.gpus_per_worker > 0
         for _ in node.workers.get(ROLLOUT, ()):
             on_gpu = own or ROLLOUT in hosts.devices

@@ -8,10 +8,12 @@ import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
+from async_flowrl.config.placement import placement_of
 from async_flowrl.config.pools import TRAINER
-from async_flowrl.config.schema import FULL, SHARED, Config
+from async_flowrl.config.schema import Config
 from async_flowrl.memory.devices import MEMORY_WARNING_SHARE, device_of, processes
 from async_flowrl.memory.processes import GIB
+from async_flowrl.policies.tuning import tuning_of
 from async_flowrl.training.messages import Layout
 
 logger = logging.getLogger(__name__)
@@ -96,7 +98,7 @@ def on_devices(config: Config, device_bytes: int) -> dict[str, int]:
 def _asked(config: Config) -> list[str]:
     """Returns the settings that are `auto` and make a difference."""
     trainer = config.trainer
-    free = trainer.num_workers > 1 and not trainer.cpu_offload and config.placement != SHARED
+    free = trainer.num_workers > 1 and not trainer.cpu_offload and not placement_of(config).together
     settings = [SHARD] if trainer.shard == AUTO and free else []
     return settings + ([CHECKPOINTING] if trainer.gradient_checkpointing == AUTO else [])
 
@@ -117,7 +119,7 @@ def _chosen(layout: Layout, asked: list[str], why: str) -> Chosen:
 
 def _shared(config: Config) -> str:
     """Returns how ranks share the base: within a node if the number of ranks per node is known, else over all ranks."""
-    per_node = config.trainer.workers_per_node if config.tune != FULL else None
+    per_node = config.trainer.workers_per_node if not tuning_of(config).whole else None
     return "hybrid" if per_node is not None and 1 < per_node < config.trainer.num_workers else "full"
 
 

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Collection
 
+from async_flowrl.config.placement import placement_of
 from async_flowrl.config.pools import held_out_by_pool, scoring_pools, section_of, served_terms
 from async_flowrl.config.schema import SHARED, Config, RewardTerm, RolloutConfig, TrainerConfig
 from async_flowrl.memory.processes import GIB, Footprint, Process
@@ -49,7 +50,7 @@ def gpus_by_pool(config: Config) -> dict[str, list[float]]:
     Trainer and rollout workers that share their processes count as one pool.
     """
     pools: dict[str, TrainerConfig | RolloutConfig] = {"trainer": config.trainer, "rollout": config.rollout}
-    if config.placement == SHARED:
+    if placement_of(config).together:
         pools = {SHARED: config.trainer}
     shares = {name: [pool.gpus_per_worker] * pool.num_workers for name, pool in pools.items()}
     shares |= {pool.name: [pool.gpus_per_worker] * pool.workers for pool in scoring_pools(config)}

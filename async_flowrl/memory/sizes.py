@@ -4,9 +4,10 @@ import re
 from collections import Counter
 from dataclasses import dataclass
 
-from async_flowrl.config.schema import FULL, Config
+from async_flowrl.config.schema import Config
 from async_flowrl.policies.freeze import trained_names
 from async_flowrl.policies.stored import StoredElements
+from async_flowrl.policies.tuning import tuning_of
 
 _BLOCK = re.compile(r"[^.]+\.\d+\.")
 """Beginning of the names of a block's tensors, e.g. `transformer_blocks.7.`."""
@@ -53,7 +54,7 @@ def stored_sizes(config: Config, stored: StoredElements, itemsize: int) -> Sizes
 
     `itemsize` is that of the dtype that the run computes in. Raises ValueError as `trained_names`.
     """
-    blocks, full = Counter[str](), config.tune == FULL
+    blocks, full = Counter[str](), tuning_of(config).whole
     buffers = {name for name in stored.transformer if name.endswith(_BUFFER)}
     parameters = {name: elements for name, elements in stored.transformer.items() if name not in buffers}
     for name, elements in parameters.items():

@@ -18,20 +18,9 @@ from torch import Tensor
 
 from async_flowrl.config.messages import first_line
 from async_flowrl.config.quiet import quieter
-from async_flowrl.config.schema import FULL, Config
 from async_flowrl.policies import lora_file
 from async_flowrl.policies.registry import DTYPES, ResolvedModel, folder_of, weights_of
 from async_flowrl.policies.stored import FILE, FOLDER, StoredWeights
-
-
-def save(folder: Path, tensors: Mapping[str, Tensor], config: Config, model: ResolvedModel) -> Path:
-    """Saves a LoRA for diffusers and PEFT or, with tune=full, the whole transformer for diffusers.
-
-    `tensors` are by layout name (see policies/lora.py). Returns the path from which diffusers loads.
-    """
-    if config.tune == FULL:
-        return save_whole(folder, tensors, model)
-    return lora_file.save(folder, tensors, alpha=config.lora.alpha, base=None if model.random else config.model.path)
 
 
 def check(path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from async_flowrl.config import exit_codes
 from async_flowrl.config.resolution import written
-from async_flowrl.config.schema import FULL
+from async_flowrl.config.schema import FULL, LORA
 from async_flowrl.config.typed import resume_command
 from async_flowrl.observability.evaluations import read_evaluations
 from async_flowrl.observability.result import result_sentences, training_sentence
@@ -23,6 +23,8 @@ from async_flowrl.training.checkpoint_folder import checkpoint_step, find_checkp
 
 LABEL_CHARACTERS = 8
 """Width of the label before each line, in characters."""
+TRAINED = {LORA: "LoRA", FULL: "weights"}
+"""Value of `tune` → what stands before the path of what was trained."""
 MAX_WARNINGS = 5
 """Most warnings of the summary that are printed."""
 
@@ -80,7 +82,7 @@ def results(ending: Ending, summary: Mapping[str, Any]) -> None:
         say("MFU", known)
     if row := summary["evaluations"]["best"]:
         say("best", f"{directory.best(tune)} (version {row['version']}, {row['curve']} {row['mean']:.4g})")
-    trained = ("weights" if tune == FULL else "LoRA", directory.trained(tune))
+    trained = (TRAINED[tune], directory.trained(tune))
     for label, path in (trained, ("report", directory.report), ("images", directory.images)):
         if path != directory.report or path.exists():
             say(label, path, whole=True)
@@ -118,8 +120,8 @@ def following(ending: Ending, summary: Mapping[str, Any], *, early: bool) -> str
         return "the same with model.weights=files: what random weights have learned is of no use"
     prompts = ending.prepared.requests.evaluation or ending.prepared.requests.train
     size = "" if prompts[0].resolution is None else f" --resolution {written(prompts[0].resolution)}"
-    tune = ending.prepared.config.tune
-    trained = f"--{'transformer' if tune == FULL else 'lora'} {shlex.quote(shown(ending.directory.trained(tune)))}"
+    folder = ending.directory.trained(ending.prepared.config.tune)
+    trained = f"--{folder.name} {shlex.quote(shown(folder))}"
     out = shlex.quote(shown(ending.directory.root / "before_after.png"))
     return (
         f"async-flowrl generate {trained} --prompt {shlex.quote(prompts[0].text[:MAX_PROMPT])}{size} --out {out}\n"

@@ -12,8 +12,9 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from async_flowrl.config.pools import ROLLOUT, TRAINER, held_out_by_pool, scoring_pools, served_terms, server_pool
-from async_flowrl.config.schema import SHARED, Config
+from async_flowrl.config.placement import placement_of
+from async_flowrl.config.pools import ROLLOUT, held_out_by_pool, scoring_pools, served_terms, server_pool
+from async_flowrl.config.schema import Config
 from async_flowrl.rollout.vllm_omni.settings import check_installed
 from async_flowrl.run.findings import FAILED, SKIPPED, WARNING, Finding, verdict
 from async_flowrl.run.machines import GIB, Machine, room_for
@@ -82,8 +83,7 @@ def modules(extra: str, *names: str) -> None:
 
 def weights_by(transport: str, config: Config) -> list[str]:
     """Returns the pools that send or receive weights if the configuration names this transport, else nothing."""
-    pools = [SHARED] if config.placement == SHARED else [TRAINER, ROLLOUT]
-    return pools if config.checkpoint_engine.transport == transport else []
+    return list(placement_of(config).pools) if config.checkpoint_engine.transport == transport else []
 
 
 def made_by_vllm_omni(config: Config) -> list[str]:

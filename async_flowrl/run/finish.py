@@ -16,7 +16,7 @@ from async_flowrl.observability.run_directory import RunDirectory
 from async_flowrl.observability.summary import Outcome, best_row, last_attempt, places, summarise, summarise_evaluations
 from async_flowrl.observability.timeline import write_timeline
 from async_flowrl.policies.registry import ResolvedModel
-from async_flowrl.policies.trained_file import save
+from async_flowrl.policies.tuning import tuning_of
 from async_flowrl.run.prepare import Prepared
 from async_flowrl.run.recovery import Run
 from async_flowrl.tickets.table import State, TicketTable
@@ -48,7 +48,7 @@ async def finish(run: Run, ctx: Context) -> dict[str, Any]:
     run.ledgers.events.flush()
 
     def write() -> dict[str, Any]:
-        save(directory.trained(config.tune), tensors, config, run.prepared.model)
+        tuning_of(config).save(directory.trained(config.tune), tensors, run.prepared.model, config.model.path)
         history = list(read_events(directory.events))
         summary = summarise(config, run.ledgers.metrics.read(), history, outcome)
         summary["sync"]["worker_stall_seconds"] = worker_stall(history, outcome)
@@ -167,4 +167,4 @@ def export_best(
     else:
         prefix = f"{version}/"
         evaluated = {n.removeprefix(prefix): t for n, t in tensors["retained"].items() if n.startswith(prefix)}
-    return save(directory.best(config.tune), dict(evaluated), config, model)
+    return tuning_of(config).save(directory.best(config.tune), dict(evaluated), model, config.model.path)

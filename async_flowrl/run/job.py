@@ -20,7 +20,6 @@ from async_flowrl.config.check import ConfigError
 from async_flowrl.config.pools import ROLLOUT, TRAINER
 from async_flowrl.config.schema import Config
 from async_flowrl.controller.fingerprint import inputs_of
-from async_flowrl.controller.kept_state import is_kept
 from async_flowrl.controller.resume import Resume, check_model, find_resume, warn_of_differences
 from async_flowrl.controller.reward_servers import ServerLost, serving
 from async_flowrl.controller.score_log import forget_scores
@@ -253,10 +252,10 @@ def open_ledgers(
 def stored(config: Config) -> str:
     """Returns what a run keeps in the object store, and what to do where that is too much."""
     what = f"the images and trajectories of {config.live_versions} steps, weights on their way to rollout workers"
-    if is_kept(config):
-        what += ", and the state of the trainer that the controller keeps"
     fewer = "fewer or smaller images per step, a smaller max_staleness"
-    if config.tune == "full" and config.trainer.num_workers > 1:
+    if config.keeps_state:
+        what += ", and the state of the trainer that the controller keeps"
+    elif config.trainer.num_workers > 1:
         fewer += ", a smaller checkpoint_engine.bucket_bytes (with trainer.shard=full)"
     return f"{what}; use {fewer}, or a Ray cluster with a larger store"
 

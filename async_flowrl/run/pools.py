@@ -8,9 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 from async_flowrl.config.pools import ROLLOUT, TRAINER, RewardPool, held_out_by_pool, scoring_pools
 from async_flowrl.config.schema import SHARED, Config
+from async_flowrl.controller.placement import SeparatePools
 from async_flowrl.controller.reward_servers import SERVERS, server_pools
 from async_flowrl.run.nodes import OUR_CODE
+from async_flowrl.shared.controller import SharedPool
 from async_flowrl.tickets.wordings import upcoming
+from checkpoint_engine.transports import OBJECT_STORE
 from separation.cohosted import SubPool, sub_groups
 from separation.group import PoolSpec, WorkerGroup
 
@@ -55,6 +58,11 @@ def outline(config: Config) -> list[PoolSpec]:
     """Returns `pools` without what only a prepared run knows: the arguments of trainer ranks and rollout workers."""
     training = [shared_pool(config)] if config.placement == SHARED else separate_pools(config)
     return [*training, *(reward_spec(pool, config) for pool in scoring_pools(config)), *server_pools(config)]
+
+
+def controller_placement(config: Config, transport: str = OBJECT_STORE) -> SeparatePools:
+    """Returns the controller's view of the pools of trainer ranks and rollout workers."""
+    return (SharedPool if config.placement == SHARED else SeparatePools)(config, transport)
 
 
 def shared_pool(config: Config) -> PoolSpec:

@@ -78,7 +78,7 @@ def start_findings(prepared: Prepared, least_nodes: int = 1) -> Iterator[Finding
             mark = text = ""
         asked = Asked((run_folder(config),), OUR_CODE, tuple(modules_of(config)), mark, text)
         here = this_machine(asked)
-        if config.runtime.address is not None and config.runtime.backend == "ray":
+        if not config.runtime.on_this_machine:
             yield from on_cluster(prepared, here, asked, least_nodes)
         else:
             yield nodes.machine_finding(here)
@@ -154,7 +154,7 @@ def device_finding(config: Config, wanted: Sequence[PoolSpec], machines: Sequenc
 def host_processes(config: Config, plan: MemoryPlan, *, on_gpus: bool) -> list[PoolProcesses]:
     """Returns the run's processes with their host memory, without object stores and models of rewards."""
     scoring = (PoolProcesses(pool.name, pool.workers, PROCESS_BYTES) for pool in scoring_pools(config))
-    kept = PROCESS_BYTES + host.KEPT_BY_CONTROLLER * plan.snapshot * (config.tune == "lora")
+    kept = PROCESS_BYTES + host.KEPT_BY_CONTROLLER * plan.snapshot * config.keeps_state
     own = host.training_processes(config, plan.model, on_gpus=on_gpus)
     return [*own, *scoring, PoolProcesses("controller", 1, kept)]
 

@@ -194,7 +194,7 @@ def check_loading(config: Config, model: ResolvedModel, data: Data, baseline: Sa
     samplings = [sampling(config), evaluation_sampling(config), *filter(None, [baseline])]
     family, rollout, backend = load_family(model.family), config.rollout, model.attention_backend
     named = (config.full.freeze, config.in_shares, config.lora.targets, config.lora.path, backend, rollout.vae_slicing)
-    whole |= any(named) or rollout.vae_tiling or config.runtime.backend == "local" or model.family not in FAMILIES
+    whole |= any(named) or rollout.vae_tiling or config.runtime.in_threads or model.family not in FAMILIES
     if isinstance(family, PipelineFamily) and not whole:
         longest = model.max_sequence_length
         bare = family.described(model.path, revision=model.revision, max_sequence_length=longest)

@@ -38,6 +38,7 @@ from async_flowrl.observability.run_directory import RunDirectory
 from async_flowrl.rewards.registry import keeps_scores
 from async_flowrl.run.launch import Negatives, load_trainer, send_negatives
 from async_flowrl.run.loop import run as run_loop
+from async_flowrl.run.pools import controller_placement
 from async_flowrl.run.prepare import Prepared
 from async_flowrl.run.stopping import StopRequest
 from async_flowrl.training.checkpoint import held_versions
@@ -334,8 +335,8 @@ def context_of(run: Run, resume: Resume) -> Context:
             kept=run.kept,
             held=resume.held_versions,
         ),
+        controller_placement(config, run.transport),
         base_digest=run.base_digest,
-        transport=run.transport,
         resume=resume,
     )
     for worker in [worker for group in run.groups.values() for worker in group.workers]:

@@ -8,7 +8,7 @@ import math
 from async_flowrl.algorithms.ema import samples_from_average
 from async_flowrl.algorithms.window import draw_window, trains_on_final_images
 from async_flowrl.config.resolution import parse_resolution, pixels
-from async_flowrl.config.schema import FULL, Config
+from async_flowrl.config.schema import Config
 from async_flowrl.policies.base import Shapes
 from async_flowrl.tickets.table import Shape
 
@@ -45,7 +45,7 @@ def check_batching(config: Config) -> None:
     Where one count must divide another, the sentence names the nearest values that do.
     """
     trainer, size = config.trainer, config.group_size
-    if trainer.shard == "hybrid":
+    if trainer.is_hybrid:
         if trainer.shard_size is None:
             raise ValueError("trainer.shard=hybrid needs trainer.shard_size, the ranks that hold the base once")
         _divides("trainer.num_workers", trainer.num_workers, "trainer.shard_size", trainer.shard_size)
@@ -110,7 +110,7 @@ def state_bytes(config: Config, trained: int) -> int:
     They are masters, two moments, the versions that may be asked for, those that are kept for evaluations, and moving
     averages. The result is 0 for whole weights, of which no state is kept.
     """
-    if config.tune == FULL:
+    if not config.keeps_state:
         return 0
     averaged = samples_from_average(config.algorithm.name, config.algorithm.old_policy_decay)
     vectors = 3 + config.live_versions + HELD + averaged + (config.trainer.ema_decay is not None)

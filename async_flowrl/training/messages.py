@@ -31,7 +31,7 @@ class Layout:
         return replace(trainer, **asdict(self))
 
     def in_shard(self) -> str:
-        return f"hybrid over {self.shard_size} ranks" if self.shard == "hybrid" else self.shard
+        return {"hybrid": f"hybrid over {self.shard_size} ranks"}.get(self.shard, self.shard)
 
     def in_words(self) -> str:
         return f"shard={self.in_shard()} and gradient_checkpointing={self.gradient_checkpointing}"

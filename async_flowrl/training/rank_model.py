@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from async_flowrl.algorithms.registry import check_schedule
 from async_flowrl.config.resolution import Resolution, in_pixels
-from async_flowrl.config.schema import FULL, Config
+from async_flowrl.config.schema import Config
 from async_flowrl.policies.base import Policy
 from async_flowrl.policies.kernels import compile_blocks
 from async_flowrl.policies.one_base import OneBase
@@ -123,7 +123,7 @@ def _lay_out(inputs: ModelInputs, policy: Policy, trained: set[nn.Parameter], wo
     config, device, offload = inputs.config, inputs.device, inputs.config.trainer.cpu_offload
     sharded = world.joined and config.is_sharded
     per_replica = config.ranks_per_replica(world.size, sharded=sharded)
-    world = replace(world, per_replica=per_replica, by_group=sharded and config.tune == FULL)
+    world = replace(world, per_replica=per_replica, by_group=sharded and tuning_of(config).whole)
     if world.by_group:
         layout = shard_trained(policy, trained, world, device)
     else:

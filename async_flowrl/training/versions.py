@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from async_flowrl.algorithms.ema import ema_decay, old_policy_decay, samples_from_average, update_average
-from async_flowrl.config.schema import FULL, Config
+from async_flowrl.config.schema import Config
+from async_flowrl.policies.tuning import tuning_of
 from async_flowrl.training.flat import FlatParameters
 from async_flowrl.types import EMA, POLICY
 
@@ -128,7 +129,7 @@ class Versions:
             # A warm start is the policy to stay close to, not the bare base model.
             return self._parameters.snapshot()
         # A version is never written to, so that this one stays what the run started at.
-        return self.of(0) if needed and self._config.tune == FULL else None
+        return self.of(0) if needed and tuning_of(self._config).whole else None
 
     def state(self) -> dict[str, dict[str, Tensor]]:
         """Returns parts of a checkpoint: name of the part (retained, ema, sampling) → name → CPU tensor."""

@@ -16,7 +16,7 @@ import torch
 from async_flowrl.algorithms.base import Algorithm
 from async_flowrl.algorithms.registry import build_algorithm
 from async_flowrl.config.resolution import Resolution, configured
-from async_flowrl.config.schema import FULL, Config
+from async_flowrl.config.schema import Config
 from async_flowrl.observability.flops import device_peak
 from async_flowrl.policies.base import Policy
 from async_flowrl.policies.kernels import repeatable_kernels
@@ -206,7 +206,7 @@ class TrainerWorker:
             self.versions.after_optimizer_step(self.optimizer.steps)
         if stats.update == self.config.trainer.updates_per_batch - 1:
             self.versions.after_batch(stats.step, self.optimizer.steps)
-            if self.world.rank == 0 and self.config.tune != FULL:
+            if self.world.rank == 0 and self.config.keeps_state:
                 self.snapshots.begin()  # The controller fetches it with `kept_state`.
             return self._with_changed_share(stats, self.versions.changed_share())
         return stats
@@ -268,7 +268,7 @@ class TrainerWorker:
         besides the newest. Raises KeyError without a snapshot, and OSError if the disk cannot be written.
         """
         checkpoint = with_held(self.snapshots.of(version), self.versions.kept)
-        if self.config.tune == FULL:
+        if not self.config.keeps_state:
             self.snapshots.forget(version)
         trainer = {**checkpoint.trainer, "weights_digest": weights_digest(checkpoint.tensors["weights"])}
         whole = Checkpoint(checkpoint.tensors, trainer, controller)

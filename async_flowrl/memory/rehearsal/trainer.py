@@ -14,7 +14,7 @@ import numpy.typing as npt
 from torch.distributed.tensor import DTensor
 
 from async_flowrl.algorithms.window import draw_window
-from async_flowrl.config.schema import FULL, Config
+from async_flowrl.config.schema import Config
 from async_flowrl.memory.rehearsal.ledger import Ledger, Phase
 from async_flowrl.memory.rehearsal.model import FakeModel, conditioning
 from async_flowrl.memory.rehearsal.process import rehearsed_process
@@ -108,7 +108,7 @@ def sizes_of(worker: TrainerWorker, model: FakeModel) -> Sizes:
     """Returns the sizes of a worker's model, without its VAE."""
     network, config = worker.policy.transformer, worker.config
     trained = tuning_of(config).parameters(network).values()
-    lora = set() if config.tune == FULL else set(trained)
+    lora = set() if tuning_of(config).whole else set(trained)
     elements = {name: each.numel() for name, each in network.named_parameters() if each not in lora}
     stored = StoredElements(elements, model.known.text_parameters, 0)
     return replace(
