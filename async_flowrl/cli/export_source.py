@@ -13,8 +13,7 @@ from async_flowrl.policies import lora_file, lora_formats
 from async_flowrl.policies.lora_file import LoraFile
 from async_flowrl.policies.registry import load_policy, resolve_model
 from async_flowrl.policies.trained_file import weights_file
-from async_flowrl.training.checkpoint import Checkpoint, read_checkpoint
-from async_flowrl.training.checkpoint_folder import MANIFEST, checkpoint_step, find_checkpoint
+from async_flowrl.training.checkpoint import MANIFEST, Checkpoint, checkpoint_step, find_checkpoint, read_checkpoint
 
 PEFT = "peft"
 """Folder of PEFT's files inside an exported folder."""

@@ -12,8 +12,8 @@ from typing import Any
 
 from async_flowrl.config.schema import Config
 from async_flowrl.controller.context import Context
-from async_flowrl.controller.fingerprint import deciding, device_type, inputs_of, numerics
 from async_flowrl.controller.rank_weights import DISK_ERRORS
+from async_flowrl.controller.resume import deciding, device_type, inputs_of, numerics
 from async_flowrl.controller.trainer import TrainerGroup
 from async_flowrl.observability.run_directory import RunDirectory
 from async_flowrl.tickets.request import RequestBuilder

@@ -12,12 +12,10 @@ from itertools import starmap
 from async_flowrl.controller.admission import StartError, admit
 from async_flowrl.controller.context import Context
 from async_flowrl.controller.deadlines import TICKETS_PER_WORKER
-from async_flowrl.controller.held_out import ask_held_out
+from async_flowrl.controller.endpoints import SenderFailed, SenderLost
 from async_flowrl.controller.pool_size import change_size, leave, refuse
-from async_flowrl.controller.scoring import Free, ask_reward, free_workers
-from async_flowrl.controller.sender_errors import SenderFailed, SenderLost
-from async_flowrl.tickets.batches import batch_of
-from async_flowrl.tickets.table import TRAIN, State, Ticket, describe
+from async_flowrl.controller.scoring import Free, ask_held_out, ask_reward, free_workers
+from async_flowrl.tickets.table import TRAIN, State, Ticket, batch_of, describe
 from async_flowrl.tickets.ticket import Payload
 from async_flowrl.types import ACTIVATE, RolloutReport, RolloutRequest
 from separation.group import NoSeat, RefLost, Worker, WorkerDied, WorkerFailed, seated

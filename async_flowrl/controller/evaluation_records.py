@@ -11,7 +11,7 @@ from pathlib import Path
 from async_flowrl.config.curves import best_curve, evaluation_due
 from async_flowrl.config.schema import Config, RewardTerm
 from async_flowrl.controller.evaluation import EvaluationResult
-from async_flowrl.controller.fingerprint import reward_sources
+from async_flowrl.controller.resume import reward_sources
 from async_flowrl.observability.evaluations import (
     DIVERSITY,
     HELD_OUT,

@@ -11,7 +11,7 @@ from typing import Any
 
 from async_flowrl.controller.admission import StartError, admit
 from async_flowrl.controller.context import Context
-from async_flowrl.controller.sender_errors import SenderFailed, SenderLost
+from async_flowrl.controller.endpoints import SenderFailed, SenderLost
 from separation.group import Growth, Worker, WorkerDied, WorkerFailed
 from separation.node_checks import OtherCode
 from separation.supervise import DeadlineExceeded

@@ -21,9 +21,17 @@ import numpy as np
 from async_flowrl.algorithms.base import Algorithm
 from async_flowrl.config.schema import Config
 from async_flowrl.controller.context import Context
-from async_flowrl.controller.owners import Owners, idle_ranks, repeating_ranks
 from async_flowrl.controller.rank_weights import ReplicatedWeights, ShardedWeights
-from async_flowrl.controller.replicas import MAX_GROUPS_PER_CALL, Replica, failing_as_one, with_probe, with_trajectories
+from async_flowrl.controller.replicas import (
+    MAX_GROUPS_PER_CALL,
+    Owners,
+    Replica,
+    failing_as_one,
+    idle_ranks,
+    repeating_ranks,
+    with_probe,
+    with_trajectories,
+)
 from async_flowrl.controller.step_metrics import StepStatistics
 from async_flowrl.controller.training_groups import HandedGroup, hand_over
 from async_flowrl.policies.tuning import tuning_of

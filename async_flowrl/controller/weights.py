@@ -13,9 +13,8 @@ from typing import Any
 from async_flowrl.config.schema import Config
 from async_flowrl.controller.admission import WorkerProof
 from async_flowrl.controller.context import Signal
-from async_flowrl.controller.endpoints import EmaEndpoint, TrainerEndpoint
+from async_flowrl.controller.endpoints import EmaEndpoint, SenderLost, TrainerEndpoint
 from async_flowrl.controller.placement import SeparatePools
-from async_flowrl.controller.sender_errors import SenderLost
 from async_flowrl.controller.trainer import TrainerGroup
 from async_flowrl.observability.events import EventLog
 from async_flowrl.tickets.table import TicketTable

@@ -16,7 +16,7 @@ from async_flowrl.policies.tuning import LoraTuning, Tuning
 from async_flowrl.rollout.base import Export, Rollout
 from async_flowrl.rollout.text_encoder import Encoder, Offloaded, PolicyEncoder, Prompts
 from async_flowrl.seeds import generator
-from async_flowrl.tickets.wordings import asked_of
+from async_flowrl.tickets.request import asked_of
 from async_flowrl.transfers import download, upload
 from async_flowrl.types import TRAIN, Conditioning, RolloutRequest, Span, Trajectory, Wording
 from checkpoint_engine import Activation

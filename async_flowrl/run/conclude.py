@@ -19,7 +19,7 @@ from async_flowrl.observability.terminal import named_lines, say
 from async_flowrl.rewards.call import MAX_PROMPT
 from async_flowrl.run.prepare import Prepared
 from async_flowrl.run.stopping import StopRequest
-from async_flowrl.training.checkpoint_folder import checkpoint_step, find_checkpoint
+from async_flowrl.training.checkpoint import checkpoint_step, find_checkpoint
 
 LABEL_CHARACTERS = 8
 """Width of the label before each line, in characters."""

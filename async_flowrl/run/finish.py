@@ -20,8 +20,7 @@ from async_flowrl.policies.tuning import tuning_of
 from async_flowrl.run.prepare import Prepared
 from async_flowrl.run.recovery import Run
 from async_flowrl.tickets.table import State, TicketTable
-from async_flowrl.training.checkpoint import read_checkpoint
-from async_flowrl.training.checkpoint_folder import DamagedCheckpoint
+from async_flowrl.training.checkpoint import DamagedCheckpoint, read_checkpoint
 from async_flowrl.types import ACTIVATE
 
 logger = logging.getLogger(__name__)

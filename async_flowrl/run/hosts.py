@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from async_flowrl.config.pools import ROLLOUT, TRAINER
-from async_flowrl.controller.download import download_model, loaders, model_of
+from async_flowrl.controller.admission import download_model, loaders, model_of
 from async_flowrl.memory.host import Hosts, NodeProcesses, check_hosts
 from async_flowrl.run.prepare import Prepared
 from separation.group import PoolSpec, WorkerFailed, WorkerGroup

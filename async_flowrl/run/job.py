@@ -19,8 +19,7 @@ from async_flowrl.config import exit_codes
 from async_flowrl.config.check import ConfigError
 from async_flowrl.config.pools import ROLLOUT, TRAINER
 from async_flowrl.config.schema import Config
-from async_flowrl.controller.fingerprint import inputs_of
-from async_flowrl.controller.resume import Resume, check_model, find_resume, warn_of_differences
+from async_flowrl.controller.resume import Resume, check_model, find_resume, inputs_of, warn_of_differences
 from async_flowrl.controller.reward_servers import ServerLost, serving
 from async_flowrl.controller.score_log import forget_scores
 from async_flowrl.controller.trainer import TrainerGroup
@@ -50,7 +49,7 @@ from async_flowrl.run.prepare import OUR_OWN, Prepared, Workers, doubts_of, prep
 from async_flowrl.run.recovery import Ledgers, Run, restore, train_with_recovery, with_unevaluated
 from async_flowrl.run.stopping import StopRequest, ctrl_c_asks, sigterm_asks, time_limited
 from async_flowrl.run.transport import choose_transport
-from async_flowrl.training.checkpoint_folder import checkpoint_step, find_checkpoint
+from async_flowrl.training.checkpoint import checkpoint_step, find_checkpoint
 from separation.group import WorkerDied, WorkerFailed
 from separation.node_checks import OtherCode
 from separation.placement import ResourcesMissing, StoreTooSmall

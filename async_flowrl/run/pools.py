@@ -12,7 +12,7 @@ from async_flowrl.controller.placement import SeparatePools
 from async_flowrl.controller.reward_servers import SERVERS, server_pools
 from async_flowrl.run.nodes import OUR_CODE
 from async_flowrl.shared.controller import SharedPool
-from async_flowrl.tickets.wordings import upcoming
+from async_flowrl.tickets.request import upcoming
 from checkpoint_engine.transports import OBJECT_STORE
 from separation.cohosted import SubPool, sub_groups
 from separation.group import PoolSpec, WorkerGroup

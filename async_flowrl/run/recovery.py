@@ -17,12 +17,11 @@ from async_flowrl.config import exit_codes
 from async_flowrl.config.curves import checkpoint_due
 from async_flowrl.config.pools import ROLLOUT, TRAINER
 from async_flowrl.config.schema import Config
-from async_flowrl.controller.admission import check_base, load_rollout
+from async_flowrl.controller.admission import check_base, download_model, load_rollout, loaders
 from async_flowrl.controller.after_step import AfterStep
 from async_flowrl.controller.build import build_context
 from async_flowrl.controller.checkpoints import Checkpoints
 from async_flowrl.controller.context import Context
-from async_flowrl.controller.download import download_model, loaders
 from async_flowrl.controller.evaluation_records import EvaluationRecords
 from async_flowrl.controller.kept_state import KeptState, KeptStates
 from async_flowrl.controller.resume import START, Resume, newest, with_outcomes
@@ -41,8 +40,7 @@ from async_flowrl.run.loop import run as run_loop
 from async_flowrl.run.pools import controller_placement
 from async_flowrl.run.prepare import Prepared
 from async_flowrl.run.stopping import StopRequest
-from async_flowrl.training.checkpoint import held_versions
-from async_flowrl.training.checkpoint_folder import DamagedCheckpoint, checkpoint_step, drop_newer, written
+from async_flowrl.training.checkpoint import DamagedCheckpoint, checkpoint_step, drop_newer, held_versions, written
 from async_flowrl.types import EMA, POLICY
 from separation.cohosted import SubGroup
 from separation.group import Worker, WorkerDied, WorkerFailed, WorkerGroup

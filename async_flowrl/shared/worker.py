@@ -20,7 +20,7 @@ from async_flowrl.policies.base import Policy
 from async_flowrl.policies.one_base import OneBase
 from async_flowrl.policies.registry import ResolvedModel
 from async_flowrl.rollout.registry import PARTS
-from async_flowrl.rollout.stored_embeddings import StoredEmbeddings
+from async_flowrl.rollout.text_encoder import StoredEmbeddings
 from async_flowrl.rollout.worker import RolloutWorker, device
 from async_flowrl.shared.turns import Turns
 from async_flowrl.training.flat import FlatParameters

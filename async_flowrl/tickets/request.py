@@ -4,9 +4,10 @@ The controller calls it for every ticket. Its results depend on the configuratio
 and, with `data.curriculum`, on the rewards of earlier steps; they do not depend on timing or on the worker.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from itertools import islice
 
 import numpy as np
 import numpy.typing as npt
@@ -18,9 +19,8 @@ from async_flowrl.data.curriculum import NO_SPREAD, SPREAD, UNKNOWN, Curriculum
 from async_flowrl.data.sampler import Sampler
 from async_flowrl.data.store import shared_texts
 from async_flowrl.seeds import derive
-from async_flowrl.tickets.batches import by_length
-from async_flowrl.tickets.table import EVALUATION, Ticket
-from async_flowrl.types import Prompt, RolloutRequest, Sampling
+from async_flowrl.tickets.table import EVALUATION, Ticket, by_length
+from async_flowrl.types import Asked, Prompt, RolloutRequest, Sampling
 
 
 @dataclass(frozen=True)
@@ -178,3 +178,36 @@ def sampling(config: Config, resolution: Resolution | None = None) -> Sampling:
         sde_type=config.algorithm.sde_type,
         noise_level=config.algorithm.noise_level,
     )
+
+
+def asked_of(prompt: Prompt, how: Sampling) -> list[Asked]:
+    """Returns what is encoded for `prompt`: the prompt and, with classifier-free guidance, its negative prompt."""
+    asked: list[Asked] = [(prompt.wording, prompt.system, False)]
+    if how.true_cfg_scale > 1:
+        asked.append((prompt.negative_wording(how.negative_prompt), None, True))
+    return asked
+
+
+def upcoming(requests: RequestBuilder, limit: int) -> tuple[Asked, ...]:
+    """Returns the first different texts that a run needs, at most `limit`: those of evaluations, then of its steps.
+
+    The curriculum is not considered: it can only delay a prompt. At most MAX_TEXTS_READ_PER_TEXT × `limit` texts are
+    read, so a file with few prompts gives fewer.
+    """
+    return tuple(islice(dict.fromkeys(islice(_all(requests), MAX_TEXTS_READ_PER_TEXT * limit)), limit))
+
+
+MAX_TEXTS_READ_PER_TEXT = 8
+"""Most texts that `upcoming` reads per text that it may return; with few prompts, most texts are repetitions."""
+
+
+def _all(requests: RequestBuilder) -> Iterator[Asked]:
+    config = requests.config
+    ways = [evaluation_sampling(config), *([requests.baseline] if requests.baseline else [])]
+    for prompt in requests.evaluation:
+        for how in ways:
+            yield from asked_of(prompt, how)
+    how = sampling(config)
+    for step in range(config.total_steps):
+        for index in requests.sampler.step(step):
+            yield from asked_of(requests.train[index], how)

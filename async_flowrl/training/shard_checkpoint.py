@@ -28,6 +28,8 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.futures import Future
 
 _METADATA = "torch.distributed.checkpoint.metadata"
+
+
 _ALLOWED = {
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
     ("torch.serialization", "_get_layout"),
@@ -79,9 +81,13 @@ class _Unpickler(pickle.Unpickler):
 
 REPLICATED = "algorithm"
 """Part of a checkpoint of which every rank has all: the state of an algorithm."""
+
+
 Parts = Mapping[str, Mapping[str, Tensor]]
 """Part → name → CPU tensor, as in `Checkpoint.tensors`; a name ends with `/` and the name of a trained tensor, or is
 one."""
+
+
 Shapes = Mapping[str, tuple[int, ...]]
 """Trained tensor → its whole shape."""
 

@@ -20,14 +20,16 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from async_flowrl.policies.base import Policy
-from async_flowrl.training.checkpoint import RANKS, Checkpoint, read_share
-from async_flowrl.training.checkpoint_folder import (
+from async_flowrl.training.checkpoint import (
     FOLDER,
+    RANKS,
+    Checkpoint,
     Description,
     begin_checkpoint,
     complete,
     described_share,
     end_checkpoint,
+    read_share,
     verify_share,
 )
 from async_flowrl.training.flat import FlatParameters, moved_to

@@ -15,7 +15,15 @@ from torch import Tensor
 from async_flowrl.observability.flops import Meter
 from async_flowrl.observability.profiler import StepProfiler
 from async_flowrl.training.exact import Account, ExactSum, ShardSum, fitting_exponent, mark_of
-from async_flowrl.training.forward_passes import ForwardPasses, UpdateInputs
+from async_flowrl.training.forward_passes import (
+    GRADIENT,
+    SQUARED,
+    ForwardPasses,
+    PartSums,
+    UpdateInputs,
+    UpdateMetrics,
+    on_host,
+)
 from async_flowrl.training.fsdp import let_go
 from async_flowrl.training.messages import (
     GAP,
@@ -28,11 +36,9 @@ from async_flowrl.training.messages import (
     TrainRequest,
     UpdateStats,
 )
-from async_flowrl.training.micro_batches import Group, groups_of
 from async_flowrl.training.optimizer import learning_rate, step_over_lr
-from async_flowrl.training.parts import Part, cut
+from async_flowrl.training.parts import Group, Part, cut, groups_of
 from async_flowrl.training.trust_region import TrustRegion
-from async_flowrl.training.update_metrics import GRADIENT, SQUARED, PartSums, UpdateMetrics, on_host
 from async_flowrl.types import Conditioning, Span, Trajectory, Wording
 
 

@@ -5,7 +5,7 @@ import math
 from typing import Any
 from unittest import mock
 
-from async_flowrl.training.checkpoint_folder import written
+from async_flowrl.training.checkpoint import written
 from tests.mutants.mutation import Mutant, after, before, no_limit, nothing, nothing_awaited
 from tests.mutants.tickets import DISPATCH, FAULTS, HANDED, HANGS, TICKETS
 

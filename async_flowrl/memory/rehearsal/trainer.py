@@ -24,9 +24,9 @@ from async_flowrl.policies.stored import StoredElements
 from async_flowrl.policies.tuning import tuning_of
 from async_flowrl.tickets.arithmetic import trained_steps
 from async_flowrl.tickets.request import sampling
+from async_flowrl.training.forward_passes import UpdateMetrics
 from async_flowrl.training.messages import GroupMeta, StepPlan, TrainRequest
 from async_flowrl.training.parts import cut
-from async_flowrl.training.update_metrics import UpdateMetrics
 from async_flowrl.training.worker import TrainerWorker
 from async_flowrl.types import Trajectory
 
