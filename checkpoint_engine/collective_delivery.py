@@ -9,9 +9,8 @@ import secrets
 from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
-from checkpoint_engine.base import Ack, Draft, ReceiverEndpoint
+from checkpoint_engine.base import Ack, Draft, ReceiverEndpoint, leaders
 from checkpoint_engine.errors import MemberBusy, TransferFailed, Verdict, error_names, verdict
-from checkpoint_engine.fanout import leaders
 from checkpoint_engine.process_group import MIN_BYTES_PER_SECOND, SENDER, Epoch
 
 logger = logging.getLogger(__name__)

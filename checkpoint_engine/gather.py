@@ -20,7 +20,7 @@ from checkpoint_engine.digest import ByteArray
 from checkpoint_engine.errors import TransferFailed
 from checkpoint_engine.incremental import Sealing
 from checkpoint_engine.layout import ALIGNMENT_BYTES, Entry, Layout, blocks, padded
-from checkpoint_engine.sealed import SealedVersions
+from checkpoint_engine.publisher import SealedVersions
 from checkpoint_engine.side_stream import SideStream, on
 from checkpoint_engine.spot_check import check_sample, sample
 

@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 from checkpoint_engine.collective import CollectiveReceiver, CollectiveSender, Member
 from checkpoint_engine.process_group import Epoch, TorchLink
+from checkpoint_engine.publisher import SealedVersions
 from checkpoint_engine.receiver import Receiver
-from checkpoint_engine.sealed import SealedVersions
 from checkpoint_engine.side_stream import concrete
 
 OBJECT_STORE, GLOO, NCCL, PYNCCL, AUTO = "object_store", "gloo", "nccl", "pynccl", "auto"

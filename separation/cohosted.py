@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 from separation.group import Growth, Ref, Worker, WorkerDied, WorkerFailed, WorkerGroup, seated
-from separation.pending_calls import pick_lane
+from separation.worker_process import pick_lane
 
 
 @dataclass(frozen=True)

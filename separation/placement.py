@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from separation.group import PoolSpec
-from separation.node_checks import temporary_refusal
+from separation.node import temporary_refusal
 from separation.table import format_table
 
 Resources = Mapping[str, float]

@@ -33,13 +33,12 @@ from separation.group import (
     WorkerFailed,
 )
 from separation.local import Lane
-from separation.node_checks import code_of, compare_code
-from separation.pending_calls import CallTable, pick_lane, settle
+from separation.node import code_of, compare_code
 from separation.placement import Resources
 from separation.processes import alive, descendants, kill, process_of
 from separation.ray_internals import draining
 from separation.supervise import deadline, together
-from separation.worker_process import ProcessHost, RemoteError
+from separation.worker_process import CallTable, ProcessHost, RemoteError, pick_lane, settle
 
 T = TypeVar("T")
 
@@ -244,7 +243,7 @@ class RayWorker:
         self.process = process_of(self.pid, *created_on)
         self.node = await self.call("separation.head_watchdog:settle_in", self._code is not None)
         if self._code:
-            there = await self.call("separation.node_checks:code_of", list(self._code))
+            there = await self.call("separation.node:code_of", list(self._code))
             compare_code(self._code, there, node=self.node, worker=self.name)
         await self._answer(self._spec.factory, self._actor.build.remote(self._spec.factory, arguments))
 

@@ -22,7 +22,7 @@ from async_flowrl.config.schema import Config
 from async_flowrl.run import features
 from async_flowrl.run import machines as nodes
 from async_flowrl.run.findings import FAILED, OK, Finding, verdict
-from async_flowrl.run.node_facts import Asked
+from async_flowrl.run.machines import Asked
 from async_flowrl.run.preflight import configuration_findings, nearest, this_machine
 
 CONFIGURATION = "a configuration, as `train` takes it: whether it can start here"

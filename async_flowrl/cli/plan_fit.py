@@ -20,11 +20,10 @@ from async_flowrl.config.compose import compose_config
 from async_flowrl.config.placement import placement_of
 from async_flowrl.config.pools import HELD_OUT, REWARD, scoring_pools, served_terms, workers_key
 from async_flowrl.config.schema import SHARED, Config, RewardTerm
-from async_flowrl.memory.devices import processes
+from async_flowrl.memory.devices import describe_pools, gpus_taken, processes
 from async_flowrl.memory.layout import on_devices, resolved
 from async_flowrl.memory.processes import GIB, planned_rollout, planned_trainer
-from async_flowrl.memory.prompts import at_largest
-from async_flowrl.memory.seats import describe_pools, gpus_taken
+from async_flowrl.memory.sizes import at_largest
 from async_flowrl.tickets.arithmetic import check_batching
 
 Staff = Mapping[str, int]

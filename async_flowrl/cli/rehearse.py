@@ -22,12 +22,12 @@ from async_flowrl.config.quiet import quieter
 from async_flowrl.config.schema import Config
 from async_flowrl.memory.layout import on_devices, resolved
 from async_flowrl.memory.processes import GIB
-from async_flowrl.memory.prompts import at_largest
 from async_flowrl.memory.rehearsal.ledger import Phase
 from async_flowrl.memory.rehearsal.model import FakeModel
 from async_flowrl.memory.rehearsal.rollout import RolloutRehearsal
 from async_flowrl.memory.rehearsal.trainer import RankRehearsal
-from async_flowrl.memory.rehearsal.whole import whole_rank, whole_rollout
+from async_flowrl.memory.rehearsed import whole_rank, whole_rollout
+from async_flowrl.memory.sizes import at_largest
 from async_flowrl.tickets.arithmetic import check_batching
 from separation.table import format_table
 

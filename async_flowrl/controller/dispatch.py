@@ -19,7 +19,7 @@ from async_flowrl.tickets.table import TRAIN, State, Ticket, batch_of, describe
 from async_flowrl.tickets.ticket import Payload
 from async_flowrl.types import ACTIVATE, RolloutReport, RolloutRequest
 from separation.group import NoSeat, RefLost, Worker, WorkerDied, WorkerFailed, seated
-from separation.node_checks import OtherCode
+from separation.node import OtherCode
 from separation.supervise import DeadlineExceeded, together
 
 LOST = (WorkerDied, DeadlineExceeded)

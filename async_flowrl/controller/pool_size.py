@@ -13,7 +13,7 @@ from async_flowrl.controller.admission import StartError, admit
 from async_flowrl.controller.context import Context
 from async_flowrl.controller.endpoints import SenderFailed, SenderLost
 from separation.group import Growth, Worker, WorkerDied, WorkerFailed
-from separation.node_checks import OtherCode
+from separation.node import OtherCode
 from separation.supervise import DeadlineExceeded
 
 logger = logging.getLogger(__name__)

@@ -26,7 +26,7 @@ from async_flowrl.memory.processes import (
 from async_flowrl.memory.sizes import Sizes, stored_sizes
 from async_flowrl.policies.registry import DTYPES
 from async_flowrl.policies.stored import StoredElements
-from separation.node_memory import NodeMemory
+from separation.node import NodeMemory
 
 logger = logging.getLogger(__name__)
 

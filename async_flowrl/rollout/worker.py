@@ -42,7 +42,7 @@ from async_flowrl.types import (
 from checkpoint_engine import CANARY_VERSION, RING, Activation, Receiver
 from checkpoint_engine import EVALUATION as EVALUATION_SLOT
 from checkpoint_engine.transports import ReceivingEnd
-from separation.numa import bind
+from separation.node import bind
 
 logger = logging.getLogger(__name__)
 

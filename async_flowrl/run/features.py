@@ -17,8 +17,7 @@ from async_flowrl.config.pools import ROLLOUT, held_out_by_pool, scoring_pools, 
 from async_flowrl.config.schema import Config
 from async_flowrl.rollout.vllm_omni.settings import check_installed
 from async_flowrl.run.findings import FAILED, SKIPPED, WARNING, Finding, verdict
-from async_flowrl.run.machines import GIB, Machine, room_for
-from async_flowrl.run.node_facts import PACKAGES, importable, version
+from async_flowrl.run.machines import GIB, PACKAGES, Machine, importable, room_for, version
 from checkpoint_engine.transports import NCCL, PYNCCL, resolve_transport
 from separation.group import PoolSpec
 

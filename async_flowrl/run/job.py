@@ -31,27 +31,26 @@ from async_flowrl.observability.metrics import MetricsLog
 from async_flowrl.observability.monitor import Monitor
 from async_flowrl.observability.run_directory import ATTEMPT, RunDirectory
 from async_flowrl.observability.terminal import say
-from async_flowrl.run.conclude import Ending, after_failure, conclude
 from async_flowrl.run.describe import describe_inputs, first_lines
 from async_flowrl.run.devices import compare_devices, lay_out
-from async_flowrl.run.finish import finish
-from async_flowrl.run.hosts import ready_nodes
+from async_flowrl.run.finish import Ending, after_failure, conclude, finish
 from async_flowrl.run.launch import (
     check_machine,
     check_stored,
+    choose_transport,
     describe_run,
     encode_negatives,
     load_pools,
     open_cluster,
     send_negatives,
 )
+from async_flowrl.run.nodes import ready_nodes
 from async_flowrl.run.prepare import OUR_OWN, Prepared, Workers, doubts_of, prepare
 from async_flowrl.run.recovery import Ledgers, Run, restore, train_with_recovery, with_unevaluated
 from async_flowrl.run.stopping import StopRequest, ctrl_c_asks, sigterm_asks, time_limited
-from async_flowrl.run.transport import choose_transport
 from async_flowrl.training.checkpoint import checkpoint_step, find_checkpoint
 from separation.group import WorkerDied, WorkerFailed
-from separation.node_checks import OtherCode
+from separation.node import OtherCode
 from separation.placement import ResourcesMissing, StoreTooSmall
 from separation.supervise import deadline, leaves
 

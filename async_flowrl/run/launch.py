@@ -7,7 +7,9 @@ from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from async_flowrl.config.check import ConfigError
+import torch
+
+from async_flowrl.config.check import ConfigError, nccl_obstacle
 from async_flowrl.config.pools import ROLLOUT, TRAINER, scoring_pools
 from async_flowrl.config.schema import Config
 from async_flowrl.controller.admission import check_base, load_rollout
@@ -19,12 +21,11 @@ from async_flowrl.rollout.vllm_omni.settings import check_installed
 from async_flowrl.run.nodes import look_at_nodes
 from async_flowrl.run.pools import as_two, controller_placement, outline, pools
 from async_flowrl.run.prepare import Prepared, doubts_of
-from async_flowrl.run.transport import refusal
 from async_flowrl.tickets.arithmetic import SENT_VERSIONS, shape, stored_bytes
 from async_flowrl.types import Conditioning, Wording
-from checkpoint_engine.transports import NCCL, PYNCCL, resolve_transport
+from checkpoint_engine.transports import AUTO, NCCL, OBJECT_STORE, PYNCCL, resolve_transport
 from separation.cluster import check_results, cluster
-from separation.group import Worker, WorkerGroup
+from separation.group import Worker, WorkerFailed, WorkerGroup
 from separation.placement import ResourcesMissing, check_fits, own_cluster, reserve
 from separation.processes import ctrl_c_ignored
 from separation.rendezvous import join_process_group
@@ -202,3 +203,30 @@ async def send_negatives(trainers: TrainerGroup, negatives: Negatives) -> None:
     """Sends the encoded negative prompts to every trainer rank; does nothing if there are none."""
     if negatives:
         await trainers.all("update.set_negatives", negatives)
+
+
+async def choose_transport(config: Config, sender: Worker) -> str:
+    """Returns the name of the run's transport; `auto` is resolved by `sender`, the trainer's first rank.
+
+    Raises ConfigError if the configured transport cannot work with the rank's device and libraries.
+    """
+    configured = config.checkpoint_engine.transport
+    if configured == AUTO and nccl_obstacle(config):
+        return OBJECT_STORE
+    try:
+        async with deadline(config.deadlines.load, f"load: choice of the transport on {sender.name}"):
+            transport: str = await sender.call("async_flowrl.run.launch:transport_here", configured)
+    except WorkerFailed as error:
+        if error.kind != ValueError.__name__:
+            raise
+        raise refusal(error.message) from error
+    return transport
+
+
+def transport_here(configured: str) -> str:
+    """Returns the transport that `configured` means in this process. Raises ValueError if it cannot work here."""
+    return resolve_transport(configured, "cuda" if torch.cuda.is_available() else "cpu")
+
+
+def refusal(reason: str) -> ConfigError:
+    return ConfigError(f"checkpoint_engine.transport: {reason}")

@@ -18,8 +18,7 @@ from async_flowrl.run import features
 from async_flowrl.run import machines as nodes
 from async_flowrl.run.findings import FAILED, OK, SKIPPED, WARNING, Finding, failed, verdict
 from async_flowrl.run.launch import check_machine
-from async_flowrl.run.machines import GB, GIB, Machine
-from async_flowrl.run.node_facts import Asked, facts
+from async_flowrl.run.machines import GB, GIB, Asked, Machine, facts
 from async_flowrl.run.nodes import OUR_CODE, marked
 from async_flowrl.run.pools import pools
 from async_flowrl.run.prepare import Prepared, doubts_of, prepare
@@ -27,7 +26,7 @@ from separation.cluster_probe import Survey, survey
 from separation.group import VISIBLE_DEVICES, PoolSpec
 from separation.placement import ResourcesMissing
 
-FACTS, MISSING = "async_flowrl.run.node_facts:facts", "async_flowrl.run.features:missing"
+FACTS, MISSING = "async_flowrl.run.machines:facts", "async_flowrl.run.features:missing"
 NODES_SECONDS = 120.0
 """Seconds for which nodes are waited for, if more than one is wanted."""
 FOLDER_BYTES = 200_000_000

@@ -18,7 +18,7 @@ from async_flowrl.types import EMA, POLICY, ByteArray
 from checkpoint_engine import CANARY_VERSION, Header, Layout, Publisher, VersionGone, canary_tensors, tensor_probe
 from checkpoint_engine.gather import Gather, GatheredVersions, Share, shard_rows
 from checkpoint_engine.layout import dtype_of
-from checkpoint_engine.sealed import SealedVersions
+from checkpoint_engine.publisher import SealedVersions
 from checkpoint_engine.side_stream import recorded
 from checkpoint_engine.transports import SendingEnd
 

@@ -48,7 +48,7 @@ from async_flowrl.training.versions import Versions
 from async_flowrl.transfers import ONE_AT_A_TIME
 from async_flowrl.types import Trajectory
 from checkpoint_engine import weights_digest
-from separation.numa import bind
+from separation.node import bind
 
 logger = logging.getLogger(__name__)
 
