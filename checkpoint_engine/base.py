@@ -130,7 +130,7 @@ class DeliveryOptions:
 
     `retries`: further attempts to send a version to a receiver. `deadline`: seconds that one call of a receiver may
     take. `retain`: number of newest sealed versions that a new receiver can ask for. `max_fan_out` and `node_fan_out`:
-    see fanout.py.
+    see base.py.
     """
 
     retries: int = 3

@@ -41,7 +41,7 @@ class Job:
     """The sender's payload, which may still have to be fetched: one for all receivers of a version."""
     done: "asyncio.Future[bool]"
     parent: "tuple[ReceiverEndpoint, Job] | None" = None
-    """The receiver that passes the payload on (see fanout.py), and its job; None: `payload` is used."""
+    """The receiver that passes the payload on (see base.py), and its job; None: `payload` is used."""
     depth: int = 0
     """Number of receivers through which the payload passes before it arrives here."""
     copy: "asyncio.Future[Any] | None" = None

@@ -1,6 +1,6 @@
 """Scoring of the requests of a reward server: one at a time, in order of arrival.
 
-`app.py` reads the requests and writes the replies, in the format of http_contract.py.
+reward_server.py reads the requests and writes the replies, in the format of http_contract.py.
 """
 
 import asyncio
@@ -47,7 +47,7 @@ class Refused(Exception):
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of the application; server.py makes them from the command line.
+    """Settings of the application; reward_server.py makes them from the command line.
 
     `waiting` is the number of requests that may wait beside the one being scored. `all_bytes` limits the bodies of all
     requests that arrive, wait or are scored, together. `token=None` asks for no token.

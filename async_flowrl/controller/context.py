@@ -190,7 +190,7 @@ class Weights(Protocol):
     async def welcome(self, worker: Worker) -> None:
         """Checks that delivered weights reach the new worker's modules, then sends it all versions that tickets name.
 
-        Raises WeightsMismatch, WorkerDied or DeadlineExceeded if the check fails, and an error of sender_errors.py if a
+        Raises WeightsMismatch, WorkerDied or DeadlineExceeded if the check fails, and an error of endpoints.py if a
         trainer rank cannot send the weights.
         """
 

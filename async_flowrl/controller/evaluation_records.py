@@ -198,7 +198,7 @@ def samples_of(result: EvaluationResult) -> list[Sample]:
 def record_of(config: Config, result: EvaluationResult, files: Mapping[str, str]) -> Evaluation:
     """Returns the record of a result; curves without any score are left out.
 
-    `files` maps terms that have a source file of the user or a server to a digest (`reward_sources` in fingerprint.py).
+    `files` maps terms that have a source file of the user or a server to a digest (`reward_sources` in resume.py).
     """
     scored = list(zip(result.indices, result.scores, strict=True))
     terms, held_out = config.reward.terms, config.evaluate.reward.terms

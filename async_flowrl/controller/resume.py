@@ -186,7 +186,7 @@ def warn_of_differences(config: Config, resume: Resume, device: str) -> None:
     """Logs each difference from the checkpoint with which the run goes on nevertheless.
 
     These are `Resume.forced`, `Resume.notes`, and the settings, packages and device that change only the last bits of
-    the weights (`numerics` in fingerprint.py).
+    the weights (`numerics` in resume.py).
     """
     if resume.path is None:
         return

@@ -19,7 +19,11 @@ from async_flowrl.data.curriculum import NO_SPREAD, SPREAD, UNKNOWN, Curriculum
 from async_flowrl.data.sampler import Sampler
 from async_flowrl.data.store import shared_texts
 from async_flowrl.seeds import derive
-from async_flowrl.tickets.table import EVALUATION, Ticket, by_length
+from async_flowrl.tickets.table import EVALUATION, Ticket, TicketTable
+from async_flowrl.tickets.ticket import (
+    EVALUATION,
+    Ticket,
+)
 from async_flowrl.types import Asked, Prompt, RolloutRequest, Sampling
 
 
@@ -211,3 +215,33 @@ def _all(requests: RequestBuilder) -> Iterator[Asked]:
     for step in range(config.total_steps):
         for index in requests.sampler.step(step):
             yield from asked_of(requests.train[index], how)
+
+
+def by_length(prompts: Sequence[Prompt]) -> tuple[int, ...]:
+    """Returns the indices of the prompts in ascending order of length; equally long ones keep their order.
+
+    The length of a text is its number of UTF-8 bytes, because the controller has no tokenizer, and that of token ids is
+    their number. Texts come before token ids, which cannot be compared with them.
+    """
+    return tuple(sorted(range(len(prompts)), key=lambda index: _length(prompts[index])))
+
+
+def _length(prompt: Prompt) -> tuple[bool, int]:
+    if isinstance(wording := prompt.wording, str):
+        return False, len(wording.encode())
+    return True, len(wording)
+
+
+def batch_of(table: TicketTable, ticket: Ticket, size: int, order: Sequence[int]) -> list[Ticket]:
+    """Returns the tickets, of any state, made in one call with the training ticket `ticket`, itself included.
+
+    `order` has the groups of its step in the order in which batches take them. A batch has `size` tickets, the last one
+    of a step those that are left.
+    """
+    per_group = table.shape.tickets_per_group
+    index = order.index(ticket.group) * per_group + ticket.slice_index
+    start = index - index % size
+    end = min(start + size, table.shape.tickets_per_step)
+    first, last = start // per_group, -(-end // per_group)
+    tickets = [each for group in order[first:last] for each in table.group(ticket.step, group)]
+    return tickets[start - first * per_group : end - first * per_group]

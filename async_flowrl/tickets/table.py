@@ -11,7 +11,7 @@ There is no other queue or counter of tickets. A method raises Refused for a cal
 
 import heapq
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from async_flowrl.tickets.ticket import (
@@ -26,7 +26,6 @@ from async_flowrl.tickets.ticket import (
     Ticket,
     describe,
 )
-from async_flowrl.types import Prompt
 
 
 class PendingTickets:
@@ -364,33 +363,3 @@ class TicketTable:
         if state is State.PENDING:
             self._pending.add(ticket)
         self._on_change(ticket)
-
-
-def by_length(prompts: Sequence[Prompt]) -> tuple[int, ...]:
-    """Returns the indices of the prompts in ascending order of length; equally long ones keep their order.
-
-    The length of a text is its number of UTF-8 bytes, because the controller has no tokenizer, and that of token ids is
-    their number. Texts come before token ids, which cannot be compared with them.
-    """
-    return tuple(sorted(range(len(prompts)), key=lambda index: _length(prompts[index])))
-
-
-def _length(prompt: Prompt) -> tuple[bool, int]:
-    if isinstance(wording := prompt.wording, str):
-        return False, len(wording.encode())
-    return True, len(wording)
-
-
-def batch_of(table: TicketTable, ticket: Ticket, size: int, order: Sequence[int]) -> list[Ticket]:
-    """Returns the tickets, of any state, made in one call with the training ticket `ticket`, itself included.
-
-    `order` has the groups of its step in the order in which batches take them. A batch has `size` tickets, the last one
-    of a step those that are left.
-    """
-    per_group = table.shape.tickets_per_group
-    index = order.index(ticket.group) * per_group + ticket.slice_index
-    start = index - index % size
-    end = min(start + size, table.shape.tickets_per_step)
-    first, last = start // per_group, -(-end // per_group)
-    tickets = [each for group in order[first:last] for each in table.group(ticket.step, group)]
-    return tickets[start - first * per_group : end - first * per_group]

@@ -3,7 +3,7 @@
 Folders of safetensors and JSON files, whose digests are checked on every read:
 
 checkpoints/step_N/
-    manifest.json            SHA-256 and size of every other file, format version (checkpoint_folder.py)
+    manifest.json            SHA-256 and size of every other file, format version
     weights.safetensors      trained weights in float32, by layout name
     optimizer.safetensors    exp_avg/<name>, exp_avg_sq/<name>
     retained.safetensors     <version>/<name>: the last max_staleness + 1 versions, from which rollouts sample
