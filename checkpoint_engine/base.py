@@ -13,6 +13,10 @@ from torch import Tensor
 from checkpoint_engine.digest import ByteArray, combine
 from checkpoint_engine.layout import Layout
 
+MAX_FAN_OUT = 32
+"""Largest number of receivers that one process serves on each level of the tree."""
+NODE_FAN_OUT = 2
+"""Largest number of nodes to which one node sends a payload; each of them costs one copy over the network."""
 RING = "ring"
 """Kind of slot in a receiver: the ring holds the newest `capacity` versions of each stream."""
 EVALUATION = "evaluation"
@@ -156,14 +160,6 @@ class DeliveryStats:
     """Versions that the collective transport failed to bring to its members, and payloads that were not passed on."""
     member_busy: int = 0
     """Versions for which the collective transport was not used, because a member was busy with an earlier delivery."""
-
-
-MAX_FAN_OUT = 32
-"""Largest number of receivers that one process serves on each level of the tree."""
-
-
-NODE_FAN_OUT = 2
-"""Largest number of nodes to which one node sends a payload; each of them costs one copy over the network."""
 
 
 def parents(

@@ -157,7 +157,7 @@ def _results(out: Path, source: Source, evaluation: Path | None) -> list[str]:
 
 
 def read_results(folder: Path) -> dict[str, Any]:
-    """Reads the results that `async_flowrl.evaluate` wrote into a folder. Raises ValueError if there are none."""
+    """Reads the results that `async-flowrl evaluate` wrote into a folder. Raises ValueError if there are none."""
     try:
         results: dict[str, Any] = json.loads((folder / RESULTS).read_text(encoding="utf-8"))
         for name, each in results["rewards"].items():

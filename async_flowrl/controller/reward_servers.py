@@ -1,8 +1,8 @@
 """RewardServers starts, watches, restarts and stops the servers of reward terms with `serve`.
 
-`serving` is the entry point (run/job.py, evaluate/evaluation_job.py). Each term's servers are a pool; each worker of the pool
-runs one server process (rewards/served.py) on its own GPUs. Servers start while the models are loaded. Their
-addresses are sent to all reward workers, and written to the arguments from which replaced reward workers are built.
+`serving` is the entry point. Each term's servers are a pool; each worker of the pool runs one server process
+(rewards/served.py) on its own GPUs. Servers start while the models are loaded. Their addresses are sent to all reward
+workers, and written to the arguments from which replaced reward workers are built.
 """
 
 import asyncio

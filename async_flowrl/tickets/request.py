@@ -20,10 +20,6 @@ from async_flowrl.data.sampler import Sampler
 from async_flowrl.data.store import shared_texts
 from async_flowrl.seeds import derive
 from async_flowrl.tickets.table import EVALUATION, Ticket, TicketTable
-from async_flowrl.tickets.ticket import (
-    EVALUATION,
-    Ticket,
-)
 from async_flowrl.types import Asked, Prompt, RolloutRequest, Sampling
 
 
