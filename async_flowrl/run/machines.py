@@ -19,19 +19,65 @@ from separation.group import PoolSpec
 from separation.node import code_of, free_memory, sees, temporary_folder, temporary_refusal
 
 GIB, GB = 2**30, 10**9
+
+
 SPILL_SHARE = 0.95
 """Used share of a disk above which Ray writes no objects to it (its local_fs_capacity_threshold). Ray then fails to
 create those for which its object store has no room."""
+
+
 LEAST_DISK = GB // 5
 """Bytes on disk that the logs of Ray need at least."""
+
+
 STORE_SHARE, SHM_SHARE, SMALL_STORE, LARGEST_STORE = 0.3, 0.95, 10 * GB, 200 * GB
 """Ray's default size of the object store: this share of the memory; above SMALL_STORE bytes at most this share of
 /dev/shm. A store that does not fit into /dev/shm is put into Ray's folder for temporary files."""
+
+
 BROADCAST_BYTES, STORE_PART = 32_000_000, 8
 """Size of the object whose broadcast is timed; it takes at most 1 / STORE_PART of the smallest object store."""
+
+
 SKEW_SECONDS, SLOW_BYTES_PER_SECOND = 1.0, 50e6
 """Clock difference above which log lines of several nodes are in the wrong order; half of gigabit Ethernet."""
+
+
 NETWORK = "check the interface that Ray uses (ray start --node-ip-address) and the link"
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Questions to a machine, in addition to the usual facts."""
+
+    folders: tuple[str, ...] = ()
+    """Folders whose file system's free space is reported; for a missing one, that of its nearest parent."""
+    packages: tuple[str, ...] = ()
+    """Packages whose code is digested, for comparison between nodes."""
+    modules: tuple[str, ...] = ()
+    """Import names; those that the machine lacks are reported."""
+    mark: str = ""
+    """Path of a file with the content `text`; a node that sees it shares the folder. Empty: not asked."""
+    text: str = ""
+
+
+def facts(asked: Asked) -> dict[str, Any]:
+    """Returns all facts of this machine; sizes are in bytes, of memory and disks what is free at this moment."""
+    temporary = temporary_folder()
+    return {
+        "host": socket.gethostname(),
+        "versions": {"python": platform.python_version()} | {name: version(name) for name in PACKAGES},
+        "code": code_of(asked.packages),
+        "cores": os.cpu_count() or 1,
+        "memory": free_memory(),
+        "shm": shutil.disk_usage(SHM).free if SHM.is_dir() else 0,
+        "disks": {folder: free_disk(Path(folder)) for folder in (*asked.folders, temporary)},
+        "temporary": temporary,
+        "sockets": temporary_refusal(),
+        "lacking": [module for module in asked.modules if not importable(module)],
+        "marked": not asked.mark or sees(asked.mark, asked.text),
+        "gpus": gpus(),
+    }
 
 
 @dataclass(frozen=True)
@@ -155,42 +201,12 @@ def broadcast_finding(seconds: Mapping[str, float], nbytes: int, version_bytes: 
 
 PACKAGES = ("torch", "ray", "diffusers", "transformers", "peft", "numpy")
 """Packages whose versions affect results bit for bit, or the communication between nodes."""
+
+
 SHM = Path("/dev/shm")
+
+
 NVIDIA_SMI_SECONDS = 20.0
-
-
-@dataclass(frozen=True)
-class Asked:
-    """Questions to a machine, in addition to the usual facts."""
-
-    folders: tuple[str, ...] = ()
-    """Folders whose file system's free space is reported; for a missing one, that of its nearest parent."""
-    packages: tuple[str, ...] = ()
-    """Packages whose code is digested, for comparison between nodes."""
-    modules: tuple[str, ...] = ()
-    """Import names; those that the machine lacks are reported."""
-    mark: str = ""
-    """Path of a file with the content `text`; a node that sees it shares the folder. Empty: not asked."""
-    text: str = ""
-
-
-def facts(asked: Asked) -> dict[str, Any]:
-    """Returns all facts of this machine; sizes are in bytes, of memory and disks what is free at this moment."""
-    temporary = temporary_folder()
-    return {
-        "host": socket.gethostname(),
-        "versions": {"python": platform.python_version()} | {name: version(name) for name in PACKAGES},
-        "code": code_of(asked.packages),
-        "cores": os.cpu_count() or 1,
-        "memory": free_memory(),
-        "shm": shutil.disk_usage(SHM).free if SHM.is_dir() else 0,
-        "disks": {folder: free_disk(Path(folder)) for folder in (*asked.folders, temporary)},
-        "temporary": temporary,
-        "sockets": temporary_refusal(),
-        "lacking": [module for module in asked.modules if not importable(module)],
-        "marked": not asked.mark or sees(asked.mark, asked.text),
-        "gpus": gpus(),
-    }
 
 
 def version(package: str) -> str:

@@ -69,6 +69,23 @@ class FrozenPredictions:
     """True if the trained weights themselves made the images, so that `current` serves as behaviour prediction."""
 
 
+class UpdateMetrics:
+    """The statistics collected so far in an optimizer step."""
+
+    def __init__(self) -> None:
+        self.parts: list[PartStats] = []
+        self.spans: list[Span] = []
+
+    @contextmanager
+    def span(self, name: str) -> Iterator[None]:
+        """Context manager: appends a span for the time inside."""
+        start = time()
+        try:
+            yield
+        finally:
+            self.spans.append(Span(name, start, time()))
+
+
 class ForwardPasses:
     """Computes predictions, and keeps the proximal ones until the batch ends."""
 
@@ -222,23 +239,6 @@ LOSS, SQUARED, GRADIENT = "loss", "gradient, squared", "gradient"
 
 
 _OWN = (LOSS, SQUARED, GRADIENT, GAP)
-
-
-class UpdateMetrics:
-    """The statistics collected so far in an optimizer step."""
-
-    def __init__(self) -> None:
-        self.parts: list[PartStats] = []
-        self.spans: list[Span] = []
-
-    @contextmanager
-    def span(self, name: str) -> Iterator[None]:
-        """Context manager: appends a span for the time inside."""
-        start = time()
-        try:
-            yield
-        finally:
-            self.spans.append(Span(name, start, time()))
 
 
 class PartSums:
