@@ -19,30 +19,18 @@ from separation.group import PoolSpec
 from separation.node import code_of, free_memory, sees, temporary_folder, temporary_refusal
 
 GIB, GB = 2**30, 10**9
-
-
 SPILL_SHARE = 0.95
 """Used share of a disk above which Ray writes no objects to it (its local_fs_capacity_threshold). Ray then fails to
 create those for which its object store has no room."""
-
-
 LEAST_DISK = GB // 5
 """Bytes on disk that the logs of Ray need at least."""
-
-
 STORE_SHARE, SHM_SHARE, SMALL_STORE, LARGEST_STORE = 0.3, 0.95, 10 * GB, 200 * GB
 """Ray's default size of the object store: this share of the memory; above SMALL_STORE bytes at most this share of
 /dev/shm. A store that does not fit into /dev/shm is put into Ray's folder for temporary files."""
-
-
 BROADCAST_BYTES, STORE_PART = 32_000_000, 8
 """Size of the object whose broadcast is timed; it takes at most 1 / STORE_PART of the smallest object store."""
-
-
 SKEW_SECONDS, SLOW_BYTES_PER_SECOND = 1.0, 50e6
 """Clock difference above which log lines of several nodes are in the wrong order; half of gigabit Ethernet."""
-
-
 NETWORK = "check the interface that Ray uses (ray start --node-ip-address) and the link"
 
 
@@ -201,11 +189,7 @@ def broadcast_finding(seconds: Mapping[str, float], nbytes: int, version_bytes: 
 
 PACKAGES = ("torch", "ray", "diffusers", "transformers", "peft", "numpy")
 """Packages whose versions affect results bit for bit, or the communication between nodes."""
-
-
 SHM = Path("/dev/shm")
-
-
 NVIDIA_SMI_SECONDS = 20.0
 
 

@@ -236,8 +236,6 @@ def _at(predictions: list[Prediction] | None, index: int) -> Prediction | None:
 
 LOSS, SQUARED, GRADIENT = "loss", "gradient, squared", "gradient"
 """Names of the trainer's own numbers of a part: loss, squared norm and largest magnitude of its gradient."""
-
-
 _OWN = (LOSS, SQUARED, GRADIENT, GAP)
 
 
