@@ -213,8 +213,7 @@ class CollectiveReceiver:
 
 
 _BESIDE: set[threading.Thread] = set()
-MAX_EXIT_SECONDS = 5.0
-"""Longest time that a process waits at its exit for the threads that open and abort groups."""
+MAX_EXIT_SECONDS = 5.0  # Longest time that a process waits at its exit for the threads that open and abort groups.
 
 
 def _beside(name: str, work: Callable[[], None]) -> None:

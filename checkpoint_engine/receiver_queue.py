@@ -24,8 +24,8 @@ from checkpoint_engine.process_group import MIN_BYTES_PER_SECOND
 
 logger = logging.getLogger(__name__)
 
+# Seconds, besides those of the transfer, after which the receivers below a slow receiver turn to the sender.
 RELAY_SECONDS = 2.0
-"""Seconds, besides those of the transfer, after which the receivers below a slow receiver turn to the sender."""
 
 
 @dataclass
@@ -37,15 +37,14 @@ class Job:
 
     header: Header
     slot: str
+    # The sender's payload, which may still have to be fetched: one for all receivers of a version.
     payload: "asyncio.Future[Any]"
-    """The sender's payload, which may still have to be fetched: one for all receivers of a version."""
     done: "asyncio.Future[bool]"
+    # The receiver that passes the payload on (see base.py), and its job; None: `payload` is used.
     parent: "tuple[ReceiverEndpoint, Job] | None" = None
-    """The receiver that passes the payload on (see base.py), and its job; None: `payload` is used."""
-    depth: int = 0
-    """Number of receivers through which the payload passes before it arrives here."""
+    depth: int = 0  # Number of receivers through which the payload passes before it arrives here.
+    # The payload as this receiver passes it on; None until a receiver below it has asked for it.
     copy: "asyncio.Future[Any] | None" = None
-    """The payload as this receiver passes it on; None until a receiver below it has asked for it."""
 
     def passed_on(self, endpoint: ReceiverEndpoint) -> "asyncio.Future[Any]":
         """Returns the payload that this job's receiver passes on: one copy for all that it serves, to save memory."""
@@ -63,16 +62,15 @@ class QueueEvents:
     """Callbacks of a receiver queue. The queue ends when it calls `retired` or `failed`."""
 
     acknowledged: Callable[[str, Ack], None]
+    # Called if the receiver must be replaced, with the last error.
     retired: Callable[["ReceiverQueue", BaseException], None]
-    """Called if the receiver must be replaced, with the last error."""
-    failed: Callable[[BaseException], None]
-    """Called with an error that must stop the run."""
+    failed: Callable[[BaseException], None]  # Called with an error that must stop the run.
+    # Fetches the sender's payload of a version once more, after the one of a job was lost with its node.
     payload: Callable[[Header], "asyncio.Future[Any]"]
-    """Fetches the sender's payload of a version once more, after the one of a job was lost with its node."""
+    # Returns True if newer versions have replaced the one of a job, so that nobody waits for it any more.
     superseded: Callable[["Job"], Awaitable[bool]]
-    """Returns True if newer versions have replaced the one of a job, so that nobody waits for it any more."""
+    # Called with a payload that a receiver begins to pass on (`Job.copy`): it must end when the delivery is closed.
     passing_on: Callable[["asyncio.Future[Any]"], None]
-    """Called with a payload that a receiver begins to pass on (`Job.copy`): it must end when the delivery is closed."""
 
 
 class ReceiverQueue:

@@ -75,8 +75,7 @@ class SendingEnd:
 
     def __init__(self, publisher: SealedVersions, device: torch.device) -> None:
         self._publisher, self._device = publisher, device
-        self.sender: CollectiveSender
-        """Set when the group's address is asked for."""
+        self.sender: CollectiveSender  # Set when the group's address is asked for.
 
     def address(self, transport: str, host: str) -> tuple[str, int]:
         if not hasattr(self, "sender"):
@@ -93,8 +92,7 @@ class ReceivingEnd:
 
     def __init__(self, receiver: Receiver) -> None:
         self._retains = receiver
-        self.receiver: CollectiveReceiver
-        """Set when the worker joins a group."""
+        self.receiver: CollectiveReceiver  # Set when the worker joins a group.
 
     def open(self, transport: str, epoch: Epoch, rank: int) -> None:
         """Joins a group. Raises TransferFailed; ValueError if the transport cannot write where versions are kept."""

@@ -18,8 +18,7 @@ from separation.group import Growth, PoolSpec, Ref, Worker, WorkerFailed
 from separation.supervise import deadline, together
 from separation.worker_process import CallTable, Host, RemoteError, pick_lane, settle
 
-_GRACE_SECONDS = 5.0
-"""Seconds that `LocalGroup.close` waits for running methods."""
+_GRACE_SECONDS = 5.0  # Seconds that `LocalGroup.close` waits for running methods.
 
 
 class Parcel:

@@ -15,13 +15,12 @@ from typing import Any
 
 import psutil
 
+# Time after which a new file must be visible on another node; network file systems cache their directories.
 SIGHT_SECONDS = 10.0
-"""Time after which a new file must be visible on another node; network file systems cache their directories."""
 _POLL_SECONDS = 0.2
 
 
-SOCKET_BYTES = 107
-"""Longest path of a socket."""
+SOCKET_BYTES = 107  # Longest path of a socket.
 
 
 def temporary_folder() -> str:
@@ -98,32 +97,29 @@ def sees(path: str, text: str) -> bool:
         time.sleep(_POLL_SECONDS)
 
 
+# Linux's control groups, and the file that names this process's groups.
 CGROUPS, OWN_CGROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
-"""Linux's control groups, and the file that names this process's groups."""
+# Link that names the namespace of this process's control groups; a container usually has one of its own.
 NAMESPACE = Path("/proc/self/ns/cgroup")
-"""Link that names the namespace of this process's control groups; a container usually has one of its own."""
 
 
 CGROUP_2 = ("memory.max", "memory.current", "inactive_file", "active_file")
+# Names of a control group's files of limit and use, and of the entries of memory.stat with the caches of files, which
+# count as used and which Linux frees on demand.
 CGROUP_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file", "total_active_file")
-"""Names of a control group's files of limit and use, and of the entries of memory.stat with the caches of files, which
-count as used and which Linux frees on demand."""
 
 
 @dataclass(frozen=True)
 class NodeMemory:
     """Memory of a node in bytes, as far as this process's control groups let it use it."""
 
-    host: str
-    """Name of the machine or container."""
+    host: str  # Name of the machine or container.
     total: int
-    free: int
-    """What processes can still take at the moment."""
-    swap: int = 0
-    """The machine's swap space, which comes on top of `total`."""
+    free: int  # What processes can still take at the moment.
+    swap: int = 0  # The machine's swap space, which comes on top of `total`.
+    # The namespace of the control groups and the folders of those that limit memory. Processes of one host with the
+    # same place share `total`.
     place: str = ""
-    """The namespace of the control groups and the folders of those that limit memory. Processes of one host with the
-    same place share `total`."""
 
 
 def node_memory() -> NodeMemory:

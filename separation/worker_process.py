@@ -20,8 +20,8 @@ from typing import Any, NoReturn, TypeVar
 
 from separation.group import WorkerDied
 
+# Environment variables from which torch reads settings of its memory allocator; the first is the current name.
 ALLOCATOR_NAMES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
-"""Environment variables from which torch reads settings of its memory allocator; the first is the current name."""
 
 
 class RemoteError(Exception):

@@ -42,12 +42,11 @@ from separation.group import VISIBLE_DEVICES
 
 logger = logging.getLogger(__name__)
 
+# Origin of a score: option `--reward`, or a run's trained or held-out terms (held out: measured, not trained on).
 ASKED, TRAINED, HELD_OUT = "asked", "trained", "held_out"
-"""Origin of a score: option `--reward`, or a run's trained or held-out terms (held out: measured, not trained on)."""
 
 
-TOTAL = "reward"
-"""Name of the weighted sum of a run's trained terms."""
+TOTAL = "reward"  # Name of the weighted sum of a run's trained terms.
 
 
 @dataclass(frozen=True)
@@ -58,17 +57,13 @@ class Job:
     """
 
     config: Config
-    trained_weights: Path
-    """A LoRA, or a transformer's folder."""
+    trained_weights: Path  # A LoRA, or a transformer's folder.
     terms: Mapping[str, RewardTerm]
     kinds: Mapping[str, str]
     prompts: Sequence[Prompt]
-    chosen: str
-    """Description of the prompts in words, for the table."""
-    seeds: tuple[int, ...]
-    """Seeds of the initial noises; each gives `evaluate.images_per_prompt` images per prompt."""
-    one_size: bool = False
-    """True if every image has `rollout.resolution`, even if its prompt has a size of its own."""
+    chosen: str  # Description of the prompts in words, for the table.
+    seeds: tuple[int, ...]  # Seeds of the initial noises; each gives `evaluate.images_per_prompt` images per prompt.
+    one_size: bool = False  # True if every image has `rollout.resolution`, even if its prompt has a size of its own.
 
     def resolution(self, place: int) -> Resolution:
         """Size of the images of the prompt at index `place`, as in the run's own evaluations."""

@@ -26,8 +26,7 @@ from async_flowrl.memory.processes import GIB, planned_rollout, planned_trainer
 from async_flowrl.memory.sizes import at_largest
 from async_flowrl.tickets.arithmetic import check_batching
 
-Staff = Mapping[str, int]
-"""Reward pool of a single term that has GPUs (`reward/X`, `held_out/X`) → its workers."""
+Staff = Mapping[str, int]  # Reward pool of a single term that has GPUs (`reward/X`, `held_out/X`) → its workers.
 RECIPES = ("sd35_ocr", "qwen_image_ocr", "flux_pickscore")
 
 
@@ -35,12 +34,9 @@ RECIPES = ("sd35_ocr", "qwen_image_ocr", "flux_pickscore")
 class Hardware:
     """Nodes that are alike, with devices that are alike."""
 
-    name: str
-    """[NODES x] DEVICES x GB, such as `8x80` or `2x8x80`."""
-    gib: float
-    """Memory of one device in GiB."""
-    devices: int
-    """Devices of all nodes."""
+    name: str  # [NODES x] DEVICES x GB, such as `8x80` or `2x8x80`.
+    gib: float  # Memory of one device in GiB.
+    devices: int  # Devices of all nodes.
     nodes: int = 1
 
     @classmethod
@@ -64,19 +60,13 @@ class Answer:
     experiment: str
     hardware: str
     fits: bool
-    words: tuple[str, ...]
-    """Arguments of `async-flowrl train`; empty if no layout is possible on so few devices."""
-    trainer: float
-    """Memory that a trainer rank needs."""
-    rollout: float
-    """Memory that a rollout worker needs."""
+    words: tuple[str, ...]  # Arguments of `async-flowrl train`; empty if no layout is possible on so few devices.
+    trainer: float  # Memory that a trainer rank needs.
+    rollout: float  # Memory that a rollout worker needs.
     device: float
-    missing: float = 0.0
-    """Memory that the tightest kind of process lacks; 0 or negative if all fit."""
-    lacking: str = ""
-    """Name of that kind of process."""
-    seats: str = ""
-    """Workers of the reward pools and servers that have GPUs, in words; empty if there are none."""
+    missing: float = 0.0  # Memory that the tightest kind of process lacks; 0 or negative if all fit.
+    lacking: str = ""  # Name of that kind of process.
+    seats: str = ""  # Workers of the reward pools and servers that have GPUs, in words; empty if there are none.
 
 
 def answer(recipe: Sequence[str], hardware: Hardware) -> Answer:

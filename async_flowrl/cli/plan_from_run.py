@@ -32,8 +32,7 @@ from async_flowrl.observability.timeline import by_pool, tracks
 from separation.table import format_table
 
 HEAD = ("placement", "rollout", "trainer", "overlapped s/step", "sync s/step")
-GAIN = 0.98
-"""A split is recommended only if its step takes less than this share of the present one's formula."""
+GAIN = 0.98  # A split is recommended only if its step takes less than this share of the present one's formula.
 REWARDS_LIMIT = "rewards"
 ROUNDING = 1e-6
 
@@ -42,18 +41,12 @@ ROUNDING = 1e-6
 class Measured:
     """Seconds per training step of a run."""
 
-    generation: float
-    """Device-seconds of all tickets: what one rollout worker would take."""
-    update: float
-    """Device-seconds of training: what one trainer rank would take."""
-    rewards: Mapping[str, float]
-    """Reward pool → seconds that its workers take together, divided by their number."""
-    delivery: float
-    """From the staging of a version to its acknowledgement."""
-    step: float
-    """From the end of a step to the end of the next one."""
-    busy: Mapping[str, float]
-    """Pool → share of the time in which its workers were busy, from 0 to 1."""
+    generation: float  # Device-seconds of all tickets: what one rollout worker would take.
+    update: float  # Device-seconds of training: what one trainer rank would take.
+    rewards: Mapping[str, float]  # Reward pool → seconds that its workers take together, divided by their number.
+    delivery: float  # From the staging of a version to its acknowledgement.
+    step: float  # From the end of a step to the end of the next one.
+    busy: Mapping[str, float]  # Pool → share of the time in which its workers were busy, from 0 to 1.
 
     @property
     def reward(self) -> float:

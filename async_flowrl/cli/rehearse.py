@@ -32,8 +32,7 @@ from async_flowrl.tickets.arithmetic import check_batching
 from separation.table import format_table
 
 BOTH = "process that samples and trains"
-TRAINING, SAMPLING = "update", "sample"
-"""The phases of either side at whose entry everything is there that lasts."""
+TRAINING, SAMPLING = "update", "sample"  # The phases of either side at whose entry everything is there that lasts.
 OF_PHASES = ("phase", "resident GiB", "peak GiB", "times", "kernels", "TFLOP", "estimated s", "collectives")
 OF_CARDS = ("card", "fits", "ticket s", "micro-batch s", "generation s/step", "training s/step", "images/s", "longer")
 
@@ -42,24 +41,17 @@ OF_CARDS = ("card", "fits", "ticket s", "micro-batch s", "generation s/step", "t
 class Estimate:
     """Seconds and FLOPs of one rollout worker and one trainer rank by the roofline model; none of them is measured."""
 
-    ticket: float
-    """Seconds of one ticket: denoising and decoding, without the text encoders."""
+    ticket: float  # Seconds of one ticket: denoising and decoding, without the text encoders.
+    # Seconds per training step, with its tickets spread evenly over the rollout workers, each of which activates one
+    # version.
     generation: float
-    """Seconds per training step, with its tickets spread evenly over the rollout workers, each of which activates one
-    version."""
-    micro_batch: float
-    """Seconds of forward and backward, collectives included."""
-    update: float
-    """Seconds of all passes and optimizer steps of a rank per training step."""
-    delivery: float
-    """Seconds to stage a version, send it to a rollout worker and receive it there."""
-    activation: float
-    """Seconds to put a version into a rollout worker's network, once per training step."""
+    micro_batch: float  # Seconds of forward and backward, collectives included.
+    update: float  # Seconds of all passes and optimizer steps of a rank per training step.
+    delivery: float  # Seconds to stage a version, send it to a rollout worker and receive it there.
+    activation: float  # Seconds to put a version into a rollout worker's network, once per training step.
     ticket_flops: float
-    update_flops: float
-    """FLOPs of a rank per training step."""
-    update_sent: float
-    """Bytes that a rank sends in collectives per training step."""
+    update_flops: float  # FLOPs of a rank per training step.
+    update_sent: float  # Bytes that a rank sends in collectives per training step.
 
 
 @dataclass(frozen=True)

@@ -52,8 +52,7 @@ class RunFiles:
     root: Path
     summary: dict[str, Any]
     metrics: list[dict[str, Any]]
-    history: list[Event]
-    """The events without those that a return to a checkpoint has undone."""
+    history: list[Event]  # The events without those that a return to a checkpoint has undone.
 
     @classmethod
     def read(cls, root: Path) -> "RunFiles":

@@ -31,10 +31,9 @@ class WorkerProof:
     sender: TrainerEndpoint
     transport: str
     header: Header = field(init=False)
-    payload: Any = None
-    """A reference to the canary's bytes in the object store."""
+    payload: Any = None  # A reference to the canary's bytes in the object store.
+    # Results of the trainer's network with the canary (checkpoint_engine/binding_proof.py).
     probe: dict[str, Any] = field(default_factory=dict)
-    """Results of the trainer's network with the canary (checkpoint_engine/binding_proof.py)."""
 
     async def begin(self) -> None:
         """Has the trainer make the canary. Raises SenderLost, SenderFailed or SenderLate."""

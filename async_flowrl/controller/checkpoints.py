@@ -22,10 +22,8 @@ from separation.supervise import deadline
 
 logger = logging.getLogger(__name__)
 
-SECONDS_BETWEEN = 300.0
-"""Time between checkpoints where `save.every` is null."""
-RETRY_SECONDS = 1.0
-"""Pause before the writing of the run's last checkpoint is tried again."""
+SECONDS_BETWEEN = 300.0  # Time between checkpoints where `save.every` is null.
+RETRY_SECONDS = 1.0  # Pause before the writing of the run's last checkpoint is tried again.
 
 
 class SaveFailed(RuntimeError):
@@ -39,21 +37,15 @@ class Checkpoints:
     config: Config
     directory: RunDirectory
     trainers: TrainerGroup
-    device: str
-    """Device of the trainer ranks as torch names it, e.g. `cpu` or `cuda:0`."""
+    device: str  # Device of the trainer ranks as torch names it, e.g. `cpu` or `cuda:0`.
     requests: RequestBuilder = field(kw_only=True)
-    base_digest: str = field(kw_only=True)
-    """Digest of the base weights that all workers have loaded."""
-    schedules: str = field(kw_only=True)
-    """Digest of the noise levels of all image sizes."""
+    base_digest: str = field(kw_only=True)  # Digest of the base weights that all workers have loaded.
+    schedules: str = field(kw_only=True)  # Digest of the noise levels of all image sizes.
+    # Returns the versions whose checkpoints must be kept besides the newest checkpoints.
     spare: Callable[[], Sequence[int]] = field(default=lambda: (), kw_only=True)
-    """Returns the versions whose checkpoints must be kept besides the newest checkpoints."""
-    misses: int = 0
-    """Number of checkpoints in a row that could not be written."""
-    last: float = 0.0
-    """When the last checkpoint was begun, in the observer's seconds."""
-    saved: list[int] = field(default_factory=list)
-    """Versions whose checkpoints are written."""
+    misses: int = 0  # Number of checkpoints in a row that could not be written.
+    last: float = 0.0  # When the last checkpoint was begun, in the observer's seconds.
+    saved: list[int] = field(default_factory=list)  # Versions whose checkpoints are written.
     _writing: asyncio.Task[None] | None = None
 
     def __post_init__(self) -> None:

@@ -7,8 +7,8 @@ from async_flowrl.config.schema import Config
 from separation.group import Worker
 from separation.supervise import deadline
 
+# Tickets a worker may have: the one it makes, and the next, so that it need not wait for an answer and a call.
 TICKETS_PER_WORKER = 2
-"""Tickets a worker may have: the one it makes, and the next, so that it need not wait for an answer and a call."""
 
 
 class Deadlines:

@@ -23,14 +23,14 @@ from separation.group import NoSeat, RefLost, Worker, WorkerDied, WorkerFailed, 
 from separation.node import OtherCode
 from separation.supervise import DeadlineExceeded, together
 
+# Errors of a call after which a rollout worker counts as lost: it is killed and replaced.
 LOST = (WorkerDied, DeadlineExceeded)
-"""Errors of a call after which a rollout worker counts as lost: it is killed and replaced."""
+# Errors of a successor that cannot serve. An elastic pool goes on without the successor, because its node may be the
+# reason; in a pool of fixed size the error ends the run.
 UNFIT = (WorkerFailed, StartError, OtherCode)
-"""Errors of a successor that cannot serve. An elastic pool goes on without the successor, because its node may be the
-reason; in a pool of fixed size the error ends the run."""
+# Pause before the second lost worker in a row is replaced. The pause before the n-th is 2^(n-1) - 1 times as long;
+# there is none before the first.
 BACKOFF_SECONDS = 1.0
-"""Pause before the second lost worker in a row is replaced. The pause before the n-th is 2^(n-1) - 1 times as long;
-there is none before the first."""
 
 
 @dataclass
@@ -38,12 +38,10 @@ class Slot:
     """One slot of the rollout pool, i.e. one index of it, with the worker that has this index at present."""
 
     worker: Worker
-    watch: asyncio.Task[WorkerDied]
-    """Task that returns the worker's death (`death_of`)."""
+    watch: asyncio.Task[WorkerDied]  # Task that returns the worker's death (`death_of`).
+    # Number of tickets in the worker's open calls, with those that are only computed along (`generate`).
     given: int = 0
-    """Number of tickets in the worker's open calls, with those that are only computed along (`generate`)."""
-    finished: bool = False
-    """True once the worker has returned a ticket."""
+    finished: bool = False  # True once the worker has returned a ticket.
 
 
 class TicketLost(RuntimeError):

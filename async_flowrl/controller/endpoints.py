@@ -17,10 +17,9 @@ from checkpoint_engine.process_group import Epoch
 from separation.group import Worker, WorkerDied, WorkerFailed
 from separation.supervise import limited, together
 
+# Lanes (threads of a worker) for deliveries, and for aborting a collective operation that blocks another lane.
 DELIVERIES, CONTROL = "sync", "control"
-"""Lanes (threads of a worker) for deliveries, and for aborting a collective operation that blocks another lane."""
-PUBLISHING = "publish"
-"""Lane of a trainer rank for publishing, which runs beside the next update."""
+PUBLISHING = "publish"  # Lane of a trainer rank for publishing, which runs beside the next update.
 
 
 class TrainerEndpoint:
@@ -274,8 +273,7 @@ class RolloutEndpoint:
 class SenderLost(WorkerDied):
     """Raised if weights cannot be had because the trainer rank that sends them has died. `worker` is the rank."""
 
-    kind = "SenderLost"
-    """By this name checkpoint_engine judges it, as an error that it cannot cure."""
+    kind = "SenderLost"  # By this name checkpoint_engine judges it, as an error that it cannot cure.
 
 
 class SenderFailed(WorkerFailed):

@@ -44,12 +44,11 @@ class EvaluationRecords:
     monitor: Monitor
     log: EvaluationLog
     observer: EventLog
-    failures: list[str]
-    """Sentences on failures outside the training. They do not end the run; summary.json lists them."""
+    failures: list[str]  # Sentences on failures outside the training. They do not end the run; summary.json lists them.
+    # Called with a reason to ask the run to end after the current step.
     stop: Callable[[str], None] = lambda reason: None
-    """Called with a reason to ask the run to end after the current step."""
+    # (version, whether it is the baseline) → the evaluation's metrics, which are added to a step's line.
     _keys: dict[tuple[int, bool], dict[str, float]] = field(default_factory=dict)
-    """(version, whether it is the baseline) → the evaluation's metrics, which are added to a step's line."""
 
     def __post_init__(self) -> None:
         records = self.log.records

@@ -19,10 +19,8 @@ from separation.supervise import deadline
 
 logger = logging.getLogger(__name__)
 
-MOST = 2
-"""Number of complete states that are held."""
-LANE = "keep"
-"""Lane of the first trainer rank for its kept states, which runs beside the next update."""
+MOST = 2  # Number of complete states that are held.
+LANE = "keep"  # Lane of the first trainer rank for its kept states, which runs beside the next update.
 
 
 class DamagedState(RuntimeError):
@@ -36,8 +34,7 @@ class KeptState:
     version: int
     digest: str
     files: Files
-    controller: Mapping[str, Any]
-    """The controller's part, as in a checkpoint."""
+    controller: Mapping[str, Any]  # The controller's part, as in a checkpoint.
 
 
 @dataclass
@@ -46,8 +43,7 @@ class KeptStates:
 
     states: list[KeptState] = field(default_factory=list)
     _fetching: "asyncio.Task[None] | None" = None
-    _version: int = -1
-    """The version that is being fetched, or was last."""
+    _version: int = -1  # The version that is being fetched, or was last.
 
     def newest(self) -> KeptState | None:
         """Returns the newest state that still has its digest, or None. Another one is dropped with a warning."""

@@ -12,10 +12,8 @@ from checkpoint_engine.transports import OBJECT_STORE
 class SeparatePools:
     """The controller's view of trainer ranks and rollout workers that share no process."""
 
-    endpoint: type[RolloutEndpoint] = RolloutEndpoint
-    """Receiving end of a rollout worker."""
-    loads_rollout_first = False
-    """Whether the rollout workers load their model before the trainer ranks do."""
+    endpoint: type[RolloutEndpoint] = RolloutEndpoint  # Receiving end of a rollout worker.
+    loads_rollout_first = False  # Whether the rollout workers load their model before the trainer ranks do.
 
     def __init__(self, config: Config, transport: str = OBJECT_STORE) -> None:
         self.config, self.transport = config, transport

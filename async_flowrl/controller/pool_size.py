@@ -18,10 +18,10 @@ from separation.supervise import DeadlineExceeded
 
 logger = logging.getLogger(__name__)
 
+# Errors of a new worker after which it is removed and the run goes on without it.
 TURNED_AWAY = (WorkerDied, WorkerFailed, DeadlineExceeded, StartError, OtherCode)
-"""Errors of a new worker after which it is removed and the run goes on without it."""
+# First and longest pause before a seat is tried again whose worker could not serve; the pause doubles each time.
 PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 1.0, 300.0
-"""First and longest pause before a seat is tried again whose worker could not serve; the pause doubles each time."""
 
 
 class Pauses:

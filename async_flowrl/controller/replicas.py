@@ -17,32 +17,26 @@ from async_flowrl.training.parts import RankPosition, cut, tickets_for, tickets_
 from separation.group import RefLost, Worker
 from separation.supervise import deadline, leaves, together
 
+# Function with which a worker confirms that the arguments of the call have arrived.
 ARRIVED = "async_flowrl.training.messages:arrived"
-"""Function with which a worker confirms that the arguments of the call have arrived."""
+# Maximum number of groups in one call of a replica. Between two calls the replica waits for some milliseconds.
 MAX_GROUPS_PER_CALL = 8
-"""Maximum number of groups in one call of a replica. Between two calls the replica waits for some milliseconds."""
 
 
 @dataclass
 class Replica:
     """The ranks that hold one copy of the base together. They run collectives together, so they get the same calls."""
 
-    ranks: range
-    """The numbers of its ranks."""
-    size: int
-    """Number of all trainer ranks."""
+    ranks: range  # The numbers of its ranks.
+    size: int  # Number of all trainer ranks.
+    # Context of every call in which its ranks train.
     training: AbstractAsyncContextManager[Any] = field(default_factory=nullcontext)
-    """Context of every call in which its ranks train."""
-    by_group: bool = False
-    """As `RankPosition.by_group`."""
-    begun: bool = False
-    """True once its ranks know the plan of the present optimizer step."""
-    waiting: int = 0
-    """Number of calls that are not answered yet, those that wait for `lock` included."""
-    state: str = ""
-    """The state of its ranks that was recorded last in this step."""
+    by_group: bool = False  # As `RankPosition.by_group`.
+    begun: bool = False  # True once its ranks know the plan of the present optimizer step.
+    waiting: int = 0  # Number of calls that are not answered yet, those that wait for `lock` included.
+    state: str = ""  # The state of its ranks that was recorded last in this step.
+    # Held during a call: a replica gets its calls one after another.
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """Held during a call: a replica gets its calls one after another."""
 
     def positions(self) -> list[RankPosition]:
         return [RankPosition(rank, self.size, len(self.ranks), self.by_group) for rank in self.ranks]
@@ -211,12 +205,9 @@ class Owners:
         if ranks % per_replica:
             raise ValueError(f"{ranks} trainer ranks cannot form replicas of {per_replica}")
         self._per_replica, self._replicas, self._by_group = per_replica, ranks // per_replica, by_group
-        self._load = [0] * ranks
-        """Rank → number of images that it has got in this optimizer step."""
-        self._left = [0] * self._replicas
-        """Replica → number of images that it has got and not computed yet."""
-        self._whole = True
-        """True: groups are not split over replicas."""
+        self._load = [0] * ranks  # Rank → number of images that it has got in this optimizer step.
+        self._left = [0] * self._replicas  # Replica → number of images that it has got and not computed yet.
+        self._whole = True  # True: groups are not split over replicas.
 
     def begin(self, groups: int) -> None:
         """Begins an optimizer step of `groups` groups.

@@ -38,30 +38,25 @@ from async_flowrl.training.checkpoint import (
 logger = logging.getLogger(__name__)
 
 
+# Beginnings of the differences with which a checkpoint's tensors have other shapes, or some are lacking.
 UNFIT = (
     *("tune ", "full.", "lora.rank ", "lora.targets ", "model.family ", "model.tiny."),
     *("trainer.ema_decay was None", "algorithm.old_policy_decay was copy"),
 )
-"""Beginnings of the differences with which a checkpoint's tensors have other shapes, or some are lacking."""
 
 
 @dataclass(frozen=True)
 class Resume:
     """The point from which an attempt goes on: a checkpoint, or the start of the run."""
 
-    path: Path | None
-    """Folder of the checkpoint; None means the start of the run."""
+    path: Path | None  # Folder of the checkpoint; None means the start of the run.
     version: int
-    controller: dict[str, Any]
-    """The controller's part of the checkpoint (controller.json)."""
-    forced: tuple[str, ...] = ()
-    """Sentences on differences for which a resume is refused unless `resume=force` is set."""
-    notes: tuple[str, ...] = ()
-    """Phrases on differences that a resume only warns of."""
-    kept: KeptState | None = None
-    """State that the controller holds, in place of a checkpoint."""
+    controller: dict[str, Any]  # The controller's part of the checkpoint (controller.json).
+    forced: tuple[str, ...] = ()  # Sentences on differences for which a resume is refused unless `resume=force` is set.
+    notes: tuple[str, ...] = ()  # Phrases on differences that a resume only warns of.
+    kept: KeptState | None = None  # State that the controller holds, in place of a checkpoint.
+    # Streams and versions, besides those that every checkpoint has, whose weights are there for their evaluations.
     held: frozenset[tuple[str, int]] = frozenset()
-    """Streams and versions, besides those that every checkpoint has, whose weights are there for their evaluations."""
 
     @property
     def held_versions(self) -> frozenset[int]:
@@ -69,8 +64,7 @@ class Resume:
         return frozenset(version for _, version in self.held)
 
 
-START = Resume(None, 0, {})
-"""The start of a run, without a checkpoint."""
+START = Resume(None, 0, {})  # The start of a run, without a checkpoint.
 
 
 def newest(directory: RunDirectory, *, shares: bool = False) -> Resume:

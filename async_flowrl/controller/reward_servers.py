@@ -34,18 +34,12 @@ class Replicas:
     term: str
     serve: ServeConfig
     group: WorkerGroup
-    key: str
-    """Key of the term's section in the configuration, for messages."""
-    needed: bool = True
-    """True: losing one replica for good ends the run."""
-    urls: dict[int, str] = field(default_factory=dict)
-    """URLs of the replicas that are up."""
-    deaths: dict[int, int] = field(default_factory=dict)
-    """Number of times that a replica has died or hung."""
-    gone: dict[int, str] = field(default_factory=dict)
-    """Replicas that are lost for good, with the reason in words."""
-    started: bool = False
-    """True once all replicas have been up or are lost for good."""
+    key: str  # Key of the term's section in the configuration, for messages.
+    needed: bool = True  # True: losing one replica for good ends the run.
+    urls: dict[int, str] = field(default_factory=dict)  # URLs of the replicas that are up.
+    deaths: dict[int, int] = field(default_factory=dict)  # Number of times that a replica has died or hung.
+    gone: dict[int, str] = field(default_factory=dict)  # Replicas that are lost for good, with the reason in words.
+    started: bool = False  # True once all replicas have been up or are lost for good.
 
     @property
     def addresses(self) -> Addresses:
@@ -78,16 +72,15 @@ class Replicas:
 
 logger = logging.getLogger(__name__)
 
+# Name of the argument of reward workers with term → Addresses; each pool's dictionary is changed in place.
 SERVERS = "servers"
-"""Name of the argument of reward workers with term → Addresses; each pool's dictionary is changed in place."""
+# Errors of a server's worker after which its server counts as dead.
 LOST = (WorkerDied, WorkerFailed, DeadlineExceeded)
-"""Errors of a server's worker after which its server counts as dead."""
-MARGIN_SECONDS = 30.0
-"""Seconds that a call may take in addition to the time limit of the work that it waits for."""
+MARGIN_SECONDS = 30.0  # Seconds that a call may take in addition to the time limit of the work that it waits for.
+# Function that gets term → addresses of its servers whenever they change.
 Listener = Callable[[Mapping[str, Addresses]], None]
-"""Function that gets term → addresses of its servers whenever they change."""
+# Attempts to send addresses to a reward worker, which may just be replaced, and the seconds between them.
 TOLD_TIMES, TOLD_PAUSE_SECONDS = 10, 1.0
-"""Attempts to send addresses to a reward worker, which may just be replaced, and the seconds between them."""
 
 
 def server_pools(config: Config) -> list[PoolSpec]:
@@ -117,13 +110,11 @@ class RewardServers:
     """All reward servers of a run; it implements the protocol `Servers` of context.py."""
 
     terms: Sequence[Replicas] = ()
-    clients: Sequence[WorkerGroup] = ()
-    """The pools of reward workers, which get the addresses of the servers."""
-    listeners: Sequence[Listener] = ()
-    """Functions that get the addresses of the servers, too."""
+    clients: Sequence[WorkerGroup] = ()  # The pools of reward workers, which get the addresses of the servers.
+    listeners: Sequence[Listener] = ()  # Functions that get the addresses of the servers, too.
     observer: EventLog | None = None
+    # A sentence for each term whose servers are all lost, without which the run goes on.
     failures: list[str] = field(default_factory=list)
-    """A sentence for each term whose servers are all lost, without which the run goes on."""
     _changed: Signal = field(default_factory=Signal)
 
     async def all_up(self, observer: EventLog, failures: list[str]) -> None:

@@ -14,11 +14,10 @@ from async_flowrl.types import Failure, Scores
 from separation.group import RefLost, WorkerDied, WorkerFailed
 from separation.supervise import DeadlineExceeded, deadline, together
 
+# Errors of a call of a reward worker after which the call is repeated.
 FAILURES = (WorkerDied, WorkerFailed, DeadlineExceeded)
-"""Errors of a call of a reward worker after which the call is repeated."""
 
-Free = Mapping[str, asyncio.Queue[int]]
-"""Reward pool → queue of the indices of its idle workers."""
+Free = Mapping[str, asyncio.Queue[int]]  # Reward pool → queue of the indices of its idle workers.
 
 
 def free_workers(ctx: Context) -> Free:

@@ -49,8 +49,7 @@ from async_flowrl.training.parts import check_plan, cut
 from separation.group import Worker, WorkerGroup, seated
 from separation.supervise import deadline, together
 
-Stepped = list[tuple[Worker, UpdateStats]]
-"""Each rank's statistics of the optimizer step."""
+Stepped = list[tuple[Worker, UpdateStats]]  # Each rank's statistics of the optimizer step.
 
 
 @dataclass
@@ -59,8 +58,8 @@ class Sums:
 
     step: int
     plan: StepPlan
+    # Rank → the parts in its sum, as its last call reported them.
     manifests: dict[int, Manifest] = field(default_factory=dict)
-    """Rank → the parts in its sum, as its last call reported them."""
 
 
 def divisor(ctx: Context, groups: Sequence[HandedGroup]) -> int | None:
@@ -79,12 +78,12 @@ class TrainerGroup:
 
     def __init__(self, workers: WorkerGroup, algorithm: Algorithm) -> None:
         self.workers, self.algorithm = workers, algorithm
+        # Layout that the ranks get when they load; None means the settings of the configuration.
         self.layout: Layout | None = None
-        """Layout that the ranks get when they load; None means the settings of the configuration."""
+        # How the ranks have the trained weights. Known when they have loaded.
         self.weights = ReplicatedWeights(workers)
-        """How the ranks have the trained weights. Known when they have loaded."""
+        # Seconds of this step in which no rank trained, as groups were not ready, and when the last call ended.
         self._waited = self._idle_since = 0.0
-        """Seconds of this step in which no rank trained, as groups were not ready, and when the last call ended."""
         self._arrange(1)
 
     @property
@@ -115,13 +114,11 @@ class TrainerGroup:
         self._replicas = [
             Replica(range(start, start + per_replica), ranks, self.weights.training, by_group) for start in starts
         ]
-        self._attempts = 0
-        """Number of attempts at optimizer steps so far; it numbers them."""
-        self._freed = asyncio.Event()
-        """Set when a replica has answered all of its calls."""
+        self._attempts = 0  # Number of attempts at optimizer steps so far; it numbers them.
+        self._freed = asyncio.Event()  # Set when a replica has answered all of its calls.
+        # True if the KL of the next optimizer step is measured. The ranks say so in the statistics of each step; until
+        # then it is True.
         self._measures = True
-        """True if the KL of the next optimizer step is measured. The ranks say so in the statistics of each step; until
-        then it is True."""
 
     def _most_selected(self, config: Config) -> list[int]:
         """Returns the images that the algorithm selects for training from a group in which all rewards differ."""

@@ -30,12 +30,10 @@ class StallRow:
 
     ticket: str
     state: str
-    worker: str
-    """Name of the worker that has the ticket, `-` for none."""
-    age: float
-    """Seconds since the ticket came into `state`."""
+    worker: str  # Name of the worker that has the ticket, `-` for none.
+    age: float  # Seconds since the ticket came into `state`.
+    # The versions that the worker holds; if no living worker has the ticket, the version that it needs.
     last_event: str
-    """The versions that the worker holds; if no living worker has the ticket, the version that it needs."""
 
 
 def stall_report(rows: Sequence[StallRow], *, most: int = 20) -> str:
@@ -55,10 +53,9 @@ def stall_report(rows: Sequence[StallRow], *, most: int = 20) -> str:
 class TicketAges:
     """Remembers since when each live ticket has been in its state, as far as repeated calls of `look` can tell."""
 
+    # (kind, number) of a ticket → its state, its attempt, and the time of the first `look` that saw these.
     seen: dict[tuple[str, int], tuple[str, int, float]] = field(default_factory=dict)
-    """(kind, number) of a ticket → its state, its attempt, and the time of the first `look` that saw these."""
-    workers: tuple[str, ...] = ()
-    """Names of the rollout and reward workers at the last `look`."""
+    workers: tuple[str, ...] = ()  # Names of the rollout and reward workers at the last `look`.
 
     def look(self, ctx: Context, now: float) -> bool:
         """Records the tickets and workers at time `now` (seconds of the loop's clock).

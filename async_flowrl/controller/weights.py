@@ -26,8 +26,8 @@ from checkpoint_engine.transports import OBJECT_STORE
 from separation.group import Worker, WorkerDied, WorkerGroup
 from separation.supervise import DeadlineExceeded
 
+# Workers given up over corrupted weights without a new version anywhere; with so many the sender is at fault.
 MAX_CORRUPTED_WORKERS_IN_A_ROW = 3
-"""Workers given up over corrupted weights without a new version anywhere; with so many the sender is at fault."""
 
 
 class CorruptedVersion(RuntimeError):
@@ -47,30 +47,20 @@ class PublishedWeights:
     rollout: WorkerGroup
     trainers: TrainerGroup
     observer: EventLog
-    work: Signal
-    """Notified when a version is published or acknowledged, and when a worker is given up."""
+    work: Signal  # Notified when a version is published or acknowledged, and when a worker is given up.
     placement: SeparatePools
-    base_digest: str = ""
-    """Digest of the base weights, which all workers hold."""
-    held: Collection[int] = ()
-    """Versions that an earlier attempt has published, and whose evaluation is not made yet."""
+    base_digest: str = ""  # Digest of the base weights, which all workers hold.
+    held: Collection[int] = ()  # Versions that an earlier attempt has published, and whose evaluation is not made yet.
     sender: TrainerEndpoint = field(init=False)
     delivery: Delivery = field(init=False)
     proof: WorkerProof = field(init=False)
-    ema: EmaEndpoint | None = None
-    """Sender of the EMA for evaluations; None if `trainer.ema_decay` is null."""
-    stall_seconds: float = 0.0
-    """Seconds that the trainer has waited in `publish`."""
-    _first: int = 0
-    """First version that this attempt publishes for training."""
-    _newest: int = -1
-    """Highest version that any worker has acknowledged; -1 for none."""
-    _corrupted: int = 0
-    """Workers given up over damaged weights since `_newest` was acknowledged for the first time."""
-    _deliveries: list[Delivery] = field(default_factory=list)
-    """Those of the policy and, if there is one, of its EMA."""
-    _delivered: int | None = None
-    """The version of the EMA that was delivered last."""
+    ema: EmaEndpoint | None = None  # Sender of the EMA for evaluations; None if `trainer.ema_decay` is null.
+    stall_seconds: float = 0.0  # Seconds that the trainer has waited in `publish`.
+    _first: int = 0  # First version that this attempt publishes for training.
+    _newest: int = -1  # Highest version that any worker has acknowledged; -1 for none.
+    _corrupted: int = 0  # Workers given up over damaged weights since `_newest` was acknowledged for the first time.
+    _deliveries: list[Delivery] = field(default_factory=list)  # Those of the policy and, if there is one, of its EMA.
+    _delivered: int | None = None  # The version of the EMA that was delivered last.
     _started: asyncio.Event = field(default_factory=asyncio.Event)
     _sealed: dict[int, asyncio.Event] = field(default_factory=dict)
 

@@ -28,8 +28,7 @@ from separation.placement import fewest_gpus
 
 logger = logging.getLogger(__name__)
 
-MEMORY_WARNING_SHARE = 0.9
-"""Share of a process's device memory above which planned memory leads to a warning."""
+MEMORY_WARNING_SHARE = 0.9  # Share of a process's device memory above which planned memory leads to a warning.
 
 
 def processes(config: Config, pools: Collection[str] | None = None, *, lasting: bool = False) -> Iterator[Process]:

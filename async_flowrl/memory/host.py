@@ -30,11 +30,11 @@ from separation.node import NodeMemory
 
 logger = logging.getLogger(__name__)
 
+# Host memory of a process without its model: Python, torch and diffusers; `ps` shows 530 to 710 MB on a CPU.
 PROCESS_BYTES = 700_000_000
-"""Host memory of a process without its model: Python, torch and diffusers; `ps` shows 530 to 710 MB on a CPU."""
+# Most copies of a LoRA's state at a time: on its first rank two that are retained, one as files, and one part after the
+# other that is made contiguous for them (training/checkpoint.py); on the controller two, and one that comes.
 KEPT_BY_RANK, KEPT_BY_CONTROLLER = 4, 3
-"""Most copies of a LoRA's state at a time: on its first rank two that are retained, one as files, and one part after
-the other that is made contiguous for them (training/checkpoint.py); on the controller two, and one that comes."""
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,7 @@ class NodeProcesses:
 
     address: str
     memory: NodeMemory
-    workers: Mapping[str, tuple[int, ...]]
-    """Pool → indices of its workers there."""
+    workers: Mapping[str, tuple[int, ...]]  # Pool → indices of its workers there.
 
 
 @dataclass(frozen=True)
@@ -53,9 +52,9 @@ class Hosts:
 
     nodes: tuple[NodeProcesses, ...]
     stored: StoredElements
+    # Pool → bytes of memory of its smallest device. Pools without GPUs are missing, and rollout workers of vllm_omni,
+    # which plan their devices themselves.
     devices: Mapping[str, int]
-    """Pool → bytes of memory of its smallest device. Pools without GPUs are missing, and rollout workers of vllm_omni,
-    which plan their devices themselves."""
 
 
 @dataclass(frozen=True)
@@ -65,12 +64,9 @@ class PoolProcesses:
     pool: str
     count: int
     bytes: int
-    per_node: int = 1
-    """Number of the processes that one node must hold (`workers_per_node`)."""
-    copies: int = 0
-    """Number of the processes that copy their state to host memory, which is not in `bytes`."""
-    copy: int = 0
-    """Bytes of such a copy."""
+    per_node: int = 1  # Number of the processes that one node must hold (`workers_per_node`).
+    copies: int = 0  # Number of the processes that copy their state to host memory, which is not in `bytes`.
+    copy: int = 0  # Bytes of such a copy.
 
     @property
     def total(self) -> int:

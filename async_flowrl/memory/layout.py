@@ -19,10 +19,9 @@ from async_flowrl.training.messages import Layout
 logger = logging.getLogger(__name__)
 
 AUTO = "auto"
+# Values of `trainer.gradient_checkpointing`, from the one that needs most memory to the one that needs least.
 CHECKPOINTED = ("none", "every_4", "every_3", "every_2", "full")
-"""Values of `trainer.gradient_checkpointing`, from the one that needs most memory to the one that needs least."""
-SHARD, CHECKPOINTING = "trainer.shard", "trainer.gradient_checkpointing"
-"""The settings that may be `auto`."""
+SHARD, CHECKPOINTING = "trainer.shard", "trainer.gradient_checkpointing"  # The settings that may be `auto`.
 
 
 @dataclass(frozen=True)
@@ -30,8 +29,8 @@ class Chosen:
     """A layout of the trainer."""
 
     layout: Layout
+    # One sentence that says what `auto` means in it and why; empty if no setting is `auto`.
     reasons: tuple[str, ...] = ()
-    """One sentence that says what `auto` means in it and why; empty if no setting is `auto`."""
 
     def applied(self, config: Config) -> Config:
         """Returns a copy of the configuration with this layout in its trainer settings."""

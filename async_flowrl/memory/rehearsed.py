@@ -101,12 +101,11 @@ def _peak(phases: "Mapping[str, Phase]") -> int:
 
 
 T = TypeVar("T")
+# Blocks of a stack that are rehearsed at least: the last block of a network may have less in it than the others.
 FEWEST = 2
-"""Blocks of a stack that are rehearsed at least: the last block of a network may have less in it than the others."""
+# Blocks that FSDP2 holds whole at once: the one that computes, the next one, and the buffer it is gathered in.
 GATHERED = 3
-"""Blocks that FSDP2 holds whole at once: the one that computes, the next one, and the buffer it is gathered in."""
-_NUMBER = re.compile(r"\d[].*?]")
-"""Part of a pattern of tensor names that may name single blocks."""
+_NUMBER = re.compile(r"\d[].*?]")  # Part of a pattern of tensor names that may name single blocks.
 
 
 def whole_rank(config: Config, model: FakeModel, *, kernels: bool = True) -> RankRehearsal:

@@ -13,35 +13,26 @@ from async_flowrl.policies.pipeline import USUAL_TOKENS, estimated_tokens
 from async_flowrl.policies.stored import StoredElements
 from async_flowrl.policies.tuning import tuning_of
 
-_BLOCK = re.compile(r"[^.]+\.\d+\.")
-"""Beginning of the names of a block's tensors, e.g. `transformer_blocks.7.`."""
+_BLOCK = re.compile(r"[^.]+\.\d+\.")  # Beginning of the names of a block's tensors, e.g. `transformer_blocks.7.`.
 
 
+# End of the name of the one kind of tensor in the files that is no parameter: diffusers' tables of positions.
 _BUFFER = ".pos_embed"
-"""End of the name of the one kind of tensor in the files that is no parameter: diffusers' tables of positions."""
 
 
 @dataclass(frozen=True)
 class Sizes:
     """Sizes of a model, of which the adapter is what is trained: a LoRA, or with `full` the trained weights."""
 
-    base_parameters: int
-    """Parameters of the transformer without its LoRA."""
-    blocks: int
-    """Number of the transformer's blocks."""
-    block_bytes: int
-    """Bytes of the largest block of the base."""
-    root_bytes: int
-    """Bytes of the base that are in no block."""
-    adapter_parameters: int
-    """Trained parameters; from the headers of files, those of a LoRA count as 0."""
-    text_parameters: int
-    """Parameters of all text encoders."""
+    base_parameters: int  # Parameters of the transformer without its LoRA.
+    blocks: int  # Number of the transformer's blocks.
+    block_bytes: int  # Bytes of the largest block of the base.
+    root_bytes: int  # Bytes of the base that are in no block.
+    adapter_parameters: int  # Trained parameters; from the headers of files, those of a LoRA count as 0.
+    text_parameters: int  # Parameters of all text encoders.
     vae_parameters: int
-    buffer_bytes: int
-    """Bytes of the transformer's buffers (constant tables), which are never sharded."""
-    itemsize: int
-    """Bytes of one number of the network and of a version."""
+    buffer_bytes: int  # Bytes of the transformer's buffers (constant tables), which are never sharded.
+    itemsize: int  # Bytes of one number of the network and of a version.
     full: bool
 
     @property
@@ -82,8 +73,7 @@ def stored_sizes(config: Config, stored: StoredElements, itemsize: int) -> Sizes
     )
 
 
-_read: dict[str, tuple[list[Resolution], int]] = {}
-"""Settings and state of the prompt files → what `_asked` returns."""
+_read: dict[str, tuple[list[Resolution], int]] = {}  # Settings and state of the prompt files → what `_asked` returns.
 
 
 def at_largest(config: Config) -> Config:

@@ -20,8 +20,8 @@ from async_flowrl.rollout.text_encoder import EmbeddingFiles, Parked, StoredEmbe
 from async_flowrl.rollout.together import TogetherEngine, check_shareable
 from async_flowrl.types import Asked
 
+# `rollout.text_encoder` → `parts` of `load_policy`.
 PARTS = {"resident": "all", "offload": "offload", "cached": "cached"}
-"""`rollout.text_encoder` → `parts` of `load_policy`."""
 
 
 def open_embeddings(

@@ -28,10 +28,9 @@ from async_flowrl.policies.registry import ResolvedModel
 from async_flowrl.transfers import ONE_AT_A_TIME, upload
 from async_flowrl.types import Asked, Conditioning, Wording
 
+# Size of a slab of pinned memory. Many tensors share a slab, because torch rounds each up to a power of two.
 SLAB_BYTES = 2**30
-"""Size of a slab of pinned memory. Many tensors share a slab, because torch rounds each up to a power of two."""
-ALIGNMENT_BYTES = 512
-"""Alignment of each tensor in a slab; torch's allocators align tensors to at least 64 bytes."""
+ALIGNMENT_BYTES = 512  # Alignment of each tensor in a slab; torch's allocators align tensors to at least 64 bytes.
 
 
 class Offloaded:
@@ -84,8 +83,7 @@ def _placed(tensor: Tensor, slab: Tensor, start: int) -> Tensor:
     return slab[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
 
 
-CACHED_PROMPTS = 1024
-"""Largest number of embeddings in the cache; the least recently used one is removed first."""
+CACHED_PROMPTS = 1024  # Largest number of embeddings in the cache; the least recently used one is removed first.
 
 
 class Encoder(Protocol):
@@ -142,11 +140,11 @@ class Prompts:
 
 logger = logging.getLogger(__name__)
 
+# Increase it when the format of the files changes, or when code outside a family's own module changes embeddings.
 FORMAT = 1
-"""Increase it when the format of the files changes, or when code outside a family's own module changes embeddings."""
 DIGEST_BYTES = 32
+# Prefixes of the names of the model's folders that embeddings depend on.
 ENCODER_FOLDERS = ("text_encoder", "tokenizer")
-"""Prefixes of the names of the model's folders that embeddings depend on."""
 PACKAGES = ("torch", "diffusers", "transformers")
 
 
@@ -275,8 +273,8 @@ class StoredEmbeddings:
         self._upcoming, self._ahead = upcoming, ahead
         self._places = {asked: place for place, asked in enumerate(upcoming)}
         self._worker, self._workers = worker, workers
+        # Context manager around each use of the text encoders, which frees memory on the device for them.
         self.aside: Callable[[], AbstractContextManager[None]] = nullcontext
-        """Context manager around each use of the text encoders, which frees memory on the device for them."""
 
     def encode(self, asked: Sequence[Asked]) -> list[Conditioning]:
         """Returns the conditioning of each, with the bits of the policy's own encoder. OSError if a write fails."""

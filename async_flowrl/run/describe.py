@@ -16,8 +16,7 @@ from async_flowrl.run.prepare import Prepared
 
 logger = logging.getLogger(__name__)
 
-Rows = list[tuple[str, str]]
-"""(label, sentence) of each line."""
+Rows = list[tuple[str, str]]  # (label, sentence) of each line.
 
 
 def first_lines(prepared: Prepared, directory: Path, resume: Resume = START) -> str:
@@ -60,13 +59,13 @@ def inputs(prepared: Prepared) -> Rows:
     ]
 
 
+# Mode → description of the work that overlaps.
 OVERLAP = {
     "sync": "generate, then train",
     "stream": "a group is trained while others of its step are generated",
     "one_step_off": "the next step is generated while one is trained",
     "fully_async": "generation runs ahead while steps are trained",
 }
-"""Mode → description of the work that overlaps."""
 
 
 def run_of(config: Config) -> str:

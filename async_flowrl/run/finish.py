@@ -187,12 +187,9 @@ def export_best(
     return tuning_of(config).save(directory.best(config.tune), dict(evaluated), model, config.model.path)
 
 
-LABEL_CHARACTERS = 8
-"""Width of the label before each line, in characters."""
-TRAINED = {LORA: "LoRA", FULL: "weights"}
-"""Value of `tune` → what stands before the path of what was trained."""
-MAX_WARNINGS = 5
-"""Most warnings of the summary that are printed."""
+LABEL_CHARACTERS = 8  # Width of the label before each line, in characters.
+TRAINED = {LORA: "LoRA", FULL: "weights"}  # Value of `tune` → what stands before the path of what was trained.
+MAX_WARNINGS = 5  # Most warnings of the summary that are printed.
 
 
 @dataclass(frozen=True)
@@ -202,8 +199,8 @@ class Ending:
     prepared: Prepared
     directory: RunDirectory
     stop: StopRequest
+    # Name → text of the files in `.hydra/`; empty if the run was not started from a command line.
     hydra_record: Mapping[str, str]
-    """Name → text of the files in `.hydra/`; empty if the run was not started from a command line."""
 
     @property
     def quiet(self) -> bool:

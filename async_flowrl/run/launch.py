@@ -32,10 +32,8 @@ from separation.rendezvous import join_process_group
 from separation.supervise import deadline
 from separation.table import format_table
 
-Negatives = dict[Wording, Conditioning]
-"""Negative prompt → its embeddings, as the model family's network takes them."""
-DEVICES = Path("/dev")
-"""Folder of device files: each GPU of NVIDIA has one, nvidia0, nvidia1, …"""
+Negatives = dict[Wording, Conditioning]  # Negative prompt → its embeddings, as the model family's network takes them.
+DEVICES = Path("/dev")  # Folder of device files: each GPU of NVIDIA has one, nvidia0, nvidia1, …
 
 
 def describe_run(prepared: Prepared) -> str:

@@ -19,18 +19,17 @@ from separation.group import PoolSpec
 from separation.node import code_of, free_memory, sees, temporary_folder, temporary_refusal
 
 GIB, GB = 2**30, 10**9
+# Used share of a disk above which Ray writes no objects to it (its local_fs_capacity_threshold). Ray then fails to
+# create those for which its object store has no room.
 SPILL_SHARE = 0.95
-"""Used share of a disk above which Ray writes no objects to it (its local_fs_capacity_threshold). Ray then fails to
-create those for which its object store has no room."""
-LEAST_DISK = GB // 5
-"""Bytes on disk that the logs of Ray need at least."""
+LEAST_DISK = GB // 5  # Bytes on disk that the logs of Ray need at least.
+# Ray's default size of the object store: this share of the memory; above SMALL_STORE bytes at most this share of
+# /dev/shm. A store that does not fit into /dev/shm is put into Ray's folder for temporary files.
 STORE_SHARE, SHM_SHARE, SMALL_STORE, LARGEST_STORE = 0.3, 0.95, 10 * GB, 200 * GB
-"""Ray's default size of the object store: this share of the memory; above SMALL_STORE bytes at most this share of
-/dev/shm. A store that does not fit into /dev/shm is put into Ray's folder for temporary files."""
+# Size of the object whose broadcast is timed; it takes at most 1 / STORE_PART of the smallest object store.
 BROADCAST_BYTES, STORE_PART = 32_000_000, 8
-"""Size of the object whose broadcast is timed; it takes at most 1 / STORE_PART of the smallest object store."""
+# Clock difference above which log lines of several nodes are in the wrong order; half of gigabit Ethernet.
 SKEW_SECONDS, SLOW_BYTES_PER_SECOND = 1.0, 50e6
-"""Clock difference above which log lines of several nodes are in the wrong order; half of gigabit Ethernet."""
 NETWORK = "check the interface that Ray uses (ray start --node-ip-address) and the link"
 
 
@@ -38,14 +37,11 @@ NETWORK = "check the interface that Ray uses (ray start --node-ip-address) and t
 class Asked:
     """Questions to a machine, in addition to the usual facts."""
 
+    # Folders whose file system's free space is reported; for a missing one, that of its nearest parent.
     folders: tuple[str, ...] = ()
-    """Folders whose file system's free space is reported; for a missing one, that of its nearest parent."""
-    packages: tuple[str, ...] = ()
-    """Packages whose code is digested, for comparison between nodes."""
-    modules: tuple[str, ...] = ()
-    """Import names; those that the machine lacks are reported."""
-    mark: str = ""
-    """Path of a file with the content `text`; a node that sees it shares the folder. Empty: not asked."""
+    packages: tuple[str, ...] = ()  # Packages whose code is digested, for comparison between nodes.
+    modules: tuple[str, ...] = ()  # Import names; those that the machine lacks are reported.
+    mark: str = ""  # Path of a file with the content `text`; a node that sees it shares the folder. Empty: not asked.
     text: str = ""
 
 
@@ -75,10 +71,10 @@ class Machine:
     name: str
     facts: Mapping[str, Any]
     store: float = 0.0
+    # The resources that Ray knows of the node; None if the run starts Ray itself.
     resources: Mapping[str, float] | None = None
-    """The resources that Ray knows of the node; None if the run starts Ray itself."""
+    # Optional feature that the configuration needs → what the node lacks of it (features.py).
     lacks: Mapping[str, str] = field(default_factory=dict)
-    """Optional feature that the configuration needs → what the node lacks of it (features.py)."""
 
     @property
     def has_gpu(self) -> bool:
@@ -187,8 +183,8 @@ def broadcast_finding(seconds: Mapping[str, float], nbytes: int, version_bytes: 
     return verdict("broadcast", said, (rate < SLOW_BYTES_PER_SECOND, WARNING, f"{slowest} is slow: {NETWORK}"))
 
 
+# Packages whose versions affect results bit for bit, or the communication between nodes.
 PACKAGES = ("torch", "ray", "diffusers", "transformers", "peft", "numpy")
-"""Packages whose versions affect results bit for bit, or the communication between nodes."""
 SHM = Path("/dev/shm")
 NVIDIA_SMI_SECONDS = 20.0
 

@@ -25,10 +25,8 @@ from separation.supervise import deadline, together
 
 logger = logging.getLogger(__name__)
 
-OUR_CODE = ("async_flowrl", "separation", "checkpoint_engine")
-"""Packages whose code must be the same on every node."""
-LABEL_CHARACTERS = 10
-"""Width of the label before each line, in characters."""
+OUR_CODE = ("async_flowrl", "separation", "checkpoint_engine")  # Packages whose code must be the same on every node.
+LABEL_CHARACTERS = 10  # Width of the label before each line, in characters.
 
 
 async def look_at_nodes(config: Config, groups: Mapping[str, WorkerGroup], folder: Path) -> None:
@@ -106,12 +104,11 @@ def marked(folder: Path) -> Iterator[tuple[str, str]]:
         mark.unlink(missing_ok=True)
 
 
+# Functions that workers run: the elements of the model's files, and the memory of their node.
 ELEMENTS, MEMORY = "async_flowrl.policies.stored:stored_elements", "separation.node:node_memory"
-"""Functions that workers run: the elements of the model's files, and the memory of their node."""
-LOOK_SECONDS = 20.0
-"""Time after which a run goes on without the check; the answers take milliseconds."""
+LOOK_SECONDS = 20.0  # Time after which a run goes on without the check; the answers take milliseconds.
+# Lanes on which no call takes long; `main` of a reward server is taken while the server starts.
 QUICK_LANES = ("control", "stop")
-"""Lanes on which no call takes long; `main` of a reward server is taken while the server starts."""
 
 
 async def ready_nodes(prepared: Prepared, groups: Mapping[str, WorkerGroup], devices: Mapping[str, int]) -> None:

@@ -27,10 +27,8 @@ from separation.group import VISIBLE_DEVICES, PoolSpec
 from separation.placement import ResourcesMissing
 
 FACTS, MISSING = "async_flowrl.run.machines:facts", "async_flowrl.run.features:missing"
-NODES_SECONDS = 120.0
-"""Seconds for which nodes are waited for, if more than one is wanted."""
-FOLDER_BYTES = 200_000_000
-"""Size of a run directory without checkpoints: logs, metrics, images, report."""
+NODES_SECONDS = 120.0  # Seconds for which nodes are waited for, if more than one is wanted.
+FOLDER_BYTES = 200_000_000  # Size of a run directory without checkpoints: logs, metrics, images, report.
 REFUSED, WARNED = "a run would refuse it with this sentence", "a run says this, too"
 START = "start a cluster (ray start --head), or leave runtime.address out for one of this machine"
 

@@ -54,13 +54,12 @@ class Ledgers:
     """Records of a run that are written while it goes on."""
 
     events: EventLog
-    pools: PoolLedger
-    """Seconds that each worker has spent in each state."""
+    pools: PoolLedger  # Seconds that each worker has spent in each state.
     metrics: MetricsLog
     evaluations: EvaluationLog
     monitor: Monitor
+    # Sentences on failures outside the training, such as an evaluation or a picture that could not be made.
     failures: list[str] = field(default_factory=list)
-    """Sentences on failures outside the training, such as an evaluation or a picture that could not be made."""
 
 
 @dataclass(frozen=True)
@@ -73,18 +72,12 @@ class Run:
     trainers: TrainerGroup
     ledgers: Ledgers
     stop: StopRequest
-    base_digest: str
-    """Checksum of the base weights; a new trainer rank must report the same."""
-    schedules: str
-    """Digest of the noise levels of all image sizes."""
-    device: str
-    """Device of the trainer ranks as torch names it, e.g. `cpu` or `cuda:0`."""
-    transport: str
-    """Way by which versions are sent to the rollout workers."""
-    negatives: Negatives
-    """Embeddings of the negative prompts, for the trainer ranks."""
-    peak_flops: float | None = None
-    """Peak FLOP/s of a trainer rank's device; None if unknown."""
+    base_digest: str  # Checksum of the base weights; a new trainer rank must report the same.
+    schedules: str  # Digest of the noise levels of all image sizes.
+    device: str  # Device of the trainer ranks as torch names it, e.g. `cpu` or `cuda:0`.
+    transport: str  # Way by which versions are sent to the rollout workers.
+    negatives: Negatives  # Embeddings of the negative prompts, for the trainer ranks.
+    peak_flops: float | None = None  # Peak FLOP/s of a trainer rank's device; None if unknown.
     servers: RewardServers = field(default_factory=RewardServers)
     kept: KeptStates = field(default_factory=KeptStates)
 
@@ -142,8 +135,8 @@ async def attempt(run: Run, ctx: Context) -> None:
         await run.kept.settle(ctx)
 
 
+# Time within which the death of one rank must show after another rank has failed because of it.
 DEATH_DETECTION_SECONDS = 2.0
-"""Time within which the death of one rank must show after another rank has failed because of it."""
 
 
 async def dead_ranks(trainers: TrainerGroup) -> list[str]:

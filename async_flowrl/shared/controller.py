@@ -16,8 +16,8 @@ from checkpoint_engine.transports import OBJECT_STORE
 from separation.group import Worker
 from separation.supervise import DeadlineExceeded, deadline, supervised
 
+# Number of receivers that the sender serves itself, larger than any pool: no receiver passes a version on.
 UNLIMITED_FAN_OUT = 1 << 30
-"""Number of receivers that the sender serves itself, larger than any pool: no receiver passes a version on."""
 
 
 class SharedDeadlines(Deadlines):

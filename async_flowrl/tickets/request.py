@@ -32,16 +32,14 @@ class RequestBuilder:
     """
 
     config: Config
-    train: Sequence[Prompt]
-    """Training prompts."""
-    evaluation: Sequence[Prompt]
-    """Evaluation prompts."""
+    train: Sequence[Prompt]  # Training prompts.
+    evaluation: Sequence[Prompt]  # Evaluation prompts.
+    # [len(train)] How often each training prompt is drawn, relative to the others; None means all equally often.
     weights: npt.NDArray[np.float64] | None = None
-    """[len(train)] How often each training prompt is drawn, relative to the others; None means all equally often."""
+    # State of `data.curriculum` from a checkpoint: one byte per group of all steps trained before this start.
     outcomes: bytes = b""
-    """State of `data.curriculum` from a checkpoint: one byte per group of all steps trained before this start."""
+    # Sampling of the baseline (an evaluation of the base model as it is usually sampled); None without a baseline.
     baseline: Sampling | None = None
-    """Sampling of the baseline (an evaluation of the base model as it is usually sampled); None without a baseline."""
 
     @cached_property
     def sampler(self) -> Sampler:
@@ -197,8 +195,8 @@ def upcoming(requests: RequestBuilder, limit: int) -> tuple[Asked, ...]:
     return tuple(islice(dict.fromkeys(islice(_all(requests), MAX_TEXTS_READ_PER_TEXT * limit)), limit))
 
 
+# Most texts that `upcoming` reads per text that it may return; with few prompts, most texts are repetitions.
 MAX_TEXTS_READ_PER_TEXT = 8
-"""Most texts that `upcoming` reads per text that it may return; with few prompts, most texts are repetitions."""
 
 
 def _all(requests: RequestBuilder) -> Iterator[Asked]:

@@ -33,20 +33,17 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load, load_file, save, save_file
 from torch import Tensor
 
-RANKS = "ranks"
-"""Key of trainer.json, only where each of so many ranks has a share of the weights."""
+RANKS = "ranks"  # Key of trainer.json, only where each of so many ranks has a share of the weights.
 
 
 @dataclass(frozen=True)
 class Checkpoint:
     """The contents of a checkpoint."""
 
+    # File without its suffix (weights, optimizer, ...) → name → CPU tensor.
     tensors: Mapping[str, Mapping[str, Tensor]]
-    """File without its suffix (weights, optimizer, ...) → name → CPU tensor."""
-    trainer: Mapping[str, Any]
-    """State of the trainer, as JSON values."""
-    controller: Mapping[str, Any]
-    """State of the controller, as JSON values."""
+    trainer: Mapping[str, Any]  # State of the trainer, as JSON values.
+    controller: Mapping[str, Any]  # State of the controller, as JSON values.
 
     @property
     def nbytes(self) -> int:
@@ -70,12 +67,9 @@ def write_checkpoint(
     return end_checkpoint(work, step, keep=keep, spare=spare)
 
 
-Files = Mapping[str, bytes]
-"""The files of a checkpoint without the controller's part: name → contents."""
-HELD = "held"
-"""The part of a checkpoint with the versions that evaluations may still ask for."""
-Held = Mapping[tuple[str, int], Tensor]
-"""Stream and version → flat weights of such a version."""
+Files = Mapping[str, bytes]  # The files of a checkpoint without the controller's part: name → contents.
+HELD = "held"  # The part of a checkpoint with the versions that evaluations may still ask for.
+Held = Mapping[tuple[str, int], Tensor]  # Stream and version → flat weights of such a version.
 
 
 def with_held(checkpoint: Checkpoint, held: Held) -> Checkpoint:
@@ -180,12 +174,10 @@ def read_controller(path: Path) -> dict[str, Any]:
 
 FORMAT = 4
 MANIFEST, TRAINER, CONTROLLER = "manifest.json", "trainer.json", "controller.json"
-FOLDER = "shards"
-"""Folder of a checkpoint with the files of all ranks, where each has a share of the weights."""
+FOLDER = "shards"  # Folder of a checkpoint with the files of all ranks, where each has a share of the weights.
+# Name of a file with the share of a rank, as torch.distributed.checkpoint names it; the group is the rank.
 _SHARE = re.compile(rf"{FOLDER}/__(\d+)_\d+\.distcp")
-"""Name of a file with the share of a rank, as torch.distributed.checkpoint names it; the group is the rank."""
-Description = Mapping[str, Any]
-"""Size of a file in bytes (`bytes`) and its digest (`sha256`, hex)."""
+Description = Mapping[str, Any]  # Size of a file in bytes (`bytes`) and its digest (`sha256`, hex).
 
 
 class DamagedCheckpoint(ValueError):
@@ -308,8 +300,7 @@ def sync(path: Path) -> None:
 logger = logging.getLogger(__name__)
 
 _WORK = ".unfinished-"
-_REPLACED = ".replaced-"
-"""Prefix of an old checkpoint's name while a new one of the same step replaces it."""
+_REPLACED = ".replaced-"  # Prefix of an old checkpoint's name while a new one of the same step replaces it.
 _NAME = re.compile(rf"(?:{re.escape(_REPLACED)})?step_(\d+)")
 
 

@@ -33,8 +33,8 @@ from async_flowrl.training.optimizer import Optimizer
 from async_flowrl.training.parts import Group, Part, to_device
 from async_flowrl.types import Conditioning, Span, Wording
 
+# Number of rows whose log-probs are recomputed per batch under the behaviour weights, to compare the two engines.
 PROBED_ROWS = 4
-"""Number of rows whose log-probs are recomputed per batch under the behaviour weights, to compare the two engines."""
 
 
 @dataclass
@@ -48,14 +48,12 @@ class UpdateInputs:
     optimizer: Optimizer
     world: World
     device: torch.device
-    sampled_by: Callable[[int], Tensor]
-    """Function from a version to its flat weights, with which rollouts made images."""
+    sampled_by: Callable[[int], Tensor]  # Function from a version to its flat weights, with which rollouts made images.
+    # True if rollouts sample from a moving average, so even images of staleness 0 are not from the trained weights.
     averaged: bool
-    """True if rollouts sample from a moving average, so even images of staleness 0 are not from the trained weights."""
-    reference: Tensor | None
-    """Flat weights of the KL reference; None means that the LoRA is switched off."""
+    reference: Tensor | None  # Flat weights of the KL reference; None means that the LoRA is switched off.
+    # Entered while the network computes. In a process that samples, too, no ticket is made inside.
     turn: Callable[[], AbstractContextManager[None]] = nullcontext
-    """Entered while the network computes. In a process that samples, too, no ticket is made inside."""
 
 
 @dataclass(frozen=True)
@@ -65,8 +63,8 @@ class FrozenPredictions:
     proximal: list[Prediction] | None
     behaviour: list[Prediction] | None
     reference: list[Prediction] | None
+    # True if the trained weights themselves made the images, so that `current` serves as behaviour prediction.
     on_policy: bool
-    """True if the trained weights themselves made the images, so that `current` serves as behaviour prediction."""
 
 
 class UpdateMetrics:
@@ -92,8 +90,8 @@ class ForwardPasses:
     def __init__(self, inputs: UpdateInputs) -> None:
         self._inputs = inputs
         self._negatives: dict[Wording, dict[str, Tensor]] = {}
+        # Conditioning of negative prompts as `set_negatives` got it, on the host.
         self.negatives: Mapping[Wording, Conditioning] = {}
-        """Conditioning of negative prompts as `set_negatives` got it, on the host."""
         self._proximal: dict[tuple[int, int], list[Prediction]] = {}
 
     def set_negatives(self, conditionings: Mapping[Wording, Conditioning]) -> None:
@@ -234,8 +232,8 @@ def _at(predictions: list[Prediction] | None, index: int) -> Prediction | None:
     return predictions[index] if predictions is not None and index < len(predictions) else None
 
 
+# Names of the trainer's own numbers of a part: loss, squared norm and largest magnitude of its gradient.
 LOSS, SQUARED, GRADIENT = "loss", "gradient, squared", "gradient"
-"""Names of the trainer's own numbers of a part: loss, squared norm and largest magnitude of its gradient."""
 _OWN = (LOSS, SQUARED, GRADIENT, GAP)
 
 

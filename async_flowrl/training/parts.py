@@ -24,15 +24,13 @@ from async_flowrl.types import Trajectory
 class RankPosition:
     """Position of a rank among the trainer ranks."""
 
-    rank: int = 0
-    """Number of the rank, from 0."""
-    size: int = 1
-    """Number of all ranks."""
+    rank: int = 0  # Number of the rank, from 0.
+    size: int = 1  # Number of all ranks.
+    # Number of ranks that share one copy (replica) of the base weights; they run all collectives together.
     per_replica: int = 1
-    """Number of ranks that share one copy (replica) of the base weights; they run all collectives together."""
+    # True: the ranks of a replica add up their gradients part by part (tune=full with shard=full), so which parts are
+    # computed side by side must be a function of the group alone. False: each rank has a sum of its own.
     by_group: bool = False
-    """True: the ranks of a replica add up their gradients part by part (tune=full with shard=full), so which parts are
-    computed side by side must be a function of the group alone. False: each rank has a sum of its own."""
 
     @property
     def replica(self) -> range:
@@ -45,12 +43,10 @@ class RankPosition:
 class Part:
     """A part that a rank computes."""
 
-    group: int
-    """Position of its group in the call."""
-    part: int
-    """Number of the part in its group, from 0."""
+    group: int  # Position of its group in the call.
+    part: int  # Number of the part in its group, from 0.
+    # False: it is computed only because other ranks of the replica wait in collectives, and its gradient is unused.
     counts: bool = True
-    """False: it is computed only because other ranks of the replica wait in collectives, and its gradient is unused."""
 
 
 def cut(selected: Sequence[int], samples: int) -> list[Sequence[int]]:
@@ -109,8 +105,7 @@ def _owners(meta: GroupMeta, own: RankPosition, samples: int) -> Sequence[int]:
     return meta.owners
 
 
-Parts = Mapping[int, int]
-"""Number of a group → number of its parts."""
+Parts = Mapping[int, int]  # Number of a group → number of its parts.
 
 
 class NotThePlan(RuntimeError):

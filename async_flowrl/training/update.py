@@ -59,17 +59,16 @@ class Update:
         kind = ShardSum if inputs.parameters.sharded else ExactSum
         self._sum = kind(len(inputs.parameters.gradients), inputs.device)
         self._meter = Meter(inputs.policy.transformer)
+        # Exponent that the next `begin` sets, because the present sum may have left its range; None: it stays.
         self._next_exponent: int | None = None
-        """Exponent that the next `begin` sets, because the present sum may have left its range; None: it stays."""
-        self._planned = Account()
-        """Account of the parts that all ranks together have to add."""
+        self._planned = Account()  # Account of the parts that all ranks together have to add.
+        # Lowest number of a group in this optimizer step so far; the first part of that group is probed.
         self._lowest: int | None = None
-        """Lowest number of a group in this optimizer step so far; the first part of that group is probed."""
         self._fetched = Fetched()
+        # Training step under way, whose gradients are not in the weights yet; None if none is.
         self.under_way: int | None = None
-        """Training step under way, whose gradients are not in the weights yet; None if none is."""
+        # `_summed`: the sums of all ranks were added up. `_broken`: a call that added to this rank's sum failed.
         self._summed = self._broken = False
-        """`_summed`: the sums of all ranks were added up. `_broken`: a call that added to this rank's sum failed."""
         self._plan = StepPlan(rows=0)
         self._measured = UpdateMetrics()
         self._before: list[Span] = []

@@ -52,8 +52,8 @@ from separation.node import bind
 
 logger = logging.getLogger(__name__)
 
+# A step that changes a smaller share of what is trained, as it is computed with, is worth a warning.
 MIN_CHANGED_SHARE = 0.01
-"""A step that changes a smaller share of what is trained, as it is computed with, is worth a warning."""
 
 
 class TrainerWorker:
@@ -94,11 +94,10 @@ class TrainerWorker:
         self.optimizer: Optimizer
         self.versions: Versions
         self.update: Update
-        self.saving: ShardSaving
-        """Set only if this rank has a share of the trained weights."""
+        self.saving: ShardSaving  # Set only if this rank has a share of the trained weights.
         self.snapshots: Snapshots
+        # The sending end of the weights, on the first rank only, or on each if it has a share of them.
         self.sender: PublishedStreams
-        """The sending end of the weights, on the first rank only, or on each if it has a share of them."""
         self._state: RankState
         self._warned_of_rounding = False
 

@@ -21,8 +21,8 @@ from async_flowrl.policies.registry import DTYPES, ResolvedModel, load_family, r
 from async_flowrl.policies.stored import configuration, elements_in
 from async_flowrl.types import Conditioning
 
+# Returns a context in which new tensors count as host memory (`Ledger.aside`).
 Aside = Callable[[], AbstractContextManager[None]]
-"""Returns a context in which new tensors count as host memory (`Ledger.aside`)."""
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,7 @@ class FakeModel:
     known: Architecture
     family: PipelineFamily
     resolved: ResolvedModel
-    planned_tokens: int
-    """Length of every prompt: that of the configuration's longest."""
+    planned_tokens: int  # Length of every prompt: that of the configuration's longest.
 
     @classmethod
     def of(cls, config: Config) -> "FakeModel":

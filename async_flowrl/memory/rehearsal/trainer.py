@@ -37,28 +37,21 @@ NEGATIVE = "negative"
 class RankRehearsal:
     """Result of a trainer rank's rehearsal."""
 
+    # Name → phase: load, settle, behaviour, reference, forward, backward, optimizer, delivery, update (the rest).
     phases: dict[str, Phase]
-    """Name → phase: load, settle, behaviour, reference, forward, backward, optimizer, delivery, update (the rest)."""
     sizes: Sizes
-    shapes: Shapes
-    """Shapes of a ticket's arrays."""
-    layout: str
-    """How the ranks hold the base weights, in words."""
-    rows: int
-    """Rows (one image at one denoising step each) of a forward pass."""
-    micro_batches: int
-    """Forward and backward passes of a rank per training step."""
-    frozen_passes: int
-    """Forward passes without gradient of a rank per training step."""
-    optimizer_steps: int
-    """Optimizer steps per training step."""
-    host_bytes: int
-    """Pinned host memory for an offloaded base; 0 without `trainer.cpu_offload`."""
+    shapes: Shapes  # Shapes of a ticket's arrays.
+    layout: str  # How the ranks hold the base weights, in words.
+    rows: int  # Rows (one image at one denoising step each) of a forward pass.
+    micro_batches: int  # Forward and backward passes of a rank per training step.
+    frozen_passes: int  # Forward passes without gradient of a rank per training step.
+    optimizer_steps: int  # Optimizer steps per training step.
+    host_bytes: int  # Pinned host memory for an offloaded base; 0 without `trainer.cpu_offload`.
     version_bytes: int
+    # Bytes of a version that this rank has: all of them, or those of its rows if the ranks share the weights.
     share_bytes: int
-    """Bytes of a version that this rank has: all of them, or those of its rows if the ranks share the weights."""
+    # Bytes of the weights that are not trained; a process that samples, too, has them once (`placement=shared`).
     frozen_bytes: int
-    """Bytes of the weights that are not trained; a process that samples, too, has them once (`placement=shared`)."""
 
 
 def rehearse_trainer(config: Config, model: FakeModel, *, kernels: bool = True) -> RankRehearsal:

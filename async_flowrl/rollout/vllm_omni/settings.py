@@ -18,31 +18,26 @@ from async_flowrl.policies.lora import attach_lora, compute_dtypes, lora_paramet
 from async_flowrl.policies.registry import DTYPES, ResolvedModel, load_family
 from async_flowrl.policies.stored import configuration
 
+# Releases of vllm and vllm-omni that passed the tests; both packages must have the same one.  The interfaces used here
+# change between releases.
 RELEASES = ("0.30", "0.32")
-"""Releases of vllm and vllm-omni that passed the tests; both packages must have the same one.
-
-The interfaces used here change between releases.
-"""
-MAX_RANK = 512
-"""Largest LoRA rank that vllm's layers support."""
+MAX_RANK = 512  # Largest LoRA rank that vllm's layers support.
 _MODELS = "vllm_omni.diffusion.models"
+# Model family → class of vllm-omni's network.
 FAMILIES = {
     "qwen_image": f"{_MODELS}.qwen_image.qwen_image_transformer:QwenImageTransformer2DModel",
     "sd3": f"{_MODELS}.sd3.sd3_transformer:SD3Transformer2DModel",
     "flux": f"{_MODELS}.flux.flux_transformer:FluxTransformer2DModel",
     "z_image": f"{_MODELS}.z_image.z_image_transformer:ZImageTransformer2DModel",
 }
-"""Model family → class of vllm-omni's network."""
 PIPELINE = "async_flowrl.rollout.vllm_omni.pipeline.RolloutPipeline"
 EXTENSION = "async_flowrl.rollout.vllm_omni.extension.RolloutWorkerExtension"
-FAMILY = "family"
-"""Key of the model family in the pipeline's arguments, which reach every rank."""
+FAMILY = "family"  # Key of the model family in the pipeline's arguments, which reach every rank.
+# Key, in the pipeline's arguments, of the port of the store at which the ranks form their process group.
 STORE_PORT = "store_port"
-"""Key, in the pipeline's arguments, of the port of the store at which the ranks form their process group."""
-REQUEST = "rollout_request"
-"""Key of the tickets in a request's extra arguments."""
+REQUEST = "rollout_request"  # Key of the tickets in a request's extra arguments.
+# Metadata group of an answer: {"active": version that the network used, "rollouts": images and trajectories}.
 ROLLOUT = "rollout"
-"""Metadata group of an answer: {"active": version that the network used, "rollouts": images and trajectories}."""
 
 
 def check_installed() -> None:
@@ -158,22 +153,18 @@ def engine_arguments(config: Config, *, folder: str, family: str, ranks: int, po
 _OUTPUT = re.compile(r"\.to_out\.0(?=\.|$)")
 
 Shape = tuple[int, ...]
+# Function of (local shard, dimension) that returns the shards of all ranks, concatenated along the dimension.
 Gather = Callable[[Tensor, int], Tensor]
-"""Function of (local shard, dimension) that returns the shards of all ranks, concatenated along the dimension."""
 
 
 @dataclass(frozen=True)
 class NetworkShapes:
     """Shapes of a network's parameters, by the names of diffusers."""
 
-    adapter: dict[str, Shape]
-    """Shapes of the adapter's (LoRA's) tensors."""
-    base: dict[str, Shape]
-    """Shapes of the base weights."""
-    dtypes: dict[str, torch.dtype]
-    """Dtypes of the adapter's tensors."""
-    config: dict[str, Any]
-    """Configuration of the diffusers network, with its defaults."""
+    adapter: dict[str, Shape]  # Shapes of the adapter's (LoRA's) tensors.
+    base: dict[str, Shape]  # Shapes of the base weights.
+    dtypes: dict[str, torch.dtype]  # Dtypes of the adapter's tensors.
+    config: dict[str, Any]  # Configuration of the diffusers network, with its defaults.
 
     def empty_adapter(self) -> dict[str, Tensor]:
         """Returns zero tensors in host memory, into which a version of the adapter fits."""
@@ -207,10 +198,9 @@ def _shapes(parameters: Iterable[tuple[str, Tensor]]) -> dict[str, Shape]:
 class Names:
     """Translation of diffusers' names of modules and parameters to those of vllm-omni's network (the engine's)."""
 
+    # Packed module → its parts, from the engine, such as {"to_qkv": ["to_q", "to_k", "to_v"]}.
     packed: Mapping[str, Sequence[str]]
-    """Packed module → its parts, from the engine, such as {"to_qkv": ["to_q", "to_k", "to_v"]}."""
-    flat: bool
-    """Whether the engine names an attention's `to_out.0` `to_out`."""
+    flat: bool  # Whether the engine names an attention's `to_out.0` `to_out`.
 
     def engine(self, name: str) -> str:
         """Returns the engine's name of a module or parameter that is not packed."""
