@@ -13,6 +13,7 @@ from async_flowrl.config import exit_codes
 from async_flowrl.config.messages import unknown_name
 from async_flowrl.observability.terminal import run_program
 
+# Verb → module of this package whose `main` it calls, and a line about it for --help.
 VERBS = {
     "train": ("main", "train a configuration"),
     "data": ("cli.data", "show what is understood of a prompt file, and what would be refused"),
@@ -27,7 +28,6 @@ VERBS = {
     "report": ("cli.report", "write one page about a run, or several"),
     "verify": ("cli.verify", "check a finished run from its files"),
 }
-"""Verb → module of this package whose `main` it calls, and a line about it for --help."""
 
 
 def main() -> int:

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+# Lock for building models: diffusers, transformers and peft change process-wide defaults meanwhile. A thread that
+# computes at the same time must give the dtype of each tensor that it creates from numbers. It is also held while a
+# network's weights wait in host memory (`Parked`), so that nothing is loaded beside the models that have its place.
 ONE_AT_A_TIME = threading.RLock()
-"""Lock for building models: diffusers, transformers and peft change process-wide defaults meanwhile. A thread that
-computes at the same time must give the dtype of each tensor that it creates from numbers. It is also held while a
-network's weights wait in host memory (`Parked`), so that nothing is loaded beside the models that have its place."""
 
 
 def upload(tensor: Tensor, device: torch.device) -> Tensor:

@@ -13,8 +13,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from async_flowrl.config.resolution import Resolution
-
 FloatArray = npt.NDArray[np.float32]
 ByteArray = npt.NDArray[np.uint8]
 Conditioning = dict[str, npt.NDArray[Any]]
@@ -52,7 +50,7 @@ class Prompt:
     """All other columns of the row, passed on to rewards."""
     token_ids: TokenIds | None = None
     negative_token_ids: TokenIds | None = None
-    resolution: Resolution | None = None
+    resolution: int | tuple[int, int] | None = None
     """Size of this prompt's images in pixels; None means a size from the configuration."""
 
     @property
@@ -70,7 +68,7 @@ class Prompt:
 class Sampling:
     """Settings of the sampler, the same for all images of a ticket."""
 
-    resolution: Resolution
+    resolution: int | tuple[int, int]
     """The size that is used: the prompt's own, otherwise one from the configuration."""
     num_inference_steps: int
     """T, the number of denoising steps."""

@@ -16,7 +16,7 @@ from pathlib import Path
 from async_flowrl.config.schema import DataConfig
 from async_flowrl.data.load import load_data
 from async_flowrl.data.sampler import Sampler
-from async_flowrl.tickets.batches import by_length
+from async_flowrl.tickets.request import by_length
 from async_flowrl.types import Prompt
 from benchmarks.page import markdown_table
 

@@ -35,6 +35,8 @@ TINY_RUN = (
     *("evaluate.before_training=false", "console=quiet", "monitor.report=false", "save.every=100"),
 )
 """Arguments of the run whose way is counted: streamed hand-over and two trainer ranks on the tiny model."""
+MODES = ("placement", "shard", "backend", "tune")
+"""Settings that decide which objects a run is made of; what comes after gets an object."""
 FOLLOWED_STEP = 3
 """The training step whose first ticket is followed to the version that it makes."""
 
@@ -88,8 +90,20 @@ def measured(root: Path) -> dict[str, float]:
         **{f"code/{folder}": found for folder, found in others.items()},
         "code/js_and_css": scripts,
         "code/all_but_tests": packages.code + others["benchmarks"] + others["examples"] + scripts,
+        **{f"deciding/{mode}": float(len(files)) for mode, files in deciding(root).items()},
         "words/docs": sum(len(path.read_text().split()) for path in tracked(root, ("docs/*.md",))),
     }
+
+
+def deciding(root: Path) -> dict[str, set[Path]]:
+    """Returns setting → the files of the packages that compare it: a mode is decided in few places."""
+    files: dict[str, set[Path]] = {mode: set() for mode in MODES}
+    for path in tracked(root, [f"{package}/*.py" for package in PACKAGES]):
+        for node in ast.walk(ast.parse(path.read_text())):
+            for side in (node.left, *node.comparators) if isinstance(node, ast.Compare) else ():
+                if isinstance(side, ast.Attribute) and side.attr in MODES:
+                    files[side.attr].add(path)
+    return files
 
 
 def room_of(path: Path) -> str:

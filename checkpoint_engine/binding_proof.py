@@ -22,11 +22,10 @@ from checkpoint_engine.digest import digest_span, tensor_bytes
 from checkpoint_engine.errors import WeightsMismatch
 from checkpoint_engine.layout import Layout, dtype_of
 
-CANARY_VERSION = -1
-"""Version number of the canary."""
+CANARY_VERSION = -1  # Version number of the canary.
 PROJECTIONS = 4
+# Largest allowed relative difference of two probes. They are float64 and differ only by the order of summation.
 MAX_RELATIVE_DIFFERENCE = 1e-9
-"""Largest allowed relative difference of two probes. They are float64 and differ only by the order of summation."""
 
 
 @dataclass(frozen=True)

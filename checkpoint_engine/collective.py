@@ -22,8 +22,8 @@ from checkpoint_engine.base import Ack, Draft
 from checkpoint_engine.errors import TransferFailed, WeightsMismatch
 from checkpoint_engine.incremental import Intake, Sealing, trailer, trailer_bytes
 from checkpoint_engine.process_group import POLL_SECONDS, SENDER, Epoch, Limit, Link
+from checkpoint_engine.publisher import SealedVersions
 from checkpoint_engine.receiver import Receiver
-from checkpoint_engine.sealed import SealedVersions
 from checkpoint_engine.side_stream import SideStream, concrete, on
 
 
@@ -213,8 +213,7 @@ class CollectiveReceiver:
 
 
 _BESIDE: set[threading.Thread] = set()
-MAX_EXIT_SECONDS = 5.0
-"""Longest time that a process waits at its exit for the threads that open and abort groups."""
+MAX_EXIT_SECONDS = 5.0  # Longest time that a process waits at its exit for the threads that open and abort groups.
 
 
 def _beside(name: str, work: Callable[[], None]) -> None:

@@ -9,21 +9,17 @@ import secrets
 from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
-from checkpoint_engine.base import Ack, Draft, ReceiverEndpoint
+from checkpoint_engine.base import Ack, Draft, ReceiverEndpoint, leaders
 from checkpoint_engine.errors import MemberBusy, TransferFailed, Verdict, error_names, verdict
-from checkpoint_engine.fanout import leaders
 from checkpoint_engine.process_group import MIN_BYTES_PER_SECOND, SENDER, Epoch
 
 logger = logging.getLogger(__name__)
 
+# After this many consecutive failures that no member's death explains, the collective transport is not used again.
 MAX_FAILURES_IN_A_ROW = 3
-"""After this many consecutive failures that no member's death explains, the collective transport is not used again."""
-SETUP_SECONDS_PER_MEMBER = 0.1
-"""Seconds per member that are added to the time limit of the set-up."""
-ABORT_AGAIN_SECONDS = 0.2
-"""Pause between two aborts of a group that is being formed."""
-MAX_MEMBERS = 64
-"""Largest number of receivers that are all in the group; if there are more, one of each node is in it."""
+SETUP_SECONDS_PER_MEMBER = 0.1  # Seconds per member that are added to the time limit of the set-up.
+ABORT_AGAIN_SECONDS = 0.2  # Pause between two aborts of a group that is being formed.
+MAX_MEMBERS = 64  # Largest number of receivers that are all in the group; if there are more, one of each node is in it.
 _VERIFIED = {"TransferCorrupted", "WeightsMismatch"}
 
 

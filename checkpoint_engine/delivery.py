@@ -14,7 +14,6 @@ from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from checkpoint_engine.background import Background
 from checkpoint_engine.base import (
     EVALUATION,
     RING,
@@ -27,7 +26,7 @@ from checkpoint_engine.base import (
 )
 from checkpoint_engine.collective_delivery import CollectiveBroadcast
 from checkpoint_engine.errors import MemberBusy, Verdict, VersionGone, verdict
-from checkpoint_engine.receiver_queue import Job, QueueEvents, ReceiverQueue, planned
+from checkpoint_engine.receiver_queue import Background, Job, QueueEvents, ReceiverQueue, planned
 
 logger = logging.getLogger(__name__)
 

@@ -35,8 +35,8 @@ class Verdict(Enum):
     STOP = "stop"
 
 
+# RefLost is separation's: the payload was lost with the node that held it, e.g. of a receiver that passed it on.
 _RESEND = {"TransferCorrupted", "TransferFailed", "TimeoutError", "RefLost"}
-"""RefLost is separation's: the payload was lost with the node that held it, e.g. of a receiver that passed it on."""
 _REPLACE = {"WorkerDied", "ConnectionError", "ConnectionResetError", "ConnectionRefusedError", "BrokenPipeError"}
 
 

@@ -20,12 +20,11 @@ from checkpoint_engine.digest import ByteArray
 from checkpoint_engine.errors import TransferFailed
 from checkpoint_engine.incremental import Sealing
 from checkpoint_engine.layout import ALIGNMENT_BYTES, Entry, Layout, blocks, padded
-from checkpoint_engine.sealed import SealedVersions
+from checkpoint_engine.publisher import SealedVersions
 from checkpoint_engine.side_stream import SideStream, on
 from checkpoint_engine.spot_check import check_sample, sample
 
-UNDER_WAY = 2
-"""Number of buckets under way: one is put into its place while the next one comes."""
+UNDER_WAY = 2  # Number of buckets under way: one is put into its place while the next one comes.
 
 
 def shard_rows(rows: int, shards: int, index: int) -> range:
@@ -52,12 +51,9 @@ def shard_layout(layout: Layout, shards: int, index: int, alignment: int = ALIGN
 class Share:
     """One rank's rows of a version. They must not change until the version is gathered."""
 
-    flat: Tensor
-    """The rows uint8 [nbytes] on any device, in the layout of the share."""
-    sample: Tensor
-    """Some elements of them, copied when the version was made (spot_check.py)."""
-    ready: Any = None
-    """CUDA event after which the rows are complete; None in host memory."""
+    flat: Tensor  # The rows uint8 [nbytes] on any device, in the layout of the share.
+    sample: Tensor  # Some elements of them, copied when the version was made (spot_check.py).
+    ready: Any = None  # CUDA event after which the rows are complete; None in host memory.
 
 
 class Gather:
@@ -74,8 +70,8 @@ class Gather:
         self._shares = [shard_layout(layout, group.size(), rank, alignment) for rank in range(group.size())]
         self._buckets = _buckets(layout, bucket_bytes)
         ends = [(bucket[0], bucket[-1]) for bucket in self._buckets]
+        # By bucket and rank: first byte of the bucket in the rank's share, and the one behind it.
         self._spans = [[(own.entries[a].offset, own.entries[z].end) for own in self._shares] for a, z in ends]
-        """By bucket and rank: first byte of the bucket in the rank's share, and the one behind it."""
         self._count = 0
 
     def share(self, flat: Tensor, ready: Any = None) -> Share:

@@ -11,18 +11,15 @@ from torch import Tensor
 from checkpoint_engine.digest import ByteArray
 from checkpoint_engine.layout import Layout
 
-MAX_SPARE_BUFFERS = 2
-"""Largest number of unused buffers that stay allocated."""
+MAX_SPARE_BUFFERS = 2  # Largest number of unused buffers that stay allocated.
 
 
 @dataclass(frozen=True)
 class HostBuffer:
     """One buffer. It is in use as long as something refers to `data` or to an array or tensor made of `data`."""
 
-    data: ByteArray
-    """uint8 [nbytes]"""
-    views: list[Tensor]
-    """The layout's tensors in the buffer; references to them do not keep it in use."""
+    data: ByteArray  # uint8 [nbytes]
+    views: list[Tensor]  # The layout's tensors in the buffer; references to them do not keep it in use.
 
 
 class HostBuffers:

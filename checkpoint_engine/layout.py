@@ -15,9 +15,9 @@ from checkpoint_engine.digest import ByteArray, combine
 from checkpoint_engine.errors import WeightsMismatch
 
 ALIGNMENT_BYTES = 256
+# Bytes that are copied and digested at a time: they fit the cache of one CPU core, so that the digest does not read
+# them from memory again, and they are enough to release Python's global lock for.
 BLOCK_BYTES = 1 << 20
-"""Bytes that are copied and digested at a time: they fit the cache of one CPU core, so that the digest does not read
-them from memory again, and they are enough to release Python's global lock for."""
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,7 @@ class Layout:
     """Tensors sorted by name, each at an offset that is a multiple of 256 bytes, in one buffer."""
 
     entries: tuple[Entry, ...]
-    nbytes: int
-    """Size of the buffer in bytes, with padding."""
+    nbytes: int  # Size of the buffer in bytes, with padding.
 
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype] | None = None) -> "Layout":
@@ -118,8 +117,7 @@ class RunningDigests:
     """Digests of a buffer's tensors, computed while the buffer is filled from its beginning."""
 
     def __init__(self, layout: Layout) -> None:
-        self._entries, self.end = layout.entries, 0
-        """`end` is the number of bytes that have been fed."""
+        self._entries, self.end = layout.entries, 0  # `end` is the number of bytes that have been fed.
         self._state: xxhash.xxh3_128 | None = None
         self._finished: list[bytes] = []
 

@@ -13,10 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-cuda: Any = torch.cuda
-"""torch.cuda as Any, because its functions of CUDA's runtime have no types."""
-EXACT_FROM_BYTES = 1 << 30
-"""Size from which a buffer is page-locked by itself instead of rounded up to a power of two."""
+cuda: Any = torch.cuda  # torch.cuda as Any, because its functions of CUDA's runtime have no types.
+EXACT_FROM_BYTES = 1 << 30  # Size from which a buffer is page-locked by itself instead of rounded up to a power of two.
 
 
 def pinned_bytes(nbytes: int) -> int:

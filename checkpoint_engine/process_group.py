@@ -21,25 +21,20 @@ from torch._C._distributed_c10d import Store
 
 from checkpoint_engine.errors import TransferFailed
 
-BUCKET_BYTES = 8 << 20
-"""Smallest size of the pieces (buckets) in which a payload is broadcast."""
+BUCKET_BYTES = 8 << 20  # Smallest size of the pieces (buckets) in which a payload is broadcast.
+# Approximate number of buckets per broadcast: more cost round trips, fewer leave less work that can overlap.
 TARGET_BUCKETS = 12
-"""Approximate number of buckets per broadcast: more cost round trips, fewer leave less work that can overlap."""
-MAX_BUCKET_GROWTH = 4
-"""Buckets grow with the payload up to this multiple of BUCKET_BYTES."""
+MAX_BUCKET_GROWTH = 4  # Buckets grow with the payload up to this multiple of BUCKET_BYTES.
+# Number of buckets that are sent at a time, enough to keep the network busy while a bucket is digested.
 MAX_BUCKETS_UNDER_WAY = 6
-"""Number of buckets that are sent at a time, enough to keep the network busy while a bucket is digested."""
+# Connections between two members. Gloo serves each by one thread, which alone cannot keep both ends busy.
 MIN_GLOO_CONNECTIONS = 2
-"""Connections between two members. Gloo serves each by one thread, which alone cannot keep both ends busy."""
 POLL_SECONDS = 5e-4
-ABORT_LATENCY = timedelta(milliseconds=20)
-"""Longest time until a thread that waits for gloo notices an abort."""
-MIN_BYTES_PER_SECOND = 50e6
-"""Time limits of transfers assume at least this speed."""
+ABORT_LATENCY = timedelta(milliseconds=20)  # Longest time until a thread that waits for gloo notices an abort.
+MIN_BYTES_PER_SECOND = 50e6  # Time limits of transfers assume at least this speed.
+# Time-out of an NCCL group, so long that torch's watchdog never acts before the limits of this module.
 GROUP_TIMEOUT = timedelta(days=1)
-"""Time-out of an NCCL group, so long that torch's watchdog never acts before the limits of this module."""
-SENDER = 0
-"""Rank of the sender in every epoch."""
+SENDER = 0  # Rank of the sender in every epoch.
 
 
 @dataclass(frozen=True)
@@ -127,8 +122,8 @@ class TorchLink:
         self.backend = backend
         self.group: Any = None
         self._sends = False
+        # Buffers that an aborted collective may still read or write, kept until the group has been destroyed.
         self._in_use: list[Tensor] = []
-        """Buffers that an aborted collective may still read or write, kept until the group has been destroyed."""
         self._broadcasting = threading.Lock()
 
     def open(self, store: Store, epoch: Epoch, rank: int) -> None:
@@ -238,8 +233,8 @@ def nccl_group(store: Store, rank: int, world: int) -> Any:
 
 
 _ENVIRONMENT = threading.Lock()
+# With this value, torch's watchdog only aborts the communicator if a peer fails; by default it ends the process.
 ABORT_ONLY = "2"
-"""With this value, torch's watchdog only aborts the communicator if a peer fails; by default it ends the process."""
 
 
 @contextlib.contextmanager

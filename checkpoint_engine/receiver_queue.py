@@ -6,19 +6,26 @@ A version that the sender has dropped for newer ones, before its payload was fet
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from checkpoint_engine.base import Ack, DeliveryOptions, DeliveryStats, Header, ReceiverEndpoint
+from checkpoint_engine.base import (
+    Ack,
+    DeliveryOptions,
+    DeliveryStats,
+    Header,
+    ReceiverEndpoint,
+    depth,
+    parents,
+)
 from checkpoint_engine.errors import Verdict, WeightsMismatch, error_names, verdict
-from checkpoint_engine.fanout import depth, parents
 from checkpoint_engine.process_group import MIN_BYTES_PER_SECOND
 
 logger = logging.getLogger(__name__)
 
+# Seconds, besides those of the transfer, after which the receivers below a slow receiver turn to the sender.
 RELAY_SECONDS = 2.0
-"""Seconds, besides those of the transfer, after which the receivers below a slow receiver turn to the sender."""
 
 
 @dataclass
@@ -30,15 +37,14 @@ class Job:
 
     header: Header
     slot: str
+    # The sender's payload, which may still have to be fetched: one for all receivers of a version.
     payload: "asyncio.Future[Any]"
-    """The sender's payload, which may still have to be fetched: one for all receivers of a version."""
     done: "asyncio.Future[bool]"
+    # The receiver that passes the payload on (see base.py), and its job; None: `payload` is used.
     parent: "tuple[ReceiverEndpoint, Job] | None" = None
-    """The receiver that passes the payload on (see fanout.py), and its job; None: `payload` is used."""
-    depth: int = 0
-    """Number of receivers through which the payload passes before it arrives here."""
+    depth: int = 0  # Number of receivers through which the payload passes before it arrives here.
+    # The payload as this receiver passes it on; None until a receiver below it has asked for it.
     copy: "asyncio.Future[Any] | None" = None
-    """The payload as this receiver passes it on; None until a receiver below it has asked for it."""
 
     def passed_on(self, endpoint: ReceiverEndpoint) -> "asyncio.Future[Any]":
         """Returns the payload that this job's receiver passes on: one copy for all that it serves, to save memory."""
@@ -56,16 +62,15 @@ class QueueEvents:
     """Callbacks of a receiver queue. The queue ends when it calls `retired` or `failed`."""
 
     acknowledged: Callable[[str, Ack], None]
+    # Called if the receiver must be replaced, with the last error.
     retired: Callable[["ReceiverQueue", BaseException], None]
-    """Called if the receiver must be replaced, with the last error."""
-    failed: Callable[[BaseException], None]
-    """Called with an error that must stop the run."""
+    failed: Callable[[BaseException], None]  # Called with an error that must stop the run.
+    # Fetches the sender's payload of a version once more, after the one of a job was lost with its node.
     payload: Callable[[Header], "asyncio.Future[Any]"]
-    """Fetches the sender's payload of a version once more, after the one of a job was lost with its node."""
+    # Returns True if newer versions have replaced the one of a job, so that nobody waits for it any more.
     superseded: Callable[["Job"], Awaitable[bool]]
-    """Returns True if newer versions have replaced the one of a job, so that nobody waits for it any more."""
+    # Called with a payload that a receiver begins to pass on (`Job.copy`): it must end when the delivery is closed.
     passing_on: Callable[["asyncio.Future[Any]"], None]
-    """Called with a payload that a receiver begins to pass on (`Job.copy`): it must end when the delivery is closed."""
 
 
 class ReceiverQueue:
@@ -211,3 +216,70 @@ def planned(
         job.parent = None if parent is None else sources[parent]
         job.depth = depth(plan, name)
     return jobs
+
+
+class Background:
+    """Tasks and futures of one delivery; it must be made and used inside one running loop."""
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._optional: set[asyncio.Future[Any]] = set()
+        self._failure: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+
+    def start(self, work: Coroutine[Any, Any, None], name: str) -> None:
+        """Starts a task; its error fails the delivery."""
+        task = asyncio.get_running_loop().create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+
+    def add(self, optional: "asyncio.Future[Any]") -> None:
+        """Adds a future whose error only those that wait for it must know; `close` cancels it."""
+        if not optional.done():
+            self._optional.add(optional)
+            optional.add_done_callback(self._optional.discard)
+        optional.add_done_callback(_seen)
+
+    def fail(self, error: BaseException) -> None:
+        """Fails the delivery with an error, unless it has failed already."""
+        if not self._failure.done():
+            self._failure.set_exception(error)
+            self._failure.exception()
+
+    def check(self) -> None:
+        """Raises the error with which the delivery has failed, if it has."""
+        if self._failure.done() and (error := self._failure.exception()) is not None:
+            raise error
+
+    async def failed(self) -> None:
+        """Waits until the delivery fails, and raises the error."""
+        await asyncio.shield(self._failure)
+
+    async def until(self, done: "asyncio.Future[Any]") -> None:
+        """Waits until a future is done. Raises the error with which the delivery fails before or by then."""
+        await asyncio.wait([done, self._failure], return_when=asyncio.FIRST_COMPLETED)
+        self.check()
+
+    async def drain(self) -> None:
+        """Waits until no task is left; raises the error with which the delivery fails."""
+        while self._tasks and not self._failure.done():
+            pending: list[asyncio.Future[Any]] = [*self._tasks, self._failure]
+            await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+        self.check()
+
+    async def close(self) -> None:
+        """Cancels all tasks and futures, and waits until they have ended."""
+        under_way: list[asyncio.Future[Any]] = [*self._tasks, *self._optional]
+        for each in under_way:
+            each.cancel()
+        await asyncio.gather(*under_way, return_exceptions=True)
+
+    def _ended(self, task: "asyncio.Task[None]") -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self.fail(error)
+
+
+def _seen(ended: "asyncio.Future[Any]") -> None:
+    """Takes the error of a future that perhaps nobody waits for, so that asyncio does not report it as forgotten."""
+    if not ended.cancelled():
+        ended.exception()

@@ -16,11 +16,9 @@ from torch import Tensor
 
 from checkpoint_engine.digest import ByteArray
 
-PINNED_BLOCK_BYTES = 4 << 20
-"""Bytes of one copy between host and GPU."""
+PINNED_BLOCK_BYTES = 4 << 20  # Bytes of one copy between host and GPU.
 
-cuda: Any = torch.cuda
-"""torch.cuda as Any, because its stream and event classes have no types."""
+cuda: Any = torch.cuda  # torch.cuda as Any, because its stream and event classes have no types.
 
 
 def concrete(device: torch.device | str) -> torch.device:
@@ -110,10 +108,8 @@ def _wait_for_rest(under_way: deque[tuple[int, Any]], memory: tuple[Tensor, Tens
 
 @dataclass
 class _Block:
-    memory: Tensor
-    """uint8 [PINNED_BLOCK_BYTES], pinned"""
-    copied: Any = None
-    """Event after the last copy from or to the block; None before the first."""
+    memory: Tensor  # uint8 [PINNED_BLOCK_BYTES], pinned
+    copied: Any = None  # Event after the last copy from or to the block; None before the first.
 
     def settle(self) -> None:
         if self.copied is not None:

@@ -14,8 +14,7 @@ from torch import Tensor
 from checkpoint_engine.errors import WeightsMismatch
 from checkpoint_engine.layout import Layout, dtype_of
 
-MAX_SAMPLES_PER_TENSOR = 16
-"""Largest number of elements per tensor that are compared."""
+MAX_SAMPLES_PER_TENSOR = 16  # Largest number of elements per tensor that are compared.
 
 
 def sample(layout: Layout, sources: Sequence[Tensor]) -> Tensor:

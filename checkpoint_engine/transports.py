@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 from checkpoint_engine.collective import CollectiveReceiver, CollectiveSender, Member
 from checkpoint_engine.process_group import Epoch, TorchLink
+from checkpoint_engine.publisher import SealedVersions
 from checkpoint_engine.receiver import Receiver
-from checkpoint_engine.sealed import SealedVersions
 from checkpoint_engine.side_stream import concrete
 
 OBJECT_STORE, GLOO, NCCL, PYNCCL, AUTO = "object_store", "gloo", "nccl", "pynccl", "auto"
@@ -75,8 +75,7 @@ class SendingEnd:
 
     def __init__(self, publisher: SealedVersions, device: torch.device) -> None:
         self._publisher, self._device = publisher, device
-        self.sender: CollectiveSender
-        """Set when the group's address is asked for."""
+        self.sender: CollectiveSender  # Set when the group's address is asked for.
 
     def address(self, transport: str, host: str) -> tuple[str, int]:
         if not hasattr(self, "sender"):
@@ -93,8 +92,7 @@ class ReceivingEnd:
 
     def __init__(self, receiver: Receiver) -> None:
         self._retains = receiver
-        self.receiver: CollectiveReceiver
-        """Set when the worker joins a group."""
+        self.receiver: CollectiveReceiver  # Set when the worker joins a group.
 
     def open(self, transport: str, epoch: Epoch, rank: int) -> None:
         """Joins a group. Raises TransferFailed; ValueError if the transport cannot write where versions are kept."""

@@ -20,8 +20,8 @@ from separation.ray_internals import free_by_node
 from separation.worker_process import resolve
 
 _POLL_SECONDS = 0.2
+# Number of times that a node is asked for its time; the quickest answer is used, because it is the most exact.
 CLOCK_ROUNDS = 5
-"""Number of times that a node is asked for its time; the quickest answer is used, because it is the most exact."""
 
 
 @dataclass(frozen=True)

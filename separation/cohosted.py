@@ -12,17 +12,16 @@ from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 from separation.group import Growth, Ref, Worker, WorkerDied, WorkerFailed, WorkerGroup, seated
-from separation.pending_calls import pick_lane
+from separation.worker_process import pick_lane
 
 
 @dataclass(frozen=True)
 class SubPool:
     """Description of one of the pools that share processes."""
 
-    pool: str
-    """Name of the pool, and of the attribute of the hosted object that has the methods of its workers."""
+    pool: str  # Name of the pool, and of the attribute of the hosted object that has the methods of its workers.
+    # Lane of this pool's workers → lane of the process that runs its calls; `main` must be among the keys.
     lanes: Mapping[str, str]
-    """Lane of this pool's workers → lane of the process that runs its calls; `main` must be among the keys."""
 
 
 class SubWorker:

@@ -63,33 +63,28 @@ class PoolSpec:
     """
 
     name: str
-    factory: str
-    """`pkg.module:attr` of the function or class that makes a worker's object."""
+    factory: str  # `pkg.module:attr` of the function or class that makes a worker's object.
     num_workers: int
+    # Keyword arguments of the factory; `index` and `name` of the worker are added to them.
     arguments: Mapping[str, Any] = field(default_factory=dict)
-    """Keyword arguments of the factory; `index` and `name` of the worker are added to them."""
     gpus_per_worker: float = 0.0
-    cpus_per_worker: float = 1.0
-    """Logical CPUs that Ray reserves; this does not limit a worker's threads."""
-    threads: int = 1
-    """Number of torch threads per worker."""
-    lanes: Sequence[str] = ()
-    """Names of the lanes besides "main"."""
+    cpus_per_worker: float = 1.0  # Logical CPUs that Ray reserves; this does not limit a worker's threads.
+    threads: int = 1  # Number of torch threads per worker.
+    lanes: Sequence[str] = ()  # Names of the lanes besides "main".
+    # True for the ranks of one process group: they are reserved before other pools, all in one placement group.
     process_group: bool = False
-    """True for the ranks of one process group: they are reserved before other pools, all in one placement group."""
+    # Packages whose code must be the same on every node, if the cluster has several nodes (Ray only).
     same_code: Sequence[str] = ()
-    """Packages whose code must be the same on every node, if the cluster has several nodes (Ray only)."""
+    # Number of workers on each node; num_workers / workers_per_node different nodes are then needed. None means any
+    # nodes with room; the workers of a process group are put on as few nodes as possible.
     workers_per_node: int | None = None
-    """Number of workers on each node; num_workers / workers_per_node different nodes are then needed. None means any
-    nodes with room; the workers of a process group are put on as few nodes as possible."""
+    # Environment variables, set in the process of every worker before its factory is imported (Ray only).
     environment: Mapping[str, str] = field(default_factory=dict)
-    """Environment variables, set in the process of every worker before its factory is imported (Ray only)."""
+    # Settings of torch's memory allocator for workers with a GPU, if their environment has none (Ray only).
     allocator: str = ""
-    """Settings of torch's memory allocator for workers with a GPU, if their environment has none (Ray only)."""
-    min_workers: int | None = None
-    """Number of workers with which the pool may start; None means num_workers."""
+    min_workers: int | None = None  # Number of workers with which the pool may start; None means num_workers.
+    # Number of workers up to which the pool grows while nodes have room; None means num_workers.
     max_workers: int | None = None
-    """Number of workers up to which the pool grows while nodes have room; None means num_workers."""
 
     @property
     def elastic(self) -> bool:
@@ -124,13 +119,11 @@ class PoolSpec:
 class Worker(Protocol):
     """One worker."""
 
-    name: str
-    """`<pool>-<index>` for the first worker with this index, `<pool>-<index>.<n>` for its n-th successor."""
+    name: str  # `<pool>-<index>` for the first worker with this index, `<pool>-<index>.<n>` for its n-th successor.
     pool: str
     index: int
     pid: int
-    node: str
-    """IP address of its node."""
+    node: str  # IP address of its node.
 
     async def call(self, method: str, *args: Any, lane: str = "main") -> Any:
         """Runs a method of the worker's object and returns its result.
@@ -202,10 +195,8 @@ class WorkerGroup(Protocol):
     """The workers of one pool."""
 
     spec: PoolSpec
-    workers: list[Worker]
-    """In the order of their indices; an elastic pool may lack some indices."""
-    growth: Growth | None
-    """None if the pool's size is fixed."""
+    workers: list[Worker]  # In the order of their indices; an elastic pool may lack some indices.
+    growth: Growth | None  # None if the pool's size is fixed.
 
     async def replace(self, index: int) -> Worker:
         """Kills worker `index`, waits until it has ended, and returns its successor, which is built and in the pool.

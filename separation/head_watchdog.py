@@ -20,23 +20,19 @@ import ray
 from separation.local import Lane
 from separation.processes import descendants, kill
 
+# Environment variable of Ray: seconds after which a process of the cluster that cannot reach the head ends itself.
 PATIENCE = "RAY_gcs_rpc_server_reconnect_timeout_s"
-"""Environment variable of Ray: seconds after which a process of the cluster that cannot reach the head ends itself."""
-RAY_PATIENCE_SECONDS = 60.0
-"""Ray's default for this time."""
+RAY_PATIENCE_SECONDS = 60.0  # Ray's default for this time.
+# Part of this time after which the head counts as lost. A network that is soon back is tolerated, and enough time is
+# left for an orderly end.
 DRIVER_SHARE_OF_PATIENCE = 0.6
-"""Part of this time after which the head counts as lost. A network that is soon back is tolerated, and enough time is
-left for an orderly end."""
-FEWEST_FAILURES = 4
-"""Number of attempts in a row that must fail before a head counts as out of reach."""
+FEWEST_FAILURES = 4  # Number of attempts in a row that must fail before a head counts as out of reach.
+# A worker ends itself when the head has been out of reach for this part of Ray's patience (`ray_patience`). The part is
+# larger than the driver's, so that the driver ends the run first and says why.
 FENCE_SHARE_OF_PATIENCE = 0.8
-"""A worker ends itself when the head has been out of reach for this part of Ray's patience (`ray_patience`). The part
-is larger than the driver's, so that the driver ends the run first and says why."""
+# Time-out of an attempt to connect, and pause after it, as parts of the time for which the head may be out of reach.
 ATTEMPT, PAUSE = 1 / 8, 1 / 16
-"""Time-out of an attempt to connect, and pause after it, as parts of the time for which the head may be out of
-reach."""
-LAST_WORDS_SECONDS = 2.0
-"""Time limit for writing the reason to the log before the process ends."""
+LAST_WORDS_SECONDS = 2.0  # Time limit for writing the reason to the log before the process ends.
 
 
 class HeadLost(RuntimeError):

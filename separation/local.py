@@ -15,12 +15,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from separation.group import Growth, PoolSpec, Ref, Worker, WorkerFailed
-from separation.pending_calls import CallTable, pick_lane, settle
 from separation.supervise import deadline, together
-from separation.worker_process import Host, RemoteError
+from separation.worker_process import CallTable, Host, RemoteError, pick_lane, settle
 
-_GRACE_SECONDS = 5.0
-"""Seconds that `LocalGroup.close` waits for running methods."""
+_GRACE_SECONDS = 5.0  # Seconds that `LocalGroup.close` waits for running methods.
 
 
 class Parcel:

@@ -11,19 +11,16 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from separation.group import PoolSpec
-from separation.node_checks import temporary_refusal
+from separation.node import temporary_refusal
 from separation.table import format_table
 
 Resources = Mapping[str, float]
 
+# Ray's strategies: all bundles on one node, on as few nodes as possible, or each bundle on a node of its own.
 STRICT_PACK, PACK, STRICT_SPREAD = "STRICT_PACK", "PACK", "STRICT_SPREAD"
-"""Ray's strategies: all bundles on one node, on as few nodes as possible, or each bundle on a node of its own."""
-MAX_PROCESSES_PER_CORE = 8
-"""Limit on the worker processes per core in a cluster that is started on this machine."""
-EPSILON = 1e-6
-"""Tolerance in comparisons of sums of fractions of a device."""
-_ADDRESS = "node:"
-"""Prefix of the resource that Ray gives every node; the node's address follows it."""
+MAX_PROCESSES_PER_CORE = 8  # Limit on the worker processes per core in a cluster that is started on this machine.
+EPSILON = 1e-6  # Tolerance in comparisons of sums of fractions of a device.
+_ADDRESS = "node:"  # Prefix of the resource that Ray gives every node; the node's address follows it.
 
 
 class ResourcesMissing(RuntimeError):
@@ -51,8 +48,7 @@ class Reservation:
     name: str
     bundles: tuple[Resources, ...]
     seats: tuple[Seat, ...]
-    apart: bool = False
-    """True if each bundle must be on a different node."""
+    apart: bool = False  # True if each bundle must be on a different node.
 
 
 def device_resources(spec: PoolSpec, exists: Resources) -> dict[str, float]:

@@ -15,14 +15,10 @@ from pathlib import Path
 
 from separation import reaper
 
-TAIL_BYTES = 4000
-"""Number of bytes at the end of the output that `tail` reads."""
-POLL_SECONDS = 0.05
-"""Interval of the checks whether a stopped program has ended."""
-KEEPER_SECONDS = 15
-"""Time beyond the grace time that the reaper has to kill what is left, before it is killed itself."""
-_ENDED = os.WEXITED | os.WNOWAIT
-"""Options of waitid: has the reaper ended? It is not reaped."""
+TAIL_BYTES = 4000  # Number of bytes at the end of the output that `tail` reads.
+POLL_SECONDS = 0.05  # Interval of the checks whether a stopped program has ended.
+KEEPER_SECONDS = 15  # Time beyond the grace time that the reaper has to kill what is left, before it is killed itself.
+_ENDED = os.WEXITED | os.WNOWAIT  # Options of waitid: has the reaper ended? It is not reaped.
 
 
 class Program:
@@ -49,10 +45,8 @@ class Program:
                 env=dict(environment),
                 start_new_session=True,
             )
-        self._ending = threading.Lock()
-        """Held while the reaper is signalled or reaped."""
-        self.pid = self._reaper.pid
-        """Pid of the reaper, which is also the id of the process group."""
+        self._ending = threading.Lock()  # Held while the reaper is signalled or reaped.
+        self.pid = self._reaper.pid  # Pid of the reaper, which is also the id of the process group.
 
     def exit_code(self) -> int | None:
         """Returns the exit code, 128 + n after signal n, 127 if it was not found; None while the program runs.

@@ -54,15 +54,12 @@ from separation.supervise import together
 
 log = logging.getLogger(__name__)
 
-GRACE_SECONDS = 5.0
-"""Time for which remaining processes may live on before they are killed."""
-_REACH_SECONDS = 20.0
-"""Time-out for the connection to a running cluster."""
+GRACE_SECONDS = 5.0  # Time for which remaining processes may live on before they are killed.
+_REACH_SECONDS = 20.0  # Time-out for the connection to a running cluster.
+# Time for which a process group waits for the one node that had room for it; then it takes several nodes.
 ONE_NODE_SECONDS = 20.0
-"""Time for which a process group waits for the one node that had room for it; then it takes several nodes."""
 _POLL_SECONDS = 0.02
-MODE = "RAY_AUTH_MODE"
-"""Environment variable with Ray's mode of authentication."""
+MODE = "RAY_AUTH_MODE"  # Environment variable with Ray's mode of authentication.
 
 
 class RayConnection:
@@ -75,8 +72,7 @@ class RayConnection:
         cannot be joined, or if this machine is too small for the pools. If it raises anything, no process that it
         started is left.
         """
-        self.ours = not ray.is_initialized()
-        """True if the connection was made here, so that `disconnect` may end it."""
+        self.ours = not ray.is_initialized()  # True if the connection was made here, so that `disconnect` may end it.
         self.daemons: list[psutil.Process] = []
         if self.ours:
             before = descendants(os.getpid())

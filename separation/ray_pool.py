@@ -33,24 +33,23 @@ from separation.group import (
     WorkerFailed,
 )
 from separation.local import Lane
-from separation.node_checks import code_of, compare_code
-from separation.pending_calls import CallTable, pick_lane, settle
+from separation.node import code_of, compare_code
 from separation.placement import Resources
 from separation.processes import alive, descendants, kill, process_of
 from separation.ray_internals import draining
 from separation.supervise import deadline, together
-from separation.worker_process import ProcessHost, RemoteError
+from separation.worker_process import CallTable, ProcessHost, RemoteError, pick_lane, settle
 
 T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
-_WATCH = "watch"
-"""Lane of the call that ends only with the process."""
+_WATCH = "watch"  # Lane of the call that ends only with the process.
+# Added to the reason of a death if the process ended before it could write to a log.
 SILENT = (
     "; it said nothing before: Ray's logs on its node (/tmp/ray/session_latest/logs) may, or whether that disk is full"
 )
-"""Added to the reason of a death if the process ended before it could write to a log."""
+# Errors of Ray that mean that the actor's process or its node has ended.
 DEATHS = (
     exceptions.RayActorError,
     exceptions.ActorPlacementGroupRemoved,
@@ -58,13 +57,10 @@ DEATHS = (
     exceptions.WorkerCrashedError,
     exceptions.NodeDiedError,
 )
-"""Errors of Ray that mean that the actor's process or its node has ended."""
-POLL_SECONDS = 1.0
-"""Interval of the checks for new seats and for nodes that will end."""
+POLL_SECONDS = 1.0  # Interval of the checks for new seats and for nodes that will end.
+# Time in which a starting pool looks for more seats than its smallest size needs. Later seats are used later.
 START_SECONDS = 2.0
-"""Time in which a starting pool looks for more seats than its smallest size needs. Later seats are used later."""
-SUCCESSOR_SECONDS = 10.0
-"""Time that the successor of a lost worker waits for a seat; then the pool goes on without it."""
+SUCCESSOR_SECONDS = 10.0  # Time that the successor of a lost worker waits for a seat; then the pool goes on without it.
 
 
 @dataclass(frozen=True)
@@ -72,11 +68,9 @@ class ReservedSeat:
     """A worker's share of a bundle of a placement group."""
 
     group: PlacementGroup
-    bundle: int
-    """Index of the bundle in the placement group."""
+    bundle: int  # Index of the bundle in the placement group.
     share: Resources
-    node: str = ""
-    """Ray's id of the node, for seats of an elastic pool; else empty."""
+    node: str = ""  # Ray's id of the node, for seats of an elastic pool; else empty.
 
 
 class Seats:
@@ -95,8 +89,8 @@ class Seats:
         self._needs, self._most, self._reserved = dict(needs), most, reserved
         self._taken: list[PlacementGroup] = []
         self._waiting: list[PlacementGroup] = []
+        # Number of lost workers whose successors wait for a seat; they get one before new workers do.
         self._successors = 0
-        """Number of lost workers whose successors wait for a seat; they get one before new workers do."""
         self._lane, self._one_asks = Lane("seats"), asyncio.Lock()
 
     def adopt(self, group: PlacementGroup) -> ReservedSeat:
@@ -230,8 +224,8 @@ class RayWorker:
         self._calls = CallTable(name)
         groups = {lane: {"concurrency_group": lane} for lane in spec.lanes}
         self._lanes: dict[str, dict[str, str]] = {"main": {}, **groups}
+        # The actor's process; None before `build`, and if it is on another machine.
         self.process: psutil.Process | None = None
-        """The actor's process; None before `build`, and if it is on another machine."""
         self._gone = asyncio.Event()
         self._actor = self._create(seat)
         ended = self._actor.watch.options(concurrency_group=_WATCH).remote().as_future()
@@ -244,7 +238,7 @@ class RayWorker:
         self.process = process_of(self.pid, *created_on)
         self.node = await self.call("separation.head_watchdog:settle_in", self._code is not None)
         if self._code:
-            there = await self.call("separation.node_checks:code_of", list(self._code))
+            there = await self.call("separation.node:code_of", list(self._code))
             compare_code(self._code, there, node=self.node, worker=self.name)
         await self._answer(self._spec.factory, self._actor.build.remote(self._spec.factory, arguments))
 

@@ -19,12 +19,10 @@ from types import FrameType
 
 import psutil
 
-POLL_SECONDS = 0.1
-"""Interval of the checks whether the parent lives and the program runs."""
-KILL_ROUNDS = 100
-"""Largest number of times that remaining descendants are killed."""
+POLL_SECONDS = 0.1  # Interval of the checks whether the parent lives and the program runs.
+KILL_ROUNDS = 100  # Largest number of times that remaining descendants are killed.
+# Options of Linux's prctl: a signal at the parent's death, and becoming the parent of orphaned descendants.
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
-"""Options of Linux's prctl: a signal at the parent's death, and becoming the parent of orphaned descendants."""
 
 
 def main(parent: int, grace: float, command: list[str]) -> int:

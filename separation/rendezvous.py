@@ -12,12 +12,11 @@ from typing import Any
 from separation.group import WorkerGroup
 from separation.supervise import deadline, together
 
+# Largest time-out in seconds: torch accepts no infinity, and stores some waits as milliseconds in 31 bits.
 MAX_TIMEOUT_SECONDS = 20 * 86_400.0
-"""Largest time-out in seconds: torch accepts no infinity, and stores some waits as milliseconds in 31 bits."""
-GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
-"""Environment variable with the name of gloo's network interface."""
+GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"  # Environment variable with the name of gloo's network interface.
+# Port → TCP store that this process has opened as rank 0; it must stay referenced to stay open.
 _stores: dict[int, Any] = {}
-"""Port → TCP store that this process has opened as rank 0; it must stay referenced to stay open."""
 
 
 def open_store(world: int, timeout: float) -> int:

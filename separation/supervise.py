@@ -9,8 +9,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any, TypeVar
 
 T = TypeVar("T")
-_BODY = "the body"
-"""Name of the block's body in notes."""
+_BODY = "the body"  # Name of the block's body in notes.
 
 
 class DeadlineExceeded(TimeoutError):

@@ -38,12 +38,10 @@ from separation.table import format_table
 
 logger = logging.getLogger(__name__)
 
+# Numbers of prompts, and of images per prompt, that the picture shows: the first of each.
 SHOWN_PROMPTS, SHOWN_IMAGES = 4, 4
-"""Numbers of prompts, and of images per prompt, that the picture shows: the first of each."""
-Images = dict[int, ByteArray]
-"""Index of a prompt in the job to its images, uint8 [n, H, W, 3]."""
-ByPrompt = dict[int, tuple[float, ...]]
-"""Index of a prompt in the job to its scores, one per image."""
+Images = dict[int, ByteArray]  # Index of a prompt in the job to its images, uint8 [n, H, W, 3].
+ByPrompt = dict[int, tuple[float, ...]]  # Index of a prompt in the job to its scores, one per image.
 
 
 @dataclass
@@ -249,8 +247,7 @@ def _conditioning(policy: Policy, prompt: Prompt) -> tuple[str | None, dict[str,
 
 
 RESULTS, GRID = "evaluation.json", "before_after.png"
-_MAX_SCORES = 4
-"""Largest number of score lines below an image."""
+_MAX_SCORES = 4  # Largest number of score lines below an image.
 
 
 def table(comparison: Comparison) -> str:

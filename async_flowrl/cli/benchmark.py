@@ -28,6 +28,7 @@ from async_flowrl.observability.terminal import say
 
 BASELINE = "sync separate"
 ONE_POOL = "placement=shared"
+# Overrides that switch off evaluations and reports, which cost the same in every mode.
 NOTHING_BUT_TRAINING = (
     "evaluate.before_training=false",
     "evaluate.every=0",
@@ -36,9 +37,8 @@ NOTHING_BUT_TRAINING = (
     "console=quiet",
     "monitor.report=false",
 )
-"""Overrides that switch off evaluations and reports, which cost the same in every mode."""
+# With the tiny model: about one second each of generation and training per step, ten tickets per worker.
 DEFAULT_LOAD = ("prompts_per_step=10", "rollout.num_inference_steps=9")
-"""With the tiny model: about one second each of generation and training per step, ten tickets per worker."""
 HEAD = ("variant", "step s", "images/s", "speed-up", "bound s", "step ÷ bound", "rollout busy", "trainer busy", "age")
 
 
@@ -63,8 +63,7 @@ class Measured:
     step_seconds: float
     images_per_s: float
     bound_seconds: float
-    busy: Mapping[str, float]
-    """Share of its time for which each pool computes, 0..1."""
+    busy: Mapping[str, float]  # Share of its time for which each pool computes, 0..1.
     staleness_mean: float
     weights_digest: str
 

@@ -13,20 +13,14 @@ class Card:
     """GPU by the numbers of its data sheet."""
 
     name: str
-    memory: float
-    """Bytes."""
-    bfloat16: float
-    """Dense FLOP/s of the tensor cores in bfloat16."""
-    float32: float
-    """FLOP/s of the float32 units."""
-    bandwidth: float
-    """Bytes per second of the card's memory."""
-    links: float
-    """Bytes per second to the other cards of the machine, per direction."""
+    memory: float  # Bytes.
+    bfloat16: float  # Dense FLOP/s of the tensor cores in bfloat16.
+    float32: float  # FLOP/s of the float32 units.
+    bandwidth: float  # Bytes per second of the card's memory.
+    links: float  # Bytes per second to the other cards of the machine, per direction.
 
 
-GIB_OF_GB = 79 / 80
-"""GiB that torch finds on a card, per GB in its name: 79 of 80, 23.7 of 24."""
+GIB_OF_GB = 79 / 80  # GiB that torch finds on a card, per GB in its name: 79 of 80, 23.7 of 24.
 ALL = "all"
 _NVLINK_3, _NVLINK_4, _NVLINK_5, _PCIE_4 = 300e9, 450e9, 900e9, 32e9
 CARDS: Mapping[str, Card] = {
@@ -46,20 +40,13 @@ CARDS: Mapping[str, Card] = {
 class Assumptions:
     """Assumptions that no data sheet gives: reached shares of the peak rates, and rates between machines."""
 
-    tensor_core_share: float = 0.65
-    """Share of the bfloat16 peak that matrix products and attention reach."""
-    float32_share: float = 0.8
-    """Share of the float32 peak that matrix products in float32 reach (TF32 is off)."""
-    bandwidth_share: float = 0.85
-    """Share of the memory bandwidth that kernels reach."""
-    launch_seconds: float = 4e-6
-    """Shortest duration of a kernel, because the host launches kernels one by one."""
-    link_share: float = 0.8
-    """Share of the links' rate that collectives within one machine reach."""
-    host_bytes_per_second: float = 50e9
-    """Rate between a card and pinned host memory."""
-    network_bytes_per_second: float = 40e9
-    """Rate between trainer and rollout workers."""
+    tensor_core_share: float = 0.65  # Share of the bfloat16 peak that matrix products and attention reach.
+    float32_share: float = 0.8  # Share of the float32 peak that matrix products in float32 reach (TF32 is off).
+    bandwidth_share: float = 0.85  # Share of the memory bandwidth that kernels reach.
+    launch_seconds: float = 4e-6  # Shortest duration of a kernel, because the host launches kernels one by one.
+    link_share: float = 0.8  # Share of the links' rate that collectives within one machine reach.
+    host_bytes_per_second: float = 50e9  # Rate between a card and pinned host memory.
+    network_bytes_per_second: float = 40e9  # Rate between trainer and rollout workers.
 
     def sentences(self, card: Card) -> list[str]:
         """Returns the assumptions of an estimate on `card` in words."""

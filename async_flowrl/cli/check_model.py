@@ -40,18 +40,16 @@ from separation.table import format_table
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
-Branch = Mapping[str, Tensor]
-"""Text inputs of the network for one prompt, by name."""
-LEAST_STEPS = 2
-"""Fewest denoising steps; with a single one no step has noise."""
+Branch = Mapping[str, Tensor]  # Text inputs of the network for one prompt, by name.
+LEAST_STEPS = 2  # Fewest denoising steps; with a single one no step has noise.
+# Alpha differs from the rank, so that a scale lost during export is noticed.
 LORA_CONFIG = LoraConfig(rank=4, alpha=10.0)
-"""Alpha differs from the rank, so that a scale lost during export is noticed."""
 LORA_STRENGTH = 0.05
 EULER = "FlowMatchEulerDiscreteScheduler"
-Inputs = dict[str, Any]
-"""Arguments of a call by name."""
+Inputs = dict[str, Any]  # Arguments of a call by name.
 EMBEDDINGS, SCHEDULE, VELOCITY, LATENTS = "prompt embeddings", "schedule", "velocity", "ODE latents"
 DECODE, BATCH, LORA = "decoded images", "noise levels in one batch", "LoRA round trip"
+# Name of a step, in order → the usual cause of a difference.
 CAUSES = {
     EMBEDDINGS: "the stock pipeline may add an instruction or a template, pad to another length, or give a mask",
     SCHEDULE: "_set_schedule spaces or shifts otherwise than its __call__ does",
@@ -61,13 +59,10 @@ CAUSES = {
     BATCH: "rows at different noise levels in one batch, as the trainer has them, give other velocities than alone",
     LORA: "layers that the stock pipeline does not adapt, or another scale",
 }
-"""Name of a step, in order → the usual cause of a difference."""
-IMAGES = 2
-"""Images per comparison; with a single one, mixed-up rows of a batch would not be seen."""
+IMAGES = 2  # Images per comparison; with a single one, mixed-up rows of a batch would not be seen.
+# Dtype of the model → the largest difference that rounding may explain, relative to the largest stock value.
 RELATIVE = {"float32": 1e-4, "bfloat16": 1e-1}
-"""Dtype of the model → the largest difference that rounding may explain, relative to the largest stock value."""
-LEVELS = {"float32": 1, "bfloat16": 4}
-"""Dtype of the model → the same for decoded images, in levels of 0..255."""
+LEVELS = {"float32": 1, "bfloat16": 4}  # Dtype of the model → the same for decoded images, in levels of 0..255.
 
 
 @dataclass(frozen=True)

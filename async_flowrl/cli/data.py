@@ -23,8 +23,7 @@ from async_flowrl.types import EVALUATION, TRAIN, Prompt
 
 ROWS_SHOWN = 3
 SIZES_SHOWN = 8
-MAX_SHOWN = 400
-"""Largest number of characters shown of one value."""
+MAX_SHOWN = 400  # Largest number of characters shown of one value.
 FIELDS = {"negative_prompt": "negative prompt", "system_prompt": "system prompt", "target": "target"} | dict.fromkeys(
     SIZES, "the size of its images"
 )

@@ -22,12 +22,11 @@ from async_flowrl.config.schema import Config
 from async_flowrl.run import features
 from async_flowrl.run import machines as nodes
 from async_flowrl.run.findings import FAILED, OK, Finding, verdict
-from async_flowrl.run.node_facts import Asked
+from async_flowrl.run.machines import Asked
 from async_flowrl.run.preflight import configuration_findings, nearest, this_machine
 
 CONFIGURATION = "a configuration, as `train` takes it: whether it can start here"
-REMOVED = ("--gpu", "--quick", "--minutes", "--only", "--out")
-"""Options of earlier versions."""
+REMOVED = ("--gpu", "--quick", "--minutes", "--only", "--out")  # Options of earlier versions.
 SUCCESSOR = "`python -m benchmarks.gpu_first_hour` in a clone measures GPUs (docs/gpu_first_hour.md)"
 TWO_STEPS = (*NOTHING_BUT_TRAINING, "total_steps=2", "save.every=0", "preflight=false", "resume=never")
 

@@ -23,7 +23,7 @@ from async_flowrl.config.compose import read_config
 from async_flowrl.config.own_code import absolute
 from async_flowrl.config.pools import served_terms
 from async_flowrl.config.resolution import Resolution, resolution_option
-from async_flowrl.config.schema import LORA, Config, DataConfig, HeldOutConfig, RewardConfig, RewardTerm, ServeConfig
+from async_flowrl.config.schema import Config, DataConfig, HeldOutConfig, RewardConfig, RewardTerm, ServeConfig
 from async_flowrl.config.settings import MAX_SEED
 from async_flowrl.controller.context import NoServers, Servers
 from async_flowrl.controller.reward_servers import server_pools, serving
@@ -31,6 +31,7 @@ from async_flowrl.data.load import load_data
 from async_flowrl.observability.events import EventLog
 from async_flowrl.observability.run_directory import RunDirectory
 from async_flowrl.policies.registry import load_family, resolve_model
+from async_flowrl.policies.tuning import tuning_of
 from async_flowrl.rewards.composite import CompositeReward, connect
 from async_flowrl.rewards.registry import check_prompts, check_rewards
 from async_flowrl.rewards.served import Addresses
@@ -41,12 +42,11 @@ from separation.group import VISIBLE_DEVICES
 
 logger = logging.getLogger(__name__)
 
+# Origin of a score: option `--reward`, or a run's trained or held-out terms (held out: measured, not trained on).
 ASKED, TRAINED, HELD_OUT = "asked", "trained", "held_out"
-"""Origin of a score: option `--reward`, or a run's trained or held-out terms (held out: measured, not trained on)."""
 
 
-TOTAL = "reward"
-"""Name of the weighted sum of a run's trained terms."""
+TOTAL = "reward"  # Name of the weighted sum of a run's trained terms.
 
 
 @dataclass(frozen=True)
@@ -57,17 +57,13 @@ class Job:
     """
 
     config: Config
-    trained_weights: Path
-    """A LoRA, or a transformer's folder."""
+    trained_weights: Path  # A LoRA, or a transformer's folder.
     terms: Mapping[str, RewardTerm]
     kinds: Mapping[str, str]
     prompts: Sequence[Prompt]
-    chosen: str
-    """Description of the prompts in words, for the table."""
-    seeds: tuple[int, ...]
-    """Seeds of the initial noises; each gives `evaluate.images_per_prompt` images per prompt."""
-    one_size: bool = False
-    """True if every image has `rollout.resolution`, even if its prompt has a size of its own."""
+    chosen: str  # Description of the prompts in words, for the table.
+    seeds: tuple[int, ...]  # Seeds of the initial noises; each gives `evaluate.images_per_prompt` images per prompt.
+    one_size: bool = False  # True if every image has `rollout.resolution`, even if its prompt has a size of its own.
 
     def resolution(self, place: int) -> Resolution:
         """Size of the images of the prompt at index `place`, as in the run's own evaluations."""
@@ -148,9 +144,9 @@ def _origin(given: Namespace) -> tuple[Config, Path]:
         trained = given.lora.expanduser()
     elif ran is not None and not trained.is_dir():
         raise ValueError(
-            f"{source} holds no {trained.name}/: the run has not ended; export its newest checkpoint (python -m "
-            f"async_flowrl.export {source} OUT) and give "
-            f"{'--lora OUT' if ran.tune == LORA else 'OUT/transformer with --base'}"
+            f"{source} holds no {trained.name}/: the run has not ended; export its newest checkpoint "
+            f"(async-flowrl export {source} OUT) and give "
+            f"{'OUT/transformer with --base' if tuning_of(ran).whole else '--lora OUT'}"
         )
     run = source if ran is not None else None
     return config_of(trained, given.base, run=run, option="--base"), trained

@@ -17,8 +17,7 @@ from async_flowrl.config import exit_codes
 
 logger = logging.getLogger(__name__)
 
-FORMS = ("comfyui", "kohya")
-"""Choices of `--format`: the names of file layouts in `policies/lora_formats.py`."""
+FORMS = ("comfyui", "kohya")  # Choices of `--format`: the names of file layouts in `policies/lora_formats.py`.
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

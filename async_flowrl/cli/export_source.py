@@ -13,11 +13,9 @@ from async_flowrl.policies import lora_file, lora_formats
 from async_flowrl.policies.lora_file import LoraFile
 from async_flowrl.policies.registry import load_policy, resolve_model
 from async_flowrl.policies.trained_file import weights_file
-from async_flowrl.training.checkpoint import Checkpoint, read_checkpoint
-from async_flowrl.training.checkpoint_folder import MANIFEST, checkpoint_step, find_checkpoint
+from async_flowrl.training.checkpoint import MANIFEST, Checkpoint, checkpoint_step, find_checkpoint, read_checkpoint
 
-PEFT = "peft"
-"""Folder of PEFT's files inside an exported folder."""
+PEFT = "peft"  # Folder of PEFT's files inside an exported folder.
 
 
 @dataclass(frozen=True)
@@ -32,8 +30,7 @@ class Source:
     config: Config | None
     run: Path | None
     step: int | None
-    part: str = "weights"
-    """`weights`, the trained weights, or `ema`, their moving average."""
+    part: str = "weights"  # `weights`, the trained weights, or `ema`, their moving average.
 
     @property
     def lora(self) -> LoraFile:

@@ -96,13 +96,12 @@ def _write_whole(given: argparse.Namespace, source: Source, out: Path) -> tuple[
     return [written], {written.name: "the trained weights"}
 
 
-MERGED, TRANSFORMER = "merged", "transformer"
-"""Folder that is written, and the folder of the transformer inside it."""
+MERGED, TRANSFORMER = "merged", "transformer"  # Folder that is written, and the folder of the transformer inside it.
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 IGNORED = ("*.bin", "*.pt", "*.ckpt", "*.msgpack", "*.h5", "*.onnx", ".cache", ".git*")
 
+# Position of a tensor: a file, the offset of its first byte, and the tensor's shape.
 Place = tuple[Path, int, tuple[int, ...]]
-"""Position of a tensor: a file, the offset of its first byte, and the tensor's shape."""
 
 
 def write_merged(model: ModelConfig, lora: LoraFile, out: Path, what: str) -> Path:

@@ -31,11 +31,10 @@ from async_flowrl.policies.stored import FOLDER as WHOLE
 logger = logging.getLogger(__name__)
 
 README, NEW_README, CURVE = "README.md", "README.new.md", "curve.png"
-_GAP = 16
-"""Pixels between the images before and after."""
+_GAP = 16  # Pixels between the images before and after.
 TAGS = ("diffusers", "text-to-image", "reinforcement-learning", "async_flowrl")
+# Files that `async-flowrl evaluate … --out FOLDER` writes into FOLDER.
 RESULTS, GRID = "evaluation.json", "before_after.png"
-"""Files that `async-flowrl evaluate … --out FOLDER` writes into FOLDER."""
 
 
 def write_card(
@@ -157,7 +156,7 @@ def _results(out: Path, source: Source, evaluation: Path | None) -> list[str]:
 
 
 def read_results(folder: Path) -> dict[str, Any]:
-    """Reads the results that `async_flowrl.evaluate` wrote into a folder. Raises ValueError if there are none."""
+    """Reads the results that `async-flowrl evaluate` wrote into a folder. Raises ValueError if there are none."""
     try:
         results: dict[str, Any] = json.loads((folder / RESULTS).read_text(encoding="utf-8"))
         for name, each in results["rewards"].items():

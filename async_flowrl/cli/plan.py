@@ -13,8 +13,8 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
+# Option → the module of this folder whose `main` it runs; without one of them it is that of `--from-run`.
 MODES = {"--memory": "plan_memory", "--fit": "plan_fit", "--rehearse": "rehearse"}
-"""Option → the module of this folder whose `main` it runs; without one of them it is that of `--from-run`."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

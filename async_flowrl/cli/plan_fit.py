@@ -17,17 +17,16 @@ from typing import Any
 from async_flowrl.cli.cards import GIB_OF_GB
 from async_flowrl.config.check import check
 from async_flowrl.config.compose import compose_config
+from async_flowrl.config.placement import placement_of
 from async_flowrl.config.pools import HELD_OUT, REWARD, scoring_pools, served_terms, workers_key
 from async_flowrl.config.schema import SHARED, Config, RewardTerm
-from async_flowrl.memory.devices import processes
+from async_flowrl.memory.devices import describe_pools, gpus_taken, processes
 from async_flowrl.memory.layout import on_devices, resolved
 from async_flowrl.memory.processes import GIB, planned_rollout, planned_trainer
-from async_flowrl.memory.prompts import at_largest
-from async_flowrl.memory.seats import describe_pools, gpus_taken
+from async_flowrl.memory.sizes import at_largest
 from async_flowrl.tickets.arithmetic import check_batching
 
-Staff = Mapping[str, int]
-"""Reward pool of a single term that has GPUs (`reward/X`, `held_out/X`) → its workers."""
+Staff = Mapping[str, int]  # Reward pool of a single term that has GPUs (`reward/X`, `held_out/X`) → its workers.
 RECIPES = ("sd35_ocr", "qwen_image_ocr", "flux_pickscore")
 
 
@@ -35,12 +34,9 @@ RECIPES = ("sd35_ocr", "qwen_image_ocr", "flux_pickscore")
 class Hardware:
     """Nodes that are alike, with devices that are alike."""
 
-    name: str
-    """[NODES x] DEVICES x GB, such as `8x80` or `2x8x80`."""
-    gib: float
-    """Memory of one device in GiB."""
-    devices: int
-    """Devices of all nodes."""
+    name: str  # [NODES x] DEVICES x GB, such as `8x80` or `2x8x80`.
+    gib: float  # Memory of one device in GiB.
+    devices: int  # Devices of all nodes.
     nodes: int = 1
 
     @classmethod
@@ -64,19 +60,13 @@ class Answer:
     experiment: str
     hardware: str
     fits: bool
-    words: tuple[str, ...]
-    """Arguments of `async-flowrl train`; empty if no layout is possible on so few devices."""
-    trainer: float
-    """Memory that a trainer rank needs."""
-    rollout: float
-    """Memory that a rollout worker needs."""
+    words: tuple[str, ...]  # Arguments of `async-flowrl train`; empty if no layout is possible on so few devices.
+    trainer: float  # Memory that a trainer rank needs.
+    rollout: float  # Memory that a rollout worker needs.
     device: float
-    missing: float = 0.0
-    """Memory that the tightest kind of process lacks; 0 or negative if all fit."""
-    lacking: str = ""
-    """Name of that kind of process."""
-    seats: str = ""
-    """Workers of the reward pools and servers that have GPUs, in words; empty if there are none."""
+    missing: float = 0.0  # Memory that the tightest kind of process lacks; 0 or negative if all fit.
+    lacking: str = ""  # Name of that kind of process.
+    seats: str = ""  # Workers of the reward pools and servers that have GPUs, in words; empty if there are none.
 
 
 def answer(recipe: Sequence[str], hardware: Hardware) -> Answer:
@@ -153,11 +143,11 @@ def layouts(words: Sequence[str], config: Config, devices: int, staff: Staff) ->
     if devices == 1:
         yield from _one_device(words, config, staff)
         return
-    if config.placement != SHARED:
+    if not placement_of(config).together:
         for trainer, rollout in splits(config, devices, staff):
             yield ["--config-name one_step_off", *words, *_counts(config, trainer, rollout, staff)]
     together = replace(config, placement=SHARED)
-    fewest = 1 if config.placement == SHARED or max(staff.values(), default=1) == 1 else 2
+    fewest = 1 if placement_of(config).together or max(staff.values(), default=1) == 1 else 2
     for each in range(devices, fewest - 1, -1):
         if gpus_taken(with_workers(together, each, each, staff)) <= devices:
             yield _shared(words, config, _counts(config, each, each, staff))
@@ -221,7 +211,7 @@ def _one_device(words: Sequence[str], config: Config, staff: Staff) -> Iterator[
 
 
 def _shared(words: Sequence[str], config: Config, given: Sequence[str]) -> list[str]:
-    placement = [] if config.placement == SHARED else [f"placement={SHARED}"]
+    placement = [] if placement_of(config).together else [f"placement={SHARED}"]
     return ["--config-name one_step_off", words[0], *placement, *words[1:], *given]
 
 

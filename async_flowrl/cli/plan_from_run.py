@@ -22,6 +22,7 @@ from typing import Any
 
 from async_flowrl.config.check import sharing_refusal
 from async_flowrl.config.compose import read_config
+from async_flowrl.config.placement import PLACEMENTS, placement_of
 from async_flowrl.config.pools import reward_pools, workers_key
 from async_flowrl.config.schema import SHARED, Config
 from async_flowrl.observability.events import Event, effective, read_events
@@ -31,8 +32,7 @@ from async_flowrl.observability.timeline import by_pool, tracks
 from separation.table import format_table
 
 HEAD = ("placement", "rollout", "trainer", "overlapped s/step", "sync s/step")
-GAIN = 0.98
-"""A split is recommended only if its step takes less than this share of the present one's formula."""
+GAIN = 0.98  # A split is recommended only if its step takes less than this share of the present one's formula.
 REWARDS_LIMIT = "rewards"
 ROUNDING = 1e-6
 
@@ -41,18 +41,12 @@ ROUNDING = 1e-6
 class Measured:
     """Seconds per training step of a run."""
 
-    generation: float
-    """Device-seconds of all tickets: what one rollout worker would take."""
-    update: float
-    """Device-seconds of training: what one trainer rank would take."""
-    rewards: Mapping[str, float]
-    """Reward pool → seconds that its workers take together, divided by their number."""
-    delivery: float
-    """From the staging of a version to its acknowledgement."""
-    step: float
-    """From the end of a step to the end of the next one."""
-    busy: Mapping[str, float]
-    """Pool → share of the time in which its workers were busy, from 0 to 1."""
+    generation: float  # Device-seconds of all tickets: what one rollout worker would take.
+    update: float  # Device-seconds of training: what one trainer rank would take.
+    rewards: Mapping[str, float]  # Reward pool → seconds that its workers take together, divided by their number.
+    delivery: float  # From the staging of a version to its acknowledgement.
+    step: float  # From the end of a step to the end of the next one.
+    busy: Mapping[str, float]  # Pool → share of the time in which its workers were busy, from 0 to 1.
 
     @property
     def reward(self) -> float:
@@ -68,6 +62,10 @@ class Split:
     trainer: int
     overlapped: float
     sync: float
+
+    @property
+    def together(self) -> bool:
+        return PLACEMENTS[self.placement].together
 
 
 def measured(run: Path) -> tuple[Config, Measured]:
@@ -147,14 +145,14 @@ def splits(took: Measured, config: Config, devices: int, fixed: tuple[int, int] 
     """Returns the splits of the devices, or the fixed one, and one shared pool if the configuration can have it."""
     pairs = [fixed] if fixed else [(n, devices - n) for n in range(1, devices)]
     candidates = [split_of(took, *each) for each in pairs]
-    if fixed is None and config.runtime.backend != "local" and sharing_refusal(config, devices) is None:
+    if fixed is None and not config.runtime.in_threads and sharing_refusal(config, devices) is None:
         candidates.append(shared_on(took, devices))
     return candidates
 
 
 def present(config: Config, took: Measured) -> Split:
     """Returns the run's own split."""
-    if config.placement == SHARED:
+    if placement_of(config).together:
         return shared_on(took, config.trainer.num_workers)
     return split_of(took, config.rollout.num_workers, config.trainer.num_workers)
 
@@ -168,7 +166,7 @@ def limit_of(took: Measured, split: Split) -> str:
     """Returns the pool that limits an overlapped step: rollout, trainer, devices (of one shared pool) or rewards."""
     if took.reward >= split.overlapped:
         return REWARDS_LIMIT
-    if split.placement == SHARED:
+    if split.together:
         return "devices"
     return "rollout" if took.generation / split.rollout >= took.update / split.trainer else "trainer"
 
@@ -191,14 +189,14 @@ def advice(config: Config, took: Measured, candidates: Sequence[Split]) -> list[
     if best.overlapped < GAIN * now.overlapped:
         two = f"{best.rollout} rollout and {best.trainer} trainer devices"
         one = f"placement={SHARED} on {best.trainer} devices"
-        where = one if best.placement == SHARED else two
+        where = one if best.together else two
         sentences.append(f"Overlapped, a step of {where} would take {best.overlapped:.3g} s.")
     return sentences
 
 
 def without_rewards(took: Measured, split: Split) -> float:
     """Returns the seconds of generation and training of an overlapped step, without rewards."""
-    if split.placement == SHARED:
+    if split.together:
         return (took.generation + took.update) / split.trainer
     return max(took.generation / split.rollout, took.update / split.trainer)
 
@@ -217,7 +215,7 @@ def main(arguments: Sequence[str]) -> None:
         parser.error("one of --memory, --fit, --rehearse and --from-run RUN_DIR is needed")
     config, took = measured(given.from_run.expanduser())
     now = present(config, took)
-    own = now.trainer if now.placement == SHARED else now.rollout + now.trainer
+    own = PLACEMENTS[now.placement].devices(now.trainer, now.rollout)
     devices = given.devices or (sum(given.split) if given.split else own)
     candidates = splits(took, config, devices, given.split)
     sentences = advice(config, took, candidates)

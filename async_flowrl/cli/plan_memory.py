@@ -14,11 +14,10 @@ from async_flowrl.config.check import check, toy_values
 from async_flowrl.config.compose import DEFAULT, compose_config
 from async_flowrl.config.resolution import in_pixels, parse_resolution
 from async_flowrl.config.schema import Config
-from async_flowrl.memory.devices import enough_gpus, processes, remedy, seat_for
-from async_flowrl.memory.layout import Chosen, on_devices, resolved
+from async_flowrl.memory.devices import describe_gpus, enough_gpus, gpus_taken, processes, remedy, seat_for
+from async_flowrl.memory.layout import AUTO, Chosen, on_devices, resolved
 from async_flowrl.memory.processes import GIB, MARGIN_SHARE, RUNTIME_BYTES, MemoryPlan, Process, plan_memory
-from async_flowrl.memory.prompts import at_largest
-from async_flowrl.memory.seats import describe_gpus, gpus_taken
+from async_flowrl.memory.sizes import at_largest
 from separation.table import format_table
 
 
@@ -119,7 +118,7 @@ def cheapest_layout(config: Config, device_bytes: int) -> Chosen:
 def recommended(config: Config, cheapest: Chosen, chosen: Chosen) -> list[str]:
     """Returns a sentence on the cheapest layout that fits, if the configuration names another one, else none."""
     one, other = cheapest.layout, chosen.layout
-    held_alike = config.trainer.num_workers == 1 or one.shard in ("auto", other.shard)
+    held_alike = config.trainer.num_workers == 1 or one.shard in (AUTO, other.shard)
     if held_alike and one.gradient_checkpointing == other.gradient_checkpointing:
         return []
     return [f"auto would choose {sentence.replace('=auto is', '')}" for sentence in cheapest.reasons]

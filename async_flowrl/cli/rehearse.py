@@ -18,21 +18,21 @@ from typing import Any
 from async_flowrl.cli.cards import CARDS, Card, Roofline, cards_of
 from async_flowrl.cli.plan_memory import configured
 from async_flowrl.config.messages import quieter
-from async_flowrl.config.schema import FULL, SHARED, Config
+from async_flowrl.config.placement import placement_of
+from async_flowrl.config.schema import Config
 from async_flowrl.memory.layout import on_devices, resolved
 from async_flowrl.memory.processes import GIB
-from async_flowrl.memory.prompts import at_largest
 from async_flowrl.memory.rehearsal.ledger import Phase
 from async_flowrl.memory.rehearsal.model import FakeModel
 from async_flowrl.memory.rehearsal.rollout import RolloutRehearsal
 from async_flowrl.memory.rehearsal.trainer import RankRehearsal
-from async_flowrl.memory.rehearsal.whole import whole_rank, whole_rollout
+from async_flowrl.memory.rehearsed import whole_rank, whole_rollout
+from async_flowrl.memory.sizes import at_largest
 from async_flowrl.tickets.arithmetic import check_batching
 from separation.table import format_table
 
 BOTH = "process that samples and trains"
-TRAINING, SAMPLING = "update", "sample"
-"""The phases of either side at whose entry everything is there that lasts."""
+TRAINING, SAMPLING = "update", "sample"  # The phases of either side at whose entry everything is there that lasts.
 OF_PHASES = ("phase", "resident GiB", "peak GiB", "times", "kernels", "TFLOP", "estimated s", "collectives")
 OF_CARDS = ("card", "fits", "ticket s", "micro-batch s", "generation s/step", "training s/step", "images/s", "longer")
 
@@ -41,24 +41,17 @@ OF_CARDS = ("card", "fits", "ticket s", "micro-batch s", "generation s/step", "t
 class Estimate:
     """Seconds and FLOPs of one rollout worker and one trainer rank by the roofline model; none of them is measured."""
 
-    ticket: float
-    """Seconds of one ticket: denoising and decoding, without the text encoders."""
+    ticket: float  # Seconds of one ticket: denoising and decoding, without the text encoders.
+    # Seconds per training step, with its tickets spread evenly over the rollout workers, each of which activates one
+    # version.
     generation: float
-    """Seconds per training step, with its tickets spread evenly over the rollout workers, each of which activates one
-    version."""
-    micro_batch: float
-    """Seconds of forward and backward, collectives included."""
-    update: float
-    """Seconds of all passes and optimizer steps of a rank per training step."""
-    delivery: float
-    """Seconds to stage a version, send it to a rollout worker and receive it there."""
-    activation: float
-    """Seconds to put a version into a rollout worker's network, once per training step."""
+    micro_batch: float  # Seconds of forward and backward, collectives included.
+    update: float  # Seconds of all passes and optimizer steps of a rank per training step.
+    delivery: float  # Seconds to stage a version, send it to a rollout worker and receive it there.
+    activation: float  # Seconds to put a version into a rollout worker's network, once per training step.
     ticket_flops: float
-    update_flops: float
-    """FLOPs of a rank per training step."""
-    update_sent: float
-    """Bytes that a rank sends in collectives per training step."""
+    update_flops: float  # FLOPs of a rank per training step.
+    update_sent: float  # Bytes that a rank sends in collectives per training step.
 
 
 @dataclass(frozen=True)
@@ -83,13 +76,13 @@ class Rehearsal:
     @property
     def shared(self) -> bool:
         """Each process samples and trains."""
-        return self.config.placement == SHARED
+        return placement_of(self.config).together
 
     @property
     def devices(self) -> int:
         """Devices of all trainer ranks and rollout workers."""
-        trainers = self.config.trainer.num_workers
-        return trainers if self.shared else trainers + self.config.rollout.num_workers
+        config = self.config
+        return placement_of(config).devices(config.trainer.num_workers, config.rollout.num_workers)
 
     def peaks(self) -> dict[str, Phase]:
         """Returns process title → the phase that needs the most memory."""
@@ -184,12 +177,11 @@ def peak(phases: Iterable[Phase]) -> Phase:
 def describe(done: Rehearsal) -> str:
     """Returns the text: tables of both kinds of process, what fits, the estimate, and its assumptions."""
     config, rank, rollout, card = done.config, done.rank, done.rollout, done.roofline.card
-    trained = "full weights, trained" if config.tune == FULL else "LoRA of"
     shared = f", {rank.share_bytes / 1e6:.0f} MB of it on each rank" * (rank.share_bytes < rank.version_bytes)
     lines = [
         f"{config.model.path}: {rank.sizes.base_parameters / 1e9:.2f} B parameters, "
-        f"{trained} {rank.sizes.adapter_parameters / 1e6:.1f} M, {rank.version_bytes / 1e6:.0f} MB per version"
-        f"{shared}; shapes only, nothing was computed",
+        f"{config.trained_in_words}: {rank.sizes.adapter_parameters / 1e6:.1f} M, "
+        f"{rank.version_bytes / 1e6:.0f} MB per version{shared}; shapes only, nothing was computed",
         "",
         f"trainer rank ({rank.layout}), micro-batch of {rank.rows} rows",
         table(rank.phases, done.roofline),

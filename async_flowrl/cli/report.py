@@ -11,8 +11,7 @@ from pathlib import Path
 from async_flowrl.config import exit_codes
 from async_flowrl.report.page import write_page
 
-MAX_RUNS = 32
-"""Largest number of runs on one page."""
+MAX_RUNS = 32  # Largest number of runs on one page.
 
 
 class NoRun(ValueError):

@@ -31,13 +31,10 @@ from async_flowrl.rewards.http_contract import HEALTH, PATH, ContractError, Limi
 from async_flowrl.types import Prompt
 
 LOOPBACK = "127.0.0.1"
-ALL_BYTES_FACTOR = 4
-"""Default of --max-all-bytes, as a multiple of --max-bytes."""
+ALL_BYTES_FACTOR = 4  # Default of --max-all-bytes, as a multiple of --max-bytes.
+# Seconds without a new request after which a connection is closed.  uvicorn itself would wait for a connection's first
+# request without limit.
 ASK_SECONDS = 20.0
-"""Seconds without a new request after which a connection is closed.
-
-uvicorn itself would wait for a connection's first request without limit.
-"""
 
 
 class ServeError(ValueError):
@@ -187,8 +184,7 @@ def warm_up(score: Score, prompt: str) -> None:
 
 logger = logging.getLogger(__name__)
 
-BODY_SECONDS = 60.0
-"""Seconds within which the whole body of a request must arrive; otherwise the reply is 408."""
+BODY_SECONDS = 60.0  # Seconds within which the whole body of a request must arrive; otherwise the reply is 408.
 
 
 def build_app(score: Score, settings: Settings) -> FastAPI:

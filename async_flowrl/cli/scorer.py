@@ -1,6 +1,6 @@
 """Scoring of the requests of a reward server: one at a time, in order of arrival.
 
-`app.py` reads the requests and writes the replies, in the format of http_contract.py.
+reward_server.py reads the requests and writes the replies, in the format of http_contract.py.
 """
 
 import asyncio
@@ -24,17 +24,13 @@ from separation.supervise import leaves
 
 logger = logging.getLogger(__name__)
 
+# A reward: images uint8 [n, H, W, 3] of one prompt → one result per image.  It is called for one group at a time:
+# neighbouring images of a request with the same size and prompt. It raises PromptRefused for a prompt that it does not
+# score; any other exception is a failure of the reward.
 Score = Callable[[ByteArray, Prompt], Sequence[Any] | Awaitable[Sequence[Any]]]
-"""A reward: images uint8 [n, H, W, 3] of one prompt → one result per image.
 
-It is called for one group at a time: neighbouring images of a request with the same size and prompt. It raises
-PromptRefused for a prompt that it does not score; any other exception is a failure of the reward.
-"""
-
-NOTHING = ScoreRequest((), ())
-"""Empty request that replaces one whose memory was given back."""
-HUNG_UP = 499
-"""Status of a request whose client has hung up, as nginx logs it; nobody receives it."""
+NOTHING = ScoreRequest((), ())  # Empty request that replaces one whose memory was given back.
+HUNG_UP = 499  # Status of a request whose client has hung up, as nginx logs it; nobody receives it.
 
 
 class Refused(Exception):
@@ -47,7 +43,7 @@ class Refused(Exception):
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of the application; server.py makes them from the command line.
+    """Settings of the application; reward_server.py makes them from the command line.
 
     `waiting` is the number of requests that may wait beside the one being scored. `all_bytes` limits the bodies of all
     requests that arrive, wait or are scored, together. `token=None` asks for no token.
@@ -97,14 +93,10 @@ class Asked:
     """A request that waits for its turn or is being scored."""
 
     request: ScoreRequest
-    gone: Callable[[], Awaitable[bool]]
-    """Returns True if the client has hung up."""
-    share: Share
-    """The bytes of the server's memory (`Scorer.room`) that the request has reserved."""
-    cancelled: bool = False
-    """True if nobody waits for the reply any more."""
-    scored: bool = False
-    """True from its turn on."""
+    gone: Callable[[], Awaitable[bool]]  # Returns True if the client has hung up.
+    share: Share  # The bytes of the server's memory (`Scorer.room`) that the request has reserved.
+    cancelled: bool = False  # True if nobody waits for the reply any more.
+    scored: bool = False  # True from its turn on.
 
     def release(self) -> None:
         """Forgets the images and gives their bytes back; later calls do nothing."""

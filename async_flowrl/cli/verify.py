@@ -23,8 +23,14 @@ from async_flowrl.config.messages import first_line, parsed
 from async_flowrl.data.load import load_data
 from async_flowrl.observability.events import Event, effective, read_events
 from async_flowrl.observability.metrics import missing_terms
-from async_flowrl.training.checkpoint import RANKS, Checkpoint, read_checkpoint
-from async_flowrl.training.checkpoint_folder import DamagedCheckpoint, checkpoint_step, find_checkpoint
+from async_flowrl.training.checkpoint import (
+    RANKS,
+    Checkpoint,
+    DamagedCheckpoint,
+    checkpoint_step,
+    find_checkpoint,
+    read_checkpoint,
+)
 from async_flowrl.types import EVALUATION, TRAIN
 from checkpoint_engine import Draft, Layout, weights_digest
 from checkpoint_engine.digest import joined_digest
@@ -46,8 +52,7 @@ class RunFiles:
     root: Path
     summary: dict[str, Any]
     metrics: list[dict[str, Any]]
-    history: list[Event]
-    """The events without those that a return to a checkpoint has undone."""
+    history: list[Event]  # The events without those that a return to a checkpoint has undone.
 
     @classmethod
     def read(cls, root: Path) -> "RunFiles":

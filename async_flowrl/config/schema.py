@@ -462,6 +462,21 @@ class TrainerConfig:
     ema_every: int = setting(8, at_least=1)
     """Optimizer steps between two updates of the EMA."""
 
+    @property
+    def is_hybrid(self) -> bool:
+        """Whether each set of shard_size ranks holds the base once."""
+        return self.shard == "hybrid"
+
+    @property
+    def in_one_replica(self) -> bool:
+        """Whether all ranks hold the base together."""
+        return self.cpu_offload or self.shard == "full"
+
+    @property
+    def has_replicas(self) -> bool:
+        """Whether each rank holds all of the base."""
+        return self.shard == "none"
+
 
 @dataclass
 class CheckpointEngineConfig:
@@ -637,6 +652,21 @@ class RuntimeConfig:
     numa_binding: bool = False
     """Keep each worker that has a GPU, and its threads, on the CPUs of the GPU's NUMA node; the log names them."""
 
+    @property
+    def in_threads(self) -> bool:
+        """Whether all workers are threads of this process."""
+        return self.backend == "local"
+
+    @property
+    def own_cluster(self) -> bool:
+        """Whether the run starts a Ray cluster of its own, on this machine."""
+        return self.backend == "ray" and self.address is None
+
+    @property
+    def on_this_machine(self) -> bool:
+        """Whether all workers are on this machine."""
+        return self.in_threads or self.address is None
+
 
 @dataclass
 class Config:
@@ -744,6 +774,17 @@ class Config:
         return where == "host" or (where == "auto" and self.tune == FULL)
 
     @property
+    def trained_in_words(self) -> str:
+        """What is trained: "LoRA of rank 32, from PATH" or "full weights"."""
+        start = "" if self.lora.path is None else f", from {self.lora.path}"
+        return "full weights" if self.tune == FULL else f"LoRA of rank {self.lora.rank}{start}"
+
+    @property
+    def keeps_state(self) -> bool:
+        """Whether the trainer's state is kept after every step; whole weights are too large for that."""
+        return self.tune == LORA
+
+    @property
     def is_sharded(self) -> bool:
         """Whether the ranks of a process group share the base, and with tune=full all weights.
 
@@ -751,6 +792,11 @@ class Config:
         none.
         """
         return self.trainer.cpu_offload or self.trainer.shard in ("full", "hybrid")
+
+    @property
+    def layout_is_open(self) -> bool:
+        """Whether it is not known yet how the ranks hold the base (trainer.shard=auto)."""
+        return self.trainer.shard == "auto" and self.trainer.num_workers > 1
 
     @property
     def in_shares(self) -> bool:
@@ -768,7 +814,7 @@ class Config:
         trainer = self.trainer
         if trainer.shard == "auto" and trainer.workers_per_node and trainer.workers_per_node > 1:
             return trainer.workers_per_node
-        return (trainer.shard_size or ranks) if trainer.shard == "hybrid" else ranks
+        return (trainer.shard_size or ranks) if trainer.is_hybrid else ranks
 
 
 def _fill(section: Any, values: Mapping[str, Any]) -> None:

@@ -1,7 +1,7 @@
 """Rules of configuration fields: the values that a field takes, and the effect of changing it in a resumed run.
 
 A rule is written at its field. The checks (check.py), the comparison of a checkpoint with the configuration
-(controller/fingerprint.py) and docs/configuration.md are made from it:
+(controller/resume.py) and docs/configuration.md are made from it:
 
     threads: int = setting(1, at_least=1, changes=ROUNDING)
 """

@@ -1,18 +1,20 @@
 """Admission of a rollout worker to the run: it loads its model, its base weights are compared, its live ones proven."""
 
 import asyncio
-from collections.abc import Awaitable
+import logging
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from async_flowrl.config.schema import Config
-from async_flowrl.controller.context import Context, Observer
-from async_flowrl.controller.download import download_model, loaders, model_of
+from async_flowrl.controller.context import Context
 from async_flowrl.controller.endpoints import RolloutEndpoint, TrainerEndpoint
+from async_flowrl.observability.events import EventLog
+from async_flowrl.policies.registry import PARTS, ResolvedModel
 from checkpoint_engine import CANARY_VERSION, Header, check_binding
 from checkpoint_engine.errors import Verdict, verdict
-from separation.group import RefLost, Worker, WorkerDied
-from separation.supervise import DeadlineExceeded, deadline
+from separation.group import RefLost, Worker, WorkerDied, WorkerGroup
+from separation.supervise import DeadlineExceeded, deadline, together
 
 T = TypeVar("T")
 
@@ -25,14 +27,13 @@ class WorkerProof:
     """
 
     config: Config
-    observer: Observer
+    observer: EventLog
     sender: TrainerEndpoint
     transport: str
     header: Header = field(init=False)
-    payload: Any = None
-    """A reference to the canary's bytes in the object store."""
+    payload: Any = None  # A reference to the canary's bytes in the object store.
+    # Results of the trainer's network with the canary (checkpoint_engine/binding_proof.py).
     probe: dict[str, Any] = field(default_factory=dict)
-    """Results of the trainer's network with the canary (checkpoint_engine/binding_proof.py)."""
 
     async def begin(self) -> None:
         """Has the trainer make the canary. Raises SenderLost, SenderFailed or SenderLate."""
@@ -108,3 +109,41 @@ def check_base(worker: Worker, digest: str, expected: str) -> None:
             f"{worker.name} holds other base weights ({digest}) than the run began with ({expected}): model.path or "
             "its revision differs between nodes, or its files have changed"
         )
+
+
+logger = logging.getLogger(__name__)
+
+
+def model_of(pool: WorkerGroup) -> ResolvedModel | None:
+    """Returns the model that the workers of a pool load; None if they load none."""
+    model: ResolvedModel | None = pool.spec.arguments.get("model")
+    return model
+
+
+def loaders(rollouts: Sequence[Worker] = (), trainers: Sequence[Worker] = ()) -> list[tuple[Worker, str]]:
+    """Returns pairs of a worker and the part of the model that it loads (one of `PARTS` in policies/registry.py).
+
+    Among the trainer ranks, only the first reads weights.
+    """
+    ranks = [(rank, "structure" if index else "transformer") for index, rank in enumerate(trainers)]
+    return [*((worker, "all") for worker in rollouts), *ranks]
+
+
+async def download_model(model: ResolvedModel | None, workers: Sequence[tuple[Worker, str]], *, seconds: float) -> None:
+    """Downloads a hub model to every node of `workers`, which are pairs of a worker and the parts that it loads.
+
+    On each node, the worker that loads most downloads for all. Does nothing for None and for a local folder. Raises
+    DeadlineExceeded, which names the node, after `seconds`, and WorkerFailed with the hub's error.
+    """
+    if model is None or model.revision is None:
+        return
+    chosen: dict[str, tuple[Worker, str]] = {}
+    for worker, parts in sorted(workers, key=lambda pair: PARTS.index(pair[1])):
+        chosen.setdefault(worker.node, (worker, parts))
+    logger.info("files of %s: fetched by %s", model.path, ", ".join(worker.name for worker, _ in chosen.values()))
+    await together(*(_download(model, worker, parts, seconds) for worker, parts in chosen.values()))
+
+
+async def _download(model: ResolvedModel, worker: Worker, parts: str, seconds: float) -> None:
+    async with deadline(seconds, f"download: {model.path} to node {worker.node}, by {worker.name}"):
+        await worker.call("async_flowrl.config.hub:download", model.path, model.revision, parts)

@@ -16,7 +16,7 @@ from async_flowrl.controller.checkpoints import Checkpoints
 from async_flowrl.controller.context import Context
 from async_flowrl.controller.evaluation import Evaluations
 from async_flowrl.controller.evaluation_records import EvaluationRecords
-from async_flowrl.controller.kept_state import KeptStates, is_kept
+from async_flowrl.controller.kept_state import KeptStates
 from async_flowrl.observability.ledger import PoolLedger
 from async_flowrl.observability.metrics import MetricsLog
 from async_flowrl.observability.monitor import Monitor
@@ -24,15 +24,14 @@ from async_flowrl.observability.summary import FLAT
 
 logger = logging.getLogger(__name__)
 
+# Keys that every line of metrics.jsonl has. A value is null if the algorithm does not measure it or no image was
+# trained on in this step.
 MEASURED = (
     *("reward/mean", "reward/std", "zero_std_ratio", "staleness/mean", "staleness/max"),
     *("loss", "grad_norm", "lr", "ratio/mean", "clip_fraction", "kl", "log_prob_gap"),
 )
-"""Keys that every line of metrics.jsonl has. A value is null if the algorithm does not measure it or no image was
-trained on in this step."""
 
-FLAT_STEPS = 5
-"""Steps in a row in which no group has a spread of rewards, after which the run warns."""
+FLAT_STEPS = 5  # Steps in a row in which no group has a spread of rewards, after which the run warns.
 
 
 @dataclass
@@ -44,17 +43,14 @@ class AfterStep:
     checkpoints: Checkpoints
     pools: PoolLedger
     records: EvaluationRecords
-    latent_elements: int
-    """Number of elements in the latents of one image."""
+    latent_elements: int  # Number of elements in the latents of one image.
     kept: KeptStates = field(default_factory=KeptStates)
-    held: Collection[int] = ()
-    """Versions of earlier attempts whose weights are held for their evaluation."""
+    held: Collection[int] = ()  # Versions of earlier attempts whose weights are held for their evaluation.
     evaluations: Evaluations = field(init=False)
+    # Kind of a warning → its first sentence, if the summary does not have it from elsewhere; else empty.
     warned: dict[str, str] = field(default_factory=dict)
-    """Kind of a warning → its first sentence, if the summary does not have it from elsewhere; else empty."""
     trained: bool = False
-    flat: int = 0
-    """Number of the last steps in a row in which no group had a spread of rewards."""
+    flat: int = 0  # Number of the last steps in a row in which no group had a spread of rewards.
 
     def __post_init__(self) -> None:
         self.evaluations = Evaluations(self.records.show, self.records.failed)
@@ -91,7 +87,7 @@ class AfterStep:
         self.evaluations.check()
         await self.checkpoints.check()
         version = step + 1
-        if is_kept(ctx.config):
+        if ctx.config.keeps_state:
             part = self.checkpoints.controller_part(ctx, version)
             await self.kept.keep(ctx, self.checkpoints.trainers.first, version, part)
         if checkpoint_due(ctx.config, version) or self.checkpoints.overdue(self._step_began):

@@ -6,15 +6,16 @@ run/recovery.py calls `build_context`; tests call it for simulated runs.
 from collections.abc import Mapping
 
 from async_flowrl.config.pools import ROLLOUT, scoring_pools
-from async_flowrl.controller.context import Context, Observer, Signal, Steps
+from async_flowrl.controller.context import Context, Signal, Steps
+from async_flowrl.controller.placement import SeparatePools
 from async_flowrl.controller.resume import START, Resume
 from async_flowrl.controller.trainer import TrainerGroup
 from async_flowrl.controller.weights import PublishedWeights
+from async_flowrl.observability.events import EventLog
 from async_flowrl.tickets.arithmetic import shape
 from async_flowrl.tickets.request import RequestBuilder
 from async_flowrl.tickets.table import Ticket, TicketTable
 from async_flowrl.tickets.ticket import record
-from checkpoint_engine.transports import OBJECT_STORE
 from separation.group import WorkerGroup
 
 
@@ -22,11 +23,11 @@ def build_context(
     requests: RequestBuilder,
     pools: Mapping[str, WorkerGroup],
     trainers: TrainerGroup,
-    observer: Observer,
+    observer: EventLog,
     steps: Steps,
+    placement: SeparatePools,
     *,
     base_digest: str,
-    transport: str = OBJECT_STORE,
     resume: Resume = START,
 ) -> Context:
     """Returns the context of an attempt that begins at `resume`.
@@ -49,10 +50,19 @@ def build_context(
         rewards={pool.name: pools[pool.name] for pool in scoring_pools(config)},
         trainer=trainers,
         weights=PublishedWeights(
-            config, table, pools[ROLLOUT], trainers, observer, work, transport, base_digest, resume.held_versions
+            config,
+            table,
+            pools[ROLLOUT],
+            trainers,
+            observer,
+            work,
+            placement,
+            base_digest,
+            resume.held_versions,
         ),
         observer=observer,
         steps=steps,
+        placement=placement,
         base_digest=base_digest,
         work=work,
     )

@@ -10,10 +10,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from async_flowrl.config.schema import FULL, Config
+from async_flowrl.config.schema import Config
 from async_flowrl.controller.context import Context
-from async_flowrl.controller.fingerprint import deciding, device_type, inputs_of, numerics
 from async_flowrl.controller.rank_weights import DISK_ERRORS
+from async_flowrl.controller.resume import deciding, device_type, inputs_of, numerics
 from async_flowrl.controller.trainer import TrainerGroup
 from async_flowrl.observability.run_directory import RunDirectory
 from async_flowrl.tickets.request import RequestBuilder
@@ -22,10 +22,8 @@ from separation.supervise import deadline
 
 logger = logging.getLogger(__name__)
 
-SECONDS_BETWEEN = 300.0
-"""Time between checkpoints where `save.every` is null."""
-RETRY_SECONDS = 1.0
-"""Pause before the writing of the run's last checkpoint is tried again."""
+SECONDS_BETWEEN = 300.0  # Time between checkpoints where `save.every` is null.
+RETRY_SECONDS = 1.0  # Pause before the writing of the run's last checkpoint is tried again.
 
 
 class SaveFailed(RuntimeError):
@@ -39,21 +37,15 @@ class Checkpoints:
     config: Config
     directory: RunDirectory
     trainers: TrainerGroup
-    device: str
-    """Device of the trainer ranks as torch names it, e.g. `cpu` or `cuda:0`."""
+    device: str  # Device of the trainer ranks as torch names it, e.g. `cpu` or `cuda:0`.
     requests: RequestBuilder = field(kw_only=True)
-    base_digest: str = field(kw_only=True)
-    """Digest of the base weights that all workers have loaded."""
-    schedules: str = field(kw_only=True)
-    """Digest of the noise levels of all image sizes."""
+    base_digest: str = field(kw_only=True)  # Digest of the base weights that all workers have loaded.
+    schedules: str = field(kw_only=True)  # Digest of the noise levels of all image sizes.
+    # Returns the versions whose checkpoints must be kept besides the newest checkpoints.
     spare: Callable[[], Sequence[int]] = field(default=lambda: (), kw_only=True)
-    """Returns the versions whose checkpoints must be kept besides the newest checkpoints."""
-    misses: int = 0
-    """Number of checkpoints in a row that could not be written."""
-    last: float = 0.0
-    """When the last checkpoint was begun, in the observer's seconds."""
-    saved: list[int] = field(default_factory=list)
-    """Versions whose checkpoints are written."""
+    misses: int = 0  # Number of checkpoints in a row that could not be written.
+    last: float = 0.0  # When the last checkpoint was begun, in the observer's seconds.
+    saved: list[int] = field(default_factory=list)  # Versions whose checkpoints are written.
     _writing: asyncio.Task[None] | None = None
 
     def __post_init__(self) -> None:
@@ -88,7 +80,7 @@ class Checkpoints:
 
     def overdue(self, now: float) -> bool:
         """Whether a run with `save.every=null` needs a checkpoint at the time `now`, in the observer's seconds."""
-        return self.config.save.every is None and self.config.tune != FULL and now - self.last >= SECONDS_BETWEEN
+        return self.config.save.every is None and self.config.keeps_state and now - self.last >= SECONDS_BETWEEN
 
     def controller_part(self, ctx: Context, version: int) -> Callable[[], dict[str, Any]]:
         """Returns a function that returns the controller's part of the state after as many steps as `version` says.

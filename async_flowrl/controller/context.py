@@ -11,10 +11,12 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from async_flowrl.config.schema import Config
+from async_flowrl.controller.placement import SeparatePools
 from async_flowrl.controller.score_log import ScoreLog
+from async_flowrl.observability.events import EventLog
 from async_flowrl.tickets.request import RequestBuilder
 from async_flowrl.tickets.table import TicketTable
-from async_flowrl.types import Requests, Scores, Span
+from async_flowrl.types import Requests, Scores
 from separation.group import Worker, WorkerGroup
 
 
@@ -22,10 +24,10 @@ from separation.group import Worker, WorkerGroup
 class Departures:
     """The rollout workers of one attempt that must leave because their nodes are taken away: a set of names."""
 
+    # Worker → time on the loop's clock at which it must have left; infinity if nobody said when its node ends.
     _deadlines: dict[str, float] = field(default_factory=dict)
-    """Worker → time on the loop's clock at which it must have left; infinity if nobody said when its node ends."""
+    # Worker that serves now → time-out of its service (the body of `in_time`).
     _time_outs: dict[str, asyncio.Timeout] = field(default_factory=dict)
-    """Worker that serves now → time-out of its service (the body of `in_time`)."""
 
     def __contains__(self, worker: str) -> bool:
         return worker in self._deadlines
@@ -69,19 +71,18 @@ class Departures:
 class Arrivals:
     """The workers that have come during the run and do not serve, or not yet. Those that serve are not in it."""
 
-    starting: int = 0
-    """Number of processes that are being started; they have no names yet."""
+    starting: int = 0  # Number of processes that are being started; they have no names yet.
+    # Names of the workers that are loading the model and then receive the published weights.
     under_way: set[str] = field(default_factory=set)
-    """Names of the workers that are loading the model and then receive the published weights."""
+    # Names of the workers that cannot serve, as loading failed for example, and still occupy a place in the pool.
     refused: set[str] = field(default_factory=set)
-    """Names of the workers that cannot serve, as loading failed for example, and still occupy a place in the pool."""
 
     def __contains__(self, worker: str) -> bool:
         return worker in self.under_way or worker in self.refused
 
 
+# Share of the requests of a reward to its servers that may fail without a warning; a single one always may.
 FAILED_SHARE = 0.05
-"""Share of the requests of a reward to its servers that may fail without a warning; a single one always may."""
 
 
 @dataclass
@@ -91,10 +92,9 @@ class RewardCalls:
     Scores that were read from scores.jsonl are not counted.
     """
 
+    # Step → counts by metric name.
     _counts: dict[int, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
-    """Step → counts by metric name."""
-    _requests: dict[str, Requests] = field(default_factory=dict)
-    """Term → its requests to servers."""
+    _requests: dict[str, Requests] = field(default_factory=dict)  # Term → its requests to servers.
 
     def add(self, step: int, scores: Scores) -> None:
         """Adds the retries and failures of one group of `step`."""
@@ -117,10 +117,6 @@ class RewardCalls:
         The names are `reward/<term>/retries` and `reward/<term>/failures`.
         """
         return dict(sorted(self._counts.pop(step, Counter()).items()))
-
-
-TICKETS_PER_WORKER = 2
-"""Tickets a worker may have: the one it makes, and the next, so that it need not wait for an answer and a call."""
 
 
 class Signal:
@@ -170,28 +166,6 @@ class Accumulator:
         return taken
 
 
-class Observer(Protocol):
-    """Recorder to which the controller reports events and states. No weight of a run depends on it."""
-
-    def now(self) -> float:
-        """Returns the time in seconds, on the clock that stamps the events."""
-
-    def event(self, event: str, **fields: Any) -> None:
-        """Records an event of the kind `event` with the current time."""
-
-    def state(self, worker: str, state: str) -> None:
-        """Records the state in which `worker` is from now on.
-
-        The states are busy, wait_data, wait_weights, wait_work, sync (it gets or copies weights), idle and gone.
-        """
-
-
-def book_span(observer: Observer, worker: str, span: Span, **fields: Any) -> None:
-    """Records a span that a worker has reported, as an event with the additional `fields`."""
-    known = {name: value for name in ("flops", "bytes") if (value := getattr(span, name)) is not None}
-    observer.event("span", worker=worker, name=span.name, start=span.start, end=span.end, **fields, **known)
-
-
 class Trainer(Protocol):
     """The trainer ranks as the controller sees them (controller/trainer.py)."""
 
@@ -214,7 +188,7 @@ class Weights(Protocol):
     async def welcome(self, worker: Worker) -> None:
         """Checks that delivered weights reach the new worker's modules, then sends it all versions that tickets name.
 
-        Raises WeightsMismatch, WorkerDied or DeadlineExceeded if the check fails, and an error of sender_errors.py if a
+        Raises WeightsMismatch, WorkerDied or DeadlineExceeded if the check fails, and an error of endpoints.py if a
         trainer rank cannot send the weights.
         """
 
@@ -243,9 +217,9 @@ class Weights(Protocol):
 class Steps(Protocol):
     """The work between training steps: metrics, checkpoints and evaluations (after_step.py)."""
 
+    # True once the loop has done its last step and that step's checkpoint is written. A later failure, e.g. of an
+    # evaluation, is then only recorded and does not fail the run.
     trained: bool
-    """True once the loop has done its last step and that step's checkpoint is written. A later failure, e.g. of an
-    evaluation, is then only recorded and does not fail the run."""
 
     @property
     def warnings(self) -> list[str]:
@@ -295,35 +269,34 @@ class Context:
     requests: RequestBuilder
     table: TicketTable
     rollout: WorkerGroup
+    # Name of a pool of reward workers → pool. Every pool scores every group, each with its own reward terms; a pool
+    # `held_out/X` scores only those of evaluations.
     rewards: Mapping[str, WorkerGroup]
-    """Name of a pool of reward workers → pool. Every pool scores every group, each with its own reward terms; a pool
-    `held_out/X` scores only those of evaluations."""
     trainer: Trainer
     weights: Weights
-    observer: Observer
+    observer: EventLog
     steps: Steps
-    base_digest: str
-    """Digest of the trainer's base weights; every rollout worker must hold the same."""
+    # What depends on whether processes sample and train: deadlines, deliveries, who trains now.
+    placement: SeparatePools
+    base_digest: str  # Digest of the trainer's base weights; every rollout worker must hold the same.
+    # Scores on disk, which a resume reuses; None if the run needs none (`keeps_scores` in rewards/registry.py).
     score_log: ScoreLog | None = None
-    """Scores on disk, which a resume reuses; None if the run needs none (`keeps_scores` in rewards/registry.py)."""
+    # Retries and failures of reward calls by step and term. The trainer removes those of a step for its metrics.
     reward_calls: RewardCalls = field(default_factory=RewardCalls)
-    """Retries and failures of reward calls by step and term. The trainer removes those of a step for its metrics."""
+    # Returns True if the run must end after the current step, with a checkpoint (e.g. SIGTERM or time_limit).
     stop_requested: Callable[[], bool] = lambda: False
-    """Returns True if the run must end after the current step, with a checkpoint (e.g. SIGTERM or time_limit)."""
     servers: Servers = field(default_factory=NoServers)
+    # Pool of a held-out term, a worker of which had no successor → the reason. Its term has no more scores.
     lost_pools: dict[str, str] = field(default_factory=dict)
-    """Pool of a held-out term, a worker of which had no successor → the reason. Its term has no more scores."""
+    # The rollout workers that must leave the pool, e.g. because their node ends.
     departures: Departures = field(default_factory=Departures)
-    """The rollout workers that must leave the pool, e.g. because their node ends."""
+    # The rollout workers that have joined the pool during the run and get no tickets: not yet, or not at all.
     arrivals: Arrivals = field(default_factory=Arrivals)
-    """The rollout workers that have joined the pool during the run and get no tickets: not yet, or not at all."""
-    training: set[int] = field(default_factory=set)
-    """Indices of the rollout workers whose process trains now (`placement=shared`)."""
+    # How often rollout workers exchanged their weights for an average, for an older version, or back (types.py).
     swaps: Accumulator = field(default_factory=Accumulator)
-    """How often rollout workers exchanged their weights for an average, for an older version, or back (types.py)."""
+    # Seconds in which rollout workers put versions into their networks.
     activation: Accumulator = field(default_factory=Accumulator)
-    """Seconds in which rollout workers put versions into their networks."""
+    # Notified when a rollout worker may get a ticket: tickets were issued or returned, or versions acknowledged.
     work: Signal = field(default_factory=Signal)
-    """Notified when a rollout worker may get a ticket: tickets were issued or returned, or versions acknowledged."""
+    # Notified when a group has been scored; the trainer and evaluations wait for it.
     ready: Signal = field(default_factory=Signal)
-    """Notified when a group has been scored; the trainer and evaluations wait for it."""

@@ -10,28 +10,27 @@ from dataclasses import dataclass
 from itertools import starmap
 
 from async_flowrl.controller.admission import StartError, admit
-from async_flowrl.controller.context import TICKETS_PER_WORKER, Context, book_span
-from async_flowrl.controller.held_out import ask_held_out
+from async_flowrl.controller.context import Context
+from async_flowrl.controller.deadlines import TICKETS_PER_WORKER
+from async_flowrl.controller.endpoints import SenderFailed, SenderLost
 from async_flowrl.controller.pool_size import change_size, leave, refuse
-from async_flowrl.controller.scoring import Free, ask_reward, free_workers
-from async_flowrl.controller.sender_errors import SenderFailed, SenderLost
-from async_flowrl.controller.shared import ticket_deadline
-from async_flowrl.tickets.batches import batch_of
+from async_flowrl.controller.scoring import Free, ask_held_out, ask_reward, free_workers
+from async_flowrl.tickets.request import batch_of
 from async_flowrl.tickets.table import TRAIN, State, Ticket, describe
 from async_flowrl.tickets.ticket import Payload
 from async_flowrl.types import ACTIVATE, RolloutReport, RolloutRequest
 from separation.group import NoSeat, RefLost, Worker, WorkerDied, WorkerFailed, seated
-from separation.node_checks import OtherCode
+from separation.node import OtherCode
 from separation.supervise import DeadlineExceeded, together
 
+# Errors of a call after which a rollout worker counts as lost: it is killed and replaced.
 LOST = (WorkerDied, DeadlineExceeded)
-"""Errors of a call after which a rollout worker counts as lost: it is killed and replaced."""
+# Errors of a successor that cannot serve. An elastic pool goes on without the successor, because its node may be the
+# reason; in a pool of fixed size the error ends the run.
 UNFIT = (WorkerFailed, StartError, OtherCode)
-"""Errors of a successor that cannot serve. An elastic pool goes on without the successor, because its node may be the
-reason; in a pool of fixed size the error ends the run."""
+# Pause before the second lost worker in a row is replaced. The pause before the n-th is 2^(n-1) - 1 times as long;
+# there is none before the first.
 BACKOFF_SECONDS = 1.0
-"""Pause before the second lost worker in a row is replaced. The pause before the n-th is 2^(n-1) - 1 times as long;
-there is none before the first."""
 
 
 @dataclass
@@ -39,12 +38,10 @@ class Slot:
     """One slot of the rollout pool, i.e. one index of it, with the worker that has this index at present."""
 
     worker: Worker
-    watch: asyncio.Task[WorkerDied]
-    """Task that returns the worker's death (`death_of`)."""
+    watch: asyncio.Task[WorkerDied]  # Task that returns the worker's death (`death_of`).
+    # Number of tickets in the worker's open calls, with those that are only computed along (`generate`).
     given: int = 0
-    """Number of tickets in the worker's open calls, with those that are only computed along (`generate`)."""
-    finished: bool = False
-    """True once the worker has returned a ticket."""
+    finished: bool = False  # True once the worker has returned a ticket.
 
 
 class TicketLost(RuntimeError):
@@ -159,7 +156,7 @@ def at_the_gate(ctx: Context, slot: Slot) -> Ticket | None:
     """
     name, size = slot.worker.name, ctx.config.rollout.tickets_per_batch
     ticket = ctx.table.next_for(name, ahead=slot.given > 0, together=size)
-    if ticket is None or slot.worker.index not in ctx.training or ticket.step <= ctx.table.step:
+    if ticket is None or not ctx.placement.trains(slot.worker.index) or ticket.step <= ctx.table.step:
         return ticket
     return ctx.table.next_for(name, ahead=True, together=size)
 
@@ -188,7 +185,7 @@ async def generate(ctx: Context, slot: Slot, batch: Sequence[Ticket]) -> list[Ti
     ctx.observer.state(worker.name, "busy")
     slot.given += len(batch)
     try:
-        async with ticket_deadline(ctx, worker, slot.given, f"generate: {describe(wanted[0])}"):
+        async with ctx.placement.deadlines.of_tickets(worker, slot.given, f"generate: {describe(wanted[0])}"):
             reports, payloads = await ask(worker, [ctx.requests.request(ticket) for ticket in batch])
     finally:
         slot.given -= len(batch)
@@ -199,7 +196,7 @@ async def generate(ctx: Context, slot: Slot, batch: Sequence[Ticket]) -> list[Ti
         needed = ticket in wanted
         # The first report has the spans of the whole batch, also if its own ticket is only computed along.
         for span in report.spans:
-            book_span(ctx.observer, worker.name, span, ordinal=(ticket if needed else wanted[0]).ordinal)
+            ctx.observer.span(worker.name, span, ordinal=(ticket if needed else wanted[0]).ordinal)
         if needed and ctx.table.generated(ticket, version=report.version, digest=report.digest, payload=payload):
             accepted.append(ticket)
     return accepted

@@ -5,24 +5,21 @@ describe the methods, by calls of the workers that hold the tensors.
 """
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any
 
-from async_flowrl.config.schema import SHARED, Config
-from async_flowrl.controller.context import Observer
-from async_flowrl.controller.kept_state import is_kept
-from async_flowrl.controller.sender_errors import SenderFailed, answers_of
+from async_flowrl.config.schema import Config
+from async_flowrl.observability.events import EventLog
 from async_flowrl.types import EMA, POLICY
 from checkpoint_engine import CANARY_VERSION, RING, Ack, Draft, Header, VersionGone
 from checkpoint_engine.process_group import Epoch
-from separation.group import Worker
-from separation.supervise import together
+from separation.group import Worker, WorkerDied, WorkerFailed
+from separation.supervise import limited, together
 
+# Lanes (threads of a worker) for deliveries, and for aborting a collective operation that blocks another lane.
 DELIVERIES, CONTROL = "sync", "control"
-"""Lanes (threads of a worker) for deliveries, and for aborting a collective operation that blocks another lane."""
-PUBLISHING = "publish"
-"""Lane of a trainer rank for publishing, which runs beside the next update."""
+PUBLISHING = "publish"  # Lane of a trainer rank for publishing, which runs beside the next update.
 
 
 class TrainerEndpoint:
@@ -139,7 +136,7 @@ class TrainerEndpoint:
 
     async def _keep(self, version: int, *, lane: str) -> None:
         """Has the rank copy the version to host memory, as a part of its state, if that is kept (kept_state.py)."""
-        if is_kept(self._config):
+        if self._config.keeps_state:
             await self._all("versions.keep", self._stream, version, lane=lane)
 
 
@@ -240,7 +237,7 @@ class GatheredEmaEndpoint(EmaEndpoint, GatheredEndpoint):
 class RolloutEndpoint:
     """One rollout worker as a receiver. Each receipt is recorded as a span (a timed event) by `observer`."""
 
-    def __init__(self, worker: Worker, observer: Observer, transport: str) -> None:
+    def __init__(self, worker: Worker, observer: EventLog, transport: str) -> None:
         self.worker, self._observer, self._transport = worker, observer, transport
         self.name, self.node = worker.name, worker.node
 
@@ -273,26 +270,52 @@ class RolloutEndpoint:
         return await self.worker.call(method, *arguments, lane=DELIVERIES)
 
 
-class OwnVersions(RolloutEndpoint):
-    """Receiver in a process that also trains (`placement=shared`), which takes versions from its own trainer rank.
+class SenderLost(WorkerDied):
+    """Raised if weights cannot be had because the trainer rank that sends them has died. `worker` is the rank."""
 
-    All ranks step by the same exact sum, so each makes every version itself. A version is announced, and its digest
-    compared with the first rank's; the bytes are sent only if the rank has not made it, e.g. after it has just joined.
+    kind = "SenderLost"  # By this name checkpoint_engine judges it, as an error that it cannot cure.
+
+
+class SenderFailed(WorkerFailed):
+    """Raised if a trainer rank raised an exception when it was asked for weights. `worker` is the rank.
+
+    `exception` is the name of the exception's class. `kind` is another one, by which checkpoint_engine judges it: as an
+    error that it cannot cure, whatever the exception was, except that a receiver can go on without a dropped version.
     """
 
-    async def receive(self, header: Header, payload: Any, slot: str = RING) -> Ack:
-        """Delivers the version and returns the worker's acknowledgement.
+    def __init__(self, worker: str, method: str, kind: str, message: str, remote_traceback: str) -> None:
+        super().__init__(worker, method, kind, message, remote_traceback)
+        self.exception = kind
+        self.kind = kind if kind == VersionGone.__name__ else "SenderFailed"
 
-        Raises WeightsMismatch if the process's own trainer rank has made other weights of this version, and the errors
-        of RolloutEndpoint.
-        """
-        if header.stream == POLICY:
-            own: Ack | None = await self._deliver("keep_own", header, slot)
-            if own is not None:
-                return own
-        return await super().receive(header, payload, slot)
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.worker, self.method, self.exception, self.message, self.remote_traceback)
 
 
-def endpoint_of(config: Config) -> type[RolloutEndpoint]:
-    """Returns the class of the rollout workers' receiving ends for this `config`."""
-    return OwnVersions if config.placement == SHARED else RolloutEndpoint
+class SenderLate(RuntimeError):
+    """Raised if trainer ranks live and do not answer in time.
+
+    `workers` are the names of all ranks that were asked and have not answered. In a method in which the ranks wait for
+    each other, as in the canary's probe, these may be all, of which one hangs.
+    """
+
+    def __init__(self, workers: Sequence[str], method: str, seconds: float) -> None:
+        late = f"{', '.join(workers)} {'has' if len(workers) == 1 else 'have'}"
+        super().__init__(f"publish: {late} not answered {method} within the deadline of {seconds:g} s")
+        self.workers, self.method, self.seconds = tuple(workers), method, seconds
+
+
+@asynccontextmanager
+async def answers_of(waiting: Sequence[str], method: str, seconds: float) -> AsyncIterator[None]:
+    """Raises SenderLate if the body, which waits for answers of ranks to calls of `method`, takes too long.
+
+    `waiting` are the names of these ranks; the body may take out those that have answered. Raises SenderLost or
+    SenderFailed in place of a WorkerDied or WorkerFailed of the body.
+    """
+    try:
+        async with limited(seconds, lambda: SenderLate(waiting, method, seconds)):
+            yield
+    except WorkerDied as error:
+        raise SenderLost(error.worker, error.reason) from error
+    except WorkerFailed as error:
+        raise SenderFailed(error.worker, error.method, error.kind, error.message, error.remote_traceback) from error

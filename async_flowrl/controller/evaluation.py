@@ -22,23 +22,18 @@ from separation.supervise import deadline
 class EvaluationResult:
     """The result of one evaluation; `prompts`, `images` (uint8 [n, H, W, 3]) and `scores` are per scored prompt."""
 
-    version: int
-    """The evaluated policy version; for the baseline, the version at which it was evaluated."""
+    version: int  # The evaluated policy version; for the baseline, the version at which it was evaluated.
     prompts: tuple[Prompt, ...]
     images: tuple[ByteArray, ...]
     scores: tuple[Scores, ...]
+    # Number of prompts without scores, which are left out of `prompts`, `images`, `scores` and `indices`.
     unscored: int = 0
-    """Number of prompts without scores, which are left out of `prompts`, `images`, `scores` and `indices`."""
-    indices: tuple[int, ...] = ()
-    """Index of each scored prompt among all evaluation prompts."""
+    indices: tuple[int, ...] = ()  # Index of each scored prompt among all evaluation prompts.
+    # Index of a prompt → its scores by held-out terms, also for prompts that the trained reward has not scored.
     held_out: Mapping[int, HeldOutScores] = field(default_factory=dict)
-    """Index of a prompt → its scores by held-out terms, also for prompts that the trained reward has not scored."""
-    sampling: Sampling | None = None
-    """Sampling of the first prompt's images."""
-    setting: str = ""
-    """Digest of prompts, initial noises and sampling (`setting_of`)."""
-    baseline: bool = False
-    """True: the base model was evaluated, with its family's usual sampling instead of the run's."""
+    sampling: Sampling | None = None  # Sampling of the first prompt's images.
+    setting: str = ""  # Digest of prompts, initial noises and sampling (`setting_of`).
+    baseline: bool = False  # True: the base model was evaluated, with its family's usual sampling instead of the run's.
 
     @property
     def title(self) -> str:
@@ -49,10 +44,9 @@ class EvaluationResult:
 class Evaluations:
     """Runs evaluations one after another in background tasks; training does not wait for them."""
 
-    report: Callable[[EvaluationResult], None]
-    """Called in a thread with the result of each complete evaluation."""
+    report: Callable[[EvaluationResult], None]  # Called in a thread with the result of each complete evaluation.
+    # Called with the name of an evaluation that failed after training, and its error.
     failed: Callable[[str, object], None]
-    """Called with the name of an evaluation that failed after training, and its error."""
     tasks: list[asyncio.Task[None]] = field(default_factory=list)
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
 

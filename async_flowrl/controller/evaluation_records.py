@@ -10,9 +10,8 @@ from pathlib import Path
 
 from async_flowrl.config.curves import best_curve, evaluation_due
 from async_flowrl.config.schema import Config, RewardTerm
-from async_flowrl.controller.context import Observer
 from async_flowrl.controller.evaluation import EvaluationResult
-from async_flowrl.controller.fingerprint import reward_sources
+from async_flowrl.controller.resume import reward_sources
 from async_flowrl.observability.evaluations import (
     DIVERSITY,
     HELD_OUT,
@@ -23,6 +22,7 @@ from async_flowrl.observability.evaluations import (
     extra_means,
     metric_keys,
 )
+from async_flowrl.observability.events import EventLog
 from async_flowrl.observability.hacking import alarms, best, newest_alarms, notices
 from async_flowrl.observability.images import captions, picture_data, write_grid, write_images
 from async_flowrl.observability.metrics import MetricsLog
@@ -43,13 +43,12 @@ class EvaluationRecords:
     metrics: MetricsLog
     monitor: Monitor
     log: EvaluationLog
-    observer: Observer
-    failures: list[str]
-    """Sentences on failures outside the training. They do not end the run; summary.json lists them."""
+    observer: EventLog
+    failures: list[str]  # Sentences on failures outside the training. They do not end the run; summary.json lists them.
+    # Called with a reason to ask the run to end after the current step.
     stop: Callable[[str], None] = lambda reason: None
-    """Called with a reason to ask the run to end after the current step."""
+    # (version, whether it is the baseline) → the evaluation's metrics, which are added to a step's line.
     _keys: dict[tuple[int, bool], dict[str, float]] = field(default_factory=dict)
-    """(version, whether it is the baseline) → the evaluation's metrics, which are added to a step's line."""
 
     def __post_init__(self) -> None:
         records = self.log.records
@@ -198,7 +197,7 @@ def samples_of(result: EvaluationResult) -> list[Sample]:
 def record_of(config: Config, result: EvaluationResult, files: Mapping[str, str]) -> Evaluation:
     """Returns the record of a result; curves without any score are left out.
 
-    `files` maps terms that have a source file of the user or a server to a digest (`reward_sources` in fingerprint.py).
+    `files` maps terms that have a source file of the user or a server to a digest (`reward_sources` in resume.py).
     """
     scored = list(zip(result.indices, result.scores, strict=True))
     terms, held_out = config.reward.terms, config.evaluate.reward.terms

@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from async_flowrl.config.schema import FULL, Config
 from async_flowrl.controller.context import Context
 from async_flowrl.training.checkpoint import Files, files_digest
 from separation.group import RefLost, Worker, WorkerDied
@@ -20,15 +19,8 @@ from separation.supervise import deadline
 
 logger = logging.getLogger(__name__)
 
-MOST = 2
-"""Number of complete states that are held."""
-LANE = "keep"
-"""Lane of the first trainer rank for its kept states, which runs beside the next update."""
-
-
-def is_kept(config: Config) -> bool:
-    """Returns True if the controller keeps the trainer's state after every step."""
-    return config.tune != FULL
+MOST = 2  # Number of complete states that are held.
+LANE = "keep"  # Lane of the first trainer rank for its kept states, which runs beside the next update.
 
 
 class DamagedState(RuntimeError):
@@ -42,8 +34,7 @@ class KeptState:
     version: int
     digest: str
     files: Files
-    controller: Mapping[str, Any]
-    """The controller's part, as in a checkpoint."""
+    controller: Mapping[str, Any]  # The controller's part, as in a checkpoint.
 
 
 @dataclass
@@ -52,8 +43,7 @@ class KeptStates:
 
     states: list[KeptState] = field(default_factory=list)
     _fetching: "asyncio.Task[None] | None" = None
-    _version: int = -1
-    """The version that is being fetched, or was last."""
+    _version: int = -1  # The version that is being fetched, or was last.
 
     def newest(self) -> KeptState | None:
         """Returns the newest state that still has its digest, or None. Another one is dropped with a warning."""

@@ -11,17 +11,17 @@ from typing import Any
 
 from async_flowrl.controller.admission import StartError, admit
 from async_flowrl.controller.context import Context
-from async_flowrl.controller.sender_errors import SenderFailed, SenderLost
+from async_flowrl.controller.endpoints import SenderFailed, SenderLost
 from separation.group import Growth, Worker, WorkerDied, WorkerFailed
-from separation.node_checks import OtherCode
+from separation.node import OtherCode
 from separation.supervise import DeadlineExceeded
 
 logger = logging.getLogger(__name__)
 
+# Errors of a new worker after which it is removed and the run goes on without it.
 TURNED_AWAY = (WorkerDied, WorkerFailed, DeadlineExceeded, StartError, OtherCode)
-"""Errors of a new worker after which it is removed and the run goes on without it."""
+# First and longest pause before a seat is tried again whose worker could not serve; the pause doubles each time.
 PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 1.0, 300.0
-"""First and longest pause before a seat is tried again whose worker could not serve; the pause doubles each time."""
 
 
 class Pauses:

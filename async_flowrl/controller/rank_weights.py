@@ -17,23 +17,21 @@ from checkpoint_engine.transports import resolve_transport
 from separation.group import Worker, WorkerFailed, WorkerGroup
 from separation.supervise import together
 
-LANE = "save"
-"""Lane of a trainer rank for writing checkpoints, which runs beside the next update."""
+LANE = "save"  # Lane of a trainer rank for writing checkpoints, which runs beside the next update.
+# Names of the exceptions that mean that a file could not be written; any other exception of a writer ends the run.
 DISK_ERRORS = {"OSError", "PermissionError", "FileNotFoundError", "BlockingIOError", "SafetensorError"}
-"""Names of the exceptions that mean that a file could not be written; any other exception of a writer ends the run."""
 OnSealed = Callable[[Header], None]
 
 
 class ReplicatedWeights:
     """Each rank has all of the trained weights: the first one sends them and writes the checkpoints."""
 
-    by_group = False
-    """As `RankPosition.by_group`."""
+    by_group = False  # As `RankPosition.by_group`.
 
     def __init__(self, pool: WorkerGroup) -> None:
         self._pool = pool
+        # Context of every call in which the ranks train.
         self.training: AbstractAsyncContextManager[Any] = nullcontext()
-        """Context of every call in which the ranks train."""
 
     @property
     def ranks(self) -> Sequence[Worker]:

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from async_flowrl.controller.context import Context
-from async_flowrl.controller.shared import update_seconds
 from async_flowrl.controller.training_groups import HandedGroup, make_group_again, until_whole
 from async_flowrl.tickets.table import describe
 from async_flowrl.training.messages import TrainRequest
@@ -18,32 +17,26 @@ from async_flowrl.training.parts import RankPosition, cut, tickets_for, tickets_
 from separation.group import RefLost, Worker
 from separation.supervise import deadline, leaves, together
 
+# Function with which a worker confirms that the arguments of the call have arrived.
 ARRIVED = "async_flowrl.training.messages:arrived"
-"""Function with which a worker confirms that the arguments of the call have arrived."""
+# Maximum number of groups in one call of a replica. Between two calls the replica waits for some milliseconds.
 MAX_GROUPS_PER_CALL = 8
-"""Maximum number of groups in one call of a replica. Between two calls the replica waits for some milliseconds."""
 
 
 @dataclass
 class Replica:
     """The ranks that hold one copy of the base together. They run collectives together, so they get the same calls."""
 
-    ranks: range
-    """The numbers of its ranks."""
-    size: int
-    """Number of all trainer ranks."""
+    ranks: range  # The numbers of its ranks.
+    size: int  # Number of all trainer ranks.
+    # Context of every call in which its ranks train.
     training: AbstractAsyncContextManager[Any] = field(default_factory=nullcontext)
-    """Context of every call in which its ranks train."""
-    by_group: bool = False
-    """As `RankPosition.by_group`."""
-    begun: bool = False
-    """True once its ranks know the plan of the present optimizer step."""
-    waiting: int = 0
-    """Number of calls that are not answered yet, those that wait for `lock` included."""
-    state: str = ""
-    """The state of its ranks that was recorded last in this step."""
+    by_group: bool = False  # As `RankPosition.by_group`.
+    begun: bool = False  # True once its ranks know the plan of the present optimizer step.
+    waiting: int = 0  # Number of calls that are not answered yet, those that wait for `lock` included.
+    state: str = ""  # The state of its ranks that was recorded last in this step.
+    # Held during a call: a replica gets its calls one after another.
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """Held during a call: a replica gets its calls one after another."""
 
     def positions(self) -> list[RankPosition]:
         return [RankPosition(rank, self.size, len(self.ranks), self.by_group) for rank in self.ranks]
@@ -87,7 +80,7 @@ async def with_trajectories(
             calls.append((replace(request, tickets=tickets), refs))
         return calls
 
-    seconds = update_seconds(ctx.config, len(groups) + request.finishes)
+    seconds = ctx.placement.deadlines.update(len(groups) + request.finishes)
     while True:
         await until_whole(groups)
         tried = [group.refs for group in groups]
@@ -126,7 +119,7 @@ async def with_probe(
         tried = [] if probe is None else probe.refs
         refs = [tried[index] for index in which]
         try:
-            async with deadline(update_seconds(ctx.config, 1), f"update: end of step {requests[0].step}"):
+            async with deadline(ctx.placement.deadlines.update(1), f"update: end of step {requests[0].step}"):
                 return await _called(workers, "add_up", [(request, refs) for request in requests], training)
         except RefLost as lost:
             if probe is None:
@@ -161,3 +154,93 @@ async def failing_as_one() -> AsyncIterator[asyncio.TaskGroup]:
             yield tasks
     except BaseExceptionGroup as group:
         raise leaves(group)[0] from None
+
+
+def idle_ranks(ranks: int, groups: int, parts: int) -> str | None:
+    """Returns a sentence if an optimizer step of `groups` groups has fewer parts than there are ranks, else None.
+
+    `parts` is the number of parts of each group.
+    """
+    if groups * parts >= ranks:
+        return None
+    return (
+        f"{ranks - groups * parts} of {ranks} trainer ranks have nothing to train: an optimizer step has {groups} "
+        f"groups of {parts} parts; a smaller trainer.micro_batch_size makes more"
+    )
+
+
+def repeating_ranks(per_replica: int, groups: int, parts: int, *, by_group: bool = False) -> str | None:
+    """Returns a sentence if a call of `groups` groups has fewer parts than a replica has ranks, else None.
+
+    All ranks of a replica compute at the same time, so some of them then repeat parts that another rank has. With
+    `by_group` they do so within each group (see `RankPosition.by_group`).
+    """
+    if by_group and parts % per_replica:
+        return (
+            f"the {per_replica} trainer ranks that share the trained weights compute each group side by side, and its "
+            f"{parts} parts leave {-parts % per_replica} of them without one of their own: a trainer.micro_batch_size "
+            f"that cuts a group into a multiple of {per_replica} parts wastes nothing"
+        )
+    if by_group or groups * parts >= per_replica:
+        return None
+    return (
+        f"{per_replica - groups * parts} of the {per_replica} trainer ranks that share one copy of the base compute "
+        f"parts again that another has, because all gather its blocks together: as few as {groups} groups of {parts} "
+        "parts come at a time; a smaller trainer.micro_batch_size, hand_over=batch, trainer.shard=none, or hybrid with "
+        "a smaller trainer.shard_size wastes less"
+    )
+
+
+class Owners:
+    """Assigns the groups of one optimizer step, in the order in which they come, to replicas and their ranks.
+
+    A whole group, or a part if there are few groups, goes to the replica that has the fewest images left to compute.
+    """
+
+    def __init__(self, ranks: int, per_replica: int = 1, *, by_group: bool = False) -> None:
+        """`per_replica` is the number of ranks per replica; raises ValueError if it does not divide `ranks`.
+
+        With `by_group`, the ranks of a replica take the parts of each group in turn, whatever other work they have.
+        """
+        if ranks % per_replica:
+            raise ValueError(f"{ranks} trainer ranks cannot form replicas of {per_replica}")
+        self._per_replica, self._replicas, self._by_group = per_replica, ranks // per_replica, by_group
+        self._load = [0] * ranks  # Rank → number of images that it has got in this optimizer step.
+        self._left = [0] * self._replicas  # Replica → number of images that it has got and not computed yet.
+        self._whole = True  # True: groups are not split over replicas.
+
+    def begin(self, groups: int) -> None:
+        """Begins an optimizer step of `groups` groups.
+
+        Groups are split over replicas only if there are fewer than two groups for each replica.
+        """
+        self._load, self._left = [0] * len(self._load), [0] * self._replicas
+        self._whole = groups >= 2 * self._replicas
+
+    def assign(self, samples: Sequence[int]) -> tuple[int, ...]:
+        """Returns the rank for each part of the next group; `samples` is the number of images of each part.
+
+        Of equally good replicas the one with the fewest images in this optimizer step is taken, then the lowest.
+        """
+        whole = self._next(sum(samples)) if self._whole else None
+        owners = []
+        for part, size in enumerate(samples):
+            ranks = self._ranks(self._next(size) if whole is None else whole)
+            owner = ranks[part % len(ranks)] if self._by_group else min(ranks, key=lambda rank: self._load[rank])
+            self._load[owner] += size
+            owners.append(owner)
+        return tuple(owners)
+
+    def computed(self, replica: int, samples: int) -> None:
+        """Records that a replica has computed so many images."""
+        self._left[replica] = max(0, self._left[replica] - samples)
+
+    def _next(self, samples: int) -> int:
+        """Returns the replica with the least work left, and adds so many images to its work."""
+        done = [sum(self._load[rank] for rank in self._ranks(replica)) for replica in range(self._replicas)]
+        chosen = min(range(self._replicas), key=lambda replica: (self._left[replica], done[replica]))
+        self._left[chosen] += samples
+        return chosen
+
+    def _ranks(self, replica: int) -> range:
+        return range(replica * self._per_replica, (replica + 1) * self._per_replica)

@@ -1,33 +1,36 @@
 """The point from which an attempt goes on: which checkpoint, and what differs between it and the run now."""
 
+import hashlib
 import json
 import logging
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+import os
+import platform
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import lru_cache
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from async_flowrl.config.check import ConfigError
+from async_flowrl.config.own_code import source_of
 from async_flowrl.config.paths import expanded
-from async_flowrl.config.schema import FULL, Config
-from async_flowrl.controller.fingerprint import (
-    deciding,
-    device_type,
-    differences,
-    inputs_of,
-    numerics,
-    other_inputs,
-    other_prompts,
-)
+from async_flowrl.config.schema import Config, RewardTerm, ServeConfig
+from async_flowrl.config.settings import ROUNDING, WEIGHTS, rule_of, settings
 from async_flowrl.controller.kept_state import KeptState
 from async_flowrl.data.sampler import UNKNOWN, read_outcomes
+from async_flowrl.data.store import digest_of
 from async_flowrl.observability.run_directory import RunDirectory
+from async_flowrl.policies.tuning import tuning_of
+from async_flowrl.rewards.served import command_of
 from async_flowrl.tickets.request import RequestBuilder
-from async_flowrl.training.checkpoint import check_ranks, held_versions_of, read_controller
-from async_flowrl.training.checkpoint_folder import (
+from async_flowrl.training.checkpoint import (
     TRAINER,
     DamagedCheckpoint,
+    check_ranks,
     find_checkpoint,
+    held_versions_of,
+    read_controller,
     verify_checkpoint,
     written,
 )
@@ -35,30 +38,25 @@ from async_flowrl.training.checkpoint_folder import (
 logger = logging.getLogger(__name__)
 
 
+# Beginnings of the differences with which a checkpoint's tensors have other shapes, or some are lacking.
 UNFIT = (
     *("tune ", "full.", "lora.rank ", "lora.targets ", "model.family ", "model.tiny."),
     *("trainer.ema_decay was None", "algorithm.old_policy_decay was copy"),
 )
-"""Beginnings of the differences with which a checkpoint's tensors have other shapes, or some are lacking."""
 
 
 @dataclass(frozen=True)
 class Resume:
     """The point from which an attempt goes on: a checkpoint, or the start of the run."""
 
-    path: Path | None
-    """Folder of the checkpoint; None means the start of the run."""
+    path: Path | None  # Folder of the checkpoint; None means the start of the run.
     version: int
-    controller: dict[str, Any]
-    """The controller's part of the checkpoint (controller.json)."""
-    forced: tuple[str, ...] = ()
-    """Sentences on differences for which a resume is refused unless `resume=force` is set."""
-    notes: tuple[str, ...] = ()
-    """Phrases on differences that a resume only warns of."""
-    kept: KeptState | None = None
-    """State that the controller holds, in place of a checkpoint."""
+    controller: dict[str, Any]  # The controller's part of the checkpoint (controller.json).
+    forced: tuple[str, ...] = ()  # Sentences on differences for which a resume is refused unless `resume=force` is set.
+    notes: tuple[str, ...] = ()  # Phrases on differences that a resume only warns of.
+    kept: KeptState | None = None  # State that the controller holds, in place of a checkpoint.
+    # Streams and versions, besides those that every checkpoint has, whose weights are there for their evaluations.
     held: frozenset[tuple[str, int]] = frozenset()
-    """Streams and versions, besides those that every checkpoint has, whose weights are there for their evaluations."""
 
     @property
     def held_versions(self) -> frozenset[int]:
@@ -66,8 +64,7 @@ class Resume:
         return frozenset(version for _, version in self.held)
 
 
-START = Resume(None, 0, {})
-"""The start of a run, without a checkpoint."""
+START = Resume(None, 0, {})  # The start of a run, without a checkpoint.
 
 
 def newest(directory: RunDirectory, *, shares: bool = False) -> Resume:
@@ -134,10 +131,9 @@ def check_shares(config: Config, path: Path) -> None:
 
     With `trainer.shard=auto` it is not known yet how the ranks of this run will; they look themselves.
     """
-    trainer = config.trainer
-    if config.tune != FULL or (trainer.shard == "auto" and trainer.num_workers > 1):
+    if not tuning_of(config).whole or config.layout_is_open:
         return
-    ranks = trainer.num_workers if trainer.shard == "full" and trainer.num_workers > 1 else None
+    ranks = config.trainer.num_workers if config.in_shares else None
     try:
         check_ranks(path, json.loads((path / TRAINER).read_text()), ranks)
     except ValueError as error:
@@ -184,7 +180,7 @@ def warn_of_differences(config: Config, resume: Resume, device: str) -> None:
     """Logs each difference from the checkpoint with which the run goes on nevertheless.
 
     These are `Resume.forced`, `Resume.notes`, and the settings, packages and device that change only the last bits of
-    the weights (`numerics` in fingerprint.py).
+    the weights (`numerics` in resume.py).
     """
     if resume.path is None:
         return
@@ -195,3 +191,130 @@ def warn_of_differences(config: Config, resume: Resume, device: str) -> None:
     changed = differences(resume.controller["numerics"], numerics(config, device_type(device)))
     if changed:
         logger.warning("resuming, but %s: the last bits of the weights will differ", ", ".join(changed))
+
+
+_PACKAGES = ("torch", "diffusers", "transformers", "peft", "numpy")
+_ENGINE_PACKAGES = ("vllm", "vllm-omni")
+
+
+def deciding(config: Config) -> dict[str, Any]:
+    """Returns dotted key → value of the settings that determine the weights; a resume with others is refused.
+
+    Settings that change nothing or only roundings (see `numerics`) are left out. Values are plain JSON.
+    """
+    values = dict(_deciding(config))
+    if config.trainer.lr_schedule == "constant":
+        # With a constant learning rate, the number of steps does not change any step.
+        del values["total_steps"]
+    return cast("dict[str, Any]", json.loads(json.dumps(values, default=str)))
+
+
+def _deciding(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    prefix = f"{key}." if key else ""
+    if is_dataclass(value):
+        for member in fields(value):
+            if rule_of(member).changes == WEIGHTS:
+                yield from _deciding(getattr(value, member.name), prefix + member.name)
+    elif isinstance(value, dict) and value:
+        for name, inner in value.items():
+            yield from _deciding(inner, f"{prefix}{name}")
+    else:
+        yield key, value
+
+
+def numerics(config: Config, device: str) -> dict[str, Any]:
+    """Returns what must be equal, besides `deciding`, for equal bits: settings, device type, package versions.
+
+    Values are plain JSON; None is a package that is not installed. A resume warns of differences.
+    """
+    entries = {key: value for key, value, rule in settings(config) if rule.changes == ROUNDING}
+    if config.rollout.engine == "vllm_omni":
+        # The network is spread over the worker's devices, and sums over the shards round differently.
+        entries["rollout.gpus_per_worker"] = config.rollout.gpus_per_worker
+        entries |= {package: _installed(package) for package in _ENGINE_PACKAGES}
+    if len(config.reward.terms) > 2:
+        # Sums of three numbers round differently in another order.
+        entries["the order of reward.terms"] = ", ".join(config.reward.terms)
+    return {**entries, "device": device, "python": platform.python_version(), **{p: _installed(p) for p in _PACKAGES}}
+
+
+def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """Returns one phrase per changed entry, e.g. `trainer.threads was 1 and is 2`."""
+    return [f"{key} was {before.get(key)} and is {now.get(key)}" for key in sorted(before.keys() | now.keys())
+            if before.get(key) != now.get(key)]  # fmt: skip
+
+
+@lru_cache(maxsize=16)
+def _installed(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def device_type(device: str) -> str:
+    """Returns the device without its number, e.g. `cuda` for `cuda:0`, because the number does not change results."""
+    return device.partition(":")[0]
+
+
+def inputs_of(requests: RequestBuilder) -> dict[str, Any]:
+    """Returns the digests and counts of the prompts, and `reward_sources` of trained and held-out terms. Plain JSON."""
+    return {
+        "train": digest_of(requests.train),
+        "train_prompts": len(requests.train),
+        "evaluation": digest_of(requests.evaluation),
+        "evaluation_prompts": len(requests.evaluation),
+        "rewards": reward_sources(requests.config.reward.terms),
+        "held_out_rewards": reward_sources(requests.config.evaluate.reward.terms),
+    }
+
+
+def reward_sources(terms: Mapping[str, RewardTerm]) -> dict[str, str]:
+    """Returns term → SHA-256 (hex) of the source file of one's own code and of its server's files.
+
+    The server's part is its command, and the Python and requirements files (.txt) that the command names. Terms of this
+    package without a server are left out.
+    """
+    sources = {}
+    for key, term in terms.items():
+        if parts := [*map(Path.read_bytes, filter(None, [source_of(term.name or key)])), *_server(term.serve)]:
+            sources[key] = hashlib.sha256(b"\0".join(parts)).hexdigest()
+    return sources
+
+
+def _server(serve: ServeConfig | None) -> Iterator[bytes]:
+    """Yields the server's command and files, which decide its scores as far as this process can see."""
+    if serve is None:
+        return
+    for word in command_of(serve):
+        yield word.encode()
+        if word.endswith((".py", ".txt")) and os.path.isfile(word):
+            yield Path(word).read_bytes()
+
+
+def other_prompts(before: Mapping[str, Any], now: Mapping[str, Any], file: str) -> str | None:
+    """Returns a sentence if the training prompts are not those of the checkpoint `before`, else None."""
+    if before["train"] == now["train"]:
+        return None
+    counts = before["train_prompts"], now["train_prompts"]
+    how = f"{counts[0]} before, {counts[1]} now" if counts[0] != counts[1] else f"still {counts[0]}"
+    return f"the training prompts of data.train={file} are not those it was made with ({how})"
+
+
+def other_inputs(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Returns a phrase for each difference that a resume only warns of."""
+    phrases = []
+    if before["evaluation"] != now["evaluation"]:
+        phrases.append("the prompts of evaluations have changed, so that their curve breaks here")
+    anew = "its curve begins anew"
+    for kind, title, effect in (
+        ("rewards", "reward", f"scores may differ and {anew}"),
+        ("held_out_rewards", "held-out reward", anew),
+    ):
+        sources: Mapping[str, str] = before.get(kind, {})  # An old checkpoint lacks those of held-out terms.
+        edited = sorted(term for term in sources.keys() & now[kind].keys() if sources[term] != now[kind][term])
+        phrases += [
+            f"the source file of the {title} {term!r}, or its server's command, has changed, so that {effect}"
+            for term in edited
+        ]
+    return phrases

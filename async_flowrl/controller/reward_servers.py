@@ -1,8 +1,8 @@
 """RewardServers starts, watches, restarts and stops the servers of reward terms with `serve`.
 
-`serving` is the entry point (run/job.py, evaluate/serving.py). Each term's servers are a pool; each worker of the pool
-runs one server process (rewards/served.py) on its own GPUs. Servers start while the models are loaded. Their
-addresses are sent to all reward workers, and written to the arguments from which replaced reward workers are built.
+`serving` is the entry point. Each term's servers are a pool; each worker of the pool runs one server process
+(rewards/served.py) on its own GPUs. Servers start while the models are loaded. Their addresses are sent to all reward
+workers, and written to the arguments from which replaced reward workers are built.
 """
 
 import asyncio
@@ -15,7 +15,8 @@ from typing import Any, cast
 
 from async_flowrl.config.pools import served_terms, server_pool
 from async_flowrl.config.schema import Config, ServeConfig
-from async_flowrl.controller.context import Observer, Signal
+from async_flowrl.controller.context import Signal
+from async_flowrl.observability.events import EventLog
 from async_flowrl.observability.run_directory import RunDirectory
 from async_flowrl.rewards.served import GRACE_SECONDS, Addresses, is_needed, new_token, term_key
 from separation.group import PoolSpec, Worker, WorkerDied, WorkerFailed, WorkerGroup
@@ -33,18 +34,12 @@ class Replicas:
     term: str
     serve: ServeConfig
     group: WorkerGroup
-    key: str
-    """Key of the term's section in the configuration, for messages."""
-    needed: bool = True
-    """True: losing one replica for good ends the run."""
-    urls: dict[int, str] = field(default_factory=dict)
-    """URLs of the replicas that are up."""
-    deaths: dict[int, int] = field(default_factory=dict)
-    """Number of times that a replica has died or hung."""
-    gone: dict[int, str] = field(default_factory=dict)
-    """Replicas that are lost for good, with the reason in words."""
-    started: bool = False
-    """True once all replicas have been up or are lost for good."""
+    key: str  # Key of the term's section in the configuration, for messages.
+    needed: bool = True  # True: losing one replica for good ends the run.
+    urls: dict[int, str] = field(default_factory=dict)  # URLs of the replicas that are up.
+    deaths: dict[int, int] = field(default_factory=dict)  # Number of times that a replica has died or hung.
+    gone: dict[int, str] = field(default_factory=dict)  # Replicas that are lost for good, with the reason in words.
+    started: bool = False  # True once all replicas have been up or are lost for good.
 
     @property
     def addresses(self) -> Addresses:
@@ -77,21 +72,20 @@ class Replicas:
 
 logger = logging.getLogger(__name__)
 
+# Name of the argument of reward workers with term → Addresses; each pool's dictionary is changed in place.
 SERVERS = "servers"
-"""Name of the argument of reward workers with term → Addresses; each pool's dictionary is changed in place."""
+# Errors of a server's worker after which its server counts as dead.
 LOST = (WorkerDied, WorkerFailed, DeadlineExceeded)
-"""Errors of a server's worker after which its server counts as dead."""
-MARGIN_SECONDS = 30.0
-"""Seconds that a call may take in addition to the time limit of the work that it waits for."""
+MARGIN_SECONDS = 30.0  # Seconds that a call may take in addition to the time limit of the work that it waits for.
+# Function that gets term → addresses of its servers whenever they change.
 Listener = Callable[[Mapping[str, Addresses]], None]
-"""Function that gets term → addresses of its servers whenever they change."""
+# Attempts to send addresses to a reward worker, which may just be replaced, and the seconds between them.
 TOLD_TIMES, TOLD_PAUSE_SECONDS = 10, 1.0
-"""Attempts to send addresses to a reward worker, which may just be replaced, and the seconds between them."""
 
 
 def server_pools(config: Config) -> list[PoolSpec]:
     """Returns one pool per term with `serve`. Its workers start no server until `RewardServers` asks them to."""
-    own_machine = config.runtime.backend == "local" or config.runtime.address is None
+    own_machine = config.runtime.on_this_machine
     logs = RunDirectory(Path(config.output_dir)).logs.absolute()
     return [
         PoolSpec(
@@ -116,16 +110,14 @@ class RewardServers:
     """All reward servers of a run; it implements the protocol `Servers` of context.py."""
 
     terms: Sequence[Replicas] = ()
-    clients: Sequence[WorkerGroup] = ()
-    """The pools of reward workers, which get the addresses of the servers."""
-    listeners: Sequence[Listener] = ()
-    """Functions that get the addresses of the servers, too."""
-    observer: Observer | None = None
+    clients: Sequence[WorkerGroup] = ()  # The pools of reward workers, which get the addresses of the servers.
+    listeners: Sequence[Listener] = ()  # Functions that get the addresses of the servers, too.
+    observer: EventLog | None = None
+    # A sentence for each term whose servers are all lost, without which the run goes on.
     failures: list[str] = field(default_factory=list)
-    """A sentence for each term whose servers are all lost, without which the run goes on."""
     _changed: Signal = field(default_factory=Signal)
 
-    async def all_up(self, observer: Observer, failures: list[str]) -> None:
+    async def all_up(self, observer: EventLog, failures: list[str]) -> None:
         """Waits until every server has been up once. From now on, deaths of servers are events of `observer`."""
         self.observer, self.failures = observer, failures
         await self._changed.until(lambda: all(replicas.started for replicas in self.terms))

@@ -1,22 +1,23 @@
 """Scoring of groups: every reward pool scores a group by its own terms, all pools concurrently (for dispatch.py)."""
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 
-from async_flowrl.config.pools import is_reward_pool, reward_pools
-from async_flowrl.controller.context import Context, Servers, book_span
+from async_flowrl.config.pools import held_out_by_pool, is_reward_pool, reward_pools
+from async_flowrl.controller.context import Context, Servers
 from async_flowrl.rewards.base import RewardError
 from async_flowrl.rewards.composite import combined
-from async_flowrl.tickets.table import TRAIN, Ticket, describe
+from async_flowrl.rewards.held_out import HeldOutScores, joined
+from async_flowrl.tickets.table import EVALUATION, TRAIN, Ticket, describe
 from async_flowrl.types import Failure, Scores
 from separation.group import RefLost, WorkerDied, WorkerFailed
 from separation.supervise import DeadlineExceeded, deadline, together
 
+# Errors of a call of a reward worker after which the call is repeated.
 FAILURES = (WorkerDied, WorkerFailed, DeadlineExceeded)
-"""Errors of a call of a reward worker after which the call is repeated."""
 
-Free = Mapping[str, asyncio.Queue[int]]
-"""Reward pool → queue of the indices of its idle workers."""
+Free = Mapping[str, asyncio.Queue[int]]  # Reward pool → queue of the indices of its idle workers.
 
 
 def free_workers(ctx: Context) -> Free:
@@ -133,7 +134,7 @@ async def score_once(
     async with deadline(ctx.config.deadlines.score, what):
         scores: Scores = await worker.call(*call, *images)
     for span in scores.spans:
-        book_span(ctx.observer, worker.name, span)
+        ctx.observer.span(worker.name, span)
     for failure in scores.failed.values():
         ctx.observer.event("fault", worker=worker.name, kind="RewardError", message=failure.reason)
     ctx.observer.state(worker.name, "wait_data")
@@ -147,3 +148,93 @@ async def reward_failed(ctx: Context, pool: str, index: int, error: Exception) -
     if not isinstance(error, WorkerFailed):
         worker.kill()
         await ctx.rewards[pool].replace(index)
+
+
+async def ask_held_out(ctx: Context, group: list[Ticket], free: Free) -> None:
+    """Sets `held_out` of the tickets of an evaluation's group; does nothing for training groups.
+
+    All pools are asked at the same time. Raises RefLost if the images are lost, once all calls have ended.
+    """
+    if group[0].kind != EVALUATION or not ctx.config.evaluate.reward.terms:
+        return
+    pools = held_out_by_pool(ctx.config)
+    answers = await together(*(ask_held_out_pool(ctx, pool, terms, group, free) for pool, terms in pools.items()))
+    for answer in answers:
+        if isinstance(answer, RefLost):
+            raise answer
+    held_out = joined(answer for answer in answers if isinstance(answer, HeldOutScores))
+    for name, message in held_out.failed.items():
+        first = group[0]
+        ctx.observer.event(
+            "skipped", kind=first.kind, step=first.step, group=first.group, message=f"held-out {name}: {message}"
+        )
+    for ticket in group:
+        ticket.held_out = held_out
+
+
+async def ask_held_out_pool(
+    ctx: Context, pool: str, terms: Collection[str], group: list[Ticket], free: Free
+) -> HeldOutScores | RefLost:
+    """Returns the group's scores by the held-out terms of one pool.
+
+    Terms that fail are asked again after `reward.backoff` seconds, doubled each time, up to `reward.retries` times.
+    Terms that still fail are in `HeldOutScores.failed`, at once if the pool is lost. RefLost is returned, because other
+    pools may still be asked.
+    """
+    config = ctx.config.reward
+    answer = HeldOutScores({}, dict.fromkeys(terms, "not asked yet"))
+    for attempt in range(config.retries + 1):
+        await ctx.servers.up(tuple(answer.failed))
+        lost = {name: why for name, why in ctx.servers.lost().items() if name in answer.failed}
+        answer = replace(answer, failed={**answer.failed, **lost})
+        if asked := tuple(name for name in answer.failed if name not in lost):
+            try:
+                answer = await _ask(ctx, pool, group, free, answer, asked)
+            except RefLost as gone:
+                return gone
+        if answer.failed.keys() == lost.keys() or pool in ctx.lost_pools:
+            break
+        if attempt < config.retries:
+            await asyncio.sleep(config.backoff * 2**attempt)
+    return answer
+
+
+async def _ask(
+    ctx: Context, pool: str, group: list[Ticket], free: Free, before: HeldOutScores, asked: tuple[str, ...]
+) -> HeldOutScores:
+    """Returns `before`, updated with the result of one call of one worker for the terms `asked`."""
+    index = await free[pool].get()
+    if pool in ctx.lost_pools:
+        free[pool].put_nowait(index)
+        return replace(before, failed={**before.failed, **dict.fromkeys(asked, ctx.lost_pools[pool])})
+    worker = ctx.rewards[pool].workers[index]
+    images = [ticket.payload.images for ticket in group]
+    ctx.observer.state(worker.name, "busy")
+    try:
+        async with deadline(ctx.config.deadlines.score, f"score: held-out terms of {describe(group[0])}"):
+            answer: HeldOutScores = await worker.call("score_held_out", asked, ctx.requests.prompt(group[0]), *images)
+    except FAILURES as error:
+        await held_out_failed(ctx, pool, index, error)
+        return replace(before, failed={**before.failed, **dict.fromkeys(asked, f"{type(error).__name__}: {error}")})
+    finally:
+        free[pool].put_nowait(index)
+        ctx.observer.state(ctx.rewards[pool].workers[index].name, "wait_data")
+    for span in answer.spans:
+        ctx.observer.span(worker.name, span)
+    kept = {name: why for name, why in before.failed.items() if name not in asked}
+    return joined((replace(before, failed=kept), answer))
+
+
+async def held_out_failed(ctx: Context, pool: str, index: int, error: Exception) -> None:
+    """Acts as `reward_failed`, but if a pool that scores only evaluations has no successor for a worker, it is lost.
+
+    The loss is an event; the run goes on.
+    """
+    try:
+        await reward_failed(ctx, pool, index, error)
+    except FAILURES as reason:
+        if is_reward_pool(pool):
+            raise
+        ctx.lost_pools[pool] = f"its worker had no successor: {type(reason).__name__}: {reason}"
+        name = ctx.rewards[pool].workers[index].name
+        ctx.observer.event("fault", worker=name, kind="PoolLost", message=ctx.lost_pools[pool])

@@ -20,17 +20,13 @@ class StepStatistics:
 
     def __init__(self, step: int, *, windowed: bool = False) -> None:
         self.step, self.windowed = step, windowed
-        self.rewards: list[tuple[float, ...]] = []
-        """Per group: one reward per image."""
-        self.rewards_of: dict[int, tuple[float, ...]] = {}
-        """The same by the number of the group."""
+        self.rewards: list[tuple[float, ...]] = []  # Per group: one reward per image.
+        self.rewards_of: dict[int, tuple[float, ...]] = {}  # The same by the number of the group.
         self.scores: list[Scores] = []
-        self.ages: list[int] = []
-        """Staleness of each ticket, in versions."""
+        self.ages: list[int] = []  # Staleness of each ticket, in versions.
+        # Number of groups whose advantages are all 0, and number of tickets of skipped groups.
         self.constant = self.skipped = 0
-        """Number of groups whose advantages are all 0, and number of tickets of skipped groups."""
-        self.updates: list[UpdateStats] = []
-        """Statistics of each optimizer step."""
+        self.updates: list[UpdateStats] = []  # Statistics of each optimizer step.
 
     def add_group(self, tickets: Sequence[Ticket], scores: Scores | None, advantages: Sequence[float]) -> None:
         """Adds a group, with one advantage per image; `scores` is None if `reward.on_error` skipped it."""

@@ -19,14 +19,22 @@ from typing import Any
 import numpy as np
 
 from async_flowrl.algorithms.base import Algorithm
-from async_flowrl.config.schema import FULL, Config
-from async_flowrl.controller.context import Context, book_span
-from async_flowrl.controller.owners import Owners, idle_ranks, repeating_ranks
+from async_flowrl.config.schema import Config
+from async_flowrl.controller.context import Context
 from async_flowrl.controller.rank_weights import ReplicatedWeights, ShardedWeights
-from async_flowrl.controller.replicas import MAX_GROUPS_PER_CALL, Replica, failing_as_one, with_probe, with_trajectories
-from async_flowrl.controller.shared import occupy, update_seconds
+from async_flowrl.controller.replicas import (
+    MAX_GROUPS_PER_CALL,
+    Owners,
+    Replica,
+    failing_as_one,
+    idle_ranks,
+    repeating_ranks,
+    with_probe,
+    with_trajectories,
+)
 from async_flowrl.controller.step_metrics import StepStatistics
 from async_flowrl.controller.training_groups import HandedGroup, hand_over
+from async_flowrl.policies.tuning import tuning_of
 from async_flowrl.training.messages import (
     Layout,
     Manifest,
@@ -38,11 +46,10 @@ from async_flowrl.training.messages import (
     merged,
 )
 from async_flowrl.training.parts import check_plan, cut
-from separation.group import Worker, WorkerGroup
+from separation.group import Worker, WorkerGroup, seated
 from separation.supervise import deadline, together
 
-Stepped = list[tuple[Worker, UpdateStats]]
-"""Each rank's statistics of the optimizer step."""
+Stepped = list[tuple[Worker, UpdateStats]]  # Each rank's statistics of the optimizer step.
 
 
 @dataclass
@@ -51,8 +58,8 @@ class Sums:
 
     step: int
     plan: StepPlan
+    # Rank → the parts in its sum, as its last call reported them.
     manifests: dict[int, Manifest] = field(default_factory=dict)
-    """Rank → the parts in its sum, as its last call reported them."""
 
 
 def divisor(ctx: Context, groups: Sequence[HandedGroup]) -> int | None:
@@ -71,12 +78,12 @@ class TrainerGroup:
 
     def __init__(self, workers: WorkerGroup, algorithm: Algorithm) -> None:
         self.workers, self.algorithm = workers, algorithm
+        # Layout that the ranks get when they load; None means the settings of the configuration.
         self.layout: Layout | None = None
-        """Layout that the ranks get when they load; None means the settings of the configuration."""
+        # How the ranks have the trained weights. Known when they have loaded.
         self.weights = ReplicatedWeights(workers)
-        """How the ranks have the trained weights. Known when they have loaded."""
+        # Seconds of this step in which no rank trained, as groups were not ready, and when the last call ended.
         self._waited = self._idle_since = 0.0
-        """Seconds of this step in which no rank trained, as groups were not ready, and when the last call ended."""
         self._arrange(1)
 
     @property
@@ -89,7 +96,7 @@ class TrainerGroup:
 
         Logs a warning if some ranks have nothing to train, or must compute parts that another rank has.
         """
-        sharded = config.tune == FULL and ranks_per_replica > 1
+        sharded = tuning_of(config).whole and ranks_per_replica > 1
         self.weights = (ShardedWeights if sharded else ReplicatedWeights)(self.workers)
         self._arrange(ranks_per_replica)
         groups = config.prompts_per_step // config.trainer.updates_per_batch
@@ -107,13 +114,11 @@ class TrainerGroup:
         self._replicas = [
             Replica(range(start, start + per_replica), ranks, self.weights.training, by_group) for start in starts
         ]
-        self._attempts = 0
-        """Number of attempts at optimizer steps so far; it numbers them."""
-        self._freed = asyncio.Event()
-        """Set when a replica has answered all of its calls."""
+        self._attempts = 0  # Number of attempts at optimizer steps so far; it numbers them.
+        self._freed = asyncio.Event()  # Set when a replica has answered all of its calls.
+        # True if the KL of the next optimizer step is measured. The ranks say so in the statistics of each step; until
+        # then it is True.
         self._measures = True
-        """True if the KL of the next optimizer step is measured. The ranks say so in the statistics of each step; until
-        then it is True."""
 
     def _most_selected(self, config: Config) -> list[int]:
         """Returns the images that the algorithm selects for training from a group in which all rewards differ."""
@@ -292,7 +297,7 @@ class TrainerGroup:
         if trained:
             results = await with_trajectories(ctx, self.workers.workers, self._replicas[0], trained, "train", request)
         else:
-            async with deadline(update_seconds(ctx.config, 1), f"update: step {step}"):
+            async with deadline(ctx.placement.deadlines.update(1), f"update: step {step}"):
                 results = await self.all("train", request)
         if not finishes:
             return None
@@ -324,7 +329,7 @@ class TrainerGroup:
         )
         if (overflow := summed[0].overflow) is not None:
             return overflow
-        async with training, deadline(update_seconds(ctx.config, 1), f"update: optimizer step of step {step}"):
+        async with training, deadline(ctx.placement.deadlines.update(1), f"update: optimizer step of step {step}"):
             stepped: list[UpdateStats] = await together(*(worker.call("take_step") for worker in workers))
         did = list(zip(workers, stepped, strict=True))
         if len({stats.digest for stats in stepped}) > 1:
@@ -345,7 +350,7 @@ class TrainerGroup:
         self._measures = results[0][1].measures_next
         for worker, stats in results:
             for span in stats.spans:
-                book_span(ctx.observer, worker.name, span)
+                ctx.observer.span(worker.name, span)
             got, step = stats.fetched, stats.step
             ctx.observer.event(
                 "fetched", worker=worker.name, step=step, update=stats.update, tickets=got.tickets, bytes=got.bytes
@@ -374,7 +379,7 @@ class TrainerGroup:
         for index, replica in enumerate(self._replicas):
             own = [group for group in groups if replica.owns(group)]
             for start in range(0, len(own), most):
-                occupy(ctx, replica.ranks, trains=True)
+                ctx.placement.begin_training(replica.ranks)
                 replica.waiting += 1
                 tasks.create_task(self._call(ctx, index, sums, own[start : start + most], method))
 
@@ -400,7 +405,8 @@ class TrainerGroup:
         if not replica.waiting:
             self._freed.set()
             self._book_state(ctx, replica, "idle")
-            occupy(ctx, replica.ranks, trains=False)
+            for rank in ctx.placement.end_training(replica.ranks):
+                ctx.work.notify(seated(ctx.rollout, rank).name)
 
 
 def now() -> float:

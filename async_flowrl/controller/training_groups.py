@@ -29,11 +29,11 @@ class HandedGroup:
     tickets: list[Ticket]
     scores: Scores | None
     advantages: tuple[float, ...]
+    # Description for the trainer ranks. None if the group is not trained: it has no scores, or all advantages are zero
+    # and the algorithm's loss is then zero or `algorithm.zero_std_groups` is drop.
     meta: GroupMeta | None
-    """Description for the trainer ranks. None if the group is not trained: it has no scores, or all advantages are zero
-    and the algorithm's loss is then zero or `algorithm.zero_std_groups` is drop."""
+    # Held while its trajectories are made again, for all ranks that lack them.
     remaking: asyncio.Lock = field(default_factory=asyncio.Lock, compare=False, repr=False)
-    """Held while its trajectories are made again, for all ranks that lack them."""
 
     @property
     def number(self) -> int:

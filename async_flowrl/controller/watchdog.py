@@ -13,7 +13,7 @@ from math import isfinite
 from async_flowrl.config.pools import served_terms
 from async_flowrl.config.schema import Config
 from async_flowrl.controller.context import Context
-from async_flowrl.controller.shared import update_seconds
+from async_flowrl.controller.deadlines import Deadlines
 from async_flowrl.tickets.table import Ticket, describe
 from separation.table import format_table
 
@@ -30,12 +30,10 @@ class StallRow:
 
     ticket: str
     state: str
-    worker: str
-    """Name of the worker that has the ticket, `-` for none."""
-    age: float
-    """Seconds since the ticket came into `state`."""
+    worker: str  # Name of the worker that has the ticket, `-` for none.
+    age: float  # Seconds since the ticket came into `state`.
+    # The versions that the worker holds; if no living worker has the ticket, the version that it needs.
     last_event: str
-    """The versions that the worker holds; if no living worker has the ticket, the version that it needs."""
 
 
 def stall_report(rows: Sequence[StallRow], *, most: int = 20) -> str:
@@ -55,10 +53,9 @@ def stall_report(rows: Sequence[StallRow], *, most: int = 20) -> str:
 class TicketAges:
     """Remembers since when each live ticket has been in its state, as far as repeated calls of `look` can tell."""
 
+    # (kind, number) of a ticket → its state, its attempt, and the time of the first `look` that saw these.
     seen: dict[tuple[str, int], tuple[str, int, float]] = field(default_factory=dict)
-    """(kind, number) of a ticket → its state, its attempt, and the time of the first `look` that saw these."""
-    workers: tuple[str, ...] = ()
-    """Names of the rollout and reward workers at the last `look`."""
+    workers: tuple[str, ...] = ()  # Names of the rollout and reward workers at the last `look`.
 
     def look(self, ctx: Context, now: float) -> bool:
         """Records the tickets and workers at time `now` (seconds of the loop's clock).
@@ -87,14 +84,14 @@ class TicketAges:
         return StallRow(describe(ticket), str(ticket.state), ticket.worker or "-", now - since, holds)
 
 
-def limit(config: Config) -> float:
+def limit(config: Config, calls: Deadlines) -> float:
     """Returns the seconds without a change after which the run has stalled: the sum of all deadlines of a step.
 
     The trainer may take `deadlines.update` per group, and one call may contain all groups of a step. The longest time
     in which a reward server is found to hang and started again is added, because groups wait for it.
     """
     deadlines = config.deadlines
-    update = update_seconds(config, config.prompts_per_step)
+    update = calls.update(config.prompts_per_step)
     served = [serve for _, serve in served_terms(config)]
     servers = max((s.start_seconds + (s.hung_seconds if isfinite(s.hung_seconds) else 0.0) for s in served), default=0)
     return servers + deadlines.load + deadlines.generate + deadlines.score + deadlines.publish + update
@@ -115,5 +112,5 @@ async def watch_for_stalls(ctx: Context) -> None:
         report = ages.report(ctx, clock())
         ctx.observer.event("stall", seconds=clock() - changed, report=report)
         logger.info("nothing has changed for %.0f s:\n%s", clock() - changed, report)
-        if clock() - changed > limit(ctx.config):
+        if clock() - changed > limit(ctx.config, ctx.placement.deadlines):
             raise Stalled(f"nothing has changed for {clock() - changed:.0f} s:\n{report}")

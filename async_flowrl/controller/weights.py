@@ -12,11 +12,11 @@ from typing import Any
 
 from async_flowrl.config.schema import Config
 from async_flowrl.controller.admission import WorkerProof
-from async_flowrl.controller.context import Observer, Signal
-from async_flowrl.controller.endpoints import EmaEndpoint, TrainerEndpoint, endpoint_of
-from async_flowrl.controller.sender_errors import SenderLost
-from async_flowrl.controller.shared import delivery_options
+from async_flowrl.controller.context import Signal
+from async_flowrl.controller.endpoints import EmaEndpoint, SenderLost, TrainerEndpoint
+from async_flowrl.controller.placement import SeparatePools
 from async_flowrl.controller.trainer import TrainerGroup
+from async_flowrl.observability.events import EventLog
 from async_flowrl.tickets.table import TicketTable
 from async_flowrl.types import EMA, POLICY
 from checkpoint_engine import EVALUATION, Ack, Delivery, Header
@@ -26,8 +26,8 @@ from checkpoint_engine.transports import OBJECT_STORE
 from separation.group import Worker, WorkerDied, WorkerGroup
 from separation.supervise import DeadlineExceeded
 
+# Workers given up over corrupted weights without a new version anywhere; with so many the sender is at fault.
 MAX_CORRUPTED_WORKERS_IN_A_ROW = 3
-"""Workers given up over corrupted weights without a new version anywhere; with so many the sender is at fault."""
 
 
 class CorruptedVersion(RuntimeError):
@@ -46,37 +46,27 @@ class PublishedWeights:
     table: TicketTable
     rollout: WorkerGroup
     trainers: TrainerGroup
-    observer: Observer
-    work: Signal
-    """Notified when a version is published or acknowledged, and when a worker is given up."""
-    transport: str = OBJECT_STORE
-    base_digest: str = ""
-    """Digest of the base weights, which all workers hold."""
-    held: Collection[int] = ()
-    """Versions that an earlier attempt has published, and whose evaluation is not made yet."""
+    observer: EventLog
+    work: Signal  # Notified when a version is published or acknowledged, and when a worker is given up.
+    placement: SeparatePools
+    base_digest: str = ""  # Digest of the base weights, which all workers hold.
+    held: Collection[int] = ()  # Versions that an earlier attempt has published, and whose evaluation is not made yet.
     sender: TrainerEndpoint = field(init=False)
     delivery: Delivery = field(init=False)
     proof: WorkerProof = field(init=False)
-    ema: EmaEndpoint | None = None
-    """Sender of the EMA for evaluations; None if `trainer.ema_decay` is null."""
-    stall_seconds: float = 0.0
-    """Seconds that the trainer has waited in `publish`."""
-    _first: int = 0
-    """First version that this attempt publishes for training."""
-    _newest: int = -1
-    """Highest version that any worker has acknowledged; -1 for none."""
-    _corrupted: int = 0
-    """Workers given up over damaged weights since `_newest` was acknowledged for the first time."""
-    _deliveries: list[Delivery] = field(default_factory=list)
-    """Those of the policy and, if there is one, of its EMA."""
-    _delivered: int | None = None
-    """The version of the EMA that was delivered last."""
+    ema: EmaEndpoint | None = None  # Sender of the EMA for evaluations; None if `trainer.ema_decay` is null.
+    stall_seconds: float = 0.0  # Seconds that the trainer has waited in `publish`.
+    _first: int = 0  # First version that this attempt publishes for training.
+    _newest: int = -1  # Highest version that any worker has acknowledged; -1 for none.
+    _corrupted: int = 0  # Workers given up over damaged weights since `_newest` was acknowledged for the first time.
+    _deliveries: list[Delivery] = field(default_factory=list)  # Those of the policy and, if there is one, of its EMA.
+    _delivered: int | None = None  # The version of the EMA that was delivered last.
     _started: asyncio.Event = field(default_factory=asyncio.Event)
     _sealed: dict[int, asyncio.Event] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.sender = self.trainers.weights.sender(self.config, self.transport, self.sealed)
-        self.proof = WorkerProof(self.config, self.observer, self.sender, self.transport)
+        self.sender = self.trainers.weights.sender(self.config, self.placement.transport, self.sealed)
+        self.proof = WorkerProof(self.config, self.observer, self.sender, self.placement.transport)
 
     async def publish_first(self) -> None:
         """Checks all present workers with the canary, then publishes the versions that the first tickets name.
@@ -185,28 +175,30 @@ class PublishedWeights:
         stats = self.delivery.stats
         names = ("publishes", "bytes", "seconds", "retries", "corrupt", "fallbacks", "member_busy")
         counts = {name: getattr(stats, name) for name in names}
-        return counts | {"trainer_stall_seconds": self.stall_seconds, "transport": self.transport}
+        return counts | {"trainer_stall_seconds": self.stall_seconds, "transport": self.placement.transport}
 
     async def _start(self) -> None:
         """Makes the canary, the sender and the deliveries of the policy and of its EMA."""
         config = self.config
         await self.proof.begin()
         broadcast = None
-        if self.transport != OBJECT_STORE:
+        if self.placement.transport != OBJECT_STORE:
             broadcast = CollectiveBroadcast(
                 self.sender,
-                name=self.transport,
+                name=self.placement.transport,
                 setup_seconds=config.checkpoint_engine.setup_seconds,
                 ready_seconds=config.checkpoint_engine.ready_seconds,
                 sender_seconds=config.deadlines.publish,
                 max_members=config.checkpoint_engine.max_members,
             )
-        options = delivery_options(config, POLICY)
+        options = self.placement.delivery_options(POLICY)
         self.delivery = Delivery(self.sender, replace=self._give_up, options=options, broadcast=broadcast)
         self._deliveries.append(self.delivery)
         if config.trainer.ema_decay is not None:
             self.ema = self.trainers.weights.average_sender(config, self._sent)
-            self._deliveries.append(Delivery(self.ema, replace=self._give_up, options=delivery_options(config, EMA)))
+            self._deliveries.append(
+                Delivery(self.ema, replace=self._give_up, options=self.placement.delivery_options(EMA))
+            )
         for delivery in self._deliveries:
             delivery.on_ack(self._acknowledged)
         self._started.set()
@@ -223,7 +215,7 @@ class PublishedWeights:
             await self._join(worker, [])
 
     async def _join(self, worker: Worker, versions: list[int]) -> None:
-        end = endpoint_of(self.config)(worker, self.observer, self.transport)
+        end = self.placement.endpoint(worker, self.observer, self.placement.transport)
         await self.delivery.join(end, versions)
         for average in self._deliveries[1:]:
             await average.join(end, [] if self._delivered is None else [self._delivered])

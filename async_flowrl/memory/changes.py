@@ -8,8 +8,7 @@ from async_flowrl.config.check import check
 from async_flowrl.config.schema import Config, mode_name
 from async_flowrl.tickets.arithmetic import check_batching
 
-Change = Mapping[str, Any]
-"""Configuration key → its new value; all of them are set together."""
+Change = Mapping[str, Any]  # Configuration key → its new value; all of them are set together.
 
 
 def in_words(change: Change) -> str:

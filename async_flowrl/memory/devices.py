@@ -6,13 +6,15 @@ from collections.abc import Collection, Iterator, Mapping
 from functools import partial
 
 from async_flowrl.config.check import ConfigError
-from async_flowrl.config.pools import ROLLOUT, TRAINER
-from async_flowrl.config.schema import FULL, SHARED, Config
+from async_flowrl.config.placement import placement_of
+from async_flowrl.config.pools import ROLLOUT, TRAINER, held_out_by_pool, scoring_pools, section_of, served_terms
+from async_flowrl.config.schema import SHARED, Config, RewardTerm, RolloutConfig, TrainerConfig
 from async_flowrl.memory.changes import Change, best, fresh_images
 from async_flowrl.memory.processes import (
     GIB,
     MARGIN_SHARE,
     RUNTIME_BYTES,
+    Footprint,
     Process,
     beside,
     in_one,
@@ -20,12 +22,13 @@ from async_flowrl.memory.processes import (
     planned_trainer,
     rollout_ranks,
 )
-from async_flowrl.memory.seats import reward_seats
+from async_flowrl.policies.tuning import tuning_of
+from async_flowrl.rewards.registry import memory_gib
+from separation.placement import fewest_gpus
 
 logger = logging.getLogger(__name__)
 
-MEMORY_WARNING_SHARE = 0.9
-"""Share of a process's device memory above which planned memory leads to a warning."""
+MEMORY_WARNING_SHARE = 0.9  # Share of a process's device memory above which planned memory leads to a warning.
 
 
 def processes(config: Config, pools: Collection[str] | None = None, *, lasting: bool = False) -> Iterator[Process]:
@@ -41,11 +44,11 @@ def processes(config: Config, pools: Collection[str] | None = None, *, lasting: 
     def asked(*of: str) -> bool:
         return pools is None or any(pool in pools for pool in of)
 
-    if config.placement == SHARED:
+    if placement_of(config).together:
         if asked(SHARED, TRAINER, ROLLOUT):
-            both = in_one(rank(), worker(), full=config.tune == FULL)
+            both = in_one(rank(), worker(), full=tuning_of(config).whole)
             yield Process("process that samples and trains", (SHARED, TRAINER, ROLLOUT), both, shares[0])
-    elif config.runtime.backend == "local" and min(shares) > 0:
+    elif config.runtime.in_threads and min(shares) > 0:
         if asked(TRAINER, ROLLOUT):
             both = beside(rank(), worker(), config.rollout.num_workers)
             yield Process("trainer rank with all rollout workers of its process", (TRAINER, ROLLOUT), both, 1.0)
@@ -156,11 +159,11 @@ def remedy(process: Process, config: Config, device: int, *, lasting: bool = Fal
 
 def lasting_changes(process: Process, config: Config) -> Iterator[Change]:
     """Yields settings that reduce the lasting memory of a process, those that cost least speed or accuracy first."""
-    trainer, rollout, full = config.trainer, config.rollout, config.tune == FULL
+    trainer, rollout, full = config.trainer, config.rollout, tuning_of(config).whole
     if TRAINER in process.pools:
-        if trainer.num_workers > 1 and trainer.shard != "full" and not trainer.cpu_offload:
+        if trainer.num_workers > 1 and not trainer.in_one_replica:
             yield {"trainer.shard": "full"}
-        if trainer.shard != "none":
+        if not trainer.has_replicas:
             yield {"trainer.num_workers": 2 * trainer.num_workers}
     if ROLLOUT in process.pools:
         left = {"resident": ("offload", "cached"), "offload": ("cached",), "cached": ()}[rollout.text_encoder]
@@ -200,4 +203,70 @@ def tight(process: Process, available: int) -> str:
         f"a {process.title} is planned to need {footprint.total / GIB:.3g} of its device's {available / GIB:.3g} GiB "
         f"({footprint.total / available:.0%}: {parts}, margin {MARGIN_SHARE:.0%} and {runtime:.3g} of runtime): it may "
         "run out of memory"
+    )
+
+
+MODELS = "reward models"
+
+
+def reward_seats(config: Config) -> list[Process]:
+    """Returns a worker of every pool that scores images and whose workers have GPUs.
+
+    The rewards' classes are looked up, but no reward is built. The workers of the first pool also score evaluations,
+    so its seat includes the terms of `evaluate.reward` that have no pool of their own.
+    """
+    seats: list[Process] = []
+    held_out = held_out_by_pool(config)
+    for pool in scoring_pools(config):
+        if pool.gpus_per_worker > 0:
+            terms = {**pool.config(config.reward).terms, **held_out.get(pool.name, {})}
+            said = {name: _gib(name, term) for name, term in terms.items()}
+            parts = {f"{MODELS}: {name}": round(gib * GIB) for name, gib in said.items() if gib is not None}
+            unknown = ", ".join(name for name, gib in said.items() if gib is None)
+            caveat = f", and what {unknown} takes is unknown" if unknown else ""
+            key = f"{section_of(pool.name)}.gpus_per_worker"
+            title = f"worker of the pool {pool.name}"
+            seats.append(Process(title, (pool.name,), Footprint(parts), pool.gpus_per_worker, key, caveat))
+    return seats
+
+
+def _gib(name: str, term: RewardTerm) -> float | None:
+    try:
+        return memory_gib(name, term)
+    except ValueError as error:
+        logger.info("the memory of the reward %s is not known: %s", name, error)
+        return None
+
+
+def gpus_by_pool(config: Config) -> dict[str, list[float]]:
+    """Returns pool → GPUs of each of its workers, without pools that have none.
+
+    Trainer and rollout workers that share their processes count as one pool.
+    """
+    pools: dict[str, TrainerConfig | RolloutConfig] = {"trainer": config.trainer, "rollout": config.rollout}
+    if placement_of(config).together:
+        pools = {SHARED: config.trainer}
+    shares = {name: [pool.gpus_per_worker] * pool.num_workers for name, pool in pools.items()}
+    shares |= {pool.name: [pool.gpus_per_worker] * pool.workers for pool in scoring_pools(config)}
+    shares |= {f"servers of {name}": [serve.gpus] * serve.replicas for name, serve in served_terms(config)}
+    return {pool: [gpus for gpus in each if gpus > 0] for pool, each in shares.items() if any(each)}
+
+
+def gpus_taken(config: Config) -> float:
+    """Returns the fewest GPUs that the run takes."""
+    return fewest_gpus(share for each in gpus_by_pool(config).values() for share in each)
+
+
+def describe_gpus(config: Config) -> str:
+    """Returns one clause: how many devices the run takes, and how many workers each pool has."""
+    taken = gpus_taken(config)
+    pools = describe_pools(config) or "all of it runs on CPUs"
+    return f"the run takes {taken:g} device{'' if taken == 1 else 's'}: {pools}"
+
+
+def describe_pools(config: Config, without: Collection[str] = ()) -> str:
+    """Returns the pools that have GPUs, and how many workers; those named in `without` are left out."""
+    shares = {pool: each for pool, each in gpus_by_pool(config).items() if pool not in without}
+    return ", ".join(
+        f"{pool} {len(each)}" + ("" if each[0] == 1 else f" x {each[0]:g}") for pool, each in shares.items()
     )

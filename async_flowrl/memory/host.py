@@ -10,8 +10,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from async_flowrl.config.check import ConfigError
+from async_flowrl.config.placement import placement_of
 from async_flowrl.config.pools import ROLLOUT, TRAINER
-from async_flowrl.config.schema import FULL, SHARED, Config
+from async_flowrl.config.schema import SHARED, Config
 from async_flowrl.memory.changes import best, fresh_images
 from async_flowrl.memory.processes import (
     GIB,
@@ -25,15 +26,15 @@ from async_flowrl.memory.processes import (
 from async_flowrl.memory.sizes import Sizes, stored_sizes
 from async_flowrl.policies.registry import DTYPES
 from async_flowrl.policies.stored import StoredElements
-from separation.node_memory import NodeMemory
+from separation.node import NodeMemory
 
 logger = logging.getLogger(__name__)
 
+# Host memory of a process without its model: Python, torch and diffusers; `ps` shows 530 to 710 MB on a CPU.
 PROCESS_BYTES = 700_000_000
-"""Host memory of a process without its model: Python, torch and diffusers; `ps` shows 530 to 710 MB on a CPU."""
+# Most copies of a LoRA's state at a time: on its first rank two that are retained, one as files, and one part after the
+# other that is made contiguous for them (training/checkpoint.py); on the controller two, and one that comes.
 KEPT_BY_RANK, KEPT_BY_CONTROLLER = 4, 3
-"""Most copies of a LoRA's state at a time: on its first rank two that are retained, one as files, and one part after
-the other that is made contiguous for them (training/checkpoint.py); on the controller two, and one that comes."""
 
 
 @dataclass(frozen=True)
@@ -42,8 +43,7 @@ class NodeProcesses:
 
     address: str
     memory: NodeMemory
-    workers: Mapping[str, tuple[int, ...]]
-    """Pool → indices of its workers there."""
+    workers: Mapping[str, tuple[int, ...]]  # Pool → indices of its workers there.
 
 
 @dataclass(frozen=True)
@@ -52,9 +52,9 @@ class Hosts:
 
     nodes: tuple[NodeProcesses, ...]
     stored: StoredElements
+    # Pool → bytes of memory of its smallest device. Pools without GPUs are missing, and rollout workers of vllm_omni,
+    # which plan their devices themselves.
     devices: Mapping[str, int]
-    """Pool → bytes of memory of its smallest device. Pools without GPUs are missing, and rollout workers of vllm_omni,
-    which plan their devices themselves."""
 
 
 @dataclass(frozen=True)
@@ -64,12 +64,9 @@ class PoolProcesses:
     pool: str
     count: int
     bytes: int
-    per_node: int = 1
-    """Number of the processes that one node must hold (`workers_per_node`)."""
-    copies: int = 0
-    """Number of the processes that copy their state to host memory, which is not in `bytes`."""
-    copy: int = 0
-    """Bytes of such a copy."""
+    per_node: int = 1  # Number of the processes that one node must hold (`workers_per_node`).
+    copies: int = 0  # Number of the processes that copy their state to host memory, which is not in `bytes`.
+    copy: int = 0  # Bytes of such a copy.
 
     @property
     def total(self) -> int:
@@ -89,9 +86,9 @@ def training_processes(config: Config, model: Sizes, *, on_gpus: bool) -> list[P
     copies = {"copies": copying_ranks(config), "copy": copied_bytes(config, model)}
     first, other = (rank_bytes(config, model, on_gpu=of_rank, sends=sends) for sends in (True, False))
     rank = PROCESS_BYTES + other + (first - other) // trainer.num_workers  # so that the total is right
-    pool = SHARED if config.placement == SHARED else TRAINER
+    pool = SHARED if placement_of(config).together else TRAINER
     ranks = PoolProcesses(pool, trainer.num_workers, rank, trainer.workers_per_node or 1, **copies)
-    if config.placement == SHARED:
+    if placement_of(config).together:
         return [ranks]
     least, _ = rollout.worker_bounds
     worker = PROCESS_BYTES + rollout_bytes(config, model, on_gpu=of_rollout)
@@ -104,7 +101,7 @@ def rank_bytes(config: Config, model: Sizes, *, on_gpu: bool, sends: bool = True
     `sends` is for a rank that sends versions. A rank on a GPU has only pinned buffers in host memory, one on a CPU
     everything. `certain` is as for `host_bytes`.
     """
-    shared = config.placement == SHARED
+    shared = placement_of(config).together
     if on_gpu:
         pinned = host_bytes(config, model, certain=certain) if sends or not model.full else 0
         return pinned + (rollout_bytes(config, model, on_gpu=True, certain=certain) if shared else 0)
@@ -137,7 +134,7 @@ def copying_ranks(config: Config) -> int:
 
 def copied_bytes(config: Config, model: Sizes) -> int:
     """Returns the bytes of the copies of its state on a rank that makes them."""
-    return snapshot_bytes(config, model) * (1 if config.tune == FULL else KEPT_BY_RANK)
+    return snapshot_bytes(config, model) * (KEPT_BY_RANK if config.keeps_state else 1)
 
 
 def check_hosts(config: Config, hosts: Hosts) -> list[str]:
@@ -188,7 +185,7 @@ def needs_on(config: Config, hosts: Hosts, node: NodeProcesses) -> Iterator[tupl
     for rank in node.workers.get(TRAINER, ()):
         size = rank_bytes(config, model, on_gpu=TRAINER in hosts.devices, sends=rank == 0, certain=True)
         yield "trainer rank", size + copied_bytes(config, model) * (rank < copying_ranks(config))
-    if config.placement != SHARED:
+    if not placement_of(config).together:
         own = config.rollout.engine == "vllm_omni" and config.rollout.gpus_per_worker > 0
         for _ in node.workers.get(ROLLOUT, ()):
             on_gpu = own or ROLLOUT in hosts.devices

@@ -8,19 +8,20 @@ import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
+from async_flowrl.config.placement import placement_of
 from async_flowrl.config.pools import TRAINER
-from async_flowrl.config.schema import FULL, SHARED, Config
+from async_flowrl.config.schema import Config
 from async_flowrl.memory.devices import MEMORY_WARNING_SHARE, device_of, processes
 from async_flowrl.memory.processes import GIB
+from async_flowrl.policies.tuning import tuning_of
 from async_flowrl.training.messages import Layout
 
 logger = logging.getLogger(__name__)
 
 AUTO = "auto"
+# Values of `trainer.gradient_checkpointing`, from the one that needs most memory to the one that needs least.
 CHECKPOINTED = ("none", "every_4", "every_3", "every_2", "full")
-"""Values of `trainer.gradient_checkpointing`, from the one that needs most memory to the one that needs least."""
-SHARD, CHECKPOINTING = "trainer.shard", "trainer.gradient_checkpointing"
-"""The settings that may be `auto`."""
+SHARD, CHECKPOINTING = "trainer.shard", "trainer.gradient_checkpointing"  # The settings that may be `auto`.
 
 
 @dataclass(frozen=True)
@@ -28,8 +29,8 @@ class Chosen:
     """A layout of the trainer."""
 
     layout: Layout
+    # One sentence that says what `auto` means in it and why; empty if no setting is `auto`.
     reasons: tuple[str, ...] = ()
-    """One sentence that says what `auto` means in it and why; empty if no setting is `auto`."""
 
     def applied(self, config: Config) -> Config:
         """Returns a copy of the configuration with this layout in its trainer settings."""
@@ -96,7 +97,7 @@ def on_devices(config: Config, device_bytes: int) -> dict[str, int]:
 def _asked(config: Config) -> list[str]:
     """Returns the settings that are `auto` and make a difference."""
     trainer = config.trainer
-    free = trainer.num_workers > 1 and not trainer.cpu_offload and config.placement != SHARED
+    free = trainer.num_workers > 1 and not trainer.cpu_offload and not placement_of(config).together
     settings = [SHARD] if trainer.shard == AUTO and free else []
     return settings + ([CHECKPOINTING] if trainer.gradient_checkpointing == AUTO else [])
 
@@ -117,7 +118,7 @@ def _chosen(layout: Layout, asked: list[str], why: str) -> Chosen:
 
 def _shared(config: Config) -> str:
     """Returns how ranks share the base: within a node if the number of ranks per node is known, else over all ranks."""
-    per_node = config.trainer.workers_per_node if config.tune != FULL else None
+    per_node = config.trainer.workers_per_node if not tuning_of(config).whole else None
     return "hybrid" if per_node is not None and 1 < per_node < config.trainer.num_workers else "full"
 
 

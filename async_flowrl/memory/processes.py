@@ -26,26 +26,25 @@ from checkpoint_engine.pinned_memory import pinned_bytes
 GIB = 2**30
 FLOAT32_BYTES = 4
 INT64_BYTES = 8
+# Share added for memory that the allocator cannot use (fragments between blocks); an estimate, not measured.
 MARGIN_SHARE = 0.10
-"""Share added for memory that the allocator cannot use (fragments between blocks); an estimate, not measured."""
+# Bytes added per process for CUDA context, workspaces of libraries and communicators; an estimate, not measured.
 RUNTIME_BYTES = 1_500_000_000
-"""Bytes added per process for CUDA context, workspaces of libraries and communicators; an estimate, not measured."""
+# Blocks that FSDP2 holds whole at once: the one that computes, the next one, and the buffer it is gathered in.
 GATHERED_BLOCKS = 3
-"""Blocks that FSDP2 holds whole at once: the one that computes, the next one, and the buffer it is gathered in."""
+# Blocks whose gradient is whole at once, in the dtype that is computed in and as the input of a reduce-scatter.
 REDUCED_BLOCKS = 2
-"""Blocks whose gradient is whole at once, in the dtype that is computed in and as the input of a reduce-scatter."""
 
 
+# Parts of a footprint that take memory only at times; all other parts last.
 PASSING = ("activations", "gathered blocks")
-"""Parts of a footprint that take memory only at times; all other parts last."""
 
 
 @dataclass(frozen=True)
 class Footprint:
     """Device memory of one process."""
 
-    parts: Mapping[str, int]
-    """Name of a part (such as `base weights`) → bytes."""
+    parts: Mapping[str, int]  # Name of a part (such as `base weights`) → bytes.
 
     @property
     def lasting(self) -> set[str]:
@@ -90,15 +89,11 @@ class Process:
     """A kind of process on a device, or several kinds that share one."""
 
     title: str
-    pools: tuple[str, ...]
-    """Pools whose workers are such a process."""
+    pools: tuple[str, ...]  # Pools whose workers are such a process.
     footprint: Footprint
-    share: float
-    """GPUs of the process: a share of one device, or whole devices from 1 on."""
-    key: str = ""
-    """Setting of the share of a reward worker; empty for all other processes."""
-    caveat: str = ""
-    """Clause for the end of a sentence on memory that is not known."""
+    share: float  # GPUs of the process: a share of one device, or whole devices from 1 on.
+    key: str = ""  # Setting of the share of a reward worker; empty for all other processes.
+    caveat: str = ""  # Clause for the end of a sentence on memory that is not known.
 
     def available(self, device: int) -> int:
         """Returns the bytes that the process may use of a device of `device` bytes."""
@@ -112,18 +107,12 @@ class MemoryPlan:
     model: Sizes
     trainer: Footprint
     rollout: Footprint
-    host: int
-    """Pinned host memory of a trainer rank; with a LoRA 0, unless `trainer.cpu_offload` is on."""
-    ring: int
-    """Versions that a rollout worker keeps in host memory; 0 if it keeps them on its device."""
-    snapshot: int
-    """Copy in host memory of what a checkpoint holds, on each trainer rank that writes one."""
-    ticket_bytes: int
-    """Images and trajectory of one ticket in the object store."""
-    payload: int
-    """Most that lies in the object store at the same time: tickets, a state that is kept, and weights."""
-    sent_weights: int
-    """The weights among that, on their way to rollout workers."""
+    host: int  # Pinned host memory of a trainer rank; with a LoRA 0, unless `trainer.cpu_offload` is on.
+    ring: int  # Versions that a rollout worker keeps in host memory; 0 if it keeps them on its device.
+    snapshot: int  # Copy in host memory of what a checkpoint holds, on each trainer rank that writes one.
+    ticket_bytes: int  # Images and trajectory of one ticket in the object store.
+    payload: int  # Most that lies in the object store at the same time: tickets, a state that is kept, and weights.
+    sent_weights: int  # The weights among that, on their way to rollout workers.
 
 
 def plan_memory(config: Config) -> MemoryPlan:

@@ -1,39 +1,37 @@
-"""Sizes of a model: numbers of parameters, and bytes in the dtype that a run computes in. It loads no model code."""
+"""Sizes of a model by the headers of its files, and the longest prompts and largest images of a configuration."""
 
 import re
 from collections import Counter
 from dataclasses import dataclass
 
-from async_flowrl.config.schema import FULL, Config
+from async_flowrl.config.paths import find_data
+from async_flowrl.config.resolution import Resolution, at_size, configured, largest
+from async_flowrl.config.schema import Config, DataConfig
+from async_flowrl.data.load import load_data
+from async_flowrl.policies.pipeline import USUAL_TOKENS, estimated_tokens
 from async_flowrl.policies.stored import StoredElements, trained_names
+from async_flowrl.policies.tuning import tuning_of
 
-_BLOCK = re.compile(r"[^.]+\.\d+\.")
-"""Beginning of the names of a block's tensors, e.g. `transformer_blocks.7.`."""
+_BLOCK = re.compile(r"[^.]+\.\d+\.")  # Beginning of the names of a block's tensors, e.g. `transformer_blocks.7.`.
+
+
+# End of the name of the one kind of tensor in the files that is no parameter: diffusers' tables of positions.
 _BUFFER = ".pos_embed"
-"""End of the name of the one kind of tensor in the files that is no parameter: diffusers' tables of positions."""
 
 
 @dataclass(frozen=True)
 class Sizes:
     """Sizes of a model, of which the adapter is what is trained: a LoRA, or with `full` the trained weights."""
 
-    base_parameters: int
-    """Parameters of the transformer without its LoRA."""
-    blocks: int
-    """Number of the transformer's blocks."""
-    block_bytes: int
-    """Bytes of the largest block of the base."""
-    root_bytes: int
-    """Bytes of the base that are in no block."""
-    adapter_parameters: int
-    """Trained parameters; from the headers of files, those of a LoRA count as 0."""
-    text_parameters: int
-    """Parameters of all text encoders."""
+    base_parameters: int  # Parameters of the transformer without its LoRA.
+    blocks: int  # Number of the transformer's blocks.
+    block_bytes: int  # Bytes of the largest block of the base.
+    root_bytes: int  # Bytes of the base that are in no block.
+    adapter_parameters: int  # Trained parameters; from the headers of files, those of a LoRA count as 0.
+    text_parameters: int  # Parameters of all text encoders.
     vae_parameters: int
-    buffer_bytes: int
-    """Bytes of the transformer's buffers (constant tables), which are never sharded."""
-    itemsize: int
-    """Bytes of one number of the network and of a version."""
+    buffer_bytes: int  # Bytes of the transformer's buffers (constant tables), which are never sharded.
+    itemsize: int  # Bytes of one number of the network and of a version.
     full: bool
 
     @property
@@ -52,7 +50,7 @@ def stored_sizes(config: Config, stored: StoredElements, itemsize: int) -> Sizes
 
     `itemsize` is that of the dtype that the run computes in. Raises ValueError as `trained_names`.
     """
-    blocks, full = Counter[str](), config.tune == FULL
+    blocks, full = Counter[str](), tuning_of(config).whole
     buffers = {name for name in stored.transformer if name.endswith(_BUFFER)}
     parameters = {name: elements for name, elements in stored.transformer.items() if name not in buffers}
     for name, elements in parameters.items():
@@ -72,3 +70,40 @@ def stored_sizes(config: Config, stored: StoredElements, itemsize: int) -> Sizes
         itemsize=itemsize,
         full=full,
     )
+
+
+_read: dict[str, tuple[list[Resolution], int]] = {}  # Settings and state of the prompt files → what `_asked` returns.
+
+
+def at_largest(config: Config) -> Config:
+    """Returns the configuration with its largest size for all images. Raises ValueError for an invalid size.
+
+    The size is the largest of the settings and of the prompts that bring their own. If a prompt file is not on this
+    machine, only the settings count.
+    """
+    sizes, _ = _asked(config.data)
+    return at_size(config, largest([*configured(config.rollout), *sizes]))
+
+
+def longest_prompt(config: Config) -> int:
+    """Returns the length of the longest prompt, evaluations included.
+
+    Raises PromptError if the file of prompts is invalid.
+    """
+    return _asked(config.data)[1]
+
+
+def _asked(how: DataConfig) -> tuple[list[Resolution], int]:
+    """Returns the sizes that prompts bring, and the planned length of the longest one in tokens."""
+    try:
+        paths = [find_data(name, key="data", folder=True) for name in (how.train, how.evaluation) if name]
+    except FileNotFoundError:
+        return [], USUAL_TOKENS
+    files = [file for path in paths for file in (sorted(path.rglob("*")) if path.is_dir() else [path])]
+    key = f"{how!r} {[(str(file.absolute()), file.stat().st_mtime_ns, file.stat().st_size) for file in files]}"
+    if key not in _read:
+        data = load_data(how, needs_target=False)
+        wordings = (prompt.wording for prompts in (data.train, data.evaluation) for prompt in prompts)
+        tokens = max(map(estimated_tokens, wordings), default=USUAL_TOKENS)
+        _read[key] = [*data.train.sizes, *data.evaluation.sizes], tokens
+    return _read[key]

@@ -4,8 +4,8 @@ import math
 from collections.abc import Mapping, Sequence
 from statistics import fmean
 
+from async_flowrl.config.placement import PLACEMENTS
 from async_flowrl.config.pools import is_reward_pool, workers_key
-from async_flowrl.config.schema import SHARED
 from async_flowrl.observability.events import Event, step_window
 from async_flowrl.observability.intervals import Interval, intersect, length, subtract, union
 from async_flowrl.observability.ledger import STATES
@@ -20,15 +20,16 @@ MIN_WAITED = 0.1
 SPLIT = "async-flowrl plan --from-run says which split of the devices would be faster"
 
 
-def verdict(workers: Sequence[Track], history: Sequence[Event], *, placement: str) -> str:
+def verdict(workers: Sequence[Track], history: Sequence[Event], *, placement: str | None) -> str:
     """The sentence about a run: its tracks (timeline.py), its events, and its setting `placement`."""
-    if placement == SHARED:
+    together = PLACEMENTS[placement].together
+    if together:
         # Since it was last resumed: before that, nobody had anything to do for as long as it was not running.
         workers, history = by_device(workers), last_attempt(history)[1]
     window = step_window(history)
     if (sentence := reward_bound(workers, window)) is not None:
         return sentence
-    if placement == SHARED:
+    if together:
         return of_shared(workers, history, window)
     return bottleneck(step_pools(workers, window))
 

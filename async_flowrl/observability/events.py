@@ -13,6 +13,7 @@ from typing import Any
 
 from async_flowrl.observability.intervals import Interval
 from async_flowrl.observability.ledger import PoolLedger
+from async_flowrl.types import Span
 
 FLUSH_SECONDS = 1.0
 Event = dict[str, Any]
@@ -55,6 +56,11 @@ class EventLog:
         if self._states.get(worker) != state:
             self._states[worker] = state
             self.event("state", worker=worker, state=state)
+
+    def span(self, worker: str, span: Span, **fields: Any) -> None:
+        """Records a span that a worker has reported, with additional `fields`."""
+        counted = {name: value for name in ("flops", "bytes") if (value := getattr(span, name)) is not None}
+        self.event("span", worker=worker, name=span.name, start=span.start, end=span.end, **fields, **counted)
 
     def flush(self) -> None:
         with self._lock:

@@ -11,8 +11,9 @@ from statistics import fmean
 from typing import Any
 
 from async_flowrl.config.curves import best_curve
+from async_flowrl.config.placement import placement_of
 from async_flowrl.config.pools import scoring_pools, served_terms, server_pool
-from async_flowrl.config.schema import SHARED, Config
+from async_flowrl.config.schema import Config
 from async_flowrl.observability.evaluations import Evaluation, policy_versions, since_first
 from async_flowrl.observability.events import Event, effective
 from async_flowrl.observability.hacking import alarms, best, notices
@@ -83,7 +84,7 @@ def summarise(config: Config, metrics: Sequence[Metrics], events: Iterable[Event
         "pools": {pool: dict(seconds) for pool, seconds in outcome.pools.items()},
         "sync": dict(outcome.sync),
         **steady_state(config, workers, attempt, outcome.peak),
-        "devices": device_shares(workers, attempt, shared=config.placement == SHARED),
+        "devices": device_shares(workers, attempt, shared=placement_of(config).together),
         "swaps": sum(int(line.get("pool/rollout/swaps") or 0) for line in metrics),
         "gradient_kept": gradient_kept(metrics),
         "skipped": skipped(metrics),
@@ -144,7 +145,7 @@ def steady_state(
     if (least := min(length(generation), length(update))) > 0:
         overlap["share"] = length(intersect(generation, update)) / least
     g, t = (_worked(workers, pool, window) / count for pool in ("rollout", "trainer"))
-    shortest = g + t if config.placement == SHARED else max(g, t)
+    shortest = placement_of(config).step_seconds(g, t)
     rates = flops_per_second(workers, window)
     return {
         "overlap": overlap,

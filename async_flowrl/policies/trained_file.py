@@ -14,17 +14,9 @@ import torch
 from torch import Tensor
 
 from async_flowrl.config.messages import first_line, quieter
-from async_flowrl.config.schema import FULL, Config
 from async_flowrl.policies import lora_file
 from async_flowrl.policies.registry import DTYPES, ResolvedModel, folder_of, weights_of
 from async_flowrl.policies.stored import FILE, FOLDER, StoredWeights
-
-
-def save(folder: Path, tensors: Mapping[str, Tensor], config: Config, model: ResolvedModel) -> Path:
-    """Saves a LoRA for diffusers and PEFT or, with tune=full, the whole transformer; returns what diffusers loads."""
-    if config.tune == FULL:
-        return save_whole(folder, tensors, model)
-    return lora_file.save(folder, tensors, alpha=config.lora.alpha, base=None if model.random else config.model.path)
 
 
 def check(path: Path) -> None:

@@ -4,15 +4,18 @@
 the trained tensors and for the binding probe.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from async_flowrl.config.schema import FULL, Config, LoraConfig
-from async_flowrl.policies import lora
+from async_flowrl.policies import lora, lora_file
 from async_flowrl.policies.base import Policy
+from async_flowrl.policies.registry import ResolvedModel
 from async_flowrl.policies.stored import trained_names
+from async_flowrl.policies.trained_file import save_whole
 from checkpoint_engine import LoraModule, binding_probe, tensor_probe
 
 
@@ -21,6 +24,9 @@ class LoraTuning:
 
     `alpha`, which is sent with every version, and `rank` are the LoRA's; None without one.
     """
+
+    whole = False
+    """Whether the transformer's own weights are trained."""
 
     def __init__(self, config: LoraConfig) -> None:
         self._config = config
@@ -67,9 +73,18 @@ class LoraTuning:
         layers = lora.lora_layers(lora.lora_modules(transformer))
         return binding_probe({name: LoraModule(*parts) for name, parts in layers.items()})
 
+    def save(self, folder: Path, tensors: Mapping[str, Tensor], model: ResolvedModel, path: str) -> Path:
+        """Saves trained `tensors`, by layout name, for diffusers; returns the path from which diffusers loads.
+
+        `path` is `model.path` of the configuration. A LoRA is written for PEFT, too.
+        """
+        return lora_file.save(folder, tensors, alpha=self._config.alpha, base=None if model.random else path)
+
 
 class FullTuning:
     """Trains all parameters of the transformer, except those that `freeze` names. Methods are as in LoraTuning."""
+
+    whole = True
 
     def __init__(self, freeze: Sequence[str]) -> None:
         self._freeze = tuple(freeze)
@@ -99,6 +114,9 @@ class FullTuning:
 
     def probe(self, transformer: nn.Module) -> dict[str, Tensor]:
         return tensor_probe(self.parameters(transformer))
+
+    def save(self, folder: Path, tensors: Mapping[str, Tensor], model: ResolvedModel, path: str) -> Path:
+        return save_whole(folder, tensors, model)
 
 
 Tuning = LoraTuning | FullTuning

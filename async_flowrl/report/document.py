@@ -70,7 +70,7 @@ def run_document(run: Records, name: str) -> Document:
         "folder": str(run.root),
         "state": run.state,
         **result_of(run),
-        "bottleneck": verdict(run.workers, run.history, placement=str(run.setting("placement"))),
+        "bottleneck": verdict(run.workers, run.history, placement=run.setting("placement")),
         "facts": facts_of(run),
         "pools": pools_of(run),
         "shared": run.shared,

@@ -9,20 +9,17 @@ from torch import Tensor
 from async_flowrl.types import ByteArray, Conditioning, RolloutRequest, Span, Trajectory, Wording
 from checkpoint_engine import Activation, Header
 
+# Function that returns the header and the bytes of a version from the worker's receiver of weights.
 Export = Callable[[], tuple[Header, ByteArray]]
-"""Function that returns the header and the bytes of a version from the worker's receiver of weights."""
 
 
 @dataclass(frozen=True)
 class Rollout:
     """The result of one request."""
 
-    images: ByteArray
-    """uint8 [n, H, W, 3]."""
-    trajectory: Trajectory | None
-    """None for evaluation requests."""
-    spans: tuple[Span, ...]
-    """Parts of the time that it took, for reports."""
+    images: ByteArray  # uint8 [n, H, W, 3].
+    trajectory: Trajectory | None  # None for evaluation requests.
+    spans: tuple[Span, ...]  # Parts of the time that it took, for reports.
 
 
 class RolloutEngine(Protocol):

@@ -16,27 +16,22 @@ from async_flowrl.policies.tuning import LoraTuning, Tuning
 from async_flowrl.rollout.base import Export, Rollout
 from async_flowrl.rollout.text_encoder import Encoder, Offloaded, PolicyEncoder, Prompts
 from async_flowrl.seeds import generator
-from async_flowrl.tickets.wordings import asked_of
+from async_flowrl.tickets.request import asked_of
 from async_flowrl.transfers import download, upload
 from async_flowrl.types import TRAIN, Conditioning, RolloutRequest, Span, Trajectory, Wording
 from checkpoint_engine import Activation
 
-ADAPTER = LoraTuning(LoraConfig())
-"""Default of `tuning`: names and probes of a LoRA do not depend on its rank."""
+ADAPTER = LoraTuning(LoraConfig())  # Default of `tuning`: names and probes of a LoRA do not depend on its rank.
 
 
 @dataclass(frozen=True)
 class _Chunk:
     """The denoised images of one chunk (n images of a request); all tensors are on the device."""
 
-    final: Tensor
-    """[n, ...] Final latents."""
-    recorded: Tensor
-    """[n, P, ...] Latents at the recorded noise levels."""
-    log_probs: Tensor
-    """[n, W] Log-probs of the trained steps."""
-    finite: Tensor
-    """[] bool: True if all final latents are finite."""
+    final: Tensor  # [n, ...] Final latents.
+    recorded: Tensor  # [n, P, ...] Latents at the recorded noise levels.
+    log_probs: Tensor  # [n, W] Log-probs of the trained steps.
+    finite: Tensor  # [] bool: True if all final latents are finite.
 
 
 @dataclass(frozen=True)
@@ -44,20 +39,13 @@ class _Plan:
     """The data that all chunks of a request share."""
 
     request: RolloutRequest
-    sigmas: Tensor
-    """[T+1] Noise levels, on the host."""
-    levels: Tensor
-    """[T+1] The same noise levels on the device."""
-    encoded: Conditioning
-    """The encoded prompt, on the host."""
-    positive: Mapping[str, Tensor]
-    """The encoded prompt on the device."""
-    negative: Mapping[str, Tensor] | None
-    """The encoded negative prompt on the device; None without guidance."""
-    noisy: frozenset[int]
-    """Denoising steps that add noise."""
-    points: tuple[int, ...]
-    """Indices of the noise levels whose latents are recorded."""
+    sigmas: Tensor  # [T+1] Noise levels, on the host.
+    levels: Tensor  # [T+1] The same noise levels on the device.
+    encoded: Conditioning  # The encoded prompt, on the host.
+    positive: Mapping[str, Tensor]  # The encoded prompt on the device.
+    negative: Mapping[str, Tensor] | None  # The encoded negative prompt on the device; None without guidance.
+    noisy: frozenset[int]  # Denoising steps that add noise.
+    points: tuple[int, ...]  # Indices of the noise levels whose latents are recorded.
 
     def shape(self, images: int) -> Hashable:
         """The key of one denoising step of so many images: steps with equal keys take equally many FLOPs."""

@@ -16,12 +16,12 @@ from async_flowrl.policies.tiny import cache_dir
 from async_flowrl.policies.tuning import tuning_of
 from async_flowrl.rollout.base import RolloutEngine
 from async_flowrl.rollout.diffusers_engine import DiffusersEngine
-from async_flowrl.rollout.stored_embeddings import EmbeddingFiles, Parked, StoredEmbeddings, base_aside, encoder_digest
+from async_flowrl.rollout.text_encoder import EmbeddingFiles, Parked, StoredEmbeddings, base_aside, encoder_digest
 from async_flowrl.rollout.together import TogetherEngine, check_shareable
 from async_flowrl.types import Asked
 
+# `rollout.text_encoder` → `parts` of `load_policy`.
 PARTS = {"resident": "all", "offload": "offload", "cached": "cached"}
-"""`rollout.text_encoder` → `parts` of `load_policy`."""
 
 
 def open_embeddings(

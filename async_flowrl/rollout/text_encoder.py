@@ -3,22 +3,34 @@
 They are on the device always, or only while they encode.
 """
 
+import gc
+import hashlib
+import json
+import logging
+import os
+import platform
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Protocol
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Protocol
 
+import numpy as np
 import torch
+from safetensors.numpy import load, save
 from torch import Tensor, nn
 
 from async_flowrl.policies.base import Policy
-from async_flowrl.transfers import upload
+from async_flowrl.policies.checked import source_digest
+from async_flowrl.policies.one_base import OneBase
+from async_flowrl.policies.registry import ResolvedModel
+from async_flowrl.transfers import ONE_AT_A_TIME, upload
 from async_flowrl.types import Asked, Conditioning, Wording
 
+# Size of a slab of pinned memory. Many tensors share a slab, because torch rounds each up to a power of two.
 SLAB_BYTES = 2**30
-"""Size of a slab of pinned memory. Many tensors share a slab, because torch rounds each up to a power of two."""
-ALIGNMENT_BYTES = 512
-"""Alignment of each tensor in a slab; torch's allocators align tensors to at least 64 bytes."""
+ALIGNMENT_BYTES = 512  # Alignment of each tensor in a slab; torch's allocators align tensors to at least 64 bytes.
 
 
 class Offloaded:
@@ -71,8 +83,7 @@ def _placed(tensor: Tensor, slab: Tensor, start: int) -> Tensor:
     return slab[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
 
 
-CACHED_PROMPTS = 1024
-"""Largest number of embeddings in the cache; the least recently used one is removed first."""
+CACHED_PROMPTS = 1024  # Largest number of embeddings in the cache; the least recently used one is removed first.
 
 
 class Encoder(Protocol):
@@ -125,3 +136,248 @@ class Prompts:
     def encode_negatives(self, texts: Sequence[Wording]) -> list[Conditioning]:
         """Returns the conditioning of negative prompts for the trainer, without keeping them in the cache."""
         return self._encoder.encode([(text, None, True) for text in texts])
+
+
+logger = logging.getLogger(__name__)
+
+# Increase it when the format of the files changes, or when code outside a family's own module changes embeddings.
+FORMAT = 1
+DIGEST_BYTES = 32
+# Prefixes of the names of the model's folders that embeddings depend on.
+ENCODER_FOLDERS = ("text_encoder", "tokenizer")
+PACKAGES = ("torch", "diffusers", "transformers")
+
+
+class EmbeddingFiles:
+    """Reads and writes the embeddings of one text encoder. Several processes may share the folder.
+
+    A file is the SHA-256 (32 bytes) of the rest, followed by a safetensors file, whose metadata has the digest of the
+    prompt and the encoder. It is written under a temporary name and renamed, so it is never incomplete.
+    """
+
+    def __init__(self, folder: Path, encoder: str) -> None:
+        """`encoder` is the result of `encoder_digest`. Raises ValueError if the folder cannot be created."""
+        self.folder, self._encoder = folder / encoder[:32], encoder
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ValueError(
+                f"rollout.text_encoder=cached keeps embeddings in {self.folder}, which cannot be made "
+                f"({error.strerror}): set $ASYNC_FLOWRL_CACHE to a folder that can be written"
+            ) from error
+
+    def path(self, asked: Asked) -> Path:
+        """Returns the path of the file for `asked`, whether it exists or not."""
+        return self.folder / f"{self._key(asked)}.safetensors"
+
+    def read(self, asked: Asked) -> Conditioning | None:
+        """Returns the embeddings of `asked`; None if there is no file, or if it is damaged (this is logged)."""
+        path = self.path(asked)
+        try:
+            data = path.read_bytes()
+        except FileNotFoundError:
+            return None
+        digest, body = data[:DIGEST_BYTES], data[DIGEST_BYTES:]
+        if hashlib.sha256(body).digest() == digest and _made_of(body) == self._key(asked):
+            tensors: Conditioning = load(body)
+            return {name: tensors[name] for name in sorted(tensors)}
+        logger.warning("%s is damaged, or of another prompt or encoder: its embedding is made again", path)
+        return None
+
+    def write(self, asked: Asked, conditioning: Conditioning) -> None:
+        """Writes the embeddings of `asked`. Raises OSError, which names the file, if they cannot be written."""
+        # `save` copies memory as it is, so an array that is not in C order would be read back permuted.
+        arrays = {name: np.asarray(array, order="C") for name, array in conditioning.items()}
+        body, path = save(arrays, metadata={"made_of": self._key(asked)}), self.path(asked)
+        work = path.with_name(f".{path.name}.{platform.node()}.{os.getpid()}.{id(conditioning)}")
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            work.write_bytes(hashlib.sha256(body).digest() + body)
+            work.replace(path)
+        except OSError as error:
+            advice = "make room, or set $ASYNC_FLOWRL_CACHE to another folder"
+            raise OSError(
+                error.errno, f"an embedding cannot be kept ({error.strerror}): {advice}", str(path)
+            ) from error
+        finally:
+            work.unlink(missing_ok=True)
+
+    def _key(self, asked: Asked) -> str:
+        wording, system, negative = asked
+        return _digest([self._encoder, wording, system, negative])
+
+
+def encoder_digest(folder: Path, model: ResolvedModel, device: torch.device, *, deterministic: bool) -> str:
+    """Returns the hexadecimal SHA-256 of everything, except the prompt, that the bits of an embedding depend on.
+
+    These are the files of text encoders and tokenizers in the model's folder (reading takes about a second per GB), the
+    dtype, the longest prompt, the source code of the model family, the versions of PACKAGES, and the device.
+    """
+    cuda = device.type == "cuda"
+    where = torch.cuda.get_device_name(device) if cuda else torch.backends.cpu.get_cpu_capability()
+    packages = {name: version(name) for name in PACKAGES}
+    return _digest(
+        {
+            "format": FORMAT,
+            "family": [model.family, source_digest(model.family)],
+            "dtype": model.dtype,
+            "max_sequence_length": model.max_sequence_length,
+            "device": [device.type, where, None if cuda else torch.get_num_threads(), deterministic],
+            "packages": packages,
+            "files": {str(file.relative_to(folder)): _file_digest(file) for file in _files(folder)},
+        }
+    )
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    yield folder / "model_index.json"
+    for part in sorted(folder.iterdir()):
+        if part.is_dir() and part.name.startswith(ENCODER_FOLDERS):
+            yield from sorted(file for file in part.rglob("*") if file.is_file())
+
+
+def _file_digest(file: Path) -> str:
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
+
+
+def _made_of(body: bytes) -> str:
+    """Returns the metadata `made_of` of a safetensors file, whose first 8 bytes are the length of its JSON header."""
+    length = int.from_bytes(body[:8], "little")
+    return str(json.loads(body[8 : 8 + length])["__metadata__"]["made_of"])
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode(errors="surrogatepass")).hexdigest()
+
+
+class StoredEmbeddings:
+    """Finds or computes embeddings. All workers and runs share the files.
+
+    Whenever the text encoders are loaded for a missing prompt, they also encode the next `ahead` prompts of `upcoming`
+    (the prompts that the run needs, in order), so that they are loaded rarely.
+    """
+
+    def __init__(
+        self,
+        files: EmbeddingFiles,
+        load: Callable[[], Policy],
+        upcoming: Sequence[Asked] = (),
+        *,
+        ahead: int = 0,
+        worker: int = 0,
+        workers: int = 1,
+    ) -> None:
+        """`load` returns a policy with text encoders; it is freed after use. This is worker `worker` of `workers`."""
+        self._files, self._load = files, load
+        self._upcoming, self._ahead = upcoming, ahead
+        self._places = {asked: place for place, asked in enumerate(upcoming)}
+        self._worker, self._workers = worker, workers
+        # Context manager around each use of the text encoders, which frees memory on the device for them.
+        self.aside: Callable[[], AbstractContextManager[None]] = nullcontext
+
+    def encode(self, asked: Sequence[Asked]) -> list[Conditioning]:
+        """Returns the conditioning of each, with the bits of the policy's own encoder. OSError if a write fails."""
+        known = {each: self._files.read(each) for each in asked}
+        missing = [each for each, conditioning in known.items() if conditioning is None]
+        if missing:
+            known |= self._visit(missing, self._next(missing))
+        return [conditioning for each in asked if (conditioning := known[each]) is not None]
+
+    def begin(self) -> None:
+        """Encodes this worker's share of the first `ahead` prompts; call it before the model is on the device."""
+        share = self._upcoming[: self._ahead][self._worker :: self._workers]
+        if missing := [each for each in share if self._files.read(each) is None]:
+            self._visit(missing, ())
+
+    def _next(self, missing: Sequence[Asked]) -> Sequence[Asked]:
+        """Returns the next prompts after the missing ones; each worker starts at another place, to share the work."""
+        places = [self._places[each] for each in missing if each in self._places]
+        if not places:
+            return ()
+        following = self._upcoming[max(places) + 1 :][: self._ahead]
+        start = self._worker * len(following) // self._workers
+        return (*following[start:], *following[:start])
+
+    def _visit(self, wanted: Sequence[Asked], more: Sequence[Asked]) -> dict[Asked, Conditioning]:
+        """Returns the embeddings of `wanted`, and writes these and those of `more` that have no file yet."""
+        with self.aside(), self._loaded() as policy:
+            made = {}
+            for each in wanted:
+                made[each] = encode_one(policy, each)
+                self._files.write(each, made[each])
+            rest = 0
+            for each in more:
+                if each not in made and not self._files.path(each).exists():
+                    self._files.write(each, encode_one(policy, each))
+                    rest += 1
+        logger.info("text encoders were loaded for %d prompts that were needed, and for %d more", len(made), rest)
+        return made
+
+    @contextmanager
+    def _loaded(self) -> Iterator[Policy]:
+        with ONE_AT_A_TIME:
+            holder = [self._load()]
+        try:
+            yield holder[0]
+        finally:
+            holder.clear()
+            _free()
+
+
+def _free() -> None:
+    """Returns cached memory to the device, because other processes may share it."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+class Parked:
+    """Moves a network's frozen weights to host memory while other models need the device; `staying` are not moved.
+
+    Another network may share these weights, e.g. that of a trainer rank which is being loaded. Therefore no model is
+    loaded by another thread meanwhile (`ONE_AT_A_TIME`): it would move the weights back to the device. On a CPU it does
+    nothing.
+    """
+
+    def __init__(self, network: nn.Module, device: torch.device, *, staying: Sequence[Tensor]) -> None:
+        stay = {id(tensor) for tensor in staying}
+        tensors = {id(tensor): tensor for tensor in (*network.parameters(), *network.buffers())}
+        self._tensors = [tensor for key, tensor in tensors.items() if key not in stay]
+        self._device = device
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Context manager: inside, the weights are in host memory and the network must not be used."""
+        if self._device.type == "cpu":
+            yield
+            return
+        with ONE_AT_A_TIME:
+            try:
+                for tensor in self._tensors:
+                    tensor.data = moved(tensor.data, torch.device("cpu"))
+                _free()
+                yield
+            finally:
+                for tensor in self._tensors:
+                    tensor.data = moved(tensor.data, self._device)
+
+
+@contextmanager
+def base_aside(base: OneBase, device: torch.device) -> Iterator[None]:
+    """Context like `Parked.aside` for a base that has no adapter yet and that perhaps nobody has read yet.
+
+    No other thread reads it inside. On a CPU it does nothing.
+    """
+    if device.type == "cpu":
+        yield
+        return
+    with ONE_AT_A_TIME:
+        read = base.is_read
+        with Parked(base.policy.transformer, device, staying=()).aside() if read else nullcontext():
+            yield
+
+
+def moved(tensor: Tensor, device: torch.device) -> Tensor:
+    """Copies a tensor to `device`, not through pinned memory, because torch would never free that memory."""
+    return tensor.to(device)

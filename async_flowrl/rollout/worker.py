@@ -24,7 +24,7 @@ from async_flowrl.policies.registry import ResolvedModel
 from async_flowrl.policies.tuning import tuning_of
 from async_flowrl.rollout.base import Rollout, RolloutEngine
 from async_flowrl.rollout.registry import load_engine, open_embeddings
-from async_flowrl.rollout.stored_embeddings import StoredEmbeddings
+from async_flowrl.rollout.text_encoder import StoredEmbeddings
 from async_flowrl.rollout.together import BatchEngine, merged_spans
 from async_flowrl.transfers import ONE_AT_A_TIME
 from async_flowrl.types import (
@@ -42,7 +42,7 @@ from async_flowrl.types import (
 from checkpoint_engine import CANARY_VERSION, RING, Activation, Receiver
 from checkpoint_engine import EVALUATION as EVALUATION_SLOT
 from checkpoint_engine.transports import ReceivingEnd
-from separation.numa import bind
+from separation.node import bind
 
 logger = logging.getLogger(__name__)
 

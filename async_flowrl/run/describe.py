@@ -6,7 +6,8 @@ from pathlib import Path
 
 import torch
 
-from async_flowrl.config.schema import LORA, SHARED, Config, RewardTerm
+from async_flowrl.config.placement import placement_of
+from async_flowrl.config.schema import Config, RewardTerm
 from async_flowrl.controller.resume import START, Resume
 from async_flowrl.observability.terminal import named_lines
 from async_flowrl.run.nodes import LABEL_CHARACTERS
@@ -15,8 +16,7 @@ from async_flowrl.run.prepare import Prepared
 
 logger = logging.getLogger(__name__)
 
-Rows = list[tuple[str, str]]
-"""(label, sentence) of each line."""
+Rows = list[tuple[str, str]]  # (label, sentence) of each line.
 
 
 def first_lines(prepared: Prepared, directory: Path, resume: Resume = START) -> str:
@@ -59,13 +59,13 @@ def inputs(prepared: Prepared) -> Rows:
     ]
 
 
+# Mode → description of the work that overlaps.
 OVERLAP = {
     "sync": "generate, then train",
     "stream": "a group is trained while others of its step are generated",
     "one_step_off": "the next step is generated while one is trained",
     "fully_async": "generation runs ahead while steps are trained",
 }
-"""Mode → description of the work that overlaps."""
 
 
 def run_of(config: Config) -> str:
@@ -81,12 +81,10 @@ def run_of(config: Config) -> str:
 def model_of(prepared: Prepared) -> str:
     """Describes the model, the LoRA and the algorithm."""
     config, model = prepared.config, prepared.model
-    start = "" if config.lora.path is None else f", from {config.lora.path}"
-    trained = f"LoRA of rank {config.lora.rank}{start}" if config.tune == LORA else "full weights"
     return (
         f"{config.model.path} ({'random weights, ' * model.random}{model.family}, {model.dtype}, "
         f"{prepared.sizes_in_words}), "
-        f"{trained}, by {prepared.algorithm.name}"
+        f"{config.trained_in_words}, by {prepared.algorithm.name}"
     )
 
 
@@ -97,10 +95,9 @@ def devices(prepared: Prepared) -> str:
         f"{spec.name} {spec.size} × {seat(spec.gpus_per_worker, spec.threads, gpus(config))}"
         for spec in pools(prepared)
     ]
-    shared = "; each of shared samples and trains" if config.placement == SHARED else ""
     where = {"local": "threads of this process"}.get(config.runtime.backend, "")
     where = where or ("this machine" if config.runtime.address is None else f"cluster {config.runtime.address}")
-    return f"{', '.join(said)}{shared} ({where})"
+    return f"{', '.join(said)}{placement_of(config).note} ({where})"
 
 
 def seat(gpus_per_worker: float, threads: int, known: float | None) -> str:
@@ -114,7 +111,7 @@ def seat(gpus_per_worker: float, threads: int, known: float | None) -> str:
 
 def gpus(config: Config) -> float | None:
     """Returns the number of GPUs that the run can have; None if only the cluster knows it."""
-    if config.runtime.backend == "local":
+    if config.runtime.in_threads:
         return float(torch.cuda.device_count())
     if config.runtime.address is not None:
         return None

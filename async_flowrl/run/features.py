@@ -12,24 +12,23 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from async_flowrl.config.pools import ROLLOUT, TRAINER, held_out_by_pool, scoring_pools, served_terms, server_pool
-from async_flowrl.config.schema import SHARED, Config
+from async_flowrl.config.placement import placement_of
+from async_flowrl.config.pools import ROLLOUT, held_out_by_pool, scoring_pools, served_terms, server_pool
+from async_flowrl.config.schema import Config
 from async_flowrl.rollout.vllm_omni.settings import check_installed
 from async_flowrl.run.findings import FAILED, SKIPPED, WARNING, Finding, verdict
-from async_flowrl.run.machines import GIB, Machine, room_for
-from async_flowrl.run.node_facts import PACKAGES, importable, version
+from async_flowrl.run.machines import GIB, PACKAGES, Machine, importable, room_for, version
 from checkpoint_engine.transports import NCCL, PYNCCL, resolve_transport
 from separation.group import PoolSpec
 
-CUPY = ("cupy-cuda13x", "cupy-cuda12x", "cupy")
-"""Distributions that provide the module cupy."""
+CUPY = ("cupy-cuda13x", "cupy-cuda12x", "cupy")  # Distributions that provide the module cupy.
+# First compute capability whose tensor cores multiply bfloat16; least free share of the memory of a device that no
+# other program uses.
 LEAST_CAPABILITY, MIN_FREE_SHARE = (8, 0), 0.9
-"""First compute capability whose tensor cores multiply bfloat16; least free share of the memory of a device that no
-other program uses."""
 SERVE_MODULES = ("fastapi", "uvicorn", "python_multipart")
 HPS_REWARDS = ("hpsv2", "hpsv2.1")
+# Command that starts this package's own reward server, unless uv makes an environment for it.
 OWN_SERVER = re.compile(r"(?!uv ).*serve[-_]rewards")
-"""Command that starts this package's own reward server, unless uv makes an environment for it."""
 
 
 def software() -> dict[str, str]:
@@ -56,14 +55,11 @@ def device_findings() -> Iterator[Finding]:
 class Feature:
     """Optional feature, which needs software or a device that a machine may lack."""
 
-    what: str
-    """Its purpose."""
-    check: Callable[[], object]
-    """Raises ValueError, with what to install, if this machine lacks its software."""
+    what: str  # Its purpose.
+    check: Callable[[], object]  # Raises ValueError, with what to install, if this machine lacks its software.
+    # Returns the names of the pools whose workers need it in a configuration; empty if none does.
     needed_by: Callable[[Config], Sequence[str]]
-    """Returns the names of the pools whose workers need it in a configuration; empty if none does."""
-    on_device: bool = False
-    """True if it also needs a GPU."""
+    on_device: bool = False  # True if it also needs a GPU.
 
     def lack(self) -> str | None:
         """Returns what software this machine lacks; None if it has all."""
@@ -82,8 +78,7 @@ def modules(extra: str, *names: str) -> None:
 
 def weights_by(transport: str, config: Config) -> list[str]:
     """Returns the pools that send or receive weights if the configuration names this transport, else nothing."""
-    pools = [SHARED] if config.placement == SHARED else [TRAINER, ROLLOUT]
-    return pools if config.checkpoint_engine.transport == transport else []
+    return list(placement_of(config).pools) if config.checkpoint_engine.transport == transport else []
 
 
 def made_by_vllm_omni(config: Config) -> list[str]:
@@ -104,6 +99,7 @@ def own_servers(config: Config) -> list[str]:
     return [server_pool(term) for term, text in texts.items() if OWN_SERVER.match(text)]
 
 
+# Name of an optional feature → the feature.
 FEATURES = {
     "NCCL": Feature("transport nccl", partial(resolve_transport, NCCL, "cuda"), partial(weights_by, NCCL), True),
     "cupy": Feature("transport pynccl", partial(resolve_transport, PYNCCL, "cuda"), partial(weights_by, PYNCCL), True),
@@ -111,7 +107,6 @@ FEATURES = {
     "serve-rewards": Feature("extra serve", partial(modules, "serve", *SERVE_MODULES), own_servers),
     "reward hps": Feature("extra hps", partial(modules, "hps", "ftfy"), scored_by_hps),
 }
-"""Name of an optional feature → the feature."""
 
 
 def missing(names: Sequence[str]) -> dict[str, str]:

@@ -2,22 +2,17 @@
 
 from dataclasses import dataclass
 
-OK, WARNING, FAILED, SKIPPED = "ok", "warning", "failed", "skipped"
-"""Statuses of a finding."""
+OK, WARNING, FAILED, SKIPPED = "ok", "warning", "failed", "skipped"  # Statuses of a finding.
 
 
 @dataclass(frozen=True)
 class Finding:
     """The result of one check."""
 
-    name: str
-    """Subject of the check, e.g. `run directory`."""
-    status: str
-    """OK, WARNING, FAILED or SKIPPED."""
-    sentence: str
-    """The result, with its numbers."""
-    advice: str = ""
-    """Advice after a warning or a failure, or the reason why something was skipped; may be empty."""
+    name: str  # Subject of the check, e.g. `run directory`.
+    status: str  # OK, WARNING, FAILED or SKIPPED.
+    sentence: str  # The result, with its numbers.
+    advice: str = ""  # Advice after a warning or a failure, or the reason why something was skipped; may be empty.
 
     def line(self) -> str:
         """Returns the finding as the console shows it."""

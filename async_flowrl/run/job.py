@@ -19,9 +19,7 @@ from async_flowrl.config import exit_codes
 from async_flowrl.config.check import ConfigError
 from async_flowrl.config.pools import ROLLOUT, TRAINER
 from async_flowrl.config.schema import Config
-from async_flowrl.controller.fingerprint import inputs_of
-from async_flowrl.controller.kept_state import is_kept
-from async_flowrl.controller.resume import Resume, check_model, find_resume, warn_of_differences
+from async_flowrl.controller.resume import Resume, check_model, find_resume, inputs_of, warn_of_differences
 from async_flowrl.controller.reward_servers import ServerLost, serving
 from async_flowrl.controller.score_log import forget_scores
 from async_flowrl.controller.trainer import TrainerGroup
@@ -33,27 +31,26 @@ from async_flowrl.observability.metrics import MetricsLog
 from async_flowrl.observability.monitor import Monitor
 from async_flowrl.observability.run_directory import ATTEMPT, RunDirectory
 from async_flowrl.observability.terminal import say
-from async_flowrl.run.conclude import Ending, after_failure, conclude
 from async_flowrl.run.describe import describe_inputs, first_lines
 from async_flowrl.run.devices import compare_devices, lay_out
-from async_flowrl.run.finish import finish
-from async_flowrl.run.hosts import ready_nodes
+from async_flowrl.run.finish import Ending, after_failure, conclude, finish
 from async_flowrl.run.launch import (
     check_machine,
     check_stored,
+    choose_transport,
     describe_run,
     encode_negatives,
     load_pools,
     open_cluster,
     send_negatives,
 )
+from async_flowrl.run.nodes import ready_nodes
 from async_flowrl.run.prepare import OUR_OWN, Prepared, Workers, doubts_of, prepare
 from async_flowrl.run.recovery import Ledgers, Run, restore, train_with_recovery, with_unevaluated
 from async_flowrl.run.stopping import StopRequest, ctrl_c_asks, sigterm_asks, time_limited
-from async_flowrl.run.transport import choose_transport
-from async_flowrl.training.checkpoint_folder import checkpoint_step, find_checkpoint
+from async_flowrl.training.checkpoint import checkpoint_step, find_checkpoint
 from separation.group import WorkerDied, WorkerFailed
-from separation.node_checks import OtherCode
+from separation.node import OtherCode
 from separation.placement import ResourcesMissing, StoreTooSmall
 from separation.supervise import deadline, leaves
 
@@ -253,10 +250,10 @@ def open_ledgers(
 def stored(config: Config) -> str:
     """Returns what a run keeps in the object store, and what to do where that is too much."""
     what = f"the images and trajectories of {config.live_versions} steps, weights on their way to rollout workers"
-    if is_kept(config):
-        what += ", and the state of the trainer that the controller keeps"
     fewer = "fewer or smaller images per step, a smaller max_staleness"
-    if config.tune == "full" and config.trainer.num_workers > 1:
+    if config.keeps_state:
+        what += ", and the state of the trainer that the controller keeps"
+    elif config.trainer.num_workers > 1:
         fewer += ", a smaller checkpoint_engine.bucket_bytes (with trainer.shard=full)"
     return f"{what}; use {fewer}, or a Ray cluster with a larger store"
 

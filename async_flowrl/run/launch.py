@@ -7,41 +7,38 @@ from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from async_flowrl.config.check import ConfigError
+import torch
+
+from async_flowrl.config.check import ConfigError, nccl_obstacle
 from async_flowrl.config.pools import ROLLOUT, TRAINER, scoring_pools
-from async_flowrl.config.schema import LORA, SHARED, Config
+from async_flowrl.config.schema import Config
 from async_flowrl.controller.admission import check_base, load_rollout
 from async_flowrl.controller.replicas import MAX_GROUPS_PER_CALL
-from async_flowrl.controller.shared import update_seconds
 from async_flowrl.controller.trainer import TrainerGroup
 from async_flowrl.observability.console import console_of
 from async_flowrl.policies.registry import DTYPES
 from async_flowrl.rollout.vllm_omni.settings import check_installed
 from async_flowrl.run.nodes import look_at_nodes
-from async_flowrl.run.pools import as_two, outline, pools
+from async_flowrl.run.pools import as_two, controller_placement, outline, pools
 from async_flowrl.run.prepare import Prepared, doubts_of
-from async_flowrl.run.transport import refusal
 from async_flowrl.tickets.arithmetic import SENT_VERSIONS, shape, stored_bytes
 from async_flowrl.types import Conditioning, Wording
-from checkpoint_engine.transports import NCCL, PYNCCL, resolve_transport
+from checkpoint_engine.transports import AUTO, NCCL, OBJECT_STORE, PYNCCL, resolve_transport
 from separation.cluster import check_results, cluster
-from separation.group import Worker, WorkerGroup
+from separation.group import Worker, WorkerFailed, WorkerGroup
 from separation.placement import ResourcesMissing, check_fits, own_cluster, reserve
 from separation.processes import ctrl_c_ignored
 from separation.rendezvous import join_process_group
 from separation.supervise import deadline
 from separation.table import format_table
 
-Negatives = dict[Wording, Conditioning]
-"""Negative prompt → its embeddings, as the model family's network takes them."""
-DEVICES = Path("/dev")
-"""Folder of device files: each GPU of NVIDIA has one, nvidia0, nvidia1, …"""
+Negatives = dict[Wording, Conditioning]  # Negative prompt → its embeddings, as the model family's network takes them.
+DEVICES = Path("/dev")  # Folder of device files: each GPU of NVIDIA has one, nvidia0, nvidia1, …
 
 
 def describe_run(prepared: Prepared) -> str:
     """Returns the text that `dry_run` prints: mode, model, tickets, payload in MB, warnings, and a table of pools."""
     config, rollout = prepared.config, prepared.config.rollout
-    trained = f"LoRA of rank {config.lora.rank}" if config.tune == LORA else "full weights"
     plan = shape(config)
     images = config.prompts_per_step * config.group_size
     terms = {pool.name: f" ({', '.join(pool.terms)})" for pool in scoring_pools(config)}
@@ -61,7 +58,7 @@ def describe_run(prepared: Prepared) -> str:
         f"model {prepared.model.path} ({prepared.model.family}), algorithm {prepared.algorithm.name}",
         f"{config.total_steps} steps of {images} images: {plan.tickets_per_step} tickets of {config.images_per_ticket}",
         f"images of {prepared.sizes_in_words}, {rollout.num_inference_steps} denoising steps, guidance "
-        f"{rollout.guidance_scale or rollout.true_cfg_scale:g}; {trained}, "
+        f"{rollout.guidance_scale or rollout.true_cfg_scale:g}; {config.trained_in_words}, "
         f"learning rate {config.trainer.learning_rate:g}",
         f"at most {stored_bytes(prepared.at_largest, prepared.shapes) / 1e6:.1f} MB of payload in the object store",
         *(f"WARNING: {sentence}" for sentence in doubts_of(prepared)),
@@ -79,7 +76,7 @@ def check_machine(prepared: Prepared) -> None:
     """
     config, runtime = prepared.config, prepared.config.runtime
     console_of(config.console)
-    if runtime.address is not None or runtime.backend != "ray":
+    if not runtime.own_cluster:
         return
     check_fits_here(config)
     if config.rollout.engine == "vllm_omni":
@@ -161,11 +158,11 @@ async def load_pools(config: Config, groups: Mapping[str, WorkerGroup], trainers
     Returns what trainer rank 0 reports, e.g. `base_digest` and `device`. Raises StartError unless the trainer and all
     rollout workers hold the same base weights, and the errors of loading.
     """
-    rollouts = groups[ROLLOUT].workers
+    rollouts, placement = groups[ROLLOUT].workers, controller_placement(config)
     async with asyncio.TaskGroup() as tasks:
         digests = [tasks.create_task(load_rollout(worker, seconds=config.deadlines.load)) for worker in rollouts]
-        if config.placement == SHARED:
-            await asyncio.wait(digests)  # The rollout worker may need the device for text encoders before it is in use.
+        if placement.loads_rollout_first:
+            await asyncio.wait(digests)
         trainer = tasks.create_task(load_trainer(config, groups[TRAINER], trainers))
     info = trainer.result()
     for worker, digest in zip(rollouts, digests, strict=True):
@@ -178,7 +175,9 @@ async def load_trainer(config: Config, group: WorkerGroup, trainers: TrainerGrou
     async with deadline(config.deadlines.load, "load: model of the trainer"):
         # A single rank needs a process group only if its base model is offloaded to the CPU.
         if len(group.workers) > 1 or config.trainer.cpu_offload:
-            await join_process_group(group, timeout=update_seconds(config, MAX_GROUPS_PER_CALL + 2))
+            await join_process_group(
+                group, timeout=controller_placement(config).deadlines.update(MAX_GROUPS_PER_CALL + 2)
+            )
         infos: list[dict[str, Any]] = await trainers.all("load", trainers.layout)
     trainers.laid_out(config, infos[0]["ranks_per_replica"])
     return infos[0]
@@ -202,3 +201,30 @@ async def send_negatives(trainers: TrainerGroup, negatives: Negatives) -> None:
     """Sends the encoded negative prompts to every trainer rank; does nothing if there are none."""
     if negatives:
         await trainers.all("update.set_negatives", negatives)
+
+
+async def choose_transport(config: Config, sender: Worker) -> str:
+    """Returns the name of the run's transport; `auto` is resolved by `sender`, the trainer's first rank.
+
+    Raises ConfigError if the configured transport cannot work with the rank's device and libraries.
+    """
+    configured = config.checkpoint_engine.transport
+    if configured == AUTO and nccl_obstacle(config):
+        return OBJECT_STORE
+    try:
+        async with deadline(config.deadlines.load, f"load: choice of the transport on {sender.name}"):
+            transport: str = await sender.call("async_flowrl.run.launch:transport_here", configured)
+    except WorkerFailed as error:
+        if error.kind != ValueError.__name__:
+            raise
+        raise refusal(error.message) from error
+    return transport
+
+
+def transport_here(configured: str) -> str:
+    """Returns the transport that `configured` means in this process. Raises ValueError if it cannot work here."""
+    return resolve_transport(configured, "cuda" if torch.cuda.is_available() else "cpu")
+
+
+def refusal(reason: str) -> ConfigError:
+    return ConfigError(f"checkpoint_engine.transport: {reason}")

@@ -1,28 +1,67 @@
 """Findings on the nodes of a run: what each has, where they differ, whether workers find a place, and the network."""
 
+import os
+import platform
+import shutil
+import socket
+import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib import metadata, util
+from pathlib import Path
 from typing import Any
 
+from async_flowrl.config.own_code import SUFFIX
 from async_flowrl.run.findings import FAILED, OK, WARNING, Finding, failed, verdict
 from separation import placement
 from separation.cluster_probe import Node, Offset, Survey
 from separation.group import PoolSpec
+from separation.node import code_of, free_memory, sees, temporary_folder, temporary_refusal
 
 GIB, GB = 2**30, 10**9
+# Used share of a disk above which Ray writes no objects to it (its local_fs_capacity_threshold). Ray then fails to
+# create those for which its object store has no room.
 SPILL_SHARE = 0.95
-"""Used share of a disk above which Ray writes no objects to it (its local_fs_capacity_threshold). Ray then fails to
-create those for which its object store has no room."""
-LEAST_DISK = GB // 5
-"""Bytes on disk that the logs of Ray need at least."""
+LEAST_DISK = GB // 5  # Bytes on disk that the logs of Ray need at least.
+# Ray's default size of the object store: this share of the memory; above SMALL_STORE bytes at most this share of
+# /dev/shm. A store that does not fit into /dev/shm is put into Ray's folder for temporary files.
 STORE_SHARE, SHM_SHARE, SMALL_STORE, LARGEST_STORE = 0.3, 0.95, 10 * GB, 200 * GB
-"""Ray's default size of the object store: this share of the memory; above SMALL_STORE bytes at most this share of
-/dev/shm. A store that does not fit into /dev/shm is put into Ray's folder for temporary files."""
+# Size of the object whose broadcast is timed; it takes at most 1 / STORE_PART of the smallest object store.
 BROADCAST_BYTES, STORE_PART = 32_000_000, 8
-"""Size of the object whose broadcast is timed; it takes at most 1 / STORE_PART of the smallest object store."""
+# Clock difference above which log lines of several nodes are in the wrong order; half of gigabit Ethernet.
 SKEW_SECONDS, SLOW_BYTES_PER_SECOND = 1.0, 50e6
-"""Clock difference above which log lines of several nodes are in the wrong order; half of gigabit Ethernet."""
 NETWORK = "check the interface that Ray uses (ray start --node-ip-address) and the link"
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Questions to a machine, in addition to the usual facts."""
+
+    # Folders whose file system's free space is reported; for a missing one, that of its nearest parent.
+    folders: tuple[str, ...] = ()
+    packages: tuple[str, ...] = ()  # Packages whose code is digested, for comparison between nodes.
+    modules: tuple[str, ...] = ()  # Import names; those that the machine lacks are reported.
+    mark: str = ""  # Path of a file with the content `text`; a node that sees it shares the folder. Empty: not asked.
+    text: str = ""
+
+
+def facts(asked: Asked) -> dict[str, Any]:
+    """Returns all facts of this machine; sizes are in bytes, of memory and disks what is free at this moment."""
+    temporary = temporary_folder()
+    return {
+        "host": socket.gethostname(),
+        "versions": {"python": platform.python_version()} | {name: version(name) for name in PACKAGES},
+        "code": code_of(asked.packages),
+        "cores": os.cpu_count() or 1,
+        "memory": free_memory(),
+        "shm": shutil.disk_usage(SHM).free if SHM.is_dir() else 0,
+        "disks": {folder: free_disk(Path(folder)) for folder in (*asked.folders, temporary)},
+        "temporary": temporary,
+        "sockets": temporary_refusal(),
+        "lacking": [module for module in asked.modules if not importable(module)],
+        "marked": not asked.mark or sees(asked.mark, asked.text),
+        "gpus": gpus(),
+    }
 
 
 @dataclass(frozen=True)
@@ -32,10 +71,10 @@ class Machine:
     name: str
     facts: Mapping[str, Any]
     store: float = 0.0
+    # The resources that Ray knows of the node; None if the run starts Ray itself.
     resources: Mapping[str, float] | None = None
-    """The resources that Ray knows of the node; None if the run starts Ray itself."""
+    # Optional feature that the configuration needs → what the node lacks of it (features.py).
     lacks: Mapping[str, str] = field(default_factory=dict)
-    """Optional feature that the configuration needs → what the node lacks of it (features.py)."""
 
     @property
     def has_gpu(self) -> bool:
@@ -142,3 +181,50 @@ def broadcast_finding(seconds: Mapping[str, float], nbytes: int, version_bytes: 
     said = f"{nbytes / 1e6:.0f} MB by object store, {rate / 1e6:.0f} MB/s to the slowest node, {slowest}"
     said += f", so a version of {version_bytes / 1e6:.1f} MB takes {version_bytes / rate:.2f} s"
     return verdict("broadcast", said, (rate < SLOW_BYTES_PER_SECOND, WARNING, f"{slowest} is slow: {NETWORK}"))
+
+
+# Packages whose versions affect results bit for bit, or the communication between nodes.
+PACKAGES = ("torch", "ray", "diffusers", "transformers", "peft", "numpy")
+SHM = Path("/dev/shm")
+NVIDIA_SMI_SECONDS = 20.0
+
+
+def version(package: str) -> str:
+    """Returns the version of a package; "none" if it is missing."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "none"
+
+
+def free_disk(folder: Path) -> dict[str, Any]:
+    """Returns free and total bytes of the file system of `folder` or its nearest parent, and whether it is writable."""
+    while not folder.is_dir():
+        folder = folder.parent
+    usage = shutil.disk_usage(folder)
+    return {"free": usage.free, "total": usage.total, "writable": os.access(folder, os.W_OK | os.X_OK)}
+
+
+def importable(module: str) -> bool:
+    """Returns True if a module is found. It is not executed, but its parent packages are.
+
+    A folder without Python files, as an uninstalled package may leave one, is not a module; a file is one.
+    """
+    if module.endswith(SUFFIX):
+        return Path(module).is_file()
+    try:
+        spec = util.find_spec(module)
+    except ImportError:
+        return False
+    return spec is not None and spec.origin is not None
+
+
+def gpus() -> list[dict[str, Any]]:
+    """Returns name and total bytes of every GPU that nvidia-smi shows; empty if it is missing, fails or hangs."""
+    command = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
+    try:
+        said = subprocess.run(command, capture_output=True, text=True, timeout=NVIDIA_SMI_SECONDS, check=True).stdout
+    except (subprocess.SubprocessError, OSError):
+        return []
+    rows = (line.rpartition(",") for line in said.splitlines())
+    return [{"name": name.strip(), "memory": int(mib) * 2**20} for name, _, mib in rows if mib.strip().isdigit()]

@@ -8,26 +8,29 @@ from typing import TYPE_CHECKING, Any
 
 from async_flowrl.config.pools import ROLLOUT, TRAINER, RewardPool, held_out_by_pool, scoring_pools
 from async_flowrl.config.schema import SHARED, Config
+from async_flowrl.controller.placement import SeparatePools
 from async_flowrl.controller.reward_servers import SERVERS, server_pools
 from async_flowrl.run.nodes import OUR_CODE
-from async_flowrl.tickets.wordings import upcoming
+from async_flowrl.shared.controller import SharedPool
+from async_flowrl.tickets.request import upcoming
+from checkpoint_engine.transports import OBJECT_STORE
 from separation.cohosted import SubPool, sub_groups
 from separation.group import PoolSpec, WorkerGroup
 
 if TYPE_CHECKING:
     from async_flowrl.run.prepare import Prepared
 
+# Setting of torch's CUDA allocator that lets its segments grow, so that blocks of many sizes (FSDP2's shards, prompts
+# of any length) leave no gaps. vllm_omni cannot use it: its all-reduce between the GPUs of a worker cannot share such
+# memory.
 EXPANDABLE = "expandable_segments:True"
-"""Setting of torch's CUDA allocator that lets its segments grow, so that blocks of many sizes (FSDP2's shards, prompts
-of any length) leave no gaps. vllm_omni cannot use it: its all-reduce between the GPUs of a worker cannot share such
-memory."""
+# Environment that makes torch ask the driver whether there is a GPU, without initialising CUDA. Processes that
+# vllm_omni starts must not inherit an initialised CUDA.
 NVML_CHECK = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
-"""Environment that makes torch ask the driver whether there is a GPU, without initialising CUDA. Processes that
-vllm_omni starts must not inherit an initialised CUDA."""
 
+# Limit on the prompts that a rollout worker with `text_encoder=cached` is told in advance. For any other prompt, it
+# loads the text encoder again.
 MAX_UPCOMING = 32_768
-"""Limit on the prompts that a rollout worker with `text_encoder=cached` is told in advance. For any other prompt, it
-loads the text encoder again."""
 
 
 def pools(prepared: "Prepared") -> list[PoolSpec]:
@@ -57,6 +60,11 @@ def outline(config: Config) -> list[PoolSpec]:
     return [*training, *(reward_spec(pool, config) for pool in scoring_pools(config)), *server_pools(config)]
 
 
+def controller_placement(config: Config, transport: str = OBJECT_STORE) -> SeparatePools:
+    """Returns the controller's view of the pools of trainer ranks and rollout workers."""
+    return (SharedPool if config.placement == SHARED else SeparatePools)(config, transport)
+
+
 def shared_pool(config: Config) -> PoolSpec:
     """Returns the pool for `placement=shared`: its processes sample and train (see `SUB_POOLS`)."""
     return PoolSpec(
@@ -74,15 +82,13 @@ def shared_pool(config: Config) -> PoolSpec:
     )
 
 
+# The two pools that share the processes of `shared_pool`, each with a map from its lanes to those of the process.
+# Calls to train have a lane of their own, so that they do not wait behind tickets; shared/turns.py decides which of the
+# two computes.
 SUB_POOLS = (
     SubPool(TRAINER, {"main": "train", **{lane: lane for lane in ("publish", "keep", "save", "control")}}),
     SubPool(ROLLOUT, {"main": "main", "sync": "sync", "control": "control"}),
 )
-"""The two pools that share the processes of `shared_pool`, each with a map from its lanes to those of the process.
-
-Calls to train have a lane of their own, so that they do not wait behind tickets; shared/turns.py decides which of the
-two computes.
-"""
 
 
 def separate_pools(config: Config) -> list[PoolSpec]:

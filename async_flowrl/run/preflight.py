@@ -18,8 +18,7 @@ from async_flowrl.run import features
 from async_flowrl.run import machines as nodes
 from async_flowrl.run.findings import FAILED, OK, SKIPPED, WARNING, Finding, failed, verdict
 from async_flowrl.run.launch import check_machine
-from async_flowrl.run.machines import GB, GIB, Machine
-from async_flowrl.run.node_facts import Asked, facts
+from async_flowrl.run.machines import GB, GIB, Asked, Machine, facts
 from async_flowrl.run.nodes import OUR_CODE, marked
 from async_flowrl.run.pools import pools
 from async_flowrl.run.prepare import Prepared, doubts_of, prepare
@@ -27,11 +26,9 @@ from separation.cluster_probe import Survey, survey
 from separation.group import VISIBLE_DEVICES, PoolSpec
 from separation.placement import ResourcesMissing
 
-FACTS, MISSING = "async_flowrl.run.node_facts:facts", "async_flowrl.run.features:missing"
-NODES_SECONDS = 120.0
-"""Seconds for which nodes are waited for, if more than one is wanted."""
-FOLDER_BYTES = 200_000_000
-"""Size of a run directory without checkpoints: logs, metrics, images, report."""
+FACTS, MISSING = "async_flowrl.run.machines:facts", "async_flowrl.run.features:missing"
+NODES_SECONDS = 120.0  # Seconds for which nodes are waited for, if more than one is wanted.
+FOLDER_BYTES = 200_000_000  # Size of a run directory without checkpoints: logs, metrics, images, report.
 REFUSED, WARNED = "a run would refuse it with this sentence", "a run says this, too"
 START = "start a cluster (ray start --head), or leave runtime.address out for one of this machine"
 
@@ -78,7 +75,7 @@ def start_findings(prepared: Prepared, least_nodes: int = 1) -> Iterator[Finding
             mark = text = ""
         asked = Asked((run_folder(config),), OUR_CODE, tuple(modules_of(config)), mark, text)
         here = this_machine(asked)
-        if config.runtime.address is not None and config.runtime.backend == "ray":
+        if not config.runtime.on_this_machine:
             yield from on_cluster(prepared, here, asked, least_nodes)
         else:
             yield nodes.machine_finding(here)
@@ -154,7 +151,7 @@ def device_finding(config: Config, wanted: Sequence[PoolSpec], machines: Sequenc
 def host_processes(config: Config, plan: MemoryPlan, *, on_gpus: bool) -> list[PoolProcesses]:
     """Returns the run's processes with their host memory, without object stores and models of rewards."""
     scoring = (PoolProcesses(pool.name, pool.workers, PROCESS_BYTES) for pool in scoring_pools(config))
-    kept = PROCESS_BYTES + host.KEPT_BY_CONTROLLER * plan.snapshot * (config.tune == "lora")
+    kept = PROCESS_BYTES + host.KEPT_BY_CONTROLLER * plan.snapshot * config.keeps_state
     own = host.training_processes(config, plan.model, on_gpus=on_gpus)
     return [*own, *scoring, PoolProcesses("controller", 1, kept)]
 

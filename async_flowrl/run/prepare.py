@@ -38,12 +38,11 @@ from async_flowrl.tickets.arithmetic import check_batching, shape
 from async_flowrl.tickets.request import RequestBuilder, evaluation_sampling, sampling
 from async_flowrl.types import Sampling
 
-SIZES_SHOWN = 4
-"""Largest number of image sizes that messages list one by one."""
+SIZES_SHOWN = 4  # Largest number of image sizes that messages list one by one.
 
 
+# Import path of a worker class → that of another, used in its place by tests and benchmarks, and further arguments.
 Workers = Mapping[str, tuple[str, Mapping[str, Any]]]
-"""Import path of a worker class → that of another, used in its place by tests and benchmarks, and further arguments."""
 OUR_OWN: Workers = MappingProxyType({})
 
 
@@ -51,21 +50,17 @@ OUR_OWN: Workers = MappingProxyType({})
 class Prepared:
     """The checked configuration of a run and the objects that follow from it."""
 
-    config: Config
-    """The configuration in which `model.dtype` and `total_steps` are resolved (see `prepare`)."""
+    config: Config  # The configuration in which `model.dtype` and `total_steps` are resolved (see `prepare`).
     model: ResolvedModel
     algorithm: Algorithm
-    requests: RequestBuilder
-    """Makes the request of each ticket."""
-    shapes: Shapes
-    """Shapes of the network's inputs for the largest images."""
+    requests: RequestBuilder  # Makes the request of each ticket.
+    shapes: Shapes  # Shapes of the network's inputs for the largest images.
     data: Data
+    # All sizes in pixels that the run's images can have, sorted by their number of pixels.
     sizes: tuple[Resolution, ...]
-    """All sizes in pixels that the run's images can have, sorted by their number of pixels."""
-    cut: int = 0
-    """Number of training prompts of which the text encoder reads only the beginning."""
+    cut: int = 0  # Number of training prompts of which the text encoder reads only the beginning.
+    # Worker classes of tests and benchmarks in place of the run's own.
     workers: Workers = field(default_factory=lambda: OUR_OWN)
-    """Worker classes of tests and benchmarks in place of the run's own."""
 
     @property
     def sizes_in_words(self) -> str:
@@ -194,7 +189,7 @@ def check_loading(config: Config, model: ResolvedModel, data: Data, baseline: Sa
     samplings = [sampling(config), evaluation_sampling(config), *filter(None, [baseline])]
     family, rollout, backend = load_family(model.family), config.rollout, model.attention_backend
     named = (config.full.freeze, config.in_shares, config.lora.targets, config.lora.path, backend, rollout.vae_slicing)
-    whole |= any(named) or rollout.vae_tiling or config.runtime.backend == "local" or model.family not in FAMILIES
+    whole |= any(named) or rollout.vae_tiling or config.runtime.in_threads or model.family not in FAMILIES
     if isinstance(family, PipelineFamily) and not whole:
         longest = model.max_sequence_length
         bare = family.described(model.path, revision=model.revision, max_sequence_length=longest)

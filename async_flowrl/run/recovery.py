@@ -17,12 +17,11 @@ from async_flowrl.config import exit_codes
 from async_flowrl.config.curves import checkpoint_due
 from async_flowrl.config.pools import ROLLOUT, TRAINER
 from async_flowrl.config.schema import Config
-from async_flowrl.controller.admission import check_base, load_rollout
+from async_flowrl.controller.admission import check_base, download_model, load_rollout, loaders
 from async_flowrl.controller.after_step import AfterStep
 from async_flowrl.controller.build import build_context
 from async_flowrl.controller.checkpoints import Checkpoints
 from async_flowrl.controller.context import Context
-from async_flowrl.controller.download import download_model, loaders
 from async_flowrl.controller.evaluation_records import EvaluationRecords
 from async_flowrl.controller.kept_state import KeptState, KeptStates
 from async_flowrl.controller.resume import START, Resume, newest, with_outcomes
@@ -38,10 +37,10 @@ from async_flowrl.observability.run_directory import RunDirectory
 from async_flowrl.rewards.registry import keeps_scores
 from async_flowrl.run.launch import Negatives, load_trainer, send_negatives
 from async_flowrl.run.loop import run as run_loop
+from async_flowrl.run.pools import controller_placement
 from async_flowrl.run.prepare import Prepared
 from async_flowrl.run.stopping import StopRequest
-from async_flowrl.training.checkpoint import held_versions
-from async_flowrl.training.checkpoint_folder import DamagedCheckpoint, checkpoint_step, drop_newer, written
+from async_flowrl.training.checkpoint import DamagedCheckpoint, checkpoint_step, drop_newer, held_versions, written
 from async_flowrl.types import EMA, POLICY
 from separation.cohosted import SubGroup
 from separation.group import Worker, WorkerDied, WorkerFailed, WorkerGroup
@@ -55,13 +54,12 @@ class Ledgers:
     """Records of a run that are written while it goes on."""
 
     events: EventLog
-    pools: PoolLedger
-    """Seconds that each worker has spent in each state."""
+    pools: PoolLedger  # Seconds that each worker has spent in each state.
     metrics: MetricsLog
     evaluations: EvaluationLog
     monitor: Monitor
+    # Sentences on failures outside the training, such as an evaluation or a picture that could not be made.
     failures: list[str] = field(default_factory=list)
-    """Sentences on failures outside the training, such as an evaluation or a picture that could not be made."""
 
 
 @dataclass(frozen=True)
@@ -74,18 +72,12 @@ class Run:
     trainers: TrainerGroup
     ledgers: Ledgers
     stop: StopRequest
-    base_digest: str
-    """Checksum of the base weights; a new trainer rank must report the same."""
-    schedules: str
-    """Digest of the noise levels of all image sizes."""
-    device: str
-    """Device of the trainer ranks as torch names it, e.g. `cpu` or `cuda:0`."""
-    transport: str
-    """Way by which versions are sent to the rollout workers."""
-    negatives: Negatives
-    """Embeddings of the negative prompts, for the trainer ranks."""
-    peak_flops: float | None = None
-    """Peak FLOP/s of a trainer rank's device; None if unknown."""
+    base_digest: str  # Checksum of the base weights; a new trainer rank must report the same.
+    schedules: str  # Digest of the noise levels of all image sizes.
+    device: str  # Device of the trainer ranks as torch names it, e.g. `cpu` or `cuda:0`.
+    transport: str  # Way by which versions are sent to the rollout workers.
+    negatives: Negatives  # Embeddings of the negative prompts, for the trainer ranks.
+    peak_flops: float | None = None  # Peak FLOP/s of a trainer rank's device; None if unknown.
     servers: RewardServers = field(default_factory=RewardServers)
     kept: KeptStates = field(default_factory=KeptStates)
 
@@ -143,8 +135,8 @@ async def attempt(run: Run, ctx: Context) -> None:
         await run.kept.settle(ctx)
 
 
+# Time within which the death of one rank must show after another rank has failed because of it.
 DEATH_DETECTION_SECONDS = 2.0
-"""Time within which the death of one rank must show after another rank has failed because of it."""
 
 
 async def dead_ranks(trainers: TrainerGroup) -> list[str]:
@@ -334,8 +326,8 @@ def context_of(run: Run, resume: Resume) -> Context:
             kept=run.kept,
             held=resume.held_versions,
         ),
+        controller_placement(config, run.transport),
         base_digest=run.base_digest,
-        transport=run.transport,
         resume=resume,
     )
     for worker in [worker for group in run.groups.values() for worker in group.workers]:

@@ -8,15 +8,12 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+# Pause before the next ticket, as a share of the duration of the unit of training before it.  The pause is made if
+# another unit is expected, which would otherwise wait for a whole ticket. It is short, because the expected unit may
+# never come: another worker may have taken it, or its images may be lost, and then this worker has to generate them
+# again.
 PATIENCE_SHARE = 0.1
-"""Pause before the next ticket, as a share of the duration of the unit of training before it.
-
-The pause is made if another unit is expected, which would otherwise wait for a whole ticket. It is short, because the
-expected unit may never come: another worker may have taken it, or its images may be lost, and then this worker has to
-generate them again.
-"""
-MAX_PATIENCE_SECONDS = 0.25
-"""Upper limit of that pause, in seconds."""
+MAX_PATIENCE_SECONDS = 0.25  # Upper limit of that pause, in seconds.
 
 
 def patience(trained: float) -> float:
@@ -34,15 +31,12 @@ class Turns:
         self._changed = threading.Condition()
         self._clock = clock
         self._taken = False
+        # Number of turns that the training thread has entered and not left, each inside the one before.
         self._depth = 0
-        """Number of turns that the training thread has entered and not left, each inside the one before."""
-        self._waiting = False
-        """True while the training thread waits for its turn."""
-        self.waited = 0.0
-        """Seconds that the training thread has waited for its turns until now, in sum."""
+        self._waiting = False  # True while the training thread waits for its turn.
+        self.waited = 0.0  # Seconds that the training thread has waited for its turns until now, in sum.
         self._trained_since = 0.0
-        self._paused_until = 0.0
-        """End of the pause before the next ticket, by the clock."""
+        self._paused_until = 0.0  # End of the pause before the next ticket, by the clock.
         self._sampling_since: float | None = None
 
     def sampled_for(self) -> float:

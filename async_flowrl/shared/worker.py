@@ -20,7 +20,7 @@ from async_flowrl.policies.base import Policy
 from async_flowrl.policies.one_base import OneBase
 from async_flowrl.policies.registry import ResolvedModel
 from async_flowrl.rollout.registry import PARTS
-from async_flowrl.rollout.stored_embeddings import StoredEmbeddings
+from async_flowrl.rollout.text_encoder import StoredEmbeddings
 from async_flowrl.rollout.worker import RolloutWorker, device
 from async_flowrl.shared.turns import Turns
 from async_flowrl.training.flat import FlatParameters
@@ -33,8 +33,7 @@ from checkpoint_engine import RING, Ack, Header
 from checkpoint_engine.errors import TransferCorrupted, WeightsMismatch
 from checkpoint_engine.side_stream import SideStream, on, recorded
 
-cuda: Any = torch.cuda
-"""torch.cuda as Any, because its stream classes have no types."""
+cuda: Any = torch.cuda  # torch.cuda as Any, because its stream classes have no types.
 
 
 class TrainingLane:
@@ -47,8 +46,7 @@ class TrainingLane:
     def __init__(self, turns: Turns, device: torch.device) -> None:
         self.turns, self._device = turns, device
         self._side = SideStream.of(device)
-        self._depth = 0
-        """Number of turns that were entered and not left, each inside the one before."""
+        self._depth = 0  # Number of turns that were entered and not left, each inside the one before.
 
     @contextmanager
     def turn(self, *, more: bool = False) -> Iterator[None]:
@@ -137,8 +135,7 @@ class SharedTrainer(TrainerWorker):
     """
 
     lane: TrainingLane
-    waited = 0.0
-    """Seconds for which the end of the present optimizer step has waited for tickets: to measure its KL."""
+    waited = 0.0  # Seconds for which the end of the present optimizer step has waited for tickets: to measure its KL.
 
     def train(self, request: TrainRequest, *trajectories: Trajectory) -> UpdateStats | Summed | Manifest:
         with self.lane.turn(more=request.more):

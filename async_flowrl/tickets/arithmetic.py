@@ -8,19 +8,17 @@ import math
 from async_flowrl.algorithms.ema import samples_from_average
 from async_flowrl.algorithms.window import draw_window, trains_on_final_images
 from async_flowrl.config.resolution import parse_resolution, pixels
-from async_flowrl.config.schema import FULL, Config
+from async_flowrl.config.schema import Config
 from async_flowrl.policies.base import Shapes
 from async_flowrl.tickets.table import Shape
 
 _FLOAT_BYTES = 4
+# Most versions that lie in the object store at the same time in an undisturbed run: the canary, which stays for workers
+# that join later; the one under way; and one that is evaluated, the moving average (EMA) or a version again.  Not
+# counted are copies on further nodes, and versions that wait for a worker which takes longer than a step for one, or
+# which joins while the run goes on.
 SENT_VERSIONS = 3
-"""Most versions that lie in the object store at the same time in an undisturbed run: the canary, which stays for
-workers that join later; the one under way; and one that is evaluated, the moving average (EMA) or a version again.
-
-Not counted are copies on further nodes, and versions that wait for a worker which takes longer than a step for one, or
-which joins while the run goes on."""
-HELD = 2
-"""Versions that are kept for evaluations: of one that is under way, and of the next one."""
+HELD = 2  # Versions that are kept for evaluations: of one that is under way, and of the next one.
 
 
 def shape(config: Config) -> Shape:
@@ -45,7 +43,7 @@ def check_batching(config: Config) -> None:
     Where one count must divide another, the sentence names the nearest values that do.
     """
     trainer, size = config.trainer, config.group_size
-    if trainer.shard == "hybrid":
+    if trainer.is_hybrid:
         if trainer.shard_size is None:
             raise ValueError("trainer.shard=hybrid needs trainer.shard_size, the ranks that hold the base once")
         _divides("trainer.num_workers", trainer.num_workers, "trainer.shard_size", trainer.shard_size)
@@ -110,7 +108,7 @@ def state_bytes(config: Config, trained: int) -> int:
     They are masters, two moments, the versions that may be asked for, those that are kept for evaluations, and moving
     averages. The result is 0 for whole weights, of which no state is kept.
     """
-    if config.tune == FULL:
+    if not config.keeps_state:
         return 0
     averaged = samples_from_average(config.algorithm.name, config.algorithm.old_policy_decay)
     vectors = 3 + config.live_versions + HELD + averaged + (config.trainer.ema_decay is not None)

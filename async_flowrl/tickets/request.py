@@ -4,9 +4,10 @@ The controller calls it for every ticket. Its results depend on the configuratio
 and, with `data.curriculum`, on the rewards of earlier steps; they do not depend on timing or on the worker.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from itertools import islice
 
 import numpy as np
 import numpy.typing as npt
@@ -17,9 +18,8 @@ from async_flowrl.config.schema import Config
 from async_flowrl.data.sampler import NO_SPREAD, SPREAD, UNKNOWN, Curriculum, Sampler
 from async_flowrl.data.store import shared_texts
 from async_flowrl.seeds import derive
-from async_flowrl.tickets.batches import by_length
-from async_flowrl.tickets.table import EVALUATION, Ticket
-from async_flowrl.types import Prompt, RolloutRequest, Sampling
+from async_flowrl.tickets.table import EVALUATION, Ticket, TicketTable
+from async_flowrl.types import Asked, Prompt, RolloutRequest, Sampling
 
 
 @dataclass(frozen=True)
@@ -31,16 +31,14 @@ class RequestBuilder:
     """
 
     config: Config
-    train: Sequence[Prompt]
-    """Training prompts."""
-    evaluation: Sequence[Prompt]
-    """Evaluation prompts."""
+    train: Sequence[Prompt]  # Training prompts.
+    evaluation: Sequence[Prompt]  # Evaluation prompts.
+    # [len(train)] How often each training prompt is drawn, relative to the others; None means all equally often.
     weights: npt.NDArray[np.float64] | None = None
-    """[len(train)] How often each training prompt is drawn, relative to the others; None means all equally often."""
+    # State of `data.curriculum` from a checkpoint: one byte per group of all steps trained before this start.
     outcomes: bytes = b""
-    """State of `data.curriculum` from a checkpoint: one byte per group of all steps trained before this start."""
+    # Sampling of the baseline (an evaluation of the base model as it is usually sampled); None without a baseline.
     baseline: Sampling | None = None
-    """Sampling of the baseline (an evaluation of the base model as it is usually sampled); None without a baseline."""
 
     @cached_property
     def sampler(self) -> Sampler:
@@ -177,3 +175,66 @@ def sampling(config: Config, resolution: Resolution | None = None) -> Sampling:
         sde_type=config.algorithm.sde_type,
         noise_level=config.algorithm.noise_level,
     )
+
+
+def asked_of(prompt: Prompt, how: Sampling) -> list[Asked]:
+    """Returns what is encoded for `prompt`: the prompt and, with classifier-free guidance, its negative prompt."""
+    asked: list[Asked] = [(prompt.wording, prompt.system, False)]
+    if how.true_cfg_scale > 1:
+        asked.append((prompt.negative_wording(how.negative_prompt), None, True))
+    return asked
+
+
+def upcoming(requests: RequestBuilder, limit: int) -> tuple[Asked, ...]:
+    """Returns the first different texts that a run needs, at most `limit`: those of evaluations, then of its steps.
+
+    The curriculum is not considered: it can only delay a prompt. At most MAX_TEXTS_READ_PER_TEXT × `limit` texts are
+    read, so a file with few prompts gives fewer.
+    """
+    return tuple(islice(dict.fromkeys(islice(_all(requests), MAX_TEXTS_READ_PER_TEXT * limit)), limit))
+
+
+# Most texts that `upcoming` reads per text that it may return; with few prompts, most texts are repetitions.
+MAX_TEXTS_READ_PER_TEXT = 8
+
+
+def _all(requests: RequestBuilder) -> Iterator[Asked]:
+    config = requests.config
+    ways = [evaluation_sampling(config), *([requests.baseline] if requests.baseline else [])]
+    for prompt in requests.evaluation:
+        for how in ways:
+            yield from asked_of(prompt, how)
+    how = sampling(config)
+    for step in range(config.total_steps):
+        for index in requests.sampler.step(step):
+            yield from asked_of(requests.train[index], how)
+
+
+def by_length(prompts: Sequence[Prompt]) -> tuple[int, ...]:
+    """Returns the indices of the prompts in ascending order of length; equally long ones keep their order.
+
+    The length of a text is its number of UTF-8 bytes, because the controller has no tokenizer, and that of token ids is
+    their number. Texts come before token ids, which cannot be compared with them.
+    """
+    return tuple(sorted(range(len(prompts)), key=lambda index: _length(prompts[index])))
+
+
+def _length(prompt: Prompt) -> tuple[bool, int]:
+    if isinstance(wording := prompt.wording, str):
+        return False, len(wording.encode())
+    return True, len(wording)
+
+
+def batch_of(table: TicketTable, ticket: Ticket, size: int, order: Sequence[int]) -> list[Ticket]:
+    """Returns the tickets, of any state, made in one call with the training ticket `ticket`, itself included.
+
+    `order` has the groups of its step in the order in which batches take them. A batch has `size` tickets, the last one
+    of a step those that are left.
+    """
+    per_group = table.shape.tickets_per_group
+    index = order.index(ticket.group) * per_group + ticket.slice_index
+    start = index - index % size
+    end = min(start + size, table.shape.tickets_per_step)
+    first, last = start // per_group, -(-end // per_group)
+    tickets = [each for group in order[first:last] for each in table.group(ticket.step, group)]
+    return tickets[start - first * per_group : end - first * per_group]

@@ -38,8 +38,7 @@ class PendingTickets:
     def __init__(self, training: Mapping[int, Ticket], evaluation: Mapping[int, Ticket]) -> None:
         """Both mappings are the table's own, ordinal → ticket; what has left them is no longer PENDING."""
         self._tickets = {TRAIN: training, EVALUATION: evaluation}
-        self._ordinals: dict[tuple[str, int], list[int]] = defaultdict(list)
-        """(kind, version) → heap of ordinals."""
+        self._ordinals: dict[tuple[str, int], list[int]] = defaultdict(list)  # (kind, version) → heap of ordinals.
 
     def add(self, ticket: Ticket) -> None:
         heapq.heappush(self._ordinals[ticket.kind, ticket.version], ticket.ordinal)
@@ -78,8 +77,8 @@ class PendingTickets:
 __all__ = ["EVALUATION", "FINAL", "TRAIN", "Held", "Refused", "Shape", "State", "Ticket", "TicketTable", "describe"]
 
 
+# A worker of several that is busy gets a further ticket only if at least this many tickets per worker wait.
 MIN_WAITING_PER_WORKER = 2
-"""A worker of several that is busy gets a further ticket only if at least this many tickets per worker wait."""
 
 
 class TicketTable:
@@ -90,23 +89,20 @@ class TicketTable:
 
     def __init__(self, shape: Shape, *, first_step: int = 0, on_change: Callable[[Ticket], None] | None = None) -> None:
         self.shape = shape
-        self.first_step = self.step = first_step
-        """`step` is the step that the trainer makes next."""
+        self.first_step = self.step = first_step  # `step` is the step that the trainer makes next.
+        # Version → digest, for the versions published since this start that a ticket of the table may have.
         self.published: dict[int, str] = {}
-        """Version → digest, for the versions published since this start that a ticket of the table may have."""
+        # Evaluated version → digest, as the first worker that acknowledged it reported it.
         self.evaluated: dict[int, str] = {}
-        """Evaluated version → digest, as the first worker that acknowledged it reported it."""
-        self.held: dict[str, Held] = {}
-        """Name of a worker → the versions that it holds."""
+        self.held: dict[str, Held] = {}  # Name of a worker → the versions that it holds.
         self.retried = self.duplicates = 0
+        # Number of training tickets that have left the table, by final state.
         self.finished: dict[State, int] = dict.fromkeys(FINAL, 0)
-        """Number of training tickets that have left the table, by final state."""
         self._on_change = on_change or (lambda ticket: None)
         self._tickets: dict[int, Ticket] = {}
         self._evaluation: dict[int, Ticket] = {}
         self._pending = PendingTickets(self._tickets, self._evaluation)
-        self._ready: dict[int, set[int]] = defaultdict(set)
-        """Step → groups whose tickets are all READY."""
+        self._ready: dict[int, set[int]] = defaultdict(set)  # Step → groups whose tickets are all READY.
         self._issued_steps = first_step
         self._next_evaluation = 0
 

@@ -8,26 +8,19 @@ from typing import Any, NamedTuple
 class State(StrEnum):
     """State of a ticket."""
 
-    PENDING = "PENDING"
-    """It waits for a worker."""
-    RUNNING = "RUNNING"
-    """A worker makes its images."""
-    SCORING = "SCORING"
-    """It has images; its group has no scores yet."""
-    READY = "READY"
-    """Its group has scores, or it is certain that there will be none."""
-    HANDED = "HANDED"
-    """The trainer has it."""
-    TRAINED = "TRAINED"
-    """Its training step (or its evaluation) is done."""
-    SKIPPED = "SKIPPED"
-    """The same, but its group has no scores."""
+    PENDING = "PENDING"  # It waits for a worker.
+    RUNNING = "RUNNING"  # A worker makes its images.
+    SCORING = "SCORING"  # It has images; its group has no scores yet.
+    READY = "READY"  # Its group has scores, or it is certain that there will be none.
+    HANDED = "HANDED"  # The trainer has it.
+    TRAINED = "TRAINED"  # Its training step (or its evaluation) is done.
+    SKIPPED = "SKIPPED"  # The same, but its group has no scores.
 
 
 FINAL = (State.TRAINED, State.SKIPPED)
 TRAIN, EVALUATION = "train", "evaluation"
+# Tickets (or batches of tickets) that a worker starts for each evaluation ticket among them, if one waits.
 EVALUATION_EVERY_TICKETS = 4
-"""Tickets (or batches of tickets) that a worker starts for each evaluation ticket among them, if one waits."""
 
 
 class Refused(RuntimeError):
@@ -40,8 +33,7 @@ class Shape:
 
     tickets_per_group: int
     groups_per_step: int
-    total_steps: int
-    """Number of training steps of the run."""
+    total_steps: int  # Number of training steps of the run.
     max_staleness: int
 
     @property
@@ -57,37 +49,27 @@ class Shape:
 class Ticket:
     """One ticket of the table. Only the table changes its state."""
 
-    kind: str
-    """TRAIN or EVALUATION."""
-    ordinal: int
-    """Number of the ticket among all tickets of its kind, from 0."""
-    step: int
-    """Training step that its images are for; for an evaluation, the evaluated version."""
-    group: int
-    """Number of its group in the step, or of its prompt in the evaluation, from 0."""
-    slice_index: int
-    """Position of these images in the group, 0 .. tickets_per_group - 1; 0 for an evaluation."""
-    version: int
-    """Version of the weights that must make its images."""
+    kind: str  # TRAIN or EVALUATION.
+    ordinal: int  # Number of the ticket among all tickets of its kind, from 0.
+    step: int  # Training step that its images are for; for an evaluation, the evaluated version.
+    group: int  # Number of its group in the step, or of its prompt in the evaluation, from 0.
+    slice_index: int  # Position of these images in the group, 0 .. tickets_per_group - 1; 0 for an evaluation.
+    version: int  # Version of the weights that must make its images.
     state: State = State.PENDING
+    # Name of the worker that makes it or made it last; None if it waits to be made again or was never started.
     worker: str | None = None
-    """Name of the worker that makes it or made it last; None if it waits to be made again or was never started."""
-    attempt: int = 0
-    """Number of times that a worker has started it."""
+    attempt: int = 0  # Number of times that a worker has started it.
+    # Ordinals of the tickets of its last call, itself included; empty if a call has one ticket.
     batch: tuple[int, ...] = ()
-    """Ordinals of the tickets of its last call, itself included; empty if a call has one ticket."""
+    # Attempts that ended because their worker left the pool; the limit on attempts does not count them.
     handed_back: int = 0
-    """Attempts that ended because their worker left the pool; the limit on attempts does not count them."""
+    # Digest of the weights that made its images, as the worker reported it; None without images.
     digest: str | None = None
-    """Digest of the weights that made its images, as the worker reported it; None without images."""
-    payload: Any = None
-    """Payload of its result; the table does not read it."""
-    scores: Any = None
-    """Scores of its whole group; None before scoring, and if the group has no reward."""
+    payload: Any = None  # Payload of its result; the table does not read it.
+    scores: Any = None  # Scores of its whole group; None before scoring, and if the group has no reward.
+    # Evaluation tickets: scores of its images by the held-out terms (rewards that are not trained on).
     held_out: Any = None
-    """Evaluation tickets: scores of its images by the held-out terms (rewards that are not trained on)."""
-    baseline: bool = False
-    """Evaluation tickets: True if the base model makes the images, as it is usually sampled."""
+    baseline: bool = False  # Evaluation tickets: True if the base model makes the images, as it is usually sampled.
 
 
 class Payload(NamedTuple):
@@ -101,12 +83,11 @@ class Payload(NamedTuple):
 class Held:
     """The versions that one worker holds: it has received and verified them."""
 
+    # Version → digest of its weights for training tickets, at most max_staleness + 1 of them.
     policy: dict[int, str] = field(default_factory=dict)
-    """Version → digest of its weights for training tickets, at most max_staleness + 1 of them."""
+    # Version → digest of its weights for evaluation tickets, at most one.
     evaluation: dict[int, str] = field(default_factory=dict)
-    """Version → digest of its weights for evaluation tickets, at most one."""
-    taken: int = 0
-    """Number of tickets, or batches of tickets, that the worker has started."""
+    taken: int = 0  # Number of tickets, or batches of tickets, that the worker has started.
 
 
 def record(ticket: Ticket) -> dict[str, Any]:

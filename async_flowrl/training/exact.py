@@ -19,32 +19,27 @@ from torch import Tensor
 from async_flowrl.training.fsdp import World
 from async_flowrl.transfers import upload
 
-FIRST_EXPONENT = -50
-"""Exponent of the first optimizer step of a run."""
-RANGE_BITS = 62
-"""Sums stay below 2^62 multiples, so that no int64 overflows."""
+FIRST_EXPONENT = -50  # Exponent of the first optimizer step of a run.
+RANGE_BITS = 62  # Sums stay below 2^62 multiples, so that no int64 overflows.
+# A step that is computed again leaves this many bits unused, so that similar steps after it fit at once.
 HEADROOM_BITS = 4
-"""A step that is computed again leaves this many bits unused, so that similar steps after it fit at once."""
+# Every finite float32 is a multiple of 2^-149, so a magnitude is an integer (below 2^277) in this unit.
 _SMALLEST = -149
-"""Every finite float32 is a multiple of 2^-149, so a magnitude is an integer (below 2^277) in this unit."""
 _DIGIT_BITS, _DIGITS = 31, 11
+# Elements after the gradient that carry the account through the all-reduce; 64 keeps an alignment of 512 bytes.
 _TAIL = 64
-"""Elements after the gradient that carry the account through the all-reduce; 64 keeps an alignment of 512 bytes."""
 _MARK_DIGITS = 2
+# Elements that are converted at a time; it bounds the memory for temporary tensors.
 _CHUNK = {"cpu": 1 << 18, "cuda": 1 << 22}
-"""Elements that are converted at a time; it bounds the memory for temporary tensors."""
 
 
 @dataclass(frozen=True)
 class Account:
     """A record of the contributions in a sum."""
 
-    count: int = 0
-    """Number of contributions."""
-    marks: int = 0
-    """Sum of their marks (see `mark_of`), which shows whether they are the planned ones."""
-    magnitude: int = 0
-    """Sum of their largest magnitudes, in multiples of 2^-149."""
+    count: int = 0  # Number of contributions.
+    marks: int = 0  # Sum of their marks (see `mark_of`), which shows whether they are the planned ones.
+    magnitude: int = 0  # Sum of their largest magnitudes, in multiples of 2^-149.
 
     def plus(self, mark: int, largest: float = 0.0) -> "Account":
         """Returns the account with one more contribution; `largest` is its largest magnitude and must be finite."""
@@ -94,8 +89,8 @@ class ExactSum:
         self.exponent = FIRST_EXPONENT
         self._numel = numel
         self._values = torch.zeros(numel + _TAIL, dtype=torch.int64, device=device)
+        # The sum of all ranks. With several ranks it has its own memory, so a failed reduction can be repeated.
         self._whole = self._values
-        """The sum of all ranks. With several ranks it has its own memory, so a failed reduction can be repeated."""
         self._chunk = min(numel, _CHUNK.get(device.type, _CHUNK["cuda"]))
         self._account = Account()
 

@@ -6,12 +6,12 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+# Tensors start at multiples of this many elements (256 bytes), as in rollout workers, because matrix products round
+# differently on memory that is not aligned.
 ALIGN_ELEMENTS = 64
-"""Tensors start at multiples of this many elements (256 bytes), as in rollout workers, because matrix products round
-differently on memory that is not aligned."""
 _CHUNK_ELEMENTS = 1 << 20
+# 2^64 divided by the golden ratio, as an odd int64: a hash factor that gives neighbouring numbers different bits.
 _SPREAD = 0x9E3779B97F4A7C15 - (1 << 64)
-"""2^64 divided by the golden ratio, as an odd int64: a hash factor that gives neighbouring numbers different bits."""
 
 
 class FlatParameters:
@@ -23,14 +23,13 @@ class FlatParameters:
     of another dtype.
     """
 
+    # Called before `values` hold other weights for a while: waits for who still reads them (training/snapshots.py).
     before_change: Callable[[], object] = staticmethod(lambda: None)
-    """Called before `values` hold other weights for a while: waits for who still reads them (training/snapshots.py)."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], device: torch.device) -> None:
         self._allocate({name: parameter.shape for name, parameter in sorted(parameters.items())}, device)
         self.numel = sum(shape.numel() for shape in self._shapes.values())
-        self._copies: dict[str, nn.Parameter] = {}
-        """The bfloat16 parameters, by name."""
+        self._copies: dict[str, nn.Parameter] = {}  # The bfloat16 parameters, by name.
         views, gradients = self.named(self.values.data), self.named(self.gradients)
         for name, view in views.items():
             parameter = parameters[name]
@@ -44,8 +43,8 @@ class FlatParameters:
                 parameter.data = parameter.data.to(device)
                 parameter.register_post_accumulate_grad_hook(moved_to(gradients[name]))  # type: ignore[no-untyped-call]
                 self._copies[name] = parameter
+        # True if no parameter of the network is a view of `values`.
         self._all_copied = len(self._copies) == len(self._shapes)
-        """True if no parameter of the network is a view of `values`."""
 
     def _allocate(self, shapes: Mapping[str, torch.Size], device: torch.device) -> None:
         self._shapes = shapes
@@ -54,8 +53,7 @@ class FlatParameters:
         self.gradients = torch.zeros(end, device=device)
         self.values.grad = self.gradients
 
-    sharded = False
-    """True for ShardedParameters: `values` is this rank's share."""
+    sharded = False  # True for ShardedParameters: `values` is this rank's share.
 
     def norm(self, flat: Tensor) -> float:
         """Returns the L2 norm of a flat vector, computed in float64; of shares, of those of all ranks together."""

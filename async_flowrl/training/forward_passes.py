@@ -8,9 +8,10 @@
 All run with the same shapes, grad mode and code, so equal weights give equal bits.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, fields, replace
+from time import time
 from typing import Any, cast
 
 import torch
@@ -23,15 +24,17 @@ from async_flowrl.policies.base import Policy
 from async_flowrl.policies.lora import reference_mode
 from async_flowrl.training.flat import FlatParameters
 from async_flowrl.training.fsdp import World
-from async_flowrl.training.messages import StepPlan
-from async_flowrl.training.micro_batches import Group, to_device
+from async_flowrl.training.messages import (
+    GAP,
+    PartStats,
+    StepPlan,
+)
 from async_flowrl.training.optimizer import Optimizer
-from async_flowrl.training.parts import Part
-from async_flowrl.training.update_metrics import UpdateMetrics
-from async_flowrl.types import Conditioning, Wording
+from async_flowrl.training.parts import Group, Part, to_device
+from async_flowrl.types import Conditioning, Span, Wording
 
+# Number of rows whose log-probs are recomputed per batch under the behaviour weights, to compare the two engines.
 PROBED_ROWS = 4
-"""Number of rows whose log-probs are recomputed per batch under the behaviour weights, to compare the two engines."""
 
 
 @dataclass
@@ -45,14 +48,12 @@ class UpdateInputs:
     optimizer: Optimizer
     world: World
     device: torch.device
-    sampled_by: Callable[[int], Tensor]
-    """Function from a version to its flat weights, with which rollouts made images."""
+    sampled_by: Callable[[int], Tensor]  # Function from a version to its flat weights, with which rollouts made images.
+    # True if rollouts sample from a moving average, so even images of staleness 0 are not from the trained weights.
     averaged: bool
-    """True if rollouts sample from a moving average, so even images of staleness 0 are not from the trained weights."""
-    reference: Tensor | None
-    """Flat weights of the KL reference; None means that the LoRA is switched off."""
+    reference: Tensor | None  # Flat weights of the KL reference; None means that the LoRA is switched off.
+    # Entered while the network computes. In a process that samples, too, no ticket is made inside.
     turn: Callable[[], AbstractContextManager[None]] = nullcontext
-    """Entered while the network computes. In a process that samples, too, no ticket is made inside."""
 
 
 @dataclass(frozen=True)
@@ -62,8 +63,25 @@ class FrozenPredictions:
     proximal: list[Prediction] | None
     behaviour: list[Prediction] | None
     reference: list[Prediction] | None
+    # True if the trained weights themselves made the images, so that `current` serves as behaviour prediction.
     on_policy: bool
-    """True if the trained weights themselves made the images, so that `current` serves as behaviour prediction."""
+
+
+class UpdateMetrics:
+    """The statistics collected so far in an optimizer step."""
+
+    def __init__(self) -> None:
+        self.parts: list[PartStats] = []
+        self.spans: list[Span] = []
+
+    @contextmanager
+    def span(self, name: str) -> Iterator[None]:
+        """Context manager: appends a span for the time inside."""
+        start = time()
+        try:
+            yield
+        finally:
+            self.spans.append(Span(name, start, time()))
 
 
 class ForwardPasses:
@@ -72,8 +90,8 @@ class ForwardPasses:
     def __init__(self, inputs: UpdateInputs) -> None:
         self._inputs = inputs
         self._negatives: dict[Wording, dict[str, Tensor]] = {}
+        # Conditioning of negative prompts as `set_negatives` got it, on the host.
         self.negatives: Mapping[Wording, Conditioning] = {}
-        """Conditioning of negative prompts as `set_negatives` got it, on the host."""
         self._proximal: dict[tuple[int, int], list[Prediction]] = {}
 
     def set_negatives(self, conditionings: Mapping[Wording, Conditioning]) -> None:
@@ -212,3 +230,50 @@ def _per_row(batch: MicroBatch) -> list[str]:
 
 def _at(predictions: list[Prediction] | None, index: int) -> Prediction | None:
     return predictions[index] if predictions is not None and index < len(predictions) else None
+
+
+# Names of the trainer's own numbers of a part: loss, squared norm and largest magnitude of its gradient.
+LOSS, SQUARED, GRADIENT = "loss", "gradient, squared", "gradient"
+_OWN = (LOSS, SQUARED, GRADIENT, GAP)
+
+
+class PartSums:
+    """Sums of a part's numbers per row; they stay on the device until `on_host`."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, Tensor] = {}
+        self.rows = 0
+
+    def add(self, output: LossOutput) -> None:
+        """Adds loss and metrics of a micro-batch. ValueError for a reserved name or a metric not per row."""
+        self.rows += len(output.loss)
+        if taken := [name for name in output.metrics if name in _OWN]:
+            raise ValueError(
+                f"the algorithm reports a metric named {taken[0]!r}, which the trainer itself reports: give it another "
+                f"name than {', '.join(map(repr, _OWN))}"
+            )
+        rows: Mapping[str, Tensor] = {**output.metrics, LOSS: output.loss.detach()}
+        for name, values in rows.items():
+            if values.shape != output.loss.shape:
+                raise ValueError(
+                    f"metric {name} must be one number per row {list(output.loss.shape)}, got {list(values.shape)}"
+                )
+            total = values.detach().double().sum()
+            self._sums[name] = self._sums[name] + total if name in self._sums else total
+
+    def set_mean(self, name: str, mean: Tensor | None) -> None:
+        """Sets a number of which only the mean is known, as if every row had it. Call it after the last `add`."""
+        if mean is not None:
+            self._sums[name] = mean * self.rows
+
+    def set(self, name: str, value: Tensor) -> None:
+        """Sets a number of the whole part."""
+        self._sums[name] = value.double()
+
+
+def on_host(parts: Sequence[PartSums]) -> list[dict[str, float]]:
+    """Returns the numbers of each part by name, with a single copy from the device for all of them."""
+    names = [sorted(part._sums) for part in parts]
+    numbers = [part._sums[name] for part, own in zip(parts, names, strict=True) for name in own]
+    values = iter(torch.stack(numbers).tolist() if numbers else ())
+    return [{name: next(values) for name in own} for own in names]

@@ -23,8 +23,7 @@ from async_flowrl.training.parts import RankPosition
 class World(RankPosition):
     """This rank's position among the trainer ranks, with their collectives."""
 
-    joined: bool = False
-    """True if this process has joined a process group; otherwise it trains alone."""
+    joined: bool = False  # True if this process has joined a process group; otherwise it trains alone.
 
     @classmethod
     def current(cls) -> "World":

@@ -31,18 +31,18 @@ class Layout:
         return replace(trainer, **asdict(self))
 
     def in_shard(self) -> str:
-        return f"hybrid over {self.shard_size} ranks" if self.shard == "hybrid" else self.shard
+        return {"hybrid": f"hybrid over {self.shard_size} ranks"}.get(self.shard, self.shard)
 
     def in_words(self) -> str:
         return f"shard={self.in_shard()} and gradient_checkpointing={self.gradient_checkpointing}"
 
 
+# Metric of the probed part only: the difference of log-probs between rollout engine and trainer for equal weights.
 GAP = "behaviour_gap"
-"""Metric of the probed part only: the difference of log-probs between rollout engine and trainer for equal weights."""
 
 
+# Training steps from one measurement of `behaviour_gap` to the next, after as many steps that are all measured.
 REPLAYED_EVERY_STEPS = 10
-"""Training steps from one measurement of `behaviour_gap` to the next, after as many steps that are all measured."""
 
 
 def is_replayed(step: int) -> bool:
@@ -57,17 +57,16 @@ def is_replayed(step: int) -> bool:
 class StepPlan:
     """One optimizer step."""
 
+    # Number of rows (image × denoising step) of the step over all ranks; the sum of losses is divided by it. Groups
+    # that are skipped count, so they weigh as much as groups with gradient zero. See `TrainRequest.rows`.
     rows: int
-    """Number of rows (image × denoising step) of the step over all ranks; the sum of losses is divided by it. Groups
-    that are skipped count, so they weigh as much as groups with gradient zero. See `TrainRequest.rows`."""
+    # Number of the optimizer step in its batch, from 0; from 1 on, every group needs proximal predictions.
     update: int = 0
-    """Number of the optimizer step in its batch, from 0; from 1 on, every group needs proximal predictions."""
+    # Number that rises whenever an optimizer step begins, also again; sums of other attempts are not used.
     attempt: int = 0
-    """Number that rises whenever an optimizer step begins, also again; sums of other attempts are not used."""
+    # True: compare the recorded log-probs of one micro-batch with those of the trainer under the same weights.
     probe: bool = True
-    """True: compare the recorded log-probs of one micro-batch with those of the trainer under the same weights."""
-    replay: bool = True
-    """True: make that comparison also if it needs a forward pass that the loss does not need."""
+    replay: bool = True  # True: make that comparison also if it needs a forward pass that the loss does not need.
 
     def probes(self, records: str) -> bool:
         """Returns True if this step makes that comparison for an algorithm with `Algorithm.records` = `records`."""
@@ -78,56 +77,42 @@ class StepPlan:
 class GroupMeta:
     """One group for the trainer. A rank also gets the trajectories of those tickets whose images it trains."""
 
-    group: int
-    """Number of the group in its step."""
-    tickets: int
-    """Number of its tickets."""
-    version: int
-    """Version of the weights that made its images."""
-    age: int
-    """Staleness: training step minus `version`."""
-    advantages: tuple[float, ...]
-    """One per image of the group, in image order."""
-    selected: tuple[int, ...]
-    """Indices of the images that are trained, in order (Algorithm.select)."""
-    seeds: tuple[int, ...]
-    """One seed per image, for algorithms that draw random numbers in the trainer."""
-    negative: Wording
-    """Its negative prompt, which `set_negatives` must have got before; unused without guidance."""
-    sampling: Sampling
-    """Sampling of its images; the trainer uses the same guidance and resolution."""
+    group: int  # Number of the group in its step.
+    tickets: int  # Number of its tickets.
+    version: int  # Version of the weights that made its images.
+    age: int  # Staleness: training step minus `version`.
+    advantages: tuple[float, ...]  # One per image of the group, in image order.
+    selected: tuple[int, ...]  # Indices of the images that are trained, in order (Algorithm.select).
+    seeds: tuple[int, ...]  # One seed per image, for algorithms that draw random numbers in the trainer.
+    negative: Wording  # Its negative prompt, which `set_negatives` must have got before; unused without guidance.
+    sampling: Sampling  # Sampling of its images; the trainer uses the same guidance and resolution.
+    # The rank that trains each of its parts, in order; empty: the rank that gets the request trains all of them.
     owners: tuple[int, ...] = ()
-    """The rank that trains each of its parts, in order; empty: the rank that gets the request trains all of them."""
 
 
 @dataclass(frozen=True)
 class TrainRequest:
     """One call to a trainer rank: it may begin an optimizer step, train groups, finish the step, or do all three."""
 
-    step: int
-    """Training step."""
+    step: int  # Training step.
+    # Groups to train on, by ascending number; their trajectories are passed beside the request, in ticket order.
     metas: tuple[GroupMeta, ...]
-    """Groups to train on, by ascending number; their trajectories are passed beside the request, in ticket order."""
-    begins: StepPlan | None = None
-    """If set, the request begins this optimizer step."""
-    finishes: bool = False
-    """True: the request finishes the optimizer step."""
+    begins: StepPlan | None = None  # If set, the request begins this optimizer step.
+    finishes: bool = False  # True: the request finishes the optimizer step.
+    # For each group the positions of the tickets whose trajectories are passed; empty means all tickets.
     tickets: tuple[tuple[int, ...], ...] = ()
-    """For each group the positions of the tickets whose trajectories are passed; empty means all tickets."""
+    # With `finishes`: (number, parts) of each group that all ranks have trained; None: those that this rank got.
     planned: tuple[tuple[int, int], ...] | None = None
-    """With `finishes`: (number, parts) of each group that all ranks have trained; None: those that this rank got."""
+    # With `finishes`: the number of trained rows, by which the sum of losses is divided in place of `StepPlan.rows`;
+    # None: that number is kept.
     rows: int | None = None
-    """With `finishes`: the number of trained rows, by which the sum of losses is divided in place of `StepPlan.rows`;
-    None: that number is kept."""
+    # With `finishes`: the group on which every rank measures how far the step moves the policy. The trajectories of its
+    # first part are passed after all others. None: a rank that trains alone takes the lowest group that it got.
     probe: GroupMeta | None = None
-    """With `finishes`: the group on which every rank measures how far the step moves the policy. The trajectories of
-    its first part are passed after all others. None: a rank that trains alone takes the lowest group that it got."""
-    probe_tickets: tuple[int, ...] = ()
-    """The positions of the tickets of `probe` whose trajectories are passed."""
-    attempt: int = 0
-    """With `finishes`: `StepPlan.attempt` of the step."""
+    probe_tickets: tuple[int, ...] = ()  # The positions of the tickets of `probe` whose trajectories are passed.
+    attempt: int = 0  # With `finishes`: `StepPlan.attempt` of the step.
+    # Another call follows as soon as this one is answered: a worker that samples, too, begins no ticket before it.
     more: bool = False
-    """Another call follows as soon as this one is answered: a worker that samples, too, begins no ticket before it."""
 
     def split(self) -> "list[TrainRequest]":
         """Returns requests with one group each, which together do the same."""
@@ -150,10 +135,8 @@ class Manifest:
 
     step: int
     update: int
-    attempt: int
-    """`StepPlan.attempt` of the plan with which the sum began."""
-    parts: tuple[tuple[int, int], ...]
-    """(group, part) of each gradient in the sum, in the order of the additions."""
+    attempt: int  # `StepPlan.attempt` of the plan with which the sum began.
+    parts: tuple[tuple[int, int], ...]  # (group, part) of each gradient in the sum, in the order of the additions.
 
 
 @dataclass(frozen=True)
@@ -163,12 +146,9 @@ class GroupStats:
     group: int
     version: int
     age: int
-    window_start: int
-    """Index of the first trained denoising step."""
-    rows: int
-    """Number of trained rows."""
-    metrics: Mapping[str, float]
-    """Means over these rows of the metrics of the algorithm's loss."""
+    window_start: int  # Index of the first trained denoising step.
+    rows: int  # Number of trained rows.
+    metrics: Mapping[str, float]  # Means over these rows of the metrics of the algorithm's loss.
 
 
 @dataclass(frozen=True)
@@ -181,22 +161,20 @@ class PartStats:
     age: int
     window_start: int
     rows: int
-    sums: Mapping[str, float]
-    """Sums over its rows of the metrics of the algorithm's loss."""
+    sums: Mapping[str, float]  # Sums over its rows of the metrics of the algorithm's loss.
+    # Squared L2 norm of its gradient, before the division by the number of rows of the step. NaN where no rank has that
+    # gradient (tune=full with shard=full); `gradient_snr` is left out then.
     squared: float
-    """Squared L2 norm of its gradient, before the division by the number of rows of the step. NaN where no rank has
-    that gradient (tune=full with shard=full); `gradient_snr` is left out then."""
 
 
 @dataclass(frozen=True)
 class Summed:
     """The answer after the sums of all ranks were added up; the weights are still unchanged."""
 
+    # None if the sum is valid. Otherwise the exponent (see exact.py) with which it may have overflowed: the optimizer
+    # step must begin again.
     overflow: int | None
-    """None if the sum is valid. Otherwise the exponent (see exact.py) with which it may have overflowed: the optimizer
-    step must begin again."""
-    parts: tuple[PartStats, ...]
-    """Statistics of the parts that this rank has trained."""
+    parts: tuple[PartStats, ...]  # Statistics of the parts that this rank has trained.
 
 
 @dataclass(frozen=True)
@@ -217,41 +195,33 @@ class UpdateStats:
 
     step: int
     update: int
-    skipped: bool
-    """True: there was no group to train on, so the optimizer did not run."""
+    skipped: bool  # True: there was no group to train on, so the optimizer did not run.
+    # By the names of metrics.jsonl: lr, grad_norm and others from each rank; loss, ratio/mean, kl and others after
+    # merging.
     metrics: Mapping[str, float]
-    """By the names of metrics.jsonl: lr, grad_norm and others from each rank; loss, ratio/mean, kl and others after
-    merging."""
+    # Staleness → (rows with nonzero advantage whose gradient was not cut, all rows with nonzero advantage); merged.
     kept: Mapping[int, tuple[int, int]] = field(default_factory=dict)
-    """Staleness → (rows with nonzero advantage whose gradient was not cut, all rows with nonzero advantage); merged."""
-    groups: tuple[GroupStats, ...] = ()
-    """Statistics per group; merged."""
-    spans: tuple[Span, ...] = ()
-    """Parts of the rank's time."""
-    parts: tuple[PartStats, ...] = ()
-    """Statistics of the parts that the rank trained; merged: of all parts."""
-    rows: int = 0
-    """`StepPlan.rows`."""
+    groups: tuple[GroupStats, ...] = ()  # Statistics per group; merged.
+    spans: tuple[Span, ...] = ()  # Parts of the rank's time.
+    parts: tuple[PartStats, ...] = ()  # Statistics of the parts that the rank trained; merged: of all parts.
+    rows: int = 0  # `StepPlan.rows`.
+    # True if the movement of the policy is measured in the next optimizer step; several ranks then need
+    # `TrainRequest.probe`.
     measures_next: bool = True
-    """True if the movement of the policy is measured in the next optimizer step; several ranks then need
-    `TrainRequest.probe`."""
-    fetched: Fetched = Fetched()
-    """Trajectories that this rank got for this optimizer step."""
-    digest: str = ""
-    """Fingerprint of the trained weights after the step, equal on all ranks."""
+    fetched: Fetched = Fetched()  # Trajectories that this rank got for this optimizer step.
+    digest: str = ""  # Fingerprint of the trained weights after the step, equal on all ranks.
+    # Seconds for which the end of the step waited for tickets that the rank's process makes; merged: the longest. None
+    # if its process makes no tickets.
     waited: float | None = None
-    """Seconds for which the end of the step waited for tickets that the rank's process makes; merged: the longest.
-    None if its process makes no tickets."""
 
 
 def arrived(*payloads: object) -> None:
     """Does nothing. Called in a worker with references as arguments, it returns when their values have arrived."""
 
 
-_NAMES = {"ratio": "ratio/mean"}
-"""Name of an algorithm's metric → its name in metrics.jsonl, if they differ."""
+_NAMES = {"ratio": "ratio/mean"}  # Name of an algorithm's metric → its name in metrics.jsonl, if they differ.
+# Name in metrics.jsonl → an algorithm's counts of rows of which it is the quotient.
 _SHARES = {f"gradient_kept/{sign}": (f"kept_{sign}", f"rows_{sign}") for sign in ("positive", "negative")}
-"""Name in metrics.jsonl → an algorithm's counts of rows of which it is the quotient."""
 _COUNTS = {"kept", "nonzero", *(name for pair in _SHARES.values() for name in pair)}
 
 

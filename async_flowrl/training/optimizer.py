@@ -14,8 +14,7 @@ from async_flowrl.training.flat import FlatParameters
 logger = logging.getLogger(__name__)
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-MIN_RMS_OVER_EPS = 10.0
-"""A warning is logged if the RMS of the gradient is below this many times eps."""
+MIN_RMS_OVER_EPS = 10.0  # A warning is logged if the RMS of the gradient is below this many times eps.
 
 
 class Optimizer:

@@ -18,7 +18,7 @@ from async_flowrl.types import EMA, POLICY, ByteArray
 from checkpoint_engine import CANARY_VERSION, Header, Layout, Publisher, VersionGone, canary_tensors, tensor_probe
 from checkpoint_engine.gather import Gather, GatheredVersions, Share, shard_rows
 from checkpoint_engine.layout import dtype_of
-from checkpoint_engine.sealed import SealedVersions
+from checkpoint_engine.publisher import SealedVersions
 from checkpoint_engine.side_stream import recorded
 from checkpoint_engine.transports import SendingEnd
 
@@ -30,8 +30,7 @@ class PublishedStreams:
     "publish" lane), at the same time as the next training step.
     """
 
-    _sent_from: torch.device | None = None
-    """Device from which versions are sent; None: that of the weights."""
+    _sent_from: torch.device | None = None  # Device from which versions are sent; None: that of the weights.
 
     def __init__(self, config: Config, policy: Policy, parameters: FlatParameters, versions: Versions) -> None:
         self._config, self._policy, self._parameters, self._versions = config, policy, parameters, versions
@@ -118,8 +117,7 @@ class GatheredStreams(PublishedStreams):
             bucket_bytes=config.checkpoint_engine.bucket_bytes,
             alignment=ALIGN_ELEMENTS * versions.dtype.itemsize,
         )
-        self._shares: dict[tuple[str, int], Share] = {}
-        """Versions that are staged and not gathered."""
+        self._shares: dict[tuple[str, int], Share] = {}  # Versions that are staged and not gathered.
         super().__init__(config, policy, parameters, versions)
 
     def _new_publisher(self, stream: str) -> GatheredVersions:

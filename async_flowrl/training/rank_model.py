@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from async_flowrl.algorithms.registry import check_schedule
 from async_flowrl.config.resolution import Resolution, in_pixels
-from async_flowrl.config.schema import FULL, Config
+from async_flowrl.config.schema import Config
 from async_flowrl.policies.base import Policy
 from async_flowrl.policies.kernels import compile_blocks
 from async_flowrl.policies.one_base import OneBase
@@ -35,10 +35,9 @@ class ModelInputs:
     config: Config
     model: ResolvedModel
     device: torch.device
-    sizes: Sequence[Resolution]
-    """Sizes of the trained images, for each of which the algorithm's schedule is checked."""
+    sizes: Sequence[Resolution]  # Sizes of the trained images, for each of which the algorithm's schedule is checked.
+    # Base weights that the rollout worker of the same process has, too; None without such a worker.
     one_base: OneBase | None
-    """Base weights that the rollout worker of the same process has, too; None without such a worker."""
 
 
 @dataclass(frozen=True)
@@ -46,17 +45,13 @@ class RankModel:
     """A rank's model, and what is known of it."""
 
     policy: Policy
-    trained: Mapping[str, nn.Parameter]
-    """Layout name → trained parameter."""
+    trained: Mapping[str, nn.Parameter]  # Layout name → trained parameter.
+    # Layout name → dtype of the trained parameter before several ranks share it, which makes it float32.
     dtypes: Mapping[str, torch.dtype]
-    """Layout name → dtype of the trained parameter before several ranks share it, which makes it float32."""
-    world: World
-    """The ranks, with the number of them that hold one copy of the base together."""
-    layout: str
-    """How the ranks hold the base, in words."""
+    world: World  # The ranks, with the number of them that hold one copy of the base together.
+    layout: str  # How the ranks hold the base, in words.
     base_digest: str
-    schedules: str
-    """Digest of the noise levels of all image sizes."""
+    schedules: str  # Digest of the noise levels of all image sizes.
     base_parameters: int
 
 
@@ -123,7 +118,7 @@ def _lay_out(inputs: ModelInputs, policy: Policy, trained: set[nn.Parameter], wo
     config, device, offload = inputs.config, inputs.device, inputs.config.trainer.cpu_offload
     sharded = world.joined and config.is_sharded
     per_replica = config.ranks_per_replica(world.size, sharded=sharded)
-    world = replace(world, per_replica=per_replica, by_group=sharded and config.tune == FULL)
+    world = replace(world, per_replica=per_replica, by_group=sharded and tuning_of(config).whole)
     if world.by_group:
         layout = shard_trained(policy, trained, world, device)
     else:

@@ -28,12 +28,14 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.futures import Future
 
 _METADATA = "torch.distributed.checkpoint.metadata"
+
+
+# Module and name of everything that a checkpoint's metadata needs besides classes of _METADATA, paths and dtypes.
 _ALLOWED = {
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
     ("torch.serialization", "_get_layout"),
     ("torch", "Size"),
 }
-"""Module and name of everything that a checkpoint's metadata needs besides classes of _METADATA, paths and dtypes."""
 
 
 class SafeReader(FileSystemReader):
@@ -77,13 +79,15 @@ class _Unpickler(pickle.Unpickler):
         raise ValueError(f"the metadata of a checkpoint names {module}.{name}, which torch does not put there")
 
 
-REPLICATED = "algorithm"
-"""Part of a checkpoint of which every rank has all: the state of an algorithm."""
+REPLICATED = "algorithm"  # Part of a checkpoint of which every rank has all: the state of an algorithm.
+
+
+# Part → name → CPU tensor, as in `Checkpoint.tensors`; a name ends with `/` and the name of a trained tensor, or is
+# one.
 Parts = Mapping[str, Mapping[str, Tensor]]
-"""Part → name → CPU tensor, as in `Checkpoint.tensors`; a name ends with `/` and the name of a trained tensor, or is
-one."""
-Shapes = Mapping[str, tuple[int, ...]]
-"""Trained tensor → its whole shape."""
+
+
+Shapes = Mapping[str, tuple[int, ...]]  # Trained tensor → its whole shape.
 
 
 def write_shards(folder: Path, parts: Parts, shapes: Shapes, mesh: DeviceMesh, group: dist.ProcessGroup) -> None:

@@ -20,14 +20,16 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from async_flowrl.policies.base import Policy
-from async_flowrl.training.checkpoint import RANKS, Checkpoint, read_share
-from async_flowrl.training.checkpoint_folder import (
+from async_flowrl.training.checkpoint import (
     FOLDER,
+    RANKS,
+    Checkpoint,
     Description,
     begin_checkpoint,
     complete,
     described_share,
     end_checkpoint,
+    read_share,
     verify_share,
 )
 from async_flowrl.training.flat import FlatParameters, moved_to
@@ -53,8 +55,8 @@ class ShardedParameters(FlatParameters):
         """`parameters` are FSDP2's, with their weights, by layout name; `network` has them."""
         self._network, self.world, self._all_copied = network, world, True
         self._locals = {name: local_of(parameter) for name, parameter in sorted(parameters.items())}
+        # Tensor name → shape of the whole tensor.
         self.wholes = {name: tuple(parameter.shape) for name, parameter in sorted(parameters.items())}
-        """Tensor name → shape of the whole tensor."""
         self._allocate({name: local.shape for name, local in self._locals.items()}, device)
         self.numel = sum(math.prod(shape) for shape in self.wholes.values())
         gradients = self.named(self.gradients)
@@ -163,10 +165,8 @@ def host_mesh(world: World) -> DeviceMesh:
 class Written:
     """What a rank says of its share of a checkpoint when that is on the disk."""
 
-    digest: str
-    """Of its float32 masters (`weights_digest`)."""
-    files: Mapping[str, Description]
-    """By name in the checkpoint's folder."""
+    digest: str  # Of its float32 masters (`weights_digest`).
+    files: Mapping[str, Description]  # By name in the checkpoint's folder.
 
 
 @dataclass
@@ -181,10 +181,9 @@ class ShardSaving:
     shapes: Shapes
     mesh: DeviceMesh
     group: dist.ProcessGroup
+    # Version and this rank's share of what a checkpoint holds; set by TrainerWorker.snapshot.
     snapshot: tuple[int, Checkpoint] | None = None
-    """Version and this rank's share of what a checkpoint holds; set by TrainerWorker.snapshot."""
-    verified: str | None = None
-    """Folder of the checkpoint whose share was last verified."""
+    verified: str | None = None  # Folder of the checkpoint whose share was last verified.
 
     @classmethod
     def of(cls, world: World, shapes: Shapes) -> "ShardSaving":

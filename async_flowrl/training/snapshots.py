@@ -95,8 +95,8 @@ class RankState:
             self.inputs.algorithm.load_state_dict(checkpoint.tensors["algorithm"])
 
 
+# Number of the newest copies that are retained: the one under way, and one whose version may still be asked for.
 RETAINED = 2
-"""Number of the newest copies that are retained: the one under way, and one whose version may still be asked for."""
 
 
 class Snapshots:

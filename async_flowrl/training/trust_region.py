@@ -19,22 +19,31 @@ from async_flowrl.algorithms.policy_gradient import MIN_GAUSSIAN_STD
 from async_flowrl.algorithms.sde import expand
 from async_flowrl.seeds import derive
 from async_flowrl.training.forward_passes import ForwardPasses, UpdateInputs, copied, first_rows
-from async_flowrl.training.micro_batches import Group
+from async_flowrl.training.parts import Group
 
-ByStep = dict[int, float]
-"""Index of a denoising step → KL in nats per image."""
+ByStep = dict[int, float]  # Index of a denoising step → KL in nats per image.
+
+
+# The group whose rows are measured, and its rows, one micro-batch for each trained denoising step.
 ProbeRows = tuple[Group, list[MicroBatch]]
-"""The group whose rows are measured, and its rows, one micro-batch for each trained denoising step."""
+
+
+# Optimizer steps from one measurement of the KL to the next; with a limit on the KL, every step is measured.
 MEASURED_EVERY_STEPS = 10
-"""Optimizer steps from one measurement of the KL to the next; with a limit on the KL, every step is measured."""
+
+
+# Denoising steps with a smaller standard deviation of the noise are not measured, because their density is useless.
 SHARPEST = MIN_GAUSSIAN_STD
-"""Denoising steps with a smaller standard deviation of the noise are not measured, because their density is useless."""
+
+
+# Largest number of scalings of one step; one is usually enough, because the KL is nearly quadratic in the step.
 MAX_SCALINGS = 4
-"""Largest number of scalings of one step; one is usually enough, because the KL is nearly quadratic in the step."""
-NOT_FINITE_FACTOR = 0.1
-"""Factor by which a step is scaled if its KL is not finite."""
-AIM_SHARE = 0.95
-"""A scaling aims at this share of the allowed KL, so that the next measurement is below the limit."""
+
+
+NOT_FINITE_FACTOR = 0.1  # Factor by which a step is scaled if its KL is not finite.
+
+
+AIM_SHARE = 0.95  # A scaling aims at this share of the allowed KL, so that the next measurement is below the limit.
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,15 @@ from torch import Tensor
 from async_flowrl.observability.flops import Meter
 from async_flowrl.observability.profiler import StepProfiler
 from async_flowrl.training.exact import Account, ExactSum, ShardSum, fitting_exponent, mark_of
-from async_flowrl.training.forward_passes import ForwardPasses, UpdateInputs
+from async_flowrl.training.forward_passes import (
+    GRADIENT,
+    SQUARED,
+    ForwardPasses,
+    PartSums,
+    UpdateInputs,
+    UpdateMetrics,
+    on_host,
+)
 from async_flowrl.training.fsdp import let_go
 from async_flowrl.training.messages import (
     GAP,
@@ -28,11 +36,9 @@ from async_flowrl.training.messages import (
     TrainRequest,
     UpdateStats,
 )
-from async_flowrl.training.micro_batches import Group, groups_of
 from async_flowrl.training.optimizer import learning_rate, step_over_lr
-from async_flowrl.training.parts import Part, cut
+from async_flowrl.training.parts import Group, Part, cut, groups_of
 from async_flowrl.training.trust_region import TrustRegion
-from async_flowrl.training.update_metrics import GRADIENT, SQUARED, PartSums, UpdateMetrics, on_host
 from async_flowrl.types import Conditioning, Span, Trajectory, Wording
 
 
@@ -53,17 +59,16 @@ class Update:
         kind = ShardSum if inputs.parameters.sharded else ExactSum
         self._sum = kind(len(inputs.parameters.gradients), inputs.device)
         self._meter = Meter(inputs.policy.transformer)
+        # Exponent that the next `begin` sets, because the present sum may have left its range; None: it stays.
         self._next_exponent: int | None = None
-        """Exponent that the next `begin` sets, because the present sum may have left its range; None: it stays."""
-        self._planned = Account()
-        """Account of the parts that all ranks together have to add."""
+        self._planned = Account()  # Account of the parts that all ranks together have to add.
+        # Lowest number of a group in this optimizer step so far; the first part of that group is probed.
         self._lowest: int | None = None
-        """Lowest number of a group in this optimizer step so far; the first part of that group is probed."""
         self._fetched = Fetched()
+        # Training step under way, whose gradients are not in the weights yet; None if none is.
         self.under_way: int | None = None
-        """Training step under way, whose gradients are not in the weights yet; None if none is."""
+        # `_summed`: the sums of all ranks were added up. `_broken`: a call that added to this rank's sum failed.
         self._summed = self._broken = False
-        """`_summed`: the sums of all ranks were added up. `_broken`: a call that added to this rank's sum failed."""
         self._plan = StepPlan(rows=0)
         self._measured = UpdateMetrics()
         self._before: list[Span] = []

@@ -7,12 +7,13 @@ import torch
 from torch import Tensor
 
 from async_flowrl.algorithms.ema import ema_decay, old_policy_decay, samples_from_average, update_average
-from async_flowrl.config.schema import FULL, Config
+from async_flowrl.config.schema import Config
+from async_flowrl.policies.tuning import tuning_of
 from async_flowrl.training.flat import FlatParameters
 from async_flowrl.types import EMA, POLICY
 
+# Number of elements of two versions that are compared at a time; the comparison needs one byte per element.
 _COMPARED_ELEMENTS = 1 << 26
-"""Number of elements of two versions that are compared at a time; the comparison needs one byte per element."""
 
 
 class Versions:
@@ -25,14 +26,14 @@ class Versions:
     def __init__(self, config: Config, parameters: FlatParameters, dtypes: Mapping[str, torch.dtype]) -> None:
         """`dtypes` maps the name of a tensor to the dtype in which the network uses it and in which it is sent."""
         self._config, self._parameters, self.dtypes = config, parameters, dtypes
+        # Dtype in which versions are kept: the widest of `dtypes`.
         self.dtype = functools.reduce(torch.promote_types, dtypes.values())
-        """Dtype in which versions are kept: the widest of `dtypes`."""
         algorithm = config.algorithm
         averaged = samples_from_average(algorithm.name, algorithm.old_policy_decay)
         self.sampling: Tensor | None = parameters.snapshot() if averaged else None
         self.ema: Tensor | None = parameters.snapshot() if config.trainer.ema_decay is not None else None
+        # The last max_staleness + 1 versions; images that are not trained yet can have only these versions.
         self.retained: dict[int, Tensor] = {}
-        """The last max_staleness + 1 versions; images that are not trained yet can have only these versions."""
         self._kept: dict[tuple[str, int], Tensor] = {}
         self._changed: Tensor | None = None
         self.retain(0)
@@ -128,7 +129,7 @@ class Versions:
             # A warm start is the policy to stay close to, not the bare base model.
             return self._parameters.snapshot()
         # A version is never written to, so that this one stays what the run started at.
-        return self.of(0) if needed and self._config.tune == FULL else None
+        return self.of(0) if needed and tuning_of(self._config).whole else None
 
     def state(self) -> dict[str, dict[str, Tensor]]:
         """Returns parts of a checkpoint: name of the part (retained, ema, sampling) → name → CPU tensor."""

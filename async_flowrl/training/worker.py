@@ -16,7 +16,7 @@ import torch
 from async_flowrl.algorithms.base import Algorithm
 from async_flowrl.algorithms.registry import build_algorithm
 from async_flowrl.config.resolution import Resolution, configured
-from async_flowrl.config.schema import FULL, Config
+from async_flowrl.config.schema import Config
 from async_flowrl.observability.flops import device_peak
 from async_flowrl.policies.base import Policy
 from async_flowrl.policies.kernels import repeatable_kernels
@@ -48,12 +48,12 @@ from async_flowrl.training.versions import Versions
 from async_flowrl.transfers import ONE_AT_A_TIME
 from async_flowrl.types import Trajectory
 from checkpoint_engine import weights_digest
-from separation.numa import bind
+from separation.node import bind
 
 logger = logging.getLogger(__name__)
 
+# A step that changes a smaller share of what is trained, as it is computed with, is worth a warning.
 MIN_CHANGED_SHARE = 0.01
-"""A step that changes a smaller share of what is trained, as it is computed with, is worth a warning."""
 
 
 class TrainerWorker:
@@ -94,11 +94,10 @@ class TrainerWorker:
         self.optimizer: Optimizer
         self.versions: Versions
         self.update: Update
-        self.saving: ShardSaving
-        """Set only if this rank has a share of the trained weights."""
+        self.saving: ShardSaving  # Set only if this rank has a share of the trained weights.
         self.snapshots: Snapshots
+        # The sending end of the weights, on the first rank only, or on each if it has a share of them.
         self.sender: PublishedStreams
-        """The sending end of the weights, on the first rank only, or on each if it has a share of them."""
         self._state: RankState
         self._warned_of_rounding = False
 
@@ -206,7 +205,7 @@ class TrainerWorker:
             self.versions.after_optimizer_step(self.optimizer.steps)
         if stats.update == self.config.trainer.updates_per_batch - 1:
             self.versions.after_batch(stats.step, self.optimizer.steps)
-            if self.world.rank == 0 and self.config.tune != FULL:
+            if self.world.rank == 0 and self.config.keeps_state:
                 self.snapshots.begin()  # The controller fetches it with `kept_state`.
             return self._with_changed_share(stats, self.versions.changed_share())
         return stats
@@ -268,7 +267,7 @@ class TrainerWorker:
         besides the newest. Raises KeyError without a snapshot, and OSError if the disk cannot be written.
         """
         checkpoint = with_held(self.snapshots.of(version), self.versions.kept)
-        if self.config.tune == FULL:
+        if not self.config.keeps_state:
             self.snapshots.forget(version)
         trainer = {**checkpoint.trainer, "weights_digest": weights_digest(checkpoint.tensors["weights"])}
         whole = Checkpoint(checkpoint.tensors, trainer, controller)

@@ -23,7 +23,7 @@ from async_flowrl.policies.kernels import repeatable_kernels
 from async_flowrl.policies.lora import add_lora, lora_parameters
 from async_flowrl.policies.registry import DTYPES, load_policy, resolve_model
 from async_flowrl.run import features
-from async_flowrl.run.node_facts import Asked, facts
+from async_flowrl.run.machines import Asked, facts
 from async_flowrl.seeds import derive, generator
 from async_flowrl.tickets.request import sampling
 from async_flowrl.training.flat import FlatParameters

@@ -17,7 +17,7 @@ import torch
 from async_flowrl.config.schema import Config
 from async_flowrl.controller.context import Context
 from async_flowrl.controller.dispatch import TicketLost
-from async_flowrl.controller.sender_errors import SenderLate
+from async_flowrl.controller.endpoints import SenderLate
 from async_flowrl.tickets.table import State
 from separation.group import WorkerDied, WorkerFailed
 from separation.supervise import DeadlineExceeded

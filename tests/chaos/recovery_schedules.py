@@ -22,7 +22,7 @@ from async_flowrl.cli.verify import verify
 from async_flowrl.config.curves import evaluation_due
 from async_flowrl.config.schema import Config, LimitsConfig
 from async_flowrl.controller.checkpoints import SaveFailed
-from async_flowrl.training.checkpoint_folder import written
+from async_flowrl.training.checkpoint import written
 from separation.supervise import DeadlineExceeded
 from tests.chaos.fault_schedules import CALLS, HORIZON_SECONDS, PUBLISH, SIZES, UPDATE, Ended, ends_of, random_timing
 from tests.chaos.fault_schedules import CELLS as WORKER_CELLS

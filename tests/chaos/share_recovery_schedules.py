@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from async_flowrl.config.schema import Config
-from async_flowrl.training.checkpoint_folder import written
+from async_flowrl.training.checkpoint import written
 from tests.chaos.fault_schedules import Ended, ends_of, random_timing
 from tests.chaos.recovery_schedules import (
     STEPS,

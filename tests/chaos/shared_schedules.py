@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from async_flowrl.config.schema import Config
-from async_flowrl.controller.sender_errors import SenderLate
+from async_flowrl.controller.endpoints import SenderLate
 from async_flowrl.observability.events import read_events
 from tests.chaos.fault_schedules import HORIZON_SECONDS, Ended, ends_of, random_timing
 from tests.chaos.recovery_schedules import AVERAGES, Left, check_left, scratch, undisturbed

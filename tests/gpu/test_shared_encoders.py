@@ -12,7 +12,7 @@ from torch import Tensor
 
 from async_flowrl.policies.base import Policy
 from async_flowrl.policies.registry import resolve_model
-from async_flowrl.rollout import stored_embeddings
+from async_flowrl.rollout import text_encoder as stored_embeddings
 from async_flowrl.rollout.text_encoder import encode_one
 from async_flowrl.shared.worker import SharedWorker
 from async_flowrl.types import Asked, Conditioning

@@ -13,7 +13,7 @@ from unittest import mock
 
 from async_flowrl.rollout.diffusers_engine import DiffusersEngine
 from async_flowrl.run import job
-from async_flowrl.training import update_metrics
+from async_flowrl.training import update as update_metrics
 from async_flowrl.training.update import Update
 from benchmarks import disturbed
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import psutil
 
-from async_flowrl.training.checkpoint_folder import find_checkpoint
+from async_flowrl.training.checkpoint import find_checkpoint
 from separation.processes import alive, descendants
 from tests.integration.forked_run import ForkedRun
 from tests.integration.runs import Run, lines, wait_until

@@ -11,7 +11,7 @@ from async_flowrl.config.check import ConfigError
 from async_flowrl.config.compose import compose_config
 from async_flowrl.memory.host import PROCESS_BYTES, PoolProcesses
 from async_flowrl.memory.processes import plan_memory
-from async_flowrl.run import node_facts as told
+from async_flowrl.run import machines as told
 from async_flowrl.run import preflight as configuration
 from async_flowrl.run.preflight import host_processes
 

@@ -12,8 +12,8 @@ from tests.integration.runs import LOCAL
 def test_a_node_that_is_too_small_is_refused_before_a_model_is_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("separation.node_memory.total_memory", lambda: 1_000)
-    monkeypatch.setattr("separation.node_memory.swap_space", lambda: 0)
+    monkeypatch.setattr("separation.node.total_memory", lambda: 1_000)
+    monkeypatch.setattr("separation.node.swap_space", lambda: 0)
     monkeypatch.setattr("async_flowrl.run.job.load_pools", None)
     config = compose_config("one_step_off", [*LOCAL, "tune=full", f"output_dir={tmp_path / 'run'}"])
     assert program.train(config, {}) == 2

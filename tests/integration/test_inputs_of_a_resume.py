@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from async_flowrl.cli.verify import verify
 from async_flowrl.config.compose import compose_config
 from async_flowrl.config.schema import RewardTerm, ServeConfig, TinyConfig
-from async_flowrl.controller.fingerprint import reward_sources
+from async_flowrl.controller.resume import reward_sources
 from async_flowrl.policies.tiny import build_tiny
 from async_flowrl.run.job import run as run_config
 from tests.integration.runs import LOCAL

@@ -10,7 +10,7 @@ import pytest
 
 from async_flowrl.config import exit_codes
 from async_flowrl.run.stopping import ASKED
-from async_flowrl.training.checkpoint_folder import verify_checkpoint
+from async_flowrl.training.checkpoint import verify_checkpoint
 from separation.processes import descendants
 from tests.integration.forked_run import ForkedRun
 from tests.integration.runs import Run, finish, lines, start, train, wait_until

@@ -21,8 +21,7 @@ from async_flowrl.controller.context import Context
 from async_flowrl.controller.resume import Resume
 from async_flowrl.policies.lora_file import FILE_NAME
 from async_flowrl.run import job, recovery
-from async_flowrl.training.checkpoint import read_checkpoint
-from async_flowrl.training.checkpoint_folder import checkpoint_step, find_checkpoint
+from async_flowrl.training.checkpoint import checkpoint_step, find_checkpoint, read_checkpoint
 from tests.integration.forked_run import ForkedRun
 from tests.integration.runs import Run, train, wait_until
 

@@ -73,7 +73,7 @@ from async_flowrl.memory.layout import resolved
 from async_flowrl.memory.host import Hosts, NodeProcesses, check_hosts
 from async_flowrl.policies.stored import StoredElements
 from async_flowrl.run.prepare import prepare
-from separation.node_memory import node_memory
+from separation.node import node_memory
 prepared = prepare(compose_config(overrides=sys.argv[1:]))
 resolved(prepared.at_largest, {})
 workers = {"trainer": (0,), "rollout": (0,)}

@@ -5,7 +5,7 @@ import math
 from typing import Any
 from unittest import mock
 
-from async_flowrl.training.checkpoint_folder import written
+from async_flowrl.training.checkpoint import written
 from tests.mutants.mutation import Mutant, after, before, no_limit, nothing, nothing_awaited
 from tests.mutants.tickets import DISPATCH, FAULTS, HANDED, HANGS, TICKETS
 
@@ -74,7 +74,7 @@ WORKER_FAULTS = (
     ),
     Mutant(
         "nobody notices that a worker hangs",
-        {"async_flowrl.controller.shared:deadline": lambda deadline: lambda seconds, what: deadline(math.inf, what)},
+        {"async_flowrl.controller.deadlines:deadline": lambda deadline: lambda seconds, what: deadline(math.inf, what)},
         LOST,
         arguments={"what": "hang", "k": 1},
         raises=HANGS,

@@ -17,7 +17,7 @@ def no_patience(kept: Any) -> Any:
 
 def as_soon_as_the_ticket(generate_seconds: Any) -> Any:
     """Without the time that a call to train may take which the ticket waits for."""
-    return lambda config, tickets: config.deadlines.generate * tickets
+    return lambda deadlines, tickets: deadlines.config.deadlines.generate * tickets
 
 
 def whenever_the_device_is_free(sampling: Any) -> Any:
@@ -75,7 +75,7 @@ SHARED_FAULTS = (
     ),
     Mutant(
         "a ticket that waits for training which hangs is named first",
-        {"async_flowrl.controller.shared:generate_seconds": as_soon_as_the_ticket},
+        {"async_flowrl.shared.controller:SharedDeadlines.generate": as_soon_as_the_ticket},
         f"{RUNS}:test_training_that_hangs_ends_the_run_by_name_as_in_a_separate_pool",
         arguments={"mode": "fully async", "workers": 1, "method": "train_last"},
         raises=("AssertionError", "Failed", "WorkerDied"),

@@ -9,7 +9,7 @@ from tests.unit.checkpoint_engine.test_engine_gather import rows_swapped
 GATHER, GATHERS = "checkpoint_engine.gather:Gather", "tests.unit.checkpoint_engine.test_engine_gather"
 LATE = "tests.unit.test_late_receivers"
 WEIGHTS = "async_flowrl.controller.rank_weights:ShardedWeights"
-MANIFEST, SAVING = "async_flowrl.training.checkpoint_folder", "async_flowrl.training.sharded"
+MANIFEST, SAVING = "async_flowrl.training.checkpoint", "async_flowrl.training.sharded"
 CHECKPOINT, RECOVERY = "tests.unit.training.test_shard_checkpoint", "tests.unit.test_share_recovery"
 
 

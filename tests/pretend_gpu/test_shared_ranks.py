@@ -15,7 +15,7 @@ import torch
 from pretended.report import RACE, SYNC, Seen, seen, watched
 
 from async_flowrl.config.schema import Config
-from async_flowrl.controller.owners import Owners
+from async_flowrl.controller.replicas import Owners
 from async_flowrl.policies.registry import resolve_model
 from async_flowrl.shared.worker import SharedWorker, TrainingLane
 from async_flowrl.training.messages import StepPlan, TrainRequest

@@ -19,6 +19,7 @@ from async_flowrl.controller.context import Context
 from async_flowrl.controller.evaluation import EvaluationResult, Evaluations
 from async_flowrl.controller.trainer import TrainerGroup
 from async_flowrl.run.loop import run
+from async_flowrl.run.pools import controller_placement
 from async_flowrl.tickets.request import RequestBuilder
 from async_flowrl.tickets.table import TicketTable
 from async_flowrl.types import Prompt
@@ -214,7 +215,7 @@ def toy_context(
     algorithm = build_algorithm(config)
     prompts = [Prompt(index, text) for index, text in enumerate(texts)]
     requests, trainers = RequestBuilder(config, prompts, prompts[:2]), TrainerGroup(groups["trainer"], algorithm)
-    return build_context(requests, groups, trainers, observer, steps, base_digest="toy")
+    return build_context(requests, groups, trainers, observer, steps, controller_placement(config), base_digest="toy")
 
 
 def virtual(

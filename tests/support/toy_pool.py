@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
+from async_flowrl.observability.events import EventLog
 from async_flowrl.types import EVALUATION
 from separation.group import RefLost, WorkerDied, WorkerFailed, seated
 from tests.support.failing_disk import Torn
@@ -84,8 +85,8 @@ def once(worker: str, method: str, number: int, what: str) -> Fault:
 
 
 @dataclass
-class ListObserver:
-    """Implements `Observer` (controller/context.py): keeps every event with its virtual time."""
+class ListObserver(EventLog):
+    """Keeps every event with its virtual time in place of a file."""
 
     events: list[dict[str, Any]] = field(default_factory=list)
 

@@ -29,7 +29,7 @@ from async_flowrl.run.prepare import Prepared
 from async_flowrl.run.recovery import Run, restore, train_with_recovery, with_unevaluated
 from async_flowrl.run.stopping import StopRequest
 from async_flowrl.tickets.request import RequestBuilder
-from async_flowrl.training.checkpoint_folder import TRAINER
+from async_flowrl.training.checkpoint import TRAINER
 from async_flowrl.types import Prompt
 from checkpoint_engine.transports import OBJECT_STORE
 from separation.group import WorkerDied

@@ -20,8 +20,7 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from torch.distributed.checkpoint.storage import WriteResult
 
 from async_flowrl.config.schema import Config
-from async_flowrl.training.checkpoint import RANKS, Checkpoint
-from async_flowrl.training.checkpoint_folder import FOLDER, TRAINER
+from async_flowrl.training.checkpoint import FOLDER, RANKS, TRAINER, Checkpoint
 from async_flowrl.training.fsdp import World
 from async_flowrl.training.shard_checkpoint import Parts, SafeReader, _load, whole_parts
 from async_flowrl.training.sharded import ShardSaving, Written

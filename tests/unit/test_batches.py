@@ -11,8 +11,7 @@ from async_flowrl.config.paths import config_dir
 from async_flowrl.controller.context import Accumulator
 from async_flowrl.controller.dispatch import TicketLost
 from async_flowrl.data.sampler import Sampler
-from async_flowrl.tickets.batches import by_length
-from async_flowrl.tickets.request import RequestBuilder
+from async_flowrl.tickets.request import RequestBuilder, by_length
 from async_flowrl.tickets.table import TRAIN, Shape, Ticket, TicketTable
 from async_flowrl.types import Prompt, Span
 from benchmarks.prompts import share, words

@@ -9,7 +9,7 @@ import pytest
 from async_flowrl.config.check import ConfigError
 from async_flowrl.config.schema import LimitsConfig
 from async_flowrl.controller.checkpoints import SaveFailed
-from async_flowrl.training.checkpoint_folder import DamagedCheckpoint, written
+from async_flowrl.training.checkpoint import DamagedCheckpoint, written
 from tests.support.toy_pool import ListObserver, Timing, World, no_fault
 from tests.support.toy_recovery import Groups, Outside, at, events, kill_after, rollbacks, run_controller
 from tests.unit.recovery_runs import check_equal, config, go

@@ -24,8 +24,7 @@ from async_flowrl.policies import one_base
 from async_flowrl.policies.one_base import OneBase
 from async_flowrl.policies.registry import load_family, load_policy, resolve_model
 from async_flowrl.rollout.registry import load_engine
-from async_flowrl.rollout.vllm_omni.names import network_shapes
-from async_flowrl.rollout.vllm_omni.settings import check_model
+from async_flowrl.rollout.vllm_omni.settings import check_model, network_shapes
 from async_flowrl.run.prepare import prepare
 from async_flowrl.tickets.request import evaluation_sampling, sampling
 from async_flowrl.training import rank_model

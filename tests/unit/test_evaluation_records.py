@@ -19,8 +19,7 @@ from async_flowrl.observability.images import LINE_HEIGHT
 from async_flowrl.observability.metrics import MetricsLog
 from async_flowrl.observability.run_directory import RunDirectory
 from async_flowrl.rewards.held_out import HeldOutScores
-from async_flowrl.training.checkpoint import Checkpoint, write_checkpoint
-from async_flowrl.training.checkpoint_folder import checkpoint_step, written
+from async_flowrl.training.checkpoint import Checkpoint, checkpoint_step, write_checkpoint, written
 from async_flowrl.types import Failure, Prompt, Sampling, Scores
 from tests.support.toy import ToyRun, toy_config, virtual
 from tests.support.toy_pool import no_fault

@@ -9,7 +9,7 @@ import pytest
 from async_flowrl.controller.admission import StartError
 from async_flowrl.controller.context import Context
 from async_flowrl.controller.dispatch import TicketLost
-from async_flowrl.controller.sender_errors import SenderLate
+from async_flowrl.controller.endpoints import SenderLate
 from checkpoint_engine import WeightsMismatch
 from separation.group import WorkerDied, WorkerFailed
 from separation.supervise import DeadlineExceeded

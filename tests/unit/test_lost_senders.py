@@ -11,7 +11,7 @@ import pytest
 
 from async_flowrl.config.schema import Config
 from async_flowrl.controller.context import Context
-from async_flowrl.controller.sender_errors import SenderFailed, SenderLate
+from async_flowrl.controller.endpoints import SenderFailed, SenderLate
 from separation.group import WorkerDied
 from tests.support.toy import toy_config, virtual
 from tests.support.toy_growth import ToyGrowth

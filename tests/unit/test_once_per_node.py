@@ -6,7 +6,7 @@ from typing import Any, cast
 
 import pytest
 
-from async_flowrl.controller.download import download_model, loaders
+from async_flowrl.controller.admission import download_model, loaders
 from async_flowrl.policies.registry import ResolvedModel
 from separation.group import Worker
 from separation.supervise import DeadlineExceeded

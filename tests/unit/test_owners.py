@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from async_flowrl.controller.owners import Owners, idle_ranks, repeating_ranks
+from async_flowrl.controller.replicas import Owners, idle_ranks, repeating_ranks
 from async_flowrl.training.messages import GroupMeta
 from async_flowrl.training.parts import Part, RankPosition, parts_of, tickets_for
 from async_flowrl.types import Sampling

@@ -9,7 +9,7 @@ import pytest
 from async_flowrl.config.check import ConfigError, check
 from async_flowrl.config.compose import compose_config
 from async_flowrl.config.schema import Config
-from async_flowrl.memory.seats import gpus_taken
+from async_flowrl.memory.devices import gpus_taken
 from async_flowrl.run.launch import describe_run
 from async_flowrl.run.pools import pools
 from async_flowrl.run.prepare import prepare

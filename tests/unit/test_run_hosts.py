@@ -15,13 +15,13 @@ from async_flowrl.config.compose import compose_config
 from async_flowrl.config.schema import Config
 from async_flowrl.memory.host import Hosts, NodeProcesses
 from async_flowrl.policies.stored import FILE
-from async_flowrl.run import hosts
-from async_flowrl.run.hosts import look_at, ready_nodes
+from async_flowrl.run import nodes as hosts
+from async_flowrl.run.nodes import look_at, ready_nodes
 from async_flowrl.run.prepare import Prepared, prepare
-from separation import node_memory as memory
+from separation import node as memory
 from separation.cluster import cluster
 from separation.group import PoolSpec, WorkerGroup
-from separation.node_memory import NodeMemory
+from separation.node import NodeMemory
 
 TOY = "tests.unit.separation.toy:Toy"
 POOLS = (

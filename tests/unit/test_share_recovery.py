@@ -19,8 +19,7 @@ from async_flowrl.controller.resume import START, Resume
 from async_flowrl.controller.trainer import TrainerGroup
 from async_flowrl.run.launch import load_trainer
 from async_flowrl.run.recovery import with_sound_shares
-from async_flowrl.training.checkpoint import HELD, read_checkpoint
-from async_flowrl.training.checkpoint_folder import DamagedCheckpoint, written
+from async_flowrl.training.checkpoint import HELD, DamagedCheckpoint, read_checkpoint, written
 from separation.group import WorkerFailed
 from tests.chaos.share_recovery_schedules import IN_SHARES, STEPS, undisturbed
 from tests.support.toy import toy_config, toy_groups

@@ -21,9 +21,9 @@ from async_flowrl.config.check import ConfigError
 from async_flowrl.config.compose import compose_config, read_config
 from async_flowrl.config.resolution import Resolution, at_size, configured, parse_resolution, written
 from async_flowrl.config.schema import Config
-from async_flowrl.controller.fingerprint import deciding
+from async_flowrl.controller.resume import deciding
 from async_flowrl.data.prompts import Keys, digest, read_prompt
-from async_flowrl.memory.prompts import at_largest
+from async_flowrl.memory.sizes import at_largest
 from async_flowrl.observability.images import write_grid
 from async_flowrl.observability.statistics import estimate
 from async_flowrl.run.prepare import prepare

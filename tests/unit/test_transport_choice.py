@@ -8,7 +8,7 @@ import pytest
 
 from async_flowrl.config.check import ConfigError
 from async_flowrl.config.compose import compose_config
-from async_flowrl.run.transport import choose_transport, transport_here
+from async_flowrl.run.launch import choose_transport, transport_here
 from separation.group import Worker, WorkerFailed
 
 
@@ -40,7 +40,7 @@ def test_the_trainer_is_asked_whatever_the_controller_sees(monkeypatch: pytest.M
         monkeypatch.setattr("torch.cuda.is_available", lambda seen=seen_here: seen)
         sender = Sender("nccl")
         assert choose(sender, "checkpoint_engine.transport=auto") == "nccl"
-        assert sender.asked == [("async_flowrl.run.transport:transport_here", "auto")]
+        assert sender.asked == [("async_flowrl.run.launch:transport_here", "auto")]
 
 
 def test_auto_is_the_object_store_where_workers_share_a_device() -> None:

@@ -3,9 +3,8 @@
 from dataclasses import replace
 
 from async_flowrl.config.schema import Config, DataConfig, RolloutConfig
-from async_flowrl.tickets.request import RequestBuilder, sampling
+from async_flowrl.tickets.request import RequestBuilder, asked_of, sampling, upcoming
 from async_flowrl.tickets.table import TRAIN, Ticket
-from async_flowrl.tickets.wordings import asked_of, upcoming
 from async_flowrl.types import Prompt
 
 PROMPTS = [Prompt(index, f"prompt {index}") for index in range(7)]

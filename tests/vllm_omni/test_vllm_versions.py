@@ -15,7 +15,7 @@ from vllm_omni.diffusion.models.qwen_image.qwen_image_transformer import QwenIma
 from async_flowrl.policies.lora import lora_layers, lora_modules, reference_mode
 from async_flowrl.rollout.vllm_omni.engine import VllmOmniError
 from async_flowrl.rollout.vllm_omni.extension import Adapters, check_adaptable
-from async_flowrl.rollout.vllm_omni.names import Names
+from async_flowrl.rollout.vllm_omni.settings import Names
 from checkpoint_engine import Activation, LoraModule, binding_probe, check_binding
 from tests.support.tiny import request
 from tests.vllm_omni.rig import TOLERANCE, Rig, gap, same

@@ -21,8 +21,9 @@ from torch.utils._pytree import tree_leaves
 
 from async_flowrl.observability.flops import FORMULAS
 
+# Prefixes of the names of operations that run no kernel. Views run none either.
 _ALLOCATING = ("empty", "detach", "lift_fresh", "alias", "_to_copy_meta", "is_pinned", "set_", "record_stream")
-"""Prefixes of the names of operations that run no kernel. Views run none either."""
+# Collective → bytes that a rank sends, from the bytes of its largest tensor and the number of ranks.
 _SENT = {
     # Bytes that a ring algorithm sends, for n ranks.
     "_allgather_base_": lambda size, n: size * (n - 1) / n,
@@ -31,10 +32,9 @@ _SENT = {
     "allreduce_": lambda size, n: 2 * size * (n - 1) / n,
     "broadcast_": lambda size, n: size,
 }
-"""Collective → bytes that a rank sends, from the bytes of its largest tensor and the number of ranks."""
 
+# FLOPs, bytes read and written, and dtype of matrix products (None for kernels without).
 Kernel = tuple[float, int, torch.dtype | None]
-"""FLOPs, bytes read and written, and dtype of matrix products (None for kernels without)."""
 
 
 class Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -108,18 +108,13 @@ class Phase:
     """Totals of all phases with one name. All sizes are in bytes."""
 
     name: str
-    resident: int = 0
-    """Live bytes when a phase was entered; the maximum over all entries."""
-    peak: int = 0
-    """Most live bytes at the same time, without those of phases inside this one."""
-    entered: int = 0
-    """Number of entries."""
-    kernels: Counter[Kernel] = field(default_factory=Counter)
-    """Kernel → number of launches."""
+    resident: int = 0  # Live bytes when a phase was entered; the maximum over all entries.
+    peak: int = 0  # Most live bytes at the same time, without those of phases inside this one.
+    entered: int = 0  # Number of entries.
+    kernels: Counter[Kernel] = field(default_factory=Counter)  # Kernel → number of launches.
+    # Operation → bytes of the largest tensor of each call, added up.
     collectives: Counter[str] = field(default_factory=Counter)
-    """Operation → bytes of the largest tensor of each call, added up."""
-    sent: float = 0.0
-    """Bytes that this rank sends in collectives."""
+    sent: float = 0.0  # Bytes that this rank sends in collectives.
 
     @property
     def flops(self) -> float:

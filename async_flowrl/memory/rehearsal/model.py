@@ -15,14 +15,14 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from async_flowrl.config.models import Architecture, architectures
 from async_flowrl.config.resolution import Resolution
 from async_flowrl.config.schema import Config
-from async_flowrl.memory.prompts import longest_prompt
+from async_flowrl.memory.sizes import longest_prompt
 from async_flowrl.policies.pipeline_family import PipelineFamily, structure
 from async_flowrl.policies.registry import DTYPES, ResolvedModel, load_family, resolve_model
 from async_flowrl.policies.stored import configuration, elements_in
 from async_flowrl.types import Conditioning
 
+# Returns a context in which new tensors count as host memory (`Ledger.aside`).
 Aside = Callable[[], AbstractContextManager[None]]
-"""Returns a context in which new tensors count as host memory (`Ledger.aside`)."""
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,7 @@ class FakeModel:
     known: Architecture
     family: PipelineFamily
     resolved: ResolvedModel
-    planned_tokens: int
-    """Length of every prompt: that of the configuration's longest."""
+    planned_tokens: int  # Length of every prompt: that of the configuration's longest.
 
     @classmethod
     def of(cls, config: Config) -> "FakeModel":

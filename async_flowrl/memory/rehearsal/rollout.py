@@ -17,26 +17,20 @@ from async_flowrl.tickets.request import sampling
 from async_flowrl.types import EMA, POLICY, TRAIN, Prompt, RolloutRequest
 from checkpoint_engine import EVALUATION, RING, Draft, Header
 
-STEPS = 2
-"""Denoising steps that are run, the first with noise; the remaining steps of a real ticket cost the same."""
+STEPS = 2  # Denoising steps that are run, the first with noise; the remaining steps of a real ticket cost the same.
 
 
 @dataclass(frozen=True)
 class RolloutRehearsal:
     """Result of a rollout worker's rehearsal."""
 
+    # Name → phase: load, encode, denoise, decode, delivery, and sample (the rest of a ticket).
     phases: dict[str, Phase]
-    """Name → phase: load, encode, denoise, decode, delivery, and sample (the rest of a ticket)."""
-    rows: int
-    """Images in a forward pass, without the second branch of classifier-free guidance."""
-    tickets: int
-    """Tickets in a batch: passes, chunks and phases are those of the whole batch."""
-    chunks: int
-    """Chunks of `rows` images in a ticket."""
-    passes: int
-    """Forward passes of a real ticket."""
-    run: int
-    """Forward passes of the rehearsed ticket."""
+    rows: int  # Images in a forward pass, without the second branch of classifier-free guidance.
+    tickets: int  # Tickets in a batch: passes, chunks and phases are those of the whole batch.
+    chunks: int  # Chunks of `rows` images in a ticket.
+    passes: int  # Forward passes of a real ticket.
+    run: int  # Forward passes of the rehearsed ticket.
     version_bytes: int
     vae_parameters: int
 

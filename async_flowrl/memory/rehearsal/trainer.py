@@ -14,7 +14,7 @@ import numpy.typing as npt
 from torch.distributed.tensor import DTensor
 
 from async_flowrl.algorithms.window import draw_window
-from async_flowrl.config.schema import FULL, Config
+from async_flowrl.config.schema import Config
 from async_flowrl.memory.rehearsal.ledger import Ledger, Phase
 from async_flowrl.memory.rehearsal.model import FakeModel, conditioning
 from async_flowrl.memory.rehearsal.process import rehearsed_process
@@ -24,9 +24,9 @@ from async_flowrl.policies.stored import StoredElements
 from async_flowrl.policies.tuning import tuning_of
 from async_flowrl.tickets.arithmetic import trained_steps
 from async_flowrl.tickets.request import sampling
+from async_flowrl.training.forward_passes import UpdateMetrics
 from async_flowrl.training.messages import GroupMeta, StepPlan, TrainRequest
 from async_flowrl.training.parts import cut
-from async_flowrl.training.update_metrics import UpdateMetrics
 from async_flowrl.training.worker import TrainerWorker
 from async_flowrl.types import Trajectory
 
@@ -37,28 +37,21 @@ NEGATIVE = "negative"
 class RankRehearsal:
     """Result of a trainer rank's rehearsal."""
 
+    # Name → phase: load, settle, behaviour, reference, forward, backward, optimizer, delivery, update (the rest).
     phases: dict[str, Phase]
-    """Name → phase: load, settle, behaviour, reference, forward, backward, optimizer, delivery, update (the rest)."""
     sizes: Sizes
-    shapes: Shapes
-    """Shapes of a ticket's arrays."""
-    layout: str
-    """How the ranks hold the base weights, in words."""
-    rows: int
-    """Rows (one image at one denoising step each) of a forward pass."""
-    micro_batches: int
-    """Forward and backward passes of a rank per training step."""
-    frozen_passes: int
-    """Forward passes without gradient of a rank per training step."""
-    optimizer_steps: int
-    """Optimizer steps per training step."""
-    host_bytes: int
-    """Pinned host memory for an offloaded base; 0 without `trainer.cpu_offload`."""
+    shapes: Shapes  # Shapes of a ticket's arrays.
+    layout: str  # How the ranks hold the base weights, in words.
+    rows: int  # Rows (one image at one denoising step each) of a forward pass.
+    micro_batches: int  # Forward and backward passes of a rank per training step.
+    frozen_passes: int  # Forward passes without gradient of a rank per training step.
+    optimizer_steps: int  # Optimizer steps per training step.
+    host_bytes: int  # Pinned host memory for an offloaded base; 0 without `trainer.cpu_offload`.
     version_bytes: int
+    # Bytes of a version that this rank has: all of them, or those of its rows if the ranks share the weights.
     share_bytes: int
-    """Bytes of a version that this rank has: all of them, or those of its rows if the ranks share the weights."""
+    # Bytes of the weights that are not trained; a process that samples, too, has them once (`placement=shared`).
     frozen_bytes: int
-    """Bytes of the weights that are not trained; a process that samples, too, has them once (`placement=shared`)."""
 
 
 def rehearse_trainer(config: Config, model: FakeModel, *, kernels: bool = True) -> RankRehearsal:
@@ -108,7 +101,7 @@ def sizes_of(worker: TrainerWorker, model: FakeModel) -> Sizes:
     """Returns the sizes of a worker's model, without its VAE."""
     network, config = worker.policy.transformer, worker.config
     trained = tuning_of(config).parameters(network).values()
-    lora = set() if config.tune == FULL else set(trained)
+    lora = set() if tuning_of(config).whole else set(trained)
     elements = {name: each.numel() for name, each in network.named_parameters() if each not in lora}
     stored = StoredElements(elements, model.known.text_parameters, 0)
     return replace(

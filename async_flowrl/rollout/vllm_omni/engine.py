@@ -19,8 +19,14 @@ from async_flowrl.config.schema import Config
 from async_flowrl.policies.registry import ResolvedModel, folder_of
 from async_flowrl.rollout.base import Export, Rollout
 from async_flowrl.rollout.together import check_alike
-from async_flowrl.rollout.vllm_omni.names import network_shapes
-from async_flowrl.rollout.vllm_omni.settings import REQUEST, ROLLOUT, check_installed, engine_arguments, tensor_parallel
+from async_flowrl.rollout.vllm_omni.settings import (
+    REQUEST,
+    ROLLOUT,
+    check_installed,
+    engine_arguments,
+    network_shapes,
+    tensor_parallel,
+)
 from async_flowrl.types import Conditioning, RolloutRequest, Wording
 from checkpoint_engine import Activation
 from separation.rendezvous import open_store

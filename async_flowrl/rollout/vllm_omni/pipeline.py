@@ -34,8 +34,7 @@ class RolloutPipeline(nn.Module):
     vllm-omni loads the network's weights; `open_rollout` then loads text encoders, VAE and scheduler with diffusers.
     """
 
-    supports_request_batch = True
-    """vllm-omni passes a batch object to `forward`; here it always holds one request."""
+    supports_request_batch = True  # vllm-omni passes a batch object to `forward`; here it always holds one request.
     _dit_modules: ClassVar[list[str]] = ["transformer"]
 
     def __init__(self, *, od_config: Any, prefix: str = "") -> None:

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from checkpoint_engine import RING, Delivery, Header, Publisher, Receiver, TransferFailed
+from checkpoint_engine.base import leaders, parents
 from checkpoint_engine.collective import Member
 from checkpoint_engine.collective_delivery import CollectiveBroadcast
-from checkpoint_engine.fanout import leaders, parents
 from checkpoint_engine.process_group import TorchLink
 from examples.checkpoint_engine.processes import ProcessSender, SharedPayload
 from tests.unit.checkpoint_engine.engine_local import Local

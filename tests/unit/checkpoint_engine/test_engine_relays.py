@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from checkpoint_engine import TransferFailed
-from checkpoint_engine.fanout import depth, parents
+from checkpoint_engine.base import depth, parents
 from separation.group import RefLost
 from tests.support.virtual import run_virtual
 from tests.unit.checkpoint_engine.engine_parts import Gone

@@ -9,9 +9,9 @@ import pytest
 from async_flowrl.algorithms.registry import build_algorithm
 from async_flowrl.config.compose import compose_config
 from async_flowrl.config.own_code import import_named
-from async_flowrl.controller.fingerprint import reward_sources
+from async_flowrl.controller.resume import reward_sources
 from async_flowrl.rewards.registry import check_rewards
-from async_flowrl.run.node_facts import importable
+from async_flowrl.run.machines import importable
 from async_flowrl.run.preflight import modules_of
 
 ROOT = Path(__file__).parents[3]

@@ -13,7 +13,7 @@ import pytest
 from async_flowrl.config.check import ConfigError, check, check_fields
 from async_flowrl.config.schema import Config, RewardConfig, RewardTerm, ServeConfig
 from async_flowrl.config.settings import BOUNDS, NOTHING, ROUNDING, WEIGHTS, Rule, rule_of, setting, settings
-from async_flowrl.controller.fingerprint import deciding, numerics
+from async_flowrl.controller.resume import deciding, numerics
 from tests.support.documents import writer
 
 WRITER = writer("write_configuration")

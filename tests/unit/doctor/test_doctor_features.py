@@ -11,8 +11,7 @@ from async_flowrl.config.compose import compose_config
 from async_flowrl.config.schema import Config
 from async_flowrl.run.features import FEATURES, feature_findings, missing, modules, needed, optional_finding
 from async_flowrl.run.findings import FAILED, OK, SKIPPED, WARNING, Finding
-from async_flowrl.run.machines import Machine, seats
-from async_flowrl.run.node_facts import importable
+from async_flowrl.run.machines import Machine, importable, seats
 from separation.cluster_probe import Node
 from separation.group import PoolSpec
 

@@ -14,9 +14,9 @@ from async_flowrl.config.compose import compose_config
 from async_flowrl.config.pools import scoring_pools
 from async_flowrl.config.schema import Config
 from async_flowrl.memory import devices
+from async_flowrl.memory.devices import gpus_by_pool, gpus_taken, reward_seats
 from async_flowrl.memory.layout import Chosen
 from async_flowrl.memory.processes import Footprint
-from async_flowrl.memory.seats import gpus_by_pool, gpus_taken, reward_seats
 from async_flowrl.training.messages import Layout
 
 GIB = 2**30

@@ -20,7 +20,7 @@ from async_flowrl.memory.host import (
 from async_flowrl.memory.sizes import Sizes, stored_sizes
 from async_flowrl.policies.stored import StoredElements
 from checkpoint_engine.pinned_memory import pinned_bytes
-from separation.node_memory import NodeMemory
+from separation.node import NodeMemory
 
 GIB = 2**30
 ELEMENTS, TEXT = 2_048_000_000, 1_000_000_000

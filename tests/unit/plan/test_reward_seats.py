@@ -12,11 +12,10 @@ from async_flowrl.config.check import ConfigError
 from async_flowrl.config.compose import compose_config
 from async_flowrl.config.schema import Config, RewardTerm
 from async_flowrl.memory import processes
-from async_flowrl.memory.devices import check_devices, refusal
+from async_flowrl.memory.devices import check_devices, describe_gpus, gpus_taken, refusal, reward_seats
 from async_flowrl.memory.devices import processes as kinds
 from async_flowrl.memory.processes import rollout_footprint
 from async_flowrl.memory.rehearsal.ledger import Allocations
-from async_flowrl.memory.seats import describe_gpus, gpus_taken, reward_seats
 from async_flowrl.memory.sizes import Sizes
 from async_flowrl.rewards.clip import VIT_H, memory_gib
 from async_flowrl.rewards.registry import memory_gib as said_gib

@@ -14,8 +14,8 @@ from torch import nn
 
 from async_flowrl.config.schema import ModelConfig
 from async_flowrl.policies.registry import ResolvedModel, resolve_model
-from async_flowrl.rollout import stored_embeddings
-from async_flowrl.rollout.stored_embeddings import (
+from async_flowrl.rollout import text_encoder as stored_embeddings
+from async_flowrl.rollout.text_encoder import (
     DIGEST_BYTES,
     EmbeddingFiles,
     Parked,

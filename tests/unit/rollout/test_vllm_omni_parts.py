@@ -16,14 +16,16 @@ from async_flowrl.policies.lora import lora_parameters
 from async_flowrl.policies.registry import resolve_model
 from async_flowrl.rollout.vllm_omni import settings
 from async_flowrl.rollout.vllm_omni.engine import VllmOmniError, metadata, reply
-from async_flowrl.rollout.vllm_omni.names import Names, network_shapes, unpacked
 from async_flowrl.rollout.vllm_omni.settings import (
     FAMILIES,
+    Names,
     check_installed,
     check_model,
     engine_arguments,
+    network_shapes,
     spread_sizes,
     tensor_parallel,
+    unpacked,
 )
 from checkpoint_engine import base_digest
 from tests.support.shared_models import SharedModels

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from separation.group import PoolSpec
-from separation.node_checks import OtherCode, code_of, compare_code, sees
+from separation.node import OtherCode, code_of, compare_code, sees
 from separation.placement import (
     Reservation,
     ResourcesMissing,
@@ -87,7 +87,7 @@ def test_code_is_compared_by_what_is_in_its_files(tmp_path: Path, monkeypatch: p
 
 
 def test_a_file_is_seen_only_with_its_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("separation.node_checks.SIGHT_SECONDS", 0.0)
+    monkeypatch.setattr("separation.node.SIGHT_SECONDS", 0.0)
     path = tmp_path / "mark"
     assert not sees(str(path), "text")
     path.write_text("text")

@@ -5,7 +5,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from separation import node_memory as memory
+from separation import node as memory
 
 
 @pytest.fixture(autouse=True)

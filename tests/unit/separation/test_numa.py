@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from separation.numa import bind, bind_beside, cpus
+from separation.node import bind, bind_beside, cpus
 
 CHILD = """
 import os, sys, threading
 from pathlib import Path
-from separation.numa import bind_beside
+from separation.node import bind_beside
 
 done, seen = threading.Event(), []
 before = threading.Thread(target=lambda: (done.wait(), seen.append(os.sched_getaffinity(0))))

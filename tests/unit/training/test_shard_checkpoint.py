@@ -20,15 +20,17 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import DeviceMesh
 
-from async_flowrl.training.checkpoint import RANKS, check_ranks, read_checkpoint
-from async_flowrl.training.checkpoint_folder import (
+from async_flowrl.training.checkpoint import (
     FOLDER,
+    RANKS,
     DamagedCheckpoint,
     begin_checkpoint,
+    check_ranks,
     complete,
     described_share,
     end_checkpoint,
     find_checkpoint,
+    read_checkpoint,
     verify_checkpoint,
     verify_share,
 )

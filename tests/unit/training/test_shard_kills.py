@@ -15,8 +15,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from async_flowrl.training.checkpoint import Checkpoint, read_checkpoint
-from async_flowrl.training.checkpoint_folder import begin_checkpoint, checkpoint_step, find_checkpoint
+from async_flowrl.training.checkpoint import (
+    Checkpoint,
+    begin_checkpoint,
+    checkpoint_step,
+    find_checkpoint,
+    read_checkpoint,
+)
 from async_flowrl.training.fsdp import World
 from async_flowrl.training.sharded import ShardSaving
 from checkpoint_engine.gather import shard_rows

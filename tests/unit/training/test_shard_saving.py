@@ -8,8 +8,7 @@ import torch
 
 from async_flowrl.controller.rank_weights import DISK_ERRORS, ShardedWeights
 from async_flowrl.policies.registry import resolve_model
-from async_flowrl.training.checkpoint import read_checkpoint
-from async_flowrl.training.checkpoint_folder import find_checkpoint
+from async_flowrl.training.checkpoint import find_checkpoint, read_checkpoint
 from separation.group import WorkerFailed
 from separation.rendezvous import join_process_group
 from separation.supervise import together

@@ -10,10 +10,17 @@ import pytest
 import torch
 
 from async_flowrl.config.schema import Config
-from async_flowrl.controller.fingerprint import deciding, differences, numerics
+from async_flowrl.controller.resume import deciding, differences, numerics
 from async_flowrl.training import checkpoint as store
-from async_flowrl.training.checkpoint import Checkpoint, read_checkpoint, read_controller, write_checkpoint
-from async_flowrl.training.checkpoint_folder import DamagedCheckpoint, checkpoint_step, find_checkpoint
+from async_flowrl.training.checkpoint import (
+    Checkpoint,
+    DamagedCheckpoint,
+    checkpoint_step,
+    find_checkpoint,
+    read_checkpoint,
+    read_controller,
+    write_checkpoint,
+)
 from async_flowrl.training.snapshots import Snapshots
 from tests.support import trainer_rig as rig
 

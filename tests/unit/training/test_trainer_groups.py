@@ -8,7 +8,7 @@ import torch
 
 from async_flowrl.algorithms import sde
 from async_flowrl.training.messages import PartStats, StepPlan, TrainRequest, UpdateStats, merged
-from async_flowrl.training.micro_batches import Group
+from async_flowrl.training.parts import Group
 from async_flowrl.training.update import NonFiniteError
 from async_flowrl.types import Trajectory
 from tests.support import trainer_rig as rig

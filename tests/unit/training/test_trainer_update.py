@@ -13,8 +13,8 @@ from async_flowrl.config.schema import Config
 from async_flowrl.policies import lora_file
 from async_flowrl.policies.lora import add_lora, lora_parameters
 from async_flowrl.policies.registry import load_policy, resolve_model
+from async_flowrl.training.forward_passes import PartSums
 from async_flowrl.training.messages import Manifest, StepPlan, TrainRequest, UpdateStats
-from async_flowrl.training.update_metrics import PartSums
 from benchmarks.disturbed import Disturbance
 from benchmarks.disturbed_workers import LateTrainer
 from tests.support import trainer_rig as rig

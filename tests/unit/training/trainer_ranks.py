@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from async_flowrl.config.schema import Config
-from async_flowrl.controller.owners import Owners
+from async_flowrl.controller.replicas import Owners
 from async_flowrl.policies.registry import resolve_model
 from async_flowrl.training import update
 from async_flowrl.training.exact import FIRST_EXPONENT, ExactSum

@@ -1,0 +1,38 @@
+"""What the controller does differently where processes sample and train (shared/controller.py): here nothing."""
+
+from collections.abc import Iterable
+
+from async_flowrl.config.schema import Config
+from async_flowrl.controller.deadlines import Deadlines
+from async_flowrl.controller.endpoints import RolloutEndpoint
+from checkpoint_engine import DeliveryOptions
+from checkpoint_engine.transports import OBJECT_STORE
+
+
+class SeparatePools:
+    """The controller's view of trainer ranks and rollout workers that share no process."""
+
+    endpoint: type[RolloutEndpoint] = RolloutEndpoint  # Receiving end of a rollout worker.
+    loads_rollout_first = False  # Whether the rollout workers load their model before the trainer ranks do.
+
+    def __init__(self, config: Config, transport: str = OBJECT_STORE) -> None:
+        self.config, self.transport = config, transport
+        self.deadlines = Deadlines(config)
+
+    def delivery_options(self, stream: str) -> DeliveryOptions:
+        """Returns the options with which the versions of `stream` are delivered to the rollout workers."""
+        config = self.config
+        return DeliveryOptions(
+            retries=config.checkpoint_engine.retries, deadline=config.deadlines.publish, retain=config.live_versions
+        )
+
+    def begin_training(self, ranks: Iterable[int]) -> None:
+        """Called when these trainer ranks get work."""
+
+    def end_training(self, ranks: Iterable[int]) -> set[int]:
+        """Called when these trainer ranks have no work left; returns the rollout workers that may now get tickets."""
+        return set()
+
+    def trains(self, index: int) -> bool:
+        """Returns True if the process of the rollout worker of this index trains now."""
+        return False

@@ -1,0 +1,113 @@
+"""The controller's part of `placement=shared`: deadlines, announced versions, and which processes train."""
+
+import asyncio
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any
+
+from async_flowrl.config.schema import Config
+from async_flowrl.controller.deadlines import TICKETS_PER_WORKER, Deadlines
+from async_flowrl.controller.endpoints import RolloutEndpoint
+from async_flowrl.controller.placement import SeparatePools
+from async_flowrl.types import POLICY
+from checkpoint_engine import RING, Ack, DeliveryOptions, Header
+from checkpoint_engine.transports import OBJECT_STORE
+from separation.group import Worker
+from separation.supervise import DeadlineExceeded, deadline, supervised
+
+# Number of receivers that the sender serves itself, larger than any pool: no receiver passes a version on.
+UNLIMITED_FAN_OUT = 1 << 30
+
+
+class SharedDeadlines(Deadlines):
+    """Deadlines of calls that wait for each other in one process.
+
+    A ticket may wait for training and training for a ticket. Each deadline is longer than that of the call it may have
+    to wait for, so that the error names the call that hangs and not the one that waits for it.
+    """
+
+    def generate(self, tickets: int) -> float:
+        """As in Deadlines; the tickets may have to wait for a whole training step, and after it for one more call."""
+        return super().generate(tickets) + 2 * self.update(self.config.prompts_per_step + 1)
+
+    def update(self, calls: int) -> float:
+        """As in Deadlines; the calls may have to wait for the ticket that the process is making.
+
+        If that ticket hangs, `_hung` finds it within two times `deadlines.generate` per ticket of the worker, which has
+        at most TICKETS_PER_WORKER batches of tickets. This deadline is longer.
+        """
+        config = self.config
+        waiting = (2 * TICKETS_PER_WORKER + 1) * config.deadlines.generate * config.rollout.tickets_per_batch
+        return super().update(calls) + waiting
+
+    @asynccontextmanager
+    async def of_tickets(self, worker: Worker, tickets: int, what: str) -> AsyncIterator[None]:
+        """As in Deadlines; the time in which the worker's process trains does not count."""
+        seconds = self.config.deadlines.generate * tickets
+        async with super().of_tickets(worker, tickets, what), supervised(_hung(worker, seconds, what)):
+            yield
+
+
+async def _hung(worker: Worker, seconds: float, what: str) -> None:
+    """Asks the worker every `seconds` for how long it has computed its present ticket; runs until it is cancelled.
+
+    Raises DeadlineExceeded if that is longer than `seconds`, or if the worker does not answer within `seconds`.
+    """
+    while True:
+        await asyncio.sleep(seconds)
+        async with deadline(seconds, f"{what}: {worker.name}'s answer how long it has been at that"):
+            at_work: float = await worker.call("seconds_at_work", lane="control")
+        if at_work > seconds:
+            raise DeadlineExceeded(what, seconds)
+
+
+class OwnVersions(RolloutEndpoint):
+    """Receiver in a process that also trains (`placement=shared`), which takes versions from its own trainer rank.
+
+    All ranks step by the same exact sum, so each makes every version itself. A version is announced, and its digest
+    compared with the first rank's; the bytes are sent only if the rank has not made it, e.g. after it has just joined.
+    """
+
+    async def receive(self, header: Header, payload: Any, slot: str = RING) -> Ack:
+        """Delivers the version and returns the worker's acknowledgement.
+
+        Raises WeightsMismatch if the process's own trainer rank has made other weights of this version, and the errors
+        of RolloutEndpoint.
+        """
+        if header.stream == POLICY:
+            own: Ack | None = await self._deliver("keep_own", header, slot)
+            if own is not None:
+                return own
+        return await super().receive(header, payload, slot)
+
+
+class SharedPool(SeparatePools):
+    """The controller's view of processes that sample and train: rollout worker i and trainer rank i are one process."""
+
+    endpoint = OwnVersions
+    loads_rollout_first = True  # A rollout worker may need the device for text encoders before it is in use.
+
+    def __init__(self, config: Config, transport: str = OBJECT_STORE) -> None:
+        super().__init__(config, transport)
+        self.deadlines = SharedDeadlines(config)
+        self.training = set[int]()
+
+    def delivery_options(self, stream: str) -> DeliveryOptions:
+        """As in SeparatePools; versions of the policy are announced, so nobody has to pass them on."""
+        options = super().delivery_options(stream)
+        if stream != POLICY:
+            return options
+        return replace(options, max_fan_out=UNLIMITED_FAN_OUT, node_fan_out=UNLIMITED_FAN_OUT)
+
+    def begin_training(self, ranks: Iterable[int]) -> None:
+        self.training.update(ranks)
+
+    def end_training(self, ranks: Iterable[int]) -> set[int]:
+        """As in SeparatePools; a process without training work can make tickets again."""
+        ended = self.training.intersection(ranks)
+        self.training -= ended
+        return ended
+
+    def trains(self, index: int) -> bool:
+        return index in self.training
