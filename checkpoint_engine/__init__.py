@@ -1,7 +1,7 @@
 """checkpoint_engine sends versions of named tensors from one sender to many receivers and verifies what arrives.
 
 A Publisher holds the sender's versions, a Receiver those of one receiver; a Delivery, in the controlling process, moves
-versions between them. The package knows nothing of RL, diffusion or Ray; docs/checkpoint_engine.md explains it.
+versions between them. docs/checkpoint_engine.md explains it.
 """
 
 from checkpoint_engine.base import (

@@ -25,10 +25,7 @@ EVALUATION = "evaluation"
 
 @dataclass(frozen=True)
 class Draft:
-    """Description of a version whose bytes have no digests yet. Picklable, some tens of kilobytes.
-
-    `alpha` and `rank` are those of LoRA tensors, None for others; they must be equal at both ends.
-    """
+    """Description of a version without digests yet; picklable. `alpha` and `rank` are those of a LoRA, else None."""
 
     stream: str
     version: int
@@ -42,7 +39,6 @@ class Draft:
 
     @property
     def title(self) -> str:
-        """The version in words, for messages."""
         return f"version {self.version} of stream {self.stream}"
 
     def sealed(self, digests: tuple[bytes, ...]) -> "Header":
@@ -67,14 +63,11 @@ class Header(Draft):
         return self.sealed(self.layout.digests(data)).digest
 
     def is_consistent(self) -> bool:
-        """Returns True if `digest` matches the other fields."""
         return len(self.digests) == len(self.layout.entries) and self.digest == self.sealed(self.digests).digest
 
 
 @dataclass(frozen=True)
 class Ack:
-    """Acknowledgement of a receiver that it has verified and retains a version."""
-
     stream: str
     version: int
     digest: str
@@ -91,10 +84,7 @@ class Activation:
 
 
 class SenderEndpoint(Protocol):
-    """The sender as a Delivery calls it; behind it is a `Publisher` in this process, a thread or another machine.
-
-    It limits its own waits, with errors that name who is late.
-    """
+    """The sender as a Delivery calls it, wherever its `Publisher` is; it limits its own waits and names who is late."""
 
     async def stage(self, version: int) -> None:
         """Copies the tensors aside as `version`; returns when they may change again."""
@@ -103,10 +93,7 @@ class SenderEndpoint(Protocol):
         """Digests a staged version and returns its header. Raises VersionGone if it is not staged or retained."""
 
     async def payload(self, version: int) -> Any:
-        """Returns a version's bytes or a reference to them, for which it may wait until the sender is free.
-
-        Raises VersionGone if the version is not retained.
-        """
+        """Returns a version's bytes or a reference to them, perhaps after a wait. VersionGone if it is not retained."""
 
     async def hold(self, version: int) -> None:
         """Retains a version, regardless of newer ones, until `release` is called for it."""
@@ -130,12 +117,7 @@ class ReceiverEndpoint(Protocol):
 
 @dataclass(frozen=True)
 class DeliveryOptions:
-    """Options of a Delivery.
-
-    `retries`: further attempts to send a version to a receiver. `deadline`: seconds that one call of a receiver may
-    take. `retain`: number of newest sealed versions that a new receiver can ask for. `max_fan_out` and `node_fan_out`:
-    see base.py.
-    """
+    """Options of a Delivery: `retries` of a version, the seconds of one call of a receiver, versions to `retain`."""
 
     retries: int = 3
     deadline: float = 30.0
@@ -173,9 +155,9 @@ def parents(
 
     `nodes` is receiver → its node. `holders` (node → receiver) have the payload already and serve their own nodes. The
     other nodes form a tree: the sender serves the first receiver of `node_fan_out` nodes, each of these serves the
-    first receiver of as many further nodes, and so on. On a node, the other receivers are served by the first one, in
-    a tree with `max_fan_out` children per receiver. Only if the nodes that the sender serves have at most `max_fan_out`
-    receivers together, the sender serves all of these itself. Raises ValueError if a limit is below 1.
+    first receiver of as many further nodes, and so on. On a node, the first one serves the others, in a tree of width
+    `max_fan_out`. If its nodes have at most `max_fan_out` receivers together, the sender serves all of these itself.
+    Raises ValueError if a limit is below 1.
     """
     for name, value in (("max_fan_out", max_fan_out), ("node_fan_out", node_fan_out)):
         if value < 1:
@@ -214,5 +196,4 @@ def leaders(nodes: Mapping[str, str]) -> list[str]:
 
 
 def _levels(names: list[str], root: str | None, width: int) -> dict[str, str | None]:
-    """Returns receiver → parent for a tree under `root` with `width` children per receiver, in the order of `names`."""
     return {name: root if i < width else names[i // width - 1] for i, name in enumerate(names)}

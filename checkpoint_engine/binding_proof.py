@@ -1,13 +1,8 @@
 """The binding proof checks that delivered LoRA weights are in the right modules, with the right scale.
 
-Digests prove that the bytes arrived, but not that each tensor reached its module: they do not notice two tensors of
-equal shape that were swapped before hashing, or a wrong alpha. Therefore both ends compute scaling * B (A x) for each
-named module, with x seeded by the module's name, and the results are compared. B is zero at the start of training, so
-that its result proves nothing; an adapter with random B (the canary) is delivered and compared first.
-
-With whole weights (tune=full), each end digests its live tensors under the names that its network has for them. A
-canary is delivered here, too: both ends have loaded version 0 from the same files, so version 0 would look right even
-if a delivery did not reach the network.
+Digests do not notice two tensors of equal shape that were swapped before hashing, or a wrong alpha. So both ends
+compute scaling * B (A x) for each module, with x seeded by its name. B is zero at first, so an adapter with random B
+(the canary) is delivered and compared first; with whole weights too, whose live tensors each end digests.
 """
 
 import hashlib
@@ -48,10 +43,8 @@ def binding_probe(modules: Mapping[str, LoraModule]) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def tensor_probe(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns tensor name → float64 [5]: the norm of the tensor, and the four 32-bit words of its digest as numbers.
-
-    Different words differ by at least 1, which is far more than `check_binding` allows relative to the norm.
-    """
+    """Returns tensor name → float64 [5]: the norm of the tensor, and the four 32-bit words of its digest as numbers."""
+    # Different words differ by at least 1, which is far more than `check_binding` allows relative to the norm.
     return {name: _digested(tensors[name]) for name in sorted(tensors)}
 
 
@@ -73,11 +66,8 @@ def _probe(name: str, module: LoraModule) -> Tensor:
 
 
 def check_binding(trainer: Mapping[str, Tensor], receiver: Mapping[str, Tensor], *, who: str = "the receiver") -> None:
-    """Compares two results of `binding_probe` or `tensor_probe`; raises WeightsMismatch, naming what first differs.
-
-    A module whose output is zero at the trainer is refused, too, because it proves nothing. `who` names the receiver in
-    the message.
-    """
+    """Compares two results of a probe; raises WeightsMismatch, naming what first differs at `who`."""
+    # A module whose output is zero at the trainer is refused, too, because it proves nothing.
     for name in sorted(trainer.keys() | receiver.keys()):
         if name not in receiver or name not in trainer:
             where = who if name not in receiver else "the trainer"

@@ -1,10 +1,8 @@
 """The members' side of collective transports: broadcasts of versions over a process group of gloo or NCCL.
 
-The group is separate from torch's default group. There is one group per epoch, i.e. per set of members; its members
-meet at a TCP store, under a key prefix that contains the run's secret. Before each broadcast every member confirms that
-it is ready. Every wait has a time limit. On the first failure all members abort, which frees those that still wait, and
-receivers without the version get it in another way. Collectives of one process run in one thread, in the order in which
-the controller starts them; collective_delivery.py is the controller's side.
+Members meet at a TCP store, once per epoch (set of members). Before each broadcast every member confirms that it is
+ready, and every wait has a time limit. On the first failure all members abort, which frees those that still wait, and
+receivers without the version get it in another way. Collectives of one process run in one thread, in one order.
 """
 
 import atexit
@@ -41,11 +39,9 @@ class Member:
         self._aborted = threading.Event()
 
     def open(self, epoch: Epoch, rank: int) -> None:
-        """Joins the epoch's group at the store that the sender serves. Raises TransferFailed, also if aborted.
-
-        A separate thread does the work, because torch cannot be interrupted and exceeds its time-out if peers are
-        missing.
-        """
+        """Joins the epoch's group at the store that the sender serves. Raises TransferFailed, also if aborted."""
+        # A separate thread does the work, because torch cannot be interrupted and exceeds its time-out if peers are
+        # missing.
 
         def failed(why: str) -> TransferFailed:
             return TransferFailed(f"epoch {epoch.number} could not be opened as rank {rank}: {why}")
@@ -88,10 +84,8 @@ class Member:
             meeting.set_result((link, [store, prefixed]))
 
     def _connect(self, link: Link, epoch: Epoch) -> None:
-        """Broadcasts one byte, in which NCCL (since 2.22) connects its ranks.
-
-        This may take as long as the rest of the set-up, so it is done within the set-up's limit, not a delivery's.
-        """
+        # Broadcasts one byte, in which NCCL (since 2.22) connects its ranks. This may take as long as the rest of the
+        # set-up, so it is done within the set-up's limit, not a delivery's.
         byte = torch.zeros(1, dtype=torch.uint8, device=self._device)
         limit = Limit.of(threading.Event(), epoch.setup.total_seconds())
         link.broadcast(byte, limit, lambda end: None, lambda: torch.zeros_like(byte))
@@ -111,9 +105,9 @@ class Member:
             self._broadcast(sealing.on(self._device), sealing.feed, digests)
 
     def take(self, intake: Intake) -> Ack:
-        """Receives a version into its slot and digests it meanwhile. Raises TransferFailed, and as `Intake.accept`.
+        """Receives a version into its slot (on a GPU, or where the link's is) and digests it.
 
-        The slot is on the link's device, or it is on a GPU and the link uses host memory.
+        TransferFailed, and as `accept`.
         """
         with on(intake.side):
             digests = torch.empty(trailer_bytes(intake.draft.layout), dtype=torch.uint8, device=self._device)
@@ -139,7 +133,6 @@ class Member:
             raise TransferFailed(f"broadcast in epoch {epoch.number} failed: {_first_line(error)}") from error
 
     def _room(self, nbytes: int) -> Tensor:
-        """Returns a reused buffer in host memory, from which bytes are copied to a GPU."""
         if self._buffer is None or self._buffer.shape[0] != nbytes:
             self._buffer = torch.empty(nbytes, dtype=torch.uint8)
         return self._buffer
@@ -232,14 +225,13 @@ def _beside(name: str, work: Callable[[], None]) -> None:
 
 @atexit.register
 def _wait_beside() -> None:
-    """Waits for the threads: one that returns from C++ after the interpreter has ended aborts the process (SIGABRT)."""
+    # A thread that returns from C++ after the interpreter has ended aborts the process (SIGABRT).
     limit = time.monotonic() + MAX_EXIT_SECONDS
     for thread in list(_BESIDE):
         thread.join(max(0.0, limit - time.monotonic()))
 
 
 def _discard(meeting: "Future[tuple[Link, list[Store]]]") -> None:
-    """Aborts a group that opened after `open` had given it up."""
     if meeting.exception() is None:
         meeting.result()[0].abort()
 

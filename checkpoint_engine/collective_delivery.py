@@ -1,7 +1,4 @@
-"""CollectiveBroadcast is the controller's side of collective transports: it forms groups and broadcasts versions.
-
-Delivery (delivery.py) calls it. An epoch is one group of the sender and a fixed set of receivers, its members.
-"""
+"""CollectiveBroadcast is the controller's side of collective transports: it forms groups and broadcasts versions."""
 
 import asyncio
 import logging
@@ -63,12 +60,9 @@ class CollectiveBroadcast:
         sender_seconds: float = 30.0,
         max_members: int = MAX_MEMBERS,
     ) -> None:
-        """`setup_seconds` is the time limit for forming a group, `ready_seconds` for an answer of a member.
-
-        A broadcast may take `ready_seconds` plus its bytes / MIN_BYTES_PER_SECOND. `sender_seconds` limits the wait for
-        a sender that is busy with something else. If there are more than `max_members` receivers, the first of each
-        node is in the group.
-        """
+        # A broadcast may take `ready_seconds` plus its bytes / MIN_BYTES_PER_SECOND. `sender_seconds` limits the wait
+        # for a sender that is busy with something else. Beyond `max_members` receivers, the first of each node is in
+        # the group.
         self.name = name
         self.failures = 0
         self._sender = sender
@@ -85,10 +79,9 @@ class CollectiveBroadcast:
     ) -> dict[str, Ack | BaseException]:
         """Broadcasts a staged version, which is sealed meanwhile; returns an Ack or error for every member's name.
 
-        The caller must send the version to all receivers without an Ack: those that came after the group was formed,
-        and those whose node has another member. Every wait has a limit, and errors of transports are returned, not
-        raised. Raises MemberBusy, and broadcasts nothing, while a member is among the `busy` receivers, to which an
-        earlier version or one to evaluate is being sent.
+        The caller must send the version to all receivers without an Ack. Every wait has a limit, and errors of
+        transports are returned, not raised. Raises MemberBusy, and broadcasts nothing, while a member is among the
+        `busy` receivers, to which an earlier version or one to evaluate is being sent.
         """
         if self._is_off or not _able([*receivers, *busy]):
             return {}
@@ -110,10 +103,7 @@ class CollectiveBroadcast:
             return results
 
     async def regroup(self, receivers: Sequence[ReceiverEndpoint]) -> None:
-        """Forms a new group with the receivers that came after the present one was formed, if there are any.
-
-        Delivery calls it in the background after a version was delivered.
-        """
+        """Forms a new group, in the background, with the receivers that came after the present one was formed."""
         async with self._order:
             members = self._chosen(_able(receivers))
             if self._is_off or not set(self._members) < set(members):
@@ -135,9 +125,9 @@ class CollectiveBroadcast:
         return self._in_a_row >= MAX_FAILURES_IN_A_ROW
 
     def _who(self, idle: Sequence[GroupReceiver], busy: Sequence[GroupReceiver]) -> tuple[GroupReceiver, ...]:
-        """Returns the members: those of the present group, or of a new one if a member has left or there is none.
+        """The members: of the present group, or of a new one if one has left.
 
-        Raises MemberBusy if one of them is busy, or all receivers are.
+        MemberBusy if one of them, or every receiver, is.
         """
         stays = bool(self._members) and set(self._members) <= {*idle, *busy}
         late = [receiver for receiver in busy if not idle or (stays and receiver in self._members)]
@@ -178,10 +168,8 @@ class CollectiveBroadcast:
         self._members = tuple(members)
 
     async def _turn_back(self, opening: "Sequence[asyncio.Task[None]]", members: Sequence[GroupReceiver]) -> None:
-        """Aborts the opening of an epoch, so that members do not wait for a missing one.
-
-        The abort is repeated, because it may arrive before the call that it must end.
-        """
+        # Aborts the opening of an epoch, so that members do not wait for a missing one; again and again, because it may
+        # arrive before the call that it must end.
         loop = asyncio.get_running_loop()
         limit = loop.time() + self._ready_seconds
         while (waiting := [task for task in opening if not task.done()]) and loop.time() < limit:
@@ -189,10 +177,8 @@ class CollectiveBroadcast:
             await asyncio.wait(waiting, timeout=ABORT_AGAIN_SECONDS)
 
     async def _enter(self, draft: Draft, members: Sequence[GroupReceiver]) -> "dict[str, asyncio.Task[Ack]]":
-        """Waits until the sender and all members are ready; returns member → task that receives the broadcast.
-
-        The task is started right after the question whether the member is ready, which saves one round trip.
-        """
+        """Waits until the sender and all members are ready; returns member → task that receives the broadcast."""
+        # The task is started right after the question whether the member is ready, which saves one round trip.
         loop, number = asyncio.get_running_loop(), self._number
         calls = [self._sender.ready(number, draft), *(member.ready(number, draft) for member in members)]
         asked = [loop.create_task(call) for call in calls]
@@ -250,19 +236,16 @@ class CollectiveBroadcast:
 
 
 def _able(receivers: Sequence[ReceiverEndpoint]) -> list[GroupReceiver]:
-    """Returns the receivers that can join groups."""
     return [receiver for receiver in receivers if isinstance(receiver, GroupReceiver)]
 
 
 async def _ended(tasks: "Sequence[asyncio.Task[Any]]") -> None:
-    """Cancels the tasks that are under way and waits until all have ended."""
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _error_of_a_transfer(done: "set[asyncio.Task[Any]]") -> bool:
-    """Returns True if a task failed before all bytes arrived; errors of verification come after that."""
     return any((error := task.exception()) and not error_names(error) & _VERIFIED for task in done)
 
 

@@ -66,7 +66,6 @@ class Delivery:
 
     @property
     def receivers(self) -> tuple[str, ...]:
-        """Names of the current receivers."""
         return tuple(self._queues)
 
     def on_ack(self, listener: Callable[[str, Ack], None]) -> None:
@@ -203,10 +202,8 @@ class Delivery:
     def _acknowledge(
         self, header: Header, queues: list[ReceiverQueue], results: dict[str, Ack | BaseException]
     ) -> "dict[str, tuple[ReceiverEndpoint, Job]]":
-        """Records the acknowledgements of a broadcast; returns the leaders that it reached, by node.
-
-        A leader is the only member of its node in the group, and passes versions on there; small groups have none.
-        """
+        """Records the acknowledgements of a broadcast; returns the leaders that it reached, by node."""
+        # A leader is the only member of its node in the group, and passes versions on there; small groups have none.
         holders: dict[str, tuple[ReceiverEndpoint, Job]] = {}
         for queue in queues:
             if isinstance(ack := results.get(queue.name), Ack):
@@ -241,8 +238,8 @@ class Delivery:
         return payload
 
     async def _superseded(self, job: Job) -> bool:
-        """Returns whether newer versions take the place of one that the sender has dropped, perhaps before it has
-        sealed the newest of them, for which this waits up to a receiver's deadline."""
+        # Whether newer versions take the place of one that the sender has dropped, perhaps before it has sealed the
+        # newest of them, for which this waits up to a receiver's deadline.
         if job.slot != RING:
             return False
         try:
@@ -252,7 +249,6 @@ class Delivery:
             return False
 
     async def _settle(self, jobs: Sequence[Job]) -> bool:
-        """Waits for all jobs; returns True if all were acknowledged. Raises an error that must stop the run."""
         for job in jobs:
             await self._background.until(job.done)
         return all(job.done.result() for job in jobs)

@@ -1,9 +1,7 @@
 """Digests of tensors: XXH3-128 of the bytes of one tensor, and SHA-256 over such digests or over small weights.
 
-Digesting is the only work that a delivery adds per byte at both ends, so it must be much faster than a broadcast over
-loopback (a few GB/s). XXH3-128 does some tens of GB/s on one core, cryptographic hashes do not. The digest
-depends on the positions and the number of the bytes; its seed is the tensor's offset in its layout. It detects
-accidents, but not forgery: it is not cryptographic, and the header with the digests is not signed.
+XXH3-128 does some tens of GB/s on one core, so that digesting is no part of a delivery's time; cryptographic hashes do
+not. Its seed is the tensor's offset in its layout. It detects accidents, but not forgery.
 """
 
 import hashlib
@@ -55,11 +53,8 @@ def weights_digest(tensors: Mapping[str, Tensor]) -> str:
 
 
 def base_digest(tensors: Mapping[str, Tensor], names: Container[str] | None = None) -> str:
-    """Returns a digest (hex) over names, dtypes, shapes and bytes of tensors, to compare base weights of two processes.
-
-    If `names` is given, other tensors do not count, and are not read. One tensor at a time is copied to the host. It is
-    many times faster than SHA-256 over all bytes.
-    """
+    """Returns a digest (hex) over names, dtypes, shapes and bytes of tensors (those of `names`)."""
+    # One tensor at a time is copied to the host. It is many times faster than SHA-256 over all bytes.
     parts: list[bytes | str] = []
     for name in sorted(tensors):
         if names is not None and name not in names:

@@ -41,10 +41,8 @@ _REPLACE = {"WorkerDied", "ConnectionError", "ConnectionResetError", "Connection
 
 
 def verdict(error: BaseException) -> Verdict:
-    """Returns the reaction to an error, by the names of its classes or by its `kind` (see `error_names`).
-
-    Errors that are not known to be cured by a resend or a replacement stop the run.
-    """
+    """Returns the reaction to an error, by the names of its classes or by its `kind` (see `error_names`)."""
+    # Errors that are not known to be cured by a resend or a replacement stop the run.
     names = error_names(error)
     if names & _RESEND:
         return Verdict.RESEND

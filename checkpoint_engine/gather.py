@@ -1,8 +1,8 @@
 """Gather brings a version, of which each of several ranks has some rows, to the first rank, in one order on all ranks.
 
-The bytes go through host memory, by gloo on a process group that nothing else uses. They are digested and sent from the
-first rank's host memory in any case. So no device needs room for them, and beside the collectives of a training step
-there is no second communicator of NCCL, which could wait for the first in a circle.
+The bytes go through host memory, by gloo on a process group that nothing else uses: no device needs room for them, and
+beside the collectives of a training step there is no second communicator of NCCL, which could wait for the first in a
+circle.
 """
 
 from collections import deque
@@ -28,10 +28,7 @@ UNDER_WAY = 2  # Number of buckets under way: one is put into its place while th
 
 
 def shard_rows(rows: int, shards: int, index: int) -> range:
-    """Returns the rows of a tensor's first dimension that rank `index` has; some ranks may have none.
-
-    They are cut like torch.chunk(shards) along the first dimension, as FSDP2 does.
-    """
+    """Returns the rows (perhaps none) of a tensor that rank `index` has, cut like torch.chunk and FSDP2."""
     size = -(-rows // shards)
     return range(min(index * size, rows), min((index + 1) * size, rows))
 
@@ -62,10 +59,7 @@ class Gather:
     def __init__(
         self, layout: Layout, group: dist.ProcessGroup, *, bucket_bytes: int, alignment: int = ALIGNMENT_BYTES
     ) -> None:
-        """`layout` is that of whole tensors, and the tensors of a share begin at multiples of `alignment` bytes.
-
-        A bucket has at most `bucket_bytes` of all ranks together, or is one larger tensor.
-        """
+        """`layout` is that of whole tensors; those of a share begin at multiples of `alignment` bytes, in buckets."""
         self.layout, self.rank, self._group = layout, group.rank(), group
         self._shares = [shard_layout(layout, group.size(), rank, alignment) for rank in range(group.size())]
         self._buckets = _buckets(layout, bucket_bytes)
@@ -127,7 +121,6 @@ class Gather:
 
     @cached_property
     def _rooms(self) -> list[Tensor]:
-        """Returns host memory for the rows that the other ranks have of the buckets under way."""
         most = max(sum(end - begin for begin, end in spans[1:]) for spans in self._spans)
         return [torch.empty(most, dtype=torch.uint8) for _ in range(UNDER_WAY)]
 
@@ -159,10 +152,8 @@ class Gather:
             yield piece
 
     def _started(self, what: str, piece: Tensor, peer: int, number: int) -> Any:
-        """Starts to send to a rank, or to receive from it; returns what `_settle` waits for, None for no bytes.
-
-        What is left over of a gather that failed has another tag, so that it is never taken for a later one.
-        """
+        # Starts to send to a rank, or to receive from it; returns what `_settle` waits for, None for no bytes. What is
+        # left over of a gather that failed has another tag, so that it is never taken for a later one.
         tag = self._count * (len(self._buckets) + 1) + number
         return getattr(self._group, what)([piece], peer, tag) if len(piece) else None
 
@@ -175,17 +166,14 @@ class GatheredVersions(SealedVersions):
         self._gather = gather
 
     def gather(self, version: int, share: Share) -> Header | None:
-        """Gathers a version, digests and retains it; returns its header on the first rank, and None on the others.
+        """Gathers, digests and retains a version; returns its header on the first rank, else None.
 
-        Raises TransferFailed or WeightsMismatch (`Gather.take`).
+        Raises as `Gather.take`.
         """
         return self._gathered(version, share, self._end)[0]
 
     def recall(self, version: int, share: Share) -> tuple[Header | None, ByteArray | None]:
-        """Gathers a version once more, which is not retained; returns header and bytes uint8 [nbytes], or (None, None).
-
-        The first rank has them, the others have none. Raises as `gather`.
-        """
+        """Gathers a version once more; returns header and bytes uint8 [nbytes] on the first rank, else (None, None)."""
         return self._gathered(version, share, None)
 
     def _gathered(
@@ -211,7 +199,6 @@ def _buckets(layout: Layout, nbytes: int) -> list[range]:
 
 
 def _settle(receipt: Any) -> None:
-    """Waits for a piece. Raises TransferFailed."""
     try:
         if receipt is not None:
             receipt.wait()

@@ -15,12 +15,12 @@ TOTAL_DIGEST_BYTES = 32
 
 
 class Sealing:
-    """The sealing of one version by one thread: it digests the bytes piece by piece during a broadcast, or at once.
+    """The sealing of one version by one thread: it digests the bytes piece by piece during a broadcast, or at once."""
 
-    The caller must call `finish` in every case, once nothing reads the staging slot any more, because other threads
-    that want the version wait for it. `copy` brings the bytes from a GPU to `data`, if they are not there yet. `proven`
-    is called when all bytes are there, and may raise. `done` is called once, at the end; the header is None on failure.
-    """
+    # The caller must call `finish` in every case, once nothing reads the staging slot any more, because other threads
+    # that want the version wait for it. `copy` brings the bytes from a GPU to `data`, if they are not there yet.
+    # `proven` is called when all bytes are there, and may raise. `done` is called once, at the end; the header is None
+    # on failure.
 
     def __init__(
         self,
@@ -37,10 +37,7 @@ class Sealing:
         self.header: Header | None = None
 
     def on(self, device: torch.device) -> Tensor:
-        """Returns the version's bytes uint8 [nbytes] on a device: the staging slot itself, or a copy.
-
-        In host memory, only the bytes that were given to `feed` are valid.
-        """
+        """Returns the bytes uint8 [nbytes] on a device; in host memory only what was fed is valid."""
         if self._copy is not None and self._copy.source.device == device:
             return self._copy.source
         return torch.from_numpy(self.data).to(device)
@@ -83,13 +80,11 @@ class Sealing:
 
 
 class Intake:
-    """The receipt of one version into a slot of a receiver.
+    """The receipt of one version into a slot of a receiver; a GPU's work on it is done on the CUDA stream `side`."""
 
-    The digested bytes are those in the slot or, on their way to or from a GPU, those in pinned memory.
-
-    A transport that writes into `storage` itself may still write after it was aborted, so such a slot is reused only if
-    its version was accepted. On a GPU, all work on the slot is done on the CUDA stream `side`.
-    """
+    # A transport that writes into `storage` itself may still write after it was aborted, so such a slot is reused only
+    # if its version was accepted. The digested bytes are those in the slot or, to or from a GPU, those in pinned
+    # memory.
 
     def __init__(
         self,
@@ -131,7 +126,6 @@ class Intake:
         return ack
 
     def accept_with(self, trailer: ByteArray) -> Ack:
-        """Accepts a version whose digests arrived behind its bytes (see `trailer`)."""
         data, count = trailer.tobytes(), len(self.draft.layout.entries)
         header = self.draft.sealed(tuple(data[i * DIGEST_BYTES : (i + 1) * DIGEST_BYTES] for i in range(count)))
         if header.digest != data[count * DIGEST_BYTES :].hex():
@@ -145,5 +139,4 @@ def trailer(header: Header) -> bytes:
 
 
 def trailer_bytes(layout: Layout) -> int:
-    """Returns the length of the trailer."""
     return len(layout.entries) * DIGEST_BYTES + TOTAL_DIGEST_BYTES

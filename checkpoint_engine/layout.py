@@ -57,12 +57,11 @@ class Layout:
         return cls(tuple(entries), offset)
 
     def __hash__(self) -> int:
-        """Two numbers are enough: a layout is looked up in caches for every version, and a model has 2,000 entries."""
+        # Two numbers are enough: a layout is looked up in caches for every version, and a model has 2,000 entries.
         return hash((self.nbytes, len(self.entries)))
 
     @cached_property
     def hash(self) -> str:
-        """SHA-256 (hex) over names, shapes, dtypes and offsets."""
         return combine(f"{e.name}|{e.shape}|{e.dtype}|{e.offset}" for e in self.entries)
 
     def empty(self, device: torch.device | str = "cpu", *, pinned: bool = False) -> Tensor:
@@ -144,7 +143,6 @@ class RunningDigests:
 
 
 def blocks(data: ByteArray, size: int = BLOCK_BYTES) -> Iterator[ByteArray]:
-    """Yields a buffer in pieces of at most `size` bytes."""
     for start in range(0, data.shape[0], size):
         yield data[start : start + size]
 

@@ -1,8 +1,8 @@
-"""Pinned (page-locked) host memory of about the asked size, also for whole models.
+"""Pinned (page-locked) host memory of about the size that is needed, also for whole models.
 
-torch's allocator rounds every pinned tensor up to a power of two, so a version of 41 GB would take 64 GiB. A large one
-is therefore ordinary memory that CUDA page-locks (cudaHostRegister) until nothing refers to it any more. A small one
-comes from torch's allocator, which keeps it for the next one: page-locking and releasing may wait for the whole GPU.
+torch's allocator rounds up to a power of two, so a version of 41 GB would take 64 GiB. A large buffer is therefore
+ordinary memory that CUDA page-locks (cudaHostRegister). A small one comes from torch's allocator, which keeps it:
+page-locking and releasing may wait for the whole GPU.
 """
 
 import mmap
@@ -18,7 +18,6 @@ EXACT_FROM_BYTES = 1 << 30  # Size from which a buffer is page-locked by itself 
 
 
 def pinned_bytes(nbytes: int) -> int:
-    """Returns the bytes of host memory that `pinned(nbytes)` takes."""
     if nbytes < EXACT_FROM_BYTES:
         return 1 << max(0, nbytes - 1).bit_length()
     return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -45,11 +44,10 @@ def pinned(nbytes: int) -> Tensor:
 
 
 def _release(address: int, mapping: mmap.mmap) -> None:
-    """Ends the page-locking of `mapping`, which is unmapped only after this call."""
+    # The mapping is unmapped only after this call, since it is referred to until then.
     _check(cuda.cudart().cudaHostUnregister(address), f"release {len(mapping):,} page-locked bytes")
 
 
 def _check(code: int, what: str) -> None:
-    """Raises MemoryError unless `code`, what CUDA has returned, is that of success."""
     if int(code) != 0:
         raise MemoryError(f"CUDA can't {what}: {cuda.cudart().cudaGetErrorString(code)}")

@@ -1,7 +1,4 @@
-"""Links move the bytes of broadcasts between the members of one epoch; TorchLink uses a torch process group.
-
-An epoch is a fixed set of members (see collective.py). The group is separate from torch's default group.
-"""
+"""Links move the bytes of broadcasts between the members of one epoch; TorchLink uses its own torch process group."""
 
 import contextlib
 import os
@@ -39,10 +36,9 @@ SENDER = 0  # Rank of the sender in every epoch.
 
 @dataclass(frozen=True)
 class Epoch:
-    """The description of one group, by which its `world` members meet at the TCP store `host`:`port`.
+    """One group, whose `world` members meet at the TCP store `host`:`port` within `setup_seconds` (None: `seconds`).
 
-    A collective may take `seconds` plus its bytes / MIN_BYTES_PER_SECOND. The set-up may take `setup_seconds`; None
-    means `seconds`.
+    A collective may take `seconds` plus its bytes / MIN_BYTES_PER_SECOND.
     """
 
     number: int
@@ -55,7 +51,6 @@ class Epoch:
 
     @property
     def setup(self) -> timedelta:
-        """The time limit of the set-up."""
         return timedelta(seconds=self.seconds if self.setup_seconds is None else self.setup_seconds)
 
     def limit(self, nbytes: int) -> float:
@@ -64,7 +59,6 @@ class Epoch:
 
     @property
     def prefix(self) -> str:
-        """Prefix of the epoch's keys in the store."""
         return f"{self.secret}/{self.number}"
 
 
@@ -88,7 +82,6 @@ class Limit:
             raise TransferFailed(f"no answer within {self.seconds:g} s")
 
     def pause(self) -> None:
-        """Waits POLL_SECONDS, or until an abort, then calls `check`."""
         self.aborted.wait(POLL_SECONDS)
         self.check()
 
@@ -103,9 +96,9 @@ class Link(Protocol):
     ) -> None:
         """Copies the sender's buffer uint8 [n] to every member's, bucket by bucket. Raises TransferFailed.
 
-        `seen(end)` is called, while other buckets are transferred, when the bytes up to `end` have arrived or left;
-        for a sender's buffer in host memory, just before they leave, so that they are in the CPU cache. `behind()`
-        returns a buffer uint8 [m] that is broadcast after the first.
+        `seen(end)` is called, while other buckets are transferred, when the bytes up to `end` have arrived or left; for
+        a sender's buffer in host memory, just before they leave, so that they are in the CPU cache. `behind()` returns
+        a buffer uint8 [m] that is broadcast after the first.
         """
 
     def abort(self) -> None: ...
@@ -194,10 +187,8 @@ def bucket_bytes(nbytes: int) -> int:
 
 
 def gloo_group(store: Store, rank: int, epoch: Epoch) -> Any:
-    """Returns a gloo group on the interfaces GLOO_SOCKET_IFNAME, else on the address that leads to the sender.
-
-    Torch's default, the address of the machine's host name, may be loopback.
-    """
+    """Returns a gloo group on the interfaces GLOO_SOCKET_IFNAME, else on the address that leads to the sender."""
+    # Torch's default, the address of the machine's host name, may be loopback.
     made: Any = dist.ProcessGroupGloo
     names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
     own = "" if names else address_towards(epoch.host, epoch.port)
@@ -220,10 +211,8 @@ def address_towards(host: str, port: int) -> str:
 
 
 def nccl_group(store: Store, rank: int, world: int) -> Any:
-    """Returns an NCCL group on the calling thread's current GPU that is already connected to its peers.
-
-    Connecting has no time limit and cannot be aborted, so it must be done in a thread that `Member.open` watches.
-    """
+    """Returns an NCCL group on the calling thread's current GPU that is already connected to its peers."""
+    # Connecting has no time limit and cannot be aborted, so it must be done in a thread that `Member.open` watches.
     options: Any = dist.ProcessGroupNCCL.Options()
     options._timeout = GROUP_TIMEOUT
     with _ENVIRONMENT, _variable("TORCH_NCCL_ASYNC_ERROR_HANDLING", ABORT_ONLY):

@@ -1,8 +1,4 @@
-"""Publisher is the sending end of one stream, i.e. of one sequence of versions of the same named tensors.
-
-It runs in the sending process, i.e. in one trainer rank. It copies the tensors aside as a version, seals the version
-(computes its digests), and keeps it for sending.
-"""
+"""Publisher is the sending end of one stream: it stages versions, seals them (digests), and keeps them for sending."""
 
 import threading
 from collections.abc import Mapping, Sequence
@@ -50,10 +46,7 @@ class SealedVersions:
         retain: int = 2,
         pinned: bool = False,
     ) -> None:
-        """`alpha` and `rank` are those of LoRA tensors, as in Draft. `pinned` host memory is for copies from a GPU.
-
-        Raises ValueError for retain < 1.
-        """
+        """`alpha` and `rank` as in Draft; `pinned` host memory is for copies from a GPU. ValueError for retain < 1."""
         if retain < 1:
             raise ValueError(f"a publisher retains at least 1 version, got retain={retain}")
         self.layout, self.stream, self.alpha, self.rank, self.retain = layout, stream, alpha, rank, retain
@@ -63,7 +56,6 @@ class SealedVersions:
         self._changed = threading.Condition()
 
     def draft(self, version: int) -> Draft:
-        """Returns the description of a version of this stream, without digests."""
         return Draft(self.stream, version, self.layout, self.alpha, self.rank)
 
     def begin(self, version: int) -> Sealing:
@@ -74,10 +66,7 @@ class SealedVersions:
         return work
 
     def payload(self, version: int) -> tuple[Header, ByteArray]:
-        """Returns header and bytes uint8 [nbytes] of a retained version; the bytes must not be changed.
-
-        Raises VersionGone if the version is not retained.
-        """
+        """Returns header and bytes uint8 [nbytes], not to be changed. VersionGone if it is not retained."""
         with self._changed:
             if version not in self._sealed:
                 raise VersionGone(
@@ -111,14 +100,12 @@ class SealedVersions:
             self._changed.notify_all()
 
     def _end(self, work: Sealing, header: Header | None) -> None:
-        """Retains a version whose sealing has ended; None means that it has failed."""
         if header is not None:
             with self._changed:
                 self._sealed[header.version] = (header, work.data)
                 self._evict()
 
     def _evict(self) -> None:
-        """Drops versions that need not be retained; a payload that was returned before stays valid while it is used."""
         newest = sorted(self._sealed)[-self.retain :]
         for version in self._sealed.keys() - set(newest) - self._retained_longer:
             del self._sealed[version]
@@ -127,12 +114,10 @@ class SealedVersions:
 class Publisher(SealedVersions):
     """Publishes one stream of versions of the same named tensors.
 
-    Two threads may use it at the same time: one calls `stage`, the other one everything else.
-
-    Tensors in host memory are staged in the buffer that is sent later. Tensors on a GPU are staged in one of two slots
-    on that GPU; a transport that reads GPU memory sends them from there. Sealed versions are kept in host memory, which
-    is pinned for a GPU. On a GPU the second thread has a CUDA stream of its own, so it never waits for work that the
-    first thread has queued.
+    Two threads may use it at the same time: one calls `stage`, the other one everything else. Tensors in host memory
+    are staged in the buffer that is sent later, tensors on a GPU in one of two slots on that GPU; a transport that
+    reads GPU memory sends them from there. Sealed versions are kept in (pinned) host memory. The second thread has a
+    CUDA stream of its own, so it never waits for work that the first one has queued.
     """
 
     def __init__(
@@ -145,7 +130,7 @@ class Publisher(SealedVersions):
         rank: int | None = None,
         retain: int = 2,
     ) -> None:
-        """`tensors` are the live tensors. `dtypes` (name → dtype) are those that are sent; None means the tensors' own.
+        """`tensors` are the live tensors, `dtypes` (name → dtype) those that are sent (None: their own).
 
         `alpha` and `rank` are those of LoRA tensors, as in Draft. Raises ValueError for retain < 1.
         """
@@ -195,10 +180,7 @@ class Publisher(SealedVersions):
         return self.begin(version).finish()
 
     def begin(self, version: int) -> Sealing:
-        """Returns a Sealing, by which the caller digests the version during a transfer; raises as `seal` does.
-
-        For a version that is sealed already, the Sealing has its header. The caller must call `Sealing.finish`.
-        """
+        """Returns a Sealing, for a transfer that digests meanwhile and must `finish` it; raises as `seal`."""
         with self._changed:
             self._changed.wait_for(lambda: version not in self._sealing)
             if version in self._sealed:
@@ -248,7 +230,6 @@ class Publisher(SealedVersions):
             self._changed.notify_all()
 
     def clear(self) -> None:
-        """Drops every version, sealed or staged, so that a run can publish again from an earlier version."""
         with self._changed:
             self._free += [staged.slot for staged in self._staged.values()]
             self._staged.clear()
@@ -268,7 +249,6 @@ class Publisher(SealedVersions):
         return sources
 
     def _check_sample(self, version: int, expected: Tensor, views: Sequence[Tensor]) -> None:
-        """Raises WeightsMismatch if staged tensors, on any device, are not those that `expected` was taken from."""
         check_sample(self.layout, f"version {version} of stream {self.stream}", expected, views)
 
     def _copy(self, slot: int, sources: list[Tensor]) -> _Staged:

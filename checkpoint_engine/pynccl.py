@@ -1,8 +1,4 @@
-"""PyncclLink broadcasts over NCCL through cupy, without a torch process group. It has not run on a GPU yet.
-
-`pip install async-flowrl[nccl]` installs cupy, which uses the libnccl.so.2 that torch has loaded. The members exchange
-the communicator's unique id through the store of the epoch (process_group.py).
-"""
+"""PyncclLink broadcasts over NCCL through cupy, without a torch process group. It has not run on a GPU yet."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -51,10 +47,8 @@ class PyncclLink:
         self._asking = threading.Lock()
 
     def open(self, store: Store, epoch: Epoch, rank: int) -> None:
-        """Joins the group: the sender writes the unique id to the store, and the others wait for it there.
-
-        That wait ends at the store's time-out; the wait of NCCL for all members has no limit. Raises TransferFailed.
-        """
+        """Joins the group: the sender writes the unique id to the store, and the others wait for it. TransferFailed."""
+        # That wait ends at the store's time-out; the wait of NCCL for all members has no limit.
         with torch.cuda.device(self._device), _named("joining"):
             if rank == SENDER:
                 store.set(UNIQUE_ID_KEY, self._nccl.get_unique_id().hex())
@@ -95,10 +89,8 @@ class PyncclLink:
         self._check(communicator)
 
     def _check(self, communicator: Any) -> None:
-        """Raises TransferFailed if NCCL has noticed that a peer is gone, for which its kernel would wait for ever.
-
-        The lock keeps `abort` in another thread from freeing the communicator meanwhile.
-        """
+        # Raises TransferFailed if NCCL has noticed that a peer is gone, for which its kernel would wait for ever. The
+        # lock keeps `abort` in another thread from freeing the communicator meanwhile.
         with self._asking, _named("broadcast"):
             if communicator is not self._communicator:
                 raise TransferFailed("aborted")
@@ -114,7 +106,6 @@ class PyncclLink:
 
 @contextmanager
 def _named(what: str) -> Iterator[None]:
-    """Raises errors of cupy as TransferFailed: NcclError, a RuntimeError, or KeyError for an unknown NCCL code."""
     try:
         yield
     except (RuntimeError, KeyError) as error:

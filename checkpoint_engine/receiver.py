@@ -1,7 +1,4 @@
-"""Receiver verifies versions, retains the newest ones, and copies one at a time into the live tensors.
-
-It runs in the receiving process, e.g. in a rollout worker. The live tensors are those that the network computes with.
-"""
+"""Receiver verifies versions, retains the newest ones, and copies one at a time into the live tensors of a network."""
 
 import threading
 from collections.abc import Mapping, Sequence
@@ -29,11 +26,10 @@ class Receiver:
     """Retains the newest `capacity` verified versions of each stream, and one evaluation version.
 
     `tensors` become views of one flat buffer, the live buffer. Their addresses never change, so compiled graphs and
-    captured CUDA graphs stay valid. `receive` may run while other threads read the live tensors; on a GPU it uses a
-    CUDA stream of its own. `activate` must be called between two uses of the live tensors, on the stream of these uses.
-
-    Versions are retained on the device of the live tensors, or with `on_host` in host memory (pinned for a GPU), where
-    a GPU has no room for several versions of a whole model beside the live one.
+    captured CUDA graphs stay valid. `receive` may run while other threads read them, on a CUDA stream of its own;
+    `activate` must be called between two uses, on their stream. Versions are retained on the device of the live
+    tensors, or with `on_host` in (pinned) host memory, where a GPU has no room for several versions of a whole model
+    beside the live one.
     """
 
     def __init__(
@@ -46,10 +42,7 @@ class Receiver:
         rank: int | None = None,
         on_host: bool = False,
     ) -> None:
-        """`alpha` and `rank` are those of LoRA tensors, as in Draft.
-
-        Raises ValueError for capacity < 1, no stream, or tensors on several devices.
-        """
+        """`alpha` and `rank` as in Draft. ValueError for capacity < 1, no stream, or several devices."""
         if capacity < 1 or not streams:
             raise ValueError(f"a receiver needs capacity >= 1 and a stream, got {capacity} and {list(streams)}")
         devices = {tensor.device for tensor in tensors.values()}
@@ -91,11 +84,11 @@ class Receiver:
             return tuple(sorted((stream, version, slot) for slot, stream, version in self._retained))
 
     def receive(self, header: Header, buffer: Tensor | ByteArray, slot: str = RING) -> Ack:
-        """Verifies a payload uint8 [nbytes] and retains a copy of it.
+        """Verifies a payload uint8 [nbytes] and retains a copy of it, or acknowledges again what it has.
 
-        The ring keeps the newest `capacity` versions of a stream, the evaluation slot the last version put there. A
-        version that is retained already is acknowledged again. Raises TransferCorrupted (a resend may help) or
-        WeightsMismatch (the run must stop), which name the tensor; the retained versions are then unchanged.
+        The ring keeps the newest `capacity` versions of a stream, the evaluation slot the last version put there.
+        Raises TransferCorrupted (a resend may help) or WeightsMismatch (the run must stop), which name the tensor; the
+        retained versions are then unchanged.
         """
         self.check(header, slot)
         if not header.is_consistent():
@@ -143,9 +136,9 @@ class Receiver:
         return Ack(header.stream, header.version, header.digest, intake.slot)
 
     def export(self, stream: str, version: int, slot: str = RING) -> tuple[Header, ByteArray]:
-        """Returns header and host copy uint8 [nbytes] of a retained version, to pass it on to other receivers.
+        """Returns header and host copy uint8 [nbytes] of a version, to pass it on.
 
-        Raises VersionGone if the version is not retained (any more).
+        VersionGone if it is not retained.
         """
         with self._lock, on(self.side):
             if (slot, stream, version) not in self._retained:
@@ -157,9 +150,8 @@ class Receiver:
         """Copies a retained version into the live tensors, by one copy, and returns its digest.
 
         A copy within a GPU is only queued when this returns; one from host memory is done. With `on_host` the version
-        that is active already is not copied again, so bytes that something has written into the live tensors stay
-        until the next version. Raises WeightsMismatch if the version is not retained, or if a tensor is no longer
-        a view of the live buffer; the version that was active stays active then.
+        that is active already is not copied again. Raises WeightsMismatch if the version is not retained, or if a
+        tensor is no longer a view of the live buffer; the version that was active stays active then.
         """
         self.check_bound()
         with self._lock:
@@ -223,10 +215,7 @@ class Receiver:
                 raise TransferCorrupted(f"{header.title} arrived with wrong bytes in {entry.name}")
 
     def retain(self, header: Header, storage: Tensor, slot: str) -> None:
-        """Retains the bytes uint8 [nbytes] in `storage`, which were verified.
-
-        Raises WeightsMismatch for a version that is retained with other bytes, or is older than all that are.
-        """
+        """Retains verified bytes uint8 [nbytes]. WeightsMismatch if they differ from retained ones or are too old."""
         key = (slot, header.stream, header.version)
         with self._lock:
             same = self._retained.get(key)

@@ -1,7 +1,6 @@
 """ReceiverQueue sends versions to one receiver, in order; delivery.py has one queue per receiver.
 
-A version is sent until the receiver acknowledges it or all retries have failed; then the receiver must be replaced.
-A version that the sender has dropped for newer ones, before its payload was fetched, is left out.
+A version is sent until it is acknowledged or all retries have failed; then the receiver must be replaced.
 """
 
 import asyncio
@@ -30,10 +29,7 @@ RELAY_SECONDS = 2.0
 
 @dataclass
 class Job:
-    """The sending of one version to one receiver.
-
-    `done` becomes True when it is acknowledged, False when it is given up or has become needless.
-    """
+    """The sending of one version to one receiver; `done` is True when acknowledged, False when given up or needless."""
 
     header: Header
     slot: str
@@ -97,7 +93,6 @@ class ReceiverQueue:
         self._jobs.put_nowait(job)
 
     def abandon(self) -> None:
-        """Gives up the current job and all waiting jobs."""
         if self._current is not None:
             self._current.settle(False)
         while not self._jobs.empty():
@@ -126,10 +121,8 @@ class ReceiverQueue:
             self._events.failed(error)
 
     async def _serve(self, job: Job) -> BaseException | None:
-        """Sends a job until it is acknowledged or needless; returns the last error if the receiver must be replaced.
-
-        Raises errors that must stop the run.
-        """
+        """Sends a job until it is acknowledged or needless; returns the last error if the receiver must be replaced."""
+        # Raises errors that must stop the run.
         error: BaseException | None = None
         for attempt in range(self._options.retries + 1):
             self._stats.retries += attempt > 0
@@ -158,10 +151,8 @@ class ReceiverQueue:
         return error
 
     async def _payload(self, job: Job) -> Any:
-        """Returns the payload from the parent in the fan-out tree once, and otherwise the sender's payload.
-
-        The sender's payload outlives the version: a parent that has gone on to newer ones (VersionGone) is no error.
-        """
+        """The payload from the parent in the fan-out tree once, and otherwise the sender's."""
+        # The sender's payload outlives the version: a parent that has gone on to newer ones (VersionGone) is no error.
         if job.parent is None:
             return await asyncio.shield(job.payload)
         (endpoint, parent), job.parent = job.parent, None
@@ -181,7 +172,7 @@ class ReceiverQueue:
         return await asyncio.shield(job.payload)
 
     async def _has_it(self, parent: Job) -> bool:
-        """Returns True if the parent acknowledges in time; a slow parent must not delay all receivers below it."""
+        # A slow parent must not delay all receivers below it.
         seconds = (parent.depth + 1) * (RELAY_SECONDS + parent.header.nbytes / MIN_BYTES_PER_SECOND)
         await asyncio.wait([parent.done], timeout=min(seconds, self._options.deadline))
         return parent.done.done() and parent.done.result()
@@ -195,10 +186,7 @@ def planned(
     holders: "Mapping[str, tuple[ReceiverEndpoint, Job]]",
     options: DeliveryOptions,
 ) -> dict[str, Job]:
-    """Returns by receiver the jobs that send a version to all `queues`, with the receivers that pass it on to them.
-
-    `holders` (by node) have the version already and pass it on within their nodes.
-    """
+    """Returns by receiver the jobs that send a version to all `queues`; `holders` pass it on within their nodes."""
     future = asyncio.get_running_loop().create_future
     jobs = {queue.name: Job(header, slot, payload, future()) for queue in queues}
     ends = {queue.name: queue.endpoint for queue in queues}
@@ -246,16 +234,13 @@ class Background:
             self._failure.exception()
 
     def check(self) -> None:
-        """Raises the error with which the delivery has failed, if it has."""
         if self._failure.done() and (error := self._failure.exception()) is not None:
             raise error
 
     async def failed(self) -> None:
-        """Waits until the delivery fails, and raises the error."""
         await asyncio.shield(self._failure)
 
     async def until(self, done: "asyncio.Future[Any]") -> None:
-        """Waits until a future is done. Raises the error with which the delivery fails before or by then."""
         await asyncio.wait([done, self._failure], return_when=asyncio.FIRST_COMPLETED)
         self.check()
 
@@ -267,7 +252,6 @@ class Background:
         self.check()
 
     async def close(self) -> None:
-        """Cancels all tasks and futures, and waits until they have ended."""
         under_way: list[asyncio.Future[Any]] = [*self._tasks, *self._optional]
         for each in under_way:
             each.cancel()
@@ -280,6 +264,6 @@ class Background:
 
 
 def _seen(ended: "asyncio.Future[Any]") -> None:
-    """Takes the error of a future that perhaps nobody waits for, so that asyncio does not report it as forgotten."""
+    # Takes the error of a future that perhaps nobody waits for, so that asyncio does not report it as forgotten.
     if not ended.cancelled():
         ended.exception()

@@ -1,7 +1,7 @@
 """Copies between GPU and host on a CUDA stream of their own, through pinned (page-locked) memory.
 
-All threads of a process share the default stream. A copy on it would begin only after all work that the main thread has
-queued there: a whole image, or a whole optimizer step.
+A copy on the default stream would begin only after all work that the main thread has queued there: a whole image, or a
+whole optimizer step.
 """
 
 import weakref
@@ -56,7 +56,6 @@ class SideStream:
         return event
 
     def synchronize(self) -> None:
-        """Waits until all queued work is done."""
         self._stream.synchronize()
 
 
@@ -75,12 +74,11 @@ def recorded(device: torch.device) -> Any:
 
 
 class HostCopy:
-    """An asynchronous copy of a GPU buffer uint8 [n] into pinned host memory, block by block.
+    """An asynchronous copy of a GPU buffer uint8 [n] into pinned host memory, block by block."""
 
-    The buffer must be complete at the start, because the copy waits for no stream but `side`, and must not change until
-    `wait` has returned for its last byte. Where the copy is dropped before, its end is waited for, because only then
-    may its memory be used for something else or released (pinned_memory.py).
-    """
+    # The buffer must be complete at the start, because the copy waits for no stream but `side`, and must not change
+    # until `wait` has returned for its last byte. Where the copy is dropped before, its end is waited for, because only
+    # then may its memory be used for something else or released (pinned_memory.py).
 
     def __init__(self, source: Tensor, target: Tensor, side: SideStream) -> None:
         self.source, self._end = source, 0
@@ -93,14 +91,13 @@ class HostCopy:
                 self._under_way.append((end, side.record()))
 
     def wait(self, end: int) -> None:
-        """Waits until the bytes up to `end` are in host memory."""
         while self._end < end:
             self._end, event = self._under_way.popleft()
             event.synchronize()
 
 
 def _wait_for_rest(under_way: deque[tuple[int, Any]], memory: tuple[Tensor, Tensor]) -> None:
-    """Waits for the blocks of a copy that nobody has waited for; `memory`, its two ends, is referred to until then."""
+    # Nobody has waited for these blocks; `memory`, the two ends of the copy, is referred to until they are done.
     if under_way:
         _, last = under_way[-1]
         last.synchronize()
@@ -147,7 +144,6 @@ class PinnedBlocks:
             yield _arrived(*coming)
 
     def settle(self) -> None:
-        """Waits until all copies are done."""
         self._side.synchronize()
 
     def _next(self) -> _Block:

@@ -1,7 +1,6 @@
 """Comparison of a few elements of every live tensor with the bytes that were staged of them.
 
-It finds bytes of an older version and bytes that changed while they were copied, which no digest shows: a digest covers
-what was staged.
+It finds bytes of an older version and bytes that changed while they were copied, which no digest shows.
 """
 
 import math
@@ -28,10 +27,7 @@ def sample(layout: Layout, sources: Sequence[Tensor]) -> Tensor:
 
 
 def check_sample(layout: Layout, title: str, expected: Tensor, views: Sequence[Tensor]) -> None:
-    """Raises WeightsMismatch if the sample of the staged tensors differs from the live tensors' sample.
-
-    `expected` is in host memory, `views` on any device in layout order; the error names `title` and the tensor.
-    """
+    """Raises WeightsMismatch if the sample of staged `views` is not `expected`; names `title` and the tensor."""
     staged = sample(layout, views).cpu()
     if torch.equal(staged.view(torch.uint8), expected.view(torch.uint8)):
         return

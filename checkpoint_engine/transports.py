@@ -1,8 +1,6 @@
 """Transports by name: checks, the choice of `auto`, and the ends of the collective transports in workers.
 
-`object_store` sends payloads by calls of each receiver; gloo, nccl and pynccl broadcast them in a process group. A
-SendingEnd in trainer rank 0 and ReceivingEnds in rollout workers make their members of the process group when the first
-epoch (set of members, see collective.py) is made.
+`object_store` sends payloads by calls of each receiver; gloo, nccl and pynccl broadcast them in a process group.
 """
 
 from difflib import get_close_matches
@@ -25,7 +23,7 @@ def resolve_transport(configured: str, device: torch.device | str) -> str:
     """Returns `configured`; `auto` is nccl if the sender's device is a GPU and torch has NCCL, else object_store.
 
     NCCL also needs a GPU of its own for each receiver, which the caller must check. Raises ValueError for a name that
-    is not in TRANSPORTS, and for a transport that cannot work with this device and the installed libraries.
+    is not in TRANSPORTS, or that cannot work with this device and the installed libraries.
     """
     if configured not in TRANSPORTS:
         close = get_close_matches(configured, TRANSPORTS, n=1, cutoff=0.0)
@@ -54,10 +52,7 @@ def check_receiver(transport: str, device: torch.device) -> None:
 
 
 def make_member(transport: str, device: torch.device | str = "cpu") -> Member:
-    """Returns this process's Member (collective.py) of a collective transport: gloo, nccl or pynccl.
-
-    Raises ValueError for any other name. If the transport's library is missing, opening the group raises ValueError.
-    """
+    """Returns this process's Member of gloo, nccl or pynccl. Opening raises ValueError if its library is missing."""
     if transport == GLOO:
         return Member(lambda: TorchLink(GLOO))
     if transport == NCCL:

@@ -1,7 +1,4 @@
-"""`cluster` is the context manager that starts all worker pools of a run and ends them again.
-
-run/launch.py uses it.
-"""
+"""`cluster` starts all worker pools of a run and ends them again."""
 
 import difflib
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -26,18 +23,15 @@ async def cluster(
 ) -> AsyncIterator[Mapping[str, WorkerGroup]]:
     """Starts the pools and yields pool name → pool, when all workers are built.
 
-    backend: "ray" (processes on a Ray cluster) or "local" (threads of this process).
-    address: address of a Ray cluster that runs already; None starts a cluster on this machine (Ray only).
-    start_deadline: seconds for the reservation, for building the workers, and for each replacement.
-    log_dir: stdout, stderr and log records of each worker go to <log_dir>/<name>.log (Ray only).
-    store_bytes: bytes of results that may wait in Ray's object stores at the same time (Ray only).
+    backend: "ray" (processes) or "local" (threads of this process); the other arguments matter to Ray alone. address: a
+    Ray cluster that runs already; None starts one on this machine. start_deadline: seconds for the reservation, for
+    building the workers, and for each replacement. log_dir: stdout, stderr and log records of each worker go to
+    <log_dir>/<name>.log. store_bytes: bytes of results that may wait in the object stores at the same time.
 
-    Raises ValueError for an unknown backend or two pools of one name; ResourcesMissing, with a table, if the pools do
-    not fit; StoreTooSmall if the object stores are too small; OtherCode, WorkerFailed or WorkerDied if a worker can't
-    be built; DeadlineExceeded. The body is cancelled and HeadLost raised if the head of a cluster at `address` is lost.
-
-    When the body ends, also by an exception, cancellation or Ctrl-C, every worker is killed, reservations are given
-    back, and a cluster that was started here is shut down.
+    Raises ValueError for an unknown backend or two pools of one name; ResourcesMissing, with a table, or StoreTooSmall
+    if the pools do not fit; OtherCode, WorkerFailed or WorkerDied if a worker can't be built; DeadlineExceeded;
+    HeadLost, which cancels the body, if the head of a cluster at `address` is lost. However the body ends, all workers
+    are killed, reservations given back, and a cluster that was started here is shut down.
     """
     if backend == "ray":
         from separation.ray_cluster import RayConnection, RaySession
@@ -64,11 +58,8 @@ async def cluster(
 
 
 def check_results(backend: str, nbytes: int) -> None:
-    """Checks the room for results of the cluster that `cluster` has started or joined.
-
-    Raises StoreTooSmall if its object stores hold less than `nbytes` bytes. Threads of this process have no store, so
-    with the backend "local" nothing is checked.
-    """
+    """Raises StoreTooSmall if the object stores of the cluster that `cluster` has started or joined hold too little."""
+    # Threads of this process have no store.
     if backend == "ray":
         from separation.ray_cluster import living_resources
 

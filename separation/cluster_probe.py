@@ -1,7 +1,4 @@
-"""The survey of a Ray cluster from outside of any run: its nodes, a function on each node, clocks, and a broadcast.
-
-The doctor (async_flowrl/cli/doctor.py) uses `survey` to check the nodes before a run.
-"""
+"""Survey of a Ray cluster from outside of any run: its nodes, a function on each node, clocks, and a broadcast."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -35,7 +32,7 @@ class Node:
 
     @property
     def name(self) -> str:
-        """Address and short id, because several nodes of a pretended cluster may have the same address."""
+        # Address and short id, because several nodes of a pretended cluster may have the same address.
         return f"{self.address} {self.id[:6]}"
 
 
@@ -52,7 +49,6 @@ def _run(place: str, *arguments: Any) -> Any:
 
 
 def _fetch(refs: Sequence[Any]) -> float:
-    """Returns the seconds until the object is in this node's object store."""
     began = time.perf_counter()
     ray.get(list(refs))
     return time.perf_counter() - began
@@ -62,18 +58,15 @@ class Survey:
     """A survey of one cluster by tasks on its nodes. Methods return node id → the value or the error."""
 
     def __init__(self, nodes: Sequence[Node], seconds: float) -> None:
-        """`seconds` is the time limit for the answer of a node."""
+        # `seconds` is the time limit for the answer of a node.
         self.nodes, self._seconds = nodes, seconds
 
     def run(self, place: str, *arguments: Any) -> dict[str, Any]:
-        """Returns the result of `pkg.module:function` on every node."""
         return self._answers({node.id: _started(node.id, _run, place, *arguments) for node in self.nodes})
 
     def clocks(self) -> dict[str, Offset | Exception]:
-        """Returns the offset of every node's clock from this process's clock.
-
-        The node's time is compared with the middle between question and answer.
-        """
+        """Returns the offset of every node's clock from this process's clock."""
+        # The node's time is compared with the middle between question and answer.
         return {node.id: self._offset(node.id) for node in self.nodes}
 
     def _offset(self, node: str) -> Offset | Exception:
@@ -89,10 +82,7 @@ class Survey:
         return min(offsets, key=lambda offset: offset.within)
 
     def broadcast(self, nbytes: int) -> dict[str, float | Exception]:
-        """Puts an object of `nbytes` bytes into this node's store; returns the seconds until each node has fetched it.
-
-        All nodes fetch at the same time.
-        """
+        """Stores `nbytes` bytes on this node; returns the seconds until each node, all at once, has fetched them."""
         ref = ray.put(np.zeros(nbytes, dtype=np.uint8))
         return self._answers({node.id: _started(node.id, _fetch, [ref]) for node in self.nodes})
 
@@ -114,11 +104,11 @@ class Survey:
 
 @contextmanager
 def survey(address: str, *, nodes: int = 1, wait: float = 0.0, seconds: float = 120.0) -> Iterator[Survey]:
-    """Context manager that joins the cluster at `address`, yields a Survey of it, and leaves the cluster unchanged.
+    """Joins the cluster at `address`, yields a Survey of it, and leaves the cluster unchanged.
 
-    It waits until the cluster has `nodes` living nodes, `wait` seconds at most, and then surveys those that live.
-    `seconds` is the time limit for a node's answer. Raises ResourcesMissing if nothing answers at the address, and
-    ConnectionError if Ray finds no cluster there.
+    It waits at most `wait` seconds for `nodes` living nodes, and then surveys those that live. `seconds` limits a
+    node's answer. Raises ResourcesMissing if nothing answers at the address, and ConnectionError if Ray finds no
+    cluster there.
     """
     until = time.monotonic() + wait
     connection = _joined(address, until)
@@ -152,6 +142,6 @@ def living() -> list[Node]:
 
 
 def _started(node: str, function: Callable[..., Any], *arguments: Any) -> Any:
-    """Returns the ref of the result of a task on the node. It reserves no CPU, because a run may hold all of them."""
+    # Returns the ref of the result of a task on the node. It reserves no CPU, because a run may hold all of them.
     here = NodeAffinitySchedulingStrategy(node, soft=False)
     return ray.remote(function).options(num_cpus=0, max_retries=0, scheduling_strategy=here).remote(*arguments)

@@ -1,8 +1,7 @@
 """Pools that share their processes: a process hosts one object, and each pool sees one attribute of it as its worker.
 
-Code that uses such a pool need not know of the others. A process has a worker name in each pool, such as `rollout-0`
-and `trainer-0`. When it dies, its workers in all pools are dead. The first request to replace one of them replaces the
-process, and the other pools get the same successor.
+A process has a worker name in each pool, such as `rollout-0` and `trainer-0`. When it dies, its workers in all pools
+are dead; the first request to replace one replaces the process, and the other pools get the same successor.
 """
 
 import asyncio
@@ -17,8 +16,6 @@ from separation.worker_process import pick_lane
 
 @dataclass(frozen=True)
 class SubPool:
-    """Description of one of the pools that share processes."""
-
     pool: str  # Name of the pool, and of the attribute of the hosted object that has the methods of its workers.
     # Lane of this pool's workers → lane of the process that runs its calls; `main` must be among the keys.
     lanes: Mapping[str, str]
@@ -47,7 +44,6 @@ class SubWorker:
             await self.process.watch()
 
     def kill(self) -> None:
-        """Kills the process, and so its workers in all pools."""
         self.process.kill()
 
     def _path(self, method: str) -> str:
@@ -77,12 +73,9 @@ class Successors:
         self._watches = {worker.name: self._watch(worker) for worker in group.workers}
 
     async def of(self, before: Worker) -> Worker:
-        """Returns the successor of the process `before`, which is killed if it still lives.
-
-        It is the process that was started last at this index if that one is another and lives. Otherwise the pool
-        starts a new one. Raises what the pool's `replace` raises. If a waiting caller is cancelled, the replacement
-        goes on for the others.
-        """
+        """Returns the successor of the process `before`, which is killed if it still lives."""
+        # It is the process that was started last at this index if that one is another and lives; otherwise the pool
+        # starts a new one. If a waiting caller is cancelled, the replacement goes on for the others.
         index = before.index
         if index not in self._replacing:
             present = self._built[index]
@@ -94,7 +87,6 @@ class Successors:
         return await asyncio.shield(self._replacing[index])
 
     def present(self, index: int) -> Worker:
-        """Returns the process that was started last at this index."""
         return self._built[index]
 
     async def settle(self) -> None:
@@ -111,7 +103,6 @@ class Successors:
 
     @staticmethod
     def _watch(worker: Worker) -> "asyncio.Task[NoReturn]":
-        """Returns a task that ends when the process dies."""
         watch = asyncio.create_task(worker.watch(), name=f"watch {worker.name}")
         watch.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
         return watch
@@ -136,10 +127,7 @@ class SubGroup:
         self.workers: list[Worker] = list(self._by_index.values())
 
     async def replace(self, index: int) -> Worker:
-        """Replaces this pool's worker and returns the successor.
-
-        If another pool has had the process replaced already and the new one lives, no further process is started.
-        """
+        """Returns the worker's successor; starts no process if another pool has had one started that lives."""
         return self._seat(await self._successors.of(self._by_index[index].process))
 
     def follow(self, index: int) -> Worker:
@@ -151,7 +139,6 @@ class SubGroup:
         return await self._successors.group.fetch(ref)
 
     async def close(self) -> None:
-        """Kills the processes, and so the workers of all pools."""
         await self._successors.group.close()
 
     def _seat(self, process: Worker) -> Worker:

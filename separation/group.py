@@ -1,9 +1,8 @@
 """The interface of worker pools: PoolSpec, Worker, WorkerGroup, Growth, and their errors.
 
-Workers are Ray actors (ray_pool.py) or threads of this process (local.py); `cluster` (cluster.py) starts the pools. A
-worker holds one Python object, which its factory, a function or class named `pkg.module:attr`, has returned.
-`Worker.call` runs a method of this object. A lane is a queue of calls with one thread: calls on one lane run one at a
-time, in order, and different lanes run at the same time (e.g. a delivery of weights while images are made).
+A worker holds one Python object, which its factory, named `pkg.module:attr`, has returned; `Worker.call` runs a method
+of it. A lane is a queue of calls with one thread: calls on one lane run one at a time, in order; different lanes run at
+the same time.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -25,10 +24,7 @@ class WorkerDied(RuntimeError):
 
 
 class WorkerFailed(RuntimeError):
-    """Raised in the caller if a method raised an exception inside the worker; the worker lives on.
-
-    `kind` is the name of the exception's class, `message` its text, and `remote_traceback` the traceback as text.
-    """
+    """Raised if a method raised inside the worker, which lives on; `kind` is the exception's class name."""
 
     def __init__(self, worker: str, method: str, kind: str, message: str, remote_traceback: str) -> None:
         super().__init__(f"{worker}.{method} raised {kind}: {message}")
@@ -49,18 +45,12 @@ class NoSeat(RuntimeError):
 
 
 class Ref(Protocol):
-    """Handle of a result that stays in the worker's memory or in Ray's object store.
-
-    It can be passed as an argument of another call, or to `WorkerGroup.fetch`.
-    """
+    """Handle of a result in the worker's memory or Ray's store; an argument of other calls, or of `fetch`."""
 
 
 @dataclass(frozen=True)
 class PoolSpec:
-    """Description of a pool.
-
-    Raises ValueError if `workers_per_node` does not divide `num_workers`, or if `environment` sets the visible GPUs.
-    """
+    """Description of a pool. Raises ValueError for an uneven `workers_per_node`, or visible GPUs in `environment`."""
 
     name: str
     factory: str  # `pkg.module:attr` of the function or class that makes a worker's object.
@@ -88,17 +78,14 @@ class PoolSpec:
 
     @property
     def elastic(self) -> bool:
-        """True if the pool's size may change, i.e. if `min_workers` or `max_workers` is set."""
         return self.min_workers is not None or self.max_workers is not None
 
     @property
     def least(self) -> int:
-        """Smallest number of workers with which the pool starts."""
         return self.num_workers if self.min_workers is None else self.min_workers
 
     @property
     def most(self) -> int:
-        """Largest number of workers that the pool may have."""
         return self.num_workers if self.max_workers is None else self.max_workers
 
     @property
@@ -128,30 +115,22 @@ class Worker(Protocol):
     async def call(self, method: str, *args: Any, lane: str = "main") -> Any:
         """Runs a method of the worker's object and returns its result.
 
-        `method` is the method's name, also `part.method` for a method of an attribute, or `pkg.module:function` for a
-        function. A ref that is itself an argument is replaced by its value; one inside another argument is not.
-
-        Raises WorkerDied, WorkerFailed or RefLost, and ValueError for an unknown lane. Cancelling the await does not
-        stop the method; its result is then discarded.
+        `method` is the method's name, `part.method` for one of an attribute, or `pkg.module:function`. An argument that
+        is a ref is replaced by its value; a ref inside another argument is not. Raises WorkerDied, WorkerFailed or
+        RefLost, and ValueError for an unknown lane. Cancelling the await does not stop the method; its result is then
+        discarded.
         """
 
     async def call_split(
         self, method: str, *args: Any, returns: int, lane: str = "main"
     ) -> tuple[Any, tuple[Ref, ...]]:
-        """Runs a method that returns a tuple of `returns` items; returns the first one as a value, the others as refs.
-
-        Raises as `call` does, and WorkerFailed if the method's result is no such tuple.
-        """
+        """Runs a method that returns `returns` items; returns the first, and refs of the others. Raises as `call`."""
 
     async def watch(self) -> NoReturn:
         """Waits until the worker dies and raises WorkerDied, also while no call is under way."""
 
     def kill(self) -> None:
-        """Ends the worker at once; open and later calls raise WorkerDied.
-
-        A Ray worker's process gets SIGKILL. A thread cannot be killed: its current method runs to its end, and the
-        result is discarded.
-        """
+        """Ends the worker at once (SIGKILL; a thread ends its method first); open and later calls raise WorkerDied."""
 
 
 @dataclass(frozen=True)
@@ -163,10 +142,7 @@ class Departure:
 
 
 class Growth(Protocol):
-    """Changes the size of an elastic pool. A seat is a reserved place for one worker on a node.
-
-    The caller decides which workers of the pool get work (controller/pool_size.py).
-    """
+    """Changes the size of an elastic pool. A seat is a reserved place for one worker on a node."""
 
     async def seat(self) -> Any:
         """Waits for a seat for one more worker, at most `max_workers`. The caller must fill it or give it back."""
@@ -182,10 +158,7 @@ class Growth(Protocol):
         """Gives back a seat that no worker has."""
 
     async def departures(self, known: Collection[str]) -> Sequence[Departure]:
-        """Waits for announcements that nodes will end; returns their workers, except those whose names are in `known`.
-
-        The result is never empty.
-        """
+        """Waits until nodes are announced to end; returns their workers (never none), except the names in `known`."""
 
     async def release(self, index: int) -> None:
         """Kills the worker, removes it from the pool and gives its seat back. A second call does nothing."""
@@ -207,10 +180,7 @@ class WorkerGroup(Protocol):
         """
 
     async def fetch(self, ref: Ref) -> Any:
-        """Returns the value of a ref; numpy arrays in it are read-only.
-
-        Raises RefLost, or WorkerFailed if the call whose result it is failed.
-        """
+        """Returns a ref's value, numpy arrays read-only. Raises RefLost, or WorkerFailed if the ref's call failed."""
 
     async def close(self) -> None:
         """Kills every worker. Values of existing refs can still be fetched."""

@@ -1,9 +1,8 @@
 """The watch of a Ray cluster's head, by the driver and by each worker process on a cluster of several nodes.
 
-Without an answer from the head, Ray ends every process of the cluster after a minute, without a chance to clean up. The
-driver raises HeadLost before that. If a node is cut off from the network, the head gives it up after its health checks,
-and other workers take over its work; so each worker ends itself when it has not reached the head for a while, and no
-two workers compute and write the same.
+Without an answer from the head, Ray ends every process of the cluster after a minute, without a chance to clean up; the
+driver raises HeadLost before that. If a node is cut off, other workers take over its work; so each worker ends itself
+when it has not reached the head for a while, and no two workers compute and write the same.
 """
 
 import asyncio
@@ -40,7 +39,6 @@ class HeadLost(RuntimeError):
 
 
 def patience() -> float:
-    """Returns the seconds for which a head may be out of reach before a run counts it as lost."""
     return DRIVER_SHARE_OF_PATIENCE * ray_patience()
 
 
@@ -53,7 +51,6 @@ def ray_patience() -> float:
 
 
 async def watch_head() -> NoReturn:
-    """Watches the head of this process's cluster; raises HeadLost after `patience()` seconds without an answer."""
     await watch_address(*head(), patience())
 
 
@@ -69,16 +66,12 @@ async def watch_address(host: str, port: int, seconds: float) -> NoReturn:
 
 
 def head() -> tuple[str, int]:
-    """Returns host and port of the head of this process's cluster."""
     host, _, port = ray.get_runtime_context().gcs_address.rpartition(":")
     return host.strip("[]"), int(port)
 
 
 def settle_in(fenced: bool) -> str:
-    """Returns the IP address of this node; it runs in a worker before the worker's object is built.
-
-    With `fenced`, it also starts the thread that ends this process when the cluster's head cannot be reached.
-    """
+    """Returns this node's IP address before the worker's object is built; `fenced` watches the head from then on."""
     if fenced:
         watched = *head(), FENCE_SHARE_OF_PATIENCE * ray_patience()
         threading.Thread(target=lambda: end(keep_in_touch(*watched)), name="fence", daemon=True).start()
@@ -86,15 +79,10 @@ def settle_in(fenced: bool) -> str:
 
 
 def keep_in_touch(host: str, port: int, seconds: float, stopped: threading.Event | None = None) -> str:
-    """Connects to the address again and again; returns the reason in words when this has failed for `seconds`.
-
-    It also returns, soon, once `stopped` is set.
-
-    The seconds count from the first of the failed attempts, and at least FEWEST_FAILURES attempts must fail in a row:
-    otherwise a process that was itself stopped for a while would give up after its first attempt. Attempts are short,
-    because TCP repeats its requests after longer and longer pauses, so one long attempt could miss a network that is
-    back.
-    """
+    """Connects again and again; returns the reason when this has failed for `seconds`, or soon after `stopped`."""
+    # The seconds count from the first failed attempt, and FEWEST_FAILURES attempts must fail in a row: otherwise a
+    # process that was itself stopped for a while would give up after its first attempt. Attempts are short, because TCP
+    # repeats its requests after longer and longer pauses, so one long attempt could miss a network that is back.
     failures, failing_since = 0, 0.0
     while stopped is None or not stopped.is_set():
         began = time.monotonic()
@@ -120,10 +108,8 @@ def unreachable(host: str, port: int, seconds: float) -> str | None:
 
 
 def end(why: str) -> None:
-    """Ends this process and the processes that it has started at once, even if other threads of it are blocked.
-
-    The reason is written to the log first, in a thread with a time limit, because the disk may be full or unreachable.
-    """
+    """Ends this process and the processes that it has started at once, even if other threads of it are blocked."""
+    # The reason is logged first, in a thread with a time limit, because the disk may be full or unreachable.
     try:
         telling = threading.Thread(target=tell, args=(f"{why}: this worker ends itself",), daemon=True)
         telling.start()
@@ -135,12 +121,10 @@ def end(why: str) -> None:
 
 
 def tell(why: str) -> None:
-    """Writes a line to the log; an error of the disk is ignored, because the process ends anyway."""
     with suppress(OSError):
         sys.stderr.write(f"{why}\n")
         sys.stderr.flush()
 
 
 def node_address() -> str:
-    """Returns the IP address of the node on which this process runs."""
     return str(ray.util.get_node_ip_address())

@@ -1,7 +1,6 @@
 """LocalGroup is a pool whose workers are threads of this process (`backend="local"` of cluster.py), e.g. for tests.
 
-It behaves like a pool of Ray actors: arguments and results are pickled, so that caller and worker share no memory, and
-numpy arrays that arrive are read-only.
+As in a pool of Ray actors, arguments and results are pickled, and numpy arrays that arrive are read-only.
 """
 
 import asyncio
@@ -67,7 +66,6 @@ class Lane(concurrent.futures.Executor):
         self._queue.put(None)
 
     def join(self, until: float) -> None:
-        """Waits until the thread has ended, but not longer than until `time.monotonic()` is `until`."""
         if self._thread is not None:
             self._thread.join(max(0.0, until - time.monotonic()))
 
@@ -88,7 +86,6 @@ class LocalWorker:
         self._lanes = {lane: Lane(f"{name}/{lane}") for lane in ("main", *spec.lanes)}
 
     async def build(self) -> None:
-        """Builds the worker's object. Raises WorkerFailed if its factory fails."""
         arguments = {**self._spec.arguments, "index": self.index, "name": self.name}
         parcel = Parcel(arguments)
         factory = self._spec.factory
@@ -115,7 +112,6 @@ class LocalWorker:
             lane.shutdown()
 
     def join(self, until: float) -> None:
-        """Waits until the worker's threads have ended, but not longer than until `time.monotonic()` is `until`."""
         for lane in self._lanes.values():
             lane.join(until)
 
@@ -158,7 +154,6 @@ class LocalGroup:
         self._incarnations = [0] * spec.num_workers
 
     async def start(self) -> None:
-        """Builds all workers at the same time. Raises WorkerFailed or DeadlineExceeded."""
         workers = [LocalWorker(self.spec, index, f"{self.spec.name}-{index}") for index in range(self.spec.num_workers)]
         self.workers, self._hosts = list(workers), workers
         async with deadline(self._start_deadline, f"starting the pool {self.spec.name}"):

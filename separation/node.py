@@ -1,7 +1,4 @@
-"""Checks of the nodes of a cluster: the same code, the same files, and a folder for Ray's sockets.
-
-ray_pool.py compares the code before it builds a worker; the doctor (async_flowrl/cli/doctor.py) makes all checks.
-"""
+"""A node of a cluster: its code, its files and sockets, its memory within control groups, and the CPUs near a GPU."""
 
 import hashlib
 import importlib.util
@@ -46,10 +43,7 @@ class OtherCode(RuntimeError):
 
 
 def code_of(packages: Sequence[str]) -> dict[str, str]:
-    """Returns package → digest (12 hex digits) of the Python files that this process would import; `none` if none.
-
-    The packages are not imported.
-    """
+    """Returns package → digest (12 hex digits) of its Python files, not imported, or `none` if there are none."""
     digests: dict[str, str] = {}
     for package in packages:
         spec = importlib.util.find_spec(package)
@@ -63,10 +57,9 @@ def code_of(packages: Sequence[str]) -> dict[str, str]:
 
 
 def compare_code(here: Mapping[str, str], there: Mapping[str, str], *, node: str, worker: str) -> None:
-    """Raises OtherCode, which names the package and the node, if a digest of `here` is not the same in `there`.
+    """Raises OtherCode, which names package and node, if a digest differs: on the node, or because of an edit since.
 
-    `here` comes from `code_of` in this process when the run started, `there` from `code_of` in `worker` on `node`. The
-    message says whether the node differs or the code was edited since.
+    `here` comes from `code_of` in this process when the run started, `there` from `code_of` in `worker` on `node`.
     """
     for package, digest in here.items():
         if there.get(package) != digest:
@@ -123,7 +116,6 @@ class NodeMemory:
 
 
 def node_memory() -> NodeMemory:
-    """Returns the memory of this node."""
     namespace = NAMESPACE.readlink().name if NAMESPACE.is_symlink() else ""
     place = " ".join([namespace, *(str(folder) for folder, _ in control_groups())])
     return NodeMemory(socket.gethostname(), total_memory(), free_memory(), swap_space(), place)
@@ -185,10 +177,7 @@ PCI = Path("/sys/bus/pci/devices")
 
 
 def bind() -> str:
-    """Restricts this process to the CPUs near its first GPU; returns a sentence for the log that says what was done.
-
-    Only CPUs that the process may use already (cgroups, `taskset`) are taken. Initialises CUDA if that is not done yet.
-    """
+    """Restricts this process to the CPUs near its first GPU, among those it may use; returns a sentence for the log."""
     import torch
 
     if not torch.cuda.is_available():
@@ -199,7 +188,7 @@ def bind() -> str:
 
 
 def bind_beside(device: Path) -> str:
-    """Does what `bind` does, for the PCI device whose folder in sysfs is `device`."""
+    """As `bind`, for the PCI device whose folder in sysfs is `device`."""
     table = device / "local_cpulist"
     if not table.is_file():
         return f"{table} does not exist, so the GPU's NUMA node is unknown"

@@ -1,8 +1,7 @@
-"""Placement of the workers: computes what to reserve on a Ray cluster, and refuses what does not fit, with a table.
+"""Placement of the workers: what to reserve on a Ray cluster, and a refusal, with a table, of what does not fit.
 
-ray_cluster.py uses it before workers start, and cluster.py to check the arguments; nothing here talks to Ray. In Ray's
-terms, a bundle is an amount of resources on one node, and a placement group is a list of bundles that is reserved as a
-whole. A seat is the place of one worker, i.e. its share of a bundle.
+In Ray's terms, a bundle is an amount of resources on one node, and a placement group is a list of bundles that is
+reserved as a whole. A seat is the place of one worker, i.e. its share of a bundle. Nothing here talks to Ray.
 """
 
 import math
@@ -43,8 +42,6 @@ class Seat:
 
 @dataclass(frozen=True)
 class Reservation:
-    """One placement group and the workers that will sit in it."""
-
     name: str
     bundles: tuple[Resources, ...]
     seats: tuple[Seat, ...]
@@ -52,10 +49,8 @@ class Reservation:
 
 
 def device_resources(spec: PoolSpec, exists: Resources) -> dict[str, float]:
-    """Returns the device that a worker of the pool needs, as a Ray resource; empty if it needs or finds none.
-
-    It is GPU if the cluster has GPUs, otherwise the custom resource with the pool's name (`own_cluster`) if it exists.
-    """
+    """Returns the device that a worker of the pool needs, as a Ray resource; empty if it needs or finds none."""
+    # Without GPUs it is the custom resource of the pool's name (`own_cluster`), if that exists.
     if spec.gpus_per_worker <= 0:
         return {}
     if exists.get("GPU", 0) > 0:
@@ -64,16 +59,14 @@ def device_resources(spec: PoolSpec, exists: Resources) -> dict[str, float]:
 
 
 def needs_of(spec: PoolSpec, exists: Resources) -> dict[str, float]:
-    """Returns the resources that one worker of the pool needs: CPUs, and its device."""
     return {"CPU": spec.cpus_per_worker, **device_resources(spec, exists)}
 
 
 def reserve(pools: Sequence[PoolSpec], exists: Resources) -> list[Reservation]:
-    """Returns the reservations of all pools, in the order in which they should be made.
+    """Returns the reservations of all pools, in order: process groups first. Raises ValueError for equal pool names.
 
-    Process groups come first. A process group is one reservation, and so is a pool with workers_per_node, with one
-    bundle per node. Every other worker is a reservation of its own, so that a lost node ends only the workers on it.
-    For an elastic pool only its `least` workers are included. Raises ValueError for equal pool names.
+    A process group is one reservation, and so is a pool with workers_per_node, with one bundle per node. Every other
+    worker is a reservation of its own, so that a lost node ends only the workers on it. Elastic pools get their least.
     """
     if len({spec.name for spec in pools}) != len(pools):
         raise ValueError(f"pool names must differ, got {', '.join(spec.name for spec in pools)}")
@@ -94,9 +87,8 @@ def reserve(pools: Sequence[PoolSpec], exists: Resources) -> list[Reservation]:
 def own_cluster(pools: Sequence[PoolSpec], cores: int) -> tuple[int, dict[str, float]]:
     """Returns the number of logical CPUs and the custom resources for a cluster started for these pools on one machine.
 
-    The logical CPUs may exceed the machine's `cores`, because most workers wait most of the time. The custom resources,
-    one unit per worker that asks for a GPU, stand in for GPUs on a machine without any. Raises ResourcesMissing if the
-    CPUs exceed MAX_PROCESSES_PER_CORE per core, or if Ray has no folder for its sockets.
+    The CPUs may exceed `cores`, because most workers wait most of the time. The custom resources stand in for GPUs on a
+    machine without any. Raises ResourcesMissing above MAX_PROCESSES_PER_CORE, or without a folder for sockets.
     """
     if refusal := temporary_refusal():
         raise ResourcesMissing(refusal)
@@ -113,7 +105,6 @@ def own_cluster(pools: Sequence[PoolSpec], cores: int) -> tuple[int, dict[str, f
 
 
 def totals(groups: Iterable[Resources]) -> Counter[str]:
-    """Sums resources by name."""
     total: Counter[str] = Counter()
     for group in groups:
         total.update(group)
@@ -121,11 +112,9 @@ def totals(groups: Iterable[Resources]) -> Counter[str]:
 
 
 def check_fits(reservations: Sequence[Reservation], nodes: Sequence[Resources]) -> None:
-    """Raises ResourcesMissing if the reservations could never be made, even if nobody else used the cluster.
-
-    `nodes` holds the resources of each node. The reasons are: the nodes together have too little of a resource, a
-    bundle is larger than every node, or there are too few nodes for bundles that must be on different nodes.
-    """
+    """Raises ResourcesMissing if the reservations could never be made, even if nobody else used the cluster."""
+    # Because the nodes together have too little, a bundle is larger than every node, or nodes for bundles apart are too
+    # few.
     bundles = [bundle for reservation in reservations for bundle in reservation.bundles]
     asked, exists = totals(bundles), totals(nodes)
     for name in asked:
@@ -204,9 +193,9 @@ def shortage(
     *,
     free: Callable[[str], float] | None = None,
 ) -> str:
-    """Returns the `headline` and tables of what was asked and what exists, by pool and by resource.
+    """Returns the `headline` and tables of what was requested and what exists, by pool and by resource.
 
-    With `free`, which returns the free amount of a resource, a column shows it. Without it, and with several nodes, a
+    With `free`, which returns the free amount of a resource, a column shows it; without it, and with several nodes, a
     further table shows which node has room for which workers.
     """
     pools: dict[str, list[Seat]] = {}
@@ -235,10 +224,7 @@ def _text(resources: Resources) -> str:
 
 
 def share_of_node(needs: Resources, workers: int) -> dict[str, float]:
-    """Returns the resources that `workers` workers need together on one node.
-
-    A number of GPUs above 1 is rounded up to a whole one, because Ray cannot reserve, for example, 1.5 GPUs.
-    """
+    # GPUs above 1 are rounded up to a whole number, because Ray cannot reserve 1.5 of them.
     together = {name: amount * workers for name, amount in needs.items()}
     if (gpus := together.get("GPU", 0)) > 1:
         together["GPU"] = float(math.ceil(gpus - EPSILON))
@@ -246,7 +232,6 @@ def share_of_node(needs: Resources, workers: int) -> dict[str, float]:
 
 
 def holds(node: Resources, bundle: Resources) -> bool:
-    """Returns True if the node has at least the resources of the bundle."""
     return all(node.get(name, 0) >= amount - EPSILON for name, amount in bundle.items())
 
 

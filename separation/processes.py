@@ -57,10 +57,7 @@ def kill_new(before: Collection[psutil.Process]) -> list[psutil.Process]:
 
 
 def kill_trees(roots: Callable[[], Sequence[psutil.Process]]) -> list[psutil.Process]:
-    """Kills all processes that `roots` returns, with their descendants, and returns them.
-
-    Each of them is stopped (SIGSTOP) before any is killed, so that none starts another one meanwhile.
-    """
+    """Kills the processes of `roots()` with their descendants; all are stopped first, so that none starts another."""
     stopped: list[psutil.Process] = []
     while missed := [each for root in roots() for each in (root, *descendants(root.pid)) if each not in stopped]:
         for process in dict.fromkeys(missed):
@@ -98,12 +95,13 @@ def ctrl_c_ignored() -> Iterator[None]:
 
 @contextmanager
 def sigterm_ours_alone() -> Iterator[None]:
-    """Context in which started processes inherit a blocked SIGTERM; it also keeps this process's own SIGTERM handler.
-
-    `ray.init` replaces the handler. Slurm, `timeout` and shells send SIGTERM to every process of a job. This process
-    then ends in order, with a checkpoint, and needs its workers for that; they are ended by SIGKILL when it is done.
-    Daemons and the workers that they start inherit the mask of blocked signals.
-    """
+    """Context in which started processes inherit a blocked SIGTERM; this process keeps its own handler."""
+    # `ray.init` replaces the handler. Slurm, `timeout` and shells send SIGTERM to every process of a job. This process
+    # then ends in order, with a checkpoint, and needs its workers for that; they are ended by SIGKILL when it is done.
+    # Daemons and the workers that they start inherit the mask of blocked signals.
+    # `ray.init` replaces the handler. Slurm, `timeout` and shells send SIGTERM to every process of a job. This process
+    # then ends in order, with a checkpoint, and needs its workers for that; they are ended by SIGKILL when it is done.
+    # Daemons and the workers that they start inherit the mask of blocked signals.
     if threading.current_thread() is not threading.main_thread():
         yield
         return

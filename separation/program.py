@@ -1,7 +1,4 @@
-"""Program runs a command in a process of its own, which ends when the worker process that started it has ended.
-
-The workers of reward servers use it (async_flowrl/rewards/served.py).
-"""
+"""Program runs a command in a process of its own, which ends when the worker process that started it has ended."""
 
 import contextlib
 import os
@@ -22,16 +19,14 @@ _ENDED = os.WEXITED | os.WNOWAIT  # Options of waitid: has the reaper ended? It 
 
 
 class Program:
-    """One run of a command, with its output appended to `log`.
+    """One run of a command, with its output appended to `log`."""
 
-    A reaper process (reaper.py) between this process and the program ends the program, and all processes that it
-    started, when this process is gone.
-    """
+    # A reaper (reaper.py) ends it, and all that it started, when this process is gone.
 
     def __init__(self, command: Sequence[str], *, environment: Mapping[str, str], log: Path, grace: float) -> None:
-        """Starts the command. `environment` is its whole environment, `grace` the seconds that `stop` gives it.
+        """Starts the command in `environment`; `grace` is the time limit of `stop`.
 
-        Raises OSError if the log cannot be written.
+        OSError if the log can't be written.
         """
         self.command, self.log, self._grace = list(command), log, grace
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -49,10 +44,8 @@ class Program:
         self.pid = self._reaper.pid  # Pid of the reaper, which is also the id of the process group.
 
     def exit_code(self) -> int | None:
-        """Returns the exit code, 128 + n after signal n, 127 if it was not found; None while the program runs.
-
-        When the program has ended, what is left of its process group is killed.
-        """
+        """Returns the exit code, 128 + n after signal n, 127 if it was not found; None while the program runs."""
+        # When the program has ended, what is left of its process group is killed.
         with self._ending:
             if self._reaper.returncode is None and os.waitid(os.P_PID, self.pid, _ENDED | os.WNOHANG) is not None:
                 # Only until the reaper is reaped its pid, and so the group's id, can't be that of other processes.
@@ -61,7 +54,6 @@ class Program:
             return self._reaper.returncode
 
     def wait(self) -> int:
-        """Waits for the end of the program, and returns the exit code."""
         while (code := self.exit_code()) is None:
             with contextlib.suppress(ChildProcessError):  # Another thread has reaped it.
                 os.waitid(os.P_PID, self.pid, _ENDED)
@@ -93,6 +85,5 @@ class Program:
             return False
 
     def _kill_group(self) -> None:
-        """Kills processes that are left if the reaper itself was killed."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)

@@ -1,7 +1,4 @@
-"""The Ray cluster of a run: RayConnection joins or starts one, RaySession builds the run's workers there and cleans up.
-
-cluster.py uses both.
-"""
+"""The Ray cluster of a run: RayConnection joins or starts one, RaySession builds the workers there and cleans up."""
 
 import asyncio
 import logging
@@ -68,9 +65,8 @@ class RayConnection:
     def __init__(self, pools: Sequence[PoolSpec], address: str | None) -> None:
         """Joins the cluster at `address`, or starts one on this machine for the pools if it is None.
 
-        If this process is connected to Ray already, that connection is used. Raises ResourcesMissing if the cluster
-        cannot be joined, or if this machine is too small for the pools. If it raises anything, no process that it
-        started is left.
+        A connection that this process has already is used. Raises ResourcesMissing if the cluster cannot be joined, or
+        this machine is too small for the pools. If it raises anything, no process that it started is left.
         """
         self.ours = not ray.is_initialized()  # True if the connection was made here, so that `disconnect` may end it.
         self.daemons: list[psutil.Process] = []
@@ -88,17 +84,14 @@ class RayConnection:
             self.daemons = [process for process in descendants(os.getpid()) if process not in before]
 
     def close(self) -> None:
-        """Ends the connection and everything that was started for it; blocks for up to some seconds."""
         processes = [*self.daemons, *(child for daemon in self.daemons for child in descendants(daemon.pid))]
         if self.ours and ray.is_initialized():
             self.disconnect()
         end_remaining(processes)
 
     def disconnect(self) -> None:
-        """Leaves the cluster, and ends it if it was started here.
-
-        Ray's shutdown waits a second for each daemon that ignores SIGTERM, so a thread kills the daemons meanwhile.
-        """
+        """Leaves the cluster, and ends it if it was started here."""
+        # Ray's shutdown waits a second for each daemon that ignores SIGTERM, so a thread kills the daemons meanwhile.
 
         def kill_daemons() -> None:
             while ray.is_initialized():
@@ -112,7 +105,6 @@ class RayConnection:
 
 
 def end_remaining(processes: Sequence[psutil.Process]) -> None:
-    """Kills the processes that outlive their cluster by GRACE_SECONDS; logs a warning for each."""
     for process in kill_remaining(processes, grace=GRACE_SECONDS):
         log.warning("killed process %d, which outlived its cluster by %g s", process.pid, GRACE_SECONDS)
 
@@ -178,7 +170,6 @@ class RaySession:
     """The placement groups and workers of one run on one cluster."""
 
     def __init__(self, pools: Sequence[PoolSpec], connection: RayConnection) -> None:
-        """The workers of `pools` will be on the cluster of `connection`, which `close` ends."""
         self._pools = pools
         self._connection = connection
         self._placement_groups: list[PlacementGroup] = []
@@ -186,10 +177,9 @@ class RaySession:
         self._headless = False
 
     async def start(self, *, start_deadline: float, log_dir: Path | None, store_bytes: int) -> dict[str, WorkerGroup]:
-        """Reserves the seats of all pools, builds their workers, and returns pool name → pool.
+        """Reserves the seats of all pools, builds their workers, and returns pool name → pool; see `cluster`.
 
-        The arguments are those of `cluster` (cluster.py). Raises ResourcesMissing, OtherCode, WorkerFailed, WorkerDied
-        or DeadlineExceeded.
+        Raises ResourcesMissing, OtherCode, WorkerFailed, WorkerDied or DeadlineExceeded.
         """
         nodes = living_resources()
         exists = totals(nodes)
@@ -219,11 +209,9 @@ class RaySession:
             raise
 
     def close(self) -> None:
-        """Kills the workers, gives back the reservations, ends a cluster started here; blocks for some seconds.
-
-        It awaits nothing, so no cancellation can interrupt it. If the head is lost, Ray would block for long; then only
-        the processes on this machine are killed, and workers on other nodes end themselves (head_watchdog.py).
-        """
+        """Kills the workers, gives back the reservations, ends a cluster started here; blocks for some seconds."""
+        # It awaits nothing, so no cancellation can interrupt it. If the head is lost, Ray would block for long; then
+        # only the processes on this machine are killed, and workers on other nodes end themselves (head_watchdog.py).
         ours = self._processes()
         if self._headless:
             for process in ours:
@@ -238,7 +226,6 @@ class RaySession:
         end_remaining(ours)
 
     def _processes(self) -> list[psutil.Process]:
-        """Returns this machine's processes that must be gone at the end: own daemons, workers, and their children."""
         workers = [worker for group in self._groups.values() for worker in group.processes()]
         roots = [process for process in [*self._connection.daemons, *workers] if alive(process)]
         return roots + [process for root in roots for process in descendants(root.pid)]
@@ -246,10 +233,8 @@ class RaySession:
     async def _take(
         self, reservations: Sequence[Reservation], nodes: Sequence[Resources], seconds: float
     ) -> dict[tuple[str, int], ReservedSeat]:
-        """Reserves a placement group for each reservation, in order, so that earlier reservations are served first.
-
-        Returns (pool, index) → seat. Raises ResourcesMissing after `seconds`.
-        """
+        """In order, so that earlier reservations are served first."""
+        # Returns (pool, index) → seat.
         reserved: dict[tuple[str, int], ReservedSeat] = {}
         pending: list[PlacementGroup] = []
         try:
@@ -272,11 +257,9 @@ class RaySession:
         return reserved
 
     async def _reserve(self, reservation: Reservation) -> PlacementGroup:
-        """Requests a placement group: on one node if one has room now, otherwise on few nodes.
-
-        If another user takes the room meanwhile, the request for one node is replaced after ONE_NODE_SECONDS. A
-        reservation whose bundles must be on different nodes is requested once.
-        """
+        # A placement group on one node if one has room now, otherwise on few. If another user takes the room meanwhile,
+        # the request for one node is replaced after ONE_NODE_SECONDS. Bundles that must be on different nodes are
+        # requested once.
         one_or_few = (packing(reservation, free_by_node()), PACK)
         for strategy in (STRICT_SPREAD,) if reservation.apart else dict.fromkeys(one_or_few):
             taken = placement_group([dict(bundle) for bundle in reservation.bundles], strategy=strategy)
@@ -305,7 +288,6 @@ async def _created(group: PlacementGroup) -> None:
 
 
 def living_resources() -> list[Resources]:
-    """Returns all resources of each living node."""
     return [node["Resources"] for node in ray.nodes() if node["Alive"]]
 
 

@@ -1,7 +1,4 @@
-"""Every use of Ray's private modules in this project; tested with Ray 2.50 and 2.60.
-
-Drain notices, free resources by node, the GPUs of this machine, and the import path of workers.
-"""
+"""Every use of Ray's private modules in this project; tested with Ray 2.50 and 2.60."""
 
 import json
 import math
@@ -21,21 +18,19 @@ from separation.placement import Resources
 
 
 def draining() -> dict[str, float]:
-    """Node id → seconds until the node ends, infinity where the notice has no deadline. Asks the head, and waits.
+    """Returns node id → seconds until the node ends, infinity where the notice has no deadline.
 
-    `ray drain-node`, KubeRay and Ray's autoscaler send a notice before they end a node. Its deadline is a time of day
-    on the clock of whoever sent it.
+    Asks the head, and waits.
     """
+    # `ray drain-node`, KubeRay and Ray's autoscaler send a notice before they end a node. Its deadline is a time of day
+    # on the clock of whoever sent it.
     now = time.time()
     deadlines: dict[str, int] = state.get_draining_nodes()
     return {node: max(0.0, at / 1000 - now) if at else math.inf for node, at in deadlines.items()}
 
 
 def free_by_node(nodes: Sequence[Mapping[str, Any]] | None = None) -> list[Resources]:
-    """Returns the free resources of each living node; all of its resources for a node that has not reported yet.
-
-    `nodes` are entries of `ray.nodes()`; None means all nodes of the cluster.
-    """
+    """Returns the free resources of each living node (`nodes`: entries of `ray.nodes()`); all, before its report."""
     free, nodes = available_resources_per_node(), ray.nodes() if nodes is None else nodes
     return [free.get(node["NodeID"], node["Resources"]) for node in nodes if node["Alive"]]
 

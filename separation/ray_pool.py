@@ -1,8 +1,7 @@
 """A pool whose workers are Ray actors, each in a process of its own (`backend="ray"` of cluster.py): RayGroup.
 
-Ray does not restart them when they die, because a restarted process would lack its state and still have the old name.
-Instead `RayGroup.replace` makes a new worker with a new name. Each worker has a seat, a share of a placement group;
-in an elastic pool, whose size may change, every seat is a placement group of its own (Seats, ElasticRayGroup).
+Ray does not restart them when they die, because a restarted process would lack its state and still have the old name;
+`RayGroup.replace` makes a new worker with a new name. In an elastic pool every seat is a placement group of its own.
 """
 
 import asyncio
@@ -65,8 +64,6 @@ SUCCESSOR_SECONDS = 10.0  # Time that the successor of a lost worker waits for a
 
 @dataclass(frozen=True)
 class ReservedSeat:
-    """A worker's share of a bundle of a placement group."""
-
     group: PlacementGroup
     bundle: int  # Index of the bundle in the placement group.
     share: Resources
@@ -74,18 +71,15 @@ class ReservedSeat:
 
 
 class Seats:
-    """The seats of an elastic pool: as many as the cluster has room for, up to `most`.
+    """The seats of an elastic pool: as many as the cluster has room for, up to `most`."""
 
-    For every seat that is still missing, a placement group stays requested; Ray's autoscaler may start nodes for these.
-    Calls of Ray run in a thread of their own, because they block while the cluster's head node does not answer.
-    """
+    # For every seat that is still missing, a placement group stays requested; Ray's autoscaler may start nodes for
+    # these. Calls of Ray run in a thread of their own, because they block while the cluster's head node does not
+    # answer.
 
     def __init__(self, needs: Resources, most: int, reserved: list[PlacementGroup]) -> None:
-        """`needs` holds the resources of one worker, `reserved` all placement groups of the session.
-
-        The session removes the groups in `reserved` at its end. This object adds its own groups to the list, and takes
-        them out when they are given back.
-        """
+        # The session removes the groups in `reserved` at its end. This object adds its own groups to the list, and
+        # takes them out when they are given back.
         self._needs, self._most, self._reserved = dict(needs), most, reserved
         self._taken: list[PlacementGroup] = []
         self._waiting: list[PlacementGroup] = []
@@ -94,12 +88,10 @@ class Seats:
         self._lane, self._one_asks = Lane("seats"), asyncio.Lock()
 
     def adopt(self, group: PlacementGroup) -> ReservedSeat:
-        """Returns the seat in a placement group that the session has created, and counts it as taken."""
         self._taken.append(group)
         return ReservedSeat(group, 0, self._needs, _node_of(group) or "")
 
     async def available(self, seconds: float) -> list[ReservedSeat]:
-        """Takes and returns all seats that are free now or become free within `seconds`."""
         end = asyncio.get_running_loop().time() + seconds
         seats: list[ReservedSeat] = []
         while len(self._taken) < self._most and (seat := await self._until(end)) is not None:
@@ -114,10 +106,7 @@ class Seats:
             await asyncio.sleep(POLL_SECONDS)
 
     async def successor(self, old: ReservedSeat) -> ReservedSeat:
-        """Gives a lost worker's seat back, then takes and returns a free one, which may be the same.
-
-        Raises NoSeat if there is none within SUCCESSOR_SECONDS.
-        """
+        """Gives a lost worker's seat back, then takes a free one, perhaps the same; NoSeat after SUCCESSOR_SECONDS."""
         self._successors += 1
         end = asyncio.get_running_loop().time() + SUCCESSOR_SECONDS
         try:
@@ -129,7 +118,6 @@ class Seats:
             self._successors -= 1
 
     async def _until(self, end: float) -> ReservedSeat | None:
-        """Takes and returns the first seat that is free, or None if none is before `end` on the loop's clock."""
         while (seat := await self._look()) is None and asyncio.get_running_loop().time() <= end:  # noqa: ASYNC110
             await asyncio.sleep(POLL_SECONDS / 4)
         return seat
@@ -166,7 +154,7 @@ class Seats:
         return None
 
     def _reserve_one(self) -> bool:
-        """Requests one seat. It runs in the thread, so a cancelled caller cannot lose a placement group."""
+        # Runs in the thread, so a cancelled caller cannot lose a placement group.
         if len(self._taken) + len(self._waiting) < self._most:
             asked = placement_group([dict(self._needs)], strategy="PACK")
             self._reserved.append(asked)
@@ -178,10 +166,7 @@ class Seats:
         await self._ask(lambda: remove_placement_group(group), None)
 
     async def _ask(self, question: Callable[[], T], unanswered: T) -> T:
-        """Runs `question` in the thread and returns its result, or `unanswered` if Ray's head does not answer.
-
-        A dead head is noticed in head_watchdog.py. The question runs to its end even if the caller is cancelled.
-        """
+        # A dead head is noticed in head_watchdog.py. The question runs to its end even if the caller is cancelled.
         try:
             return await asyncio.shield(asyncio.get_running_loop().run_in_executor(self._lane, question))
         except exceptions.RayError as error:
@@ -190,16 +175,14 @@ class Seats:
 
 
 def _node_of(group: PlacementGroup) -> str | None:
-    """Returns the id of the node of a placement group with one bundle; None while it is only requested."""
     known: dict[str, Any] = placement_group_table(group)
     return str(known["bundles_to_node_id"][0]) if known["state"] == "CREATED" else None
 
 
 class RayWorker:
-    """A worker in a Ray actor (a ProcessHost, worker_process.py); implements `Worker` (group.py).
+    """A worker in a Ray actor (a ProcessHost, worker_process.py); implements `Worker` (group.py)."""
 
-    The lane "main" is the actor's default queue; each other lane is a Ray concurrency group with one thread.
-    """
+    # The lane "main" is the actor's default queue; each other lane is a Ray concurrency group with one thread.
 
     def __init__(
         self,
@@ -211,10 +194,7 @@ class RayWorker:
         log_dir: Path | None,
         code: Mapping[str, str] | None,
     ) -> None:
-        """Creates the actor without waiting for its process.
-
-        `code` (see `code_of`) is compared with the node's; None on a cluster of one node.
-        """
+        """Creates the actor without waiting for it; `code` (`code_of`) is compared with the node's, None on one."""
         if _WATCH in spec.lanes:
             raise ValueError(f"the lane name {_WATCH!r} is taken")
         self.name, self.pool, self.index = name, spec.name, index
@@ -267,7 +247,6 @@ class RayWorker:
         await self._gone.wait()
 
     def _create(self, seat: ReservedSeat) -> Any:
-        """Creates the actor at the seat, with one concurrency group per lane; Ray never restarts it."""
         share = dict(seat.share)
         owns_gpu = share.get("GPU", 0) > 0
         # Ray has set the visible GPUs of a worker that owns one. Newer versions of it show all GPUs to the others.
@@ -331,10 +310,7 @@ class RayWorker:
 
 
 class RayGroup:
-    """A pool of RayWorkers of fixed size; implements `WorkerGroup` (group.py).
-
-    The successor of a worker takes the same seat, `reserved[index]`.
-    """
+    """A pool of RayWorkers of fixed size; a worker's successor takes the same seat."""
 
     def __init__(
         self, spec: PoolSpec, reserved: Sequence[ReservedSeat], *, start_deadline: float, log_dir: Path | None = None
@@ -351,7 +327,6 @@ class RayGroup:
         self.workers: list[Worker] = list(self._hosts.values())
 
     async def start(self) -> None:
-        """Builds all workers at the same time. Raises WorkerFailed, WorkerDied, OtherCode or DeadlineExceeded."""
         async with deadline(self._start_deadline, f"starting the pool {self.spec.name}", report=self._unready):
             await together(*(host.build() for host in self._hosts.values()))
 
@@ -368,7 +343,6 @@ class RayGroup:
         return fresh
 
     async def _seat_after(self, seat: ReservedSeat) -> ReservedSeat:
-        """Returns the seat for the successor of the worker that had this one."""
         return seat
 
     async def fetch(self, ref: Ref) -> Any:
@@ -384,11 +358,9 @@ class RayGroup:
         await together(*(host.gone() for host in self._hosts.values()))
 
     def processes(self) -> list[psutil.Process]:
-        """Returns the live processes of the workers that run on this machine."""
         return [host.process for host in self._hosts.values() if host.process is not None and alive(host.process)]
 
     def kill(self) -> None:
-        """Kills every worker without waiting."""
         for host in self._hosts.values():
             host.kill()
 

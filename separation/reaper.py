@@ -1,11 +1,8 @@
 """The reaper runs a program and ends it, with all processes that it started, when its own parent process is gone.
 
-Usage: python reaper.py PARENT GRACE COMMAND..., with the pid of the parent and a time in seconds; program.py starts it.
-The reaper is a separate process between a worker and the program, because a worker may be killed at any time; it checks
-several times a second whether its parent is alive. It must be started as the leader of a session and process group.
-Most processes of the program are in this group; the others are found as descendants of the reaper, which becomes the
-parent of orphans among them. After SIGTERM the reaper sends SIGTERM to all of them, waits at most GRACE seconds, and
-then sends SIGKILL. Its exit code is that of the program, or 128 + n if signal n ended the program.
+Usage: python reaper.py PARENT GRACE COMMAND..., with the pid of the parent and the seconds between SIGTERM and SIGKILL;
+as the leader of a session. Its exit code is that of the program, or 128 + n if signal n ended the program. It is a
+process of its own because a worker may be killed at any time; it becomes the parent of orphans of the program.
 """
 
 import contextlib
@@ -26,10 +23,7 @@ _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 def main(parent: int, grace: float, command: list[str]) -> int:
-    """Runs the command until it ends, the parent is gone, or SIGTERM arrives; returns the exit code.
-
-    The exit code is 127 if the command cannot be started.
-    """
+    """Runs the command until it ends, the parent is gone, or SIGTERM arrives; returns its exit code, or 127."""
     asked = False
 
     def ask(number: int, frame: FrameType | None) -> None:
@@ -70,7 +64,6 @@ def _ended(program: "subprocess.Popen[bytes]") -> int | None:
 
 
 def _end_in_order(program: "subprocess.Popen[bytes]", grace: float) -> None:
-    """Sends SIGTERM to all descendants and waits until they have ended, at most `grace` seconds."""
     for process in _descendants():
         with contextlib.suppress(psutil.NoSuchProcess):
             process.terminate()
@@ -80,7 +73,7 @@ def _end_in_order(program: "subprocess.Popen[bytes]", grace: float) -> None:
 
 
 def _kill_all() -> None:
-    """Sends SIGKILL to all descendants until there are none, because one may start another meanwhile."""
+    # Until there are none, because one may start another meanwhile.
     for _ in range(KILL_ROUNDS):
         if not (processes := _descendants()):
             return
@@ -101,13 +94,12 @@ def _alive(process: psutil.Process) -> bool:
 
 
 def _die_with_the_reaper() -> None:
-    """Runs in the program's process before exec: makes Linux kill the program if the reaper is killed."""
+    # Runs in the program's process before exec: Linux kills the program if the reaper is killed.
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _prctl(option: int, value: int) -> None:
-    """Calls prctl on Linux; does nothing elsewhere, where orphans are found by their process group only."""
-    if sys.platform == "linux":
+    if sys.platform == "linux":  # Elsewhere orphans are found by their process group only.
         ctypes.CDLL(None).prctl(option, value)
 
 

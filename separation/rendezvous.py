@@ -1,7 +1,6 @@
 """Rendezvous: the workers of a pool become the ranks of torch.distributed's default process group, and leave it.
 
-async_flowrl/run/launch.py calls `join_process_group`, which runs the other functions in the workers. Rank 0 opens the
-TCP store on a free port that the system picks, and keeps it open, so that no other process can take the port.
+Rank 0 opens the TCP store on a free port that the system picks, and keeps it, so that no other process can take it.
 """
 
 import os
@@ -32,9 +31,7 @@ def open_store(world: int, timeout: float) -> int:
 def join(rank: int, world: int, address: str, port: int, timeout: float, device: str | None = None) -> None:
     """Joins the default group as a rank, with nccl and gloo on "cuda", gloo on "cpu"; None: cuda if it is available.
 
-    `address` and `port` are those of rank 0's store. The environment gets torchrun's variables; LOCAL_RANK is 0,
-    because each rank sees only its own devices. `timeout`, in seconds, is that of joining and of every collective.
-
+    `address` and `port` are those of rank 0's store; `timeout`, in seconds, is that of joining and of every collective.
     Raises DistStoreError if a rank is missing when the time is over, and ValueError if the process is in a group.
     """
     import torch
@@ -62,11 +59,9 @@ def join(rank: int, world: int, address: str, port: int, timeout: float, device:
 
 
 def interface_towards(host: str) -> str | None:
-    """Returns the name of the network interface on the route to a host; None if it is unknown. Nothing is sent.
-
-    By default gloo would take the interface of the machine's host name, which may be loopback (Debian's /etc/hosts) or
-    unreachable for other nodes.
-    """
+    """Returns the name of the network interface on the route to a host; None if it is unknown. Nothing is sent."""
+    # By default gloo would take the interface of the machine's host name, which may be loopback (Debian's /etc/hosts)
+    # or unreachable for other nodes.
     import psutil
 
     try:
@@ -84,7 +79,6 @@ def interface_towards(host: str) -> str | None:
 
 
 def leave() -> None:
-    """Leaves the process group, if the process is in one; other ranks may be dead already."""
     import torch.distributed as dist
 
     if dist.is_initialized():
@@ -93,9 +87,9 @@ def leave() -> None:
 
 
 async def join_process_group(group: WorkerGroup, *, timeout: float) -> None:
-    """Makes the group's workers the ranks 0..n-1 of a new default process group; each leaves the earlier one first.
+    """Makes the workers the ranks 0..n-1 of a new default group; each leaves the earlier one.
 
-    `timeout`, in seconds, is that of joining and of every later collective of the group. Raises DeadlineExceeded.
+    Raises DeadlineExceeded.
     """
     world, timeout = len(group.workers), min(timeout, MAX_TIMEOUT_SECONDS)
     async with deadline(timeout, f"joining the {world} ranks of {group.spec.name}"):

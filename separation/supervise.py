@@ -25,10 +25,7 @@ class DeadlineExceeded(TimeoutError):
 
 @asynccontextmanager
 async def limited(seconds: float, late: Callable[[], Exception]) -> AsyncIterator[None]:
-    """Raises `late()` if the body takes longer than `seconds`.
-
-    A cancellation from elsewhere and a TimeoutError of the body itself are not changed.
-    """
+    """Raises `late()` if the body takes longer; cancellations and TimeoutErrors of the body itself are not changed."""
     scope = asyncio.timeout(seconds)
     try:
         async with scope:
@@ -58,9 +55,8 @@ async def supervised(*coroutines: Coroutine[Any, Any, Any]) -> AsyncIterator[Non
     """Runs coroutines as tasks beside the body and cancels them at its end: `async with supervised(a(), b()):`.
 
     A failing task cancels the body; a task that returns early changes nothing. The first failure, of the body or of a
-    task, is raised by the block with its own traceback, and later failures become its notes. Of an exception group the
-    first member is raised, and the others become notes. Tasks are cancelled in reverse order of their start, and each
-    one is awaited before the next is cancelled.
+    task, is raised by the block with its own traceback, and later failures become its notes. Tasks are cancelled in
+    reverse order of their start, and each one is awaited before the next is cancelled.
     """
     body = asyncio.current_task()
     if body is None:
@@ -110,7 +106,6 @@ async def _end(tasks: Sequence[asyncio.Task[Any]], failures: list[tuple[str, Bas
 
 
 def _with_notes(failures: Sequence[tuple[str, BaseException]]) -> BaseException:
-    """Returns the first failure, with a note on where it was raised and one note for each later failure."""
     where, error = failures[0]
     first, *others = leaves(error)
     if where != _BODY:

@@ -1,5 +1,3 @@
-"""Plain text tables for messages that people read in a terminal."""
-
 from collections.abc import Callable, Sequence
 
 

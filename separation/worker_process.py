@@ -1,5 +1,4 @@
-"""The inside of a worker: a Host builds one object and runs the object's methods, in a thread of the caller's process;
-a ProcessHost does so in a process of its own (a Ray actor).
+"""The inside of a worker: a Host builds one object and runs its methods; a ProcessHost does so in a Ray actor.
 
 This module must not import torch or numpy, because their numbers of threads must be set before they are imported.
 """
@@ -48,18 +47,14 @@ def resolve(path: str) -> Any:
 
 
 class Host:
-    """Holds the object of one worker and forwards calls to it."""
-
     def __init__(self, name: str, *, threads: int) -> None:
         self.name = name
         self.threads = threads
         self._target: Any = None
 
     def build(self, factory: str, arguments: Mapping[str, Any]) -> None:
-        """Imports the factory (`pkg.module:attr`) and calls it with `arguments`. Raises RemoteError.
-
-        torch's threads are limited as soon as torch is there: before, by the import of the factory, or by its call.
-        """
+        """Imports the factory (`pkg.module:attr`) and calls it with `arguments`. Raises RemoteError."""
+        # torch's threads are limited as soon as torch is there: before, by the import of the factory, or by its call.
         try:
             limit_threads(self.threads)
             make = resolve(factory)
@@ -71,7 +66,7 @@ class Host:
             raise RemoteError.of(error) from None
 
     def run(self, method: str, *args: Any) -> Any:
-        """Returns the result of the object's method (`method` or `attribute.method`) or of `pkg.module:function`.
+        """Returns the result of a method (`method`, `attribute.method`) or of `pkg.module:function`.
 
         Raises RemoteError.
         """
@@ -82,10 +77,7 @@ class Host:
             raise RemoteError.of(error) from None
 
     def run_split(self, method: str, returns: int, *args: Any) -> tuple[Any, ...]:
-        """Runs a method whose result is a tuple of `returns` items, which Ray keeps as one object each.
-
-        Raises RemoteError if the method fails or returns anything else.
-        """
+        """Runs a method whose result is a tuple of `returns` items, for Ray an object each. Raises RemoteError."""
         result = self.run(method, *args)
         if not isinstance(result, tuple) or len(result) != returns:
             got = f"{len(result)} items" if isinstance(result, tuple) else type(result).__name__
@@ -95,11 +87,7 @@ class Host:
 
 
 class ProcessHost(Host):
-    """A Host in a process of its own; it sets the environment and redirects the output to `log_file`.
-
-    `allocator` holds settings of torch's memory allocator, used if no variable of ALLOCATOR_NAMES is set; empty sets
-    nothing.
-    """
+    """A Host in a process of its own, with its output in `log_file`; `allocator` is torch's if no variable sets it."""
 
     def __init__(
         self, name: str, *, threads: int, environment: Mapping[str, str], allocator: str, log_file: str | None
@@ -117,11 +105,9 @@ class ProcessHost(Host):
 
 
 def limit_threads(count: int) -> bool:
-    """Sets the number of torch's threads if torch has been imported, and returns whether it has been.
-
-    When torch is imported it takes its number of threads from `thread_environment`, but no more than the machine has
-    cores. This call is needed for more.
-    """
+    """Sets the number of torch's threads if torch has been imported, and returns whether it has been."""
+    # When torch is imported it takes its number of threads from `thread_environment`, but no more than the machine has
+    # cores. This call is needed for more.
     torch = sys.modules.get("torch")
     if torch is not None:
         torch.set_num_threads(count)
@@ -156,10 +142,9 @@ log = logging.getLogger(__name__)
 
 
 class CallTable:
-    """The unanswered calls of one worker. After `declare_dead`, each of them and each later call raises WorkerDied.
+    """The unanswered calls of one worker. After `declare_dead`, each of them and each later call raises WorkerDied."""
 
-    Late answers of a dead worker are discarded, because it may already have been replaced.
-    """
+    # Late answers of a dead worker are discarded, because it may already have been replaced.
 
     def __init__(self, worker: str) -> None:
         self.worker = worker
@@ -168,7 +153,6 @@ class CallTable:
         self._waiting: set[asyncio.Future[Any]] = set()
 
     def check(self) -> None:
-        """Raises WorkerDied if the worker is dead."""
         if self.reason is not None:
             raise WorkerDied(self.worker, self.reason)
 
@@ -190,7 +174,6 @@ class CallTable:
             settle(future, error=WorkerDied(self.worker, reason))
 
     async def watch(self) -> NoReturn:
-        """Waits until the worker dies and raises WorkerDied."""
         await self.open()
         raise AssertionError("unreachable: nobody answers this call")
 

@@ -1,7 +1,4 @@
-"""Measurement of an evaluation `Job`: makes images of the base model and of the trained one, scores and compares them.
-
-Both start from the same initial noises. `evaluate` is the entry point and returns a `Comparison`.
-"""
+"""Measurement of an evaluation `Job`: images of the base model and of the trained one, from the same initial noises."""
 
 import asyncio
 import json
@@ -46,18 +43,16 @@ ByPrompt = dict[int, tuple[float, ...]]  # Index of a prompt in the job to its s
 
 @dataclass
 class Scored:
-    """Measurements of one model: scores by name and prompt, and the images to show."""
-
     scores: dict[str, ByPrompt] = field(default_factory=dict)
     images: Images = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Row:
-    """One score before and after, paired by prompt and initial noise.
+    """One score before and after ("before", "after" of `scores`), paired by prompt and initial noise.
 
-    `kind` is its origin (`Job.kinds`). `improved` is the share of images (0..1) that score better than the base model's
-    image of the same noise; for a negative weight lower is better. `scores` has the keys "before" and "after".
+    `improved` is the share of images (0..1) that score better than the base model's image of the same noise; for a
+    negative weight lower is better.
     """
 
     kind: str
@@ -71,11 +66,10 @@ class Row:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Result of an evaluation: one row per score, over the prompts that have the score both before and after.
+    """Result of an evaluation: one row per score, over the prompts that have the score both before and after."""
 
-    `before` and `after` are the images to show. `missing` names the scores without any such prompt; their terms are not
-    required.
-    """
+    # `before` and `after` are the images to show. `missing` names the scores without any such prompt; their terms are
+    # not required.
 
     job: Job
     rows: Mapping[str, Row]
@@ -132,7 +126,6 @@ def compared(job: Job, before: Scored, after: Scored) -> Comparison:
 
 
 def _common(name: str, before: Scored, after: Scored) -> list[int]:
-    """Indices of the prompts that have the score before and after."""
     return sorted(before.scores.get(name, {}).keys() & after.scores.get(name, {}).keys())
 
 
@@ -191,10 +184,9 @@ async def scored(
     prompt: Prompt,
     images: ByteArray,
 ) -> Scores:
-    """Returns the scores of images uint8 [n, H, W, 3] by all terms of `config`.
+    """Returns the scores of images uint8 [n, H, W, 3] by all terms, each tried again up to `reward.retries` times.
 
-    A term that fails is tried again up to `reward.retries` times. Raises RewardError if a required term, or every term,
-    still has no score.
+    Raises RewardError if a required term, or every term, still has no score.
     """
     parts: list[Scores] = []
     asked = tuple(config.terms)
@@ -266,7 +258,6 @@ def table(comparison: Comparison) -> str:
 
 
 def sizes_of(comparison: Comparison) -> list[Resolution]:
-    """Sizes of the images, smallest first."""
     sizes = {comparison.job.resolution(place) for place in range(len(comparison.job.prompts))}
     return sorted(sizes, key=lambda size: (pixels(size), height_width(size)))
 
@@ -316,7 +307,6 @@ def picture(comparison: Comparison) -> Image.Image:
 
 
 def _captions(comparison: Comparison, side: str, place: int) -> list[list[str]]:
-    """Returns, for each image, one line per score; the weighted sum is left out."""
     rows = [(name, row) for name, row in comparison.rows.items() if name != TOTAL][:_MAX_SCORES]
     scores = [(name, row.scores[side][place]) for name, row in rows if place in row.scores[side]]
     count = min(SHOWN_IMAGES, comparison.job.images_per_prompt)
@@ -324,7 +314,6 @@ def _captions(comparison: Comparison, side: str, place: int) -> list[list[str]]:
 
 
 def write(comparison: Comparison, folder: Path) -> list[Path]:
-    """Writes evaluation.json and before_after.png into `folder` and returns their paths."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / RESULTS).write_text(json.dumps(as_json(comparison), indent=2) + "\n")
     picture(comparison).save(folder / GRID, format="PNG", optimize=True)

@@ -1,10 +1,8 @@
-"""Benchmark of all modes side by side, on the same devices and your own configuration, with the bound of each.
-
-async-flowrl benchmark [--out DIR] [key=value ...]
+"""async-flowrl benchmark [--out DIR] [key=value ...]: all modes side by side, on the same devices and your load.
 
 It runs `sync` shared (every process samples and trains) and separate, then `stream`, `one_step_off`, `one_step_off`
-shared and `fully_async`, one after another and repeatedly. Overrides such as `model.path=Qwen/Qwen-Image` set the load
-and apply to all. A run's bound is the shortest step that any schedule could make of what its workers took for the work.
+shared and `fully_async`, one after another and repeatedly. A run's bound is the shortest step that any schedule could
+make of what its workers took for the work.
 """
 
 import argparse

@@ -93,11 +93,9 @@ class Roofline:
         return sent / (self.card.links * self.given.link_share)
 
     def delivery(self, size: int, share: int | None = None) -> float:
-        """Returns the seconds to stage, send and receive a version of `size` bytes.
-
-        `share` are the bytes that each rank sends if the ranks share the weights. They send them in buckets, so that
-        the copies to and from the hosts go on beside the network.
-        """
+        """Returns the seconds to stage, send and receive a version of `size` bytes."""
+        # `share` are the bytes that each rank sends if the ranks share the weights. They send them in buckets, so that
+        # the copies to and from the hosts go on beside the network.
         given = self.given
         if share is not None and share < size:
             slower = min(given.host_bytes_per_second, given.network_bytes_per_second)
@@ -110,10 +108,7 @@ class Roofline:
 
 
 def cards_of(names: str) -> list[Card]:
-    """Returns the cards of a list of names in any case with commas, or of `all`.
-
-    Raises ValueError, with the nearest name, for an unknown one.
-    """
+    """Returns the cards of names with commas, or of `all`. ValueError, with the nearest name, for an unknown one."""
     if names.lower() == ALL:
         return list(CARDS.values())
     known, wanted = {name.upper(): card for name, card in CARDS.items()}, [name.strip() for name in names.split(",")]

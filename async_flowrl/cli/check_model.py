@@ -1,7 +1,4 @@
-"""The comparison of a model family with diffusers' own ("stock") pipeline: its steps in order, a Row for each.
-
-`job_of` loads the model, `compare` makes the rows. docs/extending/model.md says what each step compares.
-"""
+"""The comparison of a model family with diffusers' own ("stock") pipeline: its steps in order, a Row for each."""
 
 import argparse
 import functools
@@ -67,10 +64,7 @@ LEVELS = {"float32": 1, "bfloat16": 4}  # Dtype of the model → the same for de
 
 @dataclass(frozen=True)
 class Row:
-    """Result of one step: the largest absolute difference, and the same `relative` to the largest stock value.
-
-    Both are None if nothing was measured. `said` is what differs, with the usual cause.
-    """
+    """Result of one step: the largest difference, absolute and relative to the largest stock value, or None."""
 
     step: str
     holds: bool
@@ -109,7 +103,6 @@ class Job:
 
     @property
     def relative(self) -> float:
-        """The largest relative difference that rounding may explain."""
         return RELATIVE[self.model.dtype]
 
     @property
@@ -131,18 +124,14 @@ class Job:
         )
 
     def start(self) -> Tensor:
-        """Returns the initial noise [IMAGES, ...] float32."""
         shape = self.policy.latent_shape(self.sampling.resolution)
         drawn = [torch.randn(shape, generator=generator(derive(0, "initial", image))) for image in range(IMAGES)]
         return torch.stack(drawn).to(self.device)
 
 
 def run(given: argparse.Namespace) -> int:
-    """Compares, prints the table and names the first step that differs; returns the exit code.
-
-    It is 0 if every step agrees with diffusers' own ("stock") pipeline, 1 if one differs, and 2 if there is nothing to
-    compare. After agreement it records that the family was checked, so that runs no longer warn.
-    """
+    """Prints the table and the first step that differs; returns 0 (all agree), 1 or 2 (nothing to compare)."""
+    # After agreement it records that the family was checked, so that runs no longer warn.
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     try:
         job = job_of(settings_of(given), given.prompt, "cuda" if torch.cuda.is_available() else "cpu")
@@ -212,10 +201,7 @@ def job_of(settings: Settings, prompt: str, device: str) -> Job:
 
 
 def compare(job: Job) -> list[Row]:
-    """Makes the rows of all steps, in order. A step that raises an error counts as different.
-
-    Afterwards the pipeline holds the LoRA of the step "LoRA round trip".
-    """
+    """Makes the rows of all steps, in order; one that raises differs. The pipeline then holds a LoRA."""
     with torch.no_grad():
         stock = _tried("stock call", lambda: record(job.pipeline, job.settings, job.prompt, job.start()))
         if isinstance(stock, Row):
@@ -251,7 +237,6 @@ def _steps(job: Job, stock: Stock, branches: Sequence[Branch]) -> dict[str, Call
         return row_of(DECODE, [(made, torch.from_numpy(stock.images))], absolute=LEVELS[job.model.dtype])
 
     def in_one_batch() -> Tensor:
-        """Returns the velocities of all steps, computed at once."""
         sigmas = stock.sigmas[: len(stock.before)].repeat_interleave(IMAGES).to(job.device)
         return policy.velocity(torch.cat(stock.before), sigmas, positive, negative, sampling)
 
@@ -280,7 +265,7 @@ def _steps(job: Job, stock: Stock, branches: Sequence[Branch]) -> dict[str, Call
 
 
 def _tried(step: str, make: Callable[[], T]) -> T | Row:
-    """Returns what `make` returns, or a row with the error it raised, because a family's code may raise anything."""
+    # Returns what `make` returns, or a row with the error it raised, because a family's code may raise anything.
     try:
         return make()
     except Exception as error:
@@ -295,7 +280,6 @@ def where_raised(error: BaseException) -> str:
 
 
 def _encoded(job: Job) -> list[Branch]:
-    """Returns the text inputs for the prompt, and with guidance for the negative prompt, by the family's own code."""
     encoded = list(job.policy.encode([job.prompt]))
     if job.sampling.true_cfg_scale > 1:
         encoded += job.policy.encode([job.sampling.negative_prompt], negative=True)
@@ -315,11 +299,8 @@ def _schedule(job: Job, stock: Stock) -> Row:
 
 
 def _embeddings(job: Job, stock: Stock, branches: Sequence[Branch]) -> Row:
-    """Compares the tensors that the network gets for each prompt, except latents and noise level.
-
-    Without guidance, the prompt is not padded to the length of the negative one. Raises ValueError if `velocity` does
-    not call `policy.transformer`.
-    """
+    # The tensors that the network gets for each prompt, except latents and noise level. Without guidance, the prompt is
+    # not padded to the length of the negative one.
     policy, x, rows = job.policy, stock.before[0][:1], []
     for branch in branches:
         with watched(policy.transformer) as calls:
@@ -332,10 +313,8 @@ def _embeddings(job: Job, stock: Stock, branches: Sequence[Branch]) -> Row:
 
 
 def _input(name: str, given: Any, network: Sequence[Inputs], relative: float) -> Row:
-    """Compares an argument of the network with the nearest row of the stock pipeline's.
-
-    Only tensors are compared. A tensor of ones that only one side gives equals none: a mask that masks nothing.
-    """
+    # Compares an argument of the network with the nearest row of the stock pipeline's. Only tensors are compared. A
+    # tensor of ones that only one side gives equals none: a mask that masks nothing.
     mine, others = list(_tensors(given)), [tensor for call in network for tensor in _tensors(call.get(name))]
     if not mine or not others:
         lonely = [tensor for tensor in (*mine, *others) if not bool((tensor == 1).all())]
@@ -375,10 +354,7 @@ def _adapted(policy: Policy) -> dict[str, Tensor]:
 
 
 def gap(ours: Tensor, theirs: Tensor) -> tuple[float, float]:
-    """Returns the largest difference of two tensors of one shape, absolute and relative to the largest of `theirs`.
-
-    Both are infinite if one of the tensors has a value that is not finite.
-    """
+    """Returns the largest difference, absolute and relative to `theirs`; infinite if a value is not finite."""
     one, other = ours.detach().double().cpu(), theirs.detach().double().cpu()
     if not one.numel():
         return 0.0, 0.0
@@ -406,10 +382,7 @@ def row_of(
 
 
 def record(pipeline: Any, settings: Settings, prompt: str, latents: Tensor) -> Stock:
-    """Calls the pipeline with initial noise `latents` [n, ...] and records the call.
-
-    Raises ValueError if the pipeline does not sample with a scheduler that has sigmas.
-    """
+    """Records a call of the pipeline from noise `latents` [n, ...]. ValueError for a scheduler without sigmas."""
     stock, scheduler = Stock(), pipeline.scheduler
     step = scheduler.step
 
@@ -471,7 +444,6 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Compares a family as `arguments` say (None: the process's own) and returns the exit code."""
     given = parser().parse_args(arguments)  # before torch is imported, so that help and errors appear at once
     from async_flowrl.cli.check_model import run
 

@@ -81,9 +81,9 @@ def reward_named(name: str) -> RewardConfig:
 
 
 def look(given: argparse.Namespace, keys: Keys, checks: Sequence[Callable[[Prompt], Any]]) -> tuple[Scan, Prompts, str]:
-    """Reads the whole file and keeps the refusals of its rows, which `checks` raise; returns what `page` takes.
+    """Reads the whole file, with its refused rows, which `checks` raise, for `page`.
 
-    Raises ValueError if the file cannot be read at all.
+    ValueError if it cannot be read.
     """
     path = find_data(given.file, key="FILE", folder=True)
     rows = open_split(path, given.split, keys)
@@ -108,8 +108,8 @@ def look(given: argparse.Namespace, keys: Keys, checks: Sequence[Callable[[Promp
 def page(scan: Scan, train: Prompts, evaluation: str, cut: int | None = None) -> str:
     """Returns the page: layout, counts, columns, the first rows, and the refused rows with their places.
 
-    `evaluation` says in words which prompts are evaluated; empty if nothing is to be said. `cut` is the number of
-    prompts of which the text encoder reads only a part; None if no model was named.
+    `evaluation` says in words which prompts are evaluated. `cut` is the number of prompts of which the text encoder
+    reads only a part; None if no model was named.
     """
     lines = [
         ("file", str(scan.rows.path)),

@@ -1,8 +1,7 @@
-"""Command line of the doctor: async-flowrl doctor [--config-name NAME] [key=value ...] [--run].
+"""async-flowrl doctor [--config-name NAME] [key=value ...] [--run]: can a run with this configuration start here?
 
-With a configuration it checks whether a run with it can start here, or on the cluster at its `runtime.address`. Without
-one it shows versions, devices and optional features. With --run it then trains two steps. The exit code is 0 if nothing
-failed, 1 if something failed, and 2 for wrong arguments or a configuration that cannot be read.
+Without a configuration it shows versions, devices and optional features. With --run it then trains two steps. The exit
+code is 0 if nothing failed, 1 if something failed, and 2 for wrong arguments or a bad configuration.
 """
 
 import argparse
@@ -65,13 +64,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def refused(sentence: str) -> int:
-    """Prints why the command cannot run; returns exit code 2."""
     sys.stderr.write(f"async_flowrl: {sentence}\n")
     return exit_codes.CONFIG
 
 
 def said(finding: Finding) -> Finding:
-    """Prints a finding and returns it."""
     sys.stdout.write(f"  {finding.line()}\n")
     sys.stdout.flush()
     return finding

@@ -1,8 +1,6 @@
-"""Command `async-flowrl evaluate RUN_OR_LORA`: the rewards of the base model and of the trained weights.
+"""async-flowrl evaluate RUN_OR_LORA: the rewards of the base model and of the trained weights, in diffusers' pipeline.
 
-Of the training loop only the rewards take part. diffusers' own pipeline loads the weights and makes the images
-(before_after.py), from the same initial noises before and after. With the run's evaluation seed, these are the noises
-of the run's own evaluations. Python callers use `job_of_run`.
+With the run's evaluation seed, the initial noises are those of the run's own evaluations.
 """
 
 import argparse
@@ -22,9 +20,9 @@ logger = logging.getLogger(__name__)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Evaluates, prints the table, and with --out writes the results; returns the exit code.
+    """Evaluates, prints the table, and with --out writes the results.
 
-    It is 0 if every score was measured, 3 if one is missing, 2 for wrong arguments or files, and 1 if the server of a
+    Returns 0 if every score was measured, 3 if one is missing, 2 for wrong arguments or files, and 1 if the server of a
     reward failed.
     """
     given = _parser().parse_args(arguments)

@@ -1,7 +1,4 @@
-"""Description of one evaluation: weights, prompts, rewards and noises, from a run's configuration or the command line.
-
-Terms with `serve` get one server each, started in pools of this process.
-"""
+"""Description of one evaluation: weights, prompts, rewards and noises, from a run or the command line."""
 
 import logging
 import os
@@ -51,10 +48,9 @@ TOTAL = "reward"  # Name of the weighted sum of a run's trained terms.
 
 @dataclass(frozen=True)
 class Job:
-    """An evaluation to make. A term is one reward with its weight and options; each term is a score of its own.
+    """An evaluation to make. A term is one reward with its weight and options; each term is a score of its own."""
 
-    `kinds` gives the origin of each term (`ASKED`, `TRAINED` or `HELD_OUT`). `config` holds the sampling settings.
-    """
+    # `kinds` gives the origin of each term (`ASKED`, `TRAINED` or `HELD_OUT`). `config` holds the sampling settings.
 
     config: Config
     trained_weights: Path  # A LoRA, or a transformer's folder.
@@ -72,7 +68,6 @@ class Job:
 
     @property
     def reward(self) -> RewardConfig:
-        """The run's reward settings, with the terms of this job."""
         return replace(self.config.reward, terms=dict(self.terms))
 
     @property
@@ -88,10 +83,9 @@ class Job:
 
 
 def job_of_run(config: Config, trained: Path) -> Job:
-    """Returns the job that repeats a run's last evaluation: its prompts, noises, trained and held-out terms.
+    """Returns the job that repeats a run's last evaluation of `trained`.
 
-    `trained` is the LoRA or transformer that the run has written. Raises ValueError if the rewards or prompts cannot be
-    used.
+    ValueError if rewards or prompts can't be used.
     """
     return _job(config, trained, _run_terms(config), None, (config.evaluate.seed,))
 
@@ -133,10 +127,8 @@ def _job(
 
 
 def _origin(given: Namespace) -> tuple[Config, Path]:
-    """Returns the run's configuration, or one that suits the model, and what was trained.
-
-    `data.train` is empty if there is no run.
-    """
+    """Returns the run's configuration, or one that suits the model, and what was trained."""
+    # `data.train` is empty if there is no run.
     source: Path = given.source.expanduser()
     ran = read_config(source / "config.yaml") if (source / "config.yaml").is_file() else None
     trained: Path = source if ran is None else RunDirectory(source).trained(ran.tune)
@@ -177,8 +169,7 @@ def _run_terms(config: Config) -> dict[str, tuple[RewardTerm, str]]:
 
 
 def _asked(names: Sequence[str], known: Mapping[str, RewardTerm]) -> dict[str, tuple[RewardTerm, str]]:
-    """Returns the terms of `--reward` by name: a run's term, a registered reward, or `pkg.module:attr` or
-    `file.py:attr` as `attr`."""
+    """Returns the terms of `--reward` by name: a run's term, a registered reward, `pkg.module:attr`, `file.py:attr`."""
     terms: dict[str, tuple[RewardTerm, str]] = {}
     for name in names:
         key = name.rpartition(":")[2]
@@ -189,7 +180,6 @@ def _asked(names: Sequence[str], known: Mapping[str, RewardTerm]) -> dict[str, t
 
 
 def _prompts(config: Config, file: str | None, *, needs_target: bool) -> tuple[Sequence[Prompt], str]:
-    """Returns the prompts of a file (None: those of the run's evaluations) in order, and their description in words."""
     if file is None:
         data = load_data(config.data, needs_target=needs_target)
         return data.evaluation, data.chosen
@@ -199,10 +189,10 @@ def _prompts(config: Config, file: str | None, *, needs_target: bool) -> tuple[S
 
 @asynccontextmanager
 async def servers_of(job: Job, reward: CompositeReward, device: str) -> AsyncIterator[Servers]:
-    """Context that starts the job's reward servers, tells the rewards their addresses, and finally stops the servers.
+    """Starts the job's reward servers, tells the rewards their addresses, and finally stops the servers.
 
-    Without served terms it yields `NoServers` and starts nothing. Raises ServerLost if a server does not start or dies
-    too often; the folder with the servers' output, which the log names, is then kept.
+    Raises ServerLost if a server does not start or dies too often; the folder with the servers' output, which the log
+    names, is then kept.
     """
     if not any(term.serve for term in job.terms.values()):
         yield NoServers()
@@ -239,16 +229,14 @@ def _config(job: Job, folder: Path, device: str) -> Config:
 
 
 def _visible(count: int) -> list[str]:
-    """Returns the names of this process's GPUs as in CUDA_VISIBLE_DEVICES, which may already hide some of them."""
+    # Returns the names of this process's GPUs as in CUDA_VISIBLE_DEVICES, which may already hide some of them.
     shown = os.environ.get(VISIBLE_DEVICES)
     return [name.strip() for name in shown.split(",")][:count] if shown else [str(index) for index in range(count)]
 
 
 def _single(name: str, term: RewardTerm, free: list[str] | None) -> RewardTerm:
-    """Returns the term with one server, on GPUs taken from `free`, which lacks the GPU that makes the images.
-
-    Raises ValueError if there are too few GPUs.
-    """
+    """The term with one server, on GPUs of `free`, which lacks the GPU that makes the images."""
+    # ValueError if too few.
     serve = term.serve
     assert serve is not None
     if free is None or serve.gpus == 0:

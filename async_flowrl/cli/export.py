@@ -1,10 +1,8 @@
-"""Export of trained weights: a folder to publish, with a model card.
-
-async-flowrl export SOURCE OUT
+"""async-flowrl export SOURCE OUT: a folder to publish, with a model card.
 
 Of a LoRA it holds files for diffusers and PEFT; of a run with tune=full, the whole pipeline, or its transformer. A
-folder that PEFT's `save_pretrained` wrote does not work in diffusers: its names start with `base_model.model.`,
-diffusers matches none of them, warns, and generates with the base model.
+folder of PEFT's `save_pretrained` does not work in diffusers: its names start with `base_model.model.`, diffusers
+matches none of them, warns, and generates with the base model.
 """
 
 import argparse

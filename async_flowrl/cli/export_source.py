@@ -20,10 +20,7 @@ PEFT = "peft"  # Folder of PEFT's files inside an exported folder.
 
 @dataclass(frozen=True)
 class Source:
-    """A LoRA, or a transformer's trained tensors, with their origin. `model` is the base model, None if unknown.
-
-    `config` and `run` are None for a LoRA that is not of a run; `step` is None if no checkpoint was read.
-    """
+    """A LoRA, or a transformer's trained tensors, with their origin; what is unknown is None."""
 
     weights: LoraFile | Mapping[str, Tensor]
     model: ModelConfig | None
@@ -41,15 +38,14 @@ class Source:
 
     @property
     def whole(self) -> Mapping[str, Tensor] | None:
-        """The trained tensors of a run with tune=full."""
         return None if isinstance(self.weights, LoraFile) else self.weights
 
 
 def read_source(path: Path, *, average: bool = True, base: str | None = None) -> Source:
     """Reads the newest valid checkpoint of a run directory, a single checkpoint, or a LoRA file or folder.
 
-    `average` prefers the moving average (EMA) of the weights, if the run kept one. `base`, a name or folder, replaces
-    the known base model. Raises ValueError with one sentence if nothing can be read.
+    `average` prefers the moving average (EMA) of the weights. `base`, a name or folder, replaces the known base model.
+    Raises ValueError with one sentence if nothing can be read.
     """
     checkpoint = _checkpoint(path)
     if checkpoint is None:
@@ -63,7 +59,6 @@ def read_source(path: Path, *, average: bool = True, base: str | None = None) ->
 
 
 def _trained(held: Checkpoint, part: str, where: str) -> LoraFile | Mapping[str, Tensor]:
-    """Returns the LoRA of a checkpoint, or whole tensors, which are read one at a time if they lie in shares."""
     tensors, adapter = held.tensors[part], held.trainer["lora"]
     if not adapter:
         return tensors

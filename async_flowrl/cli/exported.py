@@ -21,9 +21,9 @@ from async_flowrl.policies.stored import StoredWeights
 
 
 def publish(given: argparse.Namespace) -> tuple[list[Path], list[str]]:
-    """Writes the folder that the arguments ask for; returns the paths it wrote, and a sentence on each format refused.
+    """Writes the folder for the arguments; returns the paths, and a sentence on each format refused. ValueError.
 
-    Raises ValueError with one sentence. Arguments are checked before anything is written, as far as possible.
+    Arguments are checked before anything is written, as far as possible.
     """
     out: Path = given.out.expanduser()
     source = read_source(given.source.expanduser(), average=not given.raw, base=given.base)
@@ -89,7 +89,6 @@ def _write_lora(
 
 
 def _write_whole(given: argparse.Namespace, source: Source, out: Path) -> tuple[list[Path], dict[str, str]]:
-    """The same of a run with tune=full: the folder is the pipeline itself, or holds its transformer alone."""
     if given.form:
         raise ValueError(f"--format {given.form[0]} is for a LoRA, and SOURCE is of a run with tune=full")
     written = write_whole(source, out, given.merged or "pipeline")
@@ -176,8 +175,7 @@ def _add(file: Path, offset: int, name: str, update: Tensor) -> None:
 
 
 def write_whole(source: Source, out: Path, what: str) -> Path:
-    """Writes `out`/transformer and, for what="pipeline", everything else of the base pipeline beside it; returns the
-    transformer's folder.
+    """Writes `out`/transformer (returned) and, for what="pipeline", the rest of the base pipeline.
 
     Raises ValueError, one sentence, where the base model is not known or the weights are not its own, where the disk is
     too small, and where `out` holds a model already.

@@ -1,6 +1,4 @@
-"""Command that makes a grid of images with and without a LoRA, to see what training changed.
-
-async-flowrl generate --lora RUN/lora --prompt "..." --out grid.png      (or: async-flowrl generate ...)
+"""async-flowrl generate --lora RUN/lora --prompt "..." --out grid.png: images with and without the trained weights.
 
 It samples with the stock diffusers pipeline, not with the rollout engine, so a user of the weights gets the same
 images. A run with tune=full leaves RUN/transformer instead of a LoRA, for --transformer.
@@ -38,11 +36,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Settings:
-    """The base model and the settings of the sampler.
-
-    `sampling.sde_type` and `sampling.noise_level` have no effect: the stock pipeline is deterministic after the initial
-    noise.
-    """
+    """The base model and the settings of the sampler, whose `sde_type` and `noise_level` have no effect here."""
 
     model: ModelConfig
     sampling: Sampling
@@ -51,9 +45,9 @@ class Settings:
 def config_of(trained: Path | None, model: str | None, *, run: Path | None = None, option: str = "--model") -> Config:
     """Configuration for trained weights (None: only the base model).
 
-    If `trained` lies in a run directory, or `run` names one, it is that run's, with the base model replaced by `model`
-    if that is given. Otherwise it has the usual settings of `model`, or of the base model that a LoRA file names.
-    Raises ValueError if `trained` holds no weights, or if no model is known; `option` is what names one.
+    If `trained` lies in a run directory, or `run` names one, it is that run's, with the base model replaced by `model`.
+    Otherwise it has the usual settings of `model`, or of the base model that a LoRA file names. Raises ValueError if
+    `trained` holds no weights, or if no model is known; `option` is what names one.
     """
     if trained is not None:
         trained_file.check(trained)
@@ -72,17 +66,13 @@ def config_of(trained: Path | None, model: str | None, *, run: Path | None = Non
 
 
 def run_of(trained: Path) -> Path | None:
-    """The run directory of weights at RUN/lora, RUN/transformer, a file in one, or RUN/FILE, known by its config.yaml.
-
-    None if there is none.
-    """
+    """The run directory of weights at RUN/lora, RUN/transformer, RUN/FILE or in those, by its config.yaml, or None."""
     folders = list(trained.resolve().parents)[: 1 if trained.is_dir() else 2]
     return next((folder for folder in folders if (folder / "config.yaml").is_file()), None)
 
 
 def usual(model: str) -> Config:
-    """Configuration for a model outside a run, without prompts: its family's usual guidance, 512 × 512 pixels, 28 steps
-    (tiny models: 32 × 32, 6)."""
+    """Configuration without prompts: the family's usual guidance, 512 × 512 pixels, 28 steps (tiny: 32 × 32, 6)."""
     config = Config(model=ModelConfig(path=model), data=DataConfig(train=""))
     how = config.rollout
     if not is_toy(config.model.path):
@@ -105,17 +95,13 @@ def check_guidance(model: ModelConfig, true_cfg_scale: float | None, guidance_sc
 
 
 def from_config(config: Config) -> Settings:
-    """Settings of the run's evaluations, at the first of the configured sizes."""
     steps = config.evaluate.num_inference_steps or config.rollout.num_inference_steps
     how = sampling(config, configured(config.rollout)[0])
     return Settings(config.model, replace(how, num_inference_steps=steps))
 
 
 def open_pipeline(settings: Settings, device: str) -> Any:
-    """The stock diffusers pipeline of the model on `device`, without progress bars.
-
-    Raises ValueError for fewer denoising steps than its schedule has.
-    """
+    """The stock pipeline of the model on `device`. ValueError for fewer denoising steps than its schedule has."""
     resolved = resolve_model(settings.model)
     if isinstance(family := load_family(resolved.family), PipelineFamily):
         family.policy.check_steps(settings.sampling.num_inference_steps)
@@ -131,10 +117,9 @@ def sample(pipeline: Any, settings: Settings, prompt: str, seeds: Sequence[int])
 
 
 def run_pipeline(pipeline: Any, settings: Settings, prompt: str | None, **options: Any) -> ByteArray:
-    """Calls the stock pipeline with the size, steps and guidance of `settings`; returns images uint8 [n, H, W, 3].
+    """Calls the stock pipeline with `settings`, and `options` before them; returns images uint8 [n, H, W, 3].
 
-    `options` are further arguments of the pipeline and take precedence. Raises ValueError for images of values that are
-    not finite.
+    Raises ValueError for images of values that are not finite.
     """
     try:
         with np.errstate(invalid="raise"):
@@ -166,10 +151,10 @@ def in_diffusers(arguments: Mapping[str, Any], seed: int = 0) -> str:
 def generate(
     settings: Settings, trained: Path | None, prompts: Sequence[str], *, seed: int, images: int
 ) -> Image.Image:
-    """Samples all prompts with the seeds seed .. seed + images - 1 and returns the grid (see `grid`).
+    """Samples all prompts with the seeds seed .. seed + images - 1, with and without the LoRA; returns the grid.
 
-    Its columns are the base model and, if `lora` is given, the base model with the LoRA. Runs on the first GPU if there
-    is one. Raises ValueError for an image size that the model cannot make (its pipeline would choose another one).
+    Runs on the first GPU if there is one. Raises ValueError for an image size that the model cannot make (its pipeline
+    would choose another one).
     """
     shapes_of(resolve_model(settings.model), settings.sampling.resolution)
     pipeline = open_pipeline(settings, "cuda" if torch.cuda.is_available() else "cpu")

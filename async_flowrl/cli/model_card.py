@@ -40,10 +40,10 @@ RESULTS, GRID = "evaluation.json", "before_after.png"
 def write_card(
     out: Path, source: Source, files: Mapping[str, str], *, licence: str | None = None, evaluation: Path | None = None
 ) -> Path:
-    """Writes README.md and its pictures into `out`.
+    """Writes README.md and its pictures into `out`; `files` maps further files of the folder to descriptions.
 
-    `files` maps further files of the folder to a description of each. `evaluation` is a folder that
-    `async-flowrl evaluate` wrote; None uses the run's own evaluations. Raises ValueError if it is none.
+    `evaluation` is a folder that `async-flowrl evaluate` wrote; None uses the run's own evaluations. Raises ValueError
+    if it is none.
     """
     from huggingface_hub import ModelCard, ModelCardData
 
@@ -72,7 +72,6 @@ def write_card(
 
 
 def _stamp(text: str) -> str:
-    """Returns a comment by which a later export knows that nobody has changed the card."""
     return f"\n<!-- async_flowrl {hashlib.sha256(text.encode()).hexdigest()[:16]} -->\n"
 
 
@@ -298,16 +297,12 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def digest(file: Path) -> str:
-    """SHA-256 of a file in hexadecimal."""
     with file.open("rb") as opened:
         return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
 def write_curve(path: Path, metrics: Sequence[Metrics], evaluations: Sequence[Evaluation]) -> bool:
-    """Draws the training reward by step, and the evaluations with their 95 % intervals.
-
-    Returns False, without a file, if there is neither.
-    """
+    """Draws the training reward by step and the evaluations with 95 % intervals; returns False if there is neither."""
     from matplotlib.figure import Figure
 
     trained = [(line["step"], line["reward/mean"]) for line in metrics if line.get("reward/mean") is not None]

@@ -1,13 +1,4 @@
-"""Command `async-flowrl plan`: the planner.
-
-`--memory` plans device memory, `--fit` lists recipes and hardware, `--rehearse` runs a configuration on tensors without
-values, and `--from-run` says what a run measured, what limits it, and what to change.
-
-    async-flowrl plan --memory --config-name one_step_off experiment=qwen_image_ocr
-    async-flowrl plan --fit
-    async-flowrl plan --rehearse --card H100 experiment=qwen_image_ocr
-    async-flowrl plan --from-run outputs/one_step_off --devices 8
-"""
+"""async-flowrl plan: `--memory`, `--fit` (recipes and hardware), `--rehearse` (on fake tensors) or `--from-run`."""
 
 import sys
 from collections.abc import Sequence

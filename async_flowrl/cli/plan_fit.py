@@ -1,7 +1,7 @@
-"""Command `async-flowrl plan --fit [EXPERIMENT ...] [KEY=VALUE ...]`: recipes and the hardware they fit.
+"""async-flowrl plan --fit [EXPERIMENT ...] [KEY=VALUE ...]: recipes and the hardware they fit.
 
-A recipe is an experiment of the configuration folder, with the overrides that are given. Every row is a computed memory
-plan of the command line that it shows; no worker is started and no model is downloaded.
+A recipe is an experiment of the configuration folder, with the overrides of the command line. Every row is a computed
+memory plan of the command line that it shows; no worker is started and no model is downloaded.
 """
 
 import argparse
@@ -72,8 +72,8 @@ class Answer:
 def answer(recipe: Sequence[str], hardware: Hardware) -> Answer:
     """Returns the first candidate for the overrides `recipe` that fits, or else the one that lacks the least memory.
 
-    The answer has no words if every candidate is refused by the checks or takes more devices than the hardware has.
-    Raises ConfigError for a recipe that cannot work on any machine.
+    It has no words if all candidates are refused or take more devices than the hardware has. Raises ConfigError for a
+    recipe that cannot work on any machine.
     """
     experiment = recipe[0].removeprefix("experiment=") if recipe else ""
     more = ["runtime.address=auto"] if hardware.nodes > 1 else []
@@ -108,10 +108,7 @@ def judged(experiment: str, hardware: Hardware, words: Sequence[str], config: Co
 
 
 def candidates(words: Sequence[str], plain: Config, devices: int) -> Iterator[list[str]]:
-    """Yields the arguments of `async-flowrl train` to try: for each layout the plain recipe, then with more savings.
-
-    `words` are the overrides that make the recipe, whose configuration is `plain`.
-    """
+    """Yields the arguments of `async-flowrl train` to try: for each layout the plain recipe, then with more savings."""
     for staff in staffs(plain):
         for layout in layouts(words, plain, devices, staff):
             saved: list[str] = []
@@ -122,10 +119,8 @@ def candidates(words: Sequence[str], plain: Config, devices: int) -> Iterator[li
 
 
 def staffs(config: Config) -> Iterator[Staff]:
-    """Yields the workers of each reward pool of a single term: first as configured, then one per pool.
-
-    One worker per pool is slower but needs fewer GPUs.
-    """
+    """Yields the workers of each reward pool of a single term: first as configured, then one per pool."""
+    # One worker per pool is slower but needs fewer GPUs.
     configured = {p.name: p.workers for p in scoring_pools(config) if p.name != REWARD and p.gpus_per_worker > 0}
     yield configured
     if any(count > 1 for count in configured.values()):
@@ -133,13 +128,11 @@ def staffs(config: Config) -> Iterator[Staff]:
 
 
 def layouts(words: Sequence[str], config: Config, devices: int, staff: Staff) -> Iterator[list[str]]:
-    """Yields the arguments for each split of the devices into rollout and trainer workers, even splits first.
-
-    The reward pools of `staff` and the reward servers get their GPUs first; trainer and rollout get all that are left.
-    The last layout has `placement=shared`, with as many processes as fit. A layout with a single process is tried only
-    if no smaller `staff` follows or if `shared` is the recipe's own placement, which then has no other layout. With
-    `devices` of 1, all pools share that device.
-    """
+    """Yields the arguments for each split of the devices into rollout and trainer workers, even splits first."""
+    # The reward pools of `staff` and the reward servers get their GPUs first; trainer and rollout get all that are
+    # left. The last layout has `placement=shared`, with as many processes as fit. A layout with a single process is
+    # tried only if no smaller `staff` follows or if `shared` is the recipe's own placement, which then has no other
+    # layout. With `devices` of 1, all pools share that device.
     if devices == 1:
         yield from _one_device(words, config, staff)
         return
@@ -155,11 +148,11 @@ def layouts(words: Sequence[str], config: Config, devices: int, staff: Staff) ->
 
 
 def splits(config: Config, devices: int, staff: Staff) -> list[tuple[int, int]]:
-    """Returns (trainer ranks, rollout workers) that fit the devices and leave no room for one more, even splits first.
-
-    The shared reward pool has as many workers as the rollout pool. So if its workers have whole GPUs, the sum of
-    trainer and rollout devices differs between splits.
-    """
+    """Returns (trainer ranks, rollout workers) that leave no room for one more, even splits first."""
+    # The shared reward pool has as many workers as the rollout pool. So if its workers have whole GPUs, the sum of
+    # trainer and rollout devices differs between splits.
+    # The shared reward pool has as many workers as the rollout pool. So if its workers have whole GPUs, the sum of
+    # trainer and rollout devices differs between splits.
     pairs = ((trainer, rollout) for trainer in range(1, devices) for rollout in range(1, devices - trainer + 1))
     fitting = {pair for pair in pairs if gpus_taken(with_workers(config, *pair, staff)) <= devices}
     largest = [(t, r) for t, r in fitting if (t + 1, r) not in fitting and (t, r + 1) not in fitting]
@@ -196,10 +189,7 @@ def with_workers(config: Config, trainer: int, rollout: int, staff: Staff) -> Co
 
 
 def _one_device(words: Sequence[str], config: Config, staff: Staff) -> Iterator[list[str]]:
-    """Yields the arguments for one device, of which each reward pool and server has its share, if any.
-
-    One process samples and trains on all that is left (`placement=shared`).
-    """
+    # One process samples and trains on all that the shares of reward pools and servers leave.
     pools = scoring_pools(with_workers(config, 1, 1, staff))
     seated = sum(pool.workers * pool.gpus_per_worker for pool in pools)
     seated += sum(serve.gpus * serve.replicas for _, serve in served_terms(config))

@@ -1,13 +1,8 @@
-"""Command `async-flowrl plan --from-run RUN`: what a run measured, what bounds it, and what to change.
+"""async-flowrl plan --from-run RUN: what a run measured, what bounds it, and what to change, by closed formulas.
 
-The seconds of other splits are closed formulas (docs/modes.md): with G and T the device-seconds of generation and of
-training per step, r rollout workers, t trainer ranks and R the seconds of the slowest reward pool,
-
-    sync                         G/r + T/t + S, with S the seconds of a delivery
-    one_step_off and deeper      max(G/r, T/t, R)
-    placement=shared             max((G + T)/N, R) on N devices
-
-They assume that work divides evenly among the workers; `of bound` says how near the run itself came to its formula.
+With G and T the device-seconds of generation and of training per step, r rollout workers, t trainer ranks, R the
+seconds of the slowest reward pool and S those of a delivery, a step takes G/r + T/t + S (sync), max(G/r, T/t, R)
+(one_step_off and deeper), or max((G + T)/N, R) on N devices (placement=shared), if work divides evenly.
 """
 
 import argparse
@@ -71,8 +66,8 @@ class Split:
 def measured(run: Path) -> tuple[Config, Measured]:
     """Returns the run's configuration and what the steady steps of its last attempt took (see `steady_steps`).
 
-    Only files are read: neither the model nor the rewards of the configuration are imported. Raises ValueError if
-    there is no steady step, if rollout workers made nothing in them, or if the directory is not a run's.
+    Only files are read. Raises ValueError if there is no steady step, if rollout workers made nothing in them, or if
+    the directory is not a run's.
     """
     config, history = load(run)
     if (steady := steady_steps(history, config.max_staleness)) is None:
@@ -97,12 +92,9 @@ def measured(run: Path) -> tuple[Config, Measured]:
 
 
 def load(run: Path) -> tuple[Config, Sequence[Event]]:
-    """Returns the configuration, and the events since the run was last resumed.
-
-    The configuration's placement is replaced by the one that the events record for these steps. They differ if the run
-    is being resumed with another placement, because the new configuration is already written. Raises ValueError if a
-    file is missing or broken.
-    """
+    """Returns configuration and events since the run was last resumed. ValueError if a file is missing or broken."""
+    # The placement is the one that the events record for these steps. They differ if the run is being resumed with
+    # another placement, because the new configuration is already written.
     try:
         whole = effective(read_events(run / "events.jsonl"))
     except FileNotFoundError as error:
@@ -129,20 +121,17 @@ def delivery_times(history: Iterable[Event]) -> list[float]:
 
 
 def split_of(took: Measured, rollout: int, trainer: int) -> Split:
-    """Returns two pools of these sizes with the seconds per step by the formulas."""
     generation, update = took.generation / rollout, took.update / trainer
     overlapped, sync = max(generation, update, took.reward), generation + update + took.delivery
     return Split("separate", rollout, trainer, overlapped, sync)
 
 
 def shared_on(took: Measured, devices: int) -> Split:
-    """Returns one pool of `devices` processes that sample and train, with the seconds per step by the formulas."""
     both = (took.generation + took.update) / devices
     return Split(SHARED, devices, devices, max(both, took.reward), both + took.reward)
 
 
 def splits(took: Measured, config: Config, devices: int, fixed: tuple[int, int] | None) -> list[Split]:
-    """Returns the splits of the devices, or the fixed one, and one shared pool if the configuration can have it."""
     pairs = [fixed] if fixed else [(n, devices - n) for n in range(1, devices)]
     candidates = [split_of(took, *each) for each in pairs]
     if fixed is None and not config.runtime.in_threads and sharing_refusal(config, devices) is None:
@@ -151,14 +140,12 @@ def splits(took: Measured, config: Config, devices: int, fixed: tuple[int, int] 
 
 
 def present(config: Config, took: Measured) -> Split:
-    """Returns the run's own split."""
     if placement_of(config).together:
         return shared_on(took, config.trainer.num_workers)
     return split_of(took, config.rollout.num_workers, config.trainer.num_workers)
 
 
 def bound_of(config: Config, split: Split) -> float:
-    """Returns the seconds per step of a split in the run's mode."""
     return split.sync if config.max_staleness == 0 and config.hand_over == "batch" else split.overlapped
 
 
@@ -195,7 +182,6 @@ def advice(config: Config, took: Measured, candidates: Sequence[Split]) -> list[
 
 
 def without_rewards(took: Measured, split: Split) -> float:
-    """Returns the seconds of generation and training of an overlapped step, without rewards."""
     if split.together:
         return (took.generation + took.update) / split.trainer
     return max(took.generation / split.rollout, took.update / split.trainer)
@@ -238,14 +224,12 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def count(value: str) -> int:
-    """Parses a whole number of at least 1."""
     if (number := int(value)) < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
     return number
 
 
 def pair(value: str) -> tuple[int, int]:
-    """Parses `ROLLOUT:TRAINER`, two whole numbers of at least 1."""
     left, separator, right = value.partition(":")
     if not separator:
         raise argparse.ArgumentTypeError(f"must be ROLLOUT:TRAINER, for example 5:3, got {value}")

@@ -1,4 +1,4 @@
-"""Command `async-flowrl plan --memory`: prints the memory plan of a configuration as text or as JSON."""
+"""async-flowrl plan --memory: the memory plan of a configuration as text or as JSON."""
 
 import argparse
 import json
@@ -22,10 +22,7 @@ from separation.table import format_table
 
 
 def describe(plan: MemoryPlan, config: Config, device_gib: float) -> str:
-    """Returns the plan as text: a table per kind of process, and a sentence on whether each fits the device.
-
-    GiB are 2**30 bytes; MB and GB are powers of ten.
-    """
+    """Returns the plan as text: a table per kind of process, and whether each fits (GiB: 2**30 bytes; GB: 10**9)."""
     model = plan.model
     whole = f"{config.model.path}: {model.base_parameters / 1e9:.2f} B parameters in {model.blocks} blocks"
     what = "full weights: {} M trained" if model.full else "LoRA of {} M parameters"
@@ -158,7 +155,6 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def typed(given: argparse.Namespace, config: Config, gib: float) -> str:
-    """Returns the command to type: it trains, if the configuration fits, or else looks for settings that do."""
     if all(each.footprint.total <= each.available(round(gib * GIB)) for each in processes(config)):
         return f"type  async-flowrl train --config-name {given.config_name} {shlex.join(given.overrides)}\n"
     words = [each.removeprefix("experiment=") for each in given.overrides]

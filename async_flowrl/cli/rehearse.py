@@ -1,8 +1,7 @@
-"""Command `async-flowrl plan --rehearse`: runs a configuration's workers on fake tensors.
+"""async-flowrl plan --rehearse: runs a configuration's workers on fake tensors (shapes and dtypes, no values).
 
-Fake tensors have shapes and dtypes but no values. `rehearse` returns a `Rehearsal`: memory, FLOPs, collectives and
-estimated seconds of a trainer rank and of a rollout worker; none of them is measured. In what is printed GiB are 2**30
-bytes; MB, GB and TFLOP are powers of ten.
+`rehearse` returns memory, FLOPs, collectives and estimated seconds of a trainer rank and of a rollout worker; none of
+them is measured. In what is printed GiB are 2**30 bytes; MB, GB and TFLOP are powers of ten.
 """
 
 import argparse
@@ -65,7 +64,6 @@ class Rehearsal:
 
     @cached_property
     def estimate(self) -> Estimate:
-        """The estimated durations."""
         return estimate(self.config, self.rank, self.rollout, self.roofline)
 
     @property
@@ -75,26 +73,21 @@ class Rehearsal:
 
     @property
     def shared(self) -> bool:
-        """Each process samples and trains."""
         return placement_of(self.config).together
 
     @property
     def devices(self) -> int:
-        """Devices of all trainer ranks and rollout workers."""
         config = self.config
         return placement_of(config).devices(config.trainer.num_workers, config.rollout.num_workers)
 
     def peaks(self) -> dict[str, Phase]:
-        """Returns process title → the phase that needs the most memory."""
         rank, rollout = peak(self.rank.phases.values()), peak(self.rollout.phases.values())
         return {BOTH: self.in_one()} if self.shared else {"trainer rank": rank, "rollout worker": rollout}
 
     def in_one(self) -> Phase:
-        """Returns the phase that needs the most memory in a process that samples and trains.
-
-        While one side computes, all that lasts of the other one is there, too, and the frozen weights are there once.
-        Only the rollout worker is loaded while nothing else is there.
-        """
+        """Returns the phase that needs the most memory in a process that samples and trains."""
+        # While one side computes, all that lasts of the other one is there, too, and the frozen weights are there once.
+        # Only the rollout worker is loaded while nothing else is there.
         training, sampling = self.rank.phases, dict(self.rollout.phases)
         alone = sampling.pop("load")
         highest = [alone]
@@ -124,10 +117,7 @@ def rehearse(config: Config, card: Card) -> Rehearsal:
 
 
 def estimate(config: Config, rank: RankRehearsal, rollout: RolloutRehearsal, roofline: Roofline) -> Estimate:
-    """Estimates the configuration's durations with its numbers of workers, on the card of `roofline`.
-
-    All images count as the largest ones with the longest prompt, which were rehearsed.
-    """
+    """Estimates durations on the card of `roofline`, of the largest images with the longest prompt, as rehearsed."""
     tickets = config.prompts_per_step * config.group_size // config.images_per_ticket
     repeats = rollout.passes / rollout.run
     batch = sum(
@@ -165,12 +155,10 @@ def seconds(phase: Phase, roofline: Roofline) -> float:
 
 
 def _once(roofline: Roofline, phase: Phase) -> float:
-    """Returns the mean seconds per entry of the phase, collectives included."""
     return (seconds(phase, roofline) + roofline.collective(phase.sent)) / phase.entered
 
 
 def peak(phases: Iterable[Phase]) -> Phase:
-    """Returns the phase that needs the most memory."""
     return max(phases, key=lambda phase: phase.peak)
 
 
@@ -292,11 +280,7 @@ def _phase(phase: Phase, roofline: Roofline) -> dict[str, Any]:
 
 
 def by_card(done: Rehearsal, cards: Sequence[Card]) -> str:
-    """Returns a table with a row per card.
-
-    For images per second a step takes the longer of generation and training, or both with `max_staleness=0` or
-    `placement=shared`.
-    """
+    """Returns a table with a row per card; a step takes the longer of generation and training, or both."""
     rows = [_row(done.on(card)) for card in cards]
     layout = f"the same processes on each card; the base is held as on {done.roofline.card.name} ({done.rank.layout})"
     return f"By card, estimated by arithmetic ({layout}):\n{format_table(OF_CARDS, rows)}\n"

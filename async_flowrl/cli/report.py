@@ -1,7 +1,4 @@
-"""Command line: async-flowrl report RUN [RUN ...] [--out FILE].
-
-It writes one HTML page about one run or several runs side by side.
-"""
+"""async-flowrl report RUN [RUN ...] [--out FILE]: one HTML page about one run or several runs side by side."""
 
 import argparse
 import sys
@@ -21,8 +18,7 @@ class NoRun(ValueError):
 def runs_in(folders: Sequence[Path]) -> list[Path]:
     """The run directories of all folders: a folder itself, or else those one level below it, or else two levels below.
 
-    Those of one folder are sorted by name, with numbers by value. Raises NoRun for a folder without any, and for more
-    than MAX_RUNS in all.
+    Sorted by name, with numbers by value. Raises NoRun for a folder without any, and for more than MAX_RUNS in all.
     """
     runs: list[Path] = []
     for folder in folders:
@@ -43,7 +39,6 @@ def is_run(folder: Path) -> bool:
 
 
 def _natural(path: Path) -> list[tuple[int, str]]:
-    """Sort key: parts of the path that are numbers are compared by value and come before other names."""
     return [(int(part), "") if part.isdigit() else (sys.maxsize, part) for part in path.parts]
 
 

@@ -63,10 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def settings_of(given: argparse.Namespace) -> Settings:
-    """Returns the settings of parsed arguments.
-
-    Raises ServeError for limits below 1, a missing token, or an address that other machines reach without a token.
-    """
+    """Returns the settings of parsed arguments. ServeError for limits below 1, or a public address without a token."""
     if given.max_all_bytes is None:
         given.max_all_bytes = ALL_BYTES_FACTOR * given.max_bytes
     for name in ("max_bytes", "max_images", "max_pixels", "max_all_pixels", "max_waiting"):
@@ -87,10 +84,7 @@ def settings_of(given: argparse.Namespace) -> Settings:
 
 
 def read_token(variable: str | None, file: Path | None) -> str | None:
-    """Returns the token from an environment variable or a file; None if neither is named.
-
-    Raises ServeError if both are named, or if the token is missing or empty.
-    """
+    """Returns the token of an environment variable or a file, or None. ServeError if both are named, or it is empty."""
     if variable is not None and file is not None:
         raise ServeError("--token-env and --token-file exclude each other")
     if variable is not None:
@@ -158,10 +152,7 @@ class Connection(H11Protocol):
         asyncio.get_running_loop().call_later(ASK_SECONDS, self._look, seen)
 
     def _look(self, seen: Any) -> None:
-        """Closes the connection if no request is running and none has begun since the last look.
-
-        `seen` is the last request at the time of that look, or None.
-        """
+        # Closes the connection if no request is running and none has begun since the last look, when it was `seen`.
         if self.transport.is_closing():
             return
         if self.cycle is seen and (seen is None or seen.response_complete):

@@ -1,7 +1,4 @@
-"""Scoring of the requests of a reward server: one at a time, in order of arrival.
-
-reward_server.py reads the requests and writes the replies, in the format of http_contract.py.
-"""
+"""Scoring of the requests of a reward server: one at a time, in order of arrival."""
 
 import asyncio
 import inspect
@@ -43,11 +40,7 @@ class Refused(Exception):
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of the application; reward_server.py makes them from the command line.
-
-    `waiting` is the number of requests that may wait beside the one being scored. `all_bytes` limits the bodies of all
-    requests that arrive, wait or are scored, together. `token=None` asks for no token.
-    """
+    """Settings of the application: limits of bytes and of waiting requests, and the token, None for none."""
 
     token: str | None = None
     limits: Limits = field(default_factory=Limits)
@@ -83,7 +76,6 @@ class Share:
         self.taken += more
 
     def close(self) -> None:
-        """Gives the bytes back; later calls do nothing."""
         self.room.taken -= self.taken
         self.taken = 0
 
@@ -99,18 +91,16 @@ class Asked:
     scored: bool = False  # True from its turn on.
 
     def release(self) -> None:
-        """Forgets the images and gives their bytes back; later calls do nothing."""
         self.request = NOTHING
         self.share.close()
 
 
 class Scorer:
-    """Scores requests one at a time, in order of arrival, so a reward need not be thread-safe.
+    """Scores requests one at a time, in order of arrival, so a reward need not be thread-safe."""
 
-    A request whose client hangs up, or whose handler is cancelled, is not scored if it is still waiting. If it is being
-    scored already, it ends after the group that is being scored, and the next one waits for that: a call in a thread
-    cannot be ended.
-    """
+    # A request whose client hangs up, or whose handler is cancelled, is not scored if it is still waiting. If it is
+    # being scored already, it ends after the group that is being scored, and the next one waits for that: a call in a
+    # thread cannot be ended.
 
     def __init__(self, score: Score, settings: Settings) -> None:
         self._score, self._settings = score, settings
@@ -155,7 +145,6 @@ class Scorer:
         return len(self._asked) > self._settings.waiting
 
     def _forget(self, asked: Asked) -> None:
-        """Marks a request for whose reply nobody waits; it keeps its place and memory only if it is being scored."""
         asked.cancelled = True
         if not asked.scored:
             self._asked.discard(asked)
@@ -211,15 +200,15 @@ async def call(score: Score, images: ByteArray, prompt: Prompt) -> Any:
 
 
 async def _check_there(asked: Asked, when: str) -> None:
-    """Raises Refused if the client has hung up, also if others find that out while it is looked at here."""
+    # Others may find out, while it is looked at here, that the client has hung up.
     if asked.cancelled or await asked.gone() or asked.cancelled:
         raise Refused(HUNG_UP, f"the client hung up {when}")
 
 
 def _groups(images: Sequence[ByteArray], prompts: Sequence[Prompt]) -> list[tuple[list[ByteArray], Prompt]]:
-    """Returns the neighbouring images of equal size and prompt, which are scored in one call, with that prompt.
+    """Returns neighbouring images of equal size and prompt, for one call each.
 
-    Raises ContractError if the metadata of a prompt is nested too deeply to be compared.
+    ContractError for metadata nested too deeply.
     """
     try:
         pairs = [list(group) for _, group in groupby(zip(images, prompts, strict=True), key=_group_key)]

@@ -1,9 +1,7 @@
-"""Check of a finished run from its files alone: events.jsonl, metrics.jsonl, summary.json and the newest checkpoint.
+"""async-flowrl verify RUN_DIR: check of a finished run from its files alone, importing nothing that it names.
 
-async-flowrl verify RUN_DIR
-
-Nothing that the run's configuration names is imported. A number that the run has written is not trusted if it can be
-computed here. Each check returns its finding in words, and raises Broken if the files contradict the guarantee.
+A number that the run has written is not trusted if it can be computed here. Each check returns its finding in words,
+and raises Broken if the files contradict the guarantee.
 """
 
 import argparse
@@ -56,10 +54,7 @@ class RunFiles:
 
     @classmethod
     def read(cls, root: Path) -> "RunFiles":
-        """Reads the files in the folder `root`.
-
-        Raises FileNotFoundError if the run is not finished, and ValueError if a file is not JSON.
-        """
+        """Reads the folder `root`. FileNotFoundError if the run is not finished, ValueError if a file is not JSON."""
         lines = (root / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
         metrics = [parsed(line, f"{root / 'metrics.jsonl'}:{number}") for number, line in enumerate(lines, 1)]
         summary = parsed((root / "summary.json").read_text(encoding="utf-8"), str(root / "summary.json"))
@@ -75,7 +70,6 @@ class RunFiles:
 
     @cached_property
     def finished(self) -> list[Event]:
-        """The events in which training tickets reached a final state, in order."""
         return [e for e in self.history if e["event"] == "ticket" and e["kind"] == TRAIN and e["state"] in FINAL_STATES]
 
     @cached_property
@@ -210,10 +204,10 @@ def reward_terms(run: RunFiles) -> str:
 
 
 def digests(run: RunFiles) -> str:
-    """Checks that the newest checkpoint is undamaged and that its float32 masters have the digest of summary.json.
+    """Checks that the newest checkpoint is undamaged and that its masters have the digest of summary.json.
 
-    Also checks that the last version, as it was sent, is these masters in the dtypes of the network. Returns the
-    finding. Raises Broken or DamagedCheckpoint.
+    Also that the last version, as it was sent, is these float32 masters in the dtypes of the network. Raises Broken or
+    DamagedCheckpoint.
     """
     path = find_checkpoint(run.root / "checkpoints")
     if path is None:
@@ -243,7 +237,6 @@ def _masters(checkpoint: Checkpoint) -> str:
 
 
 def _share(tensors: Mapping[str, Tensor], ranks: int, rank: int) -> dict[str, Tensor]:
-    """Returns the rows of every tensor that `rank` of `ranks` ranks has."""
     rows = {name: shard_rows(len(tensor), ranks, rank) for name, tensor in tensors.items()}
     return {name: tensor[rows[name].start : rows[name].stop] for name, tensor in tensors.items()}
 

@@ -12,7 +12,6 @@ Change = Mapping[str, Any]  # Configuration key → its new value; all of them a
 
 
 def in_words(change: Change) -> str:
-    """Returns the change as words of a command line."""
     values = {key: str(value).lower() if isinstance(value, bool) else value for key, value in change.items()}
     return " ".join(f"{key}={value}" for key, value in values.items())
 
@@ -38,10 +37,10 @@ def fresh_images(config: Config) -> Change:
 def best(
     changes: Iterable[Change], config: Config, needed: Callable[[Config], int], available: int
 ) -> tuple[str, int] | None:
-    """Returns in words the first change with which `needed` is at most `available`, and what it is then.
+    """Returns in words the first change with which `needed(config)` bytes are at most `available`, and those bytes.
 
     If none is enough, it is the change that needs least; None if no change makes it less. Changes that the checks of a
-    run's start refuse are left out. `needed` returns bytes.
+    run's start refuse are left out.
     """
     least, smallest = needed(config), None
     for change in changes:

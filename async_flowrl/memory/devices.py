@@ -32,11 +32,10 @@ MEMORY_WARNING_SHARE = 0.9  # Share of a process's device memory above which pla
 
 
 def processes(config: Config, pools: Collection[str] | None = None, *, lasting: bool = False) -> Iterator[Process]:
-    """Yields the kinds of process that workers of `pools` are (None: of all pools), with their planned memory.
+    """Yields the kinds of process that workers of `pools` are (None: all pools), with their planned memory.
 
-    These are trainer rank and rollout worker, as one if they share a device, and a worker of each reward pool that has
-    GPUs. With the local backend, the workers of both pools are threads of one process. `lasting` leaves out
-    activations. Raises as `plan_memory`.
+    Trainer rank and rollout worker are one if they share a device; with the local backend both pools are threads of one
+    process. `lasting` leaves out activations. Raises as `plan_memory`.
     """
     rank, worker = partial(planned_trainer, config, lasting=lasting), partial(planned_rollout, config, lasting=lasting)
     shares = config.trainer.gpus_per_worker, config.rollout.gpus_per_worker
@@ -70,8 +69,8 @@ def check_devices(config: Config, memory: Mapping[str, int]) -> list[str]:
     """Returns warnings for processes whose planned memory exceeds, or nearly fills, their device.
 
     `memory` is pool → bytes of its smallest device; a pool that is missing is not checked. Raises ConfigError if
-    weights, optimizer and versions alone exceed the device, unless `allow_oom` is set. Any other failure, such as a
-    model that cannot be rehearsed, becomes a warning, because the run may still succeed.
+    weights, optimizer and versions alone exceed the device, unless `allow_oom` is set. Any other failure becomes a
+    warning, because the run may still succeed.
     """
     warnings = []
     try:
@@ -95,10 +94,7 @@ def check_devices(config: Config, memory: Mapping[str, int]) -> list[str]:
 
 
 def seat_for(seat: Process, device: int) -> str:
-    """Returns a clause with the share of a device that holds a reward worker, or with the device that it needs.
-
-    `device` is the memory of the present device in bytes.
-    """
+    """Returns a clause with the share of a device of `device` bytes that holds a reward worker, or what it needs."""
     total = seat.footprint.total
     if total > device:
         return f"it needs a whole device of {math.ceil(total / GIB)} GiB, with {seat.key}=1"
@@ -106,10 +102,7 @@ def seat_for(seat: Process, device: int) -> str:
 
 
 def enough_gpus(needed: int, device: int) -> float:
-    """Returns the share of a device that holds `needed` bytes, rounded up to a twentieth and at most 1.
-
-    `device` is the memory of the device in bytes.
-    """
+    """Returns the share of a device of `device` bytes that holds `needed` bytes, in twentieths, at most 1."""
     return min(1.0, math.ceil(20 * needed / device) / 20)
 
 
@@ -127,11 +120,9 @@ def refusal(process: Process, config: Config, device: int) -> str:
 
 
 def remedy(process: Process, config: Config, device: int, *, lasting: bool = False) -> str:
-    """Returns a clause with a setting that makes a process fit its device, or else the one that saves most.
-
-    `lasting` leaves out activations, and settings that only they depend on. Otherwise settings that reduce what lasts
-    are taken to leave activations as they are.
-    """
+    """Returns a clause with a setting that makes a process fit its device, or else the one that saves most."""
+    # `lasting` leaves out activations, and settings that only they depend on. Otherwise settings that reduce what lasts
+    # are taken to leave activations as they are.
     available = process.available(device)
 
     def resident(changed: Config) -> int:
@@ -210,11 +201,9 @@ MODELS = "reward models"
 
 
 def reward_seats(config: Config) -> list[Process]:
-    """Returns a worker of every pool that scores images and whose workers have GPUs.
-
-    The rewards' classes are looked up, but no reward is built. The workers of the first pool also score evaluations,
-    so its seat includes the terms of `evaluate.reward` that have no pool of their own.
-    """
+    """Returns a worker of every pool that scores images and whose workers have GPUs; no reward is built."""
+    # The workers of the first pool also score evaluations, so its seat includes the terms of `evaluate.reward` that
+    # have no pool of their own.
     seats: list[Process] = []
     held_out = held_out_by_pool(config)
     for pool in scoring_pools(config):
@@ -239,10 +228,7 @@ def _gib(name: str, term: RewardTerm) -> float | None:
 
 
 def gpus_by_pool(config: Config) -> dict[str, list[float]]:
-    """Returns pool → GPUs of each of its workers, without pools that have none.
-
-    Trainer and rollout workers that share their processes count as one pool.
-    """
+    """Returns pool → GPUs per worker, without pools that have none; `placement=shared` counts as one pool."""
     pools: dict[str, TrainerConfig | RolloutConfig] = {"trainer": config.trainer, "rollout": config.rollout}
     if placement_of(config).together:
         pools = {SHARED: config.trainer}
@@ -253,19 +239,16 @@ def gpus_by_pool(config: Config) -> dict[str, list[float]]:
 
 
 def gpus_taken(config: Config) -> float:
-    """Returns the fewest GPUs that the run takes."""
     return fewest_gpus(share for each in gpus_by_pool(config).values() for share in each)
 
 
 def describe_gpus(config: Config) -> str:
-    """Returns one clause: how many devices the run takes, and how many workers each pool has."""
     taken = gpus_taken(config)
     pools = describe_pools(config) or "all of it runs on CPUs"
     return f"the run takes {taken:g} device{'' if taken == 1 else 's'}: {pools}"
 
 
 def describe_pools(config: Config, without: Collection[str] = ()) -> str:
-    """Returns the pools that have GPUs, and how many workers; those named in `without` are left out."""
     shares = {pool: each for pool, each in gpus_by_pool(config).items() if pool not in without}
     return ", ".join(
         f"{pool} {len(each)}" + ("" if each[0] == 1 else f" x {each[0]:g}") for pool, each in shares.items()

@@ -39,8 +39,6 @@ KEPT_BY_RANK, KEPT_BY_CONTROLLER = 4, 3
 
 @dataclass(frozen=True)
 class NodeProcesses:
-    """A node and the processes of the run on it."""
-
     address: str
     memory: NodeMemory
     workers: Mapping[str, tuple[int, ...]]  # Pool → indices of its workers there.
@@ -70,7 +68,6 @@ class PoolProcesses:
 
     @property
     def total(self) -> int:
-        """Bytes of all processes of the pool at the start of the run."""
         return self.count * self.bytes + self.copies * self.copy
 
     @property
@@ -114,11 +111,10 @@ def rank_bytes(config: Config, model: Sizes, *, on_gpu: bool, sends: bool = True
 
 
 def rollout_bytes(config: Config, model: Sizes, *, on_gpu: bool, certain: bool = False) -> int:
-    """Returns the bytes of a rollout worker.
+    """Returns the bytes of a rollout worker; `certain` is as for `host_bytes`.
 
     On a GPU it has versions in host memory with `rollout.versions_on=host`, the text encoder with
-    `rollout.text_encoder=offload`, and with `cached` the network while an encoder is on the GPU. `certain` is as for
-    `host_bytes`.
+    `rollout.text_encoder=offload`, and with `cached` the network while an encoder is on the GPU.
     """
     ring = ring_bytes(config, model, pinned=on_gpu, certain=certain)
     if not on_gpu:
@@ -128,12 +124,11 @@ def rollout_bytes(config: Config, model: Sizes, *, on_gpu: bool, certain: bool =
 
 
 def copying_ranks(config: Config) -> int:
-    """Returns the number of trainer ranks that copy their state: all if each has a share of what it trains, else 1."""
+    """Returns the trainer ranks that copy their state: all if each has a share of what it trains, else 1."""
     return config.trainer.num_workers if config.in_shares else 1
 
 
 def copied_bytes(config: Config, model: Sizes) -> int:
-    """Returns the bytes of the copies of its state on a rank that makes them."""
     return snapshot_bytes(config, model) * (KEPT_BY_RANK if config.keeps_state else 1)
 
 

@@ -1,7 +1,7 @@
 """The choice of the trainer's layout on given devices if `trainer.shard` or `trainer.gradient_checkpointing` is `auto`.
 
-Plan, rehearsal, doctor and run all call `resolved`, so a plan counts what the run does. If the kernels are
-deterministic, the choice does not change a bit of the weights, except that with tune=full the choice of `shard` does.
+Plan, rehearsal, doctor and run all call `resolved`, so a plan counts what the run does. With deterministic kernels the
+choice does not change a bit of the weights, except that of `shard` with tune=full.
 """
 
 import logging
@@ -26,24 +26,21 @@ SHARD, CHECKPOINTING = "trainer.shard", "trainer.gradient_checkpointing"  # The 
 
 @dataclass(frozen=True)
 class Chosen:
-    """A layout of the trainer."""
-
     layout: Layout
     # One sentence that says what `auto` means in it and why; empty if no setting is `auto`.
     reasons: tuple[str, ...] = ()
 
     def applied(self, config: Config) -> Config:
-        """Returns a copy of the configuration with this layout in its trainer settings."""
         return replace(config, trainer=self.layout.applied(config.trainer))
 
 
 def resolved(config: Config, memory: Mapping[str, int]) -> Chosen:
     """Returns the configured layout, with `auto` replaced by the cheapest values that fit into the devices.
 
-    `memory` is pool → bytes of its smallest device; a pool without a device is missing. The cheapest layout is that
-    each rank holds the whole base, with as few checkpointed blocks as possible: it needs no communication, and the
-    death of a rank costs least. Next come layouts in which ranks share the base. If no layout fits, or if the model
-    cannot be planned, the one that needs least memory is chosen, and the reason says so.
+    `memory` is pool → bytes of its smallest device; a pool without a device is missing. Cheapest is the whole base on
+    each rank with as few checkpointed blocks as possible: it needs no communication, and the death of a rank costs
+    least. If no layout fits, or the model cannot be planned, the one that needs least memory is chosen, with that
+    reason.
     """
     asked = _asked(config)
     if not asked:
@@ -60,10 +57,10 @@ def resolved(config: Config, memory: Mapping[str, int]) -> Chosen:
 
 
 def fitting(config: Config, memory: Mapping[str, int]) -> tuple[Layout, str]:
-    """Tries the candidates in order and returns the first that fits, else the one that needs least memory, and why.
+    """Returns the first candidate that fits, else the one that needs least, and why. Raises the planner's errors.
 
     `memory` is pool → bytes of its smallest device. A layout fits if its planned memory, activations included, is at
-    most MEMORY_WARNING_SHARE of the device. Raises the errors of the planner.
+    most MEMORY_WARNING_SHARE of the device.
     """
     tried: list[tuple[Layout, int]] = []
     for layout in candidates(config):
@@ -95,7 +92,6 @@ def on_devices(config: Config, device_bytes: int) -> dict[str, int]:
 
 
 def _asked(config: Config) -> list[str]:
-    """Returns the settings that are `auto` and make a difference."""
     trainer = config.trainer
     free = trainer.num_workers > 1 and not trainer.cpu_offload and not placement_of(config).together
     settings = [SHARD] if trainer.shard == AUTO and free else []
@@ -111,19 +107,16 @@ def candidates(config: Config) -> Iterator[Layout]:
 
 
 def _chosen(layout: Layout, asked: list[str], why: str) -> Chosen:
-    """Returns the layout with its reason: the value of each setting that is `auto`, and `why`."""
     values = {SHARD: layout.in_shard(), CHECKPOINTING: layout.gradient_checkpointing}
     return Chosen(layout, (f"{' and '.join(f'{key}=auto is {values[key]}' for key in asked)}: {why}",))
 
 
 def _shared(config: Config) -> str:
-    """Returns how ranks share the base: within a node if the number of ranks per node is known, else over all ranks."""
     per_node = config.trainer.workers_per_node if not tuning_of(config).whole else None
     return "hybrid" if per_node is not None and 1 < per_node < config.trainer.num_workers else "full"
 
 
 def _filled(config: Config, shard: str, how: str) -> Layout:
-    """Returns the configuration's layout with these values in place of each `auto` that makes a difference."""
     layout, asked = Layout.named(config.trainer), _asked(config)
     if SHARD in asked:
         size = config.trainer.workers_per_node if shard == "hybrid" else layout.shard_size

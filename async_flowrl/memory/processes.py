@@ -1,7 +1,7 @@
-"""Memory plan: device memory of a trainer rank and of a rollout worker, and bytes in the object store.
+"""Device memory of a trainer rank and of a rollout worker, and bytes in the object store, by `plan_memory`.
 
-`plan_memory` makes it. What lasts (weights, adapter, optimizer, versions) is counted from sizes. Activations are what a
-rehearsal of the workers (memory/rehearsed.py) holds beside that at its peak.
+What lasts (weights, adapter, optimizer, versions) is counted from sizes. Activations are what a rehearsal of the
+workers (memory/rehearsed.py) holds beside that at its peak.
 """
 
 import math
@@ -53,12 +53,10 @@ class Footprint:
 
     @property
     def resident(self) -> int:
-        """Bytes of the lasting parts."""
         return sum(self.parts[name] for name in self.lasting)
 
     @property
     def total(self) -> int:
-        """Bytes of all parts with margin and runtime."""
         return round(sum(self.parts.values()) * (1 + MARGIN_SHARE)) + RUNTIME_BYTES
 
 
@@ -70,10 +68,8 @@ def beside(trainer: Footprint, rollout: Footprint, workers: int) -> Footprint:
 
 
 def in_one(trainer: Footprint, rollout: Footprint, *, full: bool) -> Footprint:
-    """Returns the memory of a process that samples and trains: one frozen base, and activations of one kind at a time.
-
-    With `full`, whole weights are trained, and each side has its own.
-    """
+    """Returns the memory of a process that samples and trains: one frozen base, one kind of activations."""
+    # With `full`, whole weights are trained, and each side has its own.
     once = [name for name in trainer.parts if name == "activations" or (name == "base weights" and not full)]
     parts = {name: max(trainer.parts[name], rollout.parts[name]) for name in once}
     alone = {
@@ -96,7 +92,6 @@ class Process:
     caveat: str = ""  # Clause for the end of a sentence on memory that is not known.
 
     def available(self, device: int) -> int:
-        """Returns the bytes that the process may use of a device of `device` bytes."""
         return round(device * (min(1.0, self.share) or 1.0))
 
 
@@ -116,10 +111,7 @@ class MemoryPlan:
 
 
 def plan_memory(config: Config) -> MemoryPlan:
-    """Plans the memory of a configuration with a layout (see `trainer_footprint`).
-
-    Raises ValueError if the model cannot be built without weights, and the errors of a rehearsal.
-    """
+    """Plans a configuration's memory with a layout. ValueError if the model can't be built; errors of a rehearsal."""
     model, shapes = model_sizes(config), rehearsed_rank(config).shapes
     sent = SENT_VERSIONS * model.version_bytes
     return MemoryPlan(
@@ -153,12 +145,10 @@ def planned_rollout(config: Config, *, lasting: bool = False) -> Footprint:
 
 
 def trainer_footprint(config: Config, model: Sizes, activations: int = 0) -> Footprint:
-    """Returns the memory of a trainer rank; `activations` is the peak of its activations in bytes.
-
-    `trainer.shard=auto` counts as none: give a configuration with the layout that was chosen for it. The rows on which
-    the KL of an optimizer step is measured are left out: latents of at most `algorithm.kl_probe_images` images at all
-    trained noise levels, and the conditioning of their prompt.
-    """
+    """Returns the memory of a trainer rank; `activations` is the peak of its activations in bytes."""
+    # `trainer.shard=auto` counts as none. The rows on which the KL of an optimizer step is measured are left out:
+    # latents of at most `algorithm.kl_probe_images` images at all trained noise levels, and the conditioning of their
+    # prompt.
     trainer, vector = config.trainer, model.adapter_parameters * FLOAT32_BYTES
     joined = trainer.num_workers > 1 or trainer.cpu_offload
     sharded = joined and config.is_sharded
@@ -185,19 +175,15 @@ def trainer_footprint(config: Config, model: Sizes, activations: int = 0) -> Foo
 
 
 def _sum_bytes(config: Config, model: Sizes) -> int:
-    """Returns the bytes of the int64 sum of the gradients on one rank.
-
-    With several ranks there are two buffers: the rank's own sum and the sum over all ranks. Afterwards a buffer is used
-    for the weights before the step, so these are not counted again.
-    """
+    # Bytes of the int64 sum of the gradients on one rank. With several ranks there are two buffers: the rank's own sum
+    # and the sum over all ranks. Afterwards a buffer is used for the weights before the step, so these are not counted
+    # again.
     return (2 if config.trainer.num_workers > 1 else 1) * model.adapter_parameters * INT64_BYTES
 
 
 def _full_parts(config: Config, model: Sizes, activations: int, versions: int, masters: int) -> dict[str, int]:
-    """Returns the parts of the footprint of a rank that trains all weights and holds all of them, name → bytes.
-
-    In float32 the network computes with the masters; otherwise it has weights of its own beside them.
-    """
+    # Name → bytes for a rank that trains and holds all weights. In float32 the network computes with the masters;
+    # otherwise it has weights of its own beside them.
     vector, beside_masters = model.adapter_parameters * FLOAT32_BYTES, model.itemsize < FLOAT32_BYTES
     if beside_masters:
         masters -= 1  # No copy of the live values is made while a version replaces them: the masters give them back.
@@ -213,11 +199,8 @@ def _full_parts(config: Config, model: Sizes, activations: int, versions: int, m
 
 
 def _share(parts: Mapping[str, int], model: Sizes, ranks: int) -> dict[str, int]:
-    """Returns the parts of one of `ranks` ranks that share what they train, name → bytes; `parts` are those of all.
-
-    FSDP2 keeps the trained weights in float32 beside the masters, and frozen weights in their own dtype. There is a
-    single buffer for the sum of the gradients.
-    """
+    # Name → bytes for one of `ranks` ranks that share what they train. FSDP2 keeps the trained weights in float32
+    # beside the masters, and frozen weights in their own dtype. There is a single buffer for the sum of the gradients.
     trained, frozen = model.adapter_parameters, model.base_bytes - model.version_bytes
     counted = {"base weights", "activations", "sum of the gradients"}
     shares = {name: math.ceil(size / ranks) for name, size in parts.items() if name not in counted}
@@ -232,11 +215,9 @@ def _share(parts: Mapping[str, int], model: Sizes, ranks: int) -> dict[str, int]
 
 
 def rollout_footprint(config: Config, model: Sizes, activations: int = 0) -> Footprint:
-    """Returns the memory of a rollout worker; `activations` is the peak of its activations in bytes.
-
-    With the engine vllm_omni it is the memory on one of the worker's GPUs: the network is divided among them, and all
-    other parts are counted whole, which is an upper limit.
-    """
+    """Returns the memory of a rollout worker; `activations` is the peak of its activations in bytes."""
+    # With the engine vllm_omni it is the memory on one of the worker's GPUs: the network is divided among them, and all
+    # other parts are counted whole, which is an upper limit.
     text, where = model.text_parameters * model.itemsize, config.rollout.text_encoder
     frozen = model.base_bytes - model.version_bytes if model.full else model.base_bytes
     base = -(-frozen // rollout_ranks(config)) + model.buffer_bytes
@@ -255,7 +236,6 @@ def rollout_footprint(config: Config, model: Sizes, activations: int = 0) -> Foo
 
 
 def rollout_ranks(config: Config) -> int:
-    """Returns the number of GPUs among which one rollout worker's network is divided."""
     return max(1, int(config.rollout.gpus_per_worker)) if config.rollout.engine == "vllm_omni" else 1
 
 
@@ -265,11 +245,9 @@ def base_share(config: Config, model: Sizes) -> int:
 
 
 def host_bytes(config: Config, model: Sizes, *, certain: bool = False) -> int:
-    """Returns the bytes that a trainer rank pins: an offloaded base, or with tune=full versions that are sent.
-
-    A LoRA's versions are small and left out. The first rank alone sends; what it gathers from shares is not pinned.
-    `certain` leaves out room for versions that may never be held.
-    """
+    """Returns the bytes that a trainer rank pins: an offloaded base, or with tune=full versions that are sent."""
+    # A LoRA's versions are small and left out. The first rank alone sends; what it gathers from shares is not pinned.
+    # `certain` leaves out room for versions that may never be held.
     if not model.full:
         return base_share(config, model) if config.trainer.cpu_offload else 0
     if config.in_shares:
@@ -278,13 +256,11 @@ def host_bytes(config: Config, model: Sizes, *, certain: bool = False) -> int:
 
 
 def sent_versions(config: Config) -> int:
-    """Returns the largest number of versions for which a sending rank has buffers.
-
-    For each stream these are the newest `live_versions`, one that is being sealed, and one that is held for its
-    evaluation. If the policy itself is evaluated, because there is no EMA, one more can be held for the next evaluation
-    before the first is released. Of versions in shares, they are the newest one of each stream, one that is being
-    gathered, and of both streams together one that is gathered once more.
-    """
+    """Returns the largest number of versions for which a sending rank has buffers."""
+    # For each stream these are the newest `live_versions`, one that is being sealed, and one that is held for its
+    # evaluation. If the policy itself is evaluated, because there is no EMA, one more can be held for the next
+    # evaluation before the first is released. Of versions in shares, they are the newest one of each stream, one that
+    # is being gathered, and of both streams together one that is gathered once more.
     if config.in_shares:
         return 2 * streams(config) + 1
     held_twice = config.trainer.ema_decay is None and config.evaluate.every > 0
@@ -292,25 +268,19 @@ def sent_versions(config: Config) -> int:
 
 
 def kept_versions(config: Config) -> int:
-    """Returns the number of versions that are kept at the same time once they have been made."""
     return min(config.live_versions, config.total_steps)
 
 
 def received_versions(config: Config) -> int:
-    """Returns the versions that a rollout worker has room for beside the live one.
-
-    The ring of each stream has one slot for each version that a ticket may name. There is one slot for evaluation, and
-    one version is being received.
-    """
+    """Returns the versions that a rollout worker has room for beside the live one."""
+    # The ring of each stream has one slot for each version that a ticket may name. There is one slot for evaluation,
+    # and one version is being received.
     return streams(config) * config.live_versions + 1 + 1
 
 
 def ring_bytes(config: Config, model: Sizes, *, pinned: bool = True, certain: bool = False) -> int:
-    """Returns the bytes of the versions that a rollout worker keeps in host memory.
-
-    `pinned` is for a worker with a GPU, where a small version takes more than its own size; `certain` is as for
-    `host_bytes`.
-    """
+    """Returns the bytes of the versions that a rollout worker keeps in host memory; `certain` as for `host_bytes`."""
+    # `pinned` is for a worker with a GPU, where a small version takes more than its own size.
     if not config.versions_on_host:
         return 0
     versions = kept_versions(config) if certain else received_versions(config)
@@ -318,11 +288,9 @@ def ring_bytes(config: Config, model: Sizes, *, pinned: bool = True, certain: bo
 
 
 def snapshot_bytes(config: Config, model: Sizes) -> int:
-    """Returns the bytes of the copy that a trainer rank makes of the state for a checkpoint.
-
-    The state is the masters and both Adam moments in float32, the moving averages if there are any, and all kept
-    versions. A rank that has a share of it copies only that share.
-    """
+    """Returns the bytes of the copy that a trainer rank makes of the state for a checkpoint."""
+    # The masters and both Adam moments in float32, the moving averages if any, and all kept versions; of its share
+    # only.
     whole = (
         3 + moving_averages(config)
     ) * model.adapter_parameters * FLOAT32_BYTES + config.live_versions * model.version_bytes
@@ -330,7 +298,6 @@ def snapshot_bytes(config: Config, model: Sizes) -> int:
 
 
 def streams(config: Config) -> int:
-    """Returns the number of streams: the policy, and its moving average (EMA) if there is one."""
     return 2 if config.trainer.ema_decay is not None else 1
 
 

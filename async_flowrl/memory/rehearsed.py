@@ -1,7 +1,4 @@
-"""Memory of a configuration's activations, by a rehearsal of its workers on fake tensors; importing it loads no model.
-
-A process remembers what it has rehearsed, by configuration.
-"""
+"""Memory of activations, by a rehearsal of a configuration's workers on fake tensors; importing it loads no model."""
 
 import logging
 from collections.abc import Callable, Mapping
@@ -44,20 +41,15 @@ def alone(config: Config) -> Config:
 
 
 def rehearsed_rank(config: Config) -> "RankRehearsal":
-    """Returns a lone trainer rank, as it is rehearsed or was before.
-
-    Raises ValueError if the model's architecture is not known.
-    """
+    """Returns a lone trainer rank, rehearsed once per configuration. ValueError for an unknown architecture."""
     from async_flowrl.memory.rehearsed import whole_rank
 
     return _once(alone(config), "trainer", whole_rank)  # type: ignore[no-any-return]
 
 
 def rehearsed_rollout(config: Config) -> "RolloutRehearsal":
-    """Returns a rollout worker with a few of the blocks, as it is rehearsed or was before.
-
-    Without gradients its activations are those of one block. Raises ValueError as `rehearsed_rank`.
-    """
+    """Returns a rollout worker with a few of the blocks, rehearsed once; raises as `rehearsed_rank`."""
+    # Without gradients its activations are those of one block.
     from async_flowrl.memory.rehearsed import short_rollout
 
     return _once(alone(config), "rollout", short_rollout)  # type: ignore[no-any-return]
@@ -119,12 +111,10 @@ def whole_rank(config: Config, model: FakeModel, *, kernels: bool = True) -> Ran
 
 
 def whole_rollout(config: Config, model: FakeModel, *, kernels: bool = True) -> RolloutRehearsal:
-    """Returns the rehearsal of a rollout worker (see `rehearse_rollout`) with all blocks of the model."""
     return _whole(config, model, FEWEST, 1, lambda each: rehearse_rollout(config, each, kernels=kernels))
 
 
 def short_rollout(config: Config, model: FakeModel, *, kernels: bool) -> RolloutRehearsal:
-    """Returns the rehearsal of a rollout worker that has only a few of the blocks."""
     ((_, short), *_) = model.shortened(FEWEST, 1)
     return rehearse_rollout(config, short, kernels=kernels)
 

@@ -36,7 +36,6 @@ class Sizes:
 
     @property
     def base_bytes(self) -> int:
-        """Bytes of the base; its buffers are not among them."""
         return self.base_parameters * self.itemsize
 
     @property
@@ -76,20 +75,15 @@ _read: dict[str, tuple[list[Resolution], int]] = {}  # Settings and state of the
 
 
 def at_largest(config: Config) -> Config:
-    """Returns the configuration with its largest size for all images. Raises ValueError for an invalid size.
-
-    The size is the largest of the settings and of the prompts that bring their own. If a prompt file is not on this
-    machine, only the settings count.
-    """
+    """Returns the configuration with its largest size for all images. Raises ValueError for an invalid size."""
+    # The size is the largest of the settings and of the prompts that bring their own. If a prompt file is not on this
+    # machine, only the settings count.
     sizes, _ = _asked(config.data)
     return at_size(config, largest([*configured(config.rollout), *sizes]))
 
 
 def longest_prompt(config: Config) -> int:
-    """Returns the length of the longest prompt, evaluations included.
-
-    Raises PromptError if the file of prompts is invalid.
-    """
+    """Returns the length of the longest prompt, evaluations included. PromptError if the file of prompts is invalid."""
     return _asked(config.data)[1]
 
 

@@ -42,7 +42,6 @@ def describe_inputs(prepared: Prepared, resume: Resume = START) -> str:
 
 
 def resumed(resume: Resume) -> Rows:
-    """Returns a line on the checkpoint from which the run goes on, and one on each difference that is forced."""
     if resume.path is None:
         return []
     goes_on = f"goes on after step {resume.version}, from {resume.path}"

@@ -19,11 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 async def compare_devices(config: Config, memory: Mapping[str, int]) -> None:
-    """Compares the memory of the pools' devices, in bytes, with the plan.
-
-    Each device that is nearly too small is a warning in the log. Raises ConfigError if a
-    device is too small.
-    """
+    """Compares the devices' bytes with the plan: warnings in the log, or ConfigError if a device is too small."""
     if memory:
         for sentence in await asyncio.to_thread(check_devices, config, memory):
             logger.warning("%s", sentence)
@@ -50,11 +46,9 @@ async def lay_out(
 
 
 async def device_memory(config: Config, groups: Mapping[str, WorkerGroup]) -> dict[str, int]:
-    """Returns pool → bytes of memory of its smallest device, for the pools that have devices.
-
-    Rollout workers of vllm_omni are left out, because they start CUDA in processes of their own and plan their memory
-    themselves.
-    """
+    """Returns pool → bytes of memory of its smallest device, for the pools that have devices."""
+    # Rollout workers of vllm_omni are left out, because they start CUDA in processes of their own and plan their memory
+    # themselves.
     asked = {TRAINER: config.trainer.gpus_per_worker, ROLLOUT: config.rollout.gpus_per_worker}
     asked |= {pool.name: pool.gpus_per_worker for pool in scoring_pools(config)}
     if config.rollout.engine == "vllm_omni":

@@ -1,7 +1,4 @@
-"""Software and devices as torch sees them, and optional features: what each needs, and which pools need it.
-
-`optional_finding` looks at this machine. On a cluster `missing` looks at every node, and `feature_findings` judges.
-"""
+"""Software and devices as torch sees them, and optional features: what each needs, and which pools need it."""
 
 import platform
 import re
@@ -77,7 +74,6 @@ def modules(extra: str, *names: str) -> None:
 
 
 def weights_by(transport: str, config: Config) -> list[str]:
-    """Returns the pools that send or receive weights if the configuration names this transport, else nothing."""
     return list(placement_of(config).pools) if config.checkpoint_engine.transport == transport else []
 
 
@@ -86,14 +82,12 @@ def made_by_vllm_omni(config: Config) -> list[str]:
 
 
 def scored_by_hps(config: Config) -> list[str]:
-    """Returns the reward pools with a term, trained or held out, that is one of HPS_REWARDS."""
     held_out, pools = held_out_by_pool(config), scoring_pools(config)
     terms = {pool.name: {**pool.config(config.reward).terms, **held_out.get(pool.name, {})} for pool in pools}
     return [pool for pool, own in terms.items() if any((one.name or key) in HPS_REWARDS for key, one in own.items())]
 
 
 def own_servers(config: Config) -> list[str]:
-    """Returns the pools whose workers start this package's reward server in their own environment."""
     commands = {term: serve.command or () for term, serve in served_terms(config)}
     texts = {term: each if isinstance(each, str) else " ".join(map(str, each)) for term, each in commands.items()}
     return [server_pool(term) for term, text in texts.items() if OWN_SERVER.match(text)]
@@ -110,24 +104,18 @@ FEATURES = {
 
 
 def missing(names: Sequence[str]) -> dict[str, str]:
-    """Returns name of a feature → the software that it lacks on this machine; features that lack none are left out.
-
-    The doctor calls it on every node of a cluster. GPUs do not count, because the calling process may have been given
-    none.
-    """
+    """Returns feature → the software that it lacks on this machine; features that lack none are left out."""
+    # The doctor calls it on every node. GPUs do not count, because the calling process may have been given none.
     return {name: lack for name in names if (lack := FEATURES[name].lack()) is not None}
 
 
 def needed(config: Config) -> dict[str, Sequence[str]]:
-    """Returns name of a feature → the pools that need it, for the features that the configuration needs."""
     return {name: pools for name, feature in FEATURES.items() if (pools := feature.needed_by(config))}
 
 
 def optional_finding(name: str, config: Config | None) -> Finding:
-    """Returns the finding on one feature on this machine; failed if `config` needs it here and it is missing.
-
-    With a cluster it is skipped instead, because the nodes of the workers are asked for it.
-    """
+    """Returns the finding on one feature on this machine; failed if `config` needs it here and it is missing."""
+    # With a cluster it is skipped instead, because the nodes of the workers are asked for it.
     feature = FEATURES[name]
     lack = feature.lack() or ("no GPU" if feature.on_device and not torch.cuda.is_available() else None)
     status, why = FAILED, f"this configuration asks for it ({feature.what})"
@@ -139,11 +127,9 @@ def optional_finding(name: str, config: Config | None) -> Finding:
 
 
 def feature_findings(config: Config, wanted: Sequence[PoolSpec], machines: Sequence[Machine]) -> Iterator[Finding]:
-    """Yields one finding per optional feature that the configuration needs on a cluster.
-
-    It is a failure if a node lacks the feature and has room for a worker that needs it, because Ray may choose that
-    node. Other nodes need nothing: the head of a cluster of GPUs, for example, need not have cupy.
-    """
+    """Yields one finding per optional feature that the configuration needs on a cluster."""
+    # It is a failure if a node lacks the feature and has room for a worker that needs it, because Ray may choose that
+    # node. Other nodes need nothing: the head of a cluster of GPUs, for example, need not have cupy.
     room = {spec.name: room_for(spec, machines) for spec in wanted}
     for name, pools in needed(config).items():
         feature = FEATURES[name]

@@ -7,15 +7,12 @@ OK, WARNING, FAILED, SKIPPED = "ok", "warning", "failed", "skipped"  # Statuses 
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of one check."""
-
     name: str  # Subject of the check, e.g. `run directory`.
     status: str  # OK, WARNING, FAILED or SKIPPED.
     sentence: str  # The result, with its numbers.
     advice: str = ""  # Advice after a warning or a failure, or the reason why something was skipped; may be empty.
 
     def line(self) -> str:
-        """Returns the finding as the console shows it."""
         advice = f"; {self.advice}" if self.advice else ""
         return f"{self.status:8} {self.name}: {self.sentence}{advice}"
 
@@ -27,5 +24,4 @@ def verdict(name: str, sentence: str, *problems: tuple[bool, str, str]) -> Findi
 
 
 def failed(name: str, error: BaseException, advice: str, status: str = FAILED) -> Finding:
-    """Returns a finding with the error's message in one line, or its type without a message."""
     return Finding(name, status, " ".join(str(error).split()) or type(error).__name__, advice)

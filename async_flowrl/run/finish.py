@@ -116,10 +116,7 @@ def forced(history: Sequence[Event]) -> list[str]:
 
 
 def views(config: Config, directory: RunDirectory) -> list[str]:
-    """Writes timeline and report, and returns a sentence for each that failed.
-
-    Both can be made again later from the run's files.
-    """
+    """Writes timeline and report, which can be made again from the files; returns a sentence for each that failed."""
 
     def report() -> None:
         from async_flowrl.report.page import write_page
@@ -142,10 +139,9 @@ def views(config: Config, directory: RunDirectory) -> list[str]:
 
 
 def worker_stall(history: Sequence[Event], outcome: Outcome) -> float:
-    """Returns the seconds that a rollout worker on average lost by waiting for versions, receiving and activating them.
-
-    Waiting and receiving count from the start of this process, activation only since the last rollback.
-    """
+    """Returns the seconds that a rollout worker lost on average by waiting for, receiving and activating versions."""
+    # Waiting and receiving count from the start of this process, activation only since the last rollback.
+    # Waiting and receiving count from the start of this process, activation only since the last rollback.
     _, last = last_attempt(effective(history))
     activated: float = sum(e["end"] - e["start"] for e in last if e["event"] == "span" and e["name"] == ACTIVATE)
     waited = outcome.pools[ROLLOUT]
@@ -169,10 +165,9 @@ def ticket_counts(table: TicketTable) -> dict[str, int]:
 def export_best(
     config: Config, model: ResolvedModel, directory: RunDirectory, history: Sequence[Evaluation]
 ) -> Path | None:
-    """Writes the weights with which the best version was evaluated to lora_best/ or transformer_best/.
+    """Writes the weights (or their EMA) with which the best version was evaluated to lora_best/ or transformer_best/.
 
-    Returns the folder, or None if no evaluations can be compared. With `trainer.ema_decay` these weights are the moving
-    average. Raises DamagedCheckpoint or OSError if the checkpoint of the version cannot be read.
+    Returns the folder, or None if no evaluations can be compared. Raises DamagedCheckpoint or OSError.
     """
     row = best_row(config, history)
     if row is None:
@@ -257,7 +252,6 @@ def results(ending: Ending, summary: Mapping[str, Any]) -> None:
 
 
 def say_result(ending: Ending, summary: Mapping[str, Any]) -> None:
-    """Prints what the evaluations show, or the training's rewards if no two evaluations can be compared."""
     history = read_evaluations(ending.directory.evaluations)
     sentences = result_sentences(history, str(summary.get("evaluation_prompts")))
     for sentence in sentences or [training_sentence(summary["reward_first"], summary["reward_last"])]:
@@ -300,5 +294,4 @@ def after_failure(ending: Ending) -> None:
 
 
 def shown(path: Path) -> str:
-    """Returns the path, relative to the working directory if that is shorter."""
     return min(str(path), os.path.relpath(path), key=len)

@@ -1,7 +1,4 @@
-"""`run` executes one training run: it prepares the configuration, starts the pools, trains, and writes the results.
-
-async_flowrl/main.py calls it. This is the only file that uses every part of the project.
-"""
+"""`run` executes one training run: it prepares the configuration, starts the pools, trains, and writes the results."""
 
 import asyncio
 import logging
@@ -65,9 +62,8 @@ def run(
 ) -> int:
     """Runs a configuration and returns the exit code (config/exit_codes.py).
 
-    A failure is not raised: it is printed as one sentence on stderr, with its traceback in the run directory's
-    logs/controller.log. `hydra_record` maps the names of the files in `.hydra/` to their texts. `warnings` are those of
-    the checks before the run, which are logged. `workers` are worker classes of tests and benchmarks.
+    A failure is printed as one sentence on stderr, with its traceback in logs/controller.log. `hydra_record` maps the
+    names of the files in `.hydra/` to their texts. `workers` are worker classes of tests and benchmarks.
     """
     directory = RunDirectory(Path(config.output_dir))
     with ExitStack() as last:
@@ -116,10 +112,11 @@ def run(
 
 
 async def train(ending: Ending, resume: Resume, display: Display) -> int:
-    """Trains from the start or from `resume` to the end, writes the results, and returns the exit code.
-
-    Raises the run's failure, unless the run was asked to stop, lost workers or servers meanwhile, and has a checkpoint.
-    """
+    """Trains from the start or `resume` to the end, writes the results, and returns the exit code."""
+    # Raises the run's failure, unless the run was asked to stop, lost workers or servers meanwhile, and has a
+    # checkpoint.
+    # Raises the run's failure, unless the run was asked to stop, lost workers or servers meanwhile, and has a
+    # checkpoint.
     stop, directory = ending.stop, ending.directory
     try:
         summary = await train_until(ending, resume, display)
@@ -137,11 +134,11 @@ async def train(ending: Ending, resume: Resume, display: Display) -> int:
 
 
 def last_resort(error: BaseException, stop: StopRequest, directory: RunDirectory) -> int | None:
-    """Returns the step of the newest undamaged checkpoint if the run can end as stopped in spite of `error`, else None.
-
-    It can if it was asked to stop and `error` is the death of a worker or server: a scheduler that asks a run to stop
-    often ends the workers as well. Shares of several ranks are not read for it.
-    """
+    """Returns the step of the newest sound checkpoint if the run can end as stopped in spite of `error`, else None."""
+    # It can if it was asked to stop and `error` is the death of a worker or server: a scheduler that asks a run to stop
+    # often ends the workers as well. Shares of several ranks are not read for it.
+    # It can if it was asked to stop and `error` is the death of a worker or server: a scheduler that asks a run to stop
+    # often ends the workers as well. Shares of several ranks are not read for it.
     if not stop() or not isinstance(leaves(error)[0], WorkerDied | ServerLost):
         return None
     path = find_checkpoint(directory.checkpoints, shares=False)
@@ -201,10 +198,7 @@ async def train_until(ending: Ending, resume: Resume, display: Display) -> dict[
 
 
 def compared(prepared: Prepared, directory: RunDirectory, resume: Resume, info: Mapping[str, Any]) -> Resume:
-    """Compares a checkpoint with the base weights, this machine and the recorded evaluations, as its functions say.
-
-    `info` is what `load_pools` returned.
-    """
+    """Compares a checkpoint with the base weights (`info`), this machine and the recorded evaluations."""
     resume = check_model(prepared.config, resume, info)
     warn_of_differences(prepared.config, resume, info["device"])
     return with_unevaluated(prepared.config, resume, EvaluationLog(directory.evaluations))
@@ -223,10 +217,7 @@ def open_ledgers(
     *,
     clock: Callable[[], float] = time.monotonic,
 ) -> Ledgers:
-    """Opens the event log, metrics, evaluations and monitor of a run.
-
-    A resumed run first removes the metrics and evaluations that are newer than its checkpoint.
-    """
+    """Opens event log, metrics, evaluations and monitor; removes what a resumed run's checkpoint does not know."""
     config = prepared.config
     offset = time.time() - clock()
     pools = PoolLedger(clock)
@@ -259,17 +250,15 @@ def stored(config: Config) -> str:
 
 
 def refused(error: BaseException) -> str | None:
-    """Returns the message of a ValueError that a worker raised while loading, which means a wrong configuration.
-
-    An example is a LoRA for layers that do not exist. Returns None for other errors.
-    """
+    """Returns the message of a ValueError of a loading worker, i.e. of a wrong configuration, else None."""
+    # An example is a LoRA for layers that do not exist.
+    # An example is a LoRA for layers that do not exist.
     cause = leaves(error)[0]
     loading = isinstance(cause, WorkerFailed) and cause.method in ("load", "restore") and cause.kind == "ValueError"
     return cause.message if isinstance(cause, WorkerFailed) and loading else None
 
 
 def first_cause(error: BaseException) -> str:
-    """Returns type and message of the first failure inside nested exception groups."""
     cause = leaves(error)[0]
     return f"{type(cause).__name__}: {cause}"
 

@@ -68,11 +68,10 @@ def describe_run(prepared: Prepared) -> str:
 
 
 def check_machine(prepared: Prepared) -> None:
-    """Raises ConfigError if the terminal cannot show the configured console.
+    """Raises ConfigError if the terminal cannot show the configured console, or this machine cannot hold the run.
 
-    If the run will start a Ray cluster on this machine, it also raises ConfigError if the machine cannot hold the
-    pools, or lacks what the configured engine or transport needs. Another cluster (`runtime.address`) is checked when
-    the pools start.
+    The pools, engine and transport are checked for a Ray cluster that the run will start here; another cluster
+    (`runtime.address`) is checked when the pools start.
     """
     config, runtime = prepared.config, prepared.config.runtime
     console_of(config.console)
@@ -94,10 +93,8 @@ def check_machine(prepared: Prepared) -> None:
 
 
 def check_fits_here(config: Config) -> None:
-    """Raises ConfigError, with a table, if this machine's cores or GPUs cannot hold the pools; starts nothing.
-
-    Also raises it for GPUs that Ray does not find, because the run would train on the CPU without a word.
-    """
+    """Raises ConfigError, with a table, if this machine's cores or GPUs cannot hold the pools; starts nothing."""
+    # Also for GPUs that Ray does not find, because the run would train on the CPU without a word.
     from separation.ray_internals import gpus_here
 
     wanted = outline(config)
@@ -118,10 +115,8 @@ def check_fits_here(config: Config) -> None:
 
 @asynccontextmanager
 async def open_cluster(prepared: Prepared, logs: Path) -> AsyncIterator[Mapping[str, WorkerGroup]]:
-    """Starts the pools and yields pool name → pool; they end with the block.
-
-    Raises as `cluster` does. While the pools end, Ctrl-C is ignored, because Ray would exit in the middle.
-    """
+    """Starts the pools and yields pool name → pool; they end with the block. Raises as `cluster` does."""
+    # While the pools end, Ctrl-C is ignored, because Ray would exit in the middle.
     config = prepared.config
     pooled = cluster(
         pools(prepared),
@@ -142,11 +137,9 @@ async def open_cluster(prepared: Prepared, logs: Path) -> AsyncIterator[Mapping[
 
 
 def check_stored(prepared: Prepared, trained: int) -> None:
-    """Raises StoreTooSmall if the cluster cannot store all that waits, now that `trained` parameters are known.
-
-    `open_cluster` has counted the tickets alone. Weights on their way are added, and the state that is kept of the
-    trainer.
-    """
+    """Raises StoreTooSmall if the cluster cannot store all that waits, now that `trained` parameters are known."""
+    # `open_cluster` has counted the tickets alone. Weights on their way are added, and the state that is kept of the
+    # trainer.
     config = prepared.config
     sent = SENT_VERSIONS * trained * DTYPES[prepared.model.dtype].itemsize
     check_results(config.runtime.backend, stored_bytes(prepared.at_largest, prepared.shapes, trained) + sent)
@@ -184,10 +177,7 @@ async def load_trainer(config: Config, group: WorkerGroup, trainers: TrainerGrou
 
 
 async def encode_negatives(prepared: Prepared, worker: Worker) -> Negatives:
-    """Has a rollout worker encode every negative prompt of the training, because the trainer has no text encoder.
-
-    Empty without classifier-free guidance (`rollout.true_cfg_scale` of 1 or less).
-    """
+    """Has a rollout worker encode the negative prompts for the trainer, which has no text encoder; {} without CFG."""
     config = prepared.config
     if config.rollout.true_cfg_scale <= 1:
         return {}
@@ -198,16 +188,12 @@ async def encode_negatives(prepared: Prepared, worker: Worker) -> Negatives:
 
 
 async def send_negatives(trainers: TrainerGroup, negatives: Negatives) -> None:
-    """Sends the encoded negative prompts to every trainer rank; does nothing if there are none."""
     if negatives:
         await trainers.all("update.set_negatives", negatives)
 
 
 async def choose_transport(config: Config, sender: Worker) -> str:
-    """Returns the name of the run's transport; `auto` is resolved by `sender`, the trainer's first rank.
-
-    Raises ConfigError if the configured transport cannot work with the rank's device and libraries.
-    """
+    """Returns the run's transport; the trainer's rank `sender` resolves `auto`. ConfigError if it cannot work there."""
     configured = config.checkpoint_engine.transport
     if configured == AUTO and nccl_obstacle(config):
         return OBJECT_STORE

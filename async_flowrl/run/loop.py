@@ -21,11 +21,9 @@ from separation.supervise import supervised
 
 
 async def run(ctx: Context) -> None:
-    """Trains from step `ctx.table.step` to the last one, or ends after the step in which a stop is requested.
-
-    It returns when the last checkpoint is written and the outstanding evaluations are done. The first failure of any
-    part (dispatch, training, delivery, watchdog) cancels the others and is raised.
-    """
+    """Trains from step `ctx.table.step` to the last one, or ends after the step in which a stop is requested."""
+    # It returns when the last checkpoint is written and the outstanding evaluations are done. The first failure of any
+    # part (dispatch, training, delivery, watchdog) cancels the others and is raised.
     async with supervised(dispatch(ctx), ctx.trainer.watch(), ctx.weights.watch(), watch_for_stalls(ctx)):
         await ctx.weights.publish_first()
         await ctx.steps.before_training(ctx)

@@ -35,8 +35,6 @@ NETWORK = "check the interface that Ray uses (ray start --node-ip-address) and t
 
 @dataclass(frozen=True)
 class Asked:
-    """Questions to a machine, in addition to the usual facts."""
-
     # Folders whose file system's free space is reported; for a missing one, that of its nearest parent.
     folders: tuple[str, ...] = ()
     packages: tuple[str, ...] = ()  # Packages whose code is digested, for comparison between nodes.
@@ -88,10 +86,7 @@ class Machine:
 
 
 def machine_finding(machine: Machine) -> Finding:
-    """Describes a node in one line.
-
-    It failed if its disk is full, or if Ray cannot start; a warning says that Ray could not spill objects to the disk.
-    """
+    """Describes a node in one line: failed if Ray cannot start or the disk is full, a warning if Ray cannot spill."""
     facts, disk = machine.facts, machine.facts["disks"][machine.facts["temporary"]]
     memory, shm, free = (f"{size / GIB:.1f} GiB" for size in (facts["memory"], facts["shm"], disk["free"]))
     kinds = ", ".join(gpu["name"] for gpu in facts["gpus"]) or "no GPU"
@@ -122,10 +117,7 @@ def same_findings(here: Mapping[str, Any], machines: Sequence[Machine]) -> Itera
 
 
 def room_for(spec: PoolSpec, machines: Sequence[Machine]) -> list[Machine]:
-    """Returns the nodes that could hold a worker of the pool if nothing else ran there; without a cluster, all.
-
-    With `workers_per_node` a node must hold as many.
-    """
+    """Returns the nodes that could hold a worker of the pool (`workers_per_node` of them) if nothing else ran."""
     exists = placement.totals(machine.resources for machine in machines if machine.resources is not None)
     bundle = placement.share_of_node(placement.needs_of(spec, exists), spec.workers_per_node or 1)
     return [one for one in machines if one.resources is None or placement.holds(one.resources, bundle)]
@@ -136,10 +128,7 @@ def everywhere(machines: Sequence[object]) -> str:
 
 
 def seats(wanted: Sequence[PoolSpec], nodes: Sequence[Node]) -> Finding:
-    """Checks that all workers with which a run can start find a place; warns if other programs hold those places now.
-
-    Of a pool with `min_workers` these are as many.
-    """
+    """Checks that all workers with which a run starts find a place; warns if other programs hold it now."""
     exists = [node.resources for node in nodes]
     waits = [node.free for node in nodes], WARNING, "others hold them now: a run waits for deadlines.load"
     for left, status, advice in ((exists, FAILED, "fewer workers, or more nodes"), waits):
@@ -172,10 +161,7 @@ def clock_finding(clocks: Mapping[str, Offset]) -> Finding:
 
 
 def broadcast_finding(seconds: Mapping[str, float], nbytes: int, version_bytes: int) -> Finding:
-    """Reports how long every node takes to fetch `nbytes` from this node, all at once, and so how long a version takes.
-
-    A slow link is a warning.
-    """
+    """Reports how long a version takes from this node to all others at once; a slow link is a warning."""
     slowest = max(seconds, key=lambda name: seconds[name])
     rate = nbytes / seconds[slowest]
     said = f"{nbytes / 1e6:.0f} MB by object store, {rate / 1e6:.0f} MB/s to the slowest node, {slowest}"
@@ -190,7 +176,6 @@ NVIDIA_SMI_SECONDS = 20.0
 
 
 def version(package: str) -> str:
-    """Returns the version of a package; "none" if it is missing."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -206,10 +191,8 @@ def free_disk(folder: Path) -> dict[str, Any]:
 
 
 def importable(module: str) -> bool:
-    """Returns True if a module is found. It is not executed, but its parent packages are.
-
-    A folder without Python files, as an uninstalled package may leave one, is not a module; a file is one.
-    """
+    """Returns True if a module is found. It is not executed, but its parent packages are."""
+    # A folder without Python files, as an uninstalled package may leave one, is not a module; a file is one.
     if module.endswith(SUFFIX):
         return Path(module).is_file()
     try:

@@ -1,7 +1,4 @@
-"""Checks of a run on several nodes, before any model is loaded: `look_at_nodes` prints which workers are on which node.
-
-It also checks that the nodes see the run directory. run/launch.py calls it.
-"""
+"""Checks of a run on several nodes before any model is loaded: who is where, who sees the run directory, and memory."""
 
 import asyncio
 import logging
@@ -30,10 +27,7 @@ LABEL_CHARACTERS = 10  # Width of the label before each line, in characters.
 
 
 async def look_at_nodes(config: Config, groups: Mapping[str, WorkerGroup], folder: Path) -> None:
-    """Prints the workers of each node, if there are several nodes. Does nothing without a cluster (`runtime.address`).
-
-    `folder` is the run directory. Raises ConfigError if a node with trainer ranks does not see it.
-    """
+    """Prints the workers of each node of a cluster. ConfigError if one with trainer ranks does not see `folder`."""
     if config.runtime.address is None:
         return
     table = seats(groups)
@@ -66,11 +60,9 @@ def runs(numbers: list[int]) -> list[str]:
 
 
 async def check_run_directory(config: Config, groups: Mapping[str, WorkerGroup], folder: Path) -> None:
-    """Writes a file into the run directory and has one worker of every node look for it.
-
-    Raises ConfigError if a node with trainer ranks does not see it, because they write and read checkpoints there.
-    Other workers write only their logs there, so for their nodes a warning is logged.
-    """
+    """Writes a file into the run directory and has one worker of every node look for it."""
+    # A node with trainer ranks that does not see it is a ConfigError, because they write and read checkpoints there.
+    # Other workers write only their logs there, so for their nodes a warning is logged.
     one_each: dict[str, tuple[Worker, str]] = {}
     for group in sorted(groups.values(), key=lambda group: group.spec.name != TRAINER):
         for worker in group.workers:
@@ -114,9 +106,8 @@ QUICK_LANES = ("control", "stop")
 async def ready_nodes(prepared: Prepared, groups: Mapping[str, WorkerGroup], devices: Mapping[str, int]) -> None:
     """Downloads the model's files to every node whose workers load them, and compares the nodes' memory with the plan.
 
-    A node with too little free memory is a warning in the log. `devices` is that of Hosts. Nothing is compared if the
-    model has no safetensors files, or if a worker does not answer. Raises ConfigError if a node is too small,
-    and the errors of the download.
+    Too little free memory is a warning in the log; nothing is compared without safetensors files, or if a worker does
+    not answer. Raises ConfigError if a node is too small, and the errors of the download.
     """
     everyone = loaders(groups[ROLLOUT].workers, groups[TRAINER].workers)
     await download_model(model_of(groups[ROLLOUT]), everyone, seconds=prepared.config.deadlines.download)
@@ -127,10 +118,8 @@ async def ready_nodes(prepared: Prepared, groups: Mapping[str, WorkerGroup], dev
 
 
 async def look(prepared: Prepared, groups: Mapping[str, WorkerGroup], devices: Mapping[str, int]) -> Hosts | None:
-    """Returns the nodes and the elements of the model's files, or None, with a line in the log, if that fails.
-
-    A worker that is dead or hangs is not dealt with here: the next call to it does that.
-    """
+    """Returns the nodes and the elements of the model's files, or None, with a line in the log, if that fails."""
+    # A worker that is dead or hangs is not dealt with here: the next call to it does that.
     model, reader = prepared.model, groups[ROLLOUT].workers[0]
     if model.random:  # Nothing is read from files.
         return None
@@ -146,10 +135,8 @@ async def look(prepared: Prepared, groups: Mapping[str, WorkerGroup], devices: M
 
 
 async def look_at(groups: Mapping[str, WorkerGroup]) -> tuple[NodeProcesses, ...]:
-    """Returns the nodes of all workers, each with its memory as the first of its workers sees it.
-
-    Workers are on one node if they have one address, one host name and the same control groups.
-    """
+    """Returns the nodes of all workers, each with its memory as the first of its workers sees it."""
+    # Workers are on one node if they have one address, one host name and the same control groups.
     asked = [
         (name, worker, quick_lane(group.spec))
         for name, group in sorted(groups.items(), key=lambda item: item[0] != TRAINER)

@@ -34,11 +34,7 @@ START = "start a cluster (ray start --head), or leave runtime.address out for on
 
 
 def configuration_findings(config: Config, least_nodes: int = 1) -> Iterator[Finding]:
-    """Yields all findings on a configuration: its own checks, then the machines.
-
-    `least_nodes` is the number of nodes that the cluster should have. It stops after a failure that leaves nothing more
-    to check.
-    """
+    """Yields the findings on a configuration, then on the machines, until a failure leaves nothing more to check."""
     try:
         prepared = prepare(config, whole=True)
     except ConfigError as error:
@@ -125,11 +121,9 @@ def judged(prepared: Prepared, here: Machine, machines: Sequence[Machine], looke
 
 
 def device_finding(config: Config, wanted: Sequence[PoolSpec], machines: Sequence[Machine]) -> Finding:
-    """Compares the memory plan of each pool with the smallest GPU that its workers can get.
-
-    GPUs that are too small are a failure, or a warning if there are larger ones, because Ray chooses among them when
-    the workers start. vllm_omni plans its memory itself.
-    """
+    """Compares the memory plan of each pool with the smallest GPU that its workers can get."""
+    # GPUs that are too small are a failure, or a warning if there are larger ones, because Ray chooses among them when
+    # the workers start. vllm_omni plans its memory itself.
     largest, smallest = 0, dict[str, int]()
     planned = {TRAINER, SHARED, *([ROLLOUT] if config.rollout.engine != "vllm_omni" else [])}
     for spec in wanted:
@@ -149,7 +143,6 @@ def device_finding(config: Config, wanted: Sequence[PoolSpec], machines: Sequenc
 
 
 def host_processes(config: Config, plan: MemoryPlan, *, on_gpus: bool) -> list[PoolProcesses]:
-    """Returns the run's processes with their host memory, without object stores and models of rewards."""
     scoring = (PoolProcesses(pool.name, pool.workers, PROCESS_BYTES) for pool in scoring_pools(config))
     kept = PROCESS_BYTES + host.KEPT_BY_CONTROLLER * plan.snapshot * config.keeps_state
     own = host.training_processes(config, plan.model, on_gpus=on_gpus)
@@ -176,10 +169,8 @@ def store_finding(payload: int, machines: Sequence[Machine]) -> Finding:
 
 
 def disk_findings(config: Config, plan: MemoryPlan, here: Machine, machines: Sequence[Machine]) -> Iterator[Finding]:
-    """Compares the planned size of the run directory with the free disk space, and says which nodes see it.
-
-    It holds the kept checkpoints, one more being written, a best one, and the weights of both.
-    """
+    """Compares the planned size of the run directory with the free disk space, and says which nodes see it."""
+    # It holds the kept checkpoints, one more being written, a best one, and the weights of both.
     folder, best = run_folder(config), config.save.best is not None
     checkpoint = plan.snapshot * (config.trainer.num_workers if config.in_shares else 1)
     size = FOLDER_BYTES + (1 + best) * plan.model.version_bytes + (config.save.keep + 1 + best) * checkpoint
@@ -206,17 +197,14 @@ def this_machine(asked: Asked) -> Machine:
 
 
 def modules_of(config: Config) -> list[str]:
-    """Returns the modules and files of one's own code that the configuration names; every worker imports them."""
     terms = [*config.reward.terms.values(), *config.evaluate.reward.terms.values()]
     named = [config.model.family, config.model.tiny.family, config.algorithm.name, *(term.name for term in terms)]
     return sorted({name.rpartition(":")[0] for name in named if name is not None and ":" in name})
 
 
 def run_folder(config: Config) -> str:
-    """Returns the absolute path of the run directory."""
     return str(expanded(config.output_dir).absolute())
 
 
 def nearest(config: Config) -> Path:
-    """Returns the run directory, or the nearest of its parents that exists."""
     return next(each for each in (Path(run_folder(config)), *Path(run_folder(config)).parents) if each.is_dir())

@@ -1,7 +1,4 @@
-"""`prepare` checks a configuration completely, as far as this is possible without starting a process.
-
-It returns Prepared: the parts of a run that follow from the configuration. run/job.py calls it first.
-"""
+"""`prepare` checks a configuration completely, as far as this is possible without starting a process."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -72,22 +69,19 @@ class Prepared:
 
     @property
     def trained_sizes(self) -> tuple[Resolution, ...]:
-        """The sizes that training images can have, in the order of `sizes`."""
         possible = sizes_of(self.config, self.data.train)
         return tuple(size for size in self.sizes if size in possible)
 
     @property
     def at_largest(self) -> Config:
-        """The configuration with the largest image size as the only one, from which memory is planned."""
         return at_size(self.config, self.sizes[-1])
 
 
 def prepare(config: Config, *, whole: bool = False) -> Prepared:
     """Checks a configuration and returns the run's parts. Raises ConfigError, with one sentence, for the first mistake.
 
-    The checks of `refuse_early` come first, then algorithm, batching, prompts and model. In the configuration that is
-    returned, `model.dtype` is the dtype in which the run computes instead of `auto`, and `epochs` is applied to
-    `total_steps`. `whole` is as for `check_loading`.
+    In the configuration that is returned, `model.dtype` is the dtype in which the run computes instead of `auto`, and
+    `epochs` is applied to `total_steps`. `whole` is as for `check_loading`.
     """
     try:
         refuse_early(config)
@@ -181,11 +175,9 @@ def check_tickets_per_batch(config: Config) -> None:
 
 
 def check_loading(config: Config, model: ResolvedModel, data: Data, baseline: Sampling | None, *, whole: bool) -> None:
-    """Raises ValueError for what trainer ranks and rollout workers would refuse of the model when they load it.
-
-    Without `whole`, the network, which takes seconds to import, is only built if a setting names something in it; else
-    its guidance is checked, and its schedules are left to the workers.
-    """
+    """Raises ValueError for what trainer ranks and rollout workers would refuse of the model when they load it."""
+    # Without `whole`, the network, which takes seconds to import, is only built if a setting names something in it;
+    # else its guidance is checked, and its schedules are left to the workers.
     samplings = [sampling(config), evaluation_sampling(config), *filter(None, [baseline])]
     family, rollout, backend = load_family(model.family), config.rollout, model.attention_backend
     named = (config.full.freeze, config.in_shares, config.lora.targets, config.lora.path, backend, rollout.vae_slicing)
@@ -219,10 +211,7 @@ def check_loading(config: Config, model: ResolvedModel, data: Data, baseline: Sa
 
 
 def with_limits(config: Config, prompts: int) -> Config:
-    """Returns the configuration with `total_steps` reduced to the steps of `epochs` passes over `prompts` prompts.
-
-    It is not changed if `epochs` is null or if `total_steps` is smaller already.
-    """
+    """Returns the configuration with `total_steps` of at most `epochs` passes over `prompts` prompts."""
     if config.epochs is None:
         return config
     steps = steps_for(config.epochs, prompts, config.prompts_per_step)
@@ -243,11 +232,10 @@ def doubts_of(prepared: Prepared) -> list[str]:
 
 
 def baseline_sampling(config: Config, family: str) -> Sampling | None:
-    """Returns the model family's usual denoising steps and guidance, unless `evaluate.baseline_*` set others.
+    """Returns the family's usual denoising steps and guidance, unless `evaluate.baseline_*` set others.
 
     Returns None without `evaluate.baseline`. The tiny model has no usual settings; its evaluations' settings are used.
-    Raises ValueError for an `evaluate.baseline_guidance` that the family's networks cannot have; which kind of guidance
-    it is depends on the family.
+    Raises ValueError for an `evaluate.baseline_guidance` that the family's networks cannot have.
     """
     if not config.evaluate.baseline:
         return None

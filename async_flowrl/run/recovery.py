@@ -1,10 +1,8 @@
 """Recovery from a trainer rank's death: the attempt ends, and the next one begins at the last kept state.
 
-`run/job.py` calls `train_with_recovery`. An attempt is the training between two such deaths. All trainer ranks are
-started again and get the state that the controller has kept (controller/kept_state.py), or with whole weights the last
-checkpoint. The attempt begins in the same way as a run with `resume` after the death of its controller: the ticket
-table is built anew, the versions that its tickets name are published again, and all images made since the state are
-generated again, identically.
+All trainer ranks are started again with the state that the controller has kept (controller/kept_state.py), or with
+whole weights the last checkpoint. As after `resume`, the ticket table is built anew, the versions that its tickets name
+are published again, and all images made since the state are generated again, identically.
 """
 
 import asyncio
@@ -83,12 +81,10 @@ class Run:
 
 
 async def train_with_recovery(run: Run, resume: Resume) -> Context:
-    """Trains to the end, or until the run is asked to stop, and recovers from the deaths of trainer ranks.
-
-    Raises WorkerDied or WorkerFailed after more than `limits.recoveries` recoveries in a row without a step that had
-    not been trained before, for a failure without a dead trainer rank, and for any death after the run was asked to
-    stop, because the request may come with the end of the whole machine.
-    """
+    """Trains to the end, or until the run is asked to stop, and recovers from the deaths of trainer ranks."""
+    # Raises WorkerDied or WorkerFailed after more than `limits.recoveries` recoveries in a row without a step that had
+    # not been trained before, for a failure without a dead trainer rank, and for any death after the run was asked to
+    # stop, because the request may come with the end of the whole machine.
     left, furthest = run.prepared.config.limits.recoveries, resume.version
     dead: list[str] = []
     while True:
@@ -114,11 +110,9 @@ async def train_with_recovery(run: Run, resume: Resume) -> Context:
 
 
 async def attempt(run: Run, ctx: Context) -> None:
-    """Trains from the step of the context's ticket table to the end. Raises the first failure.
-
-    When the last step is trained, only evaluations are outstanding. A failure after that (such as images that cannot
-    be made) is added to the ledger's failures and not raised, unless a trainer rank has died.
-    """
+    """Trains from the step of the context's ticket table to the end. Raises the first failure."""
+    # When the last step is trained, only evaluations are outstanding. A failure after that (such as images that cannot
+    # be made) is added to the ledger's failures and not raised, unless a trainer rank has died.
     try:
         await run_loop(ctx)
     except asyncio.CancelledError:
@@ -152,11 +146,9 @@ async def dead_ranks(trainers: TrainerGroup) -> list[str]:
 
 
 async def recover(run: Run, before: Resume) -> Resume:
-    """Starts new trainer ranks with the newest state; rollout workers keep the base model and drop all versions.
-
-    `before` is the point at which the ended attempt began; it is used again if nothing was kept since. Returns the
-    point at which the next attempt begins. Raises StartError if the base weights differ.
-    """
+    """Starts new trainer ranks with the newest state; rollout workers keep the base model and drop all versions."""
+    # `before` is the point at which the ended attempt began; it is used again if nothing was kept since. Raises
+    # StartError if the base weights differ.
     config, trainer = run.prepared.config, run.groups[TRAINER]
     await together(*(trainer.replace(worker.index) for worker in list(trainer.workers)))
     ranks = loaders(trainers=trainer.workers)
@@ -184,9 +176,9 @@ async def recover(run: Run, before: Resume) -> Resume:
 
 
 def newest_state(run: Run, before: Resume) -> Resume:
-    """Returns the newest of the kept state, the undamaged checkpoints of the run and `before`.
+    """Returns the newest of the kept state, the undamaged checkpoints and `before`.
 
-    Raises DamagedCheckpoint if there are only damaged checkpoints and no kept state.
+    Raises DamagedCheckpoint if none.
     """
     kept, evaluations = run.kept.newest(), run.ledgers.evaluations
     try:
@@ -210,9 +202,9 @@ def with_unevaluated(config: Config, resume: Resume, evaluations: EvaluationLog)
 
 
 async def take_over(trainers: TrainerGroup, kept: KeptState, held: Collection[tuple[str, int]]) -> None:
-    """Gives every trainer rank the kept state, with the versions `held` for evaluations, by stream.
+    """Gives every trainer rank the kept state and the versions `held` for evaluations.
 
-    Raises RuntimeError if their weights differ afterwards.
+    RuntimeError if weights differ.
     """
     # One after the other, so that the object store holds one copy at a time.
     ranks, state = trainers.workers.workers, (kept.digest, kept.files, tuple(held))
@@ -233,11 +225,10 @@ async def follow_trainer(run: Run, rollout: SubGroup) -> None:
 async def restore(
     trainers: TrainerGroup, directory: RunDirectory, resume: Resume, another: Callable[[], Resume]
 ) -> Resume:
-    """Loads the checkpoint of `resume` into every trainer rank and removes later checkpoints of the run.
+    """Loads the checkpoint of `resume`, if any, into every trainer rank and removes later checkpoints of the run.
 
     Ranks that have shares of the weights verify them first, each its own; if one is damaged, the checkpoint that
-    `another` returns is loaded instead. Returns the point from which the run goes on. Without a checkpoint path it does
-    nothing.
+    `another` returns is loaded instead. Returns the point from which the run goes on.
     """
     if resume.path is None:
         return resume
@@ -266,11 +257,9 @@ async def with_sound_shares(trainers: TrainerGroup, resume: Resume, another: Cal
 
 
 async def clean_rollout(worker: Worker, *, seconds: float) -> None:
-    """Waits at most `seconds` for the worker's current work, then makes it drop its versions.
-
-    If that fails (the worker is dead, hangs, or holds no model yet because it was being replaced), the worker is
-    killed, and the next attempt replaces it.
-    """
+    """Waits at most `seconds` for the worker's current work, then makes it drop its versions."""
+    # If that fails (the worker is dead, hangs, or holds no model yet because it was being replaced), the worker is
+    # killed, and the next attempt replaces it.
     try:
         async with deadline(seconds, f"generate: what {worker.name} was doing when a trainer rank died"):
             for lane in ("main", "sync"):

@@ -16,10 +16,7 @@ ASKED = "async_flowrl: Ctrl-C ends the run after this step, with a checkpoint; C
 
 
 class StopRequest:
-    """Request to end the run; calling it returns whether the run was asked to end.
-
-    `reason` names what asked, None if nothing did; `code` is the exit code that the run then has.
-    """
+    """Request to end the run, true when called if there is one; `reason` names the source, `code` is the exit code."""
 
     def __init__(self) -> None:
         self.reason: str | None = None
@@ -29,7 +26,6 @@ class StopRequest:
         return self.reason is not None
 
     def ask(self, reason: str, code: int = exit_codes.RESUMABLE) -> None:
-        """Asks the run to end. Only the first request counts."""
         if self.reason is None:
             self.reason, self.code = reason, code
 
@@ -82,11 +78,9 @@ def ctrl_c_asks(stop: StopRequest) -> Iterator[None]:
 
 @contextmanager
 def sigterm_ends() -> Iterator[None]:
-    """Context in which SIGTERM raises SystemExit in the main thread, with the exit code RESUMABLE.
-
-    So what was started is ended, and whoever started the run may start it again. While a run trains (`sigterm_asks`),
-    that has precedence. Does nothing in another thread.
-    """
+    """Context in which SIGTERM raises SystemExit in the main thread, with the exit code RESUMABLE."""
+    # So what was started is ended, and whoever started the run may start it again. While a run trains (`sigterm_asks`),
+    # that has precedence. Does nothing in another thread.
     if threading.current_thread() is not threading.main_thread():
         yield
         return
