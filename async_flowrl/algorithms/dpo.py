@@ -82,5 +82,7 @@ def pairs(batch: MicroBatch) -> tuple[list[int], list[int]]:
     winners, losers = [row for row in rows if positive[row]], [row for row in rows if not positive[row]]
     if [steps[row] for row in winners] != [steps[row] for row in losers]:
         counts = f"{len(winners)} winner and {len(losers)} loser rows"
-        raise ValueError(f"dpo needs pairs of images: trainer.micro_batch_size must be at least 2, got {counts}")
+        raise ValueError(
+            f"dpo needs both images of a pair in one micro-batch: set trainer.micro_batch_size >= 2, got {counts}"
+        )
     return winners, losers

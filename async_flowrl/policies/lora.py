@@ -1,11 +1,8 @@
-"""The LoRA on a policy's transformer: its layer, and how it is attached, listed, switched off, and loaded.
-
-LoRA (arXiv 2106.09685, section 4.1) computes y = Wx + (alpha / rank) · B(Ax). The modules and names are PEFT's, which
-would cast x to float32 and pass over the activations four times more. `LoraLinear` computes in the dtype of W, with A
-and B cast to it (the trainer keeps them in float32), and adds B(Ax) to Wx inside one matrix product.
+"""The LoRA on a policy's transformer: how it is attached, listed, switched off, and loaded.
 
 A layout name is the name of a tensor in the exported LoRA file without its prefix, for example
-`transformer_blocks.0.attn.to_q.lora_A.weight`.
+`transformer_blocks.0.attn.to_q.lora_A.weight`. PEFT takes seconds to import, so only the functions that need it import
+it, and the controller, which asks `tuning.py` for what a setting means, never does.
 """
 
 import re
@@ -13,9 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any, cast
 
-import peft
 import torch
-from peft.tuners.lora import Linear, LoraLayer
 from torch import Tensor, nn
 
 from async_flowrl.config.check import check_fields
@@ -26,21 +21,6 @@ from async_flowrl.policies.base import Policy
 from async_flowrl.seeds import derive, generator, untouched_rng
 
 ADAPTER = "default"
-
-
-class LoraLinear(Linear):  # type: ignore[misc]
-    """A linear layer with the PEFT adapter `default`; other adapters of the layer have no effect."""
-
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Returns y [..., out] for x [..., in], in the base layer's dtype."""
-        base: Tensor = self.base_layer(x)
-        if self.disable_adapters:
-            return base
-        a, b, scaling = compute_copies(self, base.dtype)
-        flat, hidden = base.flatten(0, -2), nn.functional.linear(x, a).flatten(0, -2)
-        # Without a graph, nobody else has Wx, and the sum may take its memory; the bits are the same.
-        out = torch.addmm(flat, hidden, b.t(), alpha=scaling, out=None if torch.is_grad_enabled() else flat)
-        return out.view(base.shape)
 
 
 def compute_copies(layer: nn.Module, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor, float]:
@@ -79,6 +59,10 @@ def add_lora(transformer: nn.Module, config: LoraConfig, policy: Policy, seed: i
 
 def attach_lora(transformer: nn.Module, config: LoraConfig, policy: Policy) -> None:
     """Attaches the LoRA without initial values, also to a transformer on the meta device; raises as `add_lora`."""
+    import peft
+
+    from async_flowrl.policies.lora_layer import LoraLinear
+
     check_fields(config, "lora.")
     transformer.requires_grad_(False)
     targets = targeted_modules(transformer, config, policy)
@@ -133,6 +117,8 @@ def plain_name(name: str) -> str:
 
 def lora_modules(transformer: nn.Module) -> dict[str, nn.Module]:
     """Returns the LoRA layers by module name, sorted; torch.compile and FSDP do not change the names."""
+    from peft.tuners.lora import LoraLayer
+
     layers = {plain_name(name): module for name, module in transformer.named_modules() if isinstance(module, LoraLayer)}
     return dict(sorted(layers.items()))
 
@@ -170,7 +156,7 @@ def reference_mode(transformer: nn.Module) -> Iterator[None]:
     """Context manager: switches the LoRA off, so the network is exactly the base model; works with compile and FSDP."""
     # PEFT's own switch also changes `requires_grad` of the LoRA, which breaks FSDP and graphs that await a backward
     # pass.
-    layers = [cast("Any", module) for module in transformer.modules() if isinstance(module, LoraLayer)]
+    layers = [cast("Any", layer) for layer in lora_modules(transformer).values()]
     before = [layer._disable_adapters for layer in layers]
     for layer in layers:
         layer._disable_adapters = True

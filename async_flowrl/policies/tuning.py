@@ -25,8 +25,7 @@ class LoraTuning:
     `alpha`, which is sent with every version, and `rank` are the LoRA's; None without one.
     """
 
-    whole = False
-    """Whether the transformer's own weights are trained."""
+    whole = False  # Whether the transformer's own weights are trained.
 
     def __init__(self, config: LoraConfig) -> None:
         self._config = config

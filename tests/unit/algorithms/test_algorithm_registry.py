@@ -161,7 +161,7 @@ def test_default_correction(staleness: int, given: str | None, resolved: str) ->
         ({"timestep_fraction": 0.0}, "timestep_fraction must be above 0 and at most 1, got 0"),
         (
             {"timestep_range": (0, 3)},
-            "timestep_range chooses the noise levels of final images, and flow_grpo trains on",
+            "algorithm.timestep_range is for final images, flow_grpo trains on noisy steps",
         ),
         (
             {"name": "diffusion_nft", "timestep_range": (50, 99)},

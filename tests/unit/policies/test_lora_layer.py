@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from async_flowrl.policies.lora import (
-    LoraLinear,
     compute_copies,
     compute_dtypes,
     keep_compute_copies,
     lora_modules,
     lora_parameters,
 )
+from async_flowrl.policies.lora_layer import LoraLinear
 from tests.support.tiny import adapted_policy
 
 SCALING = 3.0
