@@ -46,8 +46,7 @@ class Departures:
     async def in_time(self, worker: str) -> AsyncIterator[None]:
         """Context manager for the time in which a worker serves tickets, one at a time for each worker.
 
-        If the worker has been announced, or is announced meanwhile, the body is cancelled at its deadline, and the
-        context manager ends without an error. Errors of the body are raised unchanged.
+        If the worker is announced, before or meanwhile, the body is cancelled at its deadline without an error.
         """
         scope = asyncio.timeout(None)
         self._time_outs[worker] = scope
@@ -87,10 +86,7 @@ FAILED_SHARE = 0.05
 
 @dataclass
 class RewardCalls:
-    """Counts retries and failures for the training groups scored since the last start or recovery of the run.
-
-    Scores that were read from scores.jsonl are not counted.
-    """
+    """Counts retries and failures of groups scored since the last start, without scores from scores.jsonl."""
 
     # Step → counts by metric name.
     _counts: dict[int, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
@@ -112,10 +108,7 @@ class RewardCalls:
         }
 
     def pop(self, step: int) -> dict[str, float]:
-        """Removes and returns the step's counts: metric name → count, without zeros.
-
-        The names are `reward/<term>/retries` and `reward/<term>/failures`.
-        """
+        """Removes and returns the step's counts above zero: `reward/<term>/retries` and `reward/<term>/failures`."""
         return dict(sorted(self._counts.pop(step, Counter()).items()))
 
 
@@ -127,10 +120,7 @@ class Signal:
         self._own: dict[str, asyncio.Event] = {}
 
     def notify(self, who: str | None = None) -> None:
-        """Wakes the coroutines that wait in `wait(who)`; with None, all coroutines that wait for this signal.
-
-        Waking only one worker's coroutines keeps the cost of an acknowledgement independent of the pool's size.
-        """
+        """Wakes the coroutines that wait in `wait(who)`, at a cost that does not grow with the pool; None wakes all."""
         if who is not None:
             if own := self._own.pop(who, None):
                 own.set()
@@ -186,10 +176,10 @@ class Weights(Protocol):
         """Returns when the version is staged (copied aside); its delivery goes on during the next update."""
 
     async def welcome(self, worker: Worker) -> None:
-        """Checks that delivered weights reach the new worker's modules, then sends it all versions that tickets name.
+        """Checks that weights reach the new worker's modules, then sends it all versions that tickets name.
 
-        Raises WeightsMismatch, WorkerDied or DeadlineExceeded if the check fails, and an error of endpoints.py if a
-        trainer rank cannot send the weights.
+        Raises WeightsMismatch, WorkerDied or DeadlineExceeded of the worker, and SenderLost, SenderFailed or
+        SenderLate.
         """
 
     async def leave(self, worker: str) -> None:
@@ -229,9 +219,8 @@ class Steps(Protocol):
         """Writes the attempt's first checkpoint and starts evaluations that are due."""
 
     async def after_step(self, ctx: "Context", step: int, stats: dict[str, float]) -> None:
-        """Writes the metrics of `step`, with `stats` from the trainer; starts the checkpoint and evaluation then due.
-
-        Raises the error of an earlier checkpoint or evaluation.
+        """Writes the metrics of `step` with the trainer's `stats` and starts what is due. Raises errors of earlier
+        ones.
         """
 
     async def drain(self, ctx: "Context") -> None:

@@ -75,10 +75,7 @@ class EvaluationRecords:
         return ([chosen.version] if chosen else []) + waiting
 
     def metric_keys(self, step: int) -> dict[str, float]:
-        """Returns the metrics of evaluations for a step's line: those of version `step` + 1, under `evaluation/`.
-
-        Step 0 also has those of version 0 (`evaluation_before/`) and of the baseline (`evaluation_baseline/`).
-        """
+        """Returns the metrics of version `step` + 1; at step 0 also those of version 0 and of the baseline."""
         before = {f"evaluation_before/{k}": v for k, v in self._keys.get((0, False), {}).items() if step == 0}
         baseline = {f"evaluation_baseline/{k}": v for k, v in self._keys.get((0, True), {}).items() if step == 0}
         return baseline | before | {f"evaluation/{k}": v for k, v in self._keys.get((step + 1, False), {}).items()}
@@ -151,10 +148,7 @@ class EvaluationRecords:
             logger.warning("%s", sentence)
 
     def _picture(self, result: EvaluationResult, mean: float | None) -> Path:
-        """Writes the picture of all images and, if configured, single images; returns the path of the picture.
-
-        `mean` is the mean of the reward, for the title.
-        """
+        """Writes the picture of all images and, if configured, single ones; `mean` is the reward's, for the title."""
         name = "baseline" if result.baseline else f"step_{result.version:06d}"
         path = self.directory.images / f"{name}.png"
         shown = with_held_out_extras(result)
@@ -195,10 +189,7 @@ def samples_of(result: EvaluationResult) -> list[Sample]:
 
 
 def record_of(config: Config, result: EvaluationResult, files: Mapping[str, str]) -> Evaluation:
-    """Returns the record of a result; curves without any score are left out.
-
-    `files` maps terms that have a source file of the user or a server to a digest (`reward_sources` in resume.py).
-    """
+    """Returns the record of a result, without curves that have no score; `files`: digests by `reward_sources`."""
     scored = list(zip(result.indices, result.scores, strict=True))
     terms, held_out = config.reward.terms, config.evaluate.reward.terms
     summed = {name for name, term in terms.items() if term.weight}

@@ -64,11 +64,11 @@ async def with_trajectories(
     method: str,
     request: TrainRequest,
 ) -> list[Any]:
-    """Calls `method` on the ranks of a replica with the trajectories that each needs; returns answers in rank order.
+    """Calls `method` on a replica's ranks with the trajectories that each needs; returns answers in rank order.
 
-    All `groups` must be trained ones (`meta` is set), in the order of `request.metas`. Trajectories that are lost are
-    made again first; the groups are then sent one by one, and the answers of the last call are returned. Raises
-    DeadlineExceeded, WorkerDied or WorkerFailed.
+    `groups` have `meta` and the order of `request.metas`. Lost trajectories are made again, then groups are sent one by
+    one
+    and the last answers returned. Raises DeadlineExceeded, WorkerDied or WorkerFailed.
     """
     samples = ctx.config.trainer.micro_batch_size
 
@@ -106,10 +106,9 @@ async def with_probe(
     requests: Sequence[TrainRequest],
     training: AbstractAsyncContextManager[Any],
 ) -> list[Any]:
-    """Calls `add_up` on the ranks, one request per worker, with the trajectories of the probe's first part.
+    """Calls `add_up` on the ranks with the trajectories of the probe's first part, on which they measure the step's KL.
 
-    The probe is the group on which the ranks measure how far the step moves the policy; None: nothing is measured. Its
-    trajectories are made again if they are lost. Raises DeadlineExceeded, WorkerDied or WorkerFailed.
+    Lost trajectories are made again. Raises DeadlineExceeded, WorkerDied or WorkerFailed.
     """
     which: tuple[int, ...] = ()
     if probe is not None and probe.meta is not None:
@@ -133,10 +132,9 @@ async def _called(
     calls: Sequence[tuple[TrainRequest, Sequence[Any]]],
     training: AbstractAsyncContextManager[Any],
 ) -> list[Any]:
-    """Calls the method on all workers at once. Several workers first confirm that their trajectories have arrived.
+    """Calls the method on all workers at once, after several have confirmed that their trajectories have arrived.
 
-    In the method the ranks wait for each other in collectives, so a lost trajectory must show before any of them
-    begins.
+    In the method they wait for each other in collectives, so a lost trajectory must show before any of them begins.
     """
     if len(workers) > 1 and any(refs for _, refs in calls):
         await together(*(w.call(ARRIVED, *refs) for w, (_, refs) in zip(workers, calls, strict=True)))
@@ -157,10 +155,7 @@ async def failing_as_one() -> AsyncIterator[asyncio.TaskGroup]:
 
 
 def idle_ranks(ranks: int, groups: int, parts: int) -> str | None:
-    """Returns a sentence if an optimizer step of `groups` groups has fewer parts than there are ranks, else None.
-
-    `parts` is the number of parts of each group.
-    """
+    """Returns a sentence if `groups` groups of `parts` parts are fewer parts than there are ranks, else None."""
     if groups * parts >= ranks:
         return None
     return (
@@ -170,11 +165,7 @@ def idle_ranks(ranks: int, groups: int, parts: int) -> str | None:
 
 
 def repeating_ranks(per_replica: int, groups: int, parts: int, *, by_group: bool = False) -> str | None:
-    """Returns a sentence if a call of `groups` groups has fewer parts than a replica has ranks, else None.
-
-    All ranks of a replica compute at the same time, so some of them then repeat parts that another rank has. With
-    `by_group` they do so within each group (see `RankPosition.by_group`).
-    """
+    """Returns a sentence if a call has fewer parts than a replica has ranks, which then repeat parts, else None."""
     if by_group and parts % per_replica:
         return (
             f"the {per_replica} trainer ranks that share the trained weights compute each group side by side, and its "
@@ -192,15 +183,11 @@ def repeating_ranks(per_replica: int, groups: int, parts: int, *, by_group: bool
 
 
 class Owners:
-    """Assigns the groups of one optimizer step, in the order in which they come, to replicas and their ranks.
-
-    A whole group, or a part if there are few groups, goes to the replica that has the fewest images left to compute.
-    """
+    """Assigns the groups of one optimizer step, as they come, to the replica with the fewest images left to compute."""
 
     def __init__(self, ranks: int, per_replica: int = 1, *, by_group: bool = False) -> None:
-        """`per_replica` is the number of ranks per replica; raises ValueError if it does not divide `ranks`.
-
-        With `by_group`, the ranks of a replica take the parts of each group in turn, whatever other work they have.
+        """Raises ValueError if `per_replica` does not divide `ranks`; `by_group`: ranks take each group's parts in
+        turn.
         """
         if ranks % per_replica:
             raise ValueError(f"{ranks} trainer ranks cannot form replicas of {per_replica}")
@@ -210,15 +197,12 @@ class Owners:
         self._whole = True  # True: groups are not split over replicas.
 
     def begin(self, groups: int) -> None:
-        """Begins an optimizer step of `groups` groups.
-
-        Groups are split over replicas only if there are fewer than two groups for each replica.
-        """
+        """Begins an optimizer step; groups are split over replicas only if there are fewer than two for each."""
         self._load, self._left = [0] * len(self._load), [0] * self._replicas
         self._whole = groups >= 2 * self._replicas
 
     def assign(self, samples: Sequence[int]) -> tuple[int, ...]:
-        """Returns the rank for each part of the next group; `samples` is the number of images of each part.
+        """Returns the rank for each part of the next group, whose numbers of images are `samples`.
 
         Of equally good replicas the one with the fewest images in this optimizer step is taken, then the lowest.
         """
@@ -236,7 +220,6 @@ class Owners:
         self._left[replica] = max(0, self._left[replica] - samples)
 
     def _next(self, samples: int) -> int:
-        """Returns the replica with the least work left, and adds so many images to its work."""
         done = [sum(self._load[rank] for rank in self._ranks(replica)) for replica in range(self._replicas)]
         chosen = min(range(self._replicas), key=lambda replica: (self._left[replica], done[replica]))
         self._left[chosen] += samples

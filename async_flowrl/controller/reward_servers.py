@@ -1,8 +1,7 @@
 """RewardServers starts, watches, restarts and stops the servers of reward terms with `serve`.
 
-`serving` is the entry point. Each term's servers are a pool; each worker of the pool runs one server process
-(rewards/served.py) on its own GPUs. Servers start while the models are loaded. Their addresses are sent to all reward
-workers, and written to the arguments from which replaced reward workers are built.
+`serving` is the entry point. Each worker of a term's pool runs one server process (rewards/served.py) on its own GPUs.
+Addresses go to all reward workers and to the arguments from which replaced ones are built.
 """
 
 import asyncio
@@ -132,10 +131,7 @@ class RewardServers:
         return {replicas.term: replicas.lost for replicas in self.terms if replicas.lost is not None}
 
     async def keep(self, replicas: Replicas, index: int) -> None:
-        """Starts a replica (one of a term's servers) and restarts it whenever it has died or hung.
-
-        Raises ServerLost if the first start fails, or if the replica is lost later and the run needs it.
-        """
+        """Starts a replica and restarts it when it dies or hangs. Raises ServerLost if it never comes up, or is needed."""
         worker = replicas.group.workers[index]
         try:
             await self._start(replicas, index, worker)
@@ -227,7 +223,6 @@ async def _told(group: WorkerGroup, index: int, addresses: Mapping[str, Addresse
 
 
 async def _lives(worker: Worker) -> bool:
-    """Returns True if the worker of a dead server is still alive."""
     try:
         await worker.call("stop", lane="stop")
     except WorkerDied:
@@ -243,10 +238,7 @@ def _said(error: Exception) -> str:
 async def serving(
     config: Config, groups: Mapping[str, WorkerGroup], *, listeners: Sequence[Listener] = ()
 ) -> AsyncIterator[RewardServers]:
-    """Context manager that starts the servers of a run beside the body and stops them when the body ends or fails.
-
-    It cancels the body and raises ServerLost if a server does not come up, or if one is lost for good and needed.
-    """
+    """Context manager with the servers of a run; cancels the body and raises ServerLost if one is lost and needed."""
     terms = [
         Replicas(term, serve, groups[server_pool(term)], term_key(config, term), needed=is_needed(config, term))
         for term, serve in served_terms(config)

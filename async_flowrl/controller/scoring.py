@@ -31,11 +31,12 @@ def free_workers(ctx: Context) -> Free:
 
 
 async def ask_reward(ctx: Context, group: list[Ticket], free: Free) -> Scores | None:
-    """Scores a whole group by one call per pool of trained terms, on its next idle worker; failures are retried.
+    """Scores a whole group by one call per pool, on its next idle worker; failures are retried.
 
-    Terms with `required: false` that have no score are in `Scores.failed`. If a required term or every term has no
-    score, an error ends the run: the last failure of the term, or RewardError. For evaluations and with
-    `reward.on_error=skip`, None is returned instead. Raises RefLost if the images are lost.
+    Terms with `required: false` that have no score are in `Scores.failed`. If a required term or all have none, the
+    last
+    failure or RewardError ends the run; for evaluations and with `reward.on_error=skip` the result is None. Raises
+    RefLost.
     """
     pools = [pool for pool in ctx.rewards if is_reward_pool(pool)]
     answers = await together(*(ask_pool(ctx, pool, group, free[pool]) for pool in pools))
@@ -70,9 +71,9 @@ def ends_run(ctx: Context, group: list[Ticket]) -> bool:
 async def ask_pool(ctx: Context, pool: str, group: list[Ticket], places: asyncio.Queue[int]) -> Scores | RefLost:
     """Returns the group's scores by one pool's terms; terms that failed for good are in `failed`.
 
-    A failed term is asked again of the next idle worker, up to `reward.retries` times, unless its failure is final
-    (retried by the worker itself, or the term's servers are lost). Raises the last failure of a required term if it
-    ends the run. RefLost is returned, not raised: the other pools' calls must end before the group is made again.
+    A failed term is asked again of the next idle worker, up to `reward.retries` times, unless its failure is final.
+    Raises
+    the last failure of a required term if it ends the run. RefLost is returned: the other pools' calls must end first.
     """
     config = ctx.config.reward
     images = [ticket.payload.images for ticket in group]
@@ -122,9 +123,8 @@ def without_server(servers: Servers, terms: Sequence[str]) -> Scores | None:
 async def score_once(
     ctx: Context, pool: str, index: int, group: list[Ticket], only: Sequence[str] | None, images: list[object]
 ) -> Scores:
-    """Calls one worker for the terms `only` (None: all terms of the pool); failures of terms are recorded as events.
-
-    Raises DeadlineExceeded after `deadlines.score` seconds, WorkerDied, WorkerFailed or RefLost.
+    """Calls a worker for the terms `only` (None: the pool's). Raises DeadlineExceeded, WorkerDied, WorkerFailed,
+    RefLost.
     """
     worker = ctx.rewards[pool].workers[index]
     ctx.observer.state(worker.name, "busy")
@@ -151,10 +151,7 @@ async def reward_failed(ctx: Context, pool: str, index: int, error: Exception) -
 
 
 async def ask_held_out(ctx: Context, group: list[Ticket], free: Free) -> None:
-    """Sets `held_out` of the tickets of an evaluation's group; does nothing for training groups.
-
-    All pools are asked at the same time. Raises RefLost if the images are lost, once all calls have ended.
-    """
+    """Sets `held_out` of an evaluation's tickets by all pools at once. Raises RefLost once all calls have ended."""
     if group[0].kind != EVALUATION or not ctx.config.evaluate.reward.terms:
         return
     pools = held_out_by_pool(ctx.config)
@@ -175,11 +172,10 @@ async def ask_held_out(ctx: Context, group: list[Ticket], free: Free) -> None:
 async def ask_held_out_pool(
     ctx: Context, pool: str, terms: Collection[str], group: list[Ticket], free: Free
 ) -> HeldOutScores | RefLost:
-    """Returns the group's scores by the held-out terms of one pool.
+    """Returns the group's scores by the held-out terms of one pool; those that fail are retried with back-off.
 
-    Terms that fail are asked again after `reward.backoff` seconds, doubled each time, up to `reward.retries` times.
-    Terms that still fail are in `HeldOutScores.failed`, at once if the pool is lost. RefLost is returned, because other
-    pools may still be asked.
+    Terms that still fail are in `failed`, at once if the pool is lost. RefLost is returned, as other pools are still
+    asked.
     """
     config = ctx.config.reward
     answer = HeldOutScores({}, dict.fromkeys(terms, "not asked yet"))
@@ -226,10 +222,7 @@ async def _ask(
 
 
 async def held_out_failed(ctx: Context, pool: str, index: int, error: Exception) -> None:
-    """Acts as `reward_failed`, but if a pool that scores only evaluations has no successor for a worker, it is lost.
-
-    The loss is an event; the run goes on.
-    """
+    """Acts as `reward_failed`, but a pool for evaluations alone that gets no successor is lost, and the run goes on."""
     try:
         await reward_failed(ctx, pool, index, error)
     except FAILURES as reason:

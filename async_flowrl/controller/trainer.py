@@ -1,13 +1,9 @@
 """TrainerGroup, the trainer as the controller sees it: decides which ranks train which groups of a step, and when.
 
-The loop (run/loop.py) calls `update` once per step. A step has `trainer.updates_per_batch` optimizer steps,
-and a group's number decides to which of them it belongs. With `hand_over=batch` the step waits until all of its groups
-are ready; with `hand_over=stream` groups are trained in the order in which they become ready. Both train the same
-parts: a part is a micro-batch of a group (training/parts.py), and the controller says which rank trains which part. A
-replica is the ranks that hold one copy of the base together; the replicas work at the same time, and each gets one call
-after another. Advantages are computed once, in float64, on the controller.
-
-A rank that dies ends the attempt: run/recovery.py then starts all ranks again.
+A step has `trainer.updates_per_batch` optimizer steps; a group's number decides to which it belongs. With
+`hand_over=batch` the step waits for all of its groups, with `hand_over=stream` they are trained as they become ready.
+Both train the same parts (micro-batches of a group, training/parts.py). Replicas, the ranks that hold one copy of the
+base together, work side by side. A rank that dies ends the attempt: run/recovery.py starts all ranks again.
 """
 
 import asyncio
@@ -92,10 +88,7 @@ class TrainerGroup:
         return self.workers.workers[0]
 
     def laid_out(self, config: Config, ranks_per_replica: int) -> None:
-        """Sets the number of ranks per replica, which the ranks reported when they loaded the base.
-
-        Logs a warning if some ranks have nothing to train, or must compute parts that another rank has.
-        """
+        """Sets the ranks per replica, as reported when they loaded the base; warns of ranks that idle or repeat parts."""
         sharded = tuning_of(config).whole and ranks_per_replica > 1
         self.weights = (ShardedWeights if sharded else ReplicatedWeights)(self.workers)
         self._arrange(ranks_per_replica)
@@ -121,7 +114,6 @@ class TrainerGroup:
         self._measures = True
 
     def _most_selected(self, config: Config) -> list[int]:
-        """Returns the images that the algorithm selects for training from a group in which all rewards differ."""
         return list(self.algorithm.select(np.arange(config.group_size, dtype=np.float64)))
 
     async def all(self, method: str, *args: Any) -> list[Any]:
@@ -133,10 +125,7 @@ class TrainerGroup:
         await together(*(worker.watch() for worker in self.workers.workers))
 
     async def update(self, ctx: Context, step: int) -> dict[str, float]:
-        """Trains on the groups of `step` and returns the step's metrics, with the seconds of waiting and of training.
-
-        Raises WorkerDied if a rank dies, other errors of the ranks, and DeadlineExceeded.
-        """
+        """Trains on the groups of `step`; returns metrics and seconds. Raises errors of the ranks and DeadlineExceeded."""
         statistics = StepStatistics(step, windowed=ctx.config.algorithm.window != "none")
         began = self._idle_since = now()
         self._waited = 0.0
@@ -162,8 +151,7 @@ class TrainerGroup:
     async def _batch(self, ctx: Context, step: int, size: int) -> list[HandedGroup]:
         """Waits until all groups of the step are ready and returns them, with an owner for each part.
 
-        The owners of the groups of later optimizer steps also compute the proximal predictions for them now, because
-        the weights change with the first optimizer step.
+        Owners of groups of later optimizer steps compute their proximal predictions now, before the weights change.
         """
         groups = range(ctx.config.prompts_per_step)
         # The condition is checked after every group; the last groups are usually those that are missing.
@@ -178,7 +166,6 @@ class TrainerGroup:
         return batch
 
     async def _taken(self, groups: Sequence[HandedGroup]) -> AsyncIterator[Sequence[HandedGroup]]:
-        """Yields groups that are handed over already: for a single replica one call's worth at a time, else all."""
         most = MAX_GROUPS_PER_CALL if len(self._replicas) == 1 else len(groups)
         for start in range(0, len(groups), most):
             yield groups[start : start + most]
@@ -232,11 +219,7 @@ class TrainerGroup:
     async def _optimizer_step(
         self, ctx: Context, step: int, update: int, size: int, coming: AsyncIterator[Sequence[HandedGroup]]
     ) -> tuple[list[HandedGroup], list[UpdateStats]]:
-        """Makes one optimizer step on the groups that `coming` yields; returns the groups and each rank's statistics.
-
-        The groups are sorted by number. If the sum of the gradients overflows, the optimizer step is computed again
-        with a larger exponent (training/exact.py).
-        """
+        """Makes an optimizer step on the groups that `coming` yields; again with a larger exponent after an overflow."""
         while True:
             groups, outcome = await self._attempt(ctx, step, update, size, coming)
             if not isinstance(outcome, int):
@@ -253,10 +236,7 @@ class TrainerGroup:
     async def _attempt(
         self, ctx: Context, step: int, update: int, size: int, coming: AsyncIterator[Sequence[HandedGroup]]
     ) -> tuple[list[HandedGroup], Stepped | int]:
-        """Tries one optimizer step; returns its groups by number, and each rank's statistics or a larger exponent.
-
-        The exponent means that the sum overflowed, and that the step must be tried again with it.
-        """
+        """Tries one optimizer step; returns its groups by number, and each rank's statistics or a larger exponent."""
         groups: list[HandedGroup] = []
         outcome: Stepped | int | None = None
         sums = Sums(step, StepPlan(rows=0))
@@ -284,10 +264,7 @@ class TrainerGroup:
         *,
         finishes: bool,
     ) -> Stepped | int | None:
-        """Trains groups on the only rank; the call for the last groups also finishes the optimizer step.
-
-        Returns None before the last call, then the rank's statistics, or a larger exponent if the sum overflowed.
-        """
+        """Trains groups on the only rank; the last call also steps, and returns statistics or a larger exponent."""
         step, begins = sums.step, sums.plan if len(until_now) == len(groups) else None
         trained = [group for group in groups if group.meta is not None]
         metas = tuple(group.meta for group in trained if group.meta)
@@ -310,8 +287,7 @@ class TrainerGroup:
     async def _finish(self, ctx: Context, sums: Sums, groups: Sequence[HandedGroup]) -> Stepped | int:
         """Adds up the ranks' sums and has each rank step; returns statistics by rank, or a larger exponent.
 
-        If it is measured how far the step moves the policy, that is done on the first part of a group. Raises
-        NotThePlan if a part is missing or is in two sums, errors of the ranks, and RuntimeError if their weights differ
+        Raises NotThePlan if a part is missing or is in two sums, and RuntimeError if the ranks' weights differ
         afterwards.
         """
         for replica in self._replicas:
@@ -338,7 +314,6 @@ class TrainerGroup:
         return did
 
     def _plan(self, ctx: Context, group: HandedGroup, update: int, groups: int) -> StepPlan:
-        """Returns the plan of an optimizer step of `groups` groups; its rows count skipped groups, too."""
         step = group.tickets[0].step
         request = ctx.requests.request(group.tickets[0])
         per_group = len(self._most_selected(ctx.config))
@@ -359,7 +334,6 @@ class TrainerGroup:
     # -- calls of the replicas
 
     def _book_state(self, ctx: Context, replica: Replica, state: str) -> None:
-        """Records the state of a replica's ranks if it has changed; it is called for every group."""
         if replica.state != state:
             replica.state = state
             for rank in replica.ranks:

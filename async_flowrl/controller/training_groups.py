@@ -46,10 +46,7 @@ class HandedGroup:
 
 
 def hand_over(ctx: Context, algorithm: Algorithm, step: int, groups: Sequence[int]) -> list[HandedGroup]:
-    """Takes ready groups from the ticket table and computes their advantages together; no rank owns their parts yet.
-
-    Raises Refused if a group is not ready, too old, or made by other weights than those published.
-    """
+    """Takes ready groups from the table and computes their advantages together, without owners yet. Raises Refused."""
     tickets = [ctx.table.hand_over(step, group) for group in groups]
     scores: list[Scores | None] = [group[0].scores for group in tickets]
     scored = [index for index, value in enumerate(scores) if value is not None]
@@ -91,10 +88,7 @@ async def until_whole(groups: Sequence[HandedGroup]) -> None:
 
 
 async def make_group_again(ctx: Context, group: HandedGroup, lost: RefLost, tried: Sequence[Any]) -> None:
-    """Waits until the lost trajectories of a handed group are made again, unless they have been made again already.
-
-    `tried` are the refs whose values were lost. The group keeps its scores, because its advantages come from them.
-    """
+    """Waits until the group's lost trajectories (of the refs `tried`) are made again; the group keeps its scores."""
     async with group.remaking:
         if any(now is not before for now, before in zip(group.refs, tried, strict=True)):
             return
@@ -114,10 +108,9 @@ def group_advantages(
 ) -> list[FloatArray]:
     """Returns one float64 array [n] of advantages per group of n images, in the order of `scores`.
 
-    `seeds` holds one seed per group, used only if the setting `algorithm.permute_advantages` shuffles the advantages.
-
-    A group that lacks an optional term gets the sum of its other terms. If each term is normalised separately
-    (`algorithm.combine=per_reward`), the group does not count in the statistics of the term that it lacks.
+    `seeds` (one per group) are for `algorithm.permute_advantages`. A group that lacks an optional term gets the sum of
+    its
+    others, and with `algorithm.combine=per_reward` does not count in the statistics of that term.
     """
     if not scores:
         return []
@@ -139,11 +132,9 @@ def group_advantages(
 
 
 def _there(scores: Sequence[Scores], name: str) -> list[int]:
-    """Returns the indices of the groups that have the term's scores."""
     return [index for index, each in enumerate(scores) if name in each.by_term]
 
 
 def _values(scores: Scores, name: str) -> FloatArray:
-    """Returns the term's scores [n], or zeros, which do not change a sum, if the group lacks the term."""
     values = scores.by_term.get(name)
     return np.zeros(len(scores.total)) if values is None else np.asarray(values, dtype=np.float64)

@@ -117,7 +117,6 @@ class DiffusersEngine:
         return Rollout(images, trajectory, spans)
 
     def _flops(self, plan: _Plan, parts: Sequence[range]) -> int | None:
-        """FLOPs of all denoising steps; one step per shape was measured, and the others take as many."""
         each = [self._meter.flops(plan.shape(len(images))) for images in parts]
         known = [flops for flops in each if flops is not None]
         return plan.request.sampling.num_inference_steps * sum(known) if len(known) == len(each) else None
@@ -188,7 +187,6 @@ class DiffusersEngine:
         return following, sde.log_prob(following, transition, sampling.sde_type).float()
 
     def _noise(self, sources: Sequence[torch.Generator], shape: tuple[int, ...]) -> Tensor:
-        """Returns standard normal noise [n, ...] float32 on the device, row i drawn by generator i on the CPU."""
         drawn = torch.empty(len(sources), *shape, dtype=torch.float32, pin_memory=self.device.type == "cuda")
         for row, source in zip(drawn, sources, strict=True):
             torch.randn(shape, generator=source, out=row)

@@ -242,7 +242,6 @@ def _file_digest(file: Path) -> str:
 
 
 def _made_of(body: bytes) -> str:
-    """Returns the metadata `made_of` of a safetensors file, whose first 8 bytes are the length of its JSON header."""
     length = int.from_bytes(body[:8], "little")
     return str(json.loads(body[8 : 8 + length])["__metadata__"]["made_of"])
 

@@ -86,7 +86,6 @@ class RolloutWorker:
             return self._load(embeddings)
 
     def _encode_ahead(self, embeddings: StoredEmbeddings) -> None:
-        """Encodes the prompts that will come first, before the network is there; a shared base is aside meanwhile."""
         embeddings.begin()
 
     def _load(self, embeddings: StoredEmbeddings | None) -> dict[str, str]:

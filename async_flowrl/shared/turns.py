@@ -84,5 +84,4 @@ class Turns:
                 self._changed.notify_all()
 
     def _pause(self) -> float:
-        """Returns the seconds that are left of the pause before the next ticket."""
         return max(0.0, self._paused_until - self._clock())

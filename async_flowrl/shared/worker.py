@@ -156,7 +156,6 @@ class SharedTrainer(TrainerWorker):
 
     @contextmanager
     def _counted(self) -> Iterator[None]:
-        """Adds what the body waits for its turns to `waited`."""
         before = self.lane.turns.waited
         try:
             yield

@@ -84,7 +84,6 @@ class RequestBuilder:
         return lru_cache(maxsize=64)(lambda step: by_length([self.train[index] for index in self._chosen(step)]))
 
     def _chosen(self, step: int) -> Sequence[int]:
-        """Returns the index of each group's prompt."""
         return self.curriculum.choice(step).prompts if self.curriculum else self.sampler.step(step)
 
     def trained(self, step: int, spread: Sequence[bool | None]) -> dict[str, int]:

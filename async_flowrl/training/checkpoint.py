@@ -268,7 +268,6 @@ def _check(path: Path, name: str, expected: Description, *, hashed: bool) -> Non
 
 
 def _rank_of(name: str) -> int | None:
-    """Returns the rank whose share a file of a checkpoint has; None for any other file."""
     match = _SHARE.fullmatch(name)
     return None if match is None else int(match[1])
 

@@ -147,7 +147,6 @@ class ExactSum:
 
 
 def _written(account: Account) -> list[int]:
-    """Returns the account as int64 digits below 2^31, which the all-reduce can add without overflow."""
     digits = [account.count, *_digits(account.marks, _MARK_DIGITS), *_digits(account.magnitude, _DIGITS)]
     return digits + [0] * (_TAIL - len(digits))
 

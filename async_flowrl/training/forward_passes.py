@@ -186,7 +186,6 @@ class ForwardPasses:
         return metrics["log_prob_gap"].double().mean() if "log_prob_gap" in metrics else None
 
     def _behaviour_batches(self, batches: Sequence[MicroBatch], *, probing: bool) -> list[MicroBatch]:
-        """Returns the rows that need behaviour predictions: all if the loss needs them, else a few for probing."""
         if self._inputs.algorithm.needs_behaviour:
             return list(batches)
         return [first_rows(batch, PROBED_ROWS) for batch in batches[:1]] if probing else []

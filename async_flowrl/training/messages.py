@@ -243,7 +243,6 @@ def merged(ranks: Sequence[UpdateStats]) -> UpdateStats:
 
 
 def _probed_once(parts: Sequence[PartStats]) -> list[PartStats]:
-    """Removes GAP of all groups but the lowest: which other groups were probed depends on the order of arrival."""
     lowest = min(part.group for part in parts)
     return [
         part if part.group == lowest else replace(part, sums={n: v for n, v in part.sums.items() if n != GAP})

@@ -196,7 +196,6 @@ class Group:
             yield self._micro_batch(records, chosen, columns, latents=latents, log_probs=log_probs)
 
     def _rows(self, chosen: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Returns latents [m, P, ...] and log-probs [m, W] of the chosen images, on the device."""
         latents = np.stack([ticket.latents[i] for ticket, i in self._locate(chosen)])
         log_probs = np.stack([ticket.log_probs[i] for ticket, i in self._locate(chosen)])
         return self._upload(torch.from_numpy(latents)), self._upload(torch.from_numpy(log_probs))

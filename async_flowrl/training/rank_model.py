@@ -86,7 +86,6 @@ def load_model(inputs: ModelInputs, world: World) -> RankModel:
 
 
 def _digest(inputs: ModelInputs, world: World, base: Mapping[str, Tensor]) -> str:
-    """Returns the digest of the base weights; if several ranks read them together, only the first rank has it."""
     if inputs.one_base is not None:
         return inputs.one_base.digest
     return digest_of_stored(inputs.model, world, set(base)) if world.joined else base_digest(base)

@@ -189,7 +189,6 @@ def whole_parts(folder: Path) -> dict[str, Mapping[str, Tensor]]:
 
 
 def _load(state: dict[str, Tensor], reader: SafeReader) -> None:
-    """Fills the tensors, whole ones or this rank's shares, from the files; no rank waits for another."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as is meant here
         load(state, storage_reader=reader, no_dist=True)

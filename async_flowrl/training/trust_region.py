@@ -149,7 +149,6 @@ class TrustRegion:
 
 
 def _by_step(batch: MicroBatch, images: int) -> list[MicroBatch]:
-    """Returns copies of the first `images` images of a micro-batch, one micro-batch per denoising step."""
     steps = len(set(batch.steps.tolist()))
     size = len(batch.sigma) // steps
     return [copied(first_rows(batch, min(size, images), start=step * size)) for step in range(steps)]

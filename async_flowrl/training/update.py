@@ -231,7 +231,6 @@ class Update:
         return self.under_way
 
     def _lower_than_all_before(self, metas: Sequence[GroupMeta]) -> int | None:
-        """Returns the lowest group of a call, or None if this optimizer step already had a lower one."""
         groups = [meta.group for meta in metas if meta.selected]
         if not groups or (self._lowest is not None and self._lowest < min(groups)):
             return None
@@ -243,7 +242,6 @@ class Update:
             self._region.remember(group, self._passes.batches(group, Part(0, 0)))
 
     def _account_of(self, step: int, groups: Sequence[tuple[int, int]]) -> Account:
-        """Returns the account of all parts of the groups, without their magnitudes; `groups` is (number, parts)."""
         account = Account()
         for group, parts in groups:
             for part in range(parts):

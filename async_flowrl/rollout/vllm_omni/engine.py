@@ -195,10 +195,6 @@ async def _start(arguments: Mapping[str, Any]) -> Any:
 
 
 def _started(config: Config, model: ResolvedModel) -> Client:
-    """Starts vllm-omni with a store in this process, at which its ranks form their process group.
-
-    vllm-omni would choose a free port for that itself, which another process can take before the ranks use it.
-    """
     ranks = tensor_parallel(config.rollout.gpus_per_worker, torch.cuda.device_count())
     port = open_store(ranks, config.deadlines.load)
     arguments = engine_arguments(config, folder=model.path, family=model.family, ranks=ranks, port=port)

@@ -214,6 +214,5 @@ def lora_request(active: Activation, adapter: int) -> Any:
 
 
 def _same(stacked: Tensor, tensor: Tensor) -> bool:
-    """Whether `stacked` [1, 1, at least rows, at least columns] begins with `tensor` [rows, columns], bit for bit."""
     rows, columns = tensor.shape
     return torch.equal(stacked[0, 0, :rows, :columns].cpu(), tensor.to(stacked.dtype))

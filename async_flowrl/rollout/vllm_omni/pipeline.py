@@ -89,7 +89,6 @@ class RolloutPipeline(nn.Module):
         return [DiffusionOutput(output={"payload": payload, "metadata": {ROLLOUT: stamped}})]
 
     def _load_diffusion_lora_adapter(self, *, lora_request: Any, lora_path: str, dtype: torch.dtype) -> tuple[Any, Any]:
-        """Returns the adapter that the checkpoint engine has delivered; vllm-omni's own method reads `lora_path`."""
         return self.adapters.load(lora_request.lora_int_id, dtype)
 
 

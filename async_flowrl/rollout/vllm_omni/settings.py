@@ -59,7 +59,6 @@ def check_installed() -> None:
 
 
 def _release(installed: str) -> str:
-    """Returns "0.32" for "0.32.0rc1"."""
     return ".".join(installed.split(".")[:2])
 
 
