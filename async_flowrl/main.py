@@ -1,7 +1,6 @@
 """Entry point of training: python -m async_flowrl.main [--config-name one_step_off] [key=value ...].
 
-`async-flowrl train` runs this module, too. It composes the configuration with Hydra, checks it, and starts one run or,
-with --multirun, a sweep of runs.
+It composes the configuration with Hydra, checks it, and starts one run or, with --multirun, a sweep of runs.
 """
 
 import argparse
@@ -65,11 +64,9 @@ def main(workers: "Workers | None" = None) -> int:
 
 
 def train(config: Config, hydra_record: Mapping[str, str], workers: "Workers | None" = None) -> int:
-    """Trains one run and returns its exit code.
+    """Trains one run and returns its exit code. Raises ConfigError if one of the checks before the run fails.
 
-    `hydra_record` maps file names to the texts of the run's `.hydra/` folder; `workers` are worker classes of tests and
-    benchmarks in place of the run's own. Raises ConfigError if one of the checks before the run fails; later failures
-    are reported by the run itself through its exit code.
+    `hydra_record`: file → text of `.hydra/`; `workers`: classes of tests and benchmarks in place of the run's own.
     """
     from async_flowrl.run.early import refuse_early
 
@@ -91,10 +88,7 @@ def preflight(config: Config) -> list[str]:
 
 
 def report_over(folders: Sequence[Path], jobs: int) -> None:
-    """Writes one report.html about all runs of a sweep that have a report, in the deepest folder that holds them all.
-
-    `jobs` is the number of all jobs of the sweep, refused and failed ones included. A single job gets no such report.
-    """
+    """Writes a report about the runs of a sweep of several `jobs` in the deepest folder that holds them all."""
     from async_flowrl.report.page import write_page
 
     runs = [folder for folder in folders if (folder / "report.html").exists()]
@@ -113,10 +107,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def command_line(arguments: Sequence[str]) -> tuple[argparse.Namespace, bool]:
-    """Parsed arguments, and True if Hydra itself must handle them (`--multirun`, `--cfg job`, `--help`, `hydra.…=`).
-
-    Raises ConfigError for arguments that cannot be parsed.
-    """
+    """Returns the arguments, and True if Hydra itself must handle them. Raises ConfigError."""
     parser = _Parser(add_help=False, allow_abbrev=False)
     parser.add_argument("--config-name", "-cn", default=DEFAULT)
     parser.add_argument("--config-dir", "-cd", type=lambda text: Path(text).absolute())
@@ -128,11 +119,9 @@ def command_line(arguments: Sequence[str]) -> tuple[argparse.Namespace, bool]:
 
 
 def through_hydra(arguments: Sequence[str], given: argparse.Namespace, workers: "Workers | None" = None) -> int:
-    """Lets Hydra run the command line, e.g. a sweep; returns the exit code. Raises ConfigError if Hydra refuses it.
+    """Lets Hydra run the command line, e.g. a sweep; returns the worst exit code. Raises ConfigError.
 
-    With `--multirun` every job has its own folder below `hydra.sweep.dir`. After a job that failed, the sweep goes on
-    and returns the worst exit code of all jobs. A job that was interrupted or stopped with a checkpoint ends the sweep:
-    SystemExit with that job's code.
+    After a job that failed, a sweep goes on; one that was interrupted or stopped ends it: SystemExit with its code.
     """
     flags = [argument for argument in arguments if argument not in given.overrides]
     sweeps = bool({"--multirun", "-m"}.intersection(flags))
@@ -170,10 +159,7 @@ def worst(codes: Collection[int]) -> int:
 
 
 def record(values: DictConfig, hydras: DictConfig, output_dir: str) -> dict[str, str]:
-    """Files of the job's `.hydra/` folder, name → text: composed configuration, Hydra's settings, typed overrides.
-
-    `values` is the composed configuration, `hydras` is Hydra's own part of it.
-    """
+    """Returns the job's `.hydra/` files, name → text: composed `values`, Hydra's own settings, typed overrides."""
     own = OmegaConf.create({"hydra": OmegaConf.to_container(hydras)})
     own.hydra.runtime.output_dir = str(Path(output_dir).absolute())
     return {

@@ -70,9 +70,7 @@ class AfterStep:
         self.pools.lap()
 
     async def after_step(self, ctx: Context, step: int, stats: dict[str, float]) -> None:
-        """Writes the step's metrics, starts what is due after it, and raises an earlier evaluation's or checkpoint's
-        error.
-        """
+        """Writes the step's metrics and starts what is due. Raises the error of an earlier evaluation or checkpoint."""
         began, self._step_began = self._step_began, ctx.observer.now()
         seconds = self._step_began - began
         ctx.observer.event("step", step=step, started=began, ended=self._step_began)
@@ -92,9 +90,7 @@ class AfterStep:
             await self.evaluations.start(ctx, version)
 
     async def drain(self, ctx: Context) -> None:
-        """Writes the last checkpoint, or raises SaveFailed, then waits for all evaluations, whose failures are
-        recorded.
-        """
+        """Writes the last checkpoint (or raises SaveFailed), then waits for all evaluations."""
         await ctx.work.until(lambda: ctx.table.step in ctx.table.published)
         await self.checkpoints.insist(ctx, ctx.table.step)
         self.trained = True
@@ -137,7 +133,7 @@ class AfterStep:
         self.checkpoints.abandon()
 
     def _timing(self, ctx: Context, seconds: float) -> dict[str, float]:
-        """Returns seconds of the step, of waiting for staging and of activation, busy shares of the pools, and swaps."""
+        """Returns the step's seconds by kind, the pools' busy shares, and the swaps of weights."""
         before, self._stalled = self._stalled, stalled(ctx)
         shares = {
             f"pool/{pool}/busy": states["busy"] / max(sum(states.values()), 1e-9)

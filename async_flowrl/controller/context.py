@@ -219,9 +219,7 @@ class Steps(Protocol):
         """Writes the attempt's first checkpoint and starts evaluations that are due."""
 
     async def after_step(self, ctx: "Context", step: int, stats: dict[str, float]) -> None:
-        """Writes the metrics of `step` with the trainer's `stats` and starts what is due. Raises errors of earlier
-        ones.
-        """
+        """Writes the metrics of `step` with the trainer's `stats`, and starts what is due."""
 
     async def drain(self, ctx: "Context") -> None:
         """Writes the last checkpoint and waits for all evaluations."""

@@ -27,6 +27,6 @@ class Deadlines:
 
     @asynccontextmanager
     async def of_tickets(self, worker: Worker, tickets: int, what: str) -> AsyncIterator[None]:
-        """Raises DeadlineExceeded, which names `what`, if the body waits too long for so many `tickets` of the worker."""
+        """Raises DeadlineExceeded, naming `what`, if the body waits too long for so many `tickets` of the worker."""
         async with deadline(self.generate(tickets), what):
             yield

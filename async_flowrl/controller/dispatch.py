@@ -227,7 +227,7 @@ async def replace_rollout(ctx: Context, index: int, death: BaseException, *, pau
 
 
 async def score(ctx: Context, group: list[Ticket], free: Free) -> None:
-    """Records the scores of a whole group, from the score log if it has them; makes the group again if images are lost."""
+    """Records a group's scores, from the score log if it has them; makes the group again if images are lost."""
     log = ctx.score_log if group[0].kind == TRAIN else None
     if log is not None and group in log:
         scores = log[group]

@@ -281,7 +281,7 @@ class SenderFailed(WorkerFailed):
 
 
 class SenderLate(RuntimeError):
-    """Raised if trainer ranks (`workers`) live and do not answer in time; where they wait for each other, one may hang."""
+    """Raised if trainer ranks (`workers`) live and do not answer in time; one of them may make the others wait."""
 
     def __init__(self, workers: Sequence[str], method: str, seconds: float) -> None:
         late = f"{', '.join(workers)} {'has' if len(workers) == 1 else 'have'}"

@@ -72,7 +72,7 @@ class KeptStates:
             self._fetching.cancel()
 
     async def settle(self, ctx: Context) -> None:
-        """Ends the fetch under way at an attempt's end; waits for a published version, which a living rank still sends."""
+        """Ends the fetch under way when an attempt ends; a published version is waited for."""
         fetching, self._fetching = self._fetching, None
         if fetching is None:
             return

@@ -78,7 +78,7 @@ async def grow(ctx: Context, growth: Growth, serve: Callable[[int], None], tasks
         return None
 
     async def bring_in(seat: Any) -> None:
-        """Builds the worker of the seat and serves it, or takes it out. Raises SenderLost, SenderFailed or SenderLate."""
+        """Builds the seat's worker and serves it, or takes it out. Raises SenderLost, SenderFailed, SenderLate."""
         if (worker := await fill(seat)) is None:
             return
         arrivals.under_way.add(worker.name)

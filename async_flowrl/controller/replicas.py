@@ -186,9 +186,7 @@ class Owners:
     """Assigns the groups of one optimizer step, as they come, to the replica with the fewest images left to compute."""
 
     def __init__(self, ranks: int, per_replica: int = 1, *, by_group: bool = False) -> None:
-        """Raises ValueError if `per_replica` does not divide `ranks`; `by_group`: ranks take each group's parts in
-        turn.
-        """
+        """Raises ValueError if `per_replica` does not divide `ranks`; `by_group`: ranks take parts in turn."""
         if ranks % per_replica:
             raise ValueError(f"{ranks} trainer ranks cannot form replicas of {per_replica}")
         self._per_replica, self._replicas, self._by_group = per_replica, ranks // per_replica, by_group

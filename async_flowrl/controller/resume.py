@@ -155,7 +155,7 @@ def check_model(config: Config, resume: Resume, info: Mapping[str, Any]) -> Resu
 
 
 def with_outcomes(requests: RequestBuilder, resume: Resume) -> RequestBuilder:
-    """Returns the request builder of an attempt, with one outcome per earlier group for data.curriculum, maybe UNKNOWN."""
+    """Returns an attempt's request builder, with the outcomes of earlier groups (or UNKNOWN) for data.curriculum."""
     if requests.config.data.curriculum.after is None or (resume.path is None and resume.kept is None):
         return replace(requests, outcomes=b"")
     groups = resume.version * requests.config.prompts_per_step

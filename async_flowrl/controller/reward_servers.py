@@ -131,7 +131,7 @@ class RewardServers:
         return {replicas.term: replicas.lost for replicas in self.terms if replicas.lost is not None}
 
     async def keep(self, replicas: Replicas, index: int) -> None:
-        """Starts a replica and restarts it when it dies or hangs. Raises ServerLost if it never comes up, or is needed."""
+        """Starts a replica, and again when it dies or hangs. Raises ServerLost if it never comes up, or is needed."""
         worker = replicas.group.workers[index]
         try:
             await self._start(replicas, index, worker)

@@ -123,9 +123,7 @@ def without_server(servers: Servers, terms: Sequence[str]) -> Scores | None:
 async def score_once(
     ctx: Context, pool: str, index: int, group: list[Ticket], only: Sequence[str] | None, images: list[object]
 ) -> Scores:
-    """Calls a worker for the terms `only` (None: the pool's). Raises DeadlineExceeded, WorkerDied, WorkerFailed,
-    RefLost.
-    """
+    """Calls a worker for the terms `only` (None: all). Raises DeadlineExceeded, WorkerDied, WorkerFailed, RefLost."""
     worker = ctx.rewards[pool].workers[index]
     ctx.observer.state(worker.name, "busy")
     what = f"score: {describe(group[0])} on {worker.name}"

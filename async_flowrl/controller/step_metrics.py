@@ -13,7 +13,7 @@ from async_flowrl.types import Scores
 
 
 class StepStatistics:
-    """Collects the groups and optimizer steps of one training step, in order; `windowed`: the algorithm trains windows."""
+    """Collects the groups and optimizer steps of a training step; `windowed`: the algorithm trains windows."""
 
     def __init__(self, step: int, *, windowed: bool = False) -> None:
         self.step, self.windowed = step, windowed

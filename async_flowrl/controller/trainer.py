@@ -88,7 +88,7 @@ class TrainerGroup:
         return self.workers.workers[0]
 
     def laid_out(self, config: Config, ranks_per_replica: int) -> None:
-        """Sets the ranks per replica, as reported when they loaded the base; warns of ranks that idle or repeat parts."""
+        """Sets the ranks per replica, as reported when they loaded the base; warns of idle or repeating ranks."""
         sharded = tuning_of(config).whole and ranks_per_replica > 1
         self.weights = (ShardedWeights if sharded else ReplicatedWeights)(self.workers)
         self._arrange(ranks_per_replica)
@@ -125,7 +125,7 @@ class TrainerGroup:
         await together(*(worker.watch() for worker in self.workers.workers))
 
     async def update(self, ctx: Context, step: int) -> dict[str, float]:
-        """Trains on the groups of `step`; returns metrics and seconds. Raises errors of the ranks and DeadlineExceeded."""
+        """Trains on the groups of `step` and returns metrics. Raises errors of the ranks and DeadlineExceeded."""
         statistics = StepStatistics(step, windowed=ctx.config.algorithm.window != "none")
         began = self._idle_since = now()
         self._waited = 0.0
@@ -219,7 +219,7 @@ class TrainerGroup:
     async def _optimizer_step(
         self, ctx: Context, step: int, update: int, size: int, coming: AsyncIterator[Sequence[HandedGroup]]
     ) -> tuple[list[HandedGroup], list[UpdateStats]]:
-        """Makes an optimizer step on the groups that `coming` yields; again with a larger exponent after an overflow."""
+        """Makes an optimizer step on the groups that `coming` yields; again with a larger exponent on overflow."""
         while True:
             groups, outcome = await self._attempt(ctx, step, update, size, coming)
             if not isinstance(outcome, int):

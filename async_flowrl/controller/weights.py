@@ -81,9 +81,7 @@ class PublishedWeights:
             await self.publish(version)
 
     async def publish(self, version: int) -> None:
-        """Waits until `version` - 2 is sealed (digested), as there are two staging slots, and `version` is staged
-        (copied).
-        """
+        """Waits until `version` - 2 is sealed, as there are two staging slots, and `version` is staged."""
         clock = asyncio.get_running_loop().time
         began = clock()
         self._book("sync")

@@ -29,10 +29,7 @@ class RolloutEngine(Protocol):
         """Returns the conditioning of negative prompts, which the trainer needs; called once per run."""
 
     def generate(self, request: RolloutRequest) -> Rollout:
-        """Returns the images and, for a training request, the trajectory of one request.
-
-        The worker has activated the right version before.
-        """
+        """Returns the images and, for a training request, the trajectory, by the version that is active."""
 
     def live_tensors(self) -> Mapping[str, Tensor]:
         """Returns the trained tensors by layout name; the receiver makes them views of its own flat buffer."""

@@ -55,8 +55,7 @@ class _Plan:
 class DiffusersEngine:
     """Denoises tickets in chunks of `batch_size` images (None: the whole ticket). Equal requests give equal bits.
 
-    The noise of an image depends only on its seeds; the other images of its chunk change at most its last bits. On CUDA
-    the host waits for the device twice per ticket, for the trajectory and for the images, if its prompts are in memory.
+    The noise of an image depends only on its seeds. On CUDA the host waits for the device twice per ticket.
     """
 
     def __init__(
@@ -69,10 +68,10 @@ class DiffusersEngine:
         tuning: Tuning = ADAPTER,
         encoder: Encoder | None = None,
     ) -> None:
-        """`text_encoder` is `rollout.text_encoder`: "offload" keeps the text encoders in host memory between prompts.
+        """`tuning` says which tensors are trained (default: an attached LoRA); `encoder` replaces the policy's text
+        encoders.
 
-        `tuning` says which tensors of the network are trained; the default is an attached LoRA. `encoder` is used
-        instead of the policy's text encoders, if it is given. Raises ValueError for "offload" without text encoders.
+        Raises ValueError for `text_encoder` "offload" without text encoders.
         """
         self.policy, self.batch_size, self.device = policy, batch_size, torch.device(device)
         self._tuning = tuning
@@ -97,10 +96,9 @@ class DiffusersEngine:
     # not inference_mode: the trainer replays with the same kernels, and the LoRA's tensor views must stay ordinary.
     @torch.no_grad()
     def generate(self, request: RolloutRequest) -> Rollout:
-        """Returns the images and, for a training request, the trajectory.
+        """Returns the images and, for a training request, the trajectory (without noisy steps, only its final latents).
 
-        Without noisy steps the trajectory has only the final latents. Raises ValueError for a request that contradicts
-        itself, and FloatingPointError if final latents are not finite.
+        Raises ValueError for a request that contradicts itself, FloatingPointError if final latents are not finite.
         """
         begun = time.time()
         plan = self._plan(request)
@@ -193,10 +191,7 @@ class DiffusersEngine:
         return upload(drawn, self.device)
 
     def _finish(self, plan: _Plan, chunks: Sequence[_Chunk]) -> Trajectory | None:
-        """Waits for the device and returns the trajectory, None for an evaluation.
-
-        Raises FloatingPointError if final latents are not finite.
-        """
+        """Waits for the device and returns the trajectory, None for an evaluation. Raises FloatingPointError."""
         request = plan.request
         tensors = [torch.stack([chunk.finite for chunk in chunks])]
         if request.kind == TRAIN:

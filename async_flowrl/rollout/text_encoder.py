@@ -34,10 +34,7 @@ ALIGNMENT_BYTES = 512  # Alignment of each tensor in a slab; torch's allocators 
 
 
 class Offloaded:
-    """The text encoders are in host memory (pinned if `device` is CUDA) and are copied to the device for each visit.
-
-    Nothing is copied back, because the weights do not change. If `device` is a CPU, nothing is copied.
-    """
+    """The text encoders are in host memory (pinned for CUDA) and are copied to the device for each visit."""
 
     def __init__(self, modules: Sequence[nn.Module], device: torch.device) -> None:
         """Moves the modules' weights to host memory. Raises ValueError if there are no modules."""
@@ -94,10 +91,7 @@ class Encoder(Protocol):
 
 
 class PolicyEncoder:
-    """Computes embeddings with the policy's text encoders.
-
-    `visit` makes a context manager for each call, inside which they are on the device; by default they always are.
-    """
+    """Computes embeddings with the policy's text encoders, inside `visit`, which has them on the device."""
 
     def __init__(self, policy: Policy, visit: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
         self._policy, self._visit = policy, visit
@@ -151,8 +145,8 @@ PACKAGES = ("torch", "diffusers", "transformers")
 class EmbeddingFiles:
     """Reads and writes the embeddings of one text encoder. Several processes may share the folder.
 
-    A file is the SHA-256 (32 bytes) of the rest, followed by a safetensors file, whose metadata has the digest of the
-    prompt and the encoder. It is written under a temporary name and renamed, so it is never incomplete.
+    A file is the SHA-256 (32 bytes) of the rest, then safetensors with the digest of prompt and encoder in its
+    metadata.
     """
 
     def __init__(self, folder: Path, encoder: str) -> None:
@@ -208,10 +202,9 @@ class EmbeddingFiles:
 
 
 def encoder_digest(folder: Path, model: ResolvedModel, device: torch.device, *, deterministic: bool) -> str:
-    """Returns the hexadecimal SHA-256 of everything, except the prompt, that the bits of an embedding depend on.
+    """Returns the SHA-256 (hex) of everything, except the prompt, that the bits of an embedding depend on.
 
-    These are the files of text encoders and tokenizers in the model's folder (reading takes about a second per GB), the
-    dtype, the longest prompt, the source code of the model family, the versions of PACKAGES, and the device.
+    It reads the files of text encoders and tokenizers, at about a second per GB.
     """
     cuda = device.type == "cuda"
     where = torch.cuda.get_device_name(device) if cuda else torch.backends.cpu.get_cpu_capability()
@@ -251,10 +244,9 @@ def _digest(value: Any) -> str:
 
 
 class StoredEmbeddings:
-    """Finds or computes embeddings. All workers and runs share the files.
+    """Finds or computes embeddings; all workers and runs share the files.
 
-    Whenever the text encoders are loaded for a missing prompt, they also encode the next `ahead` prompts of `upcoming`
-    (the prompts that the run needs, in order), so that they are loaded rarely.
+    When the text encoders are loaded for a missing prompt, they also encode the next `ahead` prompts of `upcoming`.
     """
 
     def __init__(
@@ -332,11 +324,10 @@ def _free() -> None:
 
 
 class Parked:
-    """Moves a network's frozen weights to host memory while other models need the device; `staying` are not moved.
+    """Moves a network's frozen weights, except `staying`, to host memory while other models need the device.
 
-    Another network may share these weights, e.g. that of a trainer rank which is being loaded. Therefore no model is
-    loaded by another thread meanwhile (`ONE_AT_A_TIME`): it would move the weights back to the device. On a CPU it does
-    nothing.
+    A trainer rank which is being loaded may share these weights, so no other thread loads a model meanwhile
+    (`ONE_AT_A_TIME`): it would move them back to the device.
     """
 
     def __init__(self, network: nn.Module, device: torch.device, *, staying: Sequence[Tensor]) -> None:
@@ -364,10 +355,7 @@ class Parked:
 
 @contextmanager
 def base_aside(base: OneBase, device: torch.device) -> Iterator[None]:
-    """Context like `Parked.aside` for a base that has no adapter yet and that perhaps nobody has read yet.
-
-    No other thread reads it inside. On a CPU it does nothing.
-    """
+    """Context like `Parked.aside` for a base without an adapter, which no other thread reads inside."""
     if device.type == "cpu":
         yield
         return

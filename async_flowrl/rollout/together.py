@@ -1,8 +1,7 @@
 """An engine for `rollout.tickets_per_batch` above 1: several tickets go through the network in one batch.
 
-Each ticket has a thread that runs the reference engine's denoising loop. Whenever all of them wait for a velocity, one
-forward pass computes it for all, in the order of the tickets, so timing does not change results. The noise of an image
-is the same as in a ticket that runs alone; the other images of the batch change at most its last bits.
+Each ticket has a thread with the reference engine's denoising loop. When all of them wait for a velocity, one forward
+pass computes it for all, in the order of the tickets, so timing does not change results.
 """
 
 import queue
@@ -101,8 +100,8 @@ class TogetherEngine(DiffusersEngine):
     def generate_together(self, requests: Sequence[RolloutRequest]) -> list[Rollout]:
         """Returns the images and trajectories of the requests, in order.
 
-        Raises ValueError for requests that differ in version, sampling, kind or number of images, and the error of the
-        first failed ticket after all have ended.
+        Raises ValueError for requests that are not alike, and the error of the first failed ticket after all have
+        ended.
         """
         check_alike(requests)
         made: list[Future[Rollout]] = [Future() for _ in requests]
@@ -131,10 +130,7 @@ class TogetherEngine(DiffusersEngine):
             self._waiting.put(index)
 
     def _serve(self, tickets: int) -> float | None:
-        """Answers the tickets until all have ended. Returns the FLOPs of all passes divided by the number of tickets.
-
-        Returns None if they were not counted.
-        """
+        """Answers the tickets until all have ended. Returns the FLOPs per ticket, if they were counted."""
         asked: list[_Asked] = []
         total: float | None = 0.0
         left = tickets
@@ -169,8 +165,7 @@ class TogetherEngine(DiffusersEngine):
 def velocities(policy: PipelinePolicy, asked: Sequence[_Asked]) -> list[Tensor]:
     """Returns the velocity of each call from one forward pass; with guidance, negative prompts follow all prompts.
 
-    On CUDA negative prompts of other lengths have a pass of their own: they are mostly alike, and short, so that they
-    would be padded most.
+    On CUDA negative prompts of other lengths have a pass of their own, since they would be padded most.
     """
     latents, sigma = torch.cat([each.latents for each in asked]), torch.cat([each.sigma for each in asked])
     prompts = [each.positive for each in asked]

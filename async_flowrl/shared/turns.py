@@ -46,9 +46,9 @@ class Turns:
 
     @contextmanager
     def training(self, *, more: bool = False) -> Iterator[None]:
-        """Context of a unit of training; it waits at most for the ticket under way. It may be entered again inside.
+        """Context of a unit of training, which waits at most for the ticket under way; reentrant.
 
-        `more` says that another unit is expected at once, so that the next ticket waits for it for a short time.
+        `more`: another unit is expected at once, so that the next ticket waits for it for a short time.
         """
         with self._changed:
             self._depth += 1

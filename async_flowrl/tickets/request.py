@@ -1,7 +1,7 @@
 """The request builder: computes from a ticket the request that a rollout worker gets (prompt, seeds, noisy steps).
 
-The controller calls it for every ticket. Its results depend on the configuration, the prompts and the ticket's numbers
-and, with `data.curriculum`, on the rewards of earlier steps; they do not depend on timing or on the worker.
+Its results depend on the configuration, the prompts, the ticket's numbers and, with `data.curriculum`, on rewards of
+earlier steps; not on timing or on the worker.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -25,10 +25,9 @@ from async_flowrl.types import Asked, Prompt, RolloutRequest, Sampling
 
 @dataclass(frozen=True)
 class RequestBuilder:
-    """Builds requests, which hold everything that an image depends on besides the weights.
+    """Builds requests, which hold everything that an image depends on besides the weights; one for each start of a run.
 
-    Each start of a run (also after a crash) makes its own builder, because `data.curriculum` has a state: the
-    controller calls `trained` after every training step.
+    `data.curriculum` has a state: the controller calls `trained` after every training step.
     """
 
     config: Config
@@ -89,8 +88,8 @@ class RequestBuilder:
     def trained(self, step: int, spread: Sequence[bool | None]) -> dict[str, int]:
         """Records a trained step in the curriculum and returns the metrics `curriculum/*`; {} without a curriculum.
 
-        `spread` has one value per group of the step: True if its rewards differed, False if not, None without rewards.
-        Raises RuntimeError if the steps do not come in order.
+        `spread` says per group whether its rewards differed (None: no rewards). Raises RuntimeError for steps out of
+        order.
         """
         if self.curriculum is None:
             return {}
@@ -186,10 +185,9 @@ def asked_of(prompt: Prompt, how: Sampling) -> list[Asked]:
 
 
 def upcoming(requests: RequestBuilder, limit: int) -> tuple[Asked, ...]:
-    """Returns the first different texts that a run needs, at most `limit`: those of evaluations, then of its steps.
+    """Returns the first different texts that a run needs, at most `limit`: evaluations' first, without curriculum.
 
-    The curriculum is not considered: it can only delay a prompt. At most MAX_TEXTS_READ_PER_TEXT × `limit` texts are
-    read, so a file with few prompts gives fewer.
+    At most MAX_TEXTS_READ_PER_TEXT × `limit` texts are read.
     """
     return tuple(islice(dict.fromkeys(islice(_all(requests), MAX_TEXTS_READ_PER_TEXT * limit)), limit))
 
@@ -211,11 +209,7 @@ def _all(requests: RequestBuilder) -> Iterator[Asked]:
 
 
 def by_length(prompts: Sequence[Prompt]) -> tuple[int, ...]:
-    """Returns the indices of the prompts in ascending order of length; equally long ones keep their order.
-
-    The length of a text is its number of UTF-8 bytes, because the controller has no tokenizer, and that of token ids is
-    their number. Texts come before token ids, which cannot be compared with them.
-    """
+    """Returns the indices of the prompts by length: texts by UTF-8 bytes, then token ids."""
     return tuple(sorted(range(len(prompts)), key=lambda index: _length(prompts[index])))
 
 
@@ -226,10 +220,9 @@ def _length(prompt: Prompt) -> tuple[bool, int]:
 
 
 def batch_of(table: TicketTable, ticket: Ticket, size: int, order: Sequence[int]) -> list[Ticket]:
-    """Returns the tickets, of any state, made in one call with the training ticket `ticket`, itself included.
+    """Returns the `size` tickets, of any state, made in one call with the training ticket `ticket`.
 
-    `order` has the groups of its step in the order in which batches take them. A batch has `size` tickets, the last one
-    of a step those that are left.
+    `order` has the groups of its step in the order in which batches take them.
     """
     per_group = table.shape.tickets_per_group
     index = order.index(ticket.group) * per_group + ticket.slice_index

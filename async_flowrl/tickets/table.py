@@ -29,11 +29,7 @@ from async_flowrl.tickets.ticket import (
 
 
 class PendingTickets:
-    """The PENDING tickets of a table.
-
-    The table adds each ticket that becomes PENDING; one that becomes something else is dropped when it is first of its
-    queue. So a queue may still contain tickets that were started, and a ticket that is made again may be in it twice.
-    """
+    """The PENDING tickets of a table. Others are dropped when they come first in a queue."""
 
     def __init__(self, training: Mapping[int, Ticket], evaluation: Mapping[int, Ticket]) -> None:
         """Both mappings are the table's own, ordinal → ticket; what has left them is no longer PENDING."""

@@ -130,10 +130,9 @@ class ForwardPasses:
         *,
         probing: bool,
     ) -> FrozenPredictions:
-        """Returns all predictions of a part except `current`. Raises ValueError without a needed proximal one.
+        """Returns all predictions of a part except `current`; with `probing` also a few behaviour ones for the probe.
 
-        With `probing`, a few rows get behaviour predictions even if the loss needs none, unless the plan has no
-        `replay`.
+        Raises ValueError without a needed proximal one.
         """
         inputs, meta = self._inputs, group.meta
         proximal = self._proximal.get((meta.group, part.part)) if plan.update > 0 else None
@@ -177,10 +176,7 @@ class ForwardPasses:
         return batch.latents - expand(batch.sigma, batch.latents) * velocity
 
     def behaviour_gap(self, batch: MicroBatch, behaviour: Prediction) -> Tensor | None:
-        """Returns the mean of |behaviour log-prob - log-prob that the rollout recorded|; None for other algorithms.
-
-        The weights are equal, so it measures the difference between the trainer and the rollout engine.
-        """
+        """Returns the mean of |behaviour log-prob - recorded one|, trainer against engine at equal weights; or None."""
         rows = len(next(iter(cast("dict[str, Tensor]", behaviour).values())))
         metrics = self._inputs.algorithm.loss(first_rows(batch, rows), behaviour, None, None, None).metrics
         return metrics["log_prob_gap"].double().mean() if "log_prob_gap" in metrics else None
@@ -191,10 +187,7 @@ class ForwardPasses:
         return [first_rows(batch, PROBED_ROWS) for batch in batches[:1]] if probing else []
 
     def predict(self, group: Group, batches: Sequence[MicroBatch]) -> list[Prediction]:
-        """Returns detached predictions under the active weights.
-
-        Gradients are enabled during the pass, because another grad mode may use other kernels.
-        """
+        """Returns detached predictions. Gradients are enabled, because another grad mode may use other kernels."""
         velocity = self._velocity(group)
         return [detached(self._inputs.algorithm.predict(batch, velocity)) for batch in batches]
 

@@ -1,7 +1,8 @@
 """Parts of groups: a part is at most `trainer.micro_batch_size` images of one group, with all their trained steps.
 
-A part is the unit of work that is given to one rank. How groups are cut does not depend on the number of ranks, and the
-sum of the parts' gradients is exact (see `exact.py`), so results do not depend on which rank computes which part.
+A part is given to one rank. The cut does not depend on the number of ranks and the sum of gradients is exact
+(exact.py),
+so results do not depend on which rank computes which part.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -55,12 +56,12 @@ def cut(selected: Sequence[int], samples: int) -> list[Sequence[int]]:
 
 
 def parts_of(metas: Sequence[GroupMeta], own: RankPosition, samples: int) -> list[Part]:
-    """Returns the parts that this rank computes of the groups of one call, in order; `samples` images per part.
+    """Returns the parts (of `samples` images) that this rank computes of the groups of one call, in order.
 
-    All ranks of a replica must compute the same number of parts, because they gather the sharded base together. A rank
-    with fewer repeats its last part, and a rank without parts computes those of another; such parts do not count.
-    With `own.by_group` that holds for each group of the call, so no part is computed beside one of another group.
-    Raises ValueError if a group's owners do not fit the number of its parts or the ranks.
+    The ranks of a replica gather the base together, so they need equal numbers of parts (with `own.by_group` in each
+    group):
+    a rank with fewer repeats its last part or computes another's, which does not count. Raises ValueError for bad
+    owners.
     """
     positions = [[position] for position in range(len(metas))] if own.by_group else [list(range(len(metas)))]
     return [part for together in positions for part in _side_by_side(metas, together, own, samples)]
@@ -120,10 +121,7 @@ def missing(planned: Parts, manifests: Iterable[Manifest]) -> dict[int, set[int]
 
 
 def check_plan(step: int, update: int, attempt: int, planned: Parts, manifests: Mapping[str, Manifest]) -> None:
-    """Raises NotThePlan unless each planned part is in exactly one sum, and all sums are of this step and attempt.
-
-    `manifests` maps the name of a rank to the contents of its sum; a rank with an empty sum may be missing.
-    """
+    """Raises NotThePlan unless each planned part is in exactly one of the `manifests`, of this step and attempt."""
     where = f"step {step}, optimizer step {update}"
     owners: dict[tuple[int, int], str] = {}
     for name, manifest in manifests.items():
@@ -144,17 +142,15 @@ def check_plan(step: int, update: int, attempt: int, planned: Parts, manifests: 
 
 
 class Group:
-    """One group on a trainer rank: makes micro-batches of its selected images, on `device`.
-
-    Copies to the device are only queued; the host does not wait for them.
+    """One group on a trainer rank: makes micro-batches of its selected images, by copies that the host does not wait
+    for.
     """
 
     def __init__(
         self, meta: GroupMeta, tickets: Sequence[Trajectory], *, device: torch.device, held: Sequence[int] | None = None
     ) -> None:
-        """`tickets` are the trajectories at the positions `held` in the group; None means all tickets of the group.
-
-        Raises ValueError if their number or sizes do not fit, or if they differ in schedule, window or prompt.
+        """`tickets` are the trajectories at the positions `held` (None: all) of the group. Raises ValueError if they
+        don't fit.
         """
         wanted = range(meta.tickets) if held is None else held
         if len(tickets) != len(wanted) or not tickets:
@@ -179,10 +175,10 @@ class Group:
         self._points = {point: position for position, point in enumerate(first.points)}
 
     def micro_batches(self, records: str, part: int, *, samples: int, steps: int) -> Iterator[MicroBatch]:
-        """Yields the micro-batches of part number `part` (see parts.py), which has at most `samples` images.
+        """Yields the micro-batches of part number `part`: all its images at `steps` denoising steps, a step's rows
+        adjacent.
 
-        Each has all images of the part at `steps` denoising steps; the rows of a step are adjacent. `records` is that
-        of the algorithm. Raises ValueError if `steps` does not divide the number of trained steps.
+        Raises ValueError if `steps` does not divide the number of trained steps.
         """
         if len(self.train_steps) % steps:
             raise ValueError(

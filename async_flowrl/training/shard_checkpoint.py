@@ -41,9 +41,7 @@ _ALLOWED = {
 class SafeReader(FileSystemReader):
     """A FileSystemReader that raises ValueError for metadata that names anything but what torch writes there.
 
-    The tensors themselves are read by torch.load(weights_only=True) in any case. The metadata is read once per reader:
-    torch asks for it with every load, and it describes all tensors, so that to load them one by one would take a time
-    that grows with the square of their number.
+    The metadata is read once per reader, since torch asks for it with every load.
     """
 
     def __init__(self, folder: str) -> None:
@@ -91,10 +89,7 @@ Shapes = Mapping[str, tuple[int, ...]]  # Trained tensor → its whole shape.
 
 
 def write_shards(folder: Path, parts: Parts, shapes: Shapes, mesh: DeviceMesh, group: dist.ProcessGroup) -> None:
-    """Writes this rank's shares and syncs them to the disk; all ranks of `group` must call it together.
-
-    `mesh` are the ranks as hosts. Raises OSError on every rank if one of them cannot write.
-    """
+    """Writes and syncs this rank's shares; all ranks of `group` call it. Raises OSError on all if one cannot write."""
     state = {
         f"{part}/{name}": tensor if part == REPLICATED else _sharded(tensor, shapes[name.rpartition("/")[2]], mesh)
         for part, tensors in parts.items()
@@ -111,10 +106,7 @@ def write_shards(folder: Path, parts: Parts, shapes: Shapes, mesh: DeviceMesh, g
 
 
 class _Writer(FileSystemWriter):
-    """A FileSystemWriter that raises the OSError of a write, over which torch.save raises a RuntimeError of its own.
-
-    It makes no folder but its own: on a node that does not see the others' it would write where nobody looks.
-    """
+    """A FileSystemWriter that raises the OSError of a write, and makes no folder where the others' is not seen."""
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         if not (folder := Path(self.path).parent).is_dir():

@@ -43,8 +43,9 @@ from checkpoint_engine.gather import shard_rows
 class ShardedParameters(FlatParameters):
     """As FlatParameters, but vectors and named tensors are this rank's share: shapes [rows of this rank, ...].
 
-    `values` are the masters; the network's sharded parameters are float32 copies, from which FSDP2 gathers blocks.
-    `numel` counts whole tensors. All ranks must call `norm`, `total` and `fingerprint` together.
+    The network's parameters are float32 copies of `values`, from which FSDP2 gathers blocks. `numel` counts whole
+    tensors.
+    All ranks must call `norm`, `total` and `fingerprint` together.
     """
 
     sharded = True
@@ -98,12 +99,12 @@ def local_of(parameter: Tensor) -> Tensor:
 
 
 def shard_trained(policy: Policy, trained: set[nn.Parameter], world: World, device: torch.device) -> str:
-    """Shards the transformer block by block; returns in words what it did. Its parameters are on the meta device yet.
+    """Shards the transformer, still on the meta device, block by block; returns in words what it did.
 
-    `trained` become float32. Blocks are gathered in the dtype that the network computes in; gradients are cast to
-    float32 before a reduce-scatter adds them up over the ranks, without dividing the sum. Frozen parameters are
-    sharded, too, in their own dtype. Raises ValueError for parameters of several dtypes, because a gathered block has
-    one, and where a rank would have nothing to train.
+    `trained` become float32. Blocks are gathered in the network's dtype; gradients are cast to float32 before a
+    reduce-scatter adds them up. Frozen parameters keep their dtype. Raises ValueError for parameters of several dtypes,
+    as a
+    gathered block has one, and where a rank would have nothing to train.
     """
     transformer = policy.transformer
     dtype = check_shares(policy, trained, world.size)
@@ -171,10 +172,9 @@ class Written:
 
 @dataclass
 class ShardSaving:
-    """Calls by the controller: `begin` on the first rank, `write` on all at once, `end` on the first.
+    """Writing of shares beside the training, on a process group of its own: `begin` on the first rank, `write`, `end`.
 
-    They run beside the training, so they have a process group of their own. A run that goes on from a checkpoint calls
-    `verify` on all ranks, and `read` when all of them have found their shares sound.
+    A run that goes on calls `verify` on all ranks, and `read` when all have found their shares sound.
     """
 
     world: World
@@ -208,9 +208,8 @@ class ShardSaving:
     def end(
         self, work: str, controller: Mapping[str, Any], written: Sequence[Written], keep: int, spare: Sequence[int]
     ) -> str:
-        """Makes the folder the checkpoint of the snapshot's version; returns its path.
-
-        `written` is what `write` returned on all ranks. Raises OSError if a rank's files are not here.
+        """Makes the folder the checkpoint and returns its path; `written` is from all ranks. Raises OSError for missing
+        files.
         """
         version, checkpoint = self._taken("end")
         self.snapshot = None
@@ -230,7 +229,7 @@ class ShardSaving:
         self.verified = path
 
     def read(self, path: str) -> Checkpoint:
-        """Returns this rank's share of the checkpoint in the folder `path`, which `verify` has checked on all ranks.
+        """Returns this rank's share of a checkpoint that `verify` has checked on all ranks.
 
         Raises RuntimeError if it was not checked on this one, and ValueError for another number of ranks.
         """

@@ -1,8 +1,6 @@
 """The state of a trainer rank that a checkpoint has, and its copies in host memory, made beside the next training step.
 
-The copy is made while the gradients of the next step are computed. What changes the state waits for it (`wait`): the
-end of that step, and forward passes that put other weights in place of the trained ones. What is made of the copy
-afterwards, bytes for the controller (controller/kept_state.py) or files of a checkpoint, is the business of the caller.
+What changes the state waits for the copy (`wait`): the end of that step, and forward passes under other weights.
 """
 
 from collections.abc import Mapping
@@ -43,11 +41,7 @@ class RankState:
     update: Update
 
     def counters(self) -> dict[str, Any]:
-        """Returns the part of the state that is no tensors, as JSON values.
-
-        Raises RuntimeError while an optimizer step is under way, because the weights lack the gradients that it has
-        added.
-        """
+        """Returns the state without tensors, as JSON. Raises RuntimeError while an optimizer step is under way."""
         if (step := self.update.under_way) is not None:
             raise RuntimeError(f"step {step} is under way: what was added to it is not in the weights yet")
         tuning = tuning_of(self.inputs.config)
@@ -60,11 +54,7 @@ class RankState:
         }
 
     def tensors(self) -> dict[str, Mapping[str, Tensor]]:
-        """Returns copies on the CPU of all tensors, by part and name. It hashes nothing: that is left to the writing.
-
-        It may run beside the gradients of the next step: what changes these tensors waits for it, the end of a
-        step and forward passes under other weights (`FlatParameters.before_change`).
-        """
+        """Returns CPU copies of all tensors, by part and name; it may run beside the next gradients."""
         tensors: dict[str, Mapping[str, Tensor]] = {
             "weights": self.inputs.parameters.named(self.inputs.parameters.values.data.to("cpu", copy=True)),
             "optimizer": self.inputs.optimizer.state(),
@@ -110,11 +100,7 @@ class Snapshots:
         self._under_way: Future[Checkpoint] | None = None
 
     def begin(self) -> int:
-        """Begins to copy the present state, unless it is copied already; returns its version.
-
-        Raises RuntimeError while an optimizer step is under way, because the weights lack the gradients that it has
-        added.
-        """
+        """Begins to copy the state; returns its version. Raises RuntimeError while an optimizer step is under way."""
         counters = self._state.counters()
         version = int(counters["version"])
         if version not in self._copies:

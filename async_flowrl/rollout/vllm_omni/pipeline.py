@@ -1,8 +1,7 @@
 """Pipeline class that vllm-omni runs in its engine processes; it makes the images of tickets.
 
-Only the network (the transformer) is vllm-omni's. The denoising loop is `TogetherEngine`, which is also used without
-vllm-omni, so noise and log-probs are computed by the same code as in the trainer. A ticket is a RolloutRequest: the
-images of one prompt that are made in one call.
+Only the transformer is vllm-omni's. The denoising loop is `TogetherEngine`, so noise and log-probs are computed by the
+same code as in the trainer.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -30,10 +29,7 @@ from async_flowrl.types import RolloutRequest
 
 
 class RolloutPipeline(nn.Module):
-    """The pipeline that vllm-omni builds and calls in each of its processes; with tensor parallelism all make the same.
-
-    vllm-omni loads the network's weights; `open_rollout` then loads text encoders, VAE and scheduler with diffusers.
-    """
+    """The pipeline that vllm-omni builds in each of its processes; `open_rollout` loads what is not the network."""
 
     supports_request_batch = True  # vllm-omni passes a batch object to `forward`; here it always holds one request.
     _dit_modules: ClassVar[list[str]] = ["transformer"]
@@ -56,11 +52,7 @@ class RolloutPipeline(nn.Module):
     def open_rollout(
         self, adapters: Adapters, config: Config, model: ResolvedModel, network_config: Mapping[str, Any]
     ) -> None:
-        """Loads the parts that are not the network from the model's folder, and makes the engine.
-
-        `RolloutWorkerExtension.rollout_open` calls it once, before the first ticket. `adapters` holds the LoRA versions
-        of this process; `network_config` is the configuration of the network in diffusers.
-        """
+        """Loads the parts that are not the network, and makes the engine; called once, before the first ticket."""
         self.adapters = adapters
         network = as_in_diffusers(model.family, self.transformer, network_config)
         policy = around_network(network, model, self.device, offload=config.rollout.text_encoder == "offload")
@@ -73,10 +65,9 @@ class RolloutPipeline(nn.Module):
         )
 
     def forward(self, req: Any) -> list[DiffusionOutput]:
-        """Makes the images of all tickets of a request; returns one output, whose metadata has the rollouts.
+        """Makes the images of all tickets of a request; the output's metadata has the rollouts and the LoRA version.
 
-        Beside the rollouts, one per ticket, it has the LoRA version that was active. vllm-omni's warm-up request, which
-        comes before `open_rollout`, gets a black image. Raises ValueError as `whole_tickets`.
+        The warm-up request, before `open_rollout`, gets a black image. Raises ValueError as `whole_tickets`.
         """
         if req.is_dummy_run():
             return [DiffusionOutput(output={"payload": {"image": torch.zeros(1, 3, 32, 32)}})]
@@ -93,10 +84,7 @@ class RolloutPipeline(nn.Module):
 
 
 def around_network(network: Any, model: ResolvedModel, device: torch.device, *, offload: bool) -> PipelinePolicy:
-    """Returns a policy that has `network` and, from the model's folder, diffusers' text encoders, VAE and scheduler.
-
-    With `offload=True` the text encoders stay in host memory while they are not used.
-    """
+    """Returns a policy with `network` and diffusers' other parts; `offload`: text encoders stay in host memory."""
     family: Any = load_family(model.family)
     assert isinstance(family, PipelineFamily)
     dtype = DTYPES[model.dtype]
@@ -109,11 +97,7 @@ def around_network(network: Any, model: ResolvedModel, device: torch.device, *, 
 
 
 def whole_tickets(batch: Any) -> tuple[RolloutRequest, ...]:
-    """Returns the tickets of a batch of vllm-omni.
-
-    Raises ValueError if the batch has more than one request, if the request carries no ticket, or if it asks for
-    another number of images than its tickets have together.
-    """
+    """Returns the tickets of a batch. Raises ValueError for several requests, none, or another number of images."""
     if batch.num_reqs != 1:
         raise ValueError(f"one engine batch is one request's tickets, got {batch.num_reqs}: {batch.request_ids}")
     parameters = batch.sampling_params
@@ -130,10 +114,7 @@ def whole_tickets(batch: Any) -> tuple[RolloutRequest, ...]:
 
 
 def build_network(family: str, od_config: Any) -> nn.Module:
-    """Returns vllm-omni's network of `family`, sized by the model's configuration; its weights are not loaded yet.
-
-    `od_config` is vllm-omni's configuration of the engine.
-    """
+    """Returns vllm-omni's network of `family`, sized by the model's configuration, without weights."""
     from vllm_omni.diffusion.utils.tf_utils import get_transformer_config_kwargs
 
     kind = resolve_name(FAMILIES[family])
@@ -182,10 +163,7 @@ class _SD3(_View):
 
 class _ZImage(_View):
     def forward(self, x: Sequence[Tensor], t: Tensor, texts: Sequence[Tensor], **named: Any) -> tuple[list[Tensor]]:
-        """Runs the network once for each padded text length, because vllm-omni's network attends to padding.
-
-        Padding to the next multiple of 32 tokens belongs to the model, and diffusers attends to it as well.
-        """
+        """Runs the network once per padded text length, as vllm-omni's attends to more padding than the model's."""
         made: dict[int, Tensor] = {}
         lengths = [-(-len(text) // 32) for text in texts]
         for length in sorted(set(lengths)):
