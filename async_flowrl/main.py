@@ -49,10 +49,10 @@ def main(workers: "Workers | None" = None) -> int:
     arguments = [home_expanded(argument) for argument in sys.argv[1:]]
     try:
         guard_imports()
-        given, hydras = command_line(arguments)
+        options, hydras = command_line(arguments)
         if hydras:
-            return through_hydra(arguments, given, workers)
-        values = composed(given.config_name, given.overrides, given.config_dir)
+            return through_hydra(arguments, options, workers)
+        values = composed(options.config_name, options.overrides, options.config_dir)
         config = typed(values)
         return train(config, record(values, values.hydra, config.output_dir), workers)
     except (ConfigError, GuardError) as error:
@@ -114,27 +114,27 @@ def command_line(arguments: Sequence[str]) -> tuple[argparse.Namespace, bool]:
     for flag in (("--cfg", "-c"), ("--package", "-p"), ("--info", "-i"), ("--config-path", "-cp")):
         parser.add_argument(*flag, nargs="?", const="", dest="hydras", action="append", default=[])
     parser.add_argument("overrides", nargs="*")
-    given, unknown = parser.parse_known_intermixed_args(arguments)
-    return given, bool(given.hydras or unknown or any(is_hydras(override) for override in given.overrides))
+    options, unknown = parser.parse_known_intermixed_args(arguments)
+    return options, bool(options.hydras or unknown or any(is_hydras(override) for override in options.overrides))
 
 
-def through_hydra(arguments: Sequence[str], given: argparse.Namespace, workers: "Workers | None" = None) -> int:
+def through_hydra(arguments: Sequence[str], options: argparse.Namespace, workers: "Workers | None" = None) -> int:
     """Lets Hydra run the command line, e.g. a sweep; returns the worst exit code. Raises ConfigError.
 
     After a job that failed, a sweep goes on; one that was interrupted or stopped ends it: SystemExit with its code.
     """
-    flags = [argument for argument in arguments if argument not in given.overrides]
+    flags = [argument for argument in arguments if argument not in options.overrides]
     sweeps = bool({"--multirun", "-m"}.intersection(flags))
-    overrides = checked(given.config_name, given.overrides, given.config_dir, sweeps=sweeps)
+    overrides = checked(options.config_name, options.overrides, options.config_dir, sweeps=sweeps)
     codes, folders = [exit_codes.OK], list[Path]()
 
     def job(values: DictConfig) -> None:
         try:
-            config, own = typed(values), cast("DictConfig", HydraConfig.get())
-            if own.mode == RunMode.MULTIRUN:
-                config = replace(config, output_dir=own.runtime.output_dir)
+            config, hydra_config = typed(values), cast("DictConfig", HydraConfig.get())
+            if hydra_config.mode == RunMode.MULTIRUN:
+                config = replace(config, output_dir=hydra_config.runtime.output_dir)
                 folders.append(Path(config.output_dir))
-            codes.append(train(config, record(values, own, config.output_dir), workers))
+            codes.append(train(config, record(values, hydra_config, config.output_dir), workers))
         except ConfigError as error:
             say(f"async_flowrl: {error}\n", sys.stderr)
             codes.append(exit_codes.CONFIG)
@@ -142,7 +142,7 @@ def through_hydra(arguments: Sequence[str], given: argparse.Namespace, workers: 
             raise SystemExit(codes[-1])  # Ctrl-C or SIGTERM is meant for the whole sweep, not for one job
 
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises its errors, and `explain` can turn them into a sentence
-    sys.argv[1:] = [*flags, *for_hydra(given.config_name, overrides, given.config_dir)]
+    sys.argv[1:] = [*flags, *for_hydra(options.config_name, overrides, options.config_dir)]
     entry: Any = hydra.main(version_base=VERSION_BASE, config_path=str(config_dir()), config_name=DEFAULT)(job)
     try:
         entry()
@@ -160,11 +160,11 @@ def worst(codes: Collection[int]) -> int:
 
 def record(values: DictConfig, hydras: DictConfig, output_dir: str) -> dict[str, str]:
     """Returns the job's `.hydra/` files, name → text: composed `values`, Hydra's own settings, typed overrides."""
-    own = OmegaConf.create({"hydra": OmegaConf.to_container(hydras)})
-    own.hydra.runtime.output_dir = str(Path(output_dir).absolute())
+    hydra_part = OmegaConf.create({"hydra": OmegaConf.to_container(hydras)})
+    hydra_part.hydra.runtime.output_dir = str(Path(output_dir).absolute())
     return {
         "config.yaml": OmegaConf.to_yaml(without_hydra(values)),
-        "hydra.yaml": OmegaConf.to_yaml(own),
+        "hydra.yaml": OmegaConf.to_yaml(hydra_part),
         "overrides.yaml": OmegaConf.to_yaml(hydras.overrides.task),
     }
 

@@ -113,10 +113,12 @@ class AfterStep:
         now = ctx.table.step
         kept = 0 if ctx.config.trainer.ema_decay is not None else ctx.config.max_staleness
         due = self._lacking(ctx.config, *range(now + 1))
-        there = [version for version in due if version >= now - kept or version in self.held]
-        if lost := sorted(set(due) - set(there)):
-            logger.warning("versions %s were being evaluated when their attempt ended; their weights are gone", lost)
-        return there
+        possible = [version for version in due if version >= now - kept or version in self.held]
+        if impossible := sorted(set(due) - set(possible)):
+            logger.warning(
+                "versions %s were being evaluated when their attempt ended; their weights are gone", impossible
+            )
+        return possible
 
     def _lacking(self, config: Config, *versions: int) -> list[int]:
         return [v for v in versions if evaluation_due(config, v) and not self.records.known(v)]

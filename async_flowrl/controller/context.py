@@ -21,7 +21,7 @@ from separation.group import Worker, WorkerGroup
 
 
 @dataclass
-class Departures:
+class DrainingWorkers:
     """The rollout workers of one attempt that must leave because their nodes are taken away: a set of names."""
 
     # Worker → time on the loop's clock at which it must have left; infinity if nobody said when its node ends.
@@ -67,7 +67,7 @@ class Departures:
 
 
 @dataclass
-class Arrivals:
+class StartingWorkers:
     """The workers that have come during the run and do not serve, or not yet. Those that serve are not in it."""
 
     starting: int = 0  # Number of processes that are being started; they have no names yet.
@@ -122,14 +122,14 @@ class Signal:
     def notify(self, who: str | None = None) -> None:
         """Wakes the coroutines that wait in `wait(who)`, at a cost that does not grow with the pool; None wakes all."""
         if who is not None:
-            if own := self._own.pop(who, None):
-                own.set()
+            if event := self._own.pop(who, None):
+                event.set()
             return
         self._event.set()
         self._event = asyncio.Event()
         waiting, self._own = self._own, {}
-        for own in waiting.values():
-            own.set()
+        for event in waiting.values():
+            event.set()
 
     async def wait(self, who: str | None = None) -> None:
         """Waits for the next notification of all; with `who`, also for the next notification of `who`."""
@@ -152,8 +152,8 @@ class Accumulator:
 
     def take(self) -> float:
         """Returns the sum, which then begins at 0 again."""
-        taken, self._sum = self._sum, 0.0
-        return taken
+        total, self._sum = self._sum, 0.0
+        return total
 
 
 class Trainer(Protocol):
@@ -276,9 +276,9 @@ class Context:
     # Pool of a held-out term, a worker of which had no successor → the reason. Its term has no more scores.
     lost_pools: dict[str, str] = field(default_factory=dict)
     # The rollout workers that must leave the pool, e.g. because their node ends.
-    departures: Departures = field(default_factory=Departures)
+    draining: DrainingWorkers = field(default_factory=DrainingWorkers)
     # The rollout workers that have joined the pool during the run and get no tickets: not yet, or not at all.
-    arrivals: Arrivals = field(default_factory=Arrivals)
+    starting: StartingWorkers = field(default_factory=StartingWorkers)
     # How often rollout workers exchanged their weights for an average, for an older version, or back (types.py).
     swaps: Accumulator = field(default_factory=Accumulator)
     # Seconds in which rollout workers put versions into their networks.

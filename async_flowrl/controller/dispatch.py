@@ -68,22 +68,25 @@ async def serve(ctx: Context, index: int, free: Free, tasks: asyncio.TaskGroup) 
     error after more than `limits.workers_lost_in_a_row` losses, and SenderLost, SenderFailed or SenderLate.
     """
     slot = filled(ctx, seated(ctx.rollout, index), tasks)
-    lost: Exception | None = None
+    error_before: Exception | None = None
     losses = 0
     while True:
         try:
-            if lost is not None:
+            if error_before is not None:
                 pause = BACKOFF_SECONDS * (2 ** (losses - 1) - 1)
-                slot, lost = filled(ctx, await replace_rollout(ctx, index, lost, pause=pause), tasks), None
-            async with ctx.departures.in_time(slot.worker.name):
+                slot, error_before = (
+                    filled(ctx, await replace_rollout(ctx, index, error_before, pause=pause), tasks),
+                    None,
+                )
+            async with ctx.draining.in_time(slot.worker.name):
                 await together(*(work(ctx, slot, free, tasks) for _ in range(TICKETS_PER_WORKER)))
             return await leave(ctx, slot.worker, "its node is drained")
         except SenderLost:  # Among the errors in LOST, but a trainer rank's death.
             raise
         except NoSeat as error:
-            return await leave(ctx, seated(ctx.rollout, index), f"{lost}; {error}")
+            return await leave(ctx, seated(ctx.rollout, index), f"{error_before}; {error}")
         except LOST as error:
-            lost, losses = error, 1 if slot.finished else losses + 1
+            error_before, losses = error, 1 if slot.finished else losses + 1
             slot.finished = False
             if losses > ctx.config.limits.workers_lost_in_a_row:
                 error.add_note(f"slot {index} of the rollout pool lost {losses} workers without a finished ticket")
@@ -98,10 +101,10 @@ def filled(ctx: Context, worker: Worker, tasks: asyncio.TaskGroup) -> Slot:
 async def work(ctx: Context, slot: Slot, free: Free, tasks: asyncio.TaskGroup) -> None:
     """Gives the worker batch after batch until it must leave, and starts the scoring of whole groups."""
     while (ticket := await next_ticket(ctx, slot)) is not None:
-        made = await generate(ctx, slot, together_with(ctx, ticket))
+        accepted_tickets = await generate(ctx, slot, together_with(ctx, ticket))
         slot.finished = True
         # A batch can contain several tickets of one group; the group is scored once.
-        for accepted in {ticket.group: ticket for ticket in made}.values():
+        for accepted in {ticket.group: ticket for ticket in accepted_tickets}.values():
             if group := ctx.table.to_score(accepted):
                 tasks.create_task(score(ctx, group, free), name=f"score {describe(accepted)}")
 
@@ -123,7 +126,7 @@ async def next_ticket(ctx: Context, slot: Slot) -> Ticket | None:
             raise slot.watch.result()
         if name not in ctx.table.held:
             raise WorkerDied(name, "it was given up while it waited")
-        if name in ctx.departures:
+        if name in ctx.draining:
             return None
         if slot.given:
             await asyncio.sleep(0)  # Lets workers without a ticket ask first.
@@ -163,27 +166,29 @@ async def generate(ctx: Context, slot: Slot, batch: Sequence[Ticket]) -> list[Ti
     Refused
     if other weights than the ticket's made its images, DeadlineExceeded, WorkerDied or WorkerFailed.
     """
-    worker, wanted = slot.worker, [ticket for ticket in batch if ticket.state is State.PENDING]
+    worker, pending = slot.worker, [ticket for ticket in batch if ticket.state is State.PENDING]
     ordinals = tuple(ticket.ordinal for ticket in batch) if len(batch) > 1 else ()
-    for ticket in wanted:
-        if (lost := ticket.attempt - ticket.handed_back) >= ctx.config.limits.ticket_attempts:
-            raise TicketLost(f"{describe(ticket)} was lost {lost} times; see the faults in events.jsonl")
-        ctx.table.start(ticket, worker.name, batch=ordinals, along=ticket is not wanted[0])
+    for ticket in pending:
+        if (failures := ticket.attempt - ticket.handed_back) >= ctx.config.limits.ticket_attempts:
+            raise TicketLost(f"{describe(ticket)} was lost {failures} times; see the faults in events.jsonl")
+        ctx.table.start(ticket, worker.name, batch=ordinals, along=ticket is not pending[0])
     ctx.observer.state(worker.name, "busy")
     slot.given += len(batch)
     try:
-        async with ctx.placement.deadlines.of_tickets(worker, slot.given, f"generate: {describe(wanted[0])}"):
+        async with ctx.placement.deadlines.of_tickets(worker, slot.given, f"generate: {describe(pending[0])}"):
             reports, payloads = await ask(worker, [ctx.requests.request(ticket) for ticket in batch])
     finally:
         slot.given -= len(batch)
     ctx.swaps.add(sum(report.swaps for report in reports))  # of those computed along, too
-    ctx.activation.add(sum(span.end - span.start for each in reports for span in each.spans if span.name == ACTIVATE))
+    ctx.activation.add(
+        sum(span.end - span.start for worker_report in reports for span in worker_report.spans if span.name == ACTIVATE)
+    )
     accepted = []
     for ticket, report, payload in zip(batch, reports, payloads, strict=True):
-        needed = ticket in wanted
+        needed = ticket in pending
         # The first report has the spans of the whole batch, also if its own ticket is only computed along.
         for span in report.spans:
-            ctx.observer.span(worker.name, span, ordinal=(ticket if needed else wanted[0]).ordinal)
+            ctx.observer.span(worker.name, span, ordinal=(ticket if needed else pending[0]).ordinal)
         if needed and ctx.table.generated(ticket, version=report.version, digest=report.digest, payload=payload):
             accepted.append(ticket)
     return accepted

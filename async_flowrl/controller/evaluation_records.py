@@ -131,15 +131,15 @@ class EvaluationRecords:
 
     def _watch_for_hacking(self) -> None:
         """Logs reward hacking and loss of diversity, once per curve; with on_hacking=stop, an alarm ends the run."""
-        wanted, history = self.config.evaluate.on_hacking, self.log.records
+        action, history = self.config.evaluate.on_hacking, self.log.records
         for notice in notices(history):
             self._tell(DIVERSITY, notice.sentence)
-        if wanted == "ignore":
+        if action == "ignore":
             return
         for alarm in newest_alarms(history):
             self.observer.event("hacking", curve=alarm.curve, version=alarm.version, since=alarm.since)
             self._tell(alarm.curve, alarm.sentence)
-            if wanted == "stop":
+            if action == "stop":
                 self.stop(f"evaluate.on_hacking=stop at version {alarm.version}")
 
     def _tell(self, curve: str, sentence: str) -> None:
@@ -180,11 +180,11 @@ def with_held_out_extras(result: EvaluationResult) -> list[Scores]:
 
 def samples_of(result: EvaluationResult) -> list[Sample]:
     """Returns the first images of every prompt for trackers: MAX_SAMPLES // prompts of each, but at least one."""
-    each = max(1, MAX_SAMPLES // len(result.scores))
+    per_prompt = max(1, MAX_SAMPLES // len(result.scores))
     return [
         Sample(prompt.text, image, scores.total[i], {name: values[i] for name, values in scores.by_term.items()})
         for prompt, images, scores in zip(result.prompts, result.images, result.scores, strict=True)
-        for i, image in enumerate(images[:each])
+        for i, image in enumerate(images[:per_prompt])
     ]
 
 
@@ -196,17 +196,17 @@ def record_of(config: Config, result: EvaluationResult, files: Mapping[str, str]
     whole = {index: tuple(s.total) for index, s in scored if summed <= s.by_term.keys()}
     curves = {"reward": Curve(TRAINED, 1.0, _source(terms, files), whole)}
     for name, term in terms.items():
-        own = {index: tuple(s.by_term[name]) for index, s in scored if name in s.by_term}
-        curves[name] = Curve(TRAINED, term.weight, _source({name: term}, files), own)
+        values = {index: tuple(s.by_term[name]) for index, s in scored if name in s.by_term}
+        curves[name] = Curve(TRAINED, term.weight, _source({name: term}, files), values)
     for name, term in held_out.items():
-        own = {index: tuple(s.by_term[name]) for index, s in result.held_out.items() if name in s.by_term}
-        curves[name] = Curve(HELD_OUT, term.weight, _source({name: term}, files), own)
+        values = {index: tuple(s.by_term[name]) for index, s in result.held_out.items() if name in s.by_term}
+        curves[name] = Curve(HELD_OUT, term.weight, _source({name: term}, files), values)
     for name in sorted({name for scores in result.held_out.values() for name in scores.distances}):
         apart = {index: (s.distances[name],) for index, s in result.held_out.items() if name in s.distances}
         curves[f"{DIVERSITY}_{name}"] = Curve(DIVERSITY, 0.0, curves[name].source, apart)
     distances = {index: diversity(images) for index, images in zip(result.indices, result.images, strict=True)}
-    known = {index: (distance,) for index, distance in distances.items() if distance is not None}
-    curves["diversity"] = Curve(DIVERSITY, 0.0, "pixels", known)
+    measured = {index: (distance,) for index, distance in distances.items() if distance is not None}
+    curves["diversity"] = Curve(DIVERSITY, 0.0, "pixels", measured)
     sampling = result.sampling
     assert sampling is not None
     return Evaluation(

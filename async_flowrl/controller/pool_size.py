@@ -56,7 +56,7 @@ async def change_size(ctx: Context, growth: Growth, serve: Callable[[int], None]
 
 async def grow(ctx: Context, growth: Growth, serve: Callable[[int], None], tasks: asyncio.TaskGroup) -> None:
     """Starts a worker for every seat that becomes free; the seat of one that cannot serve is kept for a pause."""
-    pauses, arrivals = Pauses(), ctx.arrivals
+    pauses, arrivals = Pauses(), ctx.starting
     unfilled: list[Any] = []
 
     async def fill(seat: Any) -> Worker | None:
@@ -117,9 +117,9 @@ def refuse(ctx: Context, who: str, error: BaseException) -> None:
 async def shrink(ctx: Context, growth: Growth) -> None:
     """Marks the workers of drained nodes as leaving, so that they get no more tickets; runs until it is cancelled."""
     while True:
-        for departure in await growth.departures(ctx.departures.names):
+        for departure in await growth.departures(ctx.draining.names):
             name = departure.worker.name
-            ctx.departures.announce(name, departure.seconds)
+            ctx.draining.announce(name, departure.seconds)
             ctx.work.notify(name)
 
 
@@ -145,7 +145,7 @@ async def take_out(ctx: Context, worker: Worker, *, keep_seat: float = 0.0) -> N
 
 def serving(ctx: Context) -> int:
     """Returns the number of rollout workers that serve or are being replaced."""
-    return sum(worker.name not in ctx.arrivals for worker in ctx.rollout.workers)
+    return sum(worker.name not in ctx.starting for worker in ctx.rollout.workers)
 
 
 def counted(ctx: Context) -> str:
@@ -165,7 +165,7 @@ async def watch_size(ctx: Context) -> None:
         limit = 2 * seconds if tried else seconds
         if serving(ctx) >= least:
             enough, tried = clock(), False
-        elif ctx.arrivals.starting or ctx.arrivals.under_way:
+        elif ctx.starting.starting or ctx.starting.under_way:
             tried = True
         elif clock() - enough > limit:
             raise PoolTooSmall(

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from async_flowrl.controller.context import Context
-from async_flowrl.controller.training_groups import HandedGroup, make_group_again, until_whole
+from async_flowrl.controller.training_groups import TrainingGroup, make_group_again, until_whole
 from async_flowrl.tickets.table import describe
 from async_flowrl.training.messages import TrainRequest
 from async_flowrl.training.parts import RankPosition, cut, tickets_for, tickets_of
@@ -41,11 +41,11 @@ class Replica:
     def positions(self) -> list[RankPosition]:
         return [RankPosition(rank, self.size, len(self.ranks), self.by_group) for rank in self.ranks]
 
-    def owns(self, group: HandedGroup) -> bool:
+    def owns(self, group: TrainingGroup) -> bool:
         """Returns True if one of its ranks trains a part of the group."""
         return group.meta is not None and any(owner in self.ranks for owner in group.meta.owners)
 
-    def samples(self, groups: Iterable[HandedGroup], samples: int) -> int:
+    def samples(self, groups: Iterable[TrainingGroup], samples: int) -> int:
         """Returns the number of images of the groups that its ranks train; a part has at most `samples` images."""
         return sum(
             len(part)
@@ -60,7 +60,7 @@ async def with_trajectories(
     ctx: Context,
     workers: Sequence[Worker],
     replica: Replica,
-    groups: Sequence[HandedGroup],
+    groups: Sequence[TrainingGroup],
     method: str,
     request: TrainRequest,
 ) -> list[Any]:
@@ -76,7 +76,7 @@ async def with_trajectories(
         calls = []
         for position in replica.positions():
             tickets = tickets_for(request.metas, position, samples)
-            refs = [group.refs[which] for group, own in zip(groups, tickets, strict=True) for which in own]
+            refs = [group.refs[which] for group, places in zip(groups, tickets, strict=True) for which in places]
             calls.append((replace(request, tickets=tickets), refs))
         return calls
 
@@ -102,7 +102,7 @@ async def with_trajectories(
 async def with_probe(
     ctx: Context,
     workers: Sequence[Worker],
-    probe: HandedGroup | None,
+    probe: TrainingGroup | None,
     requests: Sequence[TrainRequest],
     training: AbstractAsyncContextManager[Any],
 ) -> list[Any]:
@@ -182,7 +182,7 @@ def repeating_ranks(per_replica: int, groups: int, parts: int, *, by_group: bool
     )
 
 
-class Owners:
+class Assignment:
     """Assigns the groups of one optimizer step, as they come, to the replica with the fewest images left to compute."""
 
     def __init__(self, ranks: int, per_replica: int = 1, *, by_group: bool = False) -> None:

@@ -95,16 +95,16 @@ def find_resume(requests: RequestBuilder, directory: RunDirectory, *, shares: bo
     config = requests.config
     if config.resume == "never":
         return START
-    own = config.resume in ("auto", "force")
+    of_this_run = config.resume in ("auto", "force")
     try:
-        if own:
+        if of_this_run:
             resume = newest(directory, shares=shares)
         else:
             path = expanded(config.resume)
             verify_checkpoint(path, shares=shares)
             resume = _read_resume(path)
     except DamagedCheckpoint as error:
-        run = not own and RunDirectory(expanded(config.resume)).checkpoints.is_dir()
+        run = not of_this_run and RunDirectory(expanded(config.resume)).checkpoints.is_dir()
         hint = f"; it is a run, whose checkpoints are {config.resume}/checkpoints/step_N" if run else ""
         raise ConfigError(f"{error}{hint}") from error
     if resume.path is None:

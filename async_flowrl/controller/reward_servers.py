@@ -194,12 +194,14 @@ class RewardServers:
 
     async def _tell(self, replicas: Replicas) -> None:
         """Sends the addresses of the term's servers to all reward workers, their future replacements and listeners."""
-        told = {replicas.term: replicas.addresses}
+        addresses = {replicas.term: replicas.addresses}
         for group in self.clients:
-            cast("dict[str, Addresses]", group.spec.arguments[SERVERS]).update(told)
+            cast("dict[str, Addresses]", group.spec.arguments[SERVERS]).update(addresses)
         for listener in self.listeners:
-            listener(told)
-        await together(*(_told(group, index, told) for group in self.clients for index in range(len(group.workers))))
+            listener(addresses)
+        await together(
+            *(_told(group, index, addresses) for group in self.clients for index in range(len(group.workers)))
+        )
 
     async def stop(self) -> None:
         """Stops every server. Failures are ignored, because a server ends with its worker at the latest."""

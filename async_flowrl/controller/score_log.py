@@ -43,7 +43,9 @@ class ScoreLog:
 
     async def append(self, group: list[Ticket], scores: Scores | None, *, step: int) -> None:
         """Appends one line; returns when it is synced to disk. Groups before the current `step` leave the memory."""
-        self._scores = {key: known for key, known in self._scores.items() if key[0] >= step} | {_key(group): scores}
+        self._scores = {key: of_group for key, of_group in self._scores.items() if key[0] >= step} | {
+            _key(group): scores
+        }
         names = dict(zip(("step", "group", "digest"), _key(group), strict=True))
         line: dict[str, Any] = names | {"total": scores and scores.total, "by_term": scores and dict(scores.by_term)}
         if scores is not None and scores.extras:

@@ -78,7 +78,7 @@ async def ask_pool(ctx: Context, pool: str, group: list[Ticket], places: asyncio
     config = ctx.config.reward
     images = [ticket.payload.images for ticket in group]
     parts: list[Scores] = []
-    terms = next(each.terms for each in reward_pools(config) if each.name == pool)
+    terms = next(reward_pool.terms for reward_pool in reward_pools(config) if reward_pool.name == pool)
     only: tuple[str, ...] | None = None
     for attempt in range(config.retries + 1):
         await ctx.servers.up(terms)
@@ -87,13 +87,13 @@ async def ask_pool(ctx: Context, pool: str, group: list[Ticket], places: asyncio
             only = tuple(name for name in only or terms if name not in gone.failed)
             if not only:
                 break
-        index, lost = await places.get(), None
+        index, error_of_call = await places.get(), None
         try:
             parts.append(await score_once(ctx, pool, index, group, only, images))
         except RefLost as gone:
             return gone
         except FAILURES as error:
-            lost = error
+            error_of_call = error
             parts.append(Scores((), {}, failed={name: Failure(str(error)) for name in only or terms}))
             await reward_failed(ctx, pool, index, error)
         finally:
@@ -108,9 +108,9 @@ async def ask_pool(ctx: Context, pool: str, group: list[Ticket], places: asyncio
     fatal = required(ctx, scores)
     if fatal and ends_run(ctx, group):
         failure = scores.failed[fatal[0]]
-        said = RewardError(failure.reason)
-        said.add_note(f"in the worker:\n{failure.traceback}")
-        raise lost or said
+        reward_error = RewardError(failure.reason)
+        reward_error.add_note(f"in the worker:\n{failure.traceback}")
+        raise error_of_call or reward_error
     return scores
 
 
@@ -179,14 +179,14 @@ async def ask_held_out_pool(
     answer = HeldOutScores({}, dict.fromkeys(terms, "not asked yet"))
     for attempt in range(config.retries + 1):
         await ctx.servers.up(tuple(answer.failed))
-        lost = {name: why for name, why in ctx.servers.lost().items() if name in answer.failed}
-        answer = replace(answer, failed={**answer.failed, **lost})
-        if asked := tuple(name for name in answer.failed if name not in lost):
+        unserved = {name: why for name, why in ctx.servers.lost().items() if name in answer.failed}
+        answer = replace(answer, failed={**answer.failed, **unserved})
+        if names := tuple(name for name in answer.failed if name not in unserved):
             try:
-                answer = await _ask(ctx, pool, group, free, answer, asked)
+                answer = await _ask(ctx, pool, group, free, answer, names)
             except RefLost as gone:
                 return gone
-        if answer.failed.keys() == lost.keys() or pool in ctx.lost_pools:
+        if answer.failed.keys() == unserved.keys() or pool in ctx.lost_pools:
             break
         if attempt < config.retries:
             await asyncio.sleep(config.backoff * 2**attempt)
@@ -194,28 +194,28 @@ async def ask_held_out_pool(
 
 
 async def _ask(
-    ctx: Context, pool: str, group: list[Ticket], free: Free, before: HeldOutScores, asked: tuple[str, ...]
+    ctx: Context, pool: str, group: list[Ticket], free: Free, before: HeldOutScores, names: tuple[str, ...]
 ) -> HeldOutScores:
-    """Returns `before`, updated with the result of one call of one worker for the terms `asked`."""
+    """Returns `before`, updated with the result of one call of one worker for the terms `names`."""
     index = await free[pool].get()
     if pool in ctx.lost_pools:
         free[pool].put_nowait(index)
-        return replace(before, failed={**before.failed, **dict.fromkeys(asked, ctx.lost_pools[pool])})
+        return replace(before, failed={**before.failed, **dict.fromkeys(names, ctx.lost_pools[pool])})
     worker = ctx.rewards[pool].workers[index]
     images = [ticket.payload.images for ticket in group]
     ctx.observer.state(worker.name, "busy")
     try:
         async with deadline(ctx.config.deadlines.score, f"score: held-out terms of {describe(group[0])}"):
-            answer: HeldOutScores = await worker.call("score_held_out", asked, ctx.requests.prompt(group[0]), *images)
+            answer: HeldOutScores = await worker.call("score_held_out", names, ctx.requests.prompt(group[0]), *images)
     except FAILURES as error:
         await held_out_failed(ctx, pool, index, error)
-        return replace(before, failed={**before.failed, **dict.fromkeys(asked, f"{type(error).__name__}: {error}")})
+        return replace(before, failed={**before.failed, **dict.fromkeys(names, f"{type(error).__name__}: {error}")})
     finally:
         free[pool].put_nowait(index)
         ctx.observer.state(ctx.rewards[pool].workers[index].name, "wait_data")
     for span in answer.spans:
         ctx.observer.span(worker.name, span)
-    kept = {name: why for name, why in before.failed.items() if name not in asked}
+    kept = {name: why for name, why in before.failed.items() if name not in names}
     return joined((replace(before, failed=kept), answer))
 
 

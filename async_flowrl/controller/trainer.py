@@ -20,7 +20,7 @@ from async_flowrl.controller.context import Context
 from async_flowrl.controller.rank_weights import ReplicatedWeights, ShardedWeights
 from async_flowrl.controller.replicas import (
     MAX_GROUPS_PER_CALL,
-    Owners,
+    Assignment,
     Replica,
     failing_as_one,
     idle_ranks,
@@ -29,7 +29,7 @@ from async_flowrl.controller.replicas import (
     with_trajectories,
 )
 from async_flowrl.controller.step_metrics import StepStatistics
-from async_flowrl.controller.training_groups import HandedGroup, hand_over
+from async_flowrl.controller.training_groups import TrainingGroup, hand_over
 from async_flowrl.policies.tuning import tuning_of
 from async_flowrl.training.messages import (
     Layout,
@@ -58,7 +58,7 @@ class Sums:
     manifests: dict[int, Manifest] = field(default_factory=dict)
 
 
-def divisor(ctx: Context, groups: Sequence[HandedGroup]) -> int | None:
+def divisor(ctx: Context, groups: Sequence[TrainingGroup]) -> int | None:
     """Returns the rows of the trained groups if the other groups do not count, else None (`TrainRequest.rows`)."""
     if ctx.config.algorithm.zero_std_groups == "count":
         return None
@@ -102,7 +102,7 @@ class TrainerGroup:
     def _arrange(self, per_replica: int) -> None:
         """Makes the replicas anew, of `per_replica` ranks each."""
         ranks, by_group = len(self.workers.workers), self.weights.by_group
-        self._owners = Owners(ranks, per_replica, by_group=by_group)
+        self._owners = Assignment(ranks, per_replica, by_group=by_group)
         starts = range(0, ranks, per_replica)
         self._replicas = [
             Replica(range(start, start + per_replica), ranks, self.weights.training, by_group) for start in starts
@@ -136,8 +136,8 @@ class TrainerGroup:
         batch = await self._batch(ctx, step, size) if ctx.config.hand_over == "batch" else []
         spread: list[bool | None] = []
         for update in range(updates):
-            own = batch[update * size : (update + 1) * size]
-            coming = self._taken(own) if own else self._ready(ctx, step, size)
+            of_update = batch[update * size : (update + 1) * size]
+            coming = self._taken(of_update) if of_update else self._ready(ctx, step, size)
             groups, results = await self._optimizer_step(ctx, step, update, size, coming)
             for group in groups:
                 statistics.add_group(group.tickets, group.scores, group.advantages)
@@ -148,29 +148,29 @@ class TrainerGroup:
 
     # -- the groups of a step, in the order in which they are trained
 
-    async def _batch(self, ctx: Context, step: int, size: int) -> list[HandedGroup]:
+    async def _batch(self, ctx: Context, step: int, size: int) -> list[TrainingGroup]:
         """Waits until all groups of the step are ready and returns them, with an owner for each part.
 
-        Owners of groups of later optimizer steps compute their proximal predictions now, before the weights change.
+        Assignment of groups of later optimizer steps compute their proximal predictions now, before the weights change.
         """
         groups = range(ctx.config.prompts_per_step)
         # The condition is checked after every group; the last groups are usually those that are missing.
         await self._until(ctx, lambda: all(ctx.table.ready(step, group) for group in reversed(groups)))
-        handed, batch = hand_over(ctx, self.algorithm, step, groups), list[HandedGroup]()
-        for start in range(0, len(handed), size):
+        all_groups, batch = hand_over(ctx, self.algorithm, step, groups), list[TrainingGroup]()
+        for start in range(0, len(all_groups), size):
             self._owners.begin(size)
-            batch += self._owned(ctx, handed[start : start + size])
+            batch += self._owned(ctx, all_groups[start : start + size])
         async with failing_as_one() as tasks:
             # Predicts with the weights at the start of the batch, on the ranks that train these groups later.
             self._give(ctx, tasks, Sums(step, StepPlan(rows=0)), batch[size:], "update.proximal", most=1)
         return batch
 
-    async def _taken(self, groups: Sequence[HandedGroup]) -> AsyncIterator[Sequence[HandedGroup]]:
+    async def _taken(self, groups: Sequence[TrainingGroup]) -> AsyncIterator[Sequence[TrainingGroup]]:
         most = MAX_GROUPS_PER_CALL if len(self._replicas) == 1 else len(groups)
         for start in range(0, len(groups), most):
             yield groups[start : start + most]
 
-    async def _ready(self, ctx: Context, step: int, size: int) -> AsyncIterator[Sequence[HandedGroup]]:
+    async def _ready(self, ctx: Context, step: int, size: int) -> AsyncIterator[Sequence[TrainingGroup]]:
         """Yields the groups of an optimizer step as they become ready and a replica is idle, low numbers first."""
         left = set(range(size))
         self._owners.begin(size)
@@ -204,7 +204,7 @@ class TrainerGroup:
         if len(self.workers.workers) == 1:
             self._book_state(ctx, self._replicas[0], "busy")
 
-    def _owned(self, ctx: Context, groups: Sequence[HandedGroup]) -> list[HandedGroup]:
+    def _owned(self, ctx: Context, groups: Sequence[TrainingGroup]) -> list[TrainingGroup]:
         """Returns the groups with the rank that trains each of their parts."""
         owned, samples = [], ctx.config.trainer.micro_batch_size
         for group in groups:
@@ -217,8 +217,8 @@ class TrainerGroup:
     # -- optimizer steps
 
     async def _optimizer_step(
-        self, ctx: Context, step: int, update: int, size: int, coming: AsyncIterator[Sequence[HandedGroup]]
-    ) -> tuple[list[HandedGroup], list[UpdateStats]]:
+        self, ctx: Context, step: int, update: int, size: int, coming: AsyncIterator[Sequence[TrainingGroup]]
+    ) -> tuple[list[TrainingGroup], list[UpdateStats]]:
         """Makes an optimizer step on the groups that `coming` yields; again with a larger exponent on overflow."""
         while True:
             groups, outcome = await self._attempt(ctx, step, update, size, coming)
@@ -234,10 +234,10 @@ class TrainerGroup:
             coming = self._taken(groups)
 
     async def _attempt(
-        self, ctx: Context, step: int, update: int, size: int, coming: AsyncIterator[Sequence[HandedGroup]]
-    ) -> tuple[list[HandedGroup], Stepped | int]:
+        self, ctx: Context, step: int, update: int, size: int, coming: AsyncIterator[Sequence[TrainingGroup]]
+    ) -> tuple[list[TrainingGroup], Stepped | int]:
         """Tries one optimizer step; returns its groups by number, and each rank's statistics or a larger exponent."""
-        groups: list[HandedGroup] = []
+        groups: list[TrainingGroup] = []
         outcome: Stepped | int | None = None
         sums = Sums(step, StepPlan(rows=0))
         self._attempts += 1
@@ -259,8 +259,8 @@ class TrainerGroup:
         self,
         ctx: Context,
         sums: Sums,
-        until_now: Sequence[HandedGroup],
-        groups: Sequence[HandedGroup],
+        until_now: Sequence[TrainingGroup],
+        groups: Sequence[TrainingGroup],
         *,
         finishes: bool,
     ) -> Stepped | int | None:
@@ -284,7 +284,7 @@ class TrainerGroup:
             return summed.overflow
         return [(self.first, summed)]
 
-    async def _finish(self, ctx: Context, sums: Sums, groups: Sequence[HandedGroup]) -> Stepped | int:
+    async def _finish(self, ctx: Context, sums: Sums, groups: Sequence[TrainingGroup]) -> Stepped | int:
         """Adds up the ranks' sums and has each rank step; returns statistics by rank, or a larger exponent.
 
         Raises NotThePlan if a part is missing or is in two sums, and RuntimeError if the ranks' weights differ
@@ -297,8 +297,11 @@ class TrainerGroup:
         by_name: Mapping[str, Manifest] = {workers[rank].name: manifest for rank, manifest in sums.manifests.items()}
         check_plan(step, plan.update, plan.attempt, planned, by_name)
         rows, parts = divisor(ctx, groups), tuple(planned.items())
-        known = TrainRequest(step, (), finishes=True, planned=parts, rows=rows, attempt=plan.attempt)
-        requests = [known if rank in sums.manifests else replace(known, begins=plan) for rank in range(len(workers))]
+        base_request = TrainRequest(step, (), finishes=True, planned=parts, rows=rows, attempt=plan.attempt)
+        requests = [
+            base_request if rank in sums.manifests else replace(base_request, begins=plan)
+            for rank in range(len(workers))
+        ]
         measured = (group for group in groups if group.meta and group.meta.selected)
         summed: list[Summed] = await with_probe(
             ctx, workers, next(measured, None) if self._measures else None, requests, training
@@ -313,7 +316,7 @@ class TrainerGroup:
             raise RuntimeError(f"step {step}: the trainer ranks have different weights after the same sum: {digests}")
         return did
 
-    def _plan(self, ctx: Context, group: HandedGroup, update: int, groups: int) -> StepPlan:
+    def _plan(self, ctx: Context, group: TrainingGroup, update: int, groups: int) -> StepPlan:
         step = group.tickets[0].step
         request = ctx.requests.request(group.tickets[0])
         per_group = len(self._most_selected(ctx.config))
@@ -344,20 +347,20 @@ class TrainerGroup:
         ctx: Context,
         tasks: asyncio.TaskGroup,
         sums: Sums,
-        groups: Sequence[HandedGroup],
+        groups: Sequence[TrainingGroup],
         method: str,
         *,
         most: int = MAX_GROUPS_PER_CALL,
     ) -> None:
         """Starts tasks that call `method` on each replica for the groups of which it has parts, `most` per call."""
         for index, replica in enumerate(self._replicas):
-            own = [group for group in groups if replica.owns(group)]
-            for start in range(0, len(own), most):
+            share = [group for group in groups if replica.owns(group)]
+            for start in range(0, len(share), most):
                 ctx.placement.begin_training(replica.ranks)
                 replica.waiting += 1
-                tasks.create_task(self._call(ctx, index, sums, own[start : start + most], method))
+                tasks.create_task(self._call(ctx, index, sums, share[start : start + most], method))
 
-    async def _call(self, ctx: Context, index: int, sums: Sums, groups: Sequence[HandedGroup], method: str) -> None:
+    async def _call(self, ctx: Context, index: int, sums: Sums, groups: Sequence[TrainingGroup], method: str) -> None:
         """Makes one call of a replica after its earlier calls, and records what is in its sums then."""
         replica, samples = self._replicas[index], ctx.config.trainer.micro_batch_size
         metas = tuple(group.meta for group in groups if group.meta is not None)

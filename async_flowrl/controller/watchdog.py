@@ -60,8 +60,8 @@ class TicketAges:
         known_workers, self.workers = self.workers, tuple(w.name for group in groups for w in group.workers)
         for ticket in ctx.table.live():
             key, state = (ticket.kind, ticket.ordinal), (str(ticket.state), ticket.attempt)
-            known = before.get(key)
-            since = known[2] if known is not None and known[:2] == state else now
+            earlier = before.get(key)
+            since = earlier[2] if earlier is not None and earlier[:2] == state else now
             self.seen[key] = (*state, since)
         moved = {k: v[:2] for k, v in before.items()} != {k: v[:2] for k, v in self.seen.items()}
         return moved or known_workers != self.workers

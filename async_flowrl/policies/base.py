@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from async_flowrl.config.resolution import Resolution
-from async_flowrl.types import Conditioning, Prompt, Sampling, Wording
+from async_flowrl.types import Conditioning, EncoderInput, Prompt, Sampling
 
 JOINT_ATTENTION = (
     "attn.to_q",
@@ -64,7 +64,7 @@ class Policy(Protocol):
         """The modules that only `encode` uses; `encode` runs on their device. Empty if they are not loaded."""
 
     def encode(
-        self, texts: Sequence[Wording], system: str | None = None, *, negative: bool = False
+        self, texts: Sequence[EncoderInput], system: str | None = None, *, negative: bool = False
     ) -> list[Conditioning]:
         """Returns the conditioning of each text: float32 arrays without batch dimension.
 

@@ -16,7 +16,7 @@ from async_flowrl.config.check import guidance_refusal
 from async_flowrl.config.resolution import Resolution, height_width, in_pixels, in_words, of_sides
 from async_flowrl.policies.base import Shapes
 from async_flowrl.policies.loading import TEXT_ENCODERS
-from async_flowrl.types import Conditioning, Sampling, TokenIds, Wording
+from async_flowrl.types import Conditioning, EncoderInput, Sampling, TokenIds
 
 BYTES_PER_TOKEN = 3.0
 """Bytes of text that count as one token. English has about four, so that estimates are rather too long."""
@@ -32,7 +32,7 @@ def scale_factor(vae: Mapping[str, Any], stages: str | None = None) -> int:
     return int(2 ** (len(vae[key]) - (key != "temperal_downsample")))
 
 
-def estimated_tokens(wording: Wording) -> int:
+def estimated_tokens(wording: EncoderInput) -> int:
     """Returns the length of a prompt in tokens, at least USUAL_TOKENS, from the bytes of its text.
 
     Token ids count as many as they are, with those of the template, which some families drop after the encoding.
@@ -151,7 +151,7 @@ class PipelinePolicy(ABC):
 
     @torch.no_grad()
     def encode(
-        self, texts: Sequence[Wording], system: str | None = None, *, negative: bool = False
+        self, texts: Sequence[EncoderInput], system: str | None = None, *, negative: bool = False
     ) -> list[Conditioning]:
         """Returns the conditioning of each text; see `Policy.encode`.
 

@@ -6,7 +6,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from async_flowrl.types import ByteArray, Conditioning, RolloutRequest, Span, Trajectory, Wording
+from async_flowrl.types import ByteArray, Conditioning, EncoderInput, RolloutRequest, Span, Trajectory
 from checkpoint_engine import Activation, Header
 
 # Function that returns the header and the bytes of a version from the worker's receiver of weights.
@@ -25,7 +25,7 @@ class Rollout:
 class RolloutEngine(Protocol):
     """Makes images. The rollout worker receives the weights, verifies them, and tells the engine what to use."""
 
-    def encode(self, texts: Sequence[Wording]) -> list[Conditioning]:
+    def encode(self, texts: Sequence[EncoderInput]) -> list[Conditioning]:
         """Returns the conditioning of negative prompts, which the trainer needs; called once per run."""
 
     def generate(self, request: RolloutRequest) -> Rollout:

@@ -18,7 +18,7 @@ from async_flowrl.rollout.text_encoder import Encoder, Offloaded, PolicyEncoder,
 from async_flowrl.seeds import generator
 from async_flowrl.tickets.request import asked_of
 from async_flowrl.transfers import download, upload
-from async_flowrl.types import TRAIN, Conditioning, RolloutRequest, Span, Trajectory, Wording
+from async_flowrl.types import TRAIN, Conditioning, EncoderInput, RolloutRequest, Span, Trajectory
 from checkpoint_engine import Activation
 
 ADAPTER = LoraTuning(LoraConfig())  # Default of `tuning`: names and probes of a LoRA do not depend on its rank.
@@ -81,7 +81,7 @@ class DiffusersEngine:
             encoder = PolicyEncoder(policy, offloaded.visit if offloaded else nullcontext)
         self._prompts = Prompts(encoder)
 
-    def encode(self, texts: Sequence[Wording]) -> list[Conditioning]:
+    def encode(self, texts: Sequence[EncoderInput]) -> list[Conditioning]:
         return self._prompts.encode_negatives(texts)
 
     def live_tensors(self) -> Mapping[str, Tensor]:
@@ -110,14 +110,14 @@ class DiffusersEngine:
         decoded = [self.policy.decode(chunk.final, request.sampling.resolution) for chunk in chunks]
         images = download([torch.cat(decoded)], self.device)[0].numpy()
         generated = Span("generate", begun, denoised, self._flops(plan, parts))
-        made = None if trajectory is None else images.nbytes + trajectory.nbytes
-        spans = (generated, Span("decode", denoised, time.time(), bytes=made))
+        payload_bytes = None if trajectory is None else images.nbytes + trajectory.nbytes
+        spans = (generated, Span("decode", denoised, time.time(), bytes=payload_bytes))
         return Rollout(images, trajectory, spans)
 
     def _flops(self, plan: _Plan, parts: Sequence[range]) -> int | None:
-        each = [self._meter.flops(plan.shape(len(images))) for images in parts]
-        known = [flops for flops in each if flops is not None]
-        return plan.request.sampling.num_inference_steps * sum(known) if len(known) == len(each) else None
+        by_part = [self._meter.flops(plan.shape(len(images))) for images in parts]
+        counted = [flops for flops in by_part if flops is not None]
+        return plan.request.sampling.num_inference_steps * sum(counted) if len(counted) == len(by_part) else None
 
     def _plan(self, request: RolloutRequest) -> _Plan:
         sampling, train = request.sampling, request.kind == TRAIN

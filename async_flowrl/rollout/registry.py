@@ -15,10 +15,10 @@ from async_flowrl.policies.stored import configuration
 from async_flowrl.policies.tiny.build import cache_dir
 from async_flowrl.policies.tuning import tuning_of
 from async_flowrl.rollout.base import RolloutEngine
+from async_flowrl.rollout.batching import BatchingEngine, check_shareable
 from async_flowrl.rollout.diffusers_engine import DiffusersEngine
 from async_flowrl.rollout.text_encoder import EmbeddingFiles, Parked, StoredEmbeddings, base_aside, encoder_digest
-from async_flowrl.rollout.together import TogetherEngine, check_shareable
-from async_flowrl.types import Asked
+from async_flowrl.types import EmbeddingKey
 
 # `rollout.text_encoder` → `parts` of `load_policy`.
 PARTS = {"resident": "all", "offload": "offload", "cached": "cached"}
@@ -28,7 +28,7 @@ def open_embeddings(
     config: Config,
     model: ResolvedModel,
     device: str,
-    upcoming: Sequence[Asked],
+    upcoming: Sequence[EmbeddingKey],
     worker: int = 0,
     base: OneBase | None = None,
 ) -> StoredEmbeddings | None:
@@ -87,7 +87,7 @@ def load_engine(
         staying = list(tuning.parameters(policy.transformer).values())
         embeddings.aside = Parked(policy.transformer, torch.device(device), staying=staying).aside
     size = config.rollout.batch_size
-    kind = TogetherEngine if config.rollout.tickets_per_batch > 1 else DiffusersEngine
+    kind = BatchingEngine if config.rollout.tickets_per_batch > 1 else DiffusersEngine
     return kind(policy, batch_size=size, device=device, text_encoder=where, tuning=tuning, encoder=embeddings), digest
 
 

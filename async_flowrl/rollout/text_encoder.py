@@ -26,7 +26,7 @@ from async_flowrl.policies.checked import source_digest
 from async_flowrl.policies.one_base import OneBase
 from async_flowrl.policies.registry import ResolvedModel
 from async_flowrl.transfers import ONE_AT_A_TIME, upload
-from async_flowrl.types import Asked, Conditioning, Wording
+from async_flowrl.types import Conditioning, EmbeddingKey, EncoderInput
 
 # Size of a slab of pinned memory. Many tensors share a slab, because torch rounds each up to a power of two.
 SLAB_BYTES = 2**30
@@ -86,7 +86,7 @@ CACHED_PROMPTS = 1024  # Largest number of embeddings in the cache; the least re
 class Encoder(Protocol):
     """Returns embeddings: it computes them, or reads them from files."""
 
-    def encode(self, asked: Sequence[Asked]) -> list[Conditioning]:
+    def encode(self, keys: Sequence[EmbeddingKey]) -> list[Conditioning]:
         """Returns the conditioning of each, with the same bits as if the policy had encoded it alone."""
 
 
@@ -96,14 +96,14 @@ class PolicyEncoder:
     def __init__(self, policy: Policy, visit: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
         self._policy, self._visit = policy, visit
 
-    def encode(self, asked: Sequence[Asked]) -> list[Conditioning]:
+    def encode(self, keys: Sequence[EmbeddingKey]) -> list[Conditioning]:
         with self._visit():
-            return [encode_one(self._policy, each) for each in asked]
+            return [encode_one(self._policy, key) for key in keys]
 
 
-def encode_one(policy: Policy, asked: Asked) -> Conditioning:
+def encode_one(policy: Policy, key: EmbeddingKey) -> Conditioning:
     """Returns the conditioning of one prompt, encoded alone because others in its batch would change the last bits."""
-    text, system, negative = asked
+    text, system, negative = key
     (encoded,) = policy.encode([text], system=system, negative=negative)
     return encoded
 
@@ -113,21 +113,21 @@ class Prompts:
 
     def __init__(self, encoder: Encoder) -> None:
         self._encoder = encoder
-        self._known: OrderedDict[Asked, Conditioning] = OrderedDict()
+        self._known: OrderedDict[EmbeddingKey, Conditioning] = OrderedDict()
 
-    def embeddings(self, asked: Sequence[Asked]) -> list[Conditioning]:
+    def embeddings(self, keys: Sequence[EmbeddingKey]) -> list[Conditioning]:
         """Returns the conditioning of each; the arrays belong to the cache and must not be changed."""
-        missing = [key for key in dict.fromkeys(asked) if key not in self._known]
+        missing = [key for key in dict.fromkeys(keys) if key not in self._known]
         if missing:
             self._known |= zip(missing, self._encoder.encode(missing), strict=True)
-        for key in asked:
+        for key in keys:
             self._known.move_to_end(key)
-        known = [self._known[key] for key in asked]
+        found = [self._known[key] for key in keys]
         while len(self._known) > CACHED_PROMPTS:
             self._known.popitem(last=False)
-        return known
+        return found
 
-    def encode_negatives(self, texts: Sequence[Wording]) -> list[Conditioning]:
+    def encode_negatives(self, texts: Sequence[EncoderInput]) -> list[Conditioning]:
         """Returns the conditioning of negative prompts for the trainer, without keeping them in the cache."""
         return self._encoder.encode([(text, None, True) for text in texts])
 
@@ -160,29 +160,29 @@ class EmbeddingFiles:
                 f"({error.strerror}): set $ASYNC_FLOWRL_CACHE to a folder that can be written"
             ) from error
 
-    def path(self, asked: Asked) -> Path:
-        """Returns the path of the file for `asked`, whether it exists or not."""
-        return self.folder / f"{self._key(asked)}.safetensors"
+    def path(self, key: EmbeddingKey) -> Path:
+        """Returns the path of the file for `key`, whether it exists or not."""
+        return self.folder / f"{self._key(key)}.safetensors"
 
-    def read(self, asked: Asked) -> Conditioning | None:
-        """Returns the embeddings of `asked`; None if there is no file, or if it is damaged (this is logged)."""
-        path = self.path(asked)
+    def read(self, key: EmbeddingKey) -> Conditioning | None:
+        """Returns the embeddings of `key`; None if there is no file, or if it is damaged (this is logged)."""
+        path = self.path(key)
         try:
             data = path.read_bytes()
         except FileNotFoundError:
             return None
         digest, body = data[:DIGEST_BYTES], data[DIGEST_BYTES:]
-        if hashlib.sha256(body).digest() == digest and _made_of(body) == self._key(asked):
+        if hashlib.sha256(body).digest() == digest and _made_of(body) == self._key(key):
             tensors: Conditioning = load(body)
             return {name: tensors[name] for name in sorted(tensors)}
         logger.warning("%s is damaged, or of another prompt or encoder: its embedding is made again", path)
         return None
 
-    def write(self, asked: Asked, conditioning: Conditioning) -> None:
-        """Writes the embeddings of `asked`. Raises OSError, which names the file, if they cannot be written."""
+    def write(self, key: EmbeddingKey, conditioning: Conditioning) -> None:
+        """Writes the embeddings of `key`. Raises OSError, which names the file, if they cannot be written."""
         # `save` copies memory as it is, so an array that is not in C order would be read back permuted.
         arrays = {name: np.asarray(array, order="C") for name, array in conditioning.items()}
-        body, path = save(arrays, metadata={"made_of": self._key(asked)}), self.path(asked)
+        body, path = save(arrays, metadata={"made_of": self._key(key)}), self.path(key)
         work = path.with_name(f".{path.name}.{platform.node()}.{os.getpid()}.{id(conditioning)}")
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -196,8 +196,8 @@ class EmbeddingFiles:
         finally:
             work.unlink(missing_ok=True)
 
-    def _key(self, asked: Asked) -> str:
-        wording, system, negative = asked
+    def _key(self, key: EmbeddingKey) -> str:
+        wording, system, negative = key
         return _digest([self._encoder, wording, system, negative])
 
 
@@ -253,7 +253,7 @@ class StoredEmbeddings:
         self,
         files: EmbeddingFiles,
         load: Callable[[], Policy],
-        upcoming: Sequence[Asked] = (),
+        upcoming: Sequence[EmbeddingKey] = (),
         *,
         ahead: int = 0,
         worker: int = 0,
@@ -262,48 +262,48 @@ class StoredEmbeddings:
         """`load` returns a policy with text encoders; it is freed after use. This is worker `worker` of `workers`."""
         self._files, self._load = files, load
         self._upcoming, self._ahead = upcoming, ahead
-        self._places = {asked: place for place, asked in enumerate(upcoming)}
+        self._places = {key: place for place, key in enumerate(upcoming)}
         self._worker, self._workers = worker, workers
         # Context manager around each use of the text encoders, which frees memory on the device for them.
         self.aside: Callable[[], AbstractContextManager[None]] = nullcontext
 
-    def encode(self, asked: Sequence[Asked]) -> list[Conditioning]:
+    def encode(self, keys: Sequence[EmbeddingKey]) -> list[Conditioning]:
         """Returns the conditioning of each, with the bits of the policy's own encoder. OSError if a write fails."""
-        known = {each: self._files.read(each) for each in asked}
-        missing = [each for each, conditioning in known.items() if conditioning is None]
+        stored = {key: self._files.read(key) for key in keys}
+        missing = [key for key, conditioning in stored.items() if conditioning is None]
         if missing:
-            known |= self._visit(missing, self._next(missing))
-        return [conditioning for each in asked if (conditioning := known[each]) is not None]
+            stored |= self._visit(missing, self._next(missing))
+        return [conditioning for key in keys if (conditioning := stored[key]) is not None]
 
     def begin(self) -> None:
         """Encodes this worker's share of the first `ahead` prompts; call it before the model is on the device."""
         share = self._upcoming[: self._ahead][self._worker :: self._workers]
-        if missing := [each for each in share if self._files.read(each) is None]:
+        if missing := [key for key in share if self._files.read(key) is None]:
             self._visit(missing, ())
 
-    def _next(self, missing: Sequence[Asked]) -> Sequence[Asked]:
+    def _next(self, missing: Sequence[EmbeddingKey]) -> Sequence[EmbeddingKey]:
         """Returns the next prompts after the missing ones; each worker starts at another place, to share the work."""
-        places = [self._places[each] for each in missing if each in self._places]
+        places = [self._places[key] for key in missing if key in self._places]
         if not places:
             return ()
         following = self._upcoming[max(places) + 1 :][: self._ahead]
         start = self._worker * len(following) // self._workers
         return (*following[start:], *following[:start])
 
-    def _visit(self, wanted: Sequence[Asked], more: Sequence[Asked]) -> dict[Asked, Conditioning]:
-        """Returns the embeddings of `wanted`, and writes these and those of `more` that have no file yet."""
+    def _visit(self, keys: Sequence[EmbeddingKey], more: Sequence[EmbeddingKey]) -> dict[EmbeddingKey, Conditioning]:
+        """Returns the embeddings of `keys`, and writes these and those of `more` that have no file yet."""
         with self.aside(), self._loaded() as policy:
-            made = {}
-            for each in wanted:
-                made[each] = encode_one(policy, each)
-                self._files.write(each, made[each])
+            computed = {}
+            for key in keys:
+                computed[key] = encode_one(policy, key)
+                self._files.write(key, computed[key])
             rest = 0
-            for each in more:
-                if each not in made and not self._files.path(each).exists():
-                    self._files.write(each, encode_one(policy, each))
+            for key in more:
+                if key not in computed and not self._files.path(key).exists():
+                    self._files.write(key, encode_one(policy, key))
                     rest += 1
-        logger.info("text encoders were loaded for %d prompts that were needed, and for %d more", len(made), rest)
-        return made
+        logger.info("text encoders were loaded for %d prompts that were needed, and for %d more", len(computed), rest)
+        return computed
 
     @contextmanager
     def _loaded(self) -> Iterator[Policy]:

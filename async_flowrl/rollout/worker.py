@@ -22,17 +22,17 @@ from async_flowrl.policies.one_base import OneBase
 from async_flowrl.policies.registry import ResolvedModel
 from async_flowrl.policies.tuning import tuning_of
 from async_flowrl.rollout.base import Rollout, RolloutEngine
+from async_flowrl.rollout.batching import BatchEngine, merged_spans
 from async_flowrl.rollout.registry import load_engine, open_embeddings
 from async_flowrl.rollout.text_encoder import StoredEmbeddings
-from async_flowrl.rollout.together import BatchEngine, merged_spans
 from async_flowrl.transfers import ONE_AT_A_TIME
 from async_flowrl.types import (
     ACTIVATE,
     EMA,
     EVALUATION,
     POLICY,
-    Asked,
     ByteArray,
+    EmbeddingKey,
     RolloutReport,
     RolloutRequest,
     Span,
@@ -58,7 +58,7 @@ class RolloutWorker:
         model: ResolvedModel,
         index: int,
         name: str,
-        upcoming: Sequence[Asked] = (),
+        upcoming: Sequence[EmbeddingKey] = (),
         *,
         base: OneBase | None = None,
     ) -> None:

@@ -53,11 +53,11 @@ class Turns:
         with self._changed:
             self._depth += 1
             if self._depth == 1:
-                self._waiting, asked = True, self._clock()
+                self._waiting, began = True, self._clock()
                 self._changed.wait_for(lambda: not self._taken)
                 self._waiting, self._taken = False, True
                 self._trained_since = self._clock()
-                self.waited += self._trained_since - asked
+                self.waited += self._trained_since - began
         try:
             yield
         finally:

@@ -27,7 +27,7 @@ from async_flowrl.training.messages import Manifest, Summed, TrainRequest, Updat
 from async_flowrl.training.publishing import PublishedStreams
 from async_flowrl.training.versions import Versions
 from async_flowrl.training.worker import TrainerWorker
-from async_flowrl.types import POLICY, Asked, ByteArray, RolloutReport, RolloutRequest, Trajectory
+from async_flowrl.types import POLICY, ByteArray, EmbeddingKey, RolloutReport, RolloutRequest, Trajectory
 from checkpoint_engine import RING, Ack, Header
 from checkpoint_engine.errors import TransferCorrupted, WeightsMismatch
 from checkpoint_engine.side_stream import SideStream, on, recorded
@@ -86,7 +86,7 @@ class SharedWorker:
         index: int,
         name: str,
         sizes: Sequence[Resolution] = (),
-        upcoming: Sequence[Asked] = (),
+        upcoming: Sequence[EmbeddingKey] = (),
     ) -> None:
         """`name` is that of the process in its pool; both workers get the number at its end."""
         turns, number = Turns(), name.rpartition("-")[2]
@@ -200,7 +200,7 @@ class SharedRollout(RolloutWorker):
         """Returns the seconds for which the present ticket has computed, without waits; from any lane."""
         return self.turns.sampled_for()
 
-    def keep_own(self, header: Header, slot: str = RING) -> Ack | None:
+    def keep_local(self, header: Header, slot: str = RING) -> Ack | None:
         """Puts the process's own version into `slot` and returns the acknowledgement; None if it has not made it.
 
         Raises WeightsMismatch if its digest differs from the one in `header`, which is that of the first rank's
@@ -211,9 +211,9 @@ class SharedRollout(RolloutWorker):
         if flat is None:
             return None
         with on(self.receiver.side):  # Copies on the stream of the tickets would wait for the one under way.
-            own = header.layout.packed(self.trainer.parameters.named(flat))
+            packed = header.layout.packed(self.trainer.parameters.named(flat))
         try:
-            return self.receiver.receive(header, own, slot)
+            return self.receiver.receive(header, packed, slot)
         except TransferCorrupted as error:
             raise WeightsMismatch(
                 f"{self.trainer.name} made other weights of version {header.version} than the first rank: {error}"

@@ -20,7 +20,7 @@ from async_flowrl.data.sampler import Sampler
 from async_flowrl.data.store import shared_texts
 from async_flowrl.seeds import derive
 from async_flowrl.tickets.table import EVALUATION, Ticket, TicketTable
-from async_flowrl.types import Asked, Prompt, RolloutRequest, Sampling
+from async_flowrl.types import EmbeddingKey, Prompt, RolloutRequest, Sampling
 
 
 @dataclass(frozen=True)
@@ -94,14 +94,14 @@ class RequestBuilder:
         if self.curriculum is None:
             return {}
         names = {True: SPREAD, False: NO_SPREAD, None: UNKNOWN}
-        self.curriculum.record(step, [names[each] for each in spread])
+        self.curriculum.record(step, [names[differs] for differs in spread])
         choice = self.curriculum.choice(step)
         return {"curriculum/epoch": choice.epoch, "curriculum/set_aside": choice.set_aside}
 
     def resolution(self, ticket: Ticket) -> Resolution:
         """Returns the image size of the ticket's group: the prompt's own, else one drawn from the configured sizes."""
-        if (own := self.prompt(ticket).resolution) is not None:
-            return own
+        if (size := self.prompt(ticket).resolution) is not None:
+            return size
         if ticket.kind == EVALUATION:
             return evaluation_resolution(self.config, ticket.group)
         return drawn_resolution(self.config, self.config.seed, ticket.step, ticket.group)
@@ -176,15 +176,15 @@ def sampling(config: Config, resolution: Resolution | None = None) -> Sampling:
     )
 
 
-def asked_of(prompt: Prompt, how: Sampling) -> list[Asked]:
+def asked_of(prompt: Prompt, how: Sampling) -> list[EmbeddingKey]:
     """Returns what is encoded for `prompt`: the prompt and, with classifier-free guidance, its negative prompt."""
-    asked: list[Asked] = [(prompt.wording, prompt.system, False)]
+    keys: list[EmbeddingKey] = [(prompt.wording, prompt.system, False)]
     if how.true_cfg_scale > 1:
-        asked.append((prompt.negative_wording(how.negative_prompt), None, True))
-    return asked
+        keys.append((prompt.negative_wording(how.negative_prompt), None, True))
+    return keys
 
 
-def upcoming(requests: RequestBuilder, limit: int) -> tuple[Asked, ...]:
+def upcoming(requests: RequestBuilder, limit: int) -> tuple[EmbeddingKey, ...]:
     """Returns the first different texts that a run needs, at most `limit`: evaluations' first, without curriculum.
 
     At most MAX_TEXTS_READ_PER_TEXT × `limit` texts are read.
@@ -196,7 +196,7 @@ def upcoming(requests: RequestBuilder, limit: int) -> tuple[Asked, ...]:
 MAX_TEXTS_READ_PER_TEXT = 8
 
 
-def _all(requests: RequestBuilder) -> Iterator[Asked]:
+def _all(requests: RequestBuilder) -> Iterator[EmbeddingKey]:
     config = requests.config
     ways = [evaluation_sampling(config), *([requests.baseline] if requests.baseline else [])]
     for prompt in requests.evaluation:
@@ -229,5 +229,5 @@ def batch_of(table: TicketTable, ticket: Ticket, size: int, order: Sequence[int]
     start = index - index % size
     end = min(start + size, table.shape.tickets_per_step)
     first, last = start // per_group, -(-end // per_group)
-    tickets = [each for group in order[first:last] for each in table.group(ticket.step, group)]
+    tickets = [member for group in order[first:last] for member in table.group(ticket.step, group)]
     return tickets[start - first * per_group : end - first * per_group]

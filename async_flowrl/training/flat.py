@@ -140,12 +140,12 @@ def padded(shapes: Mapping[str, torch.Size]) -> tuple[dict[str, int], int]:
     return offsets, end
 
 
-def moved_to(gradient: Tensor, own: Callable[[Tensor], Tensor] = lambda whole: whole) -> Callable[[Tensor], None]:
-    """Returns a hook that adds `own` of a parameter's new gradient, this rank's share, to `gradient` and frees it."""
+def moved_to(gradient: Tensor, share_of: Callable[[Tensor], Tensor] = lambda whole: whole) -> Callable[[Tensor], None]:
+    """Returns a hook that adds `share_of` a parameter's new gradient to `gradient` and frees it."""
 
     def hook(parameter: Tensor) -> None:
         if parameter.grad is not None:
-            gradient.add_(own(parameter.grad))
+            gradient.add_(share_of(parameter.grad))
             parameter.grad = None
 
     return hook

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field, replace
 from itertools import groupby
 
 from async_flowrl.config.schema import TrainerConfig
-from async_flowrl.types import Sampling, Span, Trajectory, Wording
+from async_flowrl.types import EncoderInput, Sampling, Span, Trajectory
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class GroupMeta:
     advantages: tuple[float, ...]  # One per image of the group, in image order.
     selected: tuple[int, ...]  # Indices of the images that are trained, in order (Algorithm.select).
     seeds: tuple[int, ...]  # One seed per image, for algorithms that draw random numbers in the trainer.
-    negative: Wording  # Its negative prompt, which `set_negatives` must have got before; unused without guidance.
+    negative: EncoderInput  # Its negative prompt, which `set_negatives` must have got before; unused without guidance.
     sampling: Sampling  # Sampling of its images; the trainer uses the same guidance and resolution.
     # The rank that trains each of its parts, in order; empty: the rank that gets the request trains all of them.
     owners: tuple[int, ...] = ()
@@ -185,7 +185,9 @@ class Fetched:
 
     def plus(self, trajectories: Sequence[Trajectory]) -> "Fetched":
         """Returns the numbers with these trajectories added."""
-        return Fetched(self.tickets + len(trajectories), self.bytes + sum(each.nbytes for each in trajectories))
+        return Fetched(
+            self.tickets + len(trajectories), self.bytes + sum(trajectory.nbytes for trajectory in trajectories)
+        )
 
 
 @dataclass(frozen=True)

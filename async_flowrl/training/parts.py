@@ -67,14 +67,16 @@ def parts_of(metas: Sequence[GroupMeta], own: RankPosition, samples: int) -> lis
     return [part for together in positions for part in _side_by_side(metas, together, own, samples)]
 
 
-def _side_by_side(metas: Sequence[GroupMeta], positions: Sequence[int], own: RankPosition, samples: int) -> list[Part]:
+def _side_by_side(
+    metas: Sequence[GroupMeta], positions: Sequence[int], rank_position: RankPosition, samples: int
+) -> list[Part]:
     """Returns this rank's parts of the groups at these positions of a call, as many as every rank of its replica."""
-    by_rank: dict[int, list[Part]] = {rank: [] for rank in own.replica}
+    by_rank: dict[int, list[Part]] = {rank: [] for rank in rank_position.replica}
     for position in positions:
-        for part, owner in enumerate(_owners(metas[position], own, samples)):
+        for part, owner in enumerate(_owners(metas[position], rank_position, samples)):
             if owner in by_rank:
                 by_rank[owner].append(Part(position, part))
-    longest, mine = max(by_rank.values(), key=len), by_rank[own.rank]
+    longest, mine = max(by_rank.values(), key=len), by_rank[rank_position.rank]
     fill = mine[-1:] * (len(longest) - len(mine)) if mine else longest
     return mine + [Part(part.group, part.part, counts=False) for part in fill]
 
@@ -94,13 +96,13 @@ def tickets_for(metas: Sequence[GroupMeta], own: RankPosition, samples: int) -> 
     )
 
 
-def _owners(meta: GroupMeta, own: RankPosition, samples: int) -> Sequence[int]:
+def _owners(meta: GroupMeta, position: RankPosition, samples: int) -> Sequence[int]:
     count = len(cut(meta.selected, samples))
     if not meta.owners:
-        return [own.rank] * count
-    if len(meta.owners) != count or not all(0 <= owner < own.size for owner in meta.owners):
+        return [position.rank] * count
+    if len(meta.owners) != count or not all(0 <= owner < position.size for owner in meta.owners):
         raise ValueError(
-            f"group {meta.group} has {count} parts of {samples} samples for {own.size} ranks, its owners are "
+            f"group {meta.group} has {count} parts of {samples} samples for {position.size} ranks, its owners are "
             f"{list(meta.owners)}"
         )
     return meta.owners
@@ -115,9 +117,9 @@ class NotThePlan(RuntimeError):
 
 def missing(planned: Parts, manifests: Iterable[Manifest]) -> dict[int, set[int]]:
     """Returns the planned parts that are in no sum: number of the group → numbers of the parts."""
-    there = {part for manifest in manifests for part in manifest.parts}
-    lacking = {group: {p for p in range(count) if (group, p) not in there} for group, count in planned.items()}
-    return {group: parts for group, parts in lacking.items() if parts}
+    present = {part for manifest in manifests for part in manifest.parts}
+    absent = {group: {p for p in range(count) if (group, p) not in present} for group, count in planned.items()}
+    return {group: parts for group, parts in absent.items() if parts}
 
 
 def check_plan(step: int, update: int, attempt: int, planned: Parts, manifests: Mapping[str, Manifest]) -> None:
@@ -136,8 +138,8 @@ def check_plan(step: int, update: int, attempt: int, planned: Parts, manifests: 
             if part >= planned.get(group, 0):
                 raise NotThePlan(f"{where}: {name} has added part {part} of group {group}, which was not planned")
             owners[group, part] = name
-    if lacking := missing(planned, manifests.values()):
-        group, parts = next(iter(lacking.items()))
+    if absent := missing(planned, manifests.values()):
+        group, parts = next(iter(absent.items()))
         raise NotThePlan(f"{where}: part {min(parts)} of group {group} is in no rank's sum")
 
 
@@ -152,22 +154,22 @@ class Group:
         """`tickets` are the trajectories at the positions `held` (None: all) of the group. Raises ValueError if they
         don't fit.
         """
-        wanted = range(meta.tickets) if held is None else held
-        if len(tickets) != len(wanted) or not tickets:
-            raise ValueError(f"group {meta.group} has {len(wanted)} tickets, got {len(tickets)} trajectories")
+        positions = range(meta.tickets) if held is None else held
+        if len(tickets) != len(positions) or not tickets:
+            raise ValueError(f"group {meta.group} has {len(positions)} tickets, got {len(tickets)} trajectories")
         first = tickets[0]
         for other in tickets[1:]:
             if not _agree(first, other):
                 raise ValueError(f"the tickets of group {meta.group} differ in schedule, window or conditioning")
         images = sum(len(t.latents) for t in tickets)
-        if not images * meta.tickets == len(meta.advantages) * len(wanted) == len(meta.seeds) * len(wanted):
+        if not images * meta.tickets == len(meta.advantages) * len(positions) == len(meta.seeds) * len(positions):
             raise ValueError(
-                f"group {meta.group} has {images} images in {len(wanted)} of {meta.tickets} tickets, "
+                f"group {meta.group} has {images} images in {len(positions)} of {meta.tickets} tickets, "
                 f"{len(meta.advantages)} advantages and {len(meta.seeds)} seeds"
             )
         self.meta, self._device = meta, device
         self._per_ticket = len(meta.advantages) // meta.tickets
-        self._tickets = dict(zip(wanted, tickets, strict=True))
+        self._tickets = dict(zip(positions, tickets, strict=True))
         self.train_steps = first.train_steps
         self.conditioning = to_device(first.conditioning, device)
         self._levels = torch.tensor(first.sigmas, dtype=torch.float32)
@@ -256,7 +258,7 @@ def groups_of(
     metas: Sequence[GroupMeta],
     trajectories: Sequence[Trajectory],
     tickets: Sequence[Sequence[int]],
-    own: RankPosition,
+    rank_position: RankPosition,
     samples: int,
     device: torch.device,
 ) -> Iterator[tuple[Group, list[Part]]]:
@@ -271,6 +273,6 @@ def groups_of(
             f"{len(metas)} groups have {sum(map(len, held))} tickets, got {len(trajectories)} trajectories"
         )
     starts = list(accumulate(map(len, held), initial=0))
-    for position, of_group in groupby(parts_of(metas, own, samples), key=lambda part: part.group):
+    for position, of_group in groupby(parts_of(metas, rank_position, samples), key=lambda part: part.group):
         given = trajectories[starts[position] : starts[position + 1]]
         yield Group(metas[position], given, device=device, held=held[position]), list(of_group)

@@ -183,5 +183,5 @@ def _same_names(targets: Mapping[str, Tensor], stored: Mapping[str, Tensor] | No
     odd = [sorted(targets.keys() ^ stored.keys())] if stored is not None else [None]
     dist.broadcast_object_list(odd, 0)
     if odd[0]:
-        lacking = "the files lack" if odd[0][0] in targets else "the network has no"
-        raise ValueError(f"the weights do not fit the model: {lacking} {odd[0][0]} ({len(odd[0])} names differ)")
+        who_lacks = "the files lack" if odd[0][0] in targets else "the network has no"
+        raise ValueError(f"the weights do not fit the model: {who_lacks} {odd[0][0]} ({len(odd[0])} names differ)")

@@ -67,12 +67,12 @@ class SafeReader(FileSystemReader):
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        own = module == _METADATA and getattr(getattr(metadata, name, None), "__module__", None) == _METADATA
+        is_metadata = module == _METADATA and getattr(getattr(metadata, name, None), "__module__", None) == _METADATA
         path = module.startswith("pathlib") and name in ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")
         dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if path:
             return PurePath
-        if own or dtype or (module, name) in _ALLOWED:
+        if is_metadata or dtype or (module, name) in _ALLOWED:
             return super().find_class(module, name)
         raise ValueError(f"the metadata of a checkpoint names {module}.{name}, which torch does not put there")
 
@@ -137,8 +137,8 @@ def read_shards(folder: Path, mesh: DeviceMesh) -> dict[str, dict[str, Tensor]]:
             state[key] = torch.empty(shape, dtype=dtype)
         else:
             rows = torch.chunk(torch.empty(shape, dtype=dtype, device="meta"), mesh.size())
-            own = rows[mesh.get_local_rank()] if mesh.get_local_rank() < len(rows) else rows[0][:0]
-            state[key] = _sharded(torch.empty_like(own, device="cpu"), shape, mesh)
+            local_rows = rows[mesh.get_local_rank()] if mesh.get_local_rank() < len(rows) else rows[0][:0]
+            state[key] = _sharded(torch.empty_like(local_rows, device="cpu"), shape, mesh)
     _load(state, reader)
     parts: dict[str, dict[str, Tensor]] = {"optimizer": {}}  # of a checkpoint before the first optimizer step
     for key, tensor in state.items():
@@ -188,10 +188,10 @@ def _load(state: dict[str, Tensor], reader: SafeReader) -> None:
 
 def _stored(reader: SafeReader) -> dict[str, tuple[torch.Size, torch.dtype]]:
     metadata = reader.read_metadata().state_dict_metadata
-    tensors = {key: cast("TensorStorageMetadata", each) for key, each in metadata.items()}
-    return {key: (each.size, each.properties.dtype) for key, each in tensors.items()}
+    tensors = {key: cast("TensorStorageMetadata", described) for key, described in metadata.items()}
+    return {key: (described.size, described.properties.dtype) for key, described in tensors.items()}
 
 
-def _sharded(own: Tensor, shape: tuple[int, ...], mesh: DeviceMesh) -> DTensor:
+def _sharded(local: Tensor, shape: tuple[int, ...], mesh: DeviceMesh) -> DTensor:
     stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(own, mesh, [Shard(0)], run_check=False, shape=torch.Size(shape), stride=stride)
+    return DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=torch.Size(shape), stride=stride)

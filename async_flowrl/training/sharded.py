@@ -72,17 +72,19 @@ class ShardedParameters(FlatParameters):
         return cast("DTensor", parameter.detach()).full_tensor()
 
     def norm(self, flat: Tensor) -> float:
-        own = torch.linalg.vector_norm(flat, dtype=torch.float64).reshape(1)
-        return math.hypot(*(float(norm) for norm in self.world.gather(own)))
+        local = torch.linalg.vector_norm(flat, dtype=torch.float64).reshape(1)
+        return math.hypot(*(float(norm) for norm in self.world.gather(local)))
 
     def total(self, count: int) -> int:
-        own = torch.tensor([count], dtype=torch.int64, device=self.values.device)
-        return sum(int(of_rank) for of_rank in self.world.gather(own))
+        local = torch.tensor([count], dtype=torch.int64, device=self.values.device)
+        return sum(int(of_rank) for of_rank in self.world.gather(local))
 
     def fingerprint(self) -> str:
         """Returns a hash over those of all ranks' shares, 64 bits in hex; equal on all ranks."""
-        own = int(super().fingerprint(), 16)
-        signed = torch.tensor([own - (1 << 64) if own >> 63 else own], dtype=torch.int64, device=self.values.device)
+        local = int(super().fingerprint(), 16)
+        signed = torch.tensor(
+            [local - (1 << 64) if local >> 63 else local], dtype=torch.int64, device=self.values.device
+        )
         by_rank = b"".join(int(of_rank).to_bytes(8, "little", signed=True) for of_rank in self.world.gather(signed))
         return blake2b(by_rank, digest_size=8).hexdigest()
 

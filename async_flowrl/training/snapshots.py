@@ -67,8 +67,8 @@ class RankState:
     def check(self, checkpoint: Checkpoint, path: str) -> None:
         """Raises ValueError if the checkpoint read from `path` has another model revision or other trained tensors."""
         check_revision(checkpoint.trainer, self.model, path)
-        own = self.inputs.parameters.named(self.inputs.parameters.values.data)
-        if odd := sorted(checkpoint.tensors["weights"].keys() ^ own.keys()):
+        tensors = self.inputs.parameters.named(self.inputs.parameters.values.data)
+        if odd := sorted(checkpoint.tensors["weights"].keys() ^ tensors.keys()):
             raise ValueError(
                 f"checkpoint {path} is of a run that trained other tensors: {odd[0]} is only in one of them "
                 f"({len(odd)} names differ); tune, full.freeze, lora.targets and the model must be as they were, or "
@@ -104,8 +104,8 @@ class Snapshots:
         counters = self._state.counters()
         version = int(counters["version"])
         if version not in self._copies:
-            made = recorded(self._device)  # The copy must not read what the device has still to write.
-            self._under_way = self._copies[version] = self._thread.submit(self._copied, counters, made)
+            ready = recorded(self._device)  # The copy must not read what the device has still to write.
+            self._under_way = self._copies[version] = self._thread.submit(self._copied, counters, ready)
             for old in sorted(self._copies)[:-RETAINED]:
                 del self._copies[old]
         return version
@@ -132,10 +132,10 @@ class Snapshots:
         self.wait()
         self._copies.clear()
 
-    def _copied(self, counters: dict[str, Any], made: Any) -> Checkpoint:
+    def _copied(self, counters: dict[str, Any], ready: Any) -> Checkpoint:
         with on(self._side):
             if self._side is not None:
-                self._side.wait(made)
+                self._side.wait(ready)
             copy = Checkpoint(self._state.tensors(), counters, {})
             if self._side is not None:
                 self._side.synchronize()

@@ -38,7 +38,7 @@ from async_flowrl.training.messages import (
 from async_flowrl.training.optimizer import learning_rate, step_over_lr
 from async_flowrl.training.parts import Group, Part, cut, groups_of
 from async_flowrl.training.trust_region import TrustRegion
-from async_flowrl.types import Conditioning, Span, Trajectory, Wording
+from async_flowrl.types import Conditioning, EncoderInput, Span, Trajectory
 
 
 class NonFiniteError(RuntimeError):
@@ -79,7 +79,7 @@ class Update:
     def exponent(self, value: int) -> None:
         self._sum.exponent, self._next_exponent = value, None
 
-    def set_negatives(self, conditionings: Mapping[Wording, Conditioning]) -> None:
+    def set_negatives(self, conditionings: Mapping[EncoderInput, Conditioning]) -> None:
         """Sets the conditioning of the negative prompts, prompt → conditioning; called once per process."""
         self._passes.set_negatives(conditionings)
 
@@ -289,12 +289,12 @@ class Update:
         with measured.span("optimizer"):
             self._sum.mean(inputs.parameters.gradients, plan.rows)
             before = self._sum.scratch()
-            taken = self._step_from(before, rate, step)
+            step_metrics = self._step_from(before, rate, step)
         if self._region.measures:
             with self._inputs.turn(), measured.span("probe"):
-                taken |= self._region.bound(before)
+                step_metrics |= self._region.bound(before)
                 let_go(inputs.policy.transformer)
-        return replace(stats, metrics=taken, spans=tuple(measured.spans), parts=tuple(measured.parts))
+        return replace(stats, metrics=step_metrics, spans=tuple(measured.spans), parts=tuple(measured.parts))
 
     def _add(self, step: int) -> int | None:
         """Adds up the sums of all ranks; returns the exponent if the sum may have overflowed with it, else None."""
@@ -317,8 +317,8 @@ class Update:
         if not math.isfinite(norm):
             raise NonFiniteError(f"step {step}: the norm of the summed gradient is {norm}")
         before.copy_(inputs.parameters.values.data)
-        taken = inputs.optimizer.step(rate, norm)
-        return {**taken, "optimizer/step_over_lr": step_over_lr(before, inputs.parameters, rate)}
+        step_metrics = inputs.optimizer.step(rate, norm)
+        return {**step_metrics, "optimizer/step_over_lr": step_over_lr(before, inputs.parameters, rate)}
 
     def _mine(
         self, metas: Sequence[GroupMeta], trajectories: Sequence[Trajectory], tickets: Sequence[Sequence[int]]

@@ -18,7 +18,7 @@ from async_flowrl.config.resolution import height_width
 from async_flowrl.config.schema import Config
 from async_flowrl.policies.registry import ResolvedModel, folder_of
 from async_flowrl.rollout.base import Export, Rollout
-from async_flowrl.rollout.together import check_alike
+from async_flowrl.rollout.batching import check_alike
 from async_flowrl.rollout.vllm_omni.settings import (
     REQUEST,
     ROLLOUT,
@@ -27,7 +27,7 @@ from async_flowrl.rollout.vllm_omni.settings import (
     network_shapes,
     tensor_parallel,
 )
-from async_flowrl.types import Conditioning, RolloutRequest, Wording
+from async_flowrl.types import Conditioning, EncoderInput, RolloutRequest
 from checkpoint_engine import Activation
 from separation.rendezvous import open_store
 
@@ -58,7 +58,7 @@ class VllmOmniEngine:
         self._requests = itertools.count()
         self.base_digest = self._client.call("rollout_open", str, config, local, shapes)
 
-    def encode(self, texts: Sequence[Wording]) -> list[Conditioning]:
+    def encode(self, texts: Sequence[EncoderInput]) -> list[Conditioning]:
         encoded = self._client.call("rollout_encode", dict, list(texts))
         return [encoded[index] for index in range(len(texts))]
 

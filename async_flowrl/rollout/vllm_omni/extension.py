@@ -24,7 +24,7 @@ from vllm_omni.platforms import current_omni_platform
 from async_flowrl.config.schema import Config, LoraConfig
 from async_flowrl.policies.registry import ResolvedModel
 from async_flowrl.rollout.vllm_omni.settings import STORE_PORT, Names, NetworkShapes, unpacked
-from async_flowrl.types import EMA, POLICY, Conditioning, Wording
+from async_flowrl.types import EMA, POLICY, Conditioning, EncoderInput
 from checkpoint_engine import (
     EVALUATION,
     Activation,
@@ -75,7 +75,7 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):  # type: ignore[mis
         """Returns `checkpoint_engine.binding_probe` of the live layers; see `Adapters.layers`."""
         return binding_probe(self._rollout_adapters.layers(adapter))
 
-    def rollout_encode(self, texts: list[Wording]) -> dict[int, Conditioning]:
+    def rollout_encode(self, texts: list[EncoderInput]) -> dict[int, Conditioning]:
         """Returns position → embeddings; vllm-omni would take a list for one answer per rank."""
         return dict(enumerate(self.model_runner.pipeline.engine.encode(texts)))
 

@@ -1,6 +1,6 @@
 """Pipeline class that vllm-omni runs in its engine processes; it makes the images of tickets.
 
-Only the transformer is vllm-omni's. The denoising loop is `TogetherEngine`, so noise and log-probs are computed by the
+Only the transformer is vllm-omni's. The denoising loop is `BatchingEngine`, so noise and log-probs are computed by the
 same code as in the trainer.
 """
 
@@ -22,7 +22,7 @@ from async_flowrl.policies.loading import load_whole, quiet, weight_options
 from async_flowrl.policies.pipeline import PipelinePolicy
 from async_flowrl.policies.pipeline_family import PipelineFamily
 from async_flowrl.policies.registry import DTYPES, ResolvedModel, load_family
-from async_flowrl.rollout.together import TogetherEngine
+from async_flowrl.rollout.batching import BatchingEngine
 from async_flowrl.rollout.vllm_omni.extension import Adapters
 from async_flowrl.rollout.vllm_omni.settings import FAMILIES, FAMILY, REQUEST, ROLLOUT
 from async_flowrl.types import RolloutRequest
@@ -57,7 +57,7 @@ class RolloutPipeline(nn.Module):
         network = as_in_diffusers(model.family, self.transformer, network_config)
         policy = around_network(network, model, self.device, offload=config.rollout.text_encoder == "offload")
         policy.decode_by_parts(images=config.rollout.vae_slicing, tiles=config.rollout.vae_tiling)
-        self.engine = TogetherEngine(
+        self.engine = BatchingEngine(
             policy,
             batch_size=config.rollout.batch_size,
             device=self.device,
@@ -118,10 +118,10 @@ def build_network(family: str, od_config: Any) -> nn.Module:
     from vllm_omni.diffusion.utils.tf_utils import get_transformer_config_kwargs
 
     kind = resolve_name(FAMILIES[family])
-    given = get_transformer_config_kwargs(od_config.tf_model_config, kind)
-    own = {"od_config": od_config, "quant_config": od_config.quantization_config}
-    known = kind.__init__.__code__.co_varnames[: kind.__init__.__code__.co_argcount]
-    network = kind(**given | {name: value for name, value in own.items() if name in known})
+    settings = get_transformer_config_kwargs(od_config.tf_model_config, kind)
+    engine_settings = {"od_config": od_config, "quant_config": od_config.quantization_config}
+    accepted = kind.__init__.__code__.co_varnames[: kind.__init__.__code__.co_argcount]
+    network = kind(**settings | {name: value for name, value in engine_settings.items() if name in accepted})
     if not hasattr(network, "stacked_params_mapping"):
         # The LoRA manager reads packed projections from here. Most networks set it while they load; FLUX.1's does not.
         packed: Mapping[str, Sequence[str]] = getattr(network, "packed_modules_mapping", {})
@@ -164,14 +164,14 @@ class _SD3(_View):
 class _ZImage(_View):
     def forward(self, x: Sequence[Tensor], t: Tensor, texts: Sequence[Tensor], **named: Any) -> tuple[list[Tensor]]:
         """Runs the network once per padded text length, as vllm-omni's attends to more padding than the model's."""
-        made: dict[int, Tensor] = {}
+        outputs: dict[int, Tensor] = {}
         lengths = [-(-len(text) // 32) for text in texts]
         for length in sorted(set(lengths)):
-            rows = [row for row, own in enumerate(lengths) if own == length]
+            rows = [row for row, row_length in enumerate(lengths) if row_length == length]
             picked = t if len(rows) == len(x) else t[torch.tensor(rows, device=t.device)]
             out, _ = self.network([x[row] for row in rows], picked, [texts[row] for row in rows])
-            made |= dict(zip(rows, out, strict=True))
-        return ([made[row] for row in range(len(x))],)
+            outputs |= dict(zip(rows, out, strict=True))
+        return ([outputs[row] for row in range(len(x))],)
 
 
 _VIEWS: dict[str, type[_View]] = {"qwen_image": _QwenImage, "sd3": _SD3, "z_image": _ZImage}
