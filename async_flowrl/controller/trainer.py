@@ -151,7 +151,7 @@ class TrainerGroup:
     async def _batch(self, ctx: Context, step: int, size: int) -> list[TrainingGroup]:
         """Waits until all groups of the step are ready and returns them, with an owner for each part.
 
-        Assignment of groups of later optimizer steps compute their proximal predictions now, before the weights change.
+        Owners of groups of later optimizer steps compute their proximal predictions now, before the weights change.
         """
         groups = range(ctx.config.prompts_per_step)
         # The condition is checked after every group; the last groups are usually those that are missing.
