@@ -23,7 +23,7 @@ from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import ClientDisconnect
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from async_flowrl.cli.scorer import EmbeddingKey, Full, Refused, Score, Scorer, Settings, Share, call
+from async_flowrl.cli.scorer import Asked, Full, Refused, Score, Scorer, Settings, Share, call
 from async_flowrl.config.messages import in_one_line
 from async_flowrl.rewards import http_contract as contract
 from async_flowrl.rewards.base import PromptRefused
@@ -203,7 +203,7 @@ async def _answer(request: Request, scorer: Scorer, settings: Settings) -> Respo
     share = Share(scorer.room)
     try:
         body = await _body(request, settings.limits.body_bytes, share)
-        asked = EmbeddingKey(await _read(request, body, settings.limits), request.is_disconnected, share)
+        asked = Asked(await _read(request, body, settings.limits), request.is_disconnected, share)
         del body  # what is reserved for it is given back as soon as `asked` is released
     except BaseException:
         share.close()
