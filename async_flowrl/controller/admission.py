@@ -81,7 +81,7 @@ async def admit(ctx: Context, worker: Worker, *, newcomer: bool = False) -> None
         check_base(worker, await load_rollout(worker, seconds=ctx.config.deadlines.load), ctx.base_digest)
         ctx.observer.state(worker.name, "sync")
         ctx.table.join(worker.name)
-        await ctx.weights.welcome(worker)
+        await ctx.weights.add_worker(worker)
     except asyncio.CancelledError:
         worker.kill()
         raise

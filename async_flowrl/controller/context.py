@@ -175,7 +175,7 @@ class Weights(Protocol):
     async def publish(self, version: int) -> None:
         """Returns when the version is staged (copied aside); its delivery goes on during the next update."""
 
-    async def welcome(self, worker: Worker) -> None:
+    async def add_worker(self, worker: Worker) -> None:
         """Checks that weights reach the new worker's modules, then sends it all versions that tickets name.
 
         Raises WeightsMismatch, WorkerDied or DeadlineExceeded of the worker, and SenderLost, SenderFailed or

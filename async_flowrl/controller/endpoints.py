@@ -62,7 +62,7 @@ class TrainerEndpoint:
 
     async def release(self, version: int) -> None:
         await self._call(f"{self._stream}.release", version)
-        await self._all("versions.let_go", self._stream, version)
+        await self._all("versions.release", self._stream, version)
 
     async def canary(self) -> tuple[Header, Any, dict[str, Any]]:
         """Returns header, bytes (a reference) and probe of random weights (checkpoint_engine/binding_proof.py)."""
@@ -176,7 +176,7 @@ class GatheredEndpoint(TrainerEndpoint):
         await self._keep(version, lane=PUBLISHING)
 
     async def release(self, version: int) -> None:
-        await self._all("versions.let_go", self._stream, version)
+        await self._all("versions.release", self._stream, version)
 
     async def _recall(self, version: int) -> Any:
         method, arguments = "sender.recall", (version, self._stream)

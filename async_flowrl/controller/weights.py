@@ -99,7 +99,7 @@ class PublishedWeights:
         for rank in self.trainers.workers.workers:
             self.observer.state(rank.name, state)
 
-    async def welcome(self, worker: Worker) -> None:
+    async def add_worker(self, worker: Worker) -> None:
         await self._started.wait()
         await self.proof.of(worker)
         oldest = self._oldest_named()

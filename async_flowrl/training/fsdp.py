@@ -45,7 +45,7 @@ class World(RankPosition):
         return by_rank
 
 
-def let_go(network: nn.Module) -> None:
+def free_gathered(network: nn.Module) -> None:
     """Frees gathered parameters, which FSDP2 keeps after a forward pass that has no backward pass."""
     for module in network.modules():
         if isinstance(module, FSDPModule):

@@ -66,7 +66,7 @@ def load_model(inputs: ModelInputs, world: World) -> RankModel:
     policy = load_policy(inputs.model, dtype=inputs.model.dtype, device="cpu", parts=parts)
     tuning = tuning_of(config)
     if one_base is not None:
-        one_base.lend(policy.transformer, trained=tuning.parameters(policy.transformer))
+        one_base.share_parameters(policy.transformer, trained=tuning.parameters(policy.transformer))
     schedules = check_policy(config, policy, inputs.sizes)
     base = dict(policy.transformer.named_parameters())
     count = sum(parameter.numel() for parameter in base.values())

@@ -33,7 +33,7 @@ from async_flowrl.training.checkpoint import (
     verify_share,
 )
 from async_flowrl.training.flat import FlatParameters, moved_to
-from async_flowrl.training.fsdp import World, let_go
+from async_flowrl.training.fsdp import World, free_gathered
 from async_flowrl.training.shard_checkpoint import Parts, Shapes, read_shards, write_shards
 from checkpoint_engine import weights_digest
 from checkpoint_engine.digest import joined_digest
@@ -90,7 +90,7 @@ class ShardedParameters(FlatParameters):
 
     def _compute_with(self, flat: Tensor) -> None:
         # FSDP2 keeps what it gathered for the outermost parameters until a backward pass.
-        let_go(self._network)
+        free_gathered(self._network)
         views = self.named(flat)
         torch._foreach_copy_(list(self._locals.values()), [views[name] for name in self._locals])
 

@@ -23,7 +23,7 @@ from async_flowrl.training.forward_passes import (
     UpdateMetrics,
     on_host,
 )
-from async_flowrl.training.fsdp import let_go
+from async_flowrl.training.fsdp import free_gathered
 from async_flowrl.training.messages import (
     GAP,
     Fetched,
@@ -165,7 +165,7 @@ class Update:
             if part.counts:
                 self._book(step, group, part, values, of_part.rows)
             elif isinstance(self._sum, ShardSum):
-                self._sum.witness(values[GRADIENT])
+                self._sum.record_zero(values[GRADIENT])
 
     def _computed(self, group: Group, part: Part, *, probing: bool, reported: bool) -> PartSums | None:
         """Computes one part, adds its gradient to the sum, and returns its statistics (None if it does not count).
@@ -293,7 +293,7 @@ class Update:
         if self._region.measures:
             with self._inputs.turn(), measured.span("probe"):
                 step_metrics |= self._region.bound(before)
-                let_go(inputs.policy.transformer)
+                free_gathered(inputs.policy.transformer)
         return replace(stats, metrics=step_metrics, spans=tuple(measured.spans), parts=tuple(measured.parts))
 
     def _add(self, step: int) -> int | None:

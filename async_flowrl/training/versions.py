@@ -76,14 +76,14 @@ class Versions:
             del self.retained[old]
 
     def keep(self, stream: str, version: int) -> None:
-        """Copies `version` of a stream, if it is still retained, to host memory until `let_go`; of the EMA the present
+        """Copies `version` of a stream, if it is still retained, to host memory until `release`; of the EMA the present
         one.
         """
         source = self.ema if stream == EMA else self.retained.get(version)
         if source is not None and (stream, version) not in self._kept:
             self._kept[stream, version] = source.to("cpu", copy=True)
 
-    def let_go(self, stream: str, version: int) -> None:
+    def release(self, stream: str, version: int) -> None:
         """Ends a `keep`; does nothing where there was none."""
         self._kept.pop((stream, version), None)
 

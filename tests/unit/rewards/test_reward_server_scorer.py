@@ -12,7 +12,7 @@ import pytest
 from fastapi import Request
 
 from async_flowrl.cli import reward_server as app
-from async_flowrl.cli.scorer import EmbeddingKey, Refused, Scorer, Settings, Share
+from async_flowrl.cli.scorer import Asked, Refused, Scorer, Settings, Share
 from async_flowrl.rewards.http_contract import ScoreRequest, encode_image
 from async_flowrl.types import ByteArray, Prompt
 
@@ -58,10 +58,10 @@ def request(*prompts: Prompt | str) -> ScoreRequest:
     return ScoreRequest([image] * len(read), read)
 
 
-def asked(scorer: Scorer, wanted: ScoreRequest, client: Client | None = None) -> EmbeddingKey:
+def asked(scorer: Scorer, wanted: ScoreRequest, client: Client | None = None) -> Asked:
     share = Share(scorer.room)
     share.grow(BYTES)
-    return EmbeddingKey(wanted, (client or Client()).gone, share)
+    return Asked(wanted, (client or Client()).gone, share)
 
 
 async def begun(scorer: Scorer, reward: Slow, wanted: ScoreRequest, client: Client | None = None) -> asyncio.Task[Any]:
