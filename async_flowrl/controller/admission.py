@@ -72,8 +72,7 @@ async def admit(ctx: Context, worker: Worker, *, newcomer: bool = False) -> None
     """Loads and checks a worker that was just built (an additional one: `newcomer`); the gate may then give it tickets.
 
     Raises StartError, and the errors of the download, of `load` and of the proof. If it is cancelled, it kills the
-    worker:
-    a recovery would otherwise find it in the pool and assume that its base weights were compared.
+    worker: a recovery would otherwise find it in the pool and assume that its base weights were compared.
     """
     ctx.observer.event("worker", worker=worker.name, pid=worker.pid, node=worker.node, newcomer=newcomer)
     try:

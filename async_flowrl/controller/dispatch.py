@@ -141,8 +141,7 @@ def at_the_gate(ctx: Context, slot: Slot) -> Ticket | None:
     """Returns the worker's next ticket, or None if the gate has none now.
 
     A worker whose process trains counts as busy for tickets of later steps, as another worker may be idle; but the step
-    in
-    training may itself wait for a ticket whose images were lost.
+    in training may itself wait for a ticket whose images were lost.
     """
     name, size = slot.worker.name, ctx.config.rollout.tickets_per_batch
     ticket = ctx.table.next_for(name, ahead=slot.given > 0, together=size)
@@ -163,8 +162,7 @@ async def generate(ctx: Context, slot: Slot, batch: Sequence[Ticket]) -> list[Ti
     """Has the worker make the batch's PENDING tickets; returns those whose result was accepted.
 
     The others are computed along and dropped, because a ticket's bits depend on the whole batch. Raises TicketLost,
-    Refused
-    if other weights than the ticket's made its images, DeadlineExceeded, WorkerDied or WorkerFailed.
+    Refused if other weights than the ticket's made its images, DeadlineExceeded, WorkerDied or WorkerFailed.
     """
     worker, pending = slot.worker, [ticket for ticket in batch if ticket.state is State.PENDING]
     ordinals = tuple(ticket.ordinal for ticket in batch) if len(batch) > 1 else ()

@@ -132,8 +132,7 @@ class GatheredEndpoint(TrainerEndpoint):
     """The first trainer rank as the sender of versions of which every rank keeps some rows.
 
     A version is gathered right after it is staged, beside the next step. The first rank retains the newest one; an
-    older
-    one, for a receiver that is late, is gathered once more between two calls to train.
+    older one, for a receiver that is late, is gathered once more between two calls to train.
     """
 
     def __init__(

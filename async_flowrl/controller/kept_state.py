@@ -1,8 +1,7 @@
 """KeptStates: the newest states of the trainer, held by the controller, from which a run goes on after a rank's death.
 
 A state is what a checkpoint holds. The first rank copies it beside the next step (training/snapshots.py); the
-controller
-fetches the bytes, so that they outlive the rank and its node. Whole weights are too large for that.
+controller fetches the bytes, so that they outlive the rank and its node. Whole weights are too large for that.
 """
 
 import asyncio

@@ -67,8 +67,7 @@ async def with_trajectories(
     """Calls `method` on a replica's ranks with the trajectories that each needs; returns answers in rank order.
 
     `groups` have `meta` and the order of `request.metas`. Lost trajectories are made again, then groups are sent one by
-    one
-    and the last answers returned. Raises DeadlineExceeded, WorkerDied or WorkerFailed.
+    one and the last answers returned. Raises DeadlineExceeded, WorkerDied or WorkerFailed.
     """
     samples = ctx.config.trainer.micro_batch_size
 

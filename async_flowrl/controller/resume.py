@@ -89,8 +89,7 @@ def find_resume(requests: RequestBuilder, directory: RunDirectory, *, shares: bo
     """Returns the checkpoint that the setting `resume` names, or START; `shares` as for `newest`.
 
     Raises ConfigError if it is damaged or was made with settings or prompts that lead to other weights; with
-    resume=force
-    they are only noted in `Resume.forced`, unless the weights do not fit.
+    resume=force they are only noted in `Resume.forced`, unless the weights do not fit.
     """
     config = requests.config
     if config.resume == "never":

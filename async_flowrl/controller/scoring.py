@@ -34,8 +34,7 @@ async def ask_reward(ctx: Context, group: list[Ticket], free: Free) -> Scores | 
     """Scores a whole group by one call per pool, on its next idle worker; failures are retried.
 
     Terms with `required: false` that have no score are in `Scores.failed`. If a required term or all have none, the
-    last
-    failure or RewardError ends the run; for evaluations and with `reward.on_error=skip` the result is None. Raises
+    last failure or RewardError ends the run; for evaluations and with `reward.on_error=skip` the result is None. Raises
     RefLost.
     """
     pools = [pool for pool in ctx.rewards if is_reward_pool(pool)]
@@ -72,8 +71,8 @@ async def ask_pool(ctx: Context, pool: str, group: list[Ticket], places: asyncio
     """Returns the group's scores by one pool's terms; terms that failed for good are in `failed`.
 
     A failed term is asked again of the next idle worker, up to `reward.retries` times, unless its failure is final.
-    Raises
-    the last failure of a required term if it ends the run. RefLost is returned: the other pools' calls must end first.
+    Raises the last failure of a required term if it ends the run. RefLost is returned: the other pools' calls must end
+    first.
     """
     config = ctx.config.reward
     images = [ticket.payload.images for ticket in group]

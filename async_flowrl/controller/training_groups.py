@@ -109,8 +109,7 @@ def group_advantages(
     """Returns one float64 array [n] of advantages per group of n images, in the order of `scores`.
 
     `seeds` (one per group) are for `algorithm.permute_advantages`. A group that lacks an optional term gets the sum of
-    its
-    others, and with `algorithm.combine=per_reward` does not count in the statistics of that term.
+    its others, and with `algorithm.combine=per_reward` does not count in the statistics of that term.
     """
     if not scores:
         return []

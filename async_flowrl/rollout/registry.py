@@ -35,8 +35,7 @@ def open_embeddings(
     """Returns the encoder for `rollout.text_encoder=cached`, which keeps embeddings in files; None for other values.
 
     `upcoming` are the prompts that the run will need, in order; `base` is as for `load_engine`. Raises ValueError if
-    the
-    folder of embeddings cannot be created.
+    the folder of embeddings cannot be created.
     """
     if config.rollout.text_encoder != "cached" or model.random:
         return None
@@ -65,8 +64,7 @@ def load_engine(
     """Returns the engine and the digest of its base weights, which is compared with the trainer's.
 
     `embeddings` is the result of `open_embeddings`, `base` the base model of a process that trains, too. Raises
-    ValueError
-    for an engine that is not installed.
+    ValueError for an engine that is not installed.
     """
     if config.rollout.engine == "vllm_omni":
         from async_flowrl.rollout.vllm_omni.engine import VllmOmniEngine

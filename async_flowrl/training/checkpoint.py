@@ -322,9 +322,7 @@ def _free_bytes(directory: Path) -> int | None:
 
 
 def end_checkpoint(work: Path, step: int, *, keep: int, spare: Collection[int] = ()) -> Path:
-    """Makes the complete folder of `begin_checkpoint` the checkpoint of a step, as `write_checkpoint`; returns its
-    path.
-    """
+    """Makes the complete folder of `begin_checkpoint` the checkpoint of a step; returns its path."""
     directory = work.parent
     target = directory / f"step_{step}"
     if target.exists():

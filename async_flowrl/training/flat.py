@@ -18,8 +18,7 @@ class FlatParameters:
     """Master weights and gradients of named parameters in two flat float32 vectors, `values` and `gradients`.
 
     Between tensors is padding, always zero. A float32 parameter becomes a view of `values`. A bfloat16 parameter keeps
-    its
-    memory: `changed` casts its master to it, and backward passes add to `gradients`. Raises ValueError for other
+    its memory: `changed` casts its master to it, and backward passes add to `gradients`. Raises ValueError for other
     dtypes.
     """
 
@@ -71,9 +70,7 @@ class FlatParameters:
         }
 
     def pack(self, tensors: Mapping[str, Tensor], *, where: str, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Returns a new flat vector of the tensors. Raises ValueError, beginning with `where`, for other names or
-        shapes.
-        """
+        """Returns a new flat vector of the tensors. Raises ValueError for other names or shapes (`where`)."""
         flat = torch.zeros_like(self.values.data, dtype=dtype)
         if odd := sorted(tensors.keys() ^ self._shapes.keys()):
             verb = "lacks" if odd[0] in self._shapes else "has unknown"

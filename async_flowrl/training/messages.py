@@ -46,9 +46,7 @@ REPLAYED_EVERY_STEPS = 10
 
 
 def is_replayed(step: int) -> bool:
-    """Returns True if this step measures `behaviour_gap` even at the cost of a forward pass: the first ones and every
-    n-th.
-    """
+    """Returns True if this step measures `behaviour_gap` even if that costs a forward pass."""
     return step < REPLAYED_EVERY_STEPS or step % REPLAYED_EVERY_STEPS == 0
 
 

@@ -1,8 +1,7 @@
 """Parts of groups: a part is at most `trainer.micro_batch_size` images of one group, with all their trained steps.
 
 A part is given to one rank. The cut does not depend on the number of ranks and the sum of gradients is exact
-(exact.py),
-so results do not depend on which rank computes which part.
+(exact.py), so results do not depend on which rank computes which part.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -59,9 +58,8 @@ def parts_of(metas: Sequence[GroupMeta], own: RankPosition, samples: int) -> lis
     """Returns the parts (of `samples` images) that this rank computes of the groups of one call, in order.
 
     The ranks of a replica gather the base together, so they need equal numbers of parts (with `own.by_group` in each
-    group):
-    a rank with fewer repeats its last part or computes another's, which does not count. Raises ValueError for bad
-    owners.
+    group): a rank with fewer repeats its last part or computes another's, which does not count. Raises ValueError for
+    bad owners.
     """
     positions = [[position] for position in range(len(metas))] if own.by_group else [list(range(len(metas)))]
     return [part for together in positions for part in _side_by_side(metas, together, own, samples)]
@@ -144,16 +142,12 @@ def check_plan(step: int, update: int, attempt: int, planned: Parts, manifests: 
 
 
 class Group:
-    """One group on a trainer rank: makes micro-batches of its selected images, by copies that the host does not wait
-    for.
-    """
+    """One group on a trainer rank: makes micro-batches of its selected images, without waiting for copies."""
 
     def __init__(
         self, meta: GroupMeta, tickets: Sequence[Trajectory], *, device: torch.device, held: Sequence[int] | None = None
     ) -> None:
-        """`tickets` are the trajectories at the positions `held` (None: all) of the group. Raises ValueError if they
-        don't fit.
-        """
+        """`tickets` are the trajectories at the positions `held` (None: all). Raises ValueError if they don't fit."""
         positions = range(meta.tickets) if held is None else held
         if len(tickets) != len(positions) or not tickets:
             raise ValueError(f"group {meta.group} has {len(positions)} tickets, got {len(tickets)} trajectories")
@@ -177,8 +171,7 @@ class Group:
         self._points = {point: position for position, point in enumerate(first.points)}
 
     def micro_batches(self, records: str, part: int, *, samples: int, steps: int) -> Iterator[MicroBatch]:
-        """Yields the micro-batches of part number `part`: all its images at `steps` denoising steps, a step's rows
-        adjacent.
+        """Yields the micro-batches of a part: all its images at `steps` denoising steps, a step's rows adjacent.
 
         Raises ValueError if `steps` does not divide the number of trained steps.
         """

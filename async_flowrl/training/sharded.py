@@ -44,8 +44,7 @@ class ShardedParameters(FlatParameters):
     """As FlatParameters, but vectors and named tensors are this rank's share: shapes [rows of this rank, ...].
 
     The network's parameters are float32 copies of `values`, from which FSDP2 gathers blocks. `numel` counts whole
-    tensors.
-    All ranks must call `norm`, `total` and `fingerprint` together.
+    tensors. All ranks must call `norm`, `total` and `fingerprint` together.
     """
 
     sharded = True
@@ -105,8 +104,7 @@ def shard_trained(policy: Policy, trained: set[nn.Parameter], world: World, devi
 
     `trained` become float32. Blocks are gathered in the network's dtype; gradients are cast to float32 before a
     reduce-scatter adds them up. Frozen parameters keep their dtype. Raises ValueError for parameters of several dtypes,
-    as a
-    gathered block has one, and where a rank would have nothing to train.
+    as a gathered block has one, and where a rank would have nothing to train.
     """
     transformer = policy.transformer
     dtype = check_shares(policy, trained, world.size)
@@ -210,9 +208,7 @@ class ShardSaving:
     def end(
         self, work: str, controller: Mapping[str, Any], written: Sequence[Written], keep: int, spare: Sequence[int]
     ) -> str:
-        """Makes the folder the checkpoint and returns its path; `written` is from all ranks. Raises OSError for missing
-        files.
-        """
+        """Makes the folder, `written` by all ranks, the checkpoint; returns its path. Raises OSError."""
         version, checkpoint = self._taken("end")
         self.snapshot = None
         digest = joined_digest([share.digest for share in written])

@@ -60,10 +60,8 @@ class TrustRegion:
     `bound`.
 
     It uses the first `algorithm.kl_probe_images` images of the trained group with the lowest number, at every denoising
-    step
-    whose noise has a standard deviation of SHARPEST or more: trained steps at the recorded latents, others as if they
-    had
-    noise, at latents made by noising the clean image that the last trained step predicts.
+    step whose noise has a standard deviation of SHARPEST or more: trained steps at the recorded latents, others as if
+    they had noise, at latents made by noising the clean image that the last trained step predicts.
     """
 
     def __init__(self, inputs: UpdateInputs, passes: ForwardPasses) -> None:
@@ -176,8 +174,7 @@ def shorten(
     """Scales the step from `before` to `values`, in place, until the sum of its KL is at most `limit` (nats per image).
 
     Returns `measure`'s result for the scaled step, and the share that is kept: 0 after MAX_SCALINGS or for a KL that
-    stays
-    infinite. `kl_by_step` is of the whole step; `room` is memory of the size of `values`, or None.
+    stays infinite. `kl_by_step` is of the whole step; `room` is memory of the size of `values`, or None.
     """
     full, scale = torch.sub(values, before, out=room), 1.0
     for _ in range(MAX_SCALINGS):

@@ -124,9 +124,8 @@ class Update:
         """Adds the gradients of this rank's parts of the groups.
 
         `trajectories` are in the order of `metas`; `tickets` has per group the positions of those passed (empty: all).
-        Raises
-        NonFiniteError, ValueError if a group does not fit the run, RuntimeError outside of a step or after a failed
-        call.
+        Raises NonFiniteError, ValueError if a group does not fit the run, RuntimeError outside of a step or after a
+        failed call.
         """
         step = self._begun("accumulate")
         if self._plan.rows <= 0:
@@ -267,8 +266,7 @@ class Update:
         """Clips the mean of the summed gradients and takes the optimizer step, without waiting for other replicas.
 
         A step with no group to train on leaves the weights: Adam's momentum would still move them. Raises
-        NonFiniteError before
-        any weight changes, and RuntimeError if `add_up` was not called.
+        NonFiniteError before any weight changes, and RuntimeError if `add_up` was not called.
         """
         if self.under_way is None or not self._summed:
             raise RuntimeError("take_step was called before add_up")

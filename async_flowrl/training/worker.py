@@ -72,9 +72,7 @@ class TrainerWorker:
         base: OneBase | None = None,
         turn: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        """`sizes` are the sizes of trained images (empty: the configuration's); `base` and `turn` belong to a shared
-        process.
-        """
+        """`sizes`: of trained images (empty: the configuration's); `base` and `turn`: of a shared process."""
         self.config, self.model, self.index, self.name = config, model, index, name
         self._one_base, self._turn = base, turn
         self._sizes = sizes or configured(config.rollout)
@@ -164,8 +162,7 @@ class TrainerWorker:
         """Begins an optimizer step, adds the gradients of groups, or finishes the step, as `request` says.
 
         `trajectories` are of the request's tickets, then of its probe. Returns a Manifest, at the end of the step
-        UpdateStats, or
-        Summed if it must begin again. Raises NonFiniteError.
+        UpdateStats, or Summed if it must begin again. Raises NonFiniteError.
         """
         if request.begins is not None:
             self.update.begin(request.step, request.begins)
@@ -230,9 +227,7 @@ class TrainerWorker:
         self.saving.snapshot = None
 
     def kept_state(self, version: int) -> tuple[str, dict[str, bytes]]:
-        """Returns the state as it was at `version`, whose copy the end of that step began, and its digest (lane
-        `keep`).
-        """
+        """Returns the state at `version`, whose copy the end of that step began, and its digest (lane `keep`)."""
         files = to_files(with_held(self.snapshots.of(version), self.versions.kept))
         return files_digest(files), files
 
@@ -263,8 +258,7 @@ class TrainerWorker:
         version.
 
         Shares must be verified on all ranks before. Raises DamagedCheckpoint, and ValueError for another model
-        revision, other
-        trained tensors, or another number of ranks that have shares.
+        revision, other trained tensors, or another number of ranks that have shares.
         """
         if self.world.by_group:
             checkpoint = self.saving.read(path)
