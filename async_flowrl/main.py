@@ -1,7 +1,6 @@
 """Entry point of training: python -m async_flowrl.main [--config-name one_step_off] [key=value ...].
 
-`async-flowrl train` runs this module, too. It composes the configuration with Hydra, checks it, and starts one run or,
-with --multirun, a sweep of runs.
+It composes the configuration with Hydra, checks it, and starts one run or, with --multirun, a sweep of runs.
 """
 
 import argparse
@@ -50,10 +49,10 @@ def main(workers: "Workers | None" = None) -> int:
     arguments = [home_expanded(argument) for argument in sys.argv[1:]]
     try:
         guard_imports()
-        given, hydras = command_line(arguments)
+        options, hydras = command_line(arguments)
         if hydras:
-            return through_hydra(arguments, given, workers)
-        values = composed(given.config_name, given.overrides, given.config_dir)
+            return through_hydra(arguments, options, workers)
+        values = composed(options.config_name, options.overrides, options.config_dir)
         config = typed(values)
         return train(config, record(values, values.hydra, config.output_dir), workers)
     except (ConfigError, GuardError) as error:
@@ -65,11 +64,9 @@ def main(workers: "Workers | None" = None) -> int:
 
 
 def train(config: Config, hydra_record: Mapping[str, str], workers: "Workers | None" = None) -> int:
-    """Trains one run and returns its exit code.
+    """Trains one run and returns its exit code. Raises ConfigError if one of the checks before the run fails.
 
-    `hydra_record` maps file names to the texts of the run's `.hydra/` folder; `workers` are worker classes of tests and
-    benchmarks in place of the run's own. Raises ConfigError if one of the checks before the run fails; later failures
-    are reported by the run itself through its exit code.
+    `hydra_record`: file → text of `.hydra/`; `workers`: classes of tests and benchmarks in place of the run's own.
     """
     from async_flowrl.run.early import refuse_early
 
@@ -91,10 +88,7 @@ def preflight(config: Config) -> list[str]:
 
 
 def report_over(folders: Sequence[Path], jobs: int) -> None:
-    """Writes one report.html about all runs of a sweep that have a report, in the deepest folder that holds them all.
-
-    `jobs` is the number of all jobs of the sweep, refused and failed ones included. A single job gets no such report.
-    """
+    """Writes a report about the runs of a sweep of several `jobs` in the deepest folder that holds them all."""
     from async_flowrl.report.page import write_page
 
     runs = [folder for folder in folders if (folder / "report.html").exists()]
@@ -113,39 +107,34 @@ class _Parser(argparse.ArgumentParser):
 
 
 def command_line(arguments: Sequence[str]) -> tuple[argparse.Namespace, bool]:
-    """Parsed arguments, and True if Hydra itself must handle them (`--multirun`, `--cfg job`, `--help`, `hydra.…=`).
-
-    Raises ConfigError for arguments that cannot be parsed.
-    """
+    """Returns the arguments, and True if Hydra itself must handle them. Raises ConfigError."""
     parser = _Parser(add_help=False, allow_abbrev=False)
     parser.add_argument("--config-name", "-cn", default=DEFAULT)
     parser.add_argument("--config-dir", "-cd", type=lambda text: Path(text).absolute())
     for flag in (("--cfg", "-c"), ("--package", "-p"), ("--info", "-i"), ("--config-path", "-cp")):
         parser.add_argument(*flag, nargs="?", const="", dest="hydras", action="append", default=[])
     parser.add_argument("overrides", nargs="*")
-    given, unknown = parser.parse_known_intermixed_args(arguments)
-    return given, bool(given.hydras or unknown or any(is_hydras(override) for override in given.overrides))
+    options, unknown = parser.parse_known_intermixed_args(arguments)
+    return options, bool(options.hydras or unknown or any(is_hydras(override) for override in options.overrides))
 
 
-def through_hydra(arguments: Sequence[str], given: argparse.Namespace, workers: "Workers | None" = None) -> int:
-    """Lets Hydra run the command line, e.g. a sweep; returns the exit code. Raises ConfigError if Hydra refuses it.
+def through_hydra(arguments: Sequence[str], options: argparse.Namespace, workers: "Workers | None" = None) -> int:
+    """Lets Hydra run the command line, e.g. a sweep; returns the worst exit code. Raises ConfigError.
 
-    With `--multirun` every job has its own folder below `hydra.sweep.dir`. After a job that failed, the sweep goes on
-    and returns the worst exit code of all jobs. A job that was interrupted or stopped with a checkpoint ends the sweep:
-    SystemExit with that job's code.
+    After a job that failed, a sweep goes on; one that was interrupted or stopped ends it: SystemExit with its code.
     """
-    flags = [argument for argument in arguments if argument not in given.overrides]
+    flags = [argument for argument in arguments if argument not in options.overrides]
     sweeps = bool({"--multirun", "-m"}.intersection(flags))
-    overrides = checked(given.config_name, given.overrides, given.config_dir, sweeps=sweeps)
+    overrides = checked(options.config_name, options.overrides, options.config_dir, sweeps=sweeps)
     codes, folders = [exit_codes.OK], list[Path]()
 
     def job(values: DictConfig) -> None:
         try:
-            config, own = typed(values), cast("DictConfig", HydraConfig.get())
-            if own.mode == RunMode.MULTIRUN:
-                config = replace(config, output_dir=own.runtime.output_dir)
+            config, hydra_config = typed(values), cast("DictConfig", HydraConfig.get())
+            if hydra_config.mode == RunMode.MULTIRUN:
+                config = replace(config, output_dir=hydra_config.runtime.output_dir)
                 folders.append(Path(config.output_dir))
-            codes.append(train(config, record(values, own, config.output_dir), workers))
+            codes.append(train(config, record(values, hydra_config, config.output_dir), workers))
         except ConfigError as error:
             say(f"async_flowrl: {error}\n", sys.stderr)
             codes.append(exit_codes.CONFIG)
@@ -153,7 +142,7 @@ def through_hydra(arguments: Sequence[str], given: argparse.Namespace, workers: 
             raise SystemExit(codes[-1])  # Ctrl-C or SIGTERM is meant for the whole sweep, not for one job
 
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises its errors, and `explain` can turn them into a sentence
-    sys.argv[1:] = [*flags, *for_hydra(given.config_name, overrides, given.config_dir)]
+    sys.argv[1:] = [*flags, *for_hydra(options.config_name, overrides, options.config_dir)]
     entry: Any = hydra.main(version_base=VERSION_BASE, config_path=str(config_dir()), config_name=DEFAULT)(job)
     try:
         entry()
@@ -170,15 +159,12 @@ def worst(codes: Collection[int]) -> int:
 
 
 def record(values: DictConfig, hydras: DictConfig, output_dir: str) -> dict[str, str]:
-    """Files of the job's `.hydra/` folder, name → text: composed configuration, Hydra's settings, typed overrides.
-
-    `values` is the composed configuration, `hydras` is Hydra's own part of it.
-    """
-    own = OmegaConf.create({"hydra": OmegaConf.to_container(hydras)})
-    own.hydra.runtime.output_dir = str(Path(output_dir).absolute())
+    """Returns the job's `.hydra/` files, name → text: composed `values`, Hydra's own settings, typed overrides."""
+    hydra_part = OmegaConf.create({"hydra": OmegaConf.to_container(hydras)})
+    hydra_part.hydra.runtime.output_dir = str(Path(output_dir).absolute())
     return {
         "config.yaml": OmegaConf.to_yaml(without_hydra(values)),
-        "hydra.yaml": OmegaConf.to_yaml(own),
+        "hydra.yaml": OmegaConf.to_yaml(hydra_part),
         "overrides.yaml": OmegaConf.to_yaml(hydras.overrides.task),
     }
 

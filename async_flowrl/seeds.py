@@ -30,10 +30,9 @@ def generator(seed: int) -> "torch.Generator":
 
 @contextmanager
 def untouched_rng(seed: int = 0) -> Iterator[None]:
-    """Context manager: seeds torch's global CPU generator with `seed` inside and restores its old state at the end.
+    """Context: seeds torch's global CPU generator, for library code that takes none, and restores it at the end.
 
-    It is for library code that takes no generator. Generators of CUDA are not touched (`torch.manual_seed` would reseed
-    them). A second thread waits until the first one has left.
+    Generators of CUDA are not touched. A second thread waits until the first one has left.
     """
     import torch
 

@@ -17,11 +17,7 @@ ONE_AT_A_TIME = threading.RLock()
 
 
 def upload(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copies a host tensor to `device`.
-
-    For a CUDA device the copy goes through pinned memory and is only queued on the current stream; the host does not
-    wait. For the CPU the same tensor is returned.
-    """
+    """Copies a host tensor to `device`; to CUDA through pinned memory, only queued on the current stream."""
     if device.type != "cuda":
         return tensor.to(device)
     return (tensor if tensor.is_pinned() else tensor.pin_memory()).to(device, non_blocking=True)

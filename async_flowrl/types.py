@@ -20,10 +20,10 @@ Conditioning = dict[str, npt.NDArray[Any]]
 
 TokenIds = tuple[int, ...]
 
-Wording = str | TokenIds
+EncoderInput = str | TokenIds
 """Input of a text encoder: a text, or the token ids of that text inside the model's prompt template."""
 
-Asked = tuple[Wording, str | None, bool]
+EmbeddingKey = tuple[EncoderInput, str | None, bool]
 """What an embedding is made of: a prompt's words or token ids, its system prompt, and whether guidance leads away."""
 
 TRAIN, EVALUATION = "train", "evaluation"
@@ -54,10 +54,10 @@ class Prompt:
     """Size of this prompt's images in pixels; None means a size from the configuration."""
 
     @property
-    def wording(self) -> Wording:
+    def wording(self) -> EncoderInput:
         return self.text if self.token_ids is None else self.token_ids
 
-    def negative_wording(self, default: str) -> Wording:
+    def negative_wording(self, default: str) -> EncoderInput:
         """The negative prompt: this prompt's token ids, else its text, else `default` (rollout.negative_prompt)."""
         if self.negative_token_ids is not None:
             return self.negative_token_ids

@@ -29,7 +29,7 @@ from async_flowrl.config.check import ConfigError
 from async_flowrl.config.compose import compose_config
 from async_flowrl.config.schema import Config
 from async_flowrl.rollout.base import Rollout
-from async_flowrl.rollout.together import BatchEngine
+from async_flowrl.rollout.batching import BatchEngine
 from async_flowrl.rollout.worker import RolloutWorker
 from async_flowrl.run.prepare import Prepared, prepare
 from async_flowrl.seeds import derive, generator

@@ -21,10 +21,7 @@ T = TypeVar("T")
 
 @dataclass
 class WorkerProof:
-    """Sends the canary to new rollout workers and compares what they make of it; `begin` must be called first.
-
-    The canary are random weights: a new worker must compute the same with them as the trainer before it serves.
-    """
+    """Proves with random weights (the canary) that a new rollout worker computes the same as the trainer."""
 
     config: Config
     observer: EventLog
@@ -40,11 +37,7 @@ class WorkerProof:
         self.header, self.payload, self.probe = await self.sender.canary()
 
     async def of(self, worker: Worker) -> None:
-        """Delivers the canary to the worker and compares the results of its network with the trainer's.
-
-        Raises WeightsMismatch, which names the module that differs, WorkerDied or DeadlineExceeded of the worker, and
-        SenderLost, SenderFailed or SenderLate of a trainer rank.
-        """
+        """Delivers the canary and compares both networks' results. Raises WeightsMismatch, which names the module."""
         await self._deliver(worker)
         proof = await in_time(self.config, f"proof of {worker.name}", worker.call("prove", CANARY_VERSION))
         check_binding(self.probe, proof, who=worker.name)
@@ -76,12 +69,10 @@ class StartError(RuntimeError):
 
 
 async def admit(ctx: Context, worker: Worker, *, newcomer: bool = False) -> None:
-    """Loads and checks a worker that was just built; afterwards the gate may give it tickets.
+    """Loads and checks a worker that was just built (an additional one: `newcomer`); the gate may then give it tickets.
 
-    `newcomer` means that it is an additional worker, not a replacement; the event `worker` records that. Raises
-    StartError, and the errors of the download, of `load` and of the proof of its weights. If this call is cancelled,
-    it kills the worker: otherwise a recovery after the death of a trainer rank would find the worker in the pool and
-    assume that its base weights were compared.
+    Raises StartError, and the errors of the download, of `load` and of the proof. If it is cancelled, it kills the
+    worker: a recovery would otherwise find it in the pool and assume that its base weights were compared.
     """
     ctx.observer.event("worker", worker=worker.name, pid=worker.pid, node=worker.node, newcomer=newcomer)
     try:
@@ -89,7 +80,7 @@ async def admit(ctx: Context, worker: Worker, *, newcomer: bool = False) -> None
         check_base(worker, await load_rollout(worker, seconds=ctx.config.deadlines.load), ctx.base_digest)
         ctx.observer.state(worker.name, "sync")
         ctx.table.join(worker.name)
-        await ctx.weights.welcome(worker)
+        await ctx.weights.add_worker(worker)
     except asyncio.CancelledError:
         worker.kill()
         raise
@@ -121,19 +112,15 @@ def model_of(pool: WorkerGroup) -> ResolvedModel | None:
 
 
 def loaders(rollouts: Sequence[Worker] = (), trainers: Sequence[Worker] = ()) -> list[tuple[Worker, str]]:
-    """Returns pairs of a worker and the part of the model that it loads (one of `PARTS` in policies/registry.py).
-
-    Among the trainer ranks, only the first reads weights.
-    """
+    """Returns (worker, part of the model that it loads: one of `PARTS`); only the first trainer rank reads weights."""
     ranks = [(rank, "structure" if index else "transformer") for index, rank in enumerate(trainers)]
     return [*((worker, "all") for worker in rollouts), *ranks]
 
 
 async def download_model(model: ResolvedModel | None, workers: Sequence[tuple[Worker, str]], *, seconds: float) -> None:
-    """Downloads a hub model to every node of `workers`, which are pairs of a worker and the parts that it loads.
+    """Downloads a hub model (None, local: nothing) to each node, by the worker of `workers` that loads most there.
 
-    On each node, the worker that loads most downloads for all. Does nothing for None and for a local folder. Raises
-    DeadlineExceeded, which names the node, after `seconds`, and WorkerFailed with the hub's error.
+    Raises DeadlineExceeded, which names the node, after `seconds`, and WorkerFailed with the hub's error.
     """
     if model is None or model.revision is None:
         return

@@ -57,10 +57,7 @@ class AfterStep:
         self._step_began = self._stalled = 0.0
 
     async def before_training(self, ctx: Context) -> None:
-        """Writes the checkpoint of the attempt's first version, then starts evaluations that are due and not recorded.
-
-        The evaluation of the last version (`total_steps`) is left to `drain`, which writes the last checkpoint first.
-        """
+        """Writes the first checkpoint, then starts due evaluations; that of the last version is left to `drain`."""
         await self._save(ctx, ctx.table.step)
         await self.checkpoints.written()
         due = [version for version in self._unevaluated(ctx) if version < ctx.config.total_steps]
@@ -73,10 +70,7 @@ class AfterStep:
         self.pools.lap()
 
     async def after_step(self, ctx: Context, step: int, stats: dict[str, float]) -> None:
-        """Writes the step's line of metrics and starts the checkpoint and the evaluation that are due after it.
-
-        Raises the error of an earlier evaluation or checkpoint that failed in the meantime.
-        """
+        """Writes the step's metrics and starts what is due. Raises the error of an earlier evaluation or checkpoint."""
         began, self._step_began = self._step_began, ctx.observer.now()
         seconds = self._step_began - began
         ctx.observer.event("step", step=step, started=began, ended=self._step_began)
@@ -96,10 +90,7 @@ class AfterStep:
             await self.evaluations.start(ctx, version)
 
     async def drain(self, ctx: Context) -> None:
-        """Writes the last checkpoint, then waits for all evaluations; called when the loop is done with its steps.
-
-        Raises SaveFailed if the checkpoint cannot be written. An evaluation that fails is only recorded as a failure.
-        """
+        """Writes the last checkpoint (or raises SaveFailed), then waits for all evaluations."""
         await ctx.work.until(lambda: ctx.table.step in ctx.table.published)
         await self.checkpoints.insist(ctx, ctx.table.step)
         self.trained = True
@@ -118,21 +109,18 @@ class AfterStep:
         return ctx.table.step == 0
 
     def _unevaluated(self, ctx: Context) -> list[int]:
-        """Returns the versions up to this attempt's first one whose evaluation is due, not recorded and possible.
-
-        An evaluation needs the version's weights. A resumed trainer has the last max_staleness + 1 versions of the
-        policy, but only the newest version of an EMA, and the versions that are held. Others are logged and left out.
-        """
+        """Returns the versions whose evaluation is due, not recorded and possible: their weights are still held."""
         now = ctx.table.step
         kept = 0 if ctx.config.trainer.ema_decay is not None else ctx.config.max_staleness
         due = self._lacking(ctx.config, *range(now + 1))
-        there = [version for version in due if version >= now - kept or version in self.held]
-        if lost := sorted(set(due) - set(there)):
-            logger.warning("versions %s were being evaluated when their attempt ended; their weights are gone", lost)
-        return there
+        possible = [version for version in due if version >= now - kept or version in self.held]
+        if impossible := sorted(set(due) - set(possible)):
+            logger.warning(
+                "versions %s were being evaluated when their attempt ended; their weights are gone", impossible
+            )
+        return possible
 
     def _lacking(self, config: Config, *versions: int) -> list[int]:
-        """Returns those of the versions whose evaluation is due and not recorded."""
         return [v for v in versions if evaluation_due(config, v) and not self.records.known(v)]
 
     async def _save(self, ctx: Context, version: int) -> None:
@@ -147,8 +135,7 @@ class AfterStep:
         self.checkpoints.abandon()
 
     def _timing(self, ctx: Context, seconds: float) -> dict[str, float]:
-        """Returns the step's seconds, the trainer's seconds waiting for staging, a rollout worker's mean seconds of
-        activating versions, each pool's share of busy time, and how often rollout workers swapped weights."""
+        """Returns the step's seconds by kind, the pools' busy shares, and the swaps of weights."""
         before, self._stalled = self._stalled, stalled(ctx)
         shares = {
             f"pool/{pool}/busy": states["busy"] / max(sum(states.values()), 1e-9)

@@ -30,10 +30,7 @@ def build_context(
     base_digest: str,
     resume: Resume = START,
 ) -> Context:
-    """Returns the context of an attempt that begins at `resume`.
-
-    The rollout workers have joined its ticket table.
-    """
+    """Returns the context of an attempt that begins at `resume`; the rollout workers have joined its ticket table."""
     config = requests.config
 
     def changed(ticket: Ticket) -> None:

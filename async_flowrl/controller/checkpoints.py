@@ -52,10 +52,7 @@ class Checkpoints:
         self._inputs = inputs_of(self.requests)
 
     async def insist(self, ctx: Context, version: int) -> None:
-        """Writes the last checkpoint of the run, and tries again if that fails, because no later one can replace it.
-
-        Raises SaveFailed after `limits.missed_checkpoints` failures in a row, and the errors that `save` raises.
-        """
+        """Writes the run's last checkpoint, and tries again, as no later one replaces it. Raises as `save`."""
         await self.written()
         while version not in self.saved:
             await self.save(ctx, version)
@@ -64,11 +61,10 @@ class Checkpoints:
                 await asyncio.sleep(RETRY_SECONDS)
 
     async def save(self, ctx: Context, version: int) -> None:
-        """Starts the checkpoint of `version`, unless it is saved already; returns when the trainer's state is copied.
+        """Starts the checkpoint of `version` unless it is saved; returns when the trainer's state is copied.
 
-        The copy is written during the next updates. Only one checkpoint is written at a time, so this call first waits
-        for the one before. Raises the errors of `written`, and DeadlineExceeded if the copy takes longer than
-        `deadlines.update`.
+        One checkpoint is written at a time, beside the next updates. Raises the errors of `written`, and
+        DeadlineExceeded.
         """
         await self.written()
         if version in self.saved:
@@ -83,11 +79,7 @@ class Checkpoints:
         return self.config.save.every is None and self.config.keeps_state and now - self.last >= SECONDS_BETWEEN
 
     def controller_part(self, ctx: Context, version: int) -> Callable[[], dict[str, Any]]:
-        """Returns a function that returns the controller's part of the state after as many steps as `version` says.
-
-        The function must be called when `version` is published, whose digest is a part of it. What the next step will
-        change is taken now.
-        """
+        """Returns a function that returns the controller's part; to be called when `version` is published."""
         curriculum = self.requests.curriculum.saved() if self.requests.curriculum else None
         return lambda: {
             "version": version,
@@ -101,12 +93,7 @@ class Checkpoints:
         }
 
     async def written(self) -> None:
-        """Waits for the checkpoint that is being written, if there is one.
-
-        A write that fails with one of DISK_ERRORS is logged as a warning. Raises SaveFailed for
-        `limits.missed_checkpoints` of them in a row, WorkerFailed for other errors, WorkerDied, or DeadlineExceeded
-        after `deadlines.update`.
-        """
+        """Waits for the checkpoint under way. Raises SaveFailed after too many disk errors in a row."""
         if self._writing is not None:
             await self._writing
             self._writing = None

@@ -21,7 +21,7 @@ from separation.group import Worker, WorkerGroup
 
 
 @dataclass
-class Departures:
+class DrainingWorkers:
     """The rollout workers of one attempt that must leave because their nodes are taken away: a set of names."""
 
     # Worker → time on the loop's clock at which it must have left; infinity if nobody said when its node ends.
@@ -46,8 +46,7 @@ class Departures:
     async def in_time(self, worker: str) -> AsyncIterator[None]:
         """Context manager for the time in which a worker serves tickets, one at a time for each worker.
 
-        If the worker has been announced, or is announced meanwhile, the body is cancelled at its deadline, and the
-        context manager ends without an error. Errors of the body are raised unchanged.
+        If the worker is announced, before or meanwhile, the body is cancelled at its deadline without an error.
         """
         scope = asyncio.timeout(None)
         self._time_outs[worker] = scope
@@ -68,7 +67,7 @@ class Departures:
 
 
 @dataclass
-class Arrivals:
+class StartingWorkers:
     """The workers that have come during the run and do not serve, or not yet. Those that serve are not in it."""
 
     starting: int = 0  # Number of processes that are being started; they have no names yet.
@@ -87,10 +86,7 @@ FAILED_SHARE = 0.05
 
 @dataclass
 class RewardCalls:
-    """Counts retries and failures for the training groups scored since the last start or recovery of the run.
-
-    Scores that were read from scores.jsonl are not counted.
-    """
+    """Counts retries and failures of groups scored since the last start, without scores from scores.jsonl."""
 
     # Step → counts by metric name.
     _counts: dict[int, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
@@ -112,10 +108,7 @@ class RewardCalls:
         }
 
     def pop(self, step: int) -> dict[str, float]:
-        """Removes and returns the step's counts: metric name → count, without zeros.
-
-        The names are `reward/<term>/retries` and `reward/<term>/failures`.
-        """
+        """Removes and returns the step's counts above zero: `reward/<term>/retries` and `reward/<term>/failures`."""
         return dict(sorted(self._counts.pop(step, Counter()).items()))
 
 
@@ -127,19 +120,16 @@ class Signal:
         self._own: dict[str, asyncio.Event] = {}
 
     def notify(self, who: str | None = None) -> None:
-        """Wakes the coroutines that wait in `wait(who)`; with None, all coroutines that wait for this signal.
-
-        Waking only one worker's coroutines keeps the cost of an acknowledgement independent of the pool's size.
-        """
+        """Wakes the coroutines that wait in `wait(who)`, at a cost that does not grow with the pool; None wakes all."""
         if who is not None:
-            if own := self._own.pop(who, None):
-                own.set()
+            if event := self._own.pop(who, None):
+                event.set()
             return
         self._event.set()
         self._event = asyncio.Event()
         waiting, self._own = self._own, {}
-        for own in waiting.values():
-            own.set()
+        for event in waiting.values():
+            event.set()
 
     async def wait(self, who: str | None = None) -> None:
         """Waits for the next notification of all; with `who`, also for the next notification of `who`."""
@@ -162,8 +152,8 @@ class Accumulator:
 
     def take(self) -> float:
         """Returns the sum, which then begins at 0 again."""
-        taken, self._sum = self._sum, 0.0
-        return taken
+        total, self._sum = self._sum, 0.0
+        return total
 
 
 class Trainer(Protocol):
@@ -185,11 +175,11 @@ class Weights(Protocol):
     async def publish(self, version: int) -> None:
         """Returns when the version is staged (copied aside); its delivery goes on during the next update."""
 
-    async def welcome(self, worker: Worker) -> None:
-        """Checks that delivered weights reach the new worker's modules, then sends it all versions that tickets name.
+    async def add_worker(self, worker: Worker) -> None:
+        """Checks that weights reach the new worker's modules, then sends it all versions that tickets name.
 
-        Raises WeightsMismatch, WorkerDied or DeadlineExceeded if the check fails, and an error of endpoints.py if a
-        trainer rank cannot send the weights.
+        Raises WeightsMismatch, WorkerDied or DeadlineExceeded of the worker, and SenderLost, SenderFailed or
+        SenderLate.
         """
 
     async def leave(self, worker: str) -> None:
@@ -229,10 +219,7 @@ class Steps(Protocol):
         """Writes the attempt's first checkpoint and starts evaluations that are due."""
 
     async def after_step(self, ctx: "Context", step: int, stats: dict[str, float]) -> None:
-        """Writes the metrics of `step`, with `stats` from the trainer; starts the checkpoint and evaluation then due.
-
-        Raises the error of an earlier checkpoint or evaluation.
-        """
+        """Writes the metrics of `step` with the trainer's `stats`, and starts what is due."""
 
     async def drain(self, ctx: "Context") -> None:
         """Writes the last checkpoint and waits for all evaluations."""
@@ -289,9 +276,9 @@ class Context:
     # Pool of a held-out term, a worker of which had no successor → the reason. Its term has no more scores.
     lost_pools: dict[str, str] = field(default_factory=dict)
     # The rollout workers that must leave the pool, e.g. because their node ends.
-    departures: Departures = field(default_factory=Departures)
+    draining: DrainingWorkers = field(default_factory=DrainingWorkers)
     # The rollout workers that have joined the pool during the run and get no tickets: not yet, or not at all.
-    arrivals: Arrivals = field(default_factory=Arrivals)
+    starting: StartingWorkers = field(default_factory=StartingWorkers)
     # How often rollout workers exchanged their weights for an average, for an older version, or back (types.py).
     swaps: Accumulator = field(default_factory=Accumulator)
     # Seconds in which rollout workers put versions into their networks.

@@ -27,9 +27,6 @@ class Deadlines:
 
     @asynccontextmanager
     async def of_tickets(self, worker: Worker, tickets: int, what: str) -> AsyncIterator[None]:
-        """Raises DeadlineExceeded if the body, which waits for so many `tickets` of the worker, takes too long.
-
-        `what` names the call in the error.
-        """
+        """Raises DeadlineExceeded, naming `what`, if the body waits too long for so many `tickets` of the worker."""
         async with deadline(self.generate(tickets), what):
             yield

@@ -1,7 +1,6 @@
 """Dispatch: gives tickets to the rollout workers through the gate, replaces dead workers, and asks for rewards.
 
-The loop (run/loop.py) runs `dispatch` beside the training. The gate is the rule of the ticket table
-(tickets/table.py) that a worker gets a ticket only if it holds the version that the ticket names.
+The gate is the rule of the ticket table that a worker gets a ticket only if it holds the version that it names.
 """
 
 import asyncio
@@ -49,10 +48,7 @@ class TicketLost(RuntimeError):
 
 
 async def dispatch(ctx: Context) -> None:
-    """Serves all rollout workers until it is cancelled.
-
-    The first error of a worker's coroutine cancels the others and is raised in an exception group.
-    """
+    """Serves all rollout workers until it is cancelled; raises the first error of a worker's coroutine in a group."""
     free = free_workers(ctx)
     async with asyncio.TaskGroup() as tasks:
 
@@ -66,30 +62,31 @@ async def dispatch(ctx: Context) -> None:
 
 
 async def serve(ctx: Context, index: int, free: Free, tasks: asyncio.TaskGroup) -> None:
-    """Gives tickets to the worker of one slot of the rollout pool and replaces it when it is lost, until the slot ends.
+    """Gives tickets to the worker of one slot and replaces it when it is lost, until the slot ends.
 
-    The slot ends if the worker's node is drained: the worker then finishes its tickets or hands them back. It also ends
-    if a worker of an elastic pool is lost and no node has a seat for its successor. Raises the error of the last lost
-    worker after more than `limits.workers_lost_in_a_row` losses, and SenderLost, SenderFailed or SenderLate if a
-    trainer rank that sends weights to a new worker of the slot dies, fails or hangs.
+    The slot ends if its node is drained, or if no node of an elastic pool has a seat for a successor. Raises the last
+    error after more than `limits.workers_lost_in_a_row` losses, and SenderLost, SenderFailed or SenderLate.
     """
     slot = filled(ctx, seated(ctx.rollout, index), tasks)
-    lost: Exception | None = None
+    error_before: Exception | None = None
     losses = 0
     while True:
         try:
-            if lost is not None:
+            if error_before is not None:
                 pause = BACKOFF_SECONDS * (2 ** (losses - 1) - 1)
-                slot, lost = filled(ctx, await replace_rollout(ctx, index, lost, pause=pause), tasks), None
-            async with ctx.departures.in_time(slot.worker.name):
+                slot, error_before = (
+                    filled(ctx, await replace_rollout(ctx, index, error_before, pause=pause), tasks),
+                    None,
+                )
+            async with ctx.draining.in_time(slot.worker.name):
                 await together(*(work(ctx, slot, free, tasks) for _ in range(TICKETS_PER_WORKER)))
             return await leave(ctx, slot.worker, "its node is drained")
         except SenderLost:  # Among the errors in LOST, but a trainer rank's death.
             raise
         except NoSeat as error:
-            return await leave(ctx, seated(ctx.rollout, index), f"{lost}; {error}")
+            return await leave(ctx, seated(ctx.rollout, index), f"{error_before}; {error}")
         except LOST as error:
-            lost, losses = error, 1 if slot.finished else losses + 1
+            error_before, losses = error, 1 if slot.finished else losses + 1
             slot.finished = False
             if losses > ctx.config.limits.workers_lost_in_a_row:
                 error.add_note(f"slot {index} of the rollout pool lost {losses} workers without a finished ticket")
@@ -102,15 +99,12 @@ def filled(ctx: Context, worker: Worker, tasks: asyncio.TaskGroup) -> Slot:
 
 
 async def work(ctx: Context, slot: Slot, free: Free, tasks: asyncio.TaskGroup) -> None:
-    """Gives the slot's worker one batch after another until the worker must leave; starts the scoring of whole groups.
-
-    Raises the errors in `LOST`, TicketLost, and the worker's other errors.
-    """
+    """Gives the worker batch after batch until it must leave, and starts the scoring of whole groups."""
     while (ticket := await next_ticket(ctx, slot)) is not None:
-        made = await generate(ctx, slot, together_with(ctx, ticket))
+        accepted_tickets = await generate(ctx, slot, together_with(ctx, ticket))
         slot.finished = True
         # A batch can contain several tickets of one group; the group is scored once.
-        for accepted in {ticket.group: ticket for ticket in made}.values():
+        for accepted in {ticket.group: ticket for ticket in accepted_tickets}.values():
             if group := ctx.table.to_score(accepted):
                 tasks.create_task(score(ctx, group, free), name=f"score {describe(accepted)}")
 
@@ -125,18 +119,14 @@ async def death_of(ctx: Context, worker: Worker) -> WorkerDied:
 
 
 async def next_ticket(ctx: Context, slot: Slot) -> Ticket | None:
-    """Waits until the gate has a ticket for the slot's worker and returns it; None if the worker must leave.
-
-    An idle worker's wait is recorded as state wait_weights or wait_work. Raises WorkerDied if the worker has died or
-    has been removed from the table.
-    """
+    """Waits until the gate has a ticket for the slot's worker; returns None if it must leave. Raises WorkerDied."""
     name = slot.worker.name
     while True:
         if slot.watch.done():
             raise slot.watch.result()
         if name not in ctx.table.held:
             raise WorkerDied(name, "it was given up while it waited")
-        if name in ctx.departures:
+        if name in ctx.draining:
             return None
         if slot.given:
             await asyncio.sleep(0)  # Lets workers without a ticket ask first.
@@ -150,9 +140,8 @@ async def next_ticket(ctx: Context, slot: Slot) -> Ticket | None:
 def at_the_gate(ctx: Context, slot: Slot) -> Ticket | None:
     """Returns the worker's next ticket, or None if the gate has none now.
 
-    A worker whose process trains now (`placement=shared`) counts as busy for a ticket of a later step, because another
-    worker may be idle. A ticket of the step in training, whose images were lost, is given to it like to any other
-    worker, because that step may wait for it.
+    A worker whose process trains counts as busy for tickets of later steps, as another worker may be idle; but the step
+    in training may itself wait for a ticket whose images were lost.
     """
     name, size = slot.worker.name, ctx.config.rollout.tickets_per_batch
     ticket = ctx.table.next_for(name, ahead=slot.given > 0, together=size)
@@ -170,33 +159,34 @@ def together_with(ctx: Context, ticket: Ticket) -> list[Ticket]:
 
 
 async def generate(ctx: Context, slot: Slot, batch: Sequence[Ticket]) -> list[Ticket]:
-    """Has the worker make the batch's PENDING tickets; returns those of them whose result was accepted.
+    """Has the worker make the batch's PENDING tickets; returns those whose result was accepted.
 
-    The batch's other tickets are computed along and dropped, because the bits of a ticket depend on the whole batch.
-    Raises TicketLost if a ticket was lost too often, Refused if other weights than the ticket's made its images,
-    DeadlineExceeded, WorkerDied or WorkerFailed.
+    The others are computed along and dropped, because a ticket's bits depend on the whole batch. Raises TicketLost,
+    Refused if other weights than the ticket's made its images, DeadlineExceeded, WorkerDied or WorkerFailed.
     """
-    worker, wanted = slot.worker, [ticket for ticket in batch if ticket.state is State.PENDING]
+    worker, pending = slot.worker, [ticket for ticket in batch if ticket.state is State.PENDING]
     ordinals = tuple(ticket.ordinal for ticket in batch) if len(batch) > 1 else ()
-    for ticket in wanted:
-        if (lost := ticket.attempt - ticket.handed_back) >= ctx.config.limits.ticket_attempts:
-            raise TicketLost(f"{describe(ticket)} was lost {lost} times; see the faults in events.jsonl")
-        ctx.table.start(ticket, worker.name, batch=ordinals, along=ticket is not wanted[0])
+    for ticket in pending:
+        if (failures := ticket.attempt - ticket.handed_back) >= ctx.config.limits.ticket_attempts:
+            raise TicketLost(f"{describe(ticket)} was lost {failures} times; see the faults in events.jsonl")
+        ctx.table.start(ticket, worker.name, batch=ordinals, along=ticket is not pending[0])
     ctx.observer.state(worker.name, "busy")
     slot.given += len(batch)
     try:
-        async with ctx.placement.deadlines.of_tickets(worker, slot.given, f"generate: {describe(wanted[0])}"):
+        async with ctx.placement.deadlines.of_tickets(worker, slot.given, f"generate: {describe(pending[0])}"):
             reports, payloads = await ask(worker, [ctx.requests.request(ticket) for ticket in batch])
     finally:
         slot.given -= len(batch)
     ctx.swaps.add(sum(report.swaps for report in reports))  # of those computed along, too
-    ctx.activation.add(sum(span.end - span.start for each in reports for span in each.spans if span.name == ACTIVATE))
+    ctx.activation.add(
+        sum(span.end - span.start for worker_report in reports for span in worker_report.spans if span.name == ACTIVATE)
+    )
     accepted = []
     for ticket, report, payload in zip(batch, reports, payloads, strict=True):
-        needed = ticket in wanted
+        needed = ticket in pending
         # The first report has the spans of the whole batch, also if its own ticket is only computed along.
         for span in report.spans:
-            ctx.observer.span(worker.name, span, ordinal=(ticket if needed else wanted[0]).ordinal)
+            ctx.observer.span(worker.name, span, ordinal=(ticket if needed else pending[0]).ordinal)
         if needed and ctx.table.generated(ticket, version=report.version, digest=report.digest, payload=payload):
             accepted.append(ticket)
     return accepted
@@ -212,11 +202,11 @@ async def ask(worker: Worker, requests: list[RolloutRequest]) -> tuple[Sequence[
 
 
 async def replace_rollout(ctx: Context, index: int, death: BaseException, *, pause: float) -> Worker:
-    """Kills a lost worker, makes its tickets PENDING again, and returns its successor, which holds proven weights.
+    """Kills a lost worker, makes its tickets PENDING, and returns its successor with proven weights, after `pause`
+    seconds.
 
-    `pause` is in seconds and comes before the replacement. Raises NoSeat if an elastic pool has no seat for a successor
-    or the successor cannot serve; in a pool of fixed size an error of `UNFIT` is raised as it is. Raises SenderLost,
-    SenderFailed or SenderLate if a trainer rank cannot send the weights.
+    Raises NoSeat if an elastic pool gets no successor (in a pool of fixed size: the error of `UNFIT`), and SenderLost,
+    SenderFailed or SenderLate.
     """
     dead = seated(ctx.rollout, index)
     ctx.observer.event("fault", worker=dead.name, kind=type(death).__name__, message=str(death))
@@ -240,10 +230,7 @@ async def replace_rollout(ctx: Context, index: int, death: BaseException, *, pau
 
 
 async def score(ctx: Context, group: list[Ticket], free: Free) -> None:
-    """Gets the scores of a whole group and records them in the table; if the images are lost, the group is made again.
-
-    Scores in the score log (score_log.py) are used again instead of a new call of the reward workers.
-    """
+    """Records a group's scores, from the score log if it has them; makes the group again if images are lost."""
     log = ctx.score_log if group[0].kind == TRAIN else None
     if log is not None and group in log:
         scores = log[group]

@@ -1,7 +1,6 @@
 """The two ends of a delivery of weights: the first trainer rank as sender and the rollout workers as receivers.
 
-The classes implement the protocols SenderEndpoint and ReceiverEndpoint of checkpoint_engine/base.py, whose docstrings
-describe the methods, by calls of the workers that hold the tensors.
+The classes implement SenderEndpoint and ReceiverEndpoint of checkpoint_engine/base.py by calls of the workers.
 """
 
 import asyncio
@@ -23,10 +22,9 @@ PUBLISHING = "publish"  # Lane of a trainer rank for publishing, which runs besi
 
 
 class TrainerEndpoint:
-    """The first trainer rank as the sender of one stream, i.e. of one sequence of versions: POLICY or EMA.
+    """The first trainer rank as the sender of one stream: POLICY or EMA.
 
-    Its calls raise SenderLost if a rank has died, SenderFailed if it raises an exception, and SenderLate if it has not
-    answered within `deadlines.publish`.
+    Its calls raise SenderLost, SenderFailed, or SenderLate after `deadlines.publish`.
     """
 
     def __init__(
@@ -38,10 +36,7 @@ class TrainerEndpoint:
         *,
         stream: str = POLICY,
     ) -> None:
-        """`ranks` are all trainer ranks.
-
-        `on_sealed` is called with every version's header before a receiver can acknowledge the version.
-        """
+        """`on_sealed` gets every version's header before a receiver can acknowledge it; `ranks` are all ranks."""
         self._first, self._ranks, self._config = ranks[0], ranks[:1], config
         self._transport, self._on_sealed, self._stream = transport, on_sealed, stream
 
@@ -67,13 +62,10 @@ class TrainerEndpoint:
 
     async def release(self, version: int) -> None:
         await self._call(f"{self._stream}.release", version)
-        await self._all("versions.let_go", self._stream, version)
+        await self._all("versions.release", self._stream, version)
 
     async def canary(self) -> tuple[Header, Any, dict[str, Any]]:
-        """Has random weights made under version -1; returns their header, their bytes, and the probe of the network.
-
-        (checkpoint_engine/binding_proof.py) The bytes are a reference into the object store.
-        """
+        """Returns header, bytes (a reference) and probe of random weights (checkpoint_engine/binding_proof.py)."""
         probes = await self._all("sender.canary", lane="main")
         header = await self._seal(CANARY_VERSION)
         return header, await self.payload(CANARY_VERSION), probes[0]
@@ -105,19 +97,16 @@ class TrainerEndpoint:
         await self._first.call("sender.collective.abort", lane=CONTROL)
 
     async def _call(self, method: str, *arguments: Any) -> Any:
-        """Calls a method of the first rank's sender."""
         method = f"sender.{method}"
         async with self._answers([self._first.name], method):
             return await self._first.call(method, *arguments, lane=PUBLISHING)
 
     async def _split(self, method: str, *arguments: Any, lane: str = PUBLISHING) -> Any:
-        """Calls a method of the first rank that returns a header and bytes; returns a reference to the bytes."""
         async with self._answers([self._first.name], method):
             _, (reference,) = await self._first.call_split(method, *arguments, returns=2, lane=lane)
         return reference
 
     async def _all(self, method: str, *arguments: Any, lane: str = PUBLISHING) -> list[Any]:
-        """Calls a method of all ranks that take part in sending; returns their answers."""
         return await self._together(method, [rank.call(method, *arguments, lane=lane) for rank in self._ranks])
 
     async def _together(self, method: str, calls: Sequence[Coroutine[Any, Any, Any]]) -> list[Any]:
@@ -135,7 +124,6 @@ class TrainerEndpoint:
         return answers_of(waiting, method, self._config.deadlines.publish)
 
     async def _keep(self, version: int, *, lane: str) -> None:
-        """Has the rank copy the version to host memory, as a part of its state, if that is kept (kept_state.py)."""
         if self._config.keeps_state:
             await self._all("versions.keep", self._stream, version, lane=lane)
 
@@ -143,8 +131,8 @@ class TrainerEndpoint:
 class GatheredEndpoint(TrainerEndpoint):
     """The first trainer rank as the sender of versions of which every rank keeps some rows.
 
-    One gather brings a version to the first rank, right after it is staged and beside the next step. The first rank
-    retains the newest one; an older one, for a receiver that is late, is gathered once more between two calls to train.
+    A version is gathered right after it is staged, beside the next step. The first rank retains the newest one; an
+    older one, for a receiver that is late, is gathered once more between two calls to train.
     """
 
     def __init__(
@@ -187,7 +175,7 @@ class GatheredEndpoint(TrainerEndpoint):
         await self._keep(version, lane=PUBLISHING)
 
     async def release(self, version: int) -> None:
-        await self._all("versions.let_go", self._stream, version)
+        await self._all("versions.release", self._stream, version)
 
     async def _recall(self, version: int) -> Any:
         method, arguments = "sender.recall", (version, self._stream)
@@ -277,10 +265,9 @@ class SenderLost(WorkerDied):
 
 
 class SenderFailed(WorkerFailed):
-    """Raised if a trainer rank raised an exception when it was asked for weights. `worker` is the rank.
+    """Raised if a trainer rank (`worker`) raised an `exception` when it was asked for weights.
 
-    `exception` is the name of the exception's class. `kind` is another one, by which checkpoint_engine judges it: as an
-    error that it cannot cure, whatever the exception was, except that a receiver can go on without a dropped version.
+    checkpoint_engine judges it by `kind`: not curable, except that a receiver can go on without a dropped version.
     """
 
     def __init__(self, worker: str, method: str, kind: str, message: str, remote_traceback: str) -> None:
@@ -293,11 +280,7 @@ class SenderFailed(WorkerFailed):
 
 
 class SenderLate(RuntimeError):
-    """Raised if trainer ranks live and do not answer in time.
-
-    `workers` are the names of all ranks that were asked and have not answered. In a method in which the ranks wait for
-    each other, as in the canary's probe, these may be all, of which one hangs.
-    """
+    """Raised if trainer ranks (`workers`) live and do not answer in time; one of them may make the others wait."""
 
     def __init__(self, workers: Sequence[str], method: str, seconds: float) -> None:
         late = f"{', '.join(workers)} {'has' if len(workers) == 1 else 'have'}"
@@ -307,10 +290,9 @@ class SenderLate(RuntimeError):
 
 @asynccontextmanager
 async def answers_of(waiting: Sequence[str], method: str, seconds: float) -> AsyncIterator[None]:
-    """Raises SenderLate if the body, which waits for answers of ranks to calls of `method`, takes too long.
+    """Raises SenderLate if the body waits too long for the ranks named in `waiting`, from which it may take names out.
 
-    `waiting` are the names of these ranks; the body may take out those that have answered. Raises SenderLost or
-    SenderFailed in place of a WorkerDied or WorkerFailed of the body.
+    Raises SenderLost or SenderFailed in place of a WorkerDied or WorkerFailed of the body.
     """
     try:
         async with limited(seconds, lambda: SenderLate(waiting, method, seconds)):

@@ -51,10 +51,7 @@ class Evaluations:
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def start(self, ctx: Context, version: int, *, baselines: Sequence[bool] = (False,)) -> None:
-        """Retains the weights of `version` (or the EMA as it is now) and starts its evaluation in the background.
-
-        There is one evaluation per item of `baselines`: True for the base model, False for the version itself.
-        """
+        """Retains `version` (or the EMA) and starts an evaluation per item of `baselines` (True: the base model)."""
         await ctx.weights.retain_for_evaluation(version)
         evaluating = self._run(ctx, version, baselines)
         self.tasks.append(asyncio.create_task(evaluating, name=f"evaluation of version {version}"))
@@ -95,10 +92,7 @@ class Evaluations:
 
 
 async def collect(ctx: Context, tickets: list[Ticket], version: int) -> EvaluationResult:
-    """Waits until all tickets are scored, fetches their images and returns the result.
-
-    Images that were lost with their node are made again. Raises DeadlineExceeded if fetching an image takes too long.
-    """
+    """Waits until all tickets are scored, fetches their images and returns the result; lost images are made again."""
     images: dict[int, ByteArray] = {}
     while len(images) < len(tickets):
         await ctx.ready.until(lambda: all(ticket.state is State.READY for ticket in tickets))

@@ -75,10 +75,7 @@ class EvaluationRecords:
         return ([chosen.version] if chosen else []) + waiting
 
     def metric_keys(self, step: int) -> dict[str, float]:
-        """Returns the metrics of evaluations for a step's line: those of version `step` + 1, under `evaluation/`.
-
-        Step 0 also has those of version 0 (`evaluation_before/`) and of the baseline (`evaluation_baseline/`).
-        """
+        """Returns the metrics of version `step` + 1; at step 0 also those of version 0 and of the baseline."""
         before = {f"evaluation_before/{k}": v for k, v in self._keys.get((0, False), {}).items() if step == 0}
         baseline = {f"evaluation_baseline/{k}": v for k, v in self._keys.get((0, True), {}).items() if step == 0}
         return baseline | before | {f"evaluation/{k}": v for k, v in self._keys.get((step + 1, False), {}).items()}
@@ -134,15 +131,15 @@ class EvaluationRecords:
 
     def _watch_for_hacking(self) -> None:
         """Logs reward hacking and loss of diversity, once per curve; with on_hacking=stop, an alarm ends the run."""
-        wanted, history = self.config.evaluate.on_hacking, self.log.records
+        action, history = self.config.evaluate.on_hacking, self.log.records
         for notice in notices(history):
             self._tell(DIVERSITY, notice.sentence)
-        if wanted == "ignore":
+        if action == "ignore":
             return
         for alarm in newest_alarms(history):
             self.observer.event("hacking", curve=alarm.curve, version=alarm.version, since=alarm.since)
             self._tell(alarm.curve, alarm.sentence)
-            if wanted == "stop":
+            if action == "stop":
                 self.stop(f"evaluate.on_hacking=stop at version {alarm.version}")
 
     def _tell(self, curve: str, sentence: str) -> None:
@@ -151,10 +148,7 @@ class EvaluationRecords:
             logger.warning("%s", sentence)
 
     def _picture(self, result: EvaluationResult, mean: float | None) -> Path:
-        """Writes the picture of all images and, if configured, single images; returns the path of the picture.
-
-        `mean` is the mean of the reward, for the title.
-        """
+        """Writes the picture of all images and, if configured, single ones; `mean` is the reward's, for the title."""
         name = "baseline" if result.baseline else f"step_{result.version:06d}"
         path = self.directory.images / f"{name}.png"
         shown = with_held_out_extras(result)
@@ -186,36 +180,33 @@ def with_held_out_extras(result: EvaluationResult) -> list[Scores]:
 
 def samples_of(result: EvaluationResult) -> list[Sample]:
     """Returns the first images of every prompt for trackers: MAX_SAMPLES // prompts of each, but at least one."""
-    each = max(1, MAX_SAMPLES // len(result.scores))
+    per_prompt = max(1, MAX_SAMPLES // len(result.scores))
     return [
         Sample(prompt.text, image, scores.total[i], {name: values[i] for name, values in scores.by_term.items()})
         for prompt, images, scores in zip(result.prompts, result.images, result.scores, strict=True)
-        for i, image in enumerate(images[:each])
+        for i, image in enumerate(images[:per_prompt])
     ]
 
 
 def record_of(config: Config, result: EvaluationResult, files: Mapping[str, str]) -> Evaluation:
-    """Returns the record of a result; curves without any score are left out.
-
-    `files` maps terms that have a source file of the user or a server to a digest (`reward_sources` in resume.py).
-    """
+    """Returns the record of a result, without curves that have no score; `files`: digests by `reward_sources`."""
     scored = list(zip(result.indices, result.scores, strict=True))
     terms, held_out = config.reward.terms, config.evaluate.reward.terms
     summed = {name for name, term in terms.items() if term.weight}
     whole = {index: tuple(s.total) for index, s in scored if summed <= s.by_term.keys()}
     curves = {"reward": Curve(TRAINED, 1.0, _source(terms, files), whole)}
     for name, term in terms.items():
-        own = {index: tuple(s.by_term[name]) for index, s in scored if name in s.by_term}
-        curves[name] = Curve(TRAINED, term.weight, _source({name: term}, files), own)
+        values = {index: tuple(s.by_term[name]) for index, s in scored if name in s.by_term}
+        curves[name] = Curve(TRAINED, term.weight, _source({name: term}, files), values)
     for name, term in held_out.items():
-        own = {index: tuple(s.by_term[name]) for index, s in result.held_out.items() if name in s.by_term}
-        curves[name] = Curve(HELD_OUT, term.weight, _source({name: term}, files), own)
+        values = {index: tuple(s.by_term[name]) for index, s in result.held_out.items() if name in s.by_term}
+        curves[name] = Curve(HELD_OUT, term.weight, _source({name: term}, files), values)
     for name in sorted({name for scores in result.held_out.values() for name in scores.distances}):
         apart = {index: (s.distances[name],) for index, s in result.held_out.items() if name in s.distances}
         curves[f"{DIVERSITY}_{name}"] = Curve(DIVERSITY, 0.0, curves[name].source, apart)
     distances = {index: diversity(images) for index, images in zip(result.indices, result.images, strict=True)}
-    known = {index: (distance,) for index, distance in distances.items() if distance is not None}
-    curves["diversity"] = Curve(DIVERSITY, 0.0, "pixels", known)
+    measured = {index: (distance,) for index, distance in distances.items() if distance is not None}
+    curves["diversity"] = Curve(DIVERSITY, 0.0, "pixels", measured)
     sampling = result.sampling
     assert sampling is not None
     return Evaluation(

@@ -1,9 +1,7 @@
 """KeptStates: the newest states of the trainer, held by the controller, from which a run goes on after a rank's death.
 
-A state is what a checkpoint holds, the trainer's part and the controller's, and the versions that evaluations may still
-ask for. For a LoRA it is taken after every step: the first rank copies it beside the next step
-(training/snapshots.py), and the controller fetches the bytes into its own memory and compares their digest, so that
-they outlive the rank and its node. Whole weights are too large for that; then a run goes on from its last checkpoint.
+A state is what a checkpoint holds. The first rank copies it beside the next step (training/snapshots.py); the
+controller fetches the bytes, so that they outlive the rank and its node. Whole weights are too large for that.
 """
 
 import asyncio
@@ -56,10 +54,9 @@ class KeptStates:
         return None
 
     async def keep(self, ctx: Context, rank: Worker, version: int, controller: Callable[[], Mapping[str, Any]]) -> None:
-        """Starts to fetch the state of `version` from the rank, after the one before it has come.
+        """Starts to fetch the state of `version`, after the one before it has come, whose errors it raises.
 
-        `controller` returns the controller's part; it is called when the version is published. Raises the errors of
-        the fetch before: WorkerDied, WorkerFailed, DamagedState, or DeadlineExceeded after `deadlines.update`.
+        `controller` returns the controller's part; it is called when the version is published.
         """
         if self._fetching is not None:
             await asyncio.shield(self._fetching)  # `settle` may still wait for it where the caller is cancelled.
@@ -74,10 +71,7 @@ class KeptStates:
             self._fetching.cancel()
 
     async def settle(self, ctx: Context) -> None:
-        """Ends the fetch under way at the end of an attempt: it waits for the state of a version that is published.
-
-        If the first rank has not died, the state comes all the same.
-        """
+        """Ends the fetch under way when an attempt ends; a published version is waited for."""
         fetching, self._fetching = self._fetching, None
         if fetching is None:
             return

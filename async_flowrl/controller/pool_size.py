@@ -1,7 +1,6 @@
 """The size of an elastic rollout pool during a run: workers join when nodes bring seats, and leave drained nodes.
 
-dispatch.py runs `change_size`. The size does not change the weights, because a ticket's images depend only on its
-ordinal and its version.
+The size does not change the weights, because a ticket's images depend only on its ordinal and its version.
 """
 
 import asyncio
@@ -48,10 +47,7 @@ class PoolTooSmall(RuntimeError):
 
 
 async def change_size(ctx: Context, growth: Growth, serve: Callable[[int], None]) -> None:
-    """Changes the pool's size until it is cancelled; `serve(index)` starts to give a worker tickets.
-
-    Raises PoolTooSmall in an exception group.
-    """
+    """Changes the pool's size until it is cancelled; `serve(index)` starts a worker. Raises PoolTooSmall in a group."""
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(grow(ctx, growth, serve, tasks), name="growth of the rollout pool")
         tasks.create_task(shrink(ctx, growth), name="drained nodes")
@@ -59,11 +55,8 @@ async def change_size(ctx: Context, growth: Growth, serve: Callable[[int], None]
 
 
 async def grow(ctx: Context, growth: Growth, serve: Callable[[int], None], tasks: asyncio.TaskGroup) -> None:
-    """Starts a worker for every seat that becomes free, all at the same time; runs until it is cancelled.
-
-    A seat whose worker cannot serve is kept for a pause and then given back.
-    """
-    pauses, arrivals = Pauses(), ctx.arrivals
+    """Starts a worker for every seat that becomes free; the seat of one that cannot serve is kept for a pause."""
+    pauses, arrivals = Pauses(), ctx.starting
     unfilled: list[Any] = []
 
     async def fill(seat: Any) -> Worker | None:
@@ -85,11 +78,7 @@ async def grow(ctx: Context, growth: Growth, serve: Callable[[int], None], tasks
         return None
 
     async def bring_in(seat: Any) -> None:
-        """Builds the worker of the seat, admits it to the run and starts to serve it, or takes it out again.
-
-        Raises SenderLost, SenderFailed or SenderLate if a trainer rank that sends weights to the worker dies, fails or
-        hangs.
-        """
+        """Builds the seat's worker and serves it, or takes it out. Raises SenderLost, SenderFailed, SenderLate."""
         if (worker := await fill(seat)) is None:
             return
         arrivals.under_way.add(worker.name)
@@ -128,9 +117,9 @@ def refuse(ctx: Context, who: str, error: BaseException) -> None:
 async def shrink(ctx: Context, growth: Growth) -> None:
     """Marks the workers of drained nodes as leaving, so that they get no more tickets; runs until it is cancelled."""
     while True:
-        for departure in await growth.departures(ctx.departures.names):
+        for departure in await growth.departures(ctx.draining.names):
             name = departure.worker.name
-            ctx.departures.announce(name, departure.seconds)
+            ctx.draining.announce(name, departure.seconds)
             ctx.work.notify(name)
 
 
@@ -142,10 +131,7 @@ async def leave(ctx: Context, worker: Worker, reason: str) -> None:
 
 
 async def take_out(ctx: Context, worker: Worker, *, keep_seat: float = 0.0) -> None:
-    """Hands back the worker's unfinished tickets, ends its deliveries and gives its seat back.
-
-    `keep_seat` is the pause in seconds before the seat is given back; the worker is killed before the pause.
-    """
+    """Kills a worker, hands back its tickets, and gives its seat back after `keep_seat` seconds."""
     ctx.table.hand_back(worker.name)
     await ctx.weights.leave(worker.name)
     ctx.work.notify()
@@ -159,7 +145,7 @@ async def take_out(ctx: Context, worker: Worker, *, keep_seat: float = 0.0) -> N
 
 def serving(ctx: Context) -> int:
     """Returns the number of rollout workers that serve or are being replaced."""
-    return sum(worker.name not in ctx.arrivals for worker in ctx.rollout.workers)
+    return sum(worker.name not in ctx.starting for worker in ctx.rollout.workers)
 
 
 def counted(ctx: Context) -> str:
@@ -168,10 +154,9 @@ def counted(ctx: Context) -> str:
 
 
 async def watch_size(ctx: Context) -> None:
-    """Raises PoolTooSmall if the pool has been too small for too long and no worker is starting; runs until then.
+    """Raises PoolTooSmall if the pool has fewer than `min_workers` for `deadlines.load` seconds and none is starting.
 
-    Too small means fewer than `min_workers`, too long more than `deadlines.load` seconds, or twice that if a worker was
-    starting meanwhile: one that hangs until that deadline leaves time for another one.
+    It waits twice as long if a worker was starting: one that hangs until that deadline leaves time for another one.
     """
     seconds, least = ctx.config.deadlines.load, ctx.rollout.spec.least
     clock = asyncio.get_running_loop().time
@@ -180,7 +165,7 @@ async def watch_size(ctx: Context) -> None:
         limit = 2 * seconds if tried else seconds
         if serving(ctx) >= least:
             enough, tried = clock(), False
-        elif ctx.arrivals.starting or ctx.arrivals.under_way:
+        elif ctx.starting.starting or ctx.starting.under_way:
             tried = True
         elif clock() - enough > limit:
             raise PoolTooSmall(

@@ -1,7 +1,6 @@
 """Trained weights on the trainer ranks: all of them on each rank, or some rows of every tensor.
 
-TrainerGroup has one of the two objects. It sends the weights, writes and verifies checkpoints, and says how the ranks
-share the parts of a group.
+TrainerGroup has one of the two objects, which sends weights and writes checkpoints.
 """
 
 import asyncio
@@ -92,10 +91,10 @@ class ShardedWeights(ReplicatedWeights):
     async def save(
         self, version: int, directory: str, controller: Mapping[str, Any], keep: int, spare: Sequence[int]
     ) -> None:
-        """Has every rank write its share, and the first one make the checkpoint of them all.
+        """Has every rank write its share, and the first one make the checkpoint of them all; nothing is read before.
 
-        Until then nobody reads what is there. Raises WorkerDied, or WorkerFailed as TrainerWorker.save does; for one of
-        DISK_ERRORS, with which the run goes on, all ranks have dropped their copies.
+        Raises WorkerDied or WorkerFailed; after one of DISK_ERRORS all ranks have dropped their copies and the run goes
+        on.
         """
         first = self.ranks[0]
         try:

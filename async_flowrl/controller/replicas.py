@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from async_flowrl.controller.context import Context
-from async_flowrl.controller.training_groups import HandedGroup, make_group_again, until_whole
+from async_flowrl.controller.training_groups import TrainingGroup, make_group_again, until_whole
 from async_flowrl.tickets.table import describe
 from async_flowrl.training.messages import TrainRequest
 from async_flowrl.training.parts import RankPosition, cut, tickets_for, tickets_of
@@ -41,11 +41,11 @@ class Replica:
     def positions(self) -> list[RankPosition]:
         return [RankPosition(rank, self.size, len(self.ranks), self.by_group) for rank in self.ranks]
 
-    def owns(self, group: HandedGroup) -> bool:
+    def owns(self, group: TrainingGroup) -> bool:
         """Returns True if one of its ranks trains a part of the group."""
         return group.meta is not None and any(owner in self.ranks for owner in group.meta.owners)
 
-    def samples(self, groups: Iterable[HandedGroup], samples: int) -> int:
+    def samples(self, groups: Iterable[TrainingGroup], samples: int) -> int:
         """Returns the number of images of the groups that its ranks train; a part has at most `samples` images."""
         return sum(
             len(part)
@@ -60,15 +60,14 @@ async def with_trajectories(
     ctx: Context,
     workers: Sequence[Worker],
     replica: Replica,
-    groups: Sequence[HandedGroup],
+    groups: Sequence[TrainingGroup],
     method: str,
     request: TrainRequest,
 ) -> list[Any]:
-    """Calls `method` on the ranks of a replica with the trajectories that each needs; returns answers in rank order.
+    """Calls `method` on a replica's ranks with the trajectories that each needs; returns answers in rank order.
 
-    All `groups` must be trained ones (`meta` is set), in the order of `request.metas`. Trajectories that are lost are
-    made again first; the groups are then sent one by one, and the answers of the last call are returned. Raises
-    DeadlineExceeded, WorkerDied or WorkerFailed.
+    `groups` have `meta` and the order of `request.metas`. Lost trajectories are made again, then groups are sent one by
+    one and the last answers returned. Raises DeadlineExceeded, WorkerDied or WorkerFailed.
     """
     samples = ctx.config.trainer.micro_batch_size
 
@@ -76,7 +75,7 @@ async def with_trajectories(
         calls = []
         for position in replica.positions():
             tickets = tickets_for(request.metas, position, samples)
-            refs = [group.refs[which] for group, own in zip(groups, tickets, strict=True) for which in own]
+            refs = [group.refs[which] for group, places in zip(groups, tickets, strict=True) for which in places]
             calls.append((replace(request, tickets=tickets), refs))
         return calls
 
@@ -102,14 +101,13 @@ async def with_trajectories(
 async def with_probe(
     ctx: Context,
     workers: Sequence[Worker],
-    probe: HandedGroup | None,
+    probe: TrainingGroup | None,
     requests: Sequence[TrainRequest],
     training: AbstractAsyncContextManager[Any],
 ) -> list[Any]:
-    """Calls `add_up` on the ranks, one request per worker, with the trajectories of the probe's first part.
+    """Calls `add_up` on the ranks with the trajectories of the probe's first part, on which they measure the step's KL.
 
-    The probe is the group on which the ranks measure how far the step moves the policy; None: nothing is measured. Its
-    trajectories are made again if they are lost. Raises DeadlineExceeded, WorkerDied or WorkerFailed.
+    Lost trajectories are made again. Raises DeadlineExceeded, WorkerDied or WorkerFailed.
     """
     which: tuple[int, ...] = ()
     if probe is not None and probe.meta is not None:
@@ -133,10 +131,9 @@ async def _called(
     calls: Sequence[tuple[TrainRequest, Sequence[Any]]],
     training: AbstractAsyncContextManager[Any],
 ) -> list[Any]:
-    """Calls the method on all workers at once. Several workers first confirm that their trajectories have arrived.
+    """Calls the method on all workers at once, after several have confirmed that their trajectories have arrived.
 
-    In the method the ranks wait for each other in collectives, so a lost trajectory must show before any of them
-    begins.
+    In the method they wait for each other in collectives, so a lost trajectory must show before any of them begins.
     """
     if len(workers) > 1 and any(refs for _, refs in calls):
         await together(*(w.call(ARRIVED, *refs) for w, (_, refs) in zip(workers, calls, strict=True)))
@@ -157,10 +154,7 @@ async def failing_as_one() -> AsyncIterator[asyncio.TaskGroup]:
 
 
 def idle_ranks(ranks: int, groups: int, parts: int) -> str | None:
-    """Returns a sentence if an optimizer step of `groups` groups has fewer parts than there are ranks, else None.
-
-    `parts` is the number of parts of each group.
-    """
+    """Returns a sentence if `groups` groups of `parts` parts are fewer parts than there are ranks, else None."""
     if groups * parts >= ranks:
         return None
     return (
@@ -170,11 +164,7 @@ def idle_ranks(ranks: int, groups: int, parts: int) -> str | None:
 
 
 def repeating_ranks(per_replica: int, groups: int, parts: int, *, by_group: bool = False) -> str | None:
-    """Returns a sentence if a call of `groups` groups has fewer parts than a replica has ranks, else None.
-
-    All ranks of a replica compute at the same time, so some of them then repeat parts that another rank has. With
-    `by_group` they do so within each group (see `RankPosition.by_group`).
-    """
+    """Returns a sentence if a call has fewer parts than a replica has ranks, which then repeat parts, else None."""
     if by_group and parts % per_replica:
         return (
             f"the {per_replica} trainer ranks that share the trained weights compute each group side by side, and its "
@@ -191,17 +181,11 @@ def repeating_ranks(per_replica: int, groups: int, parts: int, *, by_group: bool
     )
 
 
-class Owners:
-    """Assigns the groups of one optimizer step, in the order in which they come, to replicas and their ranks.
-
-    A whole group, or a part if there are few groups, goes to the replica that has the fewest images left to compute.
-    """
+class Assignment:
+    """Assigns the groups of one optimizer step, as they come, to the replica with the fewest images left to compute."""
 
     def __init__(self, ranks: int, per_replica: int = 1, *, by_group: bool = False) -> None:
-        """`per_replica` is the number of ranks per replica; raises ValueError if it does not divide `ranks`.
-
-        With `by_group`, the ranks of a replica take the parts of each group in turn, whatever other work they have.
-        """
+        """Raises ValueError if `per_replica` does not divide `ranks`; `by_group`: ranks take parts in turn."""
         if ranks % per_replica:
             raise ValueError(f"{ranks} trainer ranks cannot form replicas of {per_replica}")
         self._per_replica, self._replicas, self._by_group = per_replica, ranks // per_replica, by_group
@@ -210,15 +194,12 @@ class Owners:
         self._whole = True  # True: groups are not split over replicas.
 
     def begin(self, groups: int) -> None:
-        """Begins an optimizer step of `groups` groups.
-
-        Groups are split over replicas only if there are fewer than two groups for each replica.
-        """
+        """Begins an optimizer step; groups are split over replicas only if there are fewer than two for each."""
         self._load, self._left = [0] * len(self._load), [0] * self._replicas
         self._whole = groups >= 2 * self._replicas
 
     def assign(self, samples: Sequence[int]) -> tuple[int, ...]:
-        """Returns the rank for each part of the next group; `samples` is the number of images of each part.
+        """Returns the rank for each part of the next group, whose numbers of images are `samples`.
 
         Of equally good replicas the one with the fewest images in this optimizer step is taken, then the lowest.
         """
@@ -236,7 +217,6 @@ class Owners:
         self._left[replica] = max(0, self._left[replica] - samples)
 
     def _next(self, samples: int) -> int:
-        """Returns the replica with the least work left, and adds so many images to its work."""
         done = [sum(self._load[rank] for rank in self._ranks(replica)) for replica in range(self._replicas)]
         chosen = min(range(self._replicas), key=lambda replica: (self._left[replica], done[replica]))
         self._left[chosen] += samples

@@ -68,10 +68,9 @@ START = Resume(None, 0, {})  # The start of a run, without a checkpoint.
 
 
 def newest(directory: RunDirectory, *, shares: bool = False) -> Resume:
-    """Returns the newest undamaged checkpoint of this run, or START if the run has written none.
+    """Returns the newest undamaged checkpoint, or START; with `shares` also the ranks' shares are read and checked.
 
-    The shares of several trainer ranks are read and checked only with `shares`; else the ranks check them, each its own
-    (`restore` in run/recovery.py). Raises DamagedCheckpoint if there are checkpoints and all of them are damaged.
+    Raises DamagedCheckpoint if there are checkpoints and all of them are damaged.
     """
     path = find_checkpoint(directory.checkpoints, shares=shares)
     if path is None:
@@ -82,31 +81,29 @@ def newest(directory: RunDirectory, *, shares: bool = False) -> Resume:
 
 
 def _read_resume(path: Path) -> Resume:
-    """Reads the verified checkpoint in the folder `path`."""
     controller = read_controller(path)
     return Resume(path, int(controller["version"]), controller, held=held_versions_of(path))
 
 
 def find_resume(requests: RequestBuilder, directory: RunDirectory, *, shares: bool = False) -> Resume:
-    """Returns the checkpoint that the setting `resume` names, or START; `shares`: as for `newest`.
+    """Returns the checkpoint that the setting `resume` names, or START; `shares` as for `newest`.
 
-    Raises ConfigError if the checkpoint is damaged. Also raises ConfigError if it was made with a configuration that
-    leads to other weights or with other training prompts; with resume=force these differences are only noted in
-    `Resume.forced`, unless the weights do not fit.
+    Raises ConfigError if it is damaged or was made with settings or prompts that lead to other weights; with
+    resume=force they are only noted in `Resume.forced`, unless the weights do not fit.
     """
     config = requests.config
     if config.resume == "never":
         return START
-    own = config.resume in ("auto", "force")
+    of_this_run = config.resume in ("auto", "force")
     try:
-        if own:
+        if of_this_run:
             resume = newest(directory, shares=shares)
         else:
             path = expanded(config.resume)
             verify_checkpoint(path, shares=shares)
             resume = _read_resume(path)
     except DamagedCheckpoint as error:
-        run = not own and RunDirectory(expanded(config.resume)).checkpoints.is_dir()
+        run = not of_this_run and RunDirectory(expanded(config.resume)).checkpoints.is_dir()
         hint = f"; it is a run, whose checkpoints are {config.resume}/checkpoints/step_N" if run else ""
         raise ConfigError(f"{error}{hint}") from error
     if resume.path is None:
@@ -127,10 +124,7 @@ def find_resume(requests: RequestBuilder, directory: RunDirectory, *, shares: bo
 
 
 def check_shares(config: Config, path: Path) -> None:
-    """Raises ConfigError, one sentence, if the ranks that wrote a checkpoint shared the weights in another way.
-
-    With `trainer.shard=auto` it is not known yet how the ranks of this run will; they look themselves.
-    """
+    """Raises ConfigError if the ranks that wrote a checkpoint shared the weights in another way than these will."""
     if not tuning_of(config).whole or config.layout_is_open:
         return
     ranks = config.trainer.num_workers if config.in_shares else None
@@ -141,10 +135,9 @@ def check_shares(config: Config, path: Path) -> None:
 
 
 def check_model(config: Config, resume: Resume, info: Mapping[str, Any]) -> Resume:
-    """Compares digests of the base weights and of the noise schedules with the checkpoint's; returns `resume`.
+    """Compares digests of base and schedules with the checkpoint's; returns `resume`, forced ones noted.
 
-    `info` is what a trainer rank reported when it loaded the model. Raises ConfigError if they differ; with
-    resume=force the difference is added to `Resume.forced` instead.
+    `info` is what a rank reported when it loaded the model. Raises ConfigError without resume=force.
     """
     kinds = {"base_digest": "base weights", "schedules": "noise levels (scheduler_config.json, or diffusers)"}
     for key, what in kinds.items() if resume.path is not None else ():
@@ -161,11 +154,7 @@ def check_model(config: Config, resume: Resume, info: Mapping[str, Any]) -> Resu
 
 
 def with_outcomes(requests: RequestBuilder, resume: Resume) -> RequestBuilder:
-    """Returns the request builder of an attempt from `resume`, with the outcomes of earlier steps for data.curriculum.
-
-    There is one outcome per group of the steps before. All are UNKNOWN if the checkpoint has none for these steps, or
-    if it was made with other prompts and resume=force is set.
-    """
+    """Returns an attempt's request builder, with the outcomes of earlier groups (or UNKNOWN) for data.curriculum."""
     if requests.config.data.curriculum.after is None or (resume.path is None and resume.kept is None):
         return replace(requests, outcomes=b"")
     groups = resume.version * requests.config.prompts_per_step
@@ -177,11 +166,7 @@ def with_outcomes(requests: RequestBuilder, resume: Resume) -> RequestBuilder:
 
 
 def warn_of_differences(config: Config, resume: Resume, device: str) -> None:
-    """Logs each difference from the checkpoint with which the run goes on nevertheless.
-
-    These are `Resume.forced`, `Resume.notes`, and the settings, packages and device that change only the last bits of
-    the weights (`numerics` in resume.py).
-    """
+    """Logs each difference from the checkpoint with which the run goes on: forced ones, notes, and `numerics`."""
     if resume.path is None:
         return
     for sentence in resume.forced:
@@ -198,10 +183,7 @@ _ENGINE_PACKAGES = ("vllm", "vllm-omni")
 
 
 def deciding(config: Config) -> dict[str, Any]:
-    """Returns dotted key → value of the settings that determine the weights; a resume with others is refused.
-
-    Settings that change nothing or only roundings (see `numerics`) are left out. Values are plain JSON.
-    """
+    """Returns dotted key → JSON value of the settings that determine the weights; a resume with others is refused."""
     values = dict(_deciding(config))
     if config.trainer.lr_schedule == "constant":
         # With a constant learning rate, the number of steps does not change any step.
@@ -223,10 +205,7 @@ def _deciding(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def numerics(config: Config, device: str) -> dict[str, Any]:
-    """Returns what must be equal, besides `deciding`, for equal bits: settings, device type, package versions.
-
-    Values are plain JSON; None is a package that is not installed. A resume warns of differences.
-    """
+    """Returns what else must be equal for equal bits: settings, device type, versions (None: not installed)."""
     entries = {key: value for key, value, rule in settings(config) if rule.changes == ROUNDING}
     if config.rollout.engine == "vllm_omni":
         # The network is spread over the worker's devices, and sums over the shards round differently.
@@ -270,11 +249,7 @@ def inputs_of(requests: RequestBuilder) -> dict[str, Any]:
 
 
 def reward_sources(terms: Mapping[str, RewardTerm]) -> dict[str, str]:
-    """Returns term → SHA-256 (hex) of the source file of one's own code and of its server's files.
-
-    The server's part is its command, and the Python and requirements files (.txt) that the command names. Terms of this
-    package without a server are left out.
-    """
+    """Returns term → SHA-256 of the source of own code, and of its server's command and the files that it names."""
     sources = {}
     for key, term in terms.items():
         if parts := [*map(Path.read_bytes, filter(None, [source_of(term.name or key)])), *_server(term.serve)]:

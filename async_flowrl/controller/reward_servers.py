@@ -1,8 +1,7 @@
 """RewardServers starts, watches, restarts and stops the servers of reward terms with `serve`.
 
-`serving` is the entry point. Each term's servers are a pool; each worker of the pool runs one server process
-(rewards/served.py) on its own GPUs. Servers start while the models are loaded. Their addresses are sent to all reward
-workers, and written to the arguments from which replaced reward workers are built.
+`serving` is the entry point. Each worker of a term's pool runs one server process (rewards/served.py) on its own GPUs.
+Addresses go to all reward workers and to the arguments from which replaced ones are built.
 """
 
 import asyncio
@@ -132,10 +131,7 @@ class RewardServers:
         return {replicas.term: replicas.lost for replicas in self.terms if replicas.lost is not None}
 
     async def keep(self, replicas: Replicas, index: int) -> None:
-        """Starts a replica (one of a term's servers) and restarts it whenever it has died or hung.
-
-        Raises ServerLost if the first start fails, or if the replica is lost later and the run needs it.
-        """
+        """Starts a replica, and again when it dies or hangs. Raises ServerLost if it never comes up, or is needed."""
         worker = replicas.group.workers[index]
         try:
             await self._start(replicas, index, worker)
@@ -198,12 +194,14 @@ class RewardServers:
 
     async def _tell(self, replicas: Replicas) -> None:
         """Sends the addresses of the term's servers to all reward workers, their future replacements and listeners."""
-        told = {replicas.term: replicas.addresses}
+        addresses = {replicas.term: replicas.addresses}
         for group in self.clients:
-            cast("dict[str, Addresses]", group.spec.arguments[SERVERS]).update(told)
+            cast("dict[str, Addresses]", group.spec.arguments[SERVERS]).update(addresses)
         for listener in self.listeners:
-            listener(told)
-        await together(*(_told(group, index, told) for group in self.clients for index in range(len(group.workers))))
+            listener(addresses)
+        await together(
+            *(_told(group, index, addresses) for group in self.clients for index in range(len(group.workers)))
+        )
 
     async def stop(self) -> None:
         """Stops every server. Failures are ignored, because a server ends with its worker at the latest."""
@@ -227,7 +225,6 @@ async def _told(group: WorkerGroup, index: int, addresses: Mapping[str, Addresse
 
 
 async def _lives(worker: Worker) -> bool:
-    """Returns True if the worker of a dead server is still alive."""
     try:
         await worker.call("stop", lane="stop")
     except WorkerDied:
@@ -243,10 +240,7 @@ def _said(error: Exception) -> str:
 async def serving(
     config: Config, groups: Mapping[str, WorkerGroup], *, listeners: Sequence[Listener] = ()
 ) -> AsyncIterator[RewardServers]:
-    """Context manager that starts the servers of a run beside the body and stops them when the body ends or fails.
-
-    It cancels the body and raises ServerLost if a server does not come up, or if one is lost for good and needed.
-    """
+    """Context manager with the servers of a run; cancels the body and raises ServerLost if one is lost and needed."""
     terms = [
         Replicas(term, serve, groups[server_pool(term)], term_key(config, term), needed=is_needed(config, term))
         for term, serve in served_terms(config)

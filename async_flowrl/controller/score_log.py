@@ -1,10 +1,9 @@
 """ScoreLog keeps the scores of training groups in scores.jsonl, so that no group is scored twice after a resume.
 
-A run writes it if a second call of a reward may give another result (`keeps_scores` in rewards/registry.py). A resume
-or a recovery makes the images of the steps after its checkpoint again, bit for bit, and then takes their scores from
-here. Each line is the JSON object of one group: `step`, `group`, `digest` of the weights that made the images, and
-`total` and `by_term` as in `Scores` (JSON keeps float64 exactly); both are null for a group that `reward.on_error`
-skipped. A group with extras or failed terms also has `extras` and `failed` (optional term → why it has no score).
+A run writes it if a reward may give another result when it is asked again (`keeps_scores` in rewards/registry.py). Each
+line is one group: `step`, `group`, `digest` of the weights that made the images, `total` and `by_term` as in `Scores`
+(null for a group that `reward.on_error` skipped), and maybe `extras` and `failed` (optional term → why it has no
+score).
 """
 
 import asyncio
@@ -22,10 +21,9 @@ Key = tuple[int, int, str | None]
 
 
 class ScoreLog:
-    """Scores of training groups in memory and in the file. None marks a skipped group; evaluations are not logged.
+    """Scores of training groups in memory and in the file, by `group in log` and `log[group]`; None: a skipped group.
 
-    `group in log` says whether the group's scores are known, and `log[group]` returns them. A group is given as the
-    list of its tickets; its key is that of the first ticket. `log[group]` raises KeyError for an unknown group.
+    A group is the list of its tickets; its key is that of the first.
     """
 
     def __init__(self, path: Path, *, first_step: int) -> None:
@@ -45,7 +43,9 @@ class ScoreLog:
 
     async def append(self, group: list[Ticket], scores: Scores | None, *, step: int) -> None:
         """Appends one line; returns when it is synced to disk. Groups before the current `step` leave the memory."""
-        self._scores = {key: known for key, known in self._scores.items() if key[0] >= step} | {_key(group): scores}
+        self._scores = {key: of_group for key, of_group in self._scores.items() if key[0] >= step} | {
+            _key(group): scores
+        }
         names = dict(zip(("step", "group", "digest"), _key(group), strict=True))
         line: dict[str, Any] = names | {"total": scores and scores.total, "by_term": scores and dict(scores.by_term)}
         if scores is not None and scores.extras:
@@ -58,10 +58,7 @@ class ScoreLog:
 
 
 def forget_scores(path: Path, *, step: int) -> None:
-    """Removes the groups of `step` and later from the file.
-
-    run/job.py calls it after resume=force, which may change images or rewards although the keys stay the same.
-    """
+    """Removes the groups of `step` and later from the file, after a resume=force that may change images or rewards."""
     cut_unfinished_line(path)
     if path.exists():
         kept = [line for line in read_events(path) if line["step"] < step]

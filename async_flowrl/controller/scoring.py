@@ -31,11 +31,11 @@ def free_workers(ctx: Context) -> Free:
 
 
 async def ask_reward(ctx: Context, group: list[Ticket], free: Free) -> Scores | None:
-    """Scores a whole group by one call per pool of trained terms, on its next idle worker; failures are retried.
+    """Scores a whole group by one call per pool, on its next idle worker; failures are retried.
 
-    Terms with `required: false` that have no score are in `Scores.failed`. If a required term or every term has no
-    score, an error ends the run: the last failure of the term, or RewardError. For evaluations and with
-    `reward.on_error=skip`, None is returned instead. Raises RefLost if the images are lost.
+    Terms with `required: false` that have no score are in `Scores.failed`. If a required term or all have none, the
+    last failure or RewardError ends the run; for evaluations and with `reward.on_error=skip` the result is None. Raises
+    RefLost.
     """
     pools = [pool for pool in ctx.rewards if is_reward_pool(pool)]
     answers = await together(*(ask_pool(ctx, pool, group, free[pool]) for pool in pools))
@@ -70,14 +70,14 @@ def ends_run(ctx: Context, group: list[Ticket]) -> bool:
 async def ask_pool(ctx: Context, pool: str, group: list[Ticket], places: asyncio.Queue[int]) -> Scores | RefLost:
     """Returns the group's scores by one pool's terms; terms that failed for good are in `failed`.
 
-    A failed term is asked again of the next idle worker, up to `reward.retries` times, unless its failure is final
-    (retried by the worker itself, or the term's servers are lost). Raises the last failure of a required term if it
-    ends the run. RefLost is returned, not raised: the other pools' calls must end before the group is made again.
+    A failed term is asked again of the next idle worker, up to `reward.retries` times, unless its failure is final.
+    Raises the last failure of a required term if it ends the run. RefLost is returned: the other pools' calls must end
+    first.
     """
     config = ctx.config.reward
     images = [ticket.payload.images for ticket in group]
     parts: list[Scores] = []
-    terms = next(each.terms for each in reward_pools(config) if each.name == pool)
+    terms = next(reward_pool.terms for reward_pool in reward_pools(config) if reward_pool.name == pool)
     only: tuple[str, ...] | None = None
     for attempt in range(config.retries + 1):
         await ctx.servers.up(terms)
@@ -86,13 +86,13 @@ async def ask_pool(ctx: Context, pool: str, group: list[Ticket], places: asyncio
             only = tuple(name for name in only or terms if name not in gone.failed)
             if not only:
                 break
-        index, lost = await places.get(), None
+        index, error_of_call = await places.get(), None
         try:
             parts.append(await score_once(ctx, pool, index, group, only, images))
         except RefLost as gone:
             return gone
         except FAILURES as error:
-            lost = error
+            error_of_call = error
             parts.append(Scores((), {}, failed={name: Failure(str(error)) for name in only or terms}))
             await reward_failed(ctx, pool, index, error)
         finally:
@@ -107,9 +107,9 @@ async def ask_pool(ctx: Context, pool: str, group: list[Ticket], places: asyncio
     fatal = required(ctx, scores)
     if fatal and ends_run(ctx, group):
         failure = scores.failed[fatal[0]]
-        said = RewardError(failure.reason)
-        said.add_note(f"in the worker:\n{failure.traceback}")
-        raise lost or said
+        reward_error = RewardError(failure.reason)
+        reward_error.add_note(f"in the worker:\n{failure.traceback}")
+        raise error_of_call or reward_error
     return scores
 
 
@@ -122,10 +122,7 @@ def without_server(servers: Servers, terms: Sequence[str]) -> Scores | None:
 async def score_once(
     ctx: Context, pool: str, index: int, group: list[Ticket], only: Sequence[str] | None, images: list[object]
 ) -> Scores:
-    """Calls one worker for the terms `only` (None: all terms of the pool); failures of terms are recorded as events.
-
-    Raises DeadlineExceeded after `deadlines.score` seconds, WorkerDied, WorkerFailed or RefLost.
-    """
+    """Calls a worker for the terms `only` (None: all). Raises DeadlineExceeded, WorkerDied, WorkerFailed, RefLost."""
     worker = ctx.rewards[pool].workers[index]
     ctx.observer.state(worker.name, "busy")
     what = f"score: {describe(group[0])} on {worker.name}"
@@ -151,10 +148,7 @@ async def reward_failed(ctx: Context, pool: str, index: int, error: Exception) -
 
 
 async def ask_held_out(ctx: Context, group: list[Ticket], free: Free) -> None:
-    """Sets `held_out` of the tickets of an evaluation's group; does nothing for training groups.
-
-    All pools are asked at the same time. Raises RefLost if the images are lost, once all calls have ended.
-    """
+    """Sets `held_out` of an evaluation's tickets by all pools at once. Raises RefLost once all calls have ended."""
     if group[0].kind != EVALUATION or not ctx.config.evaluate.reward.terms:
         return
     pools = held_out_by_pool(ctx.config)
@@ -175,24 +169,23 @@ async def ask_held_out(ctx: Context, group: list[Ticket], free: Free) -> None:
 async def ask_held_out_pool(
     ctx: Context, pool: str, terms: Collection[str], group: list[Ticket], free: Free
 ) -> HeldOutScores | RefLost:
-    """Returns the group's scores by the held-out terms of one pool.
+    """Returns the group's scores by the held-out terms of one pool; those that fail are retried with back-off.
 
-    Terms that fail are asked again after `reward.backoff` seconds, doubled each time, up to `reward.retries` times.
-    Terms that still fail are in `HeldOutScores.failed`, at once if the pool is lost. RefLost is returned, because other
-    pools may still be asked.
+    Terms that still fail are in `failed`, at once if the pool is lost. RefLost is returned, as other pools are still
+    asked.
     """
     config = ctx.config.reward
     answer = HeldOutScores({}, dict.fromkeys(terms, "not asked yet"))
     for attempt in range(config.retries + 1):
         await ctx.servers.up(tuple(answer.failed))
-        lost = {name: why for name, why in ctx.servers.lost().items() if name in answer.failed}
-        answer = replace(answer, failed={**answer.failed, **lost})
-        if asked := tuple(name for name in answer.failed if name not in lost):
+        unserved = {name: why for name, why in ctx.servers.lost().items() if name in answer.failed}
+        answer = replace(answer, failed={**answer.failed, **unserved})
+        if names := tuple(name for name in answer.failed if name not in unserved):
             try:
-                answer = await _ask(ctx, pool, group, free, answer, asked)
+                answer = await _ask(ctx, pool, group, free, answer, names)
             except RefLost as gone:
                 return gone
-        if answer.failed.keys() == lost.keys() or pool in ctx.lost_pools:
+        if answer.failed.keys() == unserved.keys() or pool in ctx.lost_pools:
             break
         if attempt < config.retries:
             await asyncio.sleep(config.backoff * 2**attempt)
@@ -200,36 +193,33 @@ async def ask_held_out_pool(
 
 
 async def _ask(
-    ctx: Context, pool: str, group: list[Ticket], free: Free, before: HeldOutScores, asked: tuple[str, ...]
+    ctx: Context, pool: str, group: list[Ticket], free: Free, before: HeldOutScores, names: tuple[str, ...]
 ) -> HeldOutScores:
-    """Returns `before`, updated with the result of one call of one worker for the terms `asked`."""
+    """Returns `before`, updated with the result of one call of one worker for the terms `names`."""
     index = await free[pool].get()
     if pool in ctx.lost_pools:
         free[pool].put_nowait(index)
-        return replace(before, failed={**before.failed, **dict.fromkeys(asked, ctx.lost_pools[pool])})
+        return replace(before, failed={**before.failed, **dict.fromkeys(names, ctx.lost_pools[pool])})
     worker = ctx.rewards[pool].workers[index]
     images = [ticket.payload.images for ticket in group]
     ctx.observer.state(worker.name, "busy")
     try:
         async with deadline(ctx.config.deadlines.score, f"score: held-out terms of {describe(group[0])}"):
-            answer: HeldOutScores = await worker.call("score_held_out", asked, ctx.requests.prompt(group[0]), *images)
+            answer: HeldOutScores = await worker.call("score_held_out", names, ctx.requests.prompt(group[0]), *images)
     except FAILURES as error:
         await held_out_failed(ctx, pool, index, error)
-        return replace(before, failed={**before.failed, **dict.fromkeys(asked, f"{type(error).__name__}: {error}")})
+        return replace(before, failed={**before.failed, **dict.fromkeys(names, f"{type(error).__name__}: {error}")})
     finally:
         free[pool].put_nowait(index)
         ctx.observer.state(ctx.rewards[pool].workers[index].name, "wait_data")
     for span in answer.spans:
         ctx.observer.span(worker.name, span)
-    kept = {name: why for name, why in before.failed.items() if name not in asked}
+    kept = {name: why for name, why in before.failed.items() if name not in names}
     return joined((replace(before, failed=kept), answer))
 
 
 async def held_out_failed(ctx: Context, pool: str, index: int, error: Exception) -> None:
-    """Acts as `reward_failed`, but if a pool that scores only evaluations has no successor for a worker, it is lost.
-
-    The loss is an event; the run goes on.
-    """
+    """Acts as `reward_failed`, but a pool for evaluations alone that gets no successor is lost, and the run goes on."""
     try:
         await reward_failed(ctx, pool, index, error)
     except FAILURES as reason:

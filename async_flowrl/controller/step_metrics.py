@@ -13,10 +13,7 @@ from async_flowrl.types import Scores
 
 
 class StepStatistics:
-    """Collects the groups and optimizer steps of one training step, in order; trainer.py fills it.
-
-    `windowed` is True for algorithms that train a window of denoising steps.
-    """
+    """Collects the groups and optimizer steps of a training step; `windowed`: the algorithm trains windows."""
 
     def __init__(self, step: int, *, windowed: bool = False) -> None:
         self.step, self.windowed = step, windowed
@@ -43,9 +40,7 @@ class StepStatistics:
         """Returns metric name → value; docs/metrics.md describes the names.
 
         Losses are means over the optimizer steps that were not skipped. A row is one image at one trained denoising
-        step. `kept_of/<age>` counts the rows with staleness <age> and a nonzero advantage, `kept/<age>` those of them
-        whose gradient is not removed by clipping or masks. If all groups were skipped, keys of rewards and staleness
-        are missing.
+        step.
         """
         flat = [value for group in self.rewards for value in group]
         line: dict[str, float] = {"step": self.step, "policy_version": self.step, "images": len(flat)}
@@ -68,7 +63,6 @@ class StepStatistics:
         return line if size is None else line | {"effective_sample_size": size}
 
     def _means(self) -> dict[str, float]:
-        """Returns the mean of each metric over the optimizer steps that have it and were not skipped."""
         ran = [stats.metrics for stats in self.updates if not stats.skipped]
         names = sorted({name for metrics in ran for name in metrics})
         return {name: float(np.mean([metrics[name] for metrics in ran if name in metrics])) for name in names}
@@ -84,11 +78,7 @@ class StepStatistics:
 
 
 def term_metrics(groups: Sequence[Scores]) -> dict[str, float]:
-    """Returns metric name → value, for one Scores per group.
-
-    Means of a term leave out the groups that lack it; `missing` counts these. `zero_std_ratio` is the share of groups
-    whose images all have exactly the same score. A numeric extra of a term gets its mean, `reward/<term>/<extra>`.
-    """
+    """Returns the metrics of reward terms, for one Scores per group; means leave out groups that lack the term."""
     by_term: dict[str, list[tuple[float, ...]]] = defaultdict(list)
     missing: Counter[str] = Counter()
     for scores in groups:
@@ -96,12 +86,12 @@ def term_metrics(groups: Sequence[Scores]) -> dict[str, float]:
         for name, values in scores.by_term.items():
             by_term[name].append(values)
     line: dict[str, float] = {}
-    for name, each in by_term.items():
-        flat = [value for values in each for value in values]
+    for name, by_group in by_term.items():
+        flat = [value for values in by_group for value in values]
         line[f"reward/{name}/mean"] = float(np.mean(flat))
         line[f"reward/{name}/std"] = float(np.std(flat))
-        line[f"reward/{name}/group_std"] = float(np.mean([np.std(values) for values in each]))
-        line[f"reward/{name}/zero_std_ratio"] = sum(len(set(values)) == 1 for values in each) / len(each)
+        line[f"reward/{name}/group_std"] = float(np.mean([np.std(values) for values in by_group]))
+        line[f"reward/{name}/zero_std_ratio"] = sum(len(set(values)) == 1 for values in by_group) / len(by_group)
     line |= {f"reward/{name}/missing": count for name, count in sorted(missing.items())}
     means = extra_means(scores.extras for scores in groups)
     line |= {f"reward/{term}/{name}": mean for term, by_name in means.items() for name, mean in by_name.items()}
@@ -110,9 +100,9 @@ def term_metrics(groups: Sequence[Scores]) -> dict[str, float]:
 
 def seconds_per_group(groups: Sequence[Scores]) -> dict[str, float]:
     """Returns `timing/score/<term>`: seconds of a group's last call for the term in its worker, mean over groups."""
-    took: dict[str, list[float]] = defaultdict(list)
+    durations: dict[str, list[float]] = defaultdict(list)
     for scores in groups:
         last = {span.name: span.end - span.start for span in scores.spans if span.name.startswith("score/")}
         for name, seconds in last.items():
-            took[f"timing/{name}"].append(seconds)
-    return {key: float(np.mean(each)) for key, each in sorted(took.items())}
+            durations[f"timing/{name}"].append(seconds)
+    return {key: float(np.mean(values)) for key, values in sorted(durations.items())}

@@ -1,13 +1,9 @@
 """TrainerGroup, the trainer as the controller sees it: decides which ranks train which groups of a step, and when.
 
-The loop (run/loop.py) calls `update` once per step. A step has `trainer.updates_per_batch` optimizer steps,
-and a group's number decides to which of them it belongs. With `hand_over=batch` the step waits until all of its groups
-are ready; with `hand_over=stream` groups are trained in the order in which they become ready. Both train the same
-parts: a part is a micro-batch of a group (training/parts.py), and the controller says which rank trains which part. A
-replica is the ranks that hold one copy of the base together; the replicas work at the same time, and each gets one call
-after another. Advantages are computed once, in float64, on the controller.
-
-A rank that dies ends the attempt: run/recovery.py then starts all ranks again.
+A step has `trainer.updates_per_batch` optimizer steps; a group's number decides to which it belongs. With
+`hand_over=batch` the step waits for all of its groups, with `hand_over=stream` they are trained as they become ready.
+Both train the same parts (micro-batches of a group, training/parts.py). Replicas, the ranks that hold one copy of the
+base together, work side by side. A rank that dies ends the attempt: run/recovery.py starts all ranks again.
 """
 
 import asyncio
@@ -24,7 +20,7 @@ from async_flowrl.controller.context import Context
 from async_flowrl.controller.rank_weights import ReplicatedWeights, ShardedWeights
 from async_flowrl.controller.replicas import (
     MAX_GROUPS_PER_CALL,
-    Owners,
+    Assignment,
     Replica,
     failing_as_one,
     idle_ranks,
@@ -33,7 +29,7 @@ from async_flowrl.controller.replicas import (
     with_trajectories,
 )
 from async_flowrl.controller.step_metrics import StepStatistics
-from async_flowrl.controller.training_groups import HandedGroup, hand_over
+from async_flowrl.controller.training_groups import TrainingGroup, hand_over
 from async_flowrl.policies.tuning import tuning_of
 from async_flowrl.training.messages import (
     Layout,
@@ -62,7 +58,7 @@ class Sums:
     manifests: dict[int, Manifest] = field(default_factory=dict)
 
 
-def divisor(ctx: Context, groups: Sequence[HandedGroup]) -> int | None:
+def divisor(ctx: Context, groups: Sequence[TrainingGroup]) -> int | None:
     """Returns the rows of the trained groups if the other groups do not count, else None (`TrainRequest.rows`)."""
     if ctx.config.algorithm.zero_std_groups == "count":
         return None
@@ -92,10 +88,7 @@ class TrainerGroup:
         return self.workers.workers[0]
 
     def laid_out(self, config: Config, ranks_per_replica: int) -> None:
-        """Sets the number of ranks per replica, which the ranks reported when they loaded the base.
-
-        Logs a warning if some ranks have nothing to train, or must compute parts that another rank has.
-        """
+        """Sets the ranks per replica, as reported when they loaded the base; warns of idle or repeating ranks."""
         sharded = tuning_of(config).whole and ranks_per_replica > 1
         self.weights = (ShardedWeights if sharded else ReplicatedWeights)(self.workers)
         self._arrange(ranks_per_replica)
@@ -109,7 +102,7 @@ class TrainerGroup:
     def _arrange(self, per_replica: int) -> None:
         """Makes the replicas anew, of `per_replica` ranks each."""
         ranks, by_group = len(self.workers.workers), self.weights.by_group
-        self._owners = Owners(ranks, per_replica, by_group=by_group)
+        self._owners = Assignment(ranks, per_replica, by_group=by_group)
         starts = range(0, ranks, per_replica)
         self._replicas = [
             Replica(range(start, start + per_replica), ranks, self.weights.training, by_group) for start in starts
@@ -121,7 +114,6 @@ class TrainerGroup:
         self._measures = True
 
     def _most_selected(self, config: Config) -> list[int]:
-        """Returns the images that the algorithm selects for training from a group in which all rewards differ."""
         return list(self.algorithm.select(np.arange(config.group_size, dtype=np.float64)))
 
     async def all(self, method: str, *args: Any) -> list[Any]:
@@ -133,10 +125,7 @@ class TrainerGroup:
         await together(*(worker.watch() for worker in self.workers.workers))
 
     async def update(self, ctx: Context, step: int) -> dict[str, float]:
-        """Trains on the groups of `step` and returns the step's metrics, with the seconds of waiting and of training.
-
-        Raises WorkerDied if a rank dies, other errors of the ranks, and DeadlineExceeded.
-        """
+        """Trains on the groups of `step` and returns metrics. Raises errors of the ranks and DeadlineExceeded."""
         statistics = StepStatistics(step, windowed=ctx.config.algorithm.window != "none")
         began = self._idle_since = now()
         self._waited = 0.0
@@ -147,8 +136,8 @@ class TrainerGroup:
         batch = await self._batch(ctx, step, size) if ctx.config.hand_over == "batch" else []
         spread: list[bool | None] = []
         for update in range(updates):
-            own = batch[update * size : (update + 1) * size]
-            coming = self._taken(own) if own else self._ready(ctx, step, size)
+            of_update = batch[update * size : (update + 1) * size]
+            coming = self._taken(of_update) if of_update else self._ready(ctx, step, size)
             groups, results = await self._optimizer_step(ctx, step, update, size, coming)
             for group in groups:
                 statistics.add_group(group.tickets, group.scores, group.advantages)
@@ -159,31 +148,29 @@ class TrainerGroup:
 
     # -- the groups of a step, in the order in which they are trained
 
-    async def _batch(self, ctx: Context, step: int, size: int) -> list[HandedGroup]:
+    async def _batch(self, ctx: Context, step: int, size: int) -> list[TrainingGroup]:
         """Waits until all groups of the step are ready and returns them, with an owner for each part.
 
-        The owners of the groups of later optimizer steps also compute the proximal predictions for them now, because
-        the weights change with the first optimizer step.
+        Owners of groups of later optimizer steps compute their proximal predictions now, before the weights change.
         """
         groups = range(ctx.config.prompts_per_step)
         # The condition is checked after every group; the last groups are usually those that are missing.
         await self._until(ctx, lambda: all(ctx.table.ready(step, group) for group in reversed(groups)))
-        handed, batch = hand_over(ctx, self.algorithm, step, groups), list[HandedGroup]()
-        for start in range(0, len(handed), size):
+        all_groups, batch = hand_over(ctx, self.algorithm, step, groups), list[TrainingGroup]()
+        for start in range(0, len(all_groups), size):
             self._owners.begin(size)
-            batch += self._owned(ctx, handed[start : start + size])
+            batch += self._owned(ctx, all_groups[start : start + size])
         async with failing_as_one() as tasks:
             # Predicts with the weights at the start of the batch, on the ranks that train these groups later.
             self._give(ctx, tasks, Sums(step, StepPlan(rows=0)), batch[size:], "update.proximal", most=1)
         return batch
 
-    async def _taken(self, groups: Sequence[HandedGroup]) -> AsyncIterator[Sequence[HandedGroup]]:
-        """Yields groups that are handed over already: for a single replica one call's worth at a time, else all."""
+    async def _taken(self, groups: Sequence[TrainingGroup]) -> AsyncIterator[Sequence[TrainingGroup]]:
         most = MAX_GROUPS_PER_CALL if len(self._replicas) == 1 else len(groups)
         for start in range(0, len(groups), most):
             yield groups[start : start + most]
 
-    async def _ready(self, ctx: Context, step: int, size: int) -> AsyncIterator[Sequence[HandedGroup]]:
+    async def _ready(self, ctx: Context, step: int, size: int) -> AsyncIterator[Sequence[TrainingGroup]]:
         """Yields the groups of an optimizer step as they become ready and a replica is idle, low numbers first."""
         left = set(range(size))
         self._owners.begin(size)
@@ -217,7 +204,7 @@ class TrainerGroup:
         if len(self.workers.workers) == 1:
             self._book_state(ctx, self._replicas[0], "busy")
 
-    def _owned(self, ctx: Context, groups: Sequence[HandedGroup]) -> list[HandedGroup]:
+    def _owned(self, ctx: Context, groups: Sequence[TrainingGroup]) -> list[TrainingGroup]:
         """Returns the groups with the rank that trains each of their parts."""
         owned, samples = [], ctx.config.trainer.micro_batch_size
         for group in groups:
@@ -230,13 +217,9 @@ class TrainerGroup:
     # -- optimizer steps
 
     async def _optimizer_step(
-        self, ctx: Context, step: int, update: int, size: int, coming: AsyncIterator[Sequence[HandedGroup]]
-    ) -> tuple[list[HandedGroup], list[UpdateStats]]:
-        """Makes one optimizer step on the groups that `coming` yields; returns the groups and each rank's statistics.
-
-        The groups are sorted by number. If the sum of the gradients overflows, the optimizer step is computed again
-        with a larger exponent (training/exact.py).
-        """
+        self, ctx: Context, step: int, update: int, size: int, coming: AsyncIterator[Sequence[TrainingGroup]]
+    ) -> tuple[list[TrainingGroup], list[UpdateStats]]:
+        """Makes an optimizer step on the groups that `coming` yields; again with a larger exponent on overflow."""
         while True:
             groups, outcome = await self._attempt(ctx, step, update, size, coming)
             if not isinstance(outcome, int):
@@ -251,13 +234,10 @@ class TrainerGroup:
             coming = self._taken(groups)
 
     async def _attempt(
-        self, ctx: Context, step: int, update: int, size: int, coming: AsyncIterator[Sequence[HandedGroup]]
-    ) -> tuple[list[HandedGroup], Stepped | int]:
-        """Tries one optimizer step; returns its groups by number, and each rank's statistics or a larger exponent.
-
-        The exponent means that the sum overflowed, and that the step must be tried again with it.
-        """
-        groups: list[HandedGroup] = []
+        self, ctx: Context, step: int, update: int, size: int, coming: AsyncIterator[Sequence[TrainingGroup]]
+    ) -> tuple[list[TrainingGroup], Stepped | int]:
+        """Tries one optimizer step; returns its groups by number, and each rank's statistics or a larger exponent."""
+        groups: list[TrainingGroup] = []
         outcome: Stepped | int | None = None
         sums = Sums(step, StepPlan(rows=0))
         self._attempts += 1
@@ -279,15 +259,12 @@ class TrainerGroup:
         self,
         ctx: Context,
         sums: Sums,
-        until_now: Sequence[HandedGroup],
-        groups: Sequence[HandedGroup],
+        until_now: Sequence[TrainingGroup],
+        groups: Sequence[TrainingGroup],
         *,
         finishes: bool,
     ) -> Stepped | int | None:
-        """Trains groups on the only rank; the call for the last groups also finishes the optimizer step.
-
-        Returns None before the last call, then the rank's statistics, or a larger exponent if the sum overflowed.
-        """
+        """Trains groups on the only rank; the last call also steps, and returns statistics or a larger exponent."""
         step, begins = sums.step, sums.plan if len(until_now) == len(groups) else None
         trained = [group for group in groups if group.meta is not None]
         metas = tuple(group.meta for group in trained if group.meta)
@@ -307,11 +284,10 @@ class TrainerGroup:
             return summed.overflow
         return [(self.first, summed)]
 
-    async def _finish(self, ctx: Context, sums: Sums, groups: Sequence[HandedGroup]) -> Stepped | int:
+    async def _finish(self, ctx: Context, sums: Sums, groups: Sequence[TrainingGroup]) -> Stepped | int:
         """Adds up the ranks' sums and has each rank step; returns statistics by rank, or a larger exponent.
 
-        If it is measured how far the step moves the policy, that is done on the first part of a group. Raises
-        NotThePlan if a part is missing or is in two sums, errors of the ranks, and RuntimeError if their weights differ
+        Raises NotThePlan if a part is missing or is in two sums, and RuntimeError if the ranks' weights differ
         afterwards.
         """
         for replica in self._replicas:
@@ -321,8 +297,11 @@ class TrainerGroup:
         by_name: Mapping[str, Manifest] = {workers[rank].name: manifest for rank, manifest in sums.manifests.items()}
         check_plan(step, plan.update, plan.attempt, planned, by_name)
         rows, parts = divisor(ctx, groups), tuple(planned.items())
-        known = TrainRequest(step, (), finishes=True, planned=parts, rows=rows, attempt=plan.attempt)
-        requests = [known if rank in sums.manifests else replace(known, begins=plan) for rank in range(len(workers))]
+        base_request = TrainRequest(step, (), finishes=True, planned=parts, rows=rows, attempt=plan.attempt)
+        requests = [
+            base_request if rank in sums.manifests else replace(base_request, begins=plan)
+            for rank in range(len(workers))
+        ]
         measured = (group for group in groups if group.meta and group.meta.selected)
         summed: list[Summed] = await with_probe(
             ctx, workers, next(measured, None) if self._measures else None, requests, training
@@ -337,8 +316,7 @@ class TrainerGroup:
             raise RuntimeError(f"step {step}: the trainer ranks have different weights after the same sum: {digests}")
         return did
 
-    def _plan(self, ctx: Context, group: HandedGroup, update: int, groups: int) -> StepPlan:
-        """Returns the plan of an optimizer step of `groups` groups; its rows count skipped groups, too."""
+    def _plan(self, ctx: Context, group: TrainingGroup, update: int, groups: int) -> StepPlan:
         step = group.tickets[0].step
         request = ctx.requests.request(group.tickets[0])
         per_group = len(self._most_selected(ctx.config))
@@ -359,7 +337,6 @@ class TrainerGroup:
     # -- calls of the replicas
 
     def _book_state(self, ctx: Context, replica: Replica, state: str) -> None:
-        """Records the state of a replica's ranks if it has changed; it is called for every group."""
         if replica.state != state:
             replica.state = state
             for rank in replica.ranks:
@@ -370,20 +347,20 @@ class TrainerGroup:
         ctx: Context,
         tasks: asyncio.TaskGroup,
         sums: Sums,
-        groups: Sequence[HandedGroup],
+        groups: Sequence[TrainingGroup],
         method: str,
         *,
         most: int = MAX_GROUPS_PER_CALL,
     ) -> None:
         """Starts tasks that call `method` on each replica for the groups of which it has parts, `most` per call."""
         for index, replica in enumerate(self._replicas):
-            own = [group for group in groups if replica.owns(group)]
-            for start in range(0, len(own), most):
+            share = [group for group in groups if replica.owns(group)]
+            for start in range(0, len(share), most):
                 ctx.placement.begin_training(replica.ranks)
                 replica.waiting += 1
-                tasks.create_task(self._call(ctx, index, sums, own[start : start + most], method))
+                tasks.create_task(self._call(ctx, index, sums, share[start : start + most], method))
 
-    async def _call(self, ctx: Context, index: int, sums: Sums, groups: Sequence[HandedGroup], method: str) -> None:
+    async def _call(self, ctx: Context, index: int, sums: Sums, groups: Sequence[TrainingGroup], method: str) -> None:
         """Makes one call of a replica after its earlier calls, and records what is in its sums then."""
         replica, samples = self._replicas[index], ctx.config.trainer.micro_batch_size
         metas = tuple(group.meta for group in groups if group.meta is not None)

@@ -1,4 +1,4 @@
-"""HandedGroup, a group of a step that the ticket table has handed over to the trainer, with its advantages.
+"""TrainingGroup, a group of a step that the ticket table has handed over to the trainer, with its advantages.
 
 trainer.py calls `hand_over`; replicas.py calls the other functions if a group's trajectories are lost.
 """
@@ -23,7 +23,7 @@ from separation.group import RefLost
 
 
 @dataclass(frozen=True)
-class HandedGroup:
+class TrainingGroup:
     """One group of the trainer's step, with one advantage per image."""
 
     tickets: list[Ticket]
@@ -45,25 +45,22 @@ class HandedGroup:
         return [ticket.payload.trajectory for ticket in self.tickets]
 
 
-def hand_over(ctx: Context, algorithm: Algorithm, step: int, groups: Sequence[int]) -> list[HandedGroup]:
-    """Takes ready groups from the ticket table and computes their advantages together; no rank owns their parts yet.
-
-    Raises Refused if a group is not ready, too old, or made by other weights than those published.
-    """
+def hand_over(ctx: Context, algorithm: Algorithm, step: int, groups: Sequence[int]) -> list[TrainingGroup]:
+    """Takes ready groups from the table and computes their advantages together, without owners yet. Raises Refused."""
     tickets = [ctx.table.hand_over(step, group) for group in groups]
     scores: list[Scores | None] = [group[0].scores for group in tickets]
     scored = [index for index, value in enumerate(scores) if value is not None]
     seeds = [derive(ctx.config.seed, "permute", step, tickets[index][0].group) for index in scored]
-    there = [each for each in scores if each is not None]
-    values = dict(zip(scored, group_advantages(algorithm, ctx.config, there, seeds), strict=True))
+    scores_present = [score for score in scores if score is not None]
+    values = dict(zip(scored, group_advantages(algorithm, ctx.config, scores_present, seeds), strict=True))
     skips = algorithm.vanishes_at_zero or ctx.config.algorithm.zero_std_groups == "drop"
-    handed = []
+    training_groups = []
     for index, of_group in enumerate(tickets):
         advantages = tuple(float(value) for value in values.get(index, ()))
         trained = scores[index] is not None and (any(advantages) or not skips)
         meta = _meta(ctx, algorithm, of_group, advantages) if trained else None
-        handed.append(HandedGroup(of_group, scores[index], advantages, meta))
-    return handed
+        training_groups.append(TrainingGroup(of_group, scores[index], advantages, meta))
+    return training_groups
 
 
 def _meta(ctx: Context, algorithm: Algorithm, tickets: list[Ticket], advantages: tuple[float, ...]) -> GroupMeta:
@@ -83,18 +80,15 @@ def _meta(ctx: Context, algorithm: Algorithm, tickets: list[Ticket], advantages:
     )
 
 
-async def until_whole(groups: Sequence[HandedGroup]) -> None:
+async def until_whole(groups: Sequence[TrainingGroup]) -> None:
     """Waits while the trajectories of any of the groups are being made again for another replica."""
     while remade := [group for group in groups if group.remaking.locked()]:
         async with remade[0].remaking:
             pass
 
 
-async def make_group_again(ctx: Context, group: HandedGroup, lost: RefLost, tried: Sequence[Any]) -> None:
-    """Waits until the lost trajectories of a handed group are made again, unless they have been made again already.
-
-    `tried` are the refs whose values were lost. The group keeps its scores, because its advantages come from them.
-    """
+async def make_group_again(ctx: Context, group: TrainingGroup, lost: RefLost, tried: Sequence[Any]) -> None:
+    """Waits until the group's lost trajectories (of the refs `tried`) are made again; the group keeps its scores."""
     async with group.remaking:
         if any(now is not before for now, before in zip(group.refs, tried, strict=True)):
             return
@@ -114,36 +108,32 @@ def group_advantages(
 ) -> list[FloatArray]:
     """Returns one float64 array [n] of advantages per group of n images, in the order of `scores`.
 
-    `seeds` holds one seed per group, used only if the setting `algorithm.permute_advantages` shuffles the advantages.
-
-    A group that lacks an optional term gets the sum of its other terms. If each term is normalised separately
-    (`algorithm.combine=per_reward`), the group does not count in the statistics of the term that it lacks.
+    `seeds` (one per group) are for `algorithm.permute_advantages`. A group that lacks an optional term gets the sum of
+    its others, and with `algorithm.combine=per_reward` does not count in the statistics of that term.
     """
     if not scores:
         return []
     terms = config.reward.terms
     weights = {name: term.weight for name, term in terms.items()}
-    whole = all(name in each.by_term for each in scores for name in terms)
+    whole = all(name in group.by_term for group in scores for name in terms)
     if whole or config.algorithm.combine == "sum":
-        rewards = {name: [_values(each, name) for each in scores] for name in terms}
+        rewards = {name: [_values(group, name) for group in scores] for name in terms}
         return list(algorithm.advantages(rewards, weights=weights, seeds=seeds))
-    total = [np.zeros(len(each.total)) for each in scores]
+    total = [np.zeros(len(group.total)) for group in scores]
     for name in terms:
-        if there := _there(scores, name):
-            rewards = {name: [_values(scores[index], name) for index in there]}
-            seeds_there = [seeds[index] for index in there]
+        if having := _there(scores, name):
+            rewards = {name: [_values(scores[index], name) for index in having]}
+            seeds_there = [seeds[index] for index in having]
             parts = algorithm.advantages(rewards, weights={name: weights[name]}, seeds=seeds_there)
-            for index, part in zip(there, parts, strict=True):
+            for index, part in zip(having, parts, strict=True):
                 total[index] = total[index] + part
     return total
 
 
 def _there(scores: Sequence[Scores], name: str) -> list[int]:
-    """Returns the indices of the groups that have the term's scores."""
-    return [index for index, each in enumerate(scores) if name in each.by_term]
+    return [index for index, group in enumerate(scores) if name in group.by_term]
 
 
 def _values(scores: Scores, name: str) -> FloatArray:
-    """Returns the term's scores [n], or zeros, which do not change a sum, if the group lacks the term."""
     values = scores.by_term.get(name)
     return np.zeros(len(scores.total)) if values is None else np.asarray(values, dtype=np.float64)

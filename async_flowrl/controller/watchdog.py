@@ -1,7 +1,6 @@
 """The watchdog notices a run in which no ticket makes progress: it logs what each ticket waits for, then ends the run.
 
-The loop (run/loop.py) runs `watch_for_stalls` beside the training. Every call of a worker has a deadline of
-its own; the watchdog is for other stalls, e.g. a ticket that no worker is allowed to run.
+Calls of workers have deadlines of their own; this is for other stalls, e.g. a ticket that no worker may run.
 """
 
 import asyncio
@@ -37,10 +36,7 @@ class StallRow:
 
 
 def stall_report(rows: Sequence[StallRow], *, most: int = 20) -> str:
-    """Returns a table of the waiting tickets, `most` lines at most.
-
-    The ticket that has waited longest comes first, because it usually blocks the others.
-    """
+    """Returns a table of at most `most` waiting tickets; the one that has waited longest comes first."""
     if not rows:
         return "nothing is under way"
     oldest = sorted(rows, key=lambda row: (-row.age, row.ticket))
@@ -58,18 +54,14 @@ class TicketAges:
     workers: tuple[str, ...] = ()  # Names of the rollout and reward workers at the last `look`.
 
     def look(self, ctx: Context, now: float) -> bool:
-        """Records the tickets and workers at time `now` (seconds of the loop's clock).
-
-        Returns True if since the last call a ticket appeared, disappeared or changed its state, or a worker was added,
-        removed or replaced.
-        """
+        """Records tickets and workers at `now` (loop's clock); returns True if any changed since the last call."""
         before, self.seen = self.seen, {}
         groups = (ctx.rollout, *ctx.rewards.values())
         known_workers, self.workers = self.workers, tuple(w.name for group in groups for w in group.workers)
         for ticket in ctx.table.live():
             key, state = (ticket.kind, ticket.ordinal), (str(ticket.state), ticket.attempt)
-            known = before.get(key)
-            since = known[2] if known is not None and known[:2] == state else now
+            earlier = before.get(key)
+            since = earlier[2] if earlier is not None and earlier[:2] == state else now
             self.seen[key] = (*state, since)
         moved = {k: v[:2] for k, v in before.items()} != {k: v[:2] for k, v in self.seen.items()}
         return moved or known_workers != self.workers
@@ -87,8 +79,7 @@ class TicketAges:
 def limit(config: Config, calls: Deadlines) -> float:
     """Returns the seconds without a change after which the run has stalled: the sum of all deadlines of a step.
 
-    The trainer may take `deadlines.update` per group, and one call may contain all groups of a step. The longest time
-    in which a reward server is found to hang and started again is added, because groups wait for it.
+    One call may train all groups of a step. The longest time to find and restart a hung reward server is added.
     """
     deadlines = config.deadlines
     update = calls.update(config.prompts_per_step)
@@ -98,10 +89,7 @@ def limit(config: Config, calls: Deadlines) -> float:
 
 
 async def watch_for_stalls(ctx: Context) -> None:
-    """Checks every `deadlines.stall` seconds whether anything has changed, and logs a report if nothing has.
-
-    Runs until it is cancelled. Raises Stalled if nothing has changed for longer than `limit`.
-    """
+    """Checks every `deadlines.stall` seconds and logs what waits; raises Stalled after `limit` without a change."""
     clock, deadlines, ages = asyncio.get_running_loop().time, ctx.config.deadlines, TicketAges()
     changed = clock()
     while True:

@@ -1,8 +1,6 @@
 """PublishedWeights publishes the trainer's versions and delivers them to the rollout workers (`checkpoint_engine`).
 
-The loop (run/loop.py) uses it. It tells the ticket table the digest of every published version, and which
-workers have acknowledged it. Before a new worker gets a version, delivered test weights (the canary) must have the same
-effect in its network as in the trainer's.
+It tells the ticket table the digest of every published version, and which workers have acknowledged it.
 """
 
 import asyncio
@@ -36,7 +34,7 @@ class CorruptedVersion(RuntimeError):
 
 @dataclass
 class PublishedWeights:
-    """Implements the protocol `Weights` (context.py) for one attempt; `publish_first` must be called first.
+    """The published weights of one attempt; `publish_first` must be called first.
 
     A worker that cannot be given its weights is killed, so that the pool replaces it. Errors that must end the run
     (WeightsMismatch, CorruptedVersion and unknown ones) are raised by `watch`.
@@ -69,10 +67,7 @@ class PublishedWeights:
         self.proof = WorkerProof(self.config, self.observer, self.sender, self.placement.transport)
 
     async def publish_first(self) -> None:
-        """Checks all present workers with the canary, then publishes the versions that the first tickets name.
-
-        For a worker that joins later, the caller that brings it in must call `welcome`.
-        """
+        """Checks all present workers with the canary, then publishes the versions that the first tickets name."""
         present = list(self.rollout.workers)
         await self._start()
         async with asyncio.TaskGroup() as tasks:
@@ -86,10 +81,7 @@ class PublishedWeights:
             await self.publish(version)
 
     async def publish(self, version: int) -> None:
-        """Waits until `version` - 2 is sealed, because there are two staging slots, and then until `version` is staged.
-
-        To stage a version is to copy it aside; to seal it is to fix its digest.
-        """
+        """Waits until `version` - 2 is sealed, as there are two staging slots, and `version` is staged."""
         clock = asyncio.get_running_loop().time
         began = clock()
         self._book("sync")
@@ -104,18 +96,16 @@ class PublishedWeights:
         self.observer.event("version", stream="policy", version=version, state="staged", digest=None, worker=None)
 
     def _book(self, state: str) -> None:
-        """Records the state of all trainer ranks: `sync` during `publish`, `idle` from then until the next update."""
         for rank in self.trainers.workers.workers:
             self.observer.state(rank.name, state)
 
-    async def welcome(self, worker: Worker) -> None:
+    async def add_worker(self, worker: Worker) -> None:
         await self._started.wait()
         await self.proof.of(worker)
         oldest = self._oldest_named()
         await self._join(worker, [v for v in self.table.published if v >= oldest])
 
     def _oldest_named(self) -> int:
-        """Returns the oldest version that a ticket of the current step or a later one can name."""
         return self.table.shape.version_for(self.table.step)
 
     async def leave(self, worker: str) -> None:
@@ -233,10 +223,7 @@ class PublishedWeights:
         self.work.notify(worker)
 
     async def _give_up(self, name: str, error: BaseException) -> None:
-        """Kills a worker to which weights cannot be delivered; `dispatch` notices its death and replaces it.
-
-        Raises CorruptedVersion if too many workers in a row received damaged weights.
-        """
+        """Kills a worker that cannot get weights. Raises CorruptedVersion after too many damaged ones in a row."""
         self.observer.event("fault", worker=name, kind=type(error).__name__, message=str(error))
         for worker in self.rollout.workers:
             if worker.name == name:

@@ -1,27 +1,21 @@
 """Memory of activations, by a rehearsal of a configuration's workers on fake tensors; importing it loads no model."""
 
 import logging
-from collections.abc import Callable, Mapping
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any, cast
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, is_dataclass, replace
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from async_flowrl.config.messages import quieter
 from async_flowrl.config.schema import Config
 
 if TYPE_CHECKING:
     from async_flowrl.memory.rehearsal.ledger import Phase
+    from async_flowrl.memory.rehearsal.model import FakeModel
     from async_flowrl.memory.rehearsal.rollout import RolloutRehearsal
     from async_flowrl.memory.rehearsal.trainer import RankRehearsal
     from async_flowrl.memory.sizes import Sizes
-import re
-from collections import Counter
-from collections.abc import Sequence
-from dataclasses import fields, is_dataclass
-from typing import TypeVar
-
-from async_flowrl.memory.rehearsal.model import FakeModel
-from async_flowrl.memory.rehearsal.rollout import RolloutRehearsal, rehearse_rollout
-from async_flowrl.memory.rehearsal.trainer import RankRehearsal, rehearse_trainer
 
 _remembered: dict[str, Any] = {}
 
@@ -42,16 +36,12 @@ def alone(config: Config) -> Config:
 
 def rehearsed_rank(config: Config) -> "RankRehearsal":
     """Returns a lone trainer rank, rehearsed once per configuration. ValueError for an unknown architecture."""
-    from async_flowrl.memory.rehearsed import whole_rank
-
     return _once(alone(config), "trainer", whole_rank)  # type: ignore[no-any-return]
 
 
 def rehearsed_rollout(config: Config) -> "RolloutRehearsal":
     """Returns a rollout worker with a few of the blocks, rehearsed once; raises as `rehearsed_rank`."""
     # Without gradients its activations are those of one block.
-    from async_flowrl.memory.rehearsed import short_rollout
-
     return _once(alone(config), "rollout", short_rollout)  # type: ignore[no-any-return]
 
 
@@ -100,8 +90,10 @@ GATHERED = 3
 _NUMBER = re.compile(r"\d[].*?]")  # Part of a pattern of tensor names that may name single blocks.
 
 
-def whole_rank(config: Config, model: FakeModel, *, kernels: bool = True) -> RankRehearsal:
+def whole_rank(config: Config, model: "FakeModel", *, kernels: bool = True) -> "RankRehearsal":
     """Returns the rehearsal of a trainer rank (see `rehearse_trainer`) with all blocks of the model."""
+    from async_flowrl.memory.rehearsal.trainer import rehearse_trainer
+
     trainer = config.trainer
     sharded = trainer.num_workers > 1 and config.is_sharded
     how = trainer.gradient_checkpointing
@@ -110,16 +102,20 @@ def whole_rank(config: Config, model: FakeModel, *, kernels: bool = True) -> Ran
     return _whole(config, model, fewest, period, lambda each: rehearse_trainer(config, each, kernels=kernels))
 
 
-def whole_rollout(config: Config, model: FakeModel, *, kernels: bool = True) -> RolloutRehearsal:
+def whole_rollout(config: Config, model: "FakeModel", *, kernels: bool = True) -> "RolloutRehearsal":
+    from async_flowrl.memory.rehearsal.rollout import rehearse_rollout
+
     return _whole(config, model, FEWEST, 1, lambda each: rehearse_rollout(config, each, kernels=kernels))
 
 
-def short_rollout(config: Config, model: FakeModel, *, kernels: bool) -> RolloutRehearsal:
+def short_rollout(config: Config, model: "FakeModel", *, kernels: bool) -> "RolloutRehearsal":
+    from async_flowrl.memory.rehearsal.rollout import rehearse_rollout
+
     ((_, short), *_) = model.shortened(FEWEST, 1)
     return rehearse_rollout(config, short, kernels=kernels)
 
 
-def _whole(config: Config, model: FakeModel, fewest: int, period: int, rehearse: Callable[[FakeModel], T]) -> T:
+def _whole(config: Config, model: "FakeModel", fewest: int, period: int, rehearse: Callable[["FakeModel"], T]) -> T:
     patterns = [*config.full.freeze, *(config.lora.targets or ())]
     if any(_NUMBER.search(pattern) for pattern in patterns):  # Some blocks are trained, others are not.
         return rehearse(model)

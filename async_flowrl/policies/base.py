@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from async_flowrl.config.resolution import Resolution
-from async_flowrl.types import Conditioning, Prompt, Sampling, Wording
+from async_flowrl.types import Conditioning, EncoderInput, Prompt, Sampling
 
 # diffusers' names of the linear layers in an attention over image and text: four for the image, four for the text.
 _IMAGE_ATTENTION = ("attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0")
@@ -55,7 +55,7 @@ class Policy(ABC):
 
     @abstractmethod
     def encode(
-        self, texts: Sequence[Wording], system: str | None = None, *, negative: bool = False
+        self, texts: Sequence[EncoderInput], system: str | None = None, *, negative: bool = False
     ) -> list[Conditioning]:
         """Returns the conditioning of each text: float32 arrays without batch dimension, named as in the pipeline.
 

@@ -45,7 +45,7 @@ class OneBase:
         state = dict(cast("Any", policy.transformer).state_dict(keep_vars=True))
         return policy, state, base_digest(dict(policy.transformer.named_parameters()))
 
-    def lend(self, transformer: nn.Module, *, trained: Container[str] = ()) -> None:
+    def share_parameters(self, transformer: nn.Module, *, trained: Container[str] = ()) -> None:
         """Puts the base's parameters into a network on the meta device; those in `trained` are copied, others shared.
 
         The network has no adapter yet. Raises RuntimeError if names or shapes differ.

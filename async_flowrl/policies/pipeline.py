@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from async_flowrl.config.check import guidance_refusal
 from async_flowrl.config.resolution import Resolution, height_width, in_pixels, in_words, of_sides
 from async_flowrl.policies.base import Policy, Shapes
-from async_flowrl.types import Conditioning, Sampling, TokenIds, Wording
+from async_flowrl.types import Conditioning, EncoderInput, Sampling, TokenIds
 
 # Names of text encoders among a pipeline's components.
 TEXT_ENCODERS = ("text_encoder", "text_encoder_2", "text_encoder_3")
@@ -33,9 +33,8 @@ def scale_factor(vae: Mapping[str, Any], stages: str | None = None) -> int:
     return int(2 ** (len(vae[key]) - (key != "temperal_downsample")))
 
 
-def estimated_tokens(wording: Wording) -> int:
-    """Returns the length of a prompt in tokens, at least USUAL_TOKENS, from the bytes of its text or from its token
-    ids."""
+def estimated_tokens(wording: EncoderInput) -> int:
+    """Returns the length of a prompt in tokens, at least USUAL_TOKENS, from its bytes of text or its token ids."""
     tokens = math.ceil(len(wording.encode()) / BYTES_PER_TOKEN) if isinstance(wording, str) else len(wording)
     return max(tokens, USUAL_TOKENS)
 
@@ -135,7 +134,7 @@ class PipelinePolicy(Policy):
 
     @torch.no_grad()
     def encode(
-        self, texts: Sequence[Wording], system: str | None = None, *, negative: bool = False
+        self, texts: Sequence[EncoderInput], system: str | None = None, *, negative: bool = False
     ) -> list[Conditioning]:
         """Encodes one text at a time, because padding to the length of another text would change the last bits."""
         self._whole("encode prompts")

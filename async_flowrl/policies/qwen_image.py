@@ -15,7 +15,7 @@ from async_flowrl.policies.base import JOINT_ATTENTION
 from async_flowrl.policies.pipeline import PipelinePolicy, on_host, with_norm_of
 from async_flowrl.policies.pipeline_family import PipelineFamily
 from async_flowrl.policies.stored import configuration
-from async_flowrl.types import Conditioning, Prompt, Sampling, TokenIds, Wording
+from async_flowrl.types import Conditioning, EncoderInput, Prompt, Sampling, TokenIds
 
 # Default of QwenImagePipeline.__call__ for `max_sequence_length`; that of its `encode_prompt` alone is 1024.
 _TEXT_TOKENS = 512
@@ -60,7 +60,7 @@ class QwenImagePolicy(PipelinePolicy):
 
     @torch.no_grad()
     def encode(
-        self, texts: Sequence[Wording], system: str | None = None, *, negative: bool = False
+        self, texts: Sequence[EncoderInput], system: str | None = None, *, negative: bool = False
     ) -> list[Conditioning]:
         """Returns {"prompt_embeds": [L, D] float32} per text of L tokens, without padding.
 

@@ -24,7 +24,7 @@ from async_flowrl.policies.pipeline_family import PipelineFamily, structure
 from async_flowrl.policies.stored import Weights, configuration
 from async_flowrl.policies.tiny import cache_dir, cached
 from async_flowrl.transfers import settle
-from async_flowrl.types import Conditioning, Wording
+from async_flowrl.types import Conditioning, EncoderInput
 
 
 class RandomWeights(Weights):
@@ -94,7 +94,7 @@ def _filled(network: nn.Module, device: torch.device) -> nn.Module:
 
 
 def _encode(
-    policy: PipelinePolicy, texts: Sequence[Wording], system: str | None = None, *, negative: bool = False
+    policy: PipelinePolicy, texts: Sequence[EncoderInput], system: str | None = None, *, negative: bool = False
 ) -> list[Conditioning]:
     """Replaces `Policy.encode`: embeddings N(0, 1) of about as many tokens as the text has."""
     embedded: list[Conditioning] = []

@@ -6,7 +6,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from async_flowrl.types import ByteArray, Conditioning, RolloutRequest, Span, Trajectory, Wording
+from async_flowrl.types import ByteArray, Conditioning, EncoderInput, RolloutRequest, Span, Trajectory
 from checkpoint_engine import Activation, Header
 
 # Function that returns the header and the bytes of a version from the worker's receiver of weights.
@@ -25,14 +25,11 @@ class Rollout:
 class RolloutEngine(Protocol):
     """Makes images. The rollout worker receives the weights, verifies them, and tells the engine what to use."""
 
-    def encode(self, texts: Sequence[Wording]) -> list[Conditioning]:
+    def encode(self, texts: Sequence[EncoderInput]) -> list[Conditioning]:
         """Returns the conditioning of negative prompts, which the trainer needs; called once per run."""
 
     def generate(self, request: RolloutRequest) -> Rollout:
-        """Returns the images and, for a training request, the trajectory of one request.
-
-        The worker has activated the right version before.
-        """
+        """Returns the images and, for a training request, the trajectory, by the version that is active."""
 
     def live_tensors(self) -> Mapping[str, Tensor]:
         """Returns the trained tensors by layout name; the receiver makes them views of its own flat buffer."""

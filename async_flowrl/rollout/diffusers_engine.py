@@ -18,7 +18,7 @@ from async_flowrl.rollout.text_encoder import Encoder, Offloaded, PolicyEncoder,
 from async_flowrl.seeds import generator
 from async_flowrl.tickets.request import asked_of
 from async_flowrl.transfers import download, upload
-from async_flowrl.types import TRAIN, Conditioning, RolloutRequest, Span, Trajectory, Wording
+from async_flowrl.types import TRAIN, Conditioning, EncoderInput, RolloutRequest, Span, Trajectory
 from checkpoint_engine import Activation
 
 ADAPTER = LoraTuning(LoraConfig())  # Default of `tuning`: names and probes of a LoRA do not depend on its rank.
@@ -55,8 +55,7 @@ class _Plan:
 class DiffusersEngine:
     """Denoises tickets in chunks of `batch_size` images (None: the whole ticket). Equal requests give equal bits.
 
-    The noise of an image depends only on its seeds; the other images of its chunk change at most its last bits. On CUDA
-    the host waits for the device twice per ticket, for the trajectory and for the images, if its prompts are in memory.
+    The noise of an image depends only on its seeds. On CUDA the host waits for the device twice per ticket.
     """
 
     def __init__(
@@ -69,10 +68,10 @@ class DiffusersEngine:
         tuning: Tuning = ADAPTER,
         encoder: Encoder | None = None,
     ) -> None:
-        """`text_encoder` is `rollout.text_encoder`: "offload" keeps the text encoders in host memory between prompts.
+        """`tuning` says which tensors are trained (default: an attached LoRA); `encoder` replaces the policy's text
+        encoders.
 
-        `tuning` says which tensors of the network are trained; the default is an attached LoRA. `encoder` is used
-        instead of the policy's text encoders, if it is given. Raises ValueError for "offload" without text encoders.
+        Raises ValueError for `text_encoder` "offload" without text encoders.
         """
         self.policy, self.batch_size, self.device = policy, batch_size, torch.device(device)
         self._tuning = tuning
@@ -82,7 +81,7 @@ class DiffusersEngine:
             encoder = PolicyEncoder(policy, offloaded.visit if offloaded else nullcontext)
         self._prompts = Prompts(encoder)
 
-    def encode(self, texts: Sequence[Wording]) -> list[Conditioning]:
+    def encode(self, texts: Sequence[EncoderInput]) -> list[Conditioning]:
         return self._prompts.encode_negatives(texts)
 
     def live_tensors(self) -> Mapping[str, Tensor]:
@@ -97,10 +96,9 @@ class DiffusersEngine:
     # not inference_mode: the trainer replays with the same kernels, and the LoRA's tensor views must stay ordinary.
     @torch.no_grad()
     def generate(self, request: RolloutRequest) -> Rollout:
-        """Returns the images and, for a training request, the trajectory.
+        """Returns the images and, for a training request, the trajectory (without noisy steps, only its final latents).
 
-        Without noisy steps the trajectory has only the final latents. Raises ValueError for a request that contradicts
-        itself, and FloatingPointError if final latents are not finite.
+        Raises ValueError for a request that contradicts itself, FloatingPointError if final latents are not finite.
         """
         begun = time.time()
         plan = self._plan(request)
@@ -112,15 +110,14 @@ class DiffusersEngine:
         decoded = [self.policy.decode(chunk.final, request.sampling.resolution) for chunk in chunks]
         images = download([torch.cat(decoded)], self.device)[0].numpy()
         generated = Span("generate", begun, denoised, self._flops(plan, parts))
-        made = None if trajectory is None else images.nbytes + trajectory.nbytes
-        spans = (generated, Span("decode", denoised, time.time(), bytes=made))
+        payload_bytes = None if trajectory is None else images.nbytes + trajectory.nbytes
+        spans = (generated, Span("decode", denoised, time.time(), bytes=payload_bytes))
         return Rollout(images, trajectory, spans)
 
     def _flops(self, plan: _Plan, parts: Sequence[range]) -> int | None:
-        """FLOPs of all denoising steps; one step per shape was measured, and the others take as many."""
-        each = [self._meter.flops(plan.shape(len(images))) for images in parts]
-        known = [flops for flops in each if flops is not None]
-        return plan.request.sampling.num_inference_steps * sum(known) if len(known) == len(each) else None
+        by_part = [self._meter.flops(plan.shape(len(images))) for images in parts]
+        counted = [flops for flops in by_part if flops is not None]
+        return plan.request.sampling.num_inference_steps * sum(counted) if len(counted) == len(by_part) else None
 
     def _plan(self, request: RolloutRequest) -> _Plan:
         sampling, train = request.sampling, request.kind == TRAIN
@@ -188,17 +185,13 @@ class DiffusersEngine:
         return following, sde.log_prob(following, transition, sampling.sde_type).float()
 
     def _noise(self, sources: Sequence[torch.Generator], shape: tuple[int, ...]) -> Tensor:
-        """Returns standard normal noise [n, ...] float32 on the device, row i drawn by generator i on the CPU."""
         drawn = torch.empty(len(sources), *shape, dtype=torch.float32, pin_memory=self.device.type == "cuda")
         for row, source in zip(drawn, sources, strict=True):
             torch.randn(shape, generator=source, out=row)
         return upload(drawn, self.device)
 
     def _finish(self, plan: _Plan, chunks: Sequence[_Chunk]) -> Trajectory | None:
-        """Waits for the device and returns the trajectory, None for an evaluation.
-
-        Raises FloatingPointError if final latents are not finite.
-        """
+        """Waits for the device and returns the trajectory, None for an evaluation. Raises FloatingPointError."""
         request = plan.request
         tensors = [torch.stack([chunk.finite for chunk in chunks])]
         if request.kind == TRAIN:

@@ -15,10 +15,10 @@ from async_flowrl.policies.stored import configuration
 from async_flowrl.policies.tiny import cache_dir
 from async_flowrl.policies.tuning import tuning_of
 from async_flowrl.rollout.base import RolloutEngine
+from async_flowrl.rollout.batching import BatchingEngine, check_shareable
 from async_flowrl.rollout.diffusers_engine import DiffusersEngine
 from async_flowrl.rollout.text_encoder import EmbeddingFiles, Parked, StoredEmbeddings, base_aside, encoder_digest
-from async_flowrl.rollout.together import TogetherEngine, check_shareable
-from async_flowrl.types import Asked
+from async_flowrl.types import EmbeddingKey
 
 # `rollout.text_encoder` → `parts` of `load_policy`.
 PARTS = {"resident": "all", "offload": "offload", "cached": "cached"}
@@ -28,15 +28,14 @@ def open_embeddings(
     config: Config,
     model: ResolvedModel,
     device: str,
-    upcoming: Sequence[Asked],
+    upcoming: Sequence[EmbeddingKey],
     worker: int = 0,
     base: OneBase | None = None,
 ) -> StoredEmbeddings | None:
     """Returns the encoder for `rollout.text_encoder=cached`, which keeps embeddings in files; None for other values.
 
-    `upcoming` are the prompts that the run will need, in order. It reads the text encoders' files for their digest.
-    `base` is as for `load_engine`; its weights and the text encoders are never on the device together. Raises
-    ValueError if the folder of embeddings cannot be created.
+    `upcoming` are the prompts that the run will need, in order; `base` is as for `load_engine`. Raises ValueError if
+    the folder of embeddings cannot be created.
     """
     if config.rollout.text_encoder != "cached" or model.random:
         return None
@@ -64,9 +63,8 @@ def load_engine(
 ) -> tuple[RolloutEngine, str]:
     """Returns the engine and the digest of its base weights, which is compared with the trainer's.
 
-    The engine has no trained weights yet. `embeddings` is the result of `open_embeddings`. `base` is the base model
-    of a process that trains, too (`placement=shared`), and is on this device. Raises ValueError for an engine that is
-    not installed.
+    `embeddings` is the result of `open_embeddings`, `base` the base model of a process that trains, too. Raises
+    ValueError for an engine that is not installed.
     """
     if config.rollout.engine == "vllm_omni":
         from async_flowrl.rollout.vllm_omni.engine import VllmOmniEngine
@@ -87,15 +85,12 @@ def load_engine(
         staying = list(tuning.parameters(policy.transformer).values())
         embeddings.aside = Parked(policy.transformer, torch.device(device), staying=staying).aside
     size = config.rollout.batch_size
-    kind = TogetherEngine if config.rollout.tickets_per_batch > 1 else DiffusersEngine
+    kind = BatchingEngine if config.rollout.tickets_per_batch > 1 else DiffusersEngine
     return kind(policy, batch_size=size, device=device, text_encoder=where, tuning=tuning, encoder=embeddings), digest
 
 
 def decode_by_parts(policy: Policy, config: Config, vae: type | None = None) -> None:
-    """Applies `rollout.vae_slicing` and `rollout.vae_tiling`. Raises ValueError if the model does not support them.
-
-    With the class `vae` of the model's VAE this is only checked, for a policy that has none loaded.
-    """
+    """Applies `rollout.vae_slicing` and `.vae_tiling`. Raises ValueError if the model (or the class `vae`) has none."""
     images, tiles = config.rollout.vae_slicing, config.rollout.vae_tiling
     if not (images or tiles):
         return

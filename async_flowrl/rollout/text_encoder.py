@@ -26,7 +26,7 @@ from async_flowrl.policies.checked import source_digest
 from async_flowrl.policies.one_base import OneBase
 from async_flowrl.policies.registry import ResolvedModel
 from async_flowrl.transfers import ONE_AT_A_TIME, upload
-from async_flowrl.types import Asked, Conditioning, Wording
+from async_flowrl.types import Conditioning, EmbeddingKey, EncoderInput
 
 # Size of a slab of pinned memory. Many tensors share a slab, because torch rounds each up to a power of two.
 SLAB_BYTES = 2**30
@@ -34,10 +34,7 @@ ALIGNMENT_BYTES = 512  # Alignment of each tensor in a slab; torch's allocators 
 
 
 class Offloaded:
-    """The text encoders are in host memory (pinned if `device` is CUDA) and are copied to the device for each visit.
-
-    Nothing is copied back, because the weights do not change. If `device` is a CPU, nothing is copied.
-    """
+    """The text encoders are in host memory (pinned for CUDA) and are copied to the device for each visit."""
 
     def __init__(self, modules: Sequence[nn.Module], device: torch.device) -> None:
         """Moves the modules' weights to host memory. Raises ValueError if there are no modules."""
@@ -89,27 +86,24 @@ CACHED_PROMPTS = 1024  # Largest number of embeddings in the cache; the least re
 class Encoder(Protocol):
     """Returns embeddings: it computes them, or reads them from files."""
 
-    def encode(self, asked: Sequence[Asked]) -> list[Conditioning]:
+    def encode(self, keys: Sequence[EmbeddingKey]) -> list[Conditioning]:
         """Returns the conditioning of each, with the same bits as if the policy had encoded it alone."""
 
 
 class PolicyEncoder:
-    """Computes embeddings with the policy's text encoders.
-
-    `visit` makes a context manager for each call, inside which they are on the device; by default they always are.
-    """
+    """Computes embeddings with the policy's text encoders, inside `visit`, which has them on the device."""
 
     def __init__(self, policy: Policy, visit: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
         self._policy, self._visit = policy, visit
 
-    def encode(self, asked: Sequence[Asked]) -> list[Conditioning]:
+    def encode(self, keys: Sequence[EmbeddingKey]) -> list[Conditioning]:
         with self._visit():
-            return [encode_one(self._policy, each) for each in asked]
+            return [encode_one(self._policy, key) for key in keys]
 
 
-def encode_one(policy: Policy, asked: Asked) -> Conditioning:
+def encode_one(policy: Policy, key: EmbeddingKey) -> Conditioning:
     """Returns the conditioning of one prompt, encoded alone because others in its batch would change the last bits."""
-    text, system, negative = asked
+    text, system, negative = key
     (encoded,) = policy.encode([text], system=system, negative=negative)
     return encoded
 
@@ -119,21 +113,21 @@ class Prompts:
 
     def __init__(self, encoder: Encoder) -> None:
         self._encoder = encoder
-        self._known: OrderedDict[Asked, Conditioning] = OrderedDict()
+        self._known: OrderedDict[EmbeddingKey, Conditioning] = OrderedDict()
 
-    def embeddings(self, asked: Sequence[Asked]) -> list[Conditioning]:
+    def embeddings(self, keys: Sequence[EmbeddingKey]) -> list[Conditioning]:
         """Returns the conditioning of each; the arrays belong to the cache and must not be changed."""
-        missing = [key for key in dict.fromkeys(asked) if key not in self._known]
+        missing = [key for key in dict.fromkeys(keys) if key not in self._known]
         if missing:
             self._known |= zip(missing, self._encoder.encode(missing), strict=True)
-        for key in asked:
+        for key in keys:
             self._known.move_to_end(key)
-        known = [self._known[key] for key in asked]
+        found = [self._known[key] for key in keys]
         while len(self._known) > CACHED_PROMPTS:
             self._known.popitem(last=False)
-        return known
+        return found
 
-    def encode_negatives(self, texts: Sequence[Wording]) -> list[Conditioning]:
+    def encode_negatives(self, texts: Sequence[EncoderInput]) -> list[Conditioning]:
         """Returns the conditioning of negative prompts for the trainer, without keeping them in the cache."""
         return self._encoder.encode([(text, None, True) for text in texts])
 
@@ -151,8 +145,8 @@ PACKAGES = ("torch", "diffusers", "transformers")
 class EmbeddingFiles:
     """Reads and writes the embeddings of one text encoder. Several processes may share the folder.
 
-    A file is the SHA-256 (32 bytes) of the rest, followed by a safetensors file, whose metadata has the digest of the
-    prompt and the encoder. It is written under a temporary name and renamed, so it is never incomplete.
+    A file is the SHA-256 (32 bytes) of the rest, then safetensors with the digest of prompt and encoder in its
+    metadata.
     """
 
     def __init__(self, folder: Path, encoder: str) -> None:
@@ -166,29 +160,29 @@ class EmbeddingFiles:
                 f"({error.strerror}): set $ASYNC_FLOWRL_CACHE to a folder that can be written"
             ) from error
 
-    def path(self, asked: Asked) -> Path:
-        """Returns the path of the file for `asked`, whether it exists or not."""
-        return self.folder / f"{self._key(asked)}.safetensors"
+    def path(self, key: EmbeddingKey) -> Path:
+        """Returns the path of the file for `key`, whether it exists or not."""
+        return self.folder / f"{self._key(key)}.safetensors"
 
-    def read(self, asked: Asked) -> Conditioning | None:
-        """Returns the embeddings of `asked`; None if there is no file, or if it is damaged (this is logged)."""
-        path = self.path(asked)
+    def read(self, key: EmbeddingKey) -> Conditioning | None:
+        """Returns the embeddings of `key`; None if there is no file, or if it is damaged (this is logged)."""
+        path = self.path(key)
         try:
             data = path.read_bytes()
         except FileNotFoundError:
             return None
         digest, body = data[:DIGEST_BYTES], data[DIGEST_BYTES:]
-        if hashlib.sha256(body).digest() == digest and _made_of(body) == self._key(asked):
+        if hashlib.sha256(body).digest() == digest and _made_of(body) == self._key(key):
             tensors: Conditioning = load(body)
             return {name: tensors[name] for name in sorted(tensors)}
         logger.warning("%s is damaged, or of another prompt or encoder: its embedding is made again", path)
         return None
 
-    def write(self, asked: Asked, conditioning: Conditioning) -> None:
-        """Writes the embeddings of `asked`. Raises OSError, which names the file, if they cannot be written."""
+    def write(self, key: EmbeddingKey, conditioning: Conditioning) -> None:
+        """Writes the embeddings of `key`. Raises OSError, which names the file, if they cannot be written."""
         # `save` copies memory as it is, so an array that is not in C order would be read back permuted.
         arrays = {name: np.asarray(array, order="C") for name, array in conditioning.items()}
-        body, path = save(arrays, metadata={"made_of": self._key(asked)}), self.path(asked)
+        body, path = save(arrays, metadata={"made_of": self._key(key)}), self.path(key)
         work = path.with_name(f".{path.name}.{platform.node()}.{os.getpid()}.{id(conditioning)}")
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -202,16 +196,15 @@ class EmbeddingFiles:
         finally:
             work.unlink(missing_ok=True)
 
-    def _key(self, asked: Asked) -> str:
-        wording, system, negative = asked
+    def _key(self, key: EmbeddingKey) -> str:
+        wording, system, negative = key
         return _digest([self._encoder, wording, system, negative])
 
 
 def encoder_digest(folder: Path, model: ResolvedModel, device: torch.device, *, deterministic: bool) -> str:
-    """Returns the hexadecimal SHA-256 of everything, except the prompt, that the bits of an embedding depend on.
+    """Returns the SHA-256 (hex) of everything, except the prompt, that the bits of an embedding depend on.
 
-    These are the files of text encoders and tokenizers in the model's folder (reading takes about a second per GB), the
-    dtype, the longest prompt, the source code of the model family, the versions of PACKAGES, and the device.
+    It reads the files of text encoders and tokenizers, at about a second per GB.
     """
     cuda = device.type == "cuda"
     where = torch.cuda.get_device_name(device) if cuda else torch.backends.cpu.get_cpu_capability()
@@ -242,7 +235,6 @@ def _file_digest(file: Path) -> str:
 
 
 def _made_of(body: bytes) -> str:
-    """Returns the metadata `made_of` of a safetensors file, whose first 8 bytes are the length of its JSON header."""
     length = int.from_bytes(body[:8], "little")
     return str(json.loads(body[8 : 8 + length])["__metadata__"]["made_of"])
 
@@ -252,17 +244,16 @@ def _digest(value: Any) -> str:
 
 
 class StoredEmbeddings:
-    """Finds or computes embeddings. All workers and runs share the files.
+    """Finds or computes embeddings; all workers and runs share the files.
 
-    Whenever the text encoders are loaded for a missing prompt, they also encode the next `ahead` prompts of `upcoming`
-    (the prompts that the run needs, in order), so that they are loaded rarely.
+    When the text encoders are loaded for a missing prompt, they also encode the next `ahead` prompts of `upcoming`.
     """
 
     def __init__(
         self,
         files: EmbeddingFiles,
         load: Callable[[], Policy],
-        upcoming: Sequence[Asked] = (),
+        upcoming: Sequence[EmbeddingKey] = (),
         *,
         ahead: int = 0,
         worker: int = 0,
@@ -271,48 +262,48 @@ class StoredEmbeddings:
         """`load` returns a policy with text encoders; it is freed after use. This is worker `worker` of `workers`."""
         self._files, self._load = files, load
         self._upcoming, self._ahead = upcoming, ahead
-        self._places = {asked: place for place, asked in enumerate(upcoming)}
+        self._places = {key: place for place, key in enumerate(upcoming)}
         self._worker, self._workers = worker, workers
         # Context manager around each use of the text encoders, which frees memory on the device for them.
         self.aside: Callable[[], AbstractContextManager[None]] = nullcontext
 
-    def encode(self, asked: Sequence[Asked]) -> list[Conditioning]:
+    def encode(self, keys: Sequence[EmbeddingKey]) -> list[Conditioning]:
         """Returns the conditioning of each, with the bits of the policy's own encoder. OSError if a write fails."""
-        known = {each: self._files.read(each) for each in asked}
-        missing = [each for each, conditioning in known.items() if conditioning is None]
+        stored = {key: self._files.read(key) for key in keys}
+        missing = [key for key, conditioning in stored.items() if conditioning is None]
         if missing:
-            known |= self._visit(missing, self._next(missing))
-        return [conditioning for each in asked if (conditioning := known[each]) is not None]
+            stored |= self._visit(missing, self._next(missing))
+        return [conditioning for key in keys if (conditioning := stored[key]) is not None]
 
     def begin(self) -> None:
         """Encodes this worker's share of the first `ahead` prompts; call it before the model is on the device."""
         share = self._upcoming[: self._ahead][self._worker :: self._workers]
-        if missing := [each for each in share if self._files.read(each) is None]:
+        if missing := [key for key in share if self._files.read(key) is None]:
             self._visit(missing, ())
 
-    def _next(self, missing: Sequence[Asked]) -> Sequence[Asked]:
+    def _next(self, missing: Sequence[EmbeddingKey]) -> Sequence[EmbeddingKey]:
         """Returns the next prompts after the missing ones; each worker starts at another place, to share the work."""
-        places = [self._places[each] for each in missing if each in self._places]
+        places = [self._places[key] for key in missing if key in self._places]
         if not places:
             return ()
         following = self._upcoming[max(places) + 1 :][: self._ahead]
         start = self._worker * len(following) // self._workers
         return (*following[start:], *following[:start])
 
-    def _visit(self, wanted: Sequence[Asked], more: Sequence[Asked]) -> dict[Asked, Conditioning]:
-        """Returns the embeddings of `wanted`, and writes these and those of `more` that have no file yet."""
+    def _visit(self, keys: Sequence[EmbeddingKey], more: Sequence[EmbeddingKey]) -> dict[EmbeddingKey, Conditioning]:
+        """Returns the embeddings of `keys`, and writes these and those of `more` that have no file yet."""
         with self.aside(), self._loaded() as policy:
-            made = {}
-            for each in wanted:
-                made[each] = encode_one(policy, each)
-                self._files.write(each, made[each])
+            computed = {}
+            for key in keys:
+                computed[key] = encode_one(policy, key)
+                self._files.write(key, computed[key])
             rest = 0
-            for each in more:
-                if each not in made and not self._files.path(each).exists():
-                    self._files.write(each, encode_one(policy, each))
+            for key in more:
+                if key not in computed and not self._files.path(key).exists():
+                    self._files.write(key, encode_one(policy, key))
                     rest += 1
-        logger.info("text encoders were loaded for %d prompts that were needed, and for %d more", len(made), rest)
-        return made
+        logger.info("text encoders were loaded for %d prompts that were needed, and for %d more", len(computed), rest)
+        return computed
 
     @contextmanager
     def _loaded(self) -> Iterator[Policy]:
@@ -333,11 +324,10 @@ def _free() -> None:
 
 
 class Parked:
-    """Moves a network's frozen weights to host memory while other models need the device; `staying` are not moved.
+    """Moves a network's frozen weights, except `staying`, to host memory while other models need the device.
 
-    Another network may share these weights, e.g. that of a trainer rank which is being loaded. Therefore no model is
-    loaded by another thread meanwhile (`ONE_AT_A_TIME`): it would move the weights back to the device. On a CPU it does
-    nothing.
+    A trainer rank which is being loaded may share these weights, so no other thread loads a model meanwhile
+    (`ONE_AT_A_TIME`): it would move them back to the device.
     """
 
     def __init__(self, network: nn.Module, device: torch.device, *, staying: Sequence[Tensor]) -> None:
@@ -365,10 +355,7 @@ class Parked:
 
 @contextmanager
 def base_aside(base: OneBase, device: torch.device) -> Iterator[None]:
-    """Context like `Parked.aside` for a base that has no adapter yet and that perhaps nobody has read yet.
-
-    No other thread reads it inside. On a CPU it does nothing.
-    """
+    """Context like `Parked.aside` for a base without an adapter, which no other thread reads inside."""
     if device.type == "cpu":
         yield
         return

@@ -1,8 +1,7 @@
 """The rollout worker: an engine with a receiver of weights. A plain class, which runs in a Ray actor or a thread.
 
-The controller calls `load`, `prove` and `generate` one after another; deliveries of weights call `receiver` and
-`collective` at the same time in another thread (the "sync" lane). A delivery does not change the weights in use:
-`generate` activates the version of its request before it starts, and reports the version's digest.
+Deliveries call `receiver` and `collective` in the "sync" lane. They do not change the weights in use: `generate`
+activates the version of its request before it starts, and reports the version's digest.
 """
 
 import logging
@@ -23,17 +22,17 @@ from async_flowrl.policies.one_base import OneBase
 from async_flowrl.policies.registry import ResolvedModel
 from async_flowrl.policies.tuning import tuning_of
 from async_flowrl.rollout.base import Rollout, RolloutEngine
+from async_flowrl.rollout.batching import BatchEngine, merged_spans
 from async_flowrl.rollout.registry import load_engine, open_embeddings
 from async_flowrl.rollout.text_encoder import StoredEmbeddings
-from async_flowrl.rollout.together import BatchEngine, merged_spans
 from async_flowrl.transfers import ONE_AT_A_TIME
 from async_flowrl.types import (
     ACTIVATE,
     EMA,
     EVALUATION,
     POLICY,
-    Asked,
     ByteArray,
+    EmbeddingKey,
     RolloutReport,
     RolloutRequest,
     Span,
@@ -48,9 +47,9 @@ logger = logging.getLogger(__name__)
 
 
 class RolloutWorker:
-    """Makes images with one of the versions that it holds: the last max_staleness + 1 and one for evaluation.
+    """Makes images with one of its verified versions: the last max_staleness + 1, and one for evaluation.
 
-    It uses only versions whose digest it has verified. `load` must be called first.
+    `load` must be called first.
     """
 
     def __init__(
@@ -59,14 +58,11 @@ class RolloutWorker:
         model: ResolvedModel,
         index: int,
         name: str,
-        upcoming: Sequence[Asked] = (),
+        upcoming: Sequence[EmbeddingKey] = (),
         *,
         base: OneBase | None = None,
     ) -> None:
-        """`upcoming` are the prompts that the run will need, in order; only for rollout.text_encoder=cached.
-
-        `base` is what the worker shares with the trainer rank of its process; None if there is no such rank.
-        """
+        """`upcoming`: prompts to come, for cached embeddings; `base`: what a trainer rank of this process shares."""
         self.config, self.model, self.index, self.name = config, model, index, name
         self._upcoming, self._base = upcoming, base
         self.base_digest = ""
@@ -86,7 +82,6 @@ class RolloutWorker:
             return self._load(embeddings)
 
     def _encode_ahead(self, embeddings: StoredEmbeddings) -> None:
-        """Encodes the prompts that will come first, before the network is there; a shared base is aside meanwhile."""
         embeddings.begin()
 
     def _load(self, embeddings: StoredEmbeddings | None) -> dict[str, str]:
@@ -112,17 +107,15 @@ class RolloutWorker:
         return dict(self.engine.probe())
 
     def generate(self, request: RolloutRequest) -> tuple[RolloutReport, ByteArray, Trajectory | None]:
-        """Makes the images of one ticket and returns the report, the images, and for training the trajectory.
-
-        Raises the receiver's error if this worker does not hold the request's version.
-        """
+        """Makes one ticket; returns report, images, and for training the trajectory. Raises if it lacks the version."""
         (report,), (rollout,) = self._made([request], lambda: [self.engine.generate(request)])
         return report, rollout.images, rollout.trajectory
 
     def generate_together(self, requests: Sequence[RolloutRequest]) -> tuple[Any, ...]:
-        """Makes several tickets of one version in one batch; returns (reports, images, trajectory, images, ...).
+        """Makes several tickets of one version; returns (reports, images, trajectory, images, ...). Raises as
+        `generate`.
 
-        The first report has the spans of all tickets. Raises as `generate`.
+        The first report has the spans of all tickets.
         """
         reports, rollouts = self._made(requests, lambda: cast("BatchEngine", self.engine).generate_together(requests))
         payloads = [part for rollout in rollouts for part in (rollout.images, rollout.trajectory)]
@@ -146,10 +139,7 @@ class RolloutWorker:
         return [replace(reports[0], swaps=swaps), *reports[1:]], rollouts
 
     def _activate(self, request: RolloutRequest) -> tuple[str, int]:
-        """Activates the request's version; returns its digest, and 1 for a swap (see `RolloutReport.swaps`), else 0.
-
-        Evaluations use the EMA, if there is one, or the version in the evaluation slot.
-        """
+        """Activates the request's version, for evaluations the EMA if there is one; returns digest and swaps."""
         before = self.receiver.active
         if request.kind != EVALUATION:
             digest = self._adopt(POLICY, request.version)

@@ -22,7 +22,7 @@ from async_flowrl.run.nodes import look_at_nodes
 from async_flowrl.run.pools import as_two, controller_placement, outline, pools
 from async_flowrl.run.prepare import Prepared, doubts_of
 from async_flowrl.tickets.arithmetic import SENT_VERSIONS, shape, stored_bytes
-from async_flowrl.types import Conditioning, Wording
+from async_flowrl.types import Conditioning, EncoderInput
 from checkpoint_engine.transports import AUTO, NCCL, OBJECT_STORE, PYNCCL, resolve_transport
 from separation.cluster import check_results, cluster
 from separation.group import Worker, WorkerFailed, WorkerGroup
@@ -32,7 +32,9 @@ from separation.rendezvous import join_process_group
 from separation.supervise import deadline
 from separation.table import format_table
 
-Negatives = dict[Wording, Conditioning]  # Negative prompt → its embeddings, as the model family's network takes them.
+Negatives = dict[
+    EncoderInput, Conditioning
+]  # Negative prompt → its embeddings, as the model family's network takes them.
 DEVICES = Path("/dev")  # Folder of device files: each GPU of NVIDIA has one, nvidia0, nvidia1, …
 
 
@@ -182,7 +184,7 @@ async def encode_negatives(prepared: Prepared, worker: Worker) -> Negatives:
     if config.rollout.true_cfg_scale <= 1:
         return {}
     default = config.rollout.negative_prompt
-    texts: Sequence[Wording] = list(dict.fromkeys(p.negative_wording(default) for p in prepared.requests.train))
+    texts: Sequence[EncoderInput] = list(dict.fromkeys(p.negative_wording(default) for p in prepared.requests.train))
     encoded = await worker.call("engine.encode", texts)
     return dict(zip(texts, encoded, strict=True))
 

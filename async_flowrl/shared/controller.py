@@ -62,30 +62,26 @@ async def _hung(worker: Worker, seconds: float, what: str) -> None:
             raise DeadlineExceeded(what, seconds)
 
 
-class OwnVersions(RolloutEndpoint):
-    """Receiver in a process that also trains (`placement=shared`), which takes versions from its own trainer rank.
+class LocalVersions(RolloutEndpoint):
+    """Receiver in a process that also trains, which takes versions from its own trainer rank.
 
     All ranks step by the same exact sum, so each makes every version itself. A version is announced, and its digest
-    compared with the first rank's; the bytes are sent only if the rank has not made it, e.g. after it has just joined.
+    compared; the bytes are sent only if the rank has not made it, e.g. after it has just joined.
     """
 
     async def receive(self, header: Header, payload: Any, slot: str = RING) -> Ack:
-        """Delivers the version and returns the worker's acknowledgement.
-
-        Raises WeightsMismatch if the process's own trainer rank has made other weights of this version, and the errors
-        of RolloutEndpoint.
-        """
+        """Delivers the version. Raises WeightsMismatch if the process's rank has made other weights."""
         if header.stream == POLICY:
-            own: Ack | None = await self._deliver("keep_own", header, slot)
-            if own is not None:
-                return own
+            ack: Ack | None = await self._deliver("keep_local", header, slot)
+            if ack is not None:
+                return ack
         return await super().receive(header, payload, slot)
 
 
 class SharedPool(SeparatePools):
     """The controller's view of processes that sample and train: rollout worker i and trainer rank i are one process."""
 
-    endpoint = OwnVersions
+    endpoint = LocalVersions
     loads_rollout_first = True  # A rollout worker may need the device for text encoders before it is in use.
 
     def __init__(self, config: Config, transport: str = OBJECT_STORE) -> None:

@@ -46,18 +46,18 @@ class Turns:
 
     @contextmanager
     def training(self, *, more: bool = False) -> Iterator[None]:
-        """Context of a unit of training; it waits at most for the ticket under way. It may be entered again inside.
+        """Context of a unit of training, which waits at most for the ticket under way; reentrant.
 
-        `more` says that another unit is expected at once, so that the next ticket waits for it for a short time.
+        `more`: another unit is expected at once, so that the next ticket waits for it for a short time.
         """
         with self._changed:
             self._depth += 1
             if self._depth == 1:
-                self._waiting, asked = True, self._clock()
+                self._waiting, began = True, self._clock()
                 self._changed.wait_for(lambda: not self._taken)
                 self._waiting, self._taken = False, True
                 self._trained_since = self._clock()
-                self.waited += self._trained_since - asked
+                self.waited += self._trained_since - began
         try:
             yield
         finally:
@@ -84,5 +84,4 @@ class Turns:
                 self._changed.notify_all()
 
     def _pause(self) -> float:
-        """Returns the seconds that are left of the pause before the next ticket."""
         return max(0.0, self._paused_until - self._clock())

@@ -1,8 +1,7 @@
 """Worker of `placement=shared`: a rollout worker and a trainer rank in one process.
 
-Both are subclasses of the classes that the separate pools use, and each has a thread of its own. They share only the
-frozen base weights and the device, on which they take turns (turns.py). So the same calls give the same bits as in two
-processes.
+They share only the frozen base weights and the device, on which they take turns (turns.py), so the same calls give the
+same bits as in two processes.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -28,7 +27,7 @@ from async_flowrl.training.messages import Manifest, Summed, TrainRequest, Updat
 from async_flowrl.training.publishing import PublishedStreams
 from async_flowrl.training.versions import Versions
 from async_flowrl.training.worker import TrainerWorker
-from async_flowrl.types import POLICY, Asked, ByteArray, RolloutReport, RolloutRequest, Trajectory
+from async_flowrl.types import POLICY, ByteArray, EmbeddingKey, RolloutReport, RolloutRequest, Trajectory
 from checkpoint_engine import RING, Ack, Header
 from checkpoint_engine.errors import TransferCorrupted, WeightsMismatch
 from checkpoint_engine.side_stream import SideStream, on, recorded
@@ -37,11 +36,7 @@ cuda: Any = torch.cuda  # torch.cuda as Any, because its stream classes have no 
 
 
 class TrainingLane:
-    """Streams of the training thread; only that thread may use this object.
-
-    The thread's work is executed in the order in which it was queued, also across the two streams. On a CPU there are
-    no streams, and only the turns matter.
-    """
+    """Streams of the training thread, for that thread alone; its work runs in order, also across the two streams."""
 
     def __init__(self, turns: Turns, device: torch.device) -> None:
         self.turns, self._device = turns, device
@@ -50,10 +45,7 @@ class TrainingLane:
 
     @contextmanager
     def turn(self, *, more: bool = False) -> Iterator[None]:
-        """Context of a unit of training, which begins after the ticket under way. It may be entered again inside.
-
-        `more` has the meaning that it has in `Turns.training`.
-        """
+        """Context of a unit of training, which begins after the ticket under way; as `Turns.training`."""
         with self.turns.training(more=more):
             if self._side is None:
                 yield
@@ -71,11 +63,7 @@ class TrainingLane:
 
     @contextmanager
     def beside(self) -> Iterator[None]:
-        """Context of work that takes no turn and runs beside a ticket.
-
-        When the context ends, the device has finished this work, so that other threads may use the results. Inside a
-        turn the context does nothing, and the work belongs to the turn.
-        """
+        """Context of work that takes no turn and runs beside a ticket; at its end the device has finished the work."""
         if self._side is None or self._depth:
             yield
             return
@@ -98,12 +86,9 @@ class SharedWorker:
         index: int,
         name: str,
         sizes: Sequence[Resolution] = (),
-        upcoming: Sequence[Asked] = (),
+        upcoming: Sequence[EmbeddingKey] = (),
     ) -> None:
-        """`sizes` is passed on to TrainerWorker, and `upcoming` to RolloutWorker.
-
-        `name` is that of the process in its pool; both workers get the number at its end.
-        """
+        """`name` is that of the process in its pool; both workers get the number at its end."""
         turns, number = Turns(), name.rpartition("-")[2]
         lane = TrainingLane(turns, torch.device(device()))
         base = OneBase(model, parts=PARTS[config.rollout.text_encoder], device=device())
@@ -129,9 +114,8 @@ def beside(
 class SharedTrainer(TrainerWorker):
     """Trainer rank of a shared process.
 
-    `train` takes a turn, so that no further ticket begins before it. `add_up`, `take_step` and the methods that are
-    wrapped in `beside` run while a ticket is generated. If the KL of an optimizer step is measured, `add_up` and
-    `take_step` take turns for that, and `UpdateStats.waited` says how long they waited for them.
+    `train` takes a turn. `add_up`, `take_step` and what is wrapped in `beside` run while a ticket is generated; only to
+    measure a KL they take turns, and `UpdateStats.waited` says how long they waited.
     """
 
     lane: TrainingLane
@@ -156,7 +140,6 @@ class SharedTrainer(TrainerWorker):
 
     @contextmanager
     def _counted(self) -> Iterator[None]:
-        """Adds what the body waits for its turns to `waited`."""
         before = self.lane.turns.waited
         try:
             yield
@@ -188,10 +171,7 @@ class SharedStreams(PublishedStreams):
 
 
 class SharedRollout(RolloutWorker):
-    """Rollout worker of a shared process; it generates images while the trainer rank has nothing to compute.
-
-    It receives no versions from other processes, but takes those that the trainer rank of its process has made.
-    """
+    """Rollout worker of a shared process; takes the versions that the trainer rank of its process has made."""
 
     turns: Turns
     trainer: TrainerWorker
@@ -217,26 +197,23 @@ class SharedRollout(RolloutWorker):
             return super().generate_together(requests)
 
     def seconds_at_work(self) -> float:
-        """Returns the seconds for which the present ticket has computed, without its wait for training; 0.0 if none.
-
-        It may be called from any lane.
-        """
+        """Returns the seconds for which the present ticket has computed, without waits; from any lane."""
         return self.turns.sampled_for()
 
-    def keep_own(self, header: Header, slot: str = RING) -> Ack | None:
-        """Puts the version that this process's trainer rank has made into `slot`, and returns the acknowledgement.
+    def keep_local(self, header: Header, slot: str = RING) -> Ack | None:
+        """Puts the process's own version into `slot` and returns the acknowledgement; None if it has not made it.
 
-        Returns None if the trainer rank has not made this version or no longer holds it. Raises WeightsMismatch if its
-        digest differs from the one in `header`, which is that of the first rank's version.
+        Raises WeightsMismatch if its digest differs from the one in `header`, which is that of the first rank's
+        version.
         """
         versions: Versions | None = getattr(self.trainer, "versions", None)
         flat = None if versions is None else versions.retained.get(header.version)
         if flat is None:
             return None
         with on(self.receiver.side):  # Copies on the stream of the tickets would wait for the one under way.
-            own = header.layout.packed(self.trainer.parameters.named(flat))
+            packed = header.layout.packed(self.trainer.parameters.named(flat))
         try:
-            return self.receiver.receive(header, own, slot)
+            return self.receiver.receive(header, packed, slot)
         except TransferCorrupted as error:
             raise WeightsMismatch(
                 f"{self.trainer.name} made other weights of version {header.version} than the first rank: {error}"

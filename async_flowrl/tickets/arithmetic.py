@@ -38,10 +38,7 @@ def trained_steps(config: Config) -> int:
 
 
 def check_batching(config: Config) -> None:
-    """Raises ValueError for batch sizes that do not fit together, in one sentence.
-
-    Where one count must divide another, the sentence names the nearest values that do.
-    """
+    """Raises ValueError, naming the nearest values that fit, for batch sizes that do not fit together."""
     trainer, size = config.trainer, config.group_size
     if trainer.is_hybrid:
         if trainer.shard_size is None:
@@ -74,11 +71,9 @@ def _divides(whole: str, count: int, part: str, size: int) -> None:
 
 
 def ticket_bytes(config: Config, shapes: Shapes) -> int:
-    """Returns the size in bytes of one training ticket's payload in Ray's object store.
+    """Returns the bytes of one training ticket's payload in Ray's object store, at `rollout.resolution`.
 
-    The payload is images (uint8), and as float32: latents at every recorded noise level, log-probs, and the encoded
-    prompt. It assumes `rollout.resolution`, the prompt length of `shapes`, and for windows of scattered steps
-    (list, fraction) the most noise levels that these can have.
+    It is images (uint8), and as float32 latents at every recorded noise level, log-probs, and the encoded prompt.
     """
     steps = trained_steps(config)
     whole = config.algorithm.window in ("none", "random", "sliding")
@@ -94,19 +89,16 @@ def ticket_bytes(config: Config, shapes: Shapes) -> int:
 def stored_bytes(config: Config, shapes: Shapes, trained: int = 0) -> int:
     """Returns the most bytes that lie in the object store at the same time.
 
-    These are the tickets of max_staleness + 1 steps, which wait for a slow trainer, and the trainer's state on its way
-    to the controller (`state_bytes`). `trained` is the number of trained parameters; 0, where it is not known yet,
-    leaves that state out.
+    They are the tickets of max_staleness + 1 steps and `state_bytes` of the `trained` parameters (0: not known yet).
     """
     tickets = config.prompts_per_step * config.group_size // config.images_per_ticket
     return config.live_versions * tickets * ticket_bytes(config, shapes) + state_bytes(config, trained)
 
 
 def state_bytes(config: Config, trained: int) -> int:
-    """Returns the bytes of the trainer's state that the controller keeps, with versions counted as float32.
+    """Returns the bytes of the trainer's state that the controller keeps, 0 for whole weights.
 
-    They are masters, two moments, the versions that may be asked for, those that are kept for evaluations, and moving
-    averages. The result is 0 for whole weights, of which no state is kept.
+    They are masters, two moments, versions that may be asked for or are held, and moving averages, all in float32.
     """
     if not config.keeps_state:
         return 0

@@ -1,7 +1,7 @@
 """The request builder: computes from a ticket the request that a rollout worker gets (prompt, seeds, noisy steps).
 
-The controller calls it for every ticket. Its results depend on the configuration, the prompts and the ticket's numbers
-and, with `data.curriculum`, on the rewards of earlier steps; they do not depend on timing or on the worker.
+Its results depend on the configuration, the prompts, the ticket's numbers and, with `data.curriculum`, on rewards of
+earlier steps; not on timing or on the worker.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -19,15 +19,14 @@ from async_flowrl.data.sampler import NO_SPREAD, SPREAD, UNKNOWN, Curriculum, Sa
 from async_flowrl.data.store import shared_texts
 from async_flowrl.seeds import derive
 from async_flowrl.tickets.table import EVALUATION, Ticket, TicketTable
-from async_flowrl.types import Asked, Prompt, RolloutRequest, Sampling
+from async_flowrl.types import EmbeddingKey, Prompt, RolloutRequest, Sampling
 
 
 @dataclass(frozen=True)
 class RequestBuilder:
-    """Builds requests, which hold everything that an image depends on besides the weights.
+    """Builds requests, which hold everything that an image depends on besides the weights; one for each start of a run.
 
-    Each start of a run (also after a crash) makes its own builder, because `data.curriculum` has a state: the
-    controller calls `trained` after every training step.
+    `data.curriculum` has a state: the controller calls `trained` after every training step.
     """
 
     config: Config
@@ -83,26 +82,25 @@ class RequestBuilder:
         return lru_cache(maxsize=64)(lambda step: by_length([self.train[index] for index in self._chosen(step)]))
 
     def _chosen(self, step: int) -> Sequence[int]:
-        """Returns the index of each group's prompt."""
         return self.curriculum.choice(step).prompts if self.curriculum else self.sampler.step(step)
 
     def trained(self, step: int, spread: Sequence[bool | None]) -> dict[str, int]:
         """Records a trained step in the curriculum and returns the metrics `curriculum/*`; {} without a curriculum.
 
-        `spread` has one value per group of the step: True if its rewards differed, False if not, None without rewards.
-        Raises RuntimeError if the steps do not come in order.
+        `spread` says per group whether its rewards differed (None: no rewards). Raises RuntimeError for steps out of
+        order.
         """
         if self.curriculum is None:
             return {}
         names = {True: SPREAD, False: NO_SPREAD, None: UNKNOWN}
-        self.curriculum.record(step, [names[each] for each in spread])
+        self.curriculum.record(step, [names[differs] for differs in spread])
         choice = self.curriculum.choice(step)
         return {"curriculum/epoch": choice.epoch, "curriculum/set_aside": choice.set_aside}
 
     def resolution(self, ticket: Ticket) -> Resolution:
         """Returns the image size of the ticket's group: the prompt's own, else one drawn from the configured sizes."""
-        if (own := self.prompt(ticket).resolution) is not None:
-            return own
+        if (size := self.prompt(ticket).resolution) is not None:
+            return size
         if ticket.kind == EVALUATION:
             return evaluation_resolution(self.config, ticket.group)
         return drawn_resolution(self.config, self.config.seed, ticket.step, ticket.group)
@@ -177,19 +175,18 @@ def sampling(config: Config, resolution: Resolution | None = None) -> Sampling:
     )
 
 
-def asked_of(prompt: Prompt, how: Sampling) -> list[Asked]:
+def asked_of(prompt: Prompt, how: Sampling) -> list[EmbeddingKey]:
     """Returns what is encoded for `prompt`: the prompt and, with classifier-free guidance, its negative prompt."""
-    asked: list[Asked] = [(prompt.wording, prompt.system, False)]
+    keys: list[EmbeddingKey] = [(prompt.wording, prompt.system, False)]
     if how.true_cfg_scale > 1:
-        asked.append((prompt.negative_wording(how.negative_prompt), None, True))
-    return asked
+        keys.append((prompt.negative_wording(how.negative_prompt), None, True))
+    return keys
 
 
-def upcoming(requests: RequestBuilder, limit: int) -> tuple[Asked, ...]:
-    """Returns the first different texts that a run needs, at most `limit`: those of evaluations, then of its steps.
+def upcoming(requests: RequestBuilder, limit: int) -> tuple[EmbeddingKey, ...]:
+    """Returns the first different texts that a run needs, at most `limit`: evaluations' first, without curriculum.
 
-    The curriculum is not considered: it can only delay a prompt. At most MAX_TEXTS_READ_PER_TEXT × `limit` texts are
-    read, so a file with few prompts gives fewer.
+    At most MAX_TEXTS_READ_PER_TEXT × `limit` texts are read.
     """
     return tuple(islice(dict.fromkeys(islice(_all(requests), MAX_TEXTS_READ_PER_TEXT * limit)), limit))
 
@@ -198,7 +195,7 @@ def upcoming(requests: RequestBuilder, limit: int) -> tuple[Asked, ...]:
 MAX_TEXTS_READ_PER_TEXT = 8
 
 
-def _all(requests: RequestBuilder) -> Iterator[Asked]:
+def _all(requests: RequestBuilder) -> Iterator[EmbeddingKey]:
     config = requests.config
     ways = [evaluation_sampling(config), *([requests.baseline] if requests.baseline else [])]
     for prompt in requests.evaluation:
@@ -211,11 +208,7 @@ def _all(requests: RequestBuilder) -> Iterator[Asked]:
 
 
 def by_length(prompts: Sequence[Prompt]) -> tuple[int, ...]:
-    """Returns the indices of the prompts in ascending order of length; equally long ones keep their order.
-
-    The length of a text is its number of UTF-8 bytes, because the controller has no tokenizer, and that of token ids is
-    their number. Texts come before token ids, which cannot be compared with them.
-    """
+    """Returns the indices of the prompts by length: texts by UTF-8 bytes, then token ids."""
     return tuple(sorted(range(len(prompts)), key=lambda index: _length(prompts[index])))
 
 
@@ -226,15 +219,14 @@ def _length(prompt: Prompt) -> tuple[bool, int]:
 
 
 def batch_of(table: TicketTable, ticket: Ticket, size: int, order: Sequence[int]) -> list[Ticket]:
-    """Returns the tickets, of any state, made in one call with the training ticket `ticket`, itself included.
+    """Returns the `size` tickets, of any state, made in one call with the training ticket `ticket`.
 
-    `order` has the groups of its step in the order in which batches take them. A batch has `size` tickets, the last one
-    of a step those that are left.
+    `order` has the groups of its step in the order in which batches take them.
     """
     per_group = table.shape.tickets_per_group
     index = order.index(ticket.group) * per_group + ticket.slice_index
     start = index - index % size
     end = min(start + size, table.shape.tickets_per_step)
     first, last = start // per_group, -(-end // per_group)
-    tickets = [each for group in order[first:last] for each in table.group(ticket.step, group)]
+    tickets = [member for group in order[first:last] for member in table.group(ticket.step, group)]
     return tickets[start - first * per_group : end - first * per_group]

@@ -29,11 +29,7 @@ from async_flowrl.tickets.ticket import (
 
 
 class PendingTickets:
-    """The PENDING tickets of a table.
-
-    The table adds each ticket that becomes PENDING; one that becomes something else is dropped when it is first of its
-    queue. So a queue may still contain tickets that were started, and a ticket that is made again may be in it twice.
-    """
+    """The PENDING tickets of a table. Others are dropped when they come first in a queue."""
 
     def __init__(self, training: Mapping[int, Ticket], evaluation: Mapping[int, Ticket]) -> None:
         """Both mappings are the table's own, ordinal → ticket; what has left them is no longer PENDING."""
@@ -145,17 +141,17 @@ class TicketTable:
     def lost_worker(self, worker: str) -> list[Ticket]:
         """Removes a dead worker; its running tickets become PENDING again and are returned."""
         self.held.pop(worker, None)
-        lost = [t for t in self.live() if t.state is State.RUNNING and t.worker == worker]
-        for ticket in lost:
+        running = [t for t in self.live() if t.state is State.RUNNING and t.worker == worker]
+        for ticket in running:
             self.retry(ticket)
-        return lost
+        return running
 
     def hand_back(self, worker: str) -> list[Ticket]:
         """Removes a worker that leaves as planned; its running tickets become PENDING again and are returned."""
-        handed = self.lost_worker(worker)
-        for ticket in handed:
+        tickets = self.lost_worker(worker)
+        for ticket in tickets:
             ticket.handed_back += 1
-        return handed
+        return tickets
 
     # -- the gate
 
@@ -191,9 +187,9 @@ class TicketTable:
         first one that is wanted of them and does not count for EVALUATION_EVERY_TICKETS.
         """
         held = self.held[worker]
-        known = held.policy if ticket.kind == TRAIN else held.evaluation
-        if ticket.state is not State.PENDING or ticket.version not in known:
-            raise Refused(f"{worker} may not start {describe(ticket)}: it holds versions {sorted(known)}")
+        versions = held.policy if ticket.kind == TRAIN else held.evaluation
+        if ticket.state is not State.PENDING or ticket.version not in versions:
+            raise Refused(f"{worker} may not start {describe(ticket)}: it holds versions {sorted(versions)}")
         held.taken += not along
         ticket.worker, ticket.attempt, ticket.batch = worker, ticket.attempt + 1, batch
         self._move(ticket, State.RUNNING)
@@ -209,11 +205,11 @@ class TicketTable:
         if ticket.state not in (State.PENDING, State.RUNNING):
             self.duplicates += 1
             return False
-        known = (self.published if ticket.kind == TRAIN else self.evaluated).get(version)
+        expected = (self.published if ticket.kind == TRAIN else self.evaluated).get(version)
         if version != ticket.version:
             raise Refused(f"{describe(ticket)} came back labelled version {version}")
-        if digest != known:
-            raise Refused(f"{describe(ticket)} was made with weights {digest}, but version {version} is {known}")
+        if digest != expected:
+            raise Refused(f"{describe(ticket)} was made with weights {digest}, but version {version} is {expected}")
         ticket.digest, ticket.payload = digest, payload
         self._move(ticket, State.SCORING)
         return True

@@ -54,10 +54,10 @@ class Checkpoint:
 def write_checkpoint(
     directory: Path, step: int, checkpoint: Checkpoint, *, keep: int, spare: Collection[int] = ()
 ) -> Path:
-    """Writes the checkpoint `directory`/step_<step> and returns its path; an old one of the same step is replaced.
+    """Writes the checkpoint `directory`/step_<step>, synced before it is renamed, and returns its path.
 
-    The newest `keep` - 1 older checkpoints and those with a step in `spare` are kept, the other older ones removed.
-    Newer ones are removed, too, because the run has returned to this step. Files are synced to disk before the rename.
+    The newest `keep` - 1 older ones and the steps in `spare` are kept; newer ones go, as the run has returned to this
+    step.
     """
     work = begin_checkpoint(directory, checkpoint.nbytes)
     # safetensors refuses views that share memory, and the trainer's tensors are views of one vector.
@@ -142,10 +142,9 @@ def read_checkpoint(path: Path) -> Checkpoint:
 
 
 def read_share(path: Path, ranks: int, read: Callable[[Path], Mapping[str, Mapping[str, Tensor]]]) -> Checkpoint:
-    """Returns what one of `ranks` ranks has of a sharded checkpoint, of which every rank must have checked its share.
+    """Returns one rank's tensors of a sharded checkpoint that all ranks have checked, by `read`.
 
-    `read` returns this rank's tensors, by part and name, from the folder with the files of all ranks. Raises
-    ValueError, which names them, for another number of ranks.
+    Raises ValueError, which names them, for another number of ranks.
     """
     trainer, controller = json.loads((path / TRAINER).read_text()), json.loads((path / CONTROLLER).read_text())
     check_ranks(path, trainer, ranks)
@@ -153,10 +152,7 @@ def read_share(path: Path, ranks: int, read: Callable[[Path], Mapping[str, Mappi
 
 
 def check_ranks(path: Path, trainer: Mapping[str, Any], ranks: int | None) -> None:
-    """Raises ValueError if a checkpoint was written by another number of ranks that have a share each.
-
-    `ranks`: None where each has all of the weights.
-    """
+    """Raises ValueError if another number of `ranks` (None: each has all weights) wrote the checkpoint."""
     if (wrote := trainer.get(RANKS)) != ranks:
         how = "ranks with all of the weights each" if wrote is None else f"{wrote} ranks with a share each"
         now = "trainer.shard=none" if ranks is None else f"trainer.shard=full and {ranks} ranks"
@@ -190,10 +186,10 @@ def complete(
     controller: Mapping[str, Any],
     described: Mapping[str, Description] = MappingProxyType({}),
 ) -> None:
-    """Adds the states of trainer and controller and the manifest to a folder of tensors; syncs everything to disk.
+    """Adds trainer's and controller's state and the manifest to a folder of tensors; syncs everything to disk.
 
-    `described` (name in the folder → description) are files that their writers have hashed already; they are not read
-    again. Raises OSError if one of them is missing here or has another size.
+    `described` (name → description) are files hashed by their writers. Raises OSError if one is missing or has another
+    size.
     """
     (folder / TRAINER).write_text(_json(trainer))
     (folder / CONTROLLER).write_text(_json(controller))
@@ -224,10 +220,9 @@ def described_share(folder: Path, rank: int) -> dict[str, Description]:
 
 
 def verify_checkpoint(path: Path, *, shares: bool = True) -> list[str]:
-    """Checks every file against the manifest and returns their names. Raises DamagedCheckpoint.
+    """Checks every file against the manifest (of shares only their size without `shares`) and returns the names.
 
-    Without `shares`, the shares of several ranks must only be there and have the right size, and are not read: the
-    ranks check them (`verify_share`).
+    Raises DamagedCheckpoint.
     """
     files = _read_manifest(path)
     for name, expected in files.items():
@@ -236,10 +231,7 @@ def verify_checkpoint(path: Path, *, shares: bool = True) -> list[str]:
 
 
 def verify_share(path: Path, rank: int) -> None:
-    """Checks every file against the manifest, except that the shares of other ranks are not read.
-
-    Raises DamagedCheckpoint.
-    """
+    """Checks every file against the manifest, without other ranks' shares. Raises DamagedCheckpoint."""
     for name, expected in _read_manifest(path).items():
         _check(path, name, expected, hashed=_rank_of(name) in (None, rank))
 
@@ -268,7 +260,6 @@ def _check(path: Path, name: str, expected: Description, *, hashed: bool) -> Non
 
 
 def _rank_of(name: str) -> int | None:
-    """Returns the rank whose share a file of a checkpoint has; None for any other file."""
     match = _SHARE.fullmatch(name)
     return None if match is None else int(match[1])
 
@@ -305,10 +296,9 @@ _NAME = re.compile(rf"(?:{re.escape(_REPLACED)})?step_(\d+)")
 
 
 def begin_checkpoint(directory: Path, nbytes: int) -> Path:
-    """Returns a new folder for the files of a checkpoint, which nobody reads before `end_checkpoint` renames it.
+    """Returns a new folder for a checkpoint's files, which nobody reads before `end_checkpoint` renames it.
 
-    What earlier calls have left unfinished is removed. Raises OSError if there is no room for `nbytes` of tensors then:
-    whole weights would take minutes to find that out. A file system that does not know its room is written to.
+    What earlier calls left unfinished is removed. Raises OSError if the disk has no room for `nbytes` of tensors.
     """
     directory.mkdir(parents=True, exist_ok=True)
     put_back_replaced(directory)
@@ -332,10 +322,7 @@ def _free_bytes(directory: Path) -> int | None:
 
 
 def end_checkpoint(work: Path, step: int, *, keep: int, spare: Collection[int] = ()) -> Path:
-    """Makes the folder of `begin_checkpoint`, in which `complete` has written the manifest, the checkpoint of a step.
-
-    Returns its path. Which older and newer checkpoints are removed: `write_checkpoint` (checkpoint.py).
-    """
+    """Makes the complete folder of `begin_checkpoint` the checkpoint of a step; returns its path."""
     directory = work.parent
     target = directory / f"step_{step}"
     if target.exists():
@@ -354,10 +341,7 @@ def end_checkpoint(work: Path, step: int, *, keep: int, spare: Collection[int] =
 
 
 def put_back_replaced(directory: Path) -> None:
-    """Ends an interrupted replacement: renames the old checkpoint back if there is no new one, else removes it.
-
-    Only the process that writes to the folder may call it.
-    """
+    """Ends an interrupted replacement: renames the old checkpoint back, or removes it if there is a new one."""
     for replaced in directory.glob(f"{_REPLACED}*"):
         if _original(replaced).exists():
             shutil.rmtree(replaced)
@@ -378,10 +362,7 @@ def drop_newer(directory: Path, step: int) -> None:
 
 
 def find_checkpoint(directory: Path, *, shares: bool = True) -> Path | None:
-    """Returns the valid checkpoint with the highest step, or None. Damaged ones are skipped with a warning.
-
-    Without `shares`, the shares of several ranks are not read (`verify_checkpoint`).
-    """
+    """Returns the valid checkpoint with the highest step, or None; damaged ones are skipped with a warning."""
     for path in written(directory):
         try:
             verify_checkpoint(path, shares=shares)
@@ -401,10 +382,7 @@ def checkpoint_step(path: Path) -> int:
 
 
 def written(directory: Path) -> list[Path]:
-    """Returns the paths of all checkpoints of a folder, valid or not, the highest step first.
-
-    After an interrupted replacement without a new checkpoint, the path of the old one is returned.
-    """
+    """Returns the paths of all checkpoints, valid or not, the highest step first (also one under replacement)."""
     entries = directory.iterdir() if directory.is_dir() else ()
     named = [entry for entry in entries if entry.is_dir() and _NAME.fullmatch(entry.name)]
     checkpoints = [entry for entry in named if not (entry.name.startswith(_REPLACED) and _original(entry).exists())]

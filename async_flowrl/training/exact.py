@@ -80,7 +80,7 @@ def mark_of(step: int, update: int, group: int, part: int) -> int:
 
 
 class ExactSum:
-    """The sum of the gradients of one optimizer step on this rank, [numel] int64 on `device`, with its account.
+    """The sum of gradients of one optimizer step on this rank, [numel] int64 on `device`, with its account.
 
     Calls per optimizer step: `begin`, for each contribution `add` and `book`, then `reduce` and `mean`.
     """
@@ -100,10 +100,9 @@ class ExactSum:
         self._account = Account()
 
     def add(self, gradient: Tensor) -> Tensor:
-        """Adds `gradient` [numel] float32 and sets it to zero, without waiting for the device.
+        """Adds `gradient` [numel] float32 and sets it to zero, without waiting; returns its largest magnitude (or NaN).
 
-        Returns the largest magnitude of `gradient` as a tensor without dimensions, NaN if it has a NaN. Do not use the
-        sum before that value was found finite and given to `book`: values that are not finite have no integer.
+        Give that to `book`, which must find it finite, before the sum is used: other values have no integer.
         """
         low, high = torch.aminmax(gradient)
         for start in range(0, self._numel, self._chunk):
@@ -119,10 +118,7 @@ class ExactSum:
         self._account = self._account.plus(mark, largest)
 
     def reduce(self, world: World) -> Account:
-        """Adds up the sums of all ranks and returns the account of the total, equal on every rank.
-
-        This rank's own sum stays unchanged until `begin`, so `reduce` can be called again.
-        """
+        """Adds up the sums of all ranks and returns the account of the total; may be called again until `begin`."""
         if world.size > 1 and self._whole is self._values:
             self._whole = torch.empty_like(self._values)
         if self._whole is not self._values:
@@ -139,15 +135,11 @@ class ExactSum:
             out[start : start + len(whole)].copy_(whole.to(torch.float64).mul_(2.0**self.exponent).div_(rows))
 
     def scratch(self) -> Tensor:
-        """Returns [numel] float32 that shares the memory of the total; use it after `mean`.
-
-        It lasts until `begin`, of a rank of several until `reduce`, because the total of all ranks has its own memory.
-        """
+        """Returns [numel] float32 in the total's memory, for use between `mean` and `begin` (or `reduce`)."""
         return self._whole.view(torch.float32)[: self._numel]
 
 
 def _written(account: Account) -> list[int]:
-    """Returns the account as int64 digits below 2^31, which the all-reduce can add without overflow."""
     digits = [account.count, *_digits(account.marks, _MARK_DIGITS), *_digits(account.magnitude, _DIGITS)]
     return digits + [0] * (_TAIL - len(digits))
 
@@ -174,7 +166,7 @@ class ShardSum(ExactSum):
     such sums are added as integers. So no order of arrival changes a bit of the total; another number of ranks does.
     """
 
-    def witness(self, largest: float) -> None:
+    def record_zero(self, largest: float) -> None:
         """Enters a sum to which this rank's part did not contribute; `largest` is what `add` returned, and finite."""
         self._account = self._account.joined(Account(magnitude=magnitude(largest)))
 

@@ -15,12 +15,11 @@ _SPREAD = 0x9E3779B97F4A7C15 - (1 << 64)
 
 
 class FlatParameters:
-    """Master weights and gradients of named parameters in two flat vectors, `values` and `gradients`, both float32.
+    """Master weights and gradients of named parameters in two flat float32 vectors, `values` and `gradients`.
 
-    Both are on `device` and have padding, which is always zero, between tensors. The parameter objects of the network
-    stay the same. A float32 parameter becomes a view of `values`. A bfloat16 parameter keeps its own memory: `changed`
-    casts its master to it, and every backward pass adds its gradient to `gradients`. Raises ValueError for a parameter
-    of another dtype.
+    Between tensors is padding, always zero. A float32 parameter becomes a view of `values`. A bfloat16 parameter keeps
+    its memory: `changed` casts its master to it, and backward passes add to `gradients`. Raises ValueError for other
+    dtypes.
     """
 
     # Called before `values` hold other weights for a while: waits for who still reads them (training/snapshots.py).
@@ -71,10 +70,7 @@ class FlatParameters:
         }
 
     def pack(self, tensors: Mapping[str, Tensor], *, where: str, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Returns a new flat vector with the given tensors.
-
-        Raises ValueError, which begins with `where`, if names or shapes differ.
-        """
+        """Returns a new flat vector of the tensors. Raises ValueError for other names or shapes (`where`)."""
         flat = torch.zeros_like(self.values.data, dtype=dtype)
         if odd := sorted(tensors.keys() ^ self._shapes.keys()):
             verb = "lacks" if odd[0] in self._shapes else "has unknown"
@@ -91,10 +87,7 @@ class FlatParameters:
         return self.values.data.clone()
 
     def fingerprint(self) -> str:
-        """Returns a hash of `values`, 64 bits in hex, for comparing ranks whose weights must be equal.
-
-        It is an integer sum, computed on the device, so the order of additions does not matter; the host waits once.
-        """
+        """Returns a hash of `values` (64 bits in hex), an integer sum in any order, by which ranks compare weights."""
         bits, sums = self.values.data.view(torch.int32), []
         for start in range(0, len(bits), _CHUNK_ELEMENTS):
             part = bits[start : start + _CHUNK_ELEMENTS].to(torch.int64)
@@ -118,10 +111,7 @@ class FlatParameters:
 
     @contextmanager
     def swapped(self, flat: Tensor) -> Iterator[None]:
-        """Context manager: inside, the network uses the weights `flat`; afterwards the old ones again.
-
-        A backward pass must not follow a forward pass from the other side of its start or end.
-        """
+        """Context: inside, the network uses the weights `flat`. No backward pass may cross its start or end."""
         if self._all_copied:  # `values` need not change
             self._compute_with(flat)
             try:
@@ -147,12 +137,12 @@ def padded(shapes: Mapping[str, torch.Size]) -> tuple[dict[str, int], int]:
     return offsets, end
 
 
-def moved_to(gradient: Tensor, own: Callable[[Tensor], Tensor] = lambda whole: whole) -> Callable[[Tensor], None]:
-    """Returns a hook that adds `own` of a parameter's new gradient, this rank's share, to `gradient` and frees it."""
+def moved_to(gradient: Tensor, share_of: Callable[[Tensor], Tensor] = lambda whole: whole) -> Callable[[Tensor], None]:
+    """Returns a hook that adds `share_of` a parameter's new gradient to `gradient` and frees it."""
 
     def hook(parameter: Tensor) -> None:
         if parameter.grad is not None:
-            gradient.add_(own(parameter.grad))
+            gradient.add_(share_of(parameter.grad))
             parameter.grad = None
 
     return hook

@@ -31,7 +31,7 @@ from async_flowrl.training.messages import (
 )
 from async_flowrl.training.optimizer import Optimizer
 from async_flowrl.training.parts import Group, Part, to_device
-from async_flowrl.types import Conditioning, Span, Wording
+from async_flowrl.types import Conditioning, EncoderInput, Span
 
 # Number of rows whose log-probs are recomputed per batch under the behaviour weights, to compare the two engines.
 PROBED_ROWS = 4
@@ -89,12 +89,12 @@ class ForwardPasses:
 
     def __init__(self, inputs: UpdateInputs) -> None:
         self._inputs = inputs
-        self._negatives: dict[Wording, dict[str, Tensor]] = {}
+        self._negatives: dict[EncoderInput, dict[str, Tensor]] = {}
         # Conditioning of negative prompts as `set_negatives` got it, on the host.
-        self.negatives: Mapping[Wording, Conditioning] = {}
+        self.negatives: Mapping[EncoderInput, Conditioning] = {}
         self._proximal: dict[tuple[int, int], list[Prediction]] = {}
 
-    def set_negatives(self, conditionings: Mapping[Wording, Conditioning]) -> None:
+    def set_negatives(self, conditionings: Mapping[EncoderInput, Conditioning]) -> None:
         """Sets the conditioning of all negative prompts and copies it to the device."""
         self.negatives = conditionings
         self._negatives = {text: to_device(value, self._inputs.device) for text, value in conditionings.items()}
@@ -130,28 +130,29 @@ class ForwardPasses:
         *,
         probing: bool,
     ) -> FrozenPredictions:
-        """Returns all predictions of a part except `current`. Raises ValueError without a needed proximal one.
+        """Returns all predictions of a part except `current`; with `probing` also a few behaviour ones for the probe.
 
-        With `probing`, a few rows get behaviour predictions even if the loss needs none, unless the plan has no
-        `replay`.
+        Raises ValueError without a needed proximal one.
         """
         inputs, meta = self._inputs, group.meta
         proximal = self._proximal.get((meta.group, part.part)) if plan.update > 0 else None
-        lacking = plan.update > 0 and proximal is None
-        if lacking and part.counts:
+        lacks_proximal = plan.update > 0 and proximal is None
+        if lacks_proximal and part.counts:
             raise ValueError(f"group {meta.group} has no proximal predictions for update {plan.update} of the batch")
         fresh = meta.age == 0 and not inputs.averaged
         behaviour = proximal if fresh else None
-        if not fresh and (wanted := self._behaviour_batches(batches, probing=probing and plan.replay)):
+        if not fresh and (probed := self._behaviour_batches(batches, probing=probing and plan.replay)):
             with measured.span("behaviour"), inputs.parameters.swapped(inputs.sampled_by(meta.version)):
-                behaviour = self.predict(group, wanted)
+                behaviour = self.predict(group, probed)
         reference = None
         if inputs.algorithm.needs_reference:
             base = inputs.reference
             under = reference_mode(inputs.policy.transformer) if base is None else inputs.parameters.swapped(base)
             with measured.span("reference"), under:
                 reference = self.predict(group, batches)
-        return FrozenPredictions(proximal, behaviour, reference, on_policy=fresh and (plan.update == 0 or lacking))
+        return FrozenPredictions(
+            proximal, behaviour, reference, on_policy=fresh and (plan.update == 0 or lacks_proximal)
+        )
 
     def train(
         self, group: Group, index: int, batch: MicroBatch, frozen: FrozenPredictions
@@ -177,25 +178,18 @@ class ForwardPasses:
         return batch.latents - expand(batch.sigma, batch.latents) * velocity
 
     def behaviour_gap(self, batch: MicroBatch, behaviour: Prediction) -> Tensor | None:
-        """Returns the mean of |behaviour log-prob - log-prob that the rollout recorded|; None for other algorithms.
-
-        The weights are equal, so it measures the difference between the trainer and the rollout engine.
-        """
+        """Returns the mean of |behaviour log-prob - recorded one|, trainer against engine at equal weights; or None."""
         rows = len(next(iter(cast("dict[str, Tensor]", behaviour).values())))
         metrics = self._inputs.algorithm.loss(first_rows(batch, rows), behaviour, None, None, None).metrics
         return metrics["log_prob_gap"].double().mean() if "log_prob_gap" in metrics else None
 
     def _behaviour_batches(self, batches: Sequence[MicroBatch], *, probing: bool) -> list[MicroBatch]:
-        """Returns the rows that need behaviour predictions: all if the loss needs them, else a few for probing."""
         if self._inputs.algorithm.needs_behaviour:
             return list(batches)
         return [first_rows(batch, PROBED_ROWS) for batch in batches[:1]] if probing else []
 
     def predict(self, group: Group, batches: Sequence[MicroBatch]) -> list[Prediction]:
-        """Returns detached predictions under the active weights.
-
-        Gradients are enabled during the pass, because another grad mode may use other kernels.
-        """
+        """Returns detached predictions. Gradients are enabled, because another grad mode may use other kernels."""
         velocity = self._velocity(group)
         return [detached(self._inputs.algorithm.predict(batch, velocity)) for batch in batches]
 
@@ -220,8 +214,8 @@ def first_rows(batch: MicroBatch, count: int, *, start: int = 0) -> MicroBatch:
 def copied(batch: MicroBatch) -> MicroBatch:
     """Returns the micro-batch with tensors of its own, because slices keep the memory of what they are cut from."""
     rows: dict[str, Any] = {name: getattr(batch, name) for name in _per_row(batch)}
-    own: dict[str, Any] = {name: of.clone() if isinstance(of, Tensor) else of for name, of in rows.items()}
-    return replace(batch, **own)
+    copies: dict[str, Any] = {name: of.clone() if isinstance(of, Tensor) else of for name, of in rows.items()}
+    return replace(batch, **copies)
 
 
 def _per_row(batch: MicroBatch) -> list[str]:
@@ -247,10 +241,10 @@ class PartSums:
     def add(self, output: LossOutput) -> None:
         """Adds loss and metrics of a micro-batch. ValueError for a reserved name or a metric not per row."""
         self.rows += len(output.loss)
-        if taken := [name for name in output.metrics if name in _OWN]:
+        if reserved := [name for name in output.metrics if name in _OWN]:
             raise ValueError(
-                f"the algorithm reports a metric named {taken[0]!r}, which the trainer itself reports: give it another "
-                f"name than {', '.join(map(repr, _OWN))}"
+                f"the algorithm reports a metric named {reserved[0]!r}, which the trainer itself reports: give it "
+                f"another name than {', '.join(map(repr, _OWN))}"
             )
         rows: Mapping[str, Tensor] = {**output.metrics, LOSS: output.loss.detach()}
         for name, values in rows.items():
@@ -274,6 +268,6 @@ class PartSums:
 def on_host(parts: Sequence[PartSums]) -> list[dict[str, float]]:
     """Returns the numbers of each part by name, with a single copy from the device for all of them."""
     names = [sorted(part._sums) for part in parts]
-    numbers = [part._sums[name] for part, own in zip(parts, names, strict=True) for name in own]
+    numbers = [part._sums[name] for part, of_part in zip(parts, names, strict=True) for name in of_part]
     values = iter(torch.stack(numbers).tolist() if numbers else ())
-    return [{name: next(values) for name in own} for own in names]
+    return [{name: next(values) for name in of_part} for of_part in names]

@@ -1,7 +1,6 @@
-"""The trainer ranks among each other: their collectives, and how the frozen base weights are spread over them.
+"""The trainer ranks among each other: their collectives, and how the frozen base is spread over them (FSDP2, or whole).
 
-FSDP2 shards the base, or each rank holds all of it. Each rank holds all trained tensors; FSDP does not touch them.
-(How it shards trained weights is in sharded.py.)
+Each rank holds all trained tensors; FSDP does not touch them (how it shards trained weights is in sharded.py).
 """
 
 import functools
@@ -33,10 +32,7 @@ class World(RankPosition):
         return cls(dist.get_rank(), dist.get_world_size(), joined=True)
 
     def sum(self, values: Tensor) -> None:
-        """Sums `values` over all ranks, in place; all get the same bits.
-
-        Without a process group, because no other rank lives, `values` stays as it is.
-        """
+        """Sums `values` over all ranks, in place and with the same bits; without a process group it does nothing."""
         if self.size > 1 and dist.is_initialized():
             dist.all_reduce(values)
 
@@ -49,11 +45,8 @@ class World(RankPosition):
         return by_rank
 
 
-def let_go(network: nn.Module) -> None:
-    """Frees gathered parameters after a forward pass without a backward pass; without FSDP it does nothing.
-
-    FSDP2 keeps the outermost group of parameters from the forward pass to the backward pass.
-    """
+def free_gathered(network: nn.Module) -> None:
+    """Frees gathered parameters, which FSDP2 keeps after a forward pass that has no backward pass."""
     for module in network.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
@@ -64,10 +57,9 @@ def shard(
 ) -> str:
     """Shards the base over the ranks block by block with FSDP2, or leaves it whole; returns in words what it did.
 
-    With a process group the base is still on the meta device; `stream_base` fills it afterwards. Without one it is
-    moved to `device`. The trained tensors (`adapter`) stay out of FSDP: every rank updates them in the same way, and
-    one all-reduce of their flat gradient replaces a collective per tensor. Raises ValueError for `offload` without a
-    process group.
+    With a process group the base is still on the meta device (`stream_base` fills it), without one it moves to
+    `device`. The trained tensors (`adapter`) stay out: one all-reduce of their flat gradient replaces a collective per
+    tensor. Raises ValueError for `offload` without a process group.
     """
     transformer = policy.transformer
     if not world.joined:
@@ -106,10 +98,9 @@ def prefetch(policy: Policy, ahead: int) -> None:
 
 
 def checkpoint_blocks(policy: Policy, how: str) -> None:
-    """Makes blocks recompute their activations in the backward pass; `how` is `trainer.gradient_checkpointing`.
+    """Makes blocks recompute activations in the backward pass, as `how` says; call it before `shard`.
 
-    It saves memory, and these blocks take about a third more time. It wraps `forward` and not the module, so names stay
-    and FSDP's hooks run once. Call it before `shard`.
+    It wraps `forward` and not the module, so names stay and FSDP's hooks run once.
     """
     if how == "none":
         return

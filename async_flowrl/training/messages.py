@@ -1,7 +1,7 @@
 """Messages between the controller and a trainer rank: frozen, picklable and small; trajectories travel separately.
 
-The controller sends TrainRequests. A rank answers with a Manifest; at the end of an optimizer step with UpdateStats, or
-with Summed if the step must begin again. A part is a micro-batch of a group's images (see parts.py).
+A rank answers a TrainRequest with a Manifest; at the end of an optimizer step with UpdateStats, or with Summed if the
+step must begin again. A part is a micro-batch of a group's images (see parts.py).
 """
 
 import math
@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field, replace
 from itertools import groupby
 
 from async_flowrl.config.schema import TrainerConfig
-from async_flowrl.types import Sampling, Span, Trajectory, Wording
+from async_flowrl.types import EncoderInput, Sampling, Span, Trajectory
 
 
 @dataclass(frozen=True)
@@ -46,10 +46,7 @@ REPLAYED_EVERY_STEPS = 10
 
 
 def is_replayed(step: int) -> bool:
-    """Returns True if `behaviour_gap` of this training step is measured even if that costs a forward pass of its own.
-
-    It is in the first REPLAYED_EVERY_STEPS steps, and from then on in every step whose number is a multiple of that.
-    """
+    """Returns True if this step measures `behaviour_gap` even if that costs a forward pass."""
     return step < REPLAYED_EVERY_STEPS or step % REPLAYED_EVERY_STEPS == 0
 
 
@@ -84,7 +81,7 @@ class GroupMeta:
     advantages: tuple[float, ...]  # One per image of the group, in image order.
     selected: tuple[int, ...]  # Indices of the images that are trained, in order (Algorithm.select).
     seeds: tuple[int, ...]  # One seed per image, for algorithms that draw random numbers in the trainer.
-    negative: Wording  # Its negative prompt, which `set_negatives` must have got before; unused without guidance.
+    negative: EncoderInput  # Its negative prompt, which `set_negatives` must have got before; unused without guidance.
     sampling: Sampling  # Sampling of its images; the trainer uses the same guidance and resolution.
     # The rank that trains each of its parts, in order; empty: the rank that gets the request trains all of them.
     owners: tuple[int, ...] = ()
@@ -186,7 +183,9 @@ class Fetched:
 
     def plus(self, trajectories: Sequence[Trajectory]) -> "Fetched":
         """Returns the numbers with these trajectories added."""
-        return Fetched(self.tickets + len(trajectories), self.bytes + sum(each.nbytes for each in trajectories))
+        return Fetched(
+            self.tickets + len(trajectories), self.bytes + sum(trajectory.nbytes for trajectory in trajectories)
+        )
 
 
 @dataclass(frozen=True)
@@ -226,10 +225,9 @@ _COUNTS = {"kept", "nonzero", *(name for pair in _SHARES.values() for name in pa
 
 
 def merged(ranks: Sequence[UpdateStats]) -> UpdateStats:
-    """Returns the statistics of the whole optimizer step, with the spans of the first rank.
+    """Returns the statistics of the whole step, summed by group and part, so that the number of ranks changes nothing.
 
-    It sums in the order of groups and parts, so the numbers do not depend on the number of ranks.
-    `ranks` has the statistics of each rank, and at least one. Without trained parts the first rank's are returned.
+    Spans are the first rank's; without trained parts all are. `ranks` has at least one.
     """
     waits = [stats.waited for stats in ranks if stats.waited is not None]
     first = replace(ranks[0], waited=max(waits, default=None))
@@ -243,7 +241,6 @@ def merged(ranks: Sequence[UpdateStats]) -> UpdateStats:
 
 
 def _probed_once(parts: Sequence[PartStats]) -> list[PartStats]:
-    """Removes GAP of all groups but the lowest: which other groups were probed depends on the order of arrival."""
     lowest = min(part.group for part in parts)
     return [
         part if part.group == lowest else replace(part, sums={n: v for n, v in part.sums.items() if n != GAP})
@@ -252,11 +249,9 @@ def _probed_once(parts: Sequence[PartStats]) -> list[PartStats]:
 
 
 def signal_to_noise(squares: Sequence[float], norm: float) -> dict[str, float]:
-    """Returns {"gradient_snr": signal-to-noise ratio} from the gradient's norm and the squared norms of its n parts.
+    """Returns {"gradient_snr": n² m² / (n v)}, or {} for a single part and if no noise is left.
 
-    If the parts have the same mean m and noise of variance v, then E|sum|² = n² m² + n v and E sum|part|² = n m² + n v.
-    The ratio is n² m² / (n v): about 0, or below, if the parts agree only by chance; large if they agree. Returns {}
-    for a single part and if no noise is left.
+    For n parts of mean m and noise of variance v, E|sum|² = n² m² + n v and E sum|part|² = n m² + n v.
     """
     pieces = len(squares)
     if pieces < 2:

@@ -87,21 +87,14 @@ class Optimizer:
 
 
 def step_over_lr(before: Tensor, parameters: FlatParameters, rate: float) -> float:
-    """Returns the RMS of the change of the weights since `before`, divided by the learning rate.
-
-    For Adam it is at most about 1, and small if consecutive gradients disagree. It overwrites the gradient's memory.
-    """
+    """Returns RMS(weights - `before`) / learning rate, for Adam about 1 or less; overwrites the gradient's memory."""
     change = torch.sub(parameters.values.data, before, out=parameters.gradients)
     length = parameters.norm(change)
     return length / (rate * math.sqrt(parameters.numel))
 
 
 def learning_rate(config: TrainerConfig, step: int, total_steps: int) -> float:
-    """Returns the learning rate of all optimizer steps of training step `step` (from 0).
-
-    It rises linearly during the first `warmup_steps` training steps (the first is above zero), then is constant, or
-    falls to zero at `total_steps`, linearly or along half a cosine.
-    """
+    """Returns the learning rate of training step `step` (from 0): linear warm-up, then constant, linear or cosine."""
     if step < config.warmup_steps:
         return config.learning_rate * (step + 1) / config.warmup_steps
     if config.lr_schedule == "constant":

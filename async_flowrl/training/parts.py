@@ -1,7 +1,7 @@
 """Parts of groups: a part is at most `trainer.micro_batch_size` images of one group, with all their trained steps.
 
-A part is the unit of work that is given to one rank. How groups are cut does not depend on the number of ranks, and the
-sum of the parts' gradients is exact (see `exact.py`), so results do not depend on which rank computes which part.
+A part is given to one rank. The cut does not depend on the number of ranks and the sum of gradients is exact
+(exact.py), so results do not depend on which rank computes which part.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -55,25 +55,26 @@ def cut(selected: Sequence[int], samples: int) -> list[Sequence[int]]:
 
 
 def parts_of(metas: Sequence[GroupMeta], own: RankPosition, samples: int) -> list[Part]:
-    """Returns the parts that this rank computes of the groups of one call, in order; `samples` images per part.
+    """Returns the parts (of `samples` images) that this rank computes of the groups of one call, in order.
 
-    All ranks of a replica must compute the same number of parts, because they gather the sharded base together. A rank
-    with fewer repeats its last part, and a rank without parts computes those of another; such parts do not count.
-    With `own.by_group` that holds for each group of the call, so no part is computed beside one of another group.
-    Raises ValueError if a group's owners do not fit the number of its parts or the ranks.
+    The ranks of a replica gather the base together, so they need equal numbers of parts (with `own.by_group` in each
+    group): a rank with fewer repeats its last part or computes another's, which does not count. Raises ValueError for
+    bad owners.
     """
     positions = [[position] for position in range(len(metas))] if own.by_group else [list(range(len(metas)))]
     return [part for together in positions for part in _side_by_side(metas, together, own, samples)]
 
 
-def _side_by_side(metas: Sequence[GroupMeta], positions: Sequence[int], own: RankPosition, samples: int) -> list[Part]:
+def _side_by_side(
+    metas: Sequence[GroupMeta], positions: Sequence[int], rank_position: RankPosition, samples: int
+) -> list[Part]:
     """Returns this rank's parts of the groups at these positions of a call, as many as every rank of its replica."""
-    by_rank: dict[int, list[Part]] = {rank: [] for rank in own.replica}
+    by_rank: dict[int, list[Part]] = {rank: [] for rank in rank_position.replica}
     for position in positions:
-        for part, owner in enumerate(_owners(metas[position], own, samples)):
+        for part, owner in enumerate(_owners(metas[position], rank_position, samples)):
             if owner in by_rank:
                 by_rank[owner].append(Part(position, part))
-    longest, mine = max(by_rank.values(), key=len), by_rank[own.rank]
+    longest, mine = max(by_rank.values(), key=len), by_rank[rank_position.rank]
     fill = mine[-1:] * (len(longest) - len(mine)) if mine else longest
     return mine + [Part(part.group, part.part, counts=False) for part in fill]
 
@@ -93,13 +94,13 @@ def tickets_for(metas: Sequence[GroupMeta], own: RankPosition, samples: int) -> 
     )
 
 
-def _owners(meta: GroupMeta, own: RankPosition, samples: int) -> Sequence[int]:
+def _owners(meta: GroupMeta, position: RankPosition, samples: int) -> Sequence[int]:
     count = len(cut(meta.selected, samples))
     if not meta.owners:
-        return [own.rank] * count
-    if len(meta.owners) != count or not all(0 <= owner < own.size for owner in meta.owners):
+        return [position.rank] * count
+    if len(meta.owners) != count or not all(0 <= owner < position.size for owner in meta.owners):
         raise ValueError(
-            f"group {meta.group} has {count} parts of {samples} samples for {own.size} ranks, its owners are "
+            f"group {meta.group} has {count} parts of {samples} samples for {position.size} ranks, its owners are "
             f"{list(meta.owners)}"
         )
     return meta.owners
@@ -114,16 +115,13 @@ class NotThePlan(RuntimeError):
 
 def missing(planned: Parts, manifests: Iterable[Manifest]) -> dict[int, set[int]]:
     """Returns the planned parts that are in no sum: number of the group → numbers of the parts."""
-    there = {part for manifest in manifests for part in manifest.parts}
-    lacking = {group: {p for p in range(count) if (group, p) not in there} for group, count in planned.items()}
-    return {group: parts for group, parts in lacking.items() if parts}
+    present = {part for manifest in manifests for part in manifest.parts}
+    absent = {group: {p for p in range(count) if (group, p) not in present} for group, count in planned.items()}
+    return {group: parts for group, parts in absent.items() if parts}
 
 
 def check_plan(step: int, update: int, attempt: int, planned: Parts, manifests: Mapping[str, Manifest]) -> None:
-    """Raises NotThePlan unless each planned part is in exactly one sum, and all sums are of this step and attempt.
-
-    `manifests` maps the name of a rank to the contents of its sum; a rank with an empty sum may be missing.
-    """
+    """Raises NotThePlan unless each planned part is in exactly one of the `manifests`, of this step and attempt."""
     where = f"step {step}, optimizer step {update}"
     owners: dict[tuple[int, int], str] = {}
     for name, manifest in manifests.items():
@@ -138,40 +136,34 @@ def check_plan(step: int, update: int, attempt: int, planned: Parts, manifests: 
             if part >= planned.get(group, 0):
                 raise NotThePlan(f"{where}: {name} has added part {part} of group {group}, which was not planned")
             owners[group, part] = name
-    if lacking := missing(planned, manifests.values()):
-        group, parts = next(iter(lacking.items()))
+    if absent := missing(planned, manifests.values()):
+        group, parts = next(iter(absent.items()))
         raise NotThePlan(f"{where}: part {min(parts)} of group {group} is in no rank's sum")
 
 
 class Group:
-    """One group on a trainer rank: makes micro-batches of its selected images, on `device`.
-
-    Copies to the device are only queued; the host does not wait for them.
-    """
+    """One group on a trainer rank: makes micro-batches of its selected images, without waiting for copies."""
 
     def __init__(
         self, meta: GroupMeta, tickets: Sequence[Trajectory], *, device: torch.device, held: Sequence[int] | None = None
     ) -> None:
-        """`tickets` are the trajectories at the positions `held` in the group; None means all tickets of the group.
-
-        Raises ValueError if their number or sizes do not fit, or if they differ in schedule, window or prompt.
-        """
-        wanted = range(meta.tickets) if held is None else held
-        if len(tickets) != len(wanted) or not tickets:
-            raise ValueError(f"group {meta.group} has {len(wanted)} tickets, got {len(tickets)} trajectories")
+        """`tickets` are the trajectories at the positions `held` (None: all). Raises ValueError if they don't fit."""
+        positions = range(meta.tickets) if held is None else held
+        if len(tickets) != len(positions) or not tickets:
+            raise ValueError(f"group {meta.group} has {len(positions)} tickets, got {len(tickets)} trajectories")
         first = tickets[0]
         for other in tickets[1:]:
             if not _agree(first, other):
                 raise ValueError(f"the tickets of group {meta.group} differ in schedule, window or conditioning")
         images = sum(len(t.latents) for t in tickets)
-        if not images * meta.tickets == len(meta.advantages) * len(wanted) == len(meta.seeds) * len(wanted):
+        if not images * meta.tickets == len(meta.advantages) * len(positions) == len(meta.seeds) * len(positions):
             raise ValueError(
-                f"group {meta.group} has {images} images in {len(wanted)} of {meta.tickets} tickets, "
+                f"group {meta.group} has {images} images in {len(positions)} of {meta.tickets} tickets, "
                 f"{len(meta.advantages)} advantages and {len(meta.seeds)} seeds"
             )
         self.meta, self._device = meta, device
         self._per_ticket = len(meta.advantages) // meta.tickets
-        self._tickets = dict(zip(wanted, tickets, strict=True))
+        self._tickets = dict(zip(positions, tickets, strict=True))
         self.train_steps = first.train_steps
         self.conditioning = to_device(first.conditioning, device)
         self._levels = torch.tensor(first.sigmas, dtype=torch.float32)
@@ -179,10 +171,9 @@ class Group:
         self._points = {point: position for position, point in enumerate(first.points)}
 
     def micro_batches(self, records: str, part: int, *, samples: int, steps: int) -> Iterator[MicroBatch]:
-        """Yields the micro-batches of part number `part` (see parts.py), which has at most `samples` images.
+        """Yields the micro-batches of a part: all its images at `steps` denoising steps, a step's rows adjacent.
 
-        Each has all images of the part at `steps` denoising steps; the rows of a step are adjacent. `records` is that
-        of the algorithm. Raises ValueError if `steps` does not divide the number of trained steps.
+        Raises ValueError if `steps` does not divide the number of trained steps.
         """
         if len(self.train_steps) % steps:
             raise ValueError(
@@ -196,7 +187,6 @@ class Group:
             yield self._micro_batch(records, chosen, columns, latents=latents, log_probs=log_probs)
 
     def _rows(self, chosen: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Returns latents [m, P, ...] and log-probs [m, W] of the chosen images, on the device."""
         latents = np.stack([ticket.latents[i] for ticket, i in self._locate(chosen)])
         log_probs = np.stack([ticket.log_probs[i] for ticket, i in self._locate(chosen)])
         return self._upload(torch.from_numpy(latents)), self._upload(torch.from_numpy(log_probs))
@@ -261,7 +251,7 @@ def groups_of(
     metas: Sequence[GroupMeta],
     trajectories: Sequence[Trajectory],
     tickets: Sequence[Sequence[int]],
-    own: RankPosition,
+    rank_position: RankPosition,
     samples: int,
     device: torch.device,
 ) -> Iterator[tuple[Group, list[Part]]]:
@@ -276,6 +266,6 @@ def groups_of(
             f"{len(metas)} groups have {sum(map(len, held))} tickets, got {len(trajectories)} trajectories"
         )
     starts = list(accumulate(map(len, held), initial=0))
-    for position, of_group in groupby(parts_of(metas, own, samples), key=lambda part: part.group):
+    for position, of_group in groupby(parts_of(metas, rank_position, samples), key=lambda part: part.group):
         given = trajectories[starts[position] : starts[position + 1]]
         yield Group(metas[position], given, device=device, held=held[position]), list(of_group)

@@ -162,7 +162,6 @@ class GatheredStreams(PublishedStreams):
         self._shares.clear()
 
     def _stage(self, stream: str, version: int, flat: Tensor) -> None:
-        """Copies nothing: a version that is kept does not change."""
         self._shares[stream, version] = self._share(flat)
 
     def _share(self, flat: Tensor) -> Share:

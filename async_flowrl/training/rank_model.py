@@ -66,7 +66,7 @@ def load_model(inputs: ModelInputs, world: World) -> RankModel:
     policy = load_policy(inputs.model, dtype=inputs.model.dtype, device="cpu", parts=parts)
     tuning = tuning_of(config)
     if one_base is not None:
-        one_base.lend(policy.transformer, trained=tuning.parameters(policy.transformer))
+        one_base.share_parameters(policy.transformer, trained=tuning.parameters(policy.transformer))
     schedules = check_policy(config, policy, inputs.sizes)
     base = dict(policy.transformer.named_parameters())
     count = sum(parameter.numel() for parameter in base.values())
@@ -86,7 +86,6 @@ def load_model(inputs: ModelInputs, world: World) -> RankModel:
 
 
 def _digest(inputs: ModelInputs, world: World, base: Mapping[str, Tensor]) -> str:
-    """Returns the digest of the base weights; if several ranks read them together, only the first rank has it."""
     if inputs.one_base is not None:
         return inputs.one_base.digest
     return digest_of_stored(inputs.model, world, set(base)) if world.joined else base_digest(base)
@@ -184,5 +183,5 @@ def _same_names(targets: Mapping[str, Tensor], stored: Mapping[str, Tensor] | No
     odd = [sorted(targets.keys() ^ stored.keys())] if stored is not None else [None]
     dist.broadcast_object_list(odd, 0)
     if odd[0]:
-        lacking = "the files lack" if odd[0][0] in targets else "the network has no"
-        raise ValueError(f"the weights do not fit the model: {lacking} {odd[0][0]} ({len(odd[0])} names differ)")
+        who_lacks = "the files lack" if odd[0][0] in targets else "the network has no"
+        raise ValueError(f"the weights do not fit the model: {who_lacks} {odd[0][0]} ({len(odd[0])} names differ)")

@@ -41,9 +41,7 @@ _ALLOWED = {
 class SafeReader(FileSystemReader):
     """A FileSystemReader that raises ValueError for metadata that names anything but what torch writes there.
 
-    The tensors themselves are read by torch.load(weights_only=True) in any case. The metadata is read once per reader:
-    torch asks for it with every load, and it describes all tensors, so that to load them one by one would take a time
-    that grows with the square of their number.
+    The metadata is read once per reader, since torch asks for it with every load.
     """
 
     def __init__(self, folder: str) -> None:
@@ -69,12 +67,12 @@ class SafeReader(FileSystemReader):
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        own = module == _METADATA and getattr(getattr(metadata, name, None), "__module__", None) == _METADATA
+        is_metadata = module == _METADATA and getattr(getattr(metadata, name, None), "__module__", None) == _METADATA
         path = module.startswith("pathlib") and name in ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")
         dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if path:
             return PurePath
-        if own or dtype or (module, name) in _ALLOWED:
+        if is_metadata or dtype or (module, name) in _ALLOWED:
             return super().find_class(module, name)
         raise ValueError(f"the metadata of a checkpoint names {module}.{name}, which torch does not put there")
 
@@ -91,10 +89,7 @@ Shapes = Mapping[str, tuple[int, ...]]  # Trained tensor → its whole shape.
 
 
 def write_shards(folder: Path, parts: Parts, shapes: Shapes, mesh: DeviceMesh, group: dist.ProcessGroup) -> None:
-    """Writes this rank's shares and syncs them to the disk; all ranks of `group` must call it together.
-
-    `mesh` are the ranks as hosts. Raises OSError on every rank if one of them cannot write.
-    """
+    """Writes and syncs this rank's shares; all ranks of `group` call it. Raises OSError on all if one cannot write."""
     state = {
         f"{part}/{name}": tensor if part == REPLICATED else _sharded(tensor, shapes[name.rpartition("/")[2]], mesh)
         for part, tensors in parts.items()
@@ -111,10 +106,7 @@ def write_shards(folder: Path, parts: Parts, shapes: Shapes, mesh: DeviceMesh, g
 
 
 class _Writer(FileSystemWriter):
-    """A FileSystemWriter that raises the OSError of a write, over which torch.save raises a RuntimeError of its own.
-
-    It makes no folder but its own: on a node that does not see the others' it would write where nobody looks.
-    """
+    """A FileSystemWriter that raises the OSError of a write, and makes no folder where the others' is not seen."""
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         if not (folder := Path(self.path).parent).is_dir():
@@ -145,8 +137,8 @@ def read_shards(folder: Path, mesh: DeviceMesh) -> dict[str, dict[str, Tensor]]:
             state[key] = torch.empty(shape, dtype=dtype)
         else:
             rows = torch.chunk(torch.empty(shape, dtype=dtype, device="meta"), mesh.size())
-            own = rows[mesh.get_local_rank()] if mesh.get_local_rank() < len(rows) else rows[0][:0]
-            state[key] = _sharded(torch.empty_like(own, device="cpu"), shape, mesh)
+            local_rows = rows[mesh.get_local_rank()] if mesh.get_local_rank() < len(rows) else rows[0][:0]
+            state[key] = _sharded(torch.empty_like(local_rows, device="cpu"), shape, mesh)
     _load(state, reader)
     parts: dict[str, dict[str, Tensor]] = {"optimizer": {}}  # of a checkpoint before the first optimizer step
     for key, tensor in state.items():
@@ -189,7 +181,6 @@ def whole_parts(folder: Path) -> dict[str, Mapping[str, Tensor]]:
 
 
 def _load(state: dict[str, Tensor], reader: SafeReader) -> None:
-    """Fills the tensors, whole ones or this rank's shares, from the files; no rank waits for another."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as is meant here
         load(state, storage_reader=reader, no_dist=True)
@@ -197,10 +188,10 @@ def _load(state: dict[str, Tensor], reader: SafeReader) -> None:
 
 def _stored(reader: SafeReader) -> dict[str, tuple[torch.Size, torch.dtype]]:
     metadata = reader.read_metadata().state_dict_metadata
-    tensors = {key: cast("TensorStorageMetadata", each) for key, each in metadata.items()}
-    return {key: (each.size, each.properties.dtype) for key, each in tensors.items()}
+    tensors = {key: cast("TensorStorageMetadata", described) for key, described in metadata.items()}
+    return {key: (described.size, described.properties.dtype) for key, described in tensors.items()}
 
 
-def _sharded(own: Tensor, shape: tuple[int, ...], mesh: DeviceMesh) -> DTensor:
+def _sharded(local: Tensor, shape: tuple[int, ...], mesh: DeviceMesh) -> DTensor:
     stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(own, mesh, [Shard(0)], run_check=False, shape=torch.Size(shape), stride=stride)
+    return DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=torch.Size(shape), stride=stride)

@@ -33,7 +33,7 @@ from async_flowrl.training.checkpoint import (
     verify_share,
 )
 from async_flowrl.training.flat import FlatParameters, moved_to
-from async_flowrl.training.fsdp import World, let_go
+from async_flowrl.training.fsdp import World, free_gathered
 from async_flowrl.training.shard_checkpoint import Parts, Shapes, read_shards, write_shards
 from checkpoint_engine import weights_digest
 from checkpoint_engine.digest import joined_digest
@@ -43,8 +43,8 @@ from checkpoint_engine.gather import shard_rows
 class ShardedParameters(FlatParameters):
     """As FlatParameters, but vectors and named tensors are this rank's share: shapes [rows of this rank, ...].
 
-    `values` are the masters; the network's sharded parameters are float32 copies, from which FSDP2 gathers blocks.
-    `numel` counts whole tensors. All ranks must call `norm`, `total` and `fingerprint` together.
+    The network's parameters are float32 copies of `values`, from which FSDP2 gathers blocks. `numel` counts whole
+    tensors. All ranks must call `norm`, `total` and `fingerprint` together.
     """
 
     sharded = True
@@ -71,23 +71,25 @@ class ShardedParameters(FlatParameters):
         return cast("DTensor", parameter.detach()).full_tensor()
 
     def norm(self, flat: Tensor) -> float:
-        own = torch.linalg.vector_norm(flat, dtype=torch.float64).reshape(1)
-        return math.hypot(*(float(norm) for norm in self.world.gather(own)))
+        local = torch.linalg.vector_norm(flat, dtype=torch.float64).reshape(1)
+        return math.hypot(*(float(norm) for norm in self.world.gather(local)))
 
     def total(self, count: int) -> int:
-        own = torch.tensor([count], dtype=torch.int64, device=self.values.device)
-        return sum(int(of_rank) for of_rank in self.world.gather(own))
+        local = torch.tensor([count], dtype=torch.int64, device=self.values.device)
+        return sum(int(of_rank) for of_rank in self.world.gather(local))
 
     def fingerprint(self) -> str:
         """Returns a hash over those of all ranks' shares, 64 bits in hex; equal on all ranks."""
-        own = int(super().fingerprint(), 16)
-        signed = torch.tensor([own - (1 << 64) if own >> 63 else own], dtype=torch.int64, device=self.values.device)
+        local = int(super().fingerprint(), 16)
+        signed = torch.tensor(
+            [local - (1 << 64) if local >> 63 else local], dtype=torch.int64, device=self.values.device
+        )
         by_rank = b"".join(int(of_rank).to_bytes(8, "little", signed=True) for of_rank in self.world.gather(signed))
         return blake2b(by_rank, digest_size=8).hexdigest()
 
     def _compute_with(self, flat: Tensor) -> None:
         # FSDP2 keeps what it gathered for the outermost parameters until a backward pass.
-        let_go(self._network)
+        free_gathered(self._network)
         views = self.named(flat)
         torch._foreach_copy_(list(self._locals.values()), [views[name] for name in self._locals])
 
@@ -98,12 +100,11 @@ def local_of(parameter: Tensor) -> Tensor:
 
 
 def shard_trained(policy: Policy, trained: set[nn.Parameter], world: World, device: torch.device) -> str:
-    """Shards the transformer block by block; returns in words what it did. Its parameters are on the meta device yet.
+    """Shards the transformer, still on the meta device, block by block; returns in words what it did.
 
-    `trained` become float32. Blocks are gathered in the dtype that the network computes in; gradients are cast to
-    float32 before a reduce-scatter adds them up over the ranks, without dividing the sum. Frozen parameters are
-    sharded, too, in their own dtype. Raises ValueError for parameters of several dtypes, because a gathered block has
-    one, and where a rank would have nothing to train.
+    `trained` become float32. Blocks are gathered in the network's dtype; gradients are cast to float32 before a
+    reduce-scatter adds them up. Frozen parameters keep their dtype. Raises ValueError for parameters of several dtypes,
+    as a gathered block has one, and where a rank would have nothing to train.
     """
     transformer = policy.transformer
     dtype = check_shares(policy, trained, world.size)
@@ -171,10 +172,9 @@ class Written:
 
 @dataclass
 class ShardSaving:
-    """Calls by the controller: `begin` on the first rank, `write` on all at once, `end` on the first.
+    """Writing of shares beside the training, on a process group of its own: `begin` on the first rank, `write`, `end`.
 
-    They run beside the training, so they have a process group of their own. A run that goes on from a checkpoint calls
-    `verify` on all ranks, and `read` when all of them have found their shares sound.
+    A run that goes on calls `verify` on all ranks, and `read` when all have found their shares sound.
     """
 
     world: World
@@ -208,10 +208,7 @@ class ShardSaving:
     def end(
         self, work: str, controller: Mapping[str, Any], written: Sequence[Written], keep: int, spare: Sequence[int]
     ) -> str:
-        """Makes the folder the checkpoint of the snapshot's version; returns its path.
-
-        `written` is what `write` returned on all ranks. Raises OSError if a rank's files are not here.
-        """
+        """Makes the folder, `written` by all ranks, the checkpoint; returns its path. Raises OSError."""
         version, checkpoint = self._taken("end")
         self.snapshot = None
         digest = joined_digest([share.digest for share in written])
@@ -230,7 +227,7 @@ class ShardSaving:
         self.verified = path
 
     def read(self, path: str) -> Checkpoint:
-        """Returns this rank's share of the checkpoint in the folder `path`, which `verify` has checked on all ranks.
+        """Returns this rank's share of a checkpoint that `verify` has checked on all ranks.
 
         Raises RuntimeError if it was not checked on this one, and ValueError for another number of ranks.
         """

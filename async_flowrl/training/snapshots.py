@@ -1,8 +1,6 @@
 """The state of a trainer rank that a checkpoint has, and its copies in host memory, made beside the next training step.
 
-The copy is made while the gradients of the next step are computed. What changes the state waits for it (`wait`): the
-end of that step, and forward passes that put other weights in place of the trained ones. What is made of the copy
-afterwards, bytes for the controller (controller/kept_state.py) or files of a checkpoint, is the business of the caller.
+What changes the state waits for the copy (`wait`): the end of that step, and forward passes under other weights.
 """
 
 from collections.abc import Mapping
@@ -43,11 +41,7 @@ class RankState:
     update: Update
 
     def counters(self) -> dict[str, Any]:
-        """Returns the part of the state that is no tensors, as JSON values.
-
-        Raises RuntimeError while an optimizer step is under way, because the weights lack the gradients that it has
-        added.
-        """
+        """Returns the state without tensors, as JSON. Raises RuntimeError while an optimizer step is under way."""
         if (step := self.update.under_way) is not None:
             raise RuntimeError(f"step {step} is under way: what was added to it is not in the weights yet")
         tuning = tuning_of(self.inputs.config)
@@ -60,11 +54,7 @@ class RankState:
         }
 
     def tensors(self) -> dict[str, Mapping[str, Tensor]]:
-        """Returns copies on the CPU of all tensors, by part and name. It hashes nothing: that is left to the writing.
-
-        It may run beside the gradients of the next step: what changes these tensors waits for it, the end of a
-        step and forward passes under other weights (`FlatParameters.before_change`).
-        """
+        """Returns CPU copies of all tensors, by part and name; it may run beside the next gradients."""
         tensors: dict[str, Mapping[str, Tensor]] = {
             "weights": self.inputs.parameters.named(self.inputs.parameters.values.data.to("cpu", copy=True)),
             "optimizer": self.inputs.optimizer.state(),
@@ -77,8 +67,8 @@ class RankState:
     def check(self, checkpoint: Checkpoint, path: str) -> None:
         """Raises ValueError if the checkpoint read from `path` has another model revision or other trained tensors."""
         check_revision(checkpoint.trainer, self.model, path)
-        own = self.inputs.parameters.named(self.inputs.parameters.values.data)
-        if odd := sorted(checkpoint.tensors["weights"].keys() ^ own.keys()):
+        tensors = self.inputs.parameters.named(self.inputs.parameters.values.data)
+        if odd := sorted(checkpoint.tensors["weights"].keys() ^ tensors.keys()):
             raise ValueError(
                 f"checkpoint {path} is of a run that trained other tensors: {odd[0]} is only in one of them "
                 f"({len(odd)} names differ); tune, full.freeze, lora.targets and the model must be as they were, or "
@@ -110,16 +100,12 @@ class Snapshots:
         self._under_way: Future[Checkpoint] | None = None
 
     def begin(self) -> int:
-        """Begins to copy the present state, unless it is copied already; returns its version.
-
-        Raises RuntimeError while an optimizer step is under way, because the weights lack the gradients that it has
-        added.
-        """
+        """Begins to copy the state; returns its version. Raises RuntimeError while an optimizer step is under way."""
         counters = self._state.counters()
         version = int(counters["version"])
         if version not in self._copies:
-            made = recorded(self._device)  # The copy must not read what the device has still to write.
-            self._under_way = self._copies[version] = self._thread.submit(self._copied, counters, made)
+            ready = recorded(self._device)  # The copy must not read what the device has still to write.
+            self._under_way = self._copies[version] = self._thread.submit(self._copied, counters, ready)
             for old in sorted(self._copies)[:-RETAINED]:
                 del self._copies[old]
         return version
@@ -146,10 +132,10 @@ class Snapshots:
         self.wait()
         self._copies.clear()
 
-    def _copied(self, counters: dict[str, Any], made: Any) -> Checkpoint:
+    def _copied(self, counters: dict[str, Any], ready: Any) -> Checkpoint:
         with on(self._side):
             if self._side is not None:
-                self._side.wait(made)
+                self._side.wait(ready)
             copy = Checkpoint(self._state.tensors(), counters, {})
             if self._side is not None:
                 self._side.synchronize()

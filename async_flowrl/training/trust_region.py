@@ -57,14 +57,12 @@ class Probe:
 
 
 class TrustRegion:
-    """Measures and limits optimizer steps. A measurement gives the same numbers on every rank, from the same rows.
+    """Measures and limits optimizer steps, with the same numbers on every rank: `begin`, `remember`, `prepare`,
+    `bound`.
 
-    It uses the first `algorithm.kl_probe_images` images (at most a micro-batch) of the trained group with the lowest
-    number, at every denoising step whose noise has a standard deviation of SHARPEST or more, so not at the last one.
-    Trained steps are measured at the recorded latents. Steps that were sampled without noise are measured as if they
-    had noise, at latents made by noising the clean image that the last trained step predicts: all steps share the
-    weights, so an update can change those steps more than the trained ones.
-    Order of calls per optimizer step, on every rank: `begin`, `remember`, `prepare`, then after the optimizer `bound`.
+    It uses the first `algorithm.kl_probe_images` images of the trained group with the lowest number, at every denoising
+    step whose noise has a standard deviation of SHARPEST or more: trained steps at the recorded latents, others as if
+    they had noise, at latents made by noising the clean image that the last trained step predicts.
     """
 
     def __init__(self, inputs: UpdateInputs, passes: ForwardPasses) -> None:
@@ -122,10 +120,10 @@ class TrustRegion:
         return [_noised(last, clean, step, group.meta.seeds[0]) for step in sorted(others)]
 
     def bound(self, before: Tensor) -> dict[str, float]:
-        """Measures the optimizer step from the flat weights `before` to the present ones, and shortens it if needed.
+        """Measures the step from the flat weights `before` to the present ones, and shortens it if needed.
 
-        Returns metrics: `kl_per_update` in nats per image, its parts `kl_per_update/<denoising step>`, and with a limit
-        `trust_region/raw_kl` before shortening and `trust_region/scale`, the share of the step that is kept.
+        Returns `kl_per_update` (nats per image), its parts by denoising step, and with a limit `trust_region/raw_kl`
+        and `/scale`.
         """
         if not self._probes:
             return {}  # the noise of every denoising step is too small
@@ -149,7 +147,6 @@ class TrustRegion:
 
 
 def _by_step(batch: MicroBatch, images: int) -> list[MicroBatch]:
-    """Returns copies of the first `images` images of a micro-batch, one micro-batch per denoising step."""
     steps = len(set(batch.steps.tolist()))
     size = len(batch.sigma) // steps
     return [copied(first_rows(batch, min(size, images), start=step * size)) for step in range(steps)]
@@ -176,9 +173,8 @@ def shorten(
 ) -> tuple[ByStep, float]:
     """Scales the step from `before` to `values`, in place, until the sum of its KL is at most `limit` (nats per image).
 
-    `kl_by_step` is the result of `measure` for the whole step. Returns its result for the scaled step, and the share of
-    the step that is kept. If MAX_SCALINGS are not enough, or the KL stays infinite or NaN, the step is undone. `room`
-    is memory for the step, of the size of `values`; None allocates it.
+    Returns `measure`'s result for the scaled step, and the share that is kept: 0 after MAX_SCALINGS or for a KL that
+    stays infinite. `kl_by_step` is of the whole step; `room` is memory of the size of `values`, or None.
     """
     full, scale = torch.sub(values, before, out=room), 1.0
     for _ in range(MAX_SCALINGS):

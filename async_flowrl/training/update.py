@@ -1,8 +1,7 @@
 """Optimizer steps of one trainer rank, by calls in this order: begin, accumulate (any number), add_up, take_step.
 
-`accumulate` adds the gradients of parts of groups to the rank's sum, exactly (exact.py); each part's gradient starts
-from zero. The sum of all ranks is divided by the rows of the step. So neither the order of groups, nor the choice of
-the rank that trains a part, changes a bit of the weights.
+Each part's gradient starts from zero and is added exactly (exact.py), so neither the order of groups nor the choice of
+ranks changes a bit of the weights.
 """
 
 import math
@@ -24,7 +23,7 @@ from async_flowrl.training.forward_passes import (
     UpdateMetrics,
     on_host,
 )
-from async_flowrl.training.fsdp import let_go
+from async_flowrl.training.fsdp import free_gathered
 from async_flowrl.training.messages import (
     GAP,
     Fetched,
@@ -39,14 +38,11 @@ from async_flowrl.training.messages import (
 from async_flowrl.training.optimizer import learning_rate, step_over_lr
 from async_flowrl.training.parts import Group, Part, cut, groups_of
 from async_flowrl.training.trust_region import TrustRegion
-from async_flowrl.types import Conditioning, Span, Trajectory, Wording
+from async_flowrl.types import Conditioning, EncoderInput, Span, Trajectory
 
 
 class NonFiniteError(RuntimeError):
-    """A loss or gradient is NaN or infinite; the weights are unchanged, the sum is not, and the message names the step.
-
-    The message also names the group if it is known.
-    """
+    """A loss or gradient is NaN or infinite; the weights are unchanged, and the message names step and group."""
 
 
 class Update:
@@ -83,7 +79,7 @@ class Update:
     def exponent(self, value: int) -> None:
         self._sum.exponent, self._next_exponent = value, None
 
-    def set_negatives(self, conditionings: Mapping[Wording, Conditioning]) -> None:
+    def set_negatives(self, conditionings: Mapping[EncoderInput, Conditioning]) -> None:
         """Sets the conditioning of the negative prompts, prompt → conditioning; called once per process."""
         self._passes.set_negatives(conditionings)
 
@@ -96,10 +92,7 @@ class Update:
         return Manifest(self.under_way, self._plan.update, self._plan.attempt, parts)
 
     def proximal(self, request: TrainRequest, *trajectories: Trajectory) -> None:
-        """Computes the predictions of the weights at the start of the batch, for groups of a later optimizer step.
-
-        It is called before the first optimizer step of the batch.
-        """
+        """Computes predictions of the weights at the start of the batch, for groups of a later step."""
         self._fetched = self._fetched.plus(trajectories)
         measured = UpdateMetrics()
         with self._inputs.turn():
@@ -109,11 +102,7 @@ class Update:
         self._before.extend(measured.spans)
 
     def begin(self, step: int, plan: StepPlan) -> None:
-        """Begins an optimizer step: clears gradients and statistics.
-
-        `step` is the training step, whose optimizer steps have `plan.update` 0, 1 and so on. Raises ValueError for an
-        update that `trainer.updates_per_batch` does not have.
-        """
+        """Begins optimizer step `plan.update` of training step `step`. Raises ValueError if there is none."""
         last = self._inputs.config.trainer.updates_per_batch - 1
         if not 0 <= plan.update <= last:
             raise ValueError(f"step {step} has no update {plan.update}: trainer.updates_per_batch is {last + 1}")
@@ -134,10 +123,9 @@ class Update:
     ) -> None:
         """Adds the gradients of this rank's parts of the groups.
 
-        `trajectories` are in the order of `metas`, those of a group together. `tickets` has, for each group, the
-        positions of the tickets whose trajectories are passed; empty means all tickets. Raises NonFiniteError if a loss
-        or gradient is not finite, ValueError if a group does not fit the run, and RuntimeError if no step is under way
-        or an earlier call failed.
+        `trajectories` are in the order of `metas`; `tickets` has per group the positions of those passed (empty: all).
+        Raises NonFiniteError, ValueError if a group does not fit the run, RuntimeError outside of a step or after a
+        failed call.
         """
         step = self._begun("accumulate")
         if self._plan.rows <= 0:
@@ -158,10 +146,9 @@ class Update:
         self._planned = self._planned.joined(self._account_of(step, counted))
 
     def _add_parts(self, step: int, group: Group, parts: Sequence[Part], *, probing: bool, reported: bool) -> None:
-        """Computes parts of one group and adds the gradients of those that count; waits for the device only once.
+        """Computes parts of one group and adds those that count; waits for the device once. Raises NonFiniteError.
 
-        `probing`: the first one is probed, on all ranks of a replica alike. `reported`: the group is the one whose
-        measurement counts. Raises NonFiniteError.
+        `probing`: the first one is probed, on all ranks of a replica. `reported`: the group's measurement counts.
         """
         sums = [
             self._computed(group, part, probing=probing and index == 0, reported=reported)
@@ -177,13 +164,13 @@ class Update:
             if part.counts:
                 self._book(step, group, part, values, of_part.rows)
             elif isinstance(self._sum, ShardSum):
-                self._sum.witness(values[GRADIENT])
+                self._sum.record_zero(values[GRADIENT])
 
     def _computed(self, group: Group, part: Part, *, probing: bool, reported: bool) -> PartSums | None:
-        """Computes one part, adds its gradient to the sum, and returns its statistics.
+        """Computes one part, adds its gradient to the sum, and returns its statistics (None if it does not count).
 
-        A part that does not count adds nothing and returns None. With sharded weights, the ranks add the sum of the
-        parts that they compute side by side, and a part that does not count adds zeros to it.
+        Sharded ranks add the sum of the parts that they compute side by side, to which one that does not count adds
+        zeros.
         """
         inputs, passes, plan, measured = self._inputs, self._passes, self._plan, self._measured
         batches = passes.batches(group, part)
@@ -231,7 +218,6 @@ class Update:
         return self.under_way
 
     def _lower_than_all_before(self, metas: Sequence[GroupMeta]) -> int | None:
-        """Returns the lowest group of a call, or None if this optimizer step already had a lower one."""
         groups = [meta.group for meta in metas if meta.selected]
         if not groups or (self._lowest is not None and self._lowest < min(groups)):
             return None
@@ -243,7 +229,6 @@ class Update:
             self._region.remember(group, self._passes.batches(group, Part(0, 0)))
 
     def _account_of(self, step: int, groups: Sequence[tuple[int, int]]) -> Account:
-        """Returns the account of all parts of the groups, without their magnitudes; `groups` is (number, parts)."""
         account = Account()
         for group, parts in groups:
             for part in range(parts):
@@ -251,11 +236,9 @@ class Update:
         return account
 
     def add_up(self, request: TrainRequest, *trajectories: Trajectory) -> Summed:
-        """Adds up the sums of all ranks; all ranks must call it.
+        """Adds up the sums of all ranks, which all must call it; `overflow` in the result: the step must begin again.
 
-        The weights stay unchanged. If the whole sum may have left its range, the result has `overflow` set and the step
-        must begin again. `trajectories` are those of the request's probe. Raises RuntimeError if any planned part is
-        not in the whole sum exactly once, or if the request belongs to an earlier attempt.
+        `trajectories` are those of the probe. Raises RuntimeError if a planned part is not in the sum exactly once.
         """
         step, plan, measured = self._begun("add_up"), self._plan, self._measured
         if request.attempt != plan.attempt:
@@ -280,11 +263,10 @@ class Update:
         return Summed(overflow, tuple(measured.parts))
 
     def take_step(self) -> UpdateStats:
-        """Clips the mean of the summed gradients and takes the optimizer step.
+        """Clips the mean of the summed gradients and takes the optimizer step, without waiting for other replicas.
 
-        If the step has no group to train on, the weights stay as they are; a step with a gradient of zero would still
-        move them by Adam's momentum. No rank waits for a rank of another replica. Raises NonFiniteError if the norm of
-        the gradient is not finite, before any weight changes, and RuntimeError if `add_up` was not called.
+        A step with no group to train on leaves the weights: Adam's momentum would still move them. Raises
+        NonFiniteError before any weight changes, and RuntimeError if `add_up` was not called.
         """
         if self.under_way is None or not self._summed:
             raise RuntimeError("take_step was called before add_up")
@@ -305,12 +287,12 @@ class Update:
         with measured.span("optimizer"):
             self._sum.mean(inputs.parameters.gradients, plan.rows)
             before = self._sum.scratch()
-            taken = self._step_from(before, rate, step)
+            step_metrics = self._step_from(before, rate, step)
         if self._region.measures:
             with self._inputs.turn(), measured.span("probe"):
-                taken |= self._region.bound(before)
-                let_go(inputs.policy.transformer)
-        return replace(stats, metrics=taken, spans=tuple(measured.spans), parts=tuple(measured.parts))
+                step_metrics |= self._region.bound(before)
+                free_gathered(inputs.policy.transformer)
+        return replace(stats, metrics=step_metrics, spans=tuple(measured.spans), parts=tuple(measured.parts))
 
     def _add(self, step: int) -> int | None:
         """Adds up the sums of all ranks; returns the exponent if the sum may have overflowed with it, else None."""
@@ -333,8 +315,8 @@ class Update:
         if not math.isfinite(norm):
             raise NonFiniteError(f"step {step}: the norm of the summed gradient is {norm}")
         before.copy_(inputs.parameters.values.data)
-        taken = inputs.optimizer.step(rate, norm)
-        return {**taken, "optimizer/step_over_lr": step_over_lr(before, inputs.parameters, rate)}
+        step_metrics = inputs.optimizer.step(rate, norm)
+        return {**step_metrics, "optimizer/step_over_lr": step_over_lr(before, inputs.parameters, rate)}
 
     def _mine(
         self, metas: Sequence[GroupMeta], trajectories: Sequence[Trajectory], tickets: Sequence[Sequence[int]]

@@ -19,8 +19,8 @@ _COMPARED_ELEMENTS = 1 << 26
 class Versions:
     """Flat vectors in the layout of `parameters`. Version n makes images after n training steps.
 
-    `ema` is the moving average for evaluations. `sampling` is a moving average from which rollouts sample instead of
-    the trained weights, for DiffusionNFT. Both are float32, and None if the run does not use them.
+    `ema` is a moving average for evaluations, `sampling` one from which rollouts sample (DiffusionNFT): float32 or
+    None.
     """
 
     def __init__(self, config: Config, parameters: FlatParameters, dtypes: Mapping[str, torch.dtype]) -> None:
@@ -76,16 +76,12 @@ class Versions:
             del self.retained[old]
 
     def keep(self, stream: str, version: int) -> None:
-        """Copies `version` of a stream to host memory, as a part of the rank's state, until `let_go`.
-
-        Of the EMA only the present one can be copied. Does nothing for a version of the policy that is no longer
-        retained, or that is kept already.
-        """
+        """Copies `version` of a stream, if it is still retained, to host memory until `release`."""
         source = self.ema if stream == EMA else self.retained.get(version)
         if source is not None and (stream, version) not in self._kept:
             self._kept[stream, version] = source.to("cpu", copy=True)
 
-    def let_go(self, stream: str, version: int) -> None:
+    def release(self, stream: str, version: int) -> None:
         """Ends a `keep`; does nothing where there was none."""
         self._kept.pop((stream, version), None)
 
@@ -105,10 +101,7 @@ class Versions:
         return self.retained.get(version) if stream == POLICY else self.ema if version == self.newest else None
 
     def changed_share(self) -> float | None:
-        """Returns the share of elements that differ between the newest version and the one before it.
-
-        Returns None without a version before, and for float32 versions, in which every change is visible.
-        """
+        """Returns the share of elements that the newest version changed; None for float32."""
         if self._changed is None:
             return None
         return self._parameters.total(int(self._changed)) / self._parameters.numel
@@ -120,11 +113,7 @@ class Versions:
         return self.retained[version]
 
     def reference(self, *, needed: bool) -> Tensor | None:
-        """Returns the weights of the reference for the KL, a flat tensor, when nothing has been trained yet.
-
-        `needed` means that the algorithm measures a KL. Returns None if the reference is the base model with the
-        adapter switched off, or if there is none.
-        """
+        """Returns the flat weights of the KL's reference; None without one, or if it is the bare base."""
         if self._config.lora.path is not None:
             # A warm start is the policy to stay close to, not the bare base model.
             return self._parameters.snapshot()

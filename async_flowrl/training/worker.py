@@ -1,7 +1,6 @@
 """The trainer rank: a plain class with the model, its optimizer and the sending end of the weights.
 
-Its calls run one at a time on the main lane. Only sealing and sending a version, and writing a checkpoint, run on lanes
-of their own, beside the next update.
+Calls run one at a time on the main lane; sealing, sending and writing checkpoints have lanes of their own.
 """
 
 import logging
@@ -59,8 +58,7 @@ MIN_CHANGED_SHARE = 0.01
 class TrainerWorker:
     """One rank of the trainer; `load` must be called first.
 
-    All ranks hold the same trained tensors, bit for bit, and all or a share of the frozen base weights. With tune=full
-    and trainer.shard=full, each rank holds a share of the trained tensors instead (`World.by_group`).
+    All ranks hold the same trained tensors, bit for bit (or a share, `World.by_group`), and all or a share of the base.
     """
 
     def __init__(
@@ -74,11 +72,7 @@ class TrainerWorker:
         base: OneBase | None = None,
         turn: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        """`sizes` are the sizes of the trained images; if empty, those that the configuration names.
-
-        `base` (the base weights) and `turn` (the turn on the device) are shared with the rollout worker of the same
-        process; without such a worker, both keep their defaults.
-        """
+        """`sizes`: of trained images (empty: the configuration's); `base` and `turn`: of a shared process."""
         self.config, self.model, self.index, self.name = config, model, index, name
         self._one_base, self._turn = base, turn
         self._sizes = sizes or configured(config.rollout)
@@ -102,10 +96,9 @@ class TrainerWorker:
         self._warned_of_rounding = False
 
     def load(self, layout: Layout | None = None) -> dict[str, Any]:
-        """Builds the model, the adapter and the optimizer, as a rank of the process group if this process joined one.
+        """Builds model, adapter and optimizer, in the process group if there is one; `layout` replaces `auto`.
 
-        `layout` replaces the settings of `trainer` that are `auto`. Returns the digest of the base weights, their
-        layout, the numbers of parameters and the device.
+        Returns the digest of the base weights, their layout, the numbers of parameters and the device.
         """
         if layout is not None:
             self.config = replace(self.config, trainer=layout.applied(self.config.trainer))
@@ -168,9 +161,8 @@ class TrainerWorker:
     def train(self, request: TrainRequest, *trajectories: Trajectory) -> UpdateStats | Summed | Manifest:
         """Begins an optimizer step, adds the gradients of groups, or finishes the step, as `request` says.
 
-        `trajectories` are those of the request's tickets, then those of its probe. Returns a Manifest of the gradients
-        added until now; at the end of the step UpdateStats, or Summed if the step must begin again. Raises
-        NonFiniteError if a loss or gradient is not finite.
+        `trajectories` are of the request's tickets, then of its probe. Returns a Manifest, at the end of the step
+        UpdateStats, or Summed if it must begin again. Raises NonFiniteError.
         """
         if request.begins is not None:
             self.update.begin(request.step, request.begins)
@@ -183,10 +175,7 @@ class TrainerWorker:
         return self.take_step() if summed.overflow is None else summed
 
     def add_up(self, request: TrainRequest, *trajectories: Trajectory) -> Summed:
-        """Adds up the gradient sums of all ranks: the first phase of the end of an optimizer step.
-
-        Here all ranks wait for each other. The weights stay unchanged.
-        """
+        """Adds up the sums of all ranks, which wait for each other: the first phase; no weight changes."""
         if request.begins is not None:
             self.update.begin(request.step, request.begins)
         return self.update.add_up(request, *trajectories)
@@ -227,11 +216,7 @@ class TrainerWorker:
         return replace(stats, metrics={**stats.metrics, "adapter/changed_share": share})
 
     def snapshot(self) -> int:
-        """Begins to copy the state of a checkpoint to host memory (main lane); `save` writes it beside the next update.
-
-        Returns the version of the state. Raises RuntimeError while an optimizer step is under way, because the weights
-        lack the gradients that it has added.
-        """
+        """Begins to copy the state to host memory; returns its version. Raises RuntimeError during a step."""
         if self.world.by_group:
             self.saving.snapshot = self.versions.newest, Checkpoint(self._state.tensors(), self._state.counters(), {})
             return self.versions.newest
@@ -242,18 +227,14 @@ class TrainerWorker:
         self.saving.snapshot = None
 
     def kept_state(self, version: int) -> tuple[str, dict[str, bytes]]:
-        """Returns the state as it was at `version`, from which other processes can go on, and its digest (lane `keep`).
-
-        Its copy was begun by the end of the step that made the version.
-        """
+        """Returns the state at `version`, whose copy the end of that step began, and its digest (lane `keep`)."""
         files = to_files(with_held(self.snapshots.of(version), self.versions.kept))
         return files_digest(files), files
 
     def take_over(self, digest: str, files: Files, held: Collection[tuple[str, int]] = ()) -> str:
-        """Takes over the state that `kept_state` has returned in another process; returns the weights' fingerprint.
+        """Takes over another process's `kept_state`, of evaluations' versions those in `held`; returns a fingerprint.
 
-        Of the versions that were kept for evaluations, by stream, only those in `held` are kept on. Raises RuntimeError
-        if the state that has arrived has another digest.
+        Raises RuntimeError if the state that has arrived has another digest.
         """
         if (came := files_digest(files)) != digest:
             raise RuntimeError(f"the kept state came with digest {came}, was sent with {digest}")
@@ -261,10 +242,9 @@ class TrainerWorker:
         return self.parameters.fingerprint()
 
     def save(self, version: int, directory: str, controller: Mapping[str, Any], spare: Sequence[int] = ()) -> str:
-        """Writes the snapshot of `version` to the folder `directory`/step_`version`; returns that path.
+        """Writes the snapshot of `version` to `directory`/step_`version` and returns that path.
 
-        `controller` is the controller's part, as JSON. `spare` are the versions of older checkpoints that are kept
-        besides the newest. Raises KeyError without a snapshot, and OSError if the disk cannot be written.
+        `controller` is the controller's part, as JSON; `spare` as for `write_checkpoint`. Raises KeyError or OSError.
         """
         checkpoint = with_held(self.snapshots.of(version), self.versions.kept)
         if not self.config.keeps_state:
@@ -274,12 +254,11 @@ class TrainerWorker:
         return str(write_checkpoint(Path(directory), version, whole, keep=self.config.save.keep, spare=spare))
 
     def restore(self, path: str, held: Collection[tuple[str, int]] = ()) -> int:
-        """Takes over the state of the checkpoint in the folder `path`; returns its version.
+        """Takes over the checkpoint in the folder `path`, of evaluations' versions those in `held`; returns its
+        version.
 
-        Of the versions that were kept for evaluations, by stream, only those in `held` are kept on.
-        If the ranks have shares, all of them must have verified the checkpoint before (`ShardSaving.verify`). Raises
-        DamagedCheckpoint if a file differs from its digest, and ValueError if the checkpoint is of another model
-        revision, of other trained tensors, or of another number of ranks that have shares.
+        Shares must be verified on all ranks before. Raises DamagedCheckpoint, and ValueError for another model
+        revision, other trained tensors, or another number of ranks that have shares.
         """
         if self.world.by_group:
             checkpoint = self.saving.read(path)

@@ -23,7 +23,7 @@ from async_flowrl.tickets.request import sampling
 from async_flowrl.tickets.table import TRAIN, Ticket
 from async_flowrl.training.messages import GroupMeta, StepPlan, TrainRequest, UpdateStats
 from async_flowrl.training.worker import TrainerWorker
-from async_flowrl.types import POLICY, Conditioning, Span, Trajectory, Wording
+from async_flowrl.types import POLICY, Conditioning, EncoderInput, Span, Trajectory
 from benchmarks.gpu_first_hour.probe import timed
 from benchmarks.gpu_first_hour.sizes import real_card, settings, sizes_here
 from benchmarks.gpu_first_hour.task import Task
@@ -89,7 +89,7 @@ def report(task: Task, pool: str, worked: Figures, plan: Footprint, count: int) 
     )
 
 
-def rolled_out(prepared: Prepared, rounds: int) -> tuple[Figures, list[Trajectory], dict[Wording, Conditioning]]:
+def rolled_out(prepared: Prepared, rounds: int) -> tuple[Figures, list[Trajectory], dict[EncoderInput, Conditioning]]:
     """Generates one step's tickets `rounds` times on a worker that holds all versions it can need.
 
     Returns the measurements, the trajectories of the last round, and the encoded negative prompts.
@@ -110,7 +110,7 @@ def rolled_out(prepared: Prepared, rounds: int) -> tuple[Figures, list[Trajector
             spans.extend(answer.spans)
             trajectories.extend([trajectory] if trajectory is not None else [])
 
-    negatives: dict[Wording, Conditioning] = {}
+    negatives: dict[EncoderInput, Conditioning] = {}
     if config.rollout.true_cfg_scale > 1:
         texts = [each.negative_wording(config.rollout.negative_prompt) for each in prepared.requests.train]
         negatives = dict(zip(dict.fromkeys(texts), worker.engine.encode(list(dict.fromkeys(texts))), strict=True))
@@ -128,7 +128,7 @@ def deliver(worker: RolloutWorker, versions: int) -> None:
 
 
 def trained(
-    prepared: Prepared, trajectories: Sequence[Trajectory], negatives: dict[Wording, Conditioning], rounds: int
+    prepared: Prepared, trajectories: Sequence[Trajectory], negatives: dict[EncoderInput, Conditioning], rounds: int
 ) -> Figures:
     """Trains a single rank on the same trajectories in every round, as if they were new."""
     config, before = prepared.config, begun()

@@ -30,7 +30,7 @@ METHODS: dict[str, frozenset[str]] = {
     "trains": frozenset({"train", "train_last"}),
     "ends a step": frozenset({"add_up", "take_step", "train_last"}),
     "announces a version": frozenset({"stage", "seal"}),
-    "keeps a version": frozenset({"keep_own"}),
+    "keeps a version": frozenset({"keep_local"}),
     "proves itself": frozenset({"receive", "prove"}),
     "writes a checkpoint": frozenset({"snapshot", "save"}),
     "newcomer loads": frozenset({"load"}),

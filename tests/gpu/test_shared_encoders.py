@@ -15,7 +15,7 @@ from async_flowrl.policies.registry import resolve_model
 from async_flowrl.rollout import text_encoder as stored_embeddings
 from async_flowrl.rollout.text_encoder import encode_one
 from async_flowrl.shared.worker import SharedWorker
-from async_flowrl.types import Asked, Conditioning
+from async_flowrl.types import Conditioning, EmbeddingKey
 from tests.support import trainer_rig as rig
 from tests.support.tiny import request
 
@@ -29,7 +29,7 @@ UPCOMING = (("blue", None, False), ("white", None, False))
 """Prompts that each visit of the text encoders may encode ahead of need."""
 
 
-def worker_of(where: str, upcoming: tuple[Asked, ...] = ()) -> SharedWorker:
+def worker_of(where: str, upcoming: tuple[EmbeddingKey, ...] = ()) -> SharedWorker:
     """A process that samples and trains, not loaded yet."""
     config = rig.tiny_config()
     config.placement, config.model.dtype, config.model.tiny.layers = "shared", "float32", 1
@@ -42,7 +42,7 @@ def loaded(where: str) -> SharedWorker:
     worker.rollout.load()
     worker.trainer.load()
     worker.trainer.sender.stage(0)
-    assert worker.rollout.keep_own(worker.trainer.sender.policy.seal(0)) is not None
+    assert worker.rollout.keep_local(worker.trainer.sender.policy.seal(0)) is not None
     return worker
 
 
@@ -78,7 +78,7 @@ class Encoding:
         self.places: list[set[str]] = []
         self.load = threading.Thread(target=worker.trainer.load, daemon=True)
 
-    def encode(self, policy: Policy, asked: Asked) -> Conditioning:
+    def encode(self, policy: Policy, asked: EmbeddingKey) -> Conditioning:
         if not self.places:
             self.load.start()
             self.load.join(2.0)  # Where nothing holds it back it is done by then, also on a pretended device.
@@ -132,7 +132,7 @@ def test_prompts_that_are_encoded_ahead_have_no_base_beside_them(
 
     training = threading.Thread(target=train, daemon=True)
 
-    def encode(policy: Policy, asked: Asked) -> Conditioning:
+    def encode(policy: Policy, asked: EmbeddingKey) -> Conditioning:
         if not encoding.places:
             training.start()
         made = encoding.encode(policy, asked)

@@ -12,7 +12,7 @@ from pretended.report import SYNC, Seen, forget, watched
 from torch import Tensor
 
 from async_flowrl.policies.pipeline import PipelinePolicy
-from async_flowrl.rollout import together
+from async_flowrl.rollout import batching as together
 from async_flowrl.rollout.worker import RolloutWorker
 from async_flowrl.types import Prompt, RolloutRequest
 from tests.pretend_gpu.test_host_waits import MAX_WAITS_PER_TICKET, settings, with_weights

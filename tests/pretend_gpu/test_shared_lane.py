@@ -35,7 +35,7 @@ def deliver(worker: SharedWorker, version: int) -> None:
     """Stages and announces a version, as the controller does for the first rank."""
     sender = worker.trainer.sender
     sender.stage(version)
-    assert worker.rollout.keep_own(sender.policy.seal(version)) is not None
+    assert worker.rollout.keep_local(sender.policy.seal(version)) is not None
 
 
 def in_a_thread(work: Callable[[], Any]) -> None:
@@ -103,7 +103,7 @@ def steps(worker: SharedWorker) -> list[str]:
             worker.trainer.sender.stage(step + 1)
             assert not waited_for(written), f"step {step} waited for the ticket"
         header = worker.trainer.sender.policy.seal(step + 1)
-        in_a_thread(lambda header=header: worker.rollout.keep_own(header))  # type: ignore[misc]
+        in_a_thread(lambda header=header: worker.rollout.keep_local(header))  # type: ignore[misc]
         asked = replace(request(2), version=step + 1)
         in_a_thread(lambda asked=asked: worker.rollout.generate(asked))  # type: ignore[misc]
         digests.append(worker.trainer.parameters.fingerprint())
@@ -120,7 +120,7 @@ def test_a_version_of_its_own_is_kept_without_waiting_for_a_ticket() -> None:
     worker = loaded()
     header = worker.trainer.sender.policy.seal(0)
     with ticket_under_way(worker) as written:
-        in_a_thread(lambda: worker.rollout.keep_own(header))
+        in_a_thread(lambda: worker.rollout.keep_local(header))
         assert not waited_for(written)
 
 

@@ -15,7 +15,7 @@ import torch
 from pretended.report import RACE, SYNC, Seen, seen, watched
 
 from async_flowrl.config.schema import Config
-from async_flowrl.controller.replicas import Owners
+from async_flowrl.controller.replicas import Assignment
 from async_flowrl.policies.registry import resolve_model
 from async_flowrl.shared.worker import SharedWorker, TrainingLane
 from async_flowrl.training.messages import StepPlan, TrainRequest
@@ -60,7 +60,7 @@ def one_rank(rank: int, port: int, config: Config, batches: Batches, planted: bo
     if planted:
         TrainingLane.beside = lambda lane: nullcontext()  # type: ignore[method-assign, assignment]
     worker = joined(rank, port, config)
-    owners = Owners(RANKS, 1, by_group=False)
+    owners = Assignment(RANKS, 1, by_group=False)
     for step, batch in enumerate(batches):
         handed = _owned(owners, batch, config)
         plan = StepPlan(rows=rig.rows(handed))
@@ -79,7 +79,7 @@ def one_rank(rank: int, port: int, config: Config, batches: Batches, planted: bo
         header = ours.recv()
 
         def keep_and_sample(header: Any = header, version: int = step + 1) -> None:
-            assert worker.rollout.keep_own(header) is not None
+            assert worker.rollout.keep_local(header) is not None
             worker.rollout.generate(replace(request(2), version=version))
 
         in_a_thread(keep_and_sample)

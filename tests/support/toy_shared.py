@@ -48,7 +48,7 @@ class ToySharedRollout(ToyRollout):
             return {"base_digest": "toy"}
         return super().load()
 
-    keep_own = SharedRollout.keep_own
+    keep_local = SharedRollout.keep_local
 
 
 class ToySharedTrainer(ToyTrainer):

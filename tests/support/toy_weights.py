@@ -90,5 +90,5 @@ class ToySender:
         if (tensors := self.weights(stream, version)) is not None and (stream, version) not in self.kept:
             self.kept[stream, version] = {name: tensor.clone() for name, tensor in tensors.items()}
 
-    def let_go(self, stream: str, version: int) -> None:
+    def release(self, stream: str, version: int) -> None:
         self.kept.pop((stream, version), None)

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from async_flowrl.controller.replicas import Owners, idle_ranks, repeating_ranks
+from async_flowrl.controller.replicas import Assignment, idle_ranks, repeating_ranks
 from async_flowrl.training.messages import GroupMeta
 from async_flowrl.training.parts import Part, RankPosition, parts_of, tickets_for
 from async_flowrl.types import Sampling
@@ -14,7 +14,7 @@ SAMPLING = Sampling(32, 4, 1.0, None, " ", "sde", 0.7)
 
 
 def spread(ranks: int, groups: int, parts: int, per_replica: int = 1) -> list[tuple[int, ...]]:
-    owners = Owners(ranks, per_replica)
+    owners = Assignment(ranks, per_replica)
     owners.begin(groups)
     return [owners.assign([1] * parts) for _ in range(groups)]
 
@@ -44,7 +44,7 @@ def test_ranks_of_a_replica_share_its_groups() -> None:
 
 
 def test_who_has_less_left_comes_before_who_had_less() -> None:
-    owners = Owners(2)
+    owners = Assignment(2)
     owners.begin(9)
     assert owners.assign([5]) == (0,) and owners.assign([1]) == (1,)
     owners.computed(0, 5)
@@ -64,7 +64,7 @@ def test_ranks_that_repeat_work_are_told_of() -> None:
 
 def test_ranks_that_add_up_part_by_part_see_each_group_alone() -> None:
     """What is computed side by side is a function of the group: not of what came before, nor of what else is called."""
-    owners = Owners(3, 3, by_group=True)
+    owners = Assignment(3, 3, by_group=True)
     owners.begin(3)
     assert [owners.assign([1] * parts) for parts in (2, 4, 1)] == [(0, 1), (0, 1, 2, 0), (0,)]
     first, second = meta(0, (0, 1)), meta(1, (0, 1, 2, 0))
@@ -92,7 +92,7 @@ def test_a_rank_is_sent_the_tickets_of_its_parts_alone() -> None:
 
 def test_ranks_that_make_no_replicas_are_refused() -> None:
     with pytest.raises(ValueError, match="4 trainer ranks cannot form replicas of 3"):
-        Owners(4, 3)
+        Assignment(4, 3)
 
 
 def meta(group: int, owners: tuple[int, ...]) -> GroupMeta:
@@ -102,7 +102,7 @@ def meta(group: int, owners: tuple[int, ...]) -> GroupMeta:
 
 @pytest.mark.parametrize("per_replica", [1, 2, 4])
 def test_every_part_is_trained_once_and_a_replica_in_step(per_replica: int) -> None:
-    owners = Owners(4, per_replica)
+    owners = Assignment(4, per_replica)
     owners.begin(7)
     metas = [meta(group, owners.assign([2, 2])) for group in range(7)]
     by_rank = [parts_of(metas, RankPosition(rank, 4, per_replica), 2) for rank in range(4)]

@@ -18,7 +18,7 @@ from async_flowrl.config.resolution import height_width
 from async_flowrl.config.schema import Config
 from async_flowrl.policies.registry import ResolvedModel, folder_of
 from async_flowrl.rollout.base import Export, Rollout
-from async_flowrl.rollout.together import check_alike
+from async_flowrl.rollout.batching import check_alike
 from async_flowrl.rollout.vllm_omni.settings import (
     REQUEST,
     ROLLOUT,
@@ -27,7 +27,7 @@ from async_flowrl.rollout.vllm_omni.settings import (
     network_shapes,
     tensor_parallel,
 )
-from async_flowrl.types import Conditioning, RolloutRequest, Wording
+from async_flowrl.types import Conditioning, EncoderInput, RolloutRequest
 from checkpoint_engine import Activation
 from separation.rendezvous import open_store
 
@@ -41,8 +41,7 @@ class VllmOmniError(RuntimeError):
 class VllmOmniEngine:
     """Generates tickets with vllm-omni, each on exactly the version that it names.
 
-    The rollout worker's receiver fills tensors in host memory; `adopt` sends their bytes to vllm-omni. Each version is
-    an adapter of vllm-omni with its own number. A request names the number, and the answer names the version used.
+    `adopt` sends the bytes of a version to vllm-omni as an adapter with a number of its own, which answers repeat.
     """
 
     def __init__(self, config: Config, model: ResolvedModel) -> None:
@@ -59,7 +58,7 @@ class VllmOmniEngine:
         self._requests = itertools.count()
         self.base_digest = self._client.call("rollout_open", str, config, local, shapes)
 
-    def encode(self, texts: Sequence[Wording]) -> list[Conditioning]:
+    def encode(self, texts: Sequence[EncoderInput]) -> list[Conditioning]:
         encoded = self._client.call("rollout_encode", dict, list(texts))
         return [encoded[index] for index in range(len(texts))]
 
@@ -67,10 +66,7 @@ class VllmOmniEngine:
         return self._parameters
 
     def adopt(self, active: Activation, export: Export) -> None:
-        """Makes `active` the version of the next tickets and delivers it to vllm-omni if it is not there yet.
-
-        Raises VllmOmniError if vllm-omni refuses it or reports another version afterwards.
-        """
+        """Delivers the version `active` if it is lacking, and uses it. Raises VllmOmniError."""
         if active == self._active:
             return
         self._active = None
@@ -90,10 +86,7 @@ class VllmOmniEngine:
         return rollout
 
     def generate_together(self, requests: Sequence[RolloutRequest]) -> list[Rollout]:
-        """Generates several tickets as one request and so as one batch.
-
-        Raises VllmOmniError as `generate` does, and whatever `check_alike` raises for tickets that differ.
-        """
+        """Generates several tickets as one batch. Raises VllmOmniError, and as `check_alike`."""
         check_alike(requests)
         first, active = requests[0], self._adopted()
         name = f"{first.kind}-{first.ordinal}-{next(self._requests)}"
@@ -135,16 +128,10 @@ class VllmOmniEngine:
 
 
 class Client:
-    """Blocking client of `AsyncOmni`, whose event loop runs on a separate thread.
-
-    The constructor starts vllm-omni. All methods block and may be called from any thread.
-    """
+    """Blocking client of `AsyncOmni`, whose event loop runs on a thread of its own; usable from any thread."""
 
     def __init__(self, arguments: Mapping[str, Any], *, start_timeout: float, timeout: float) -> None:
-        """Starts vllm-omni. Raises VllmOmniError if that takes longer than `start_timeout` seconds.
-
-        `timeout` is the limit of one request or remote call in seconds.
-        """
+        """Starts vllm-omni within `start_timeout` seconds, or raises VllmOmniError; `timeout` is for later calls."""
         self._timeout = timeout
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="vllm-omni", daemon=True)
@@ -160,10 +147,7 @@ class Client:
         return self._await(self._generate(prompt, parameters, request_id), self._timeout)
 
     def call(self, method: str, kind: type[T], *args: Any) -> T:
-        """Runs a method of the worker extension on every rank, between two requests, and returns rank 0's answer.
-
-        Raises VllmOmniError for a failure on any rank, for a timeout, and for an answer that is not of type `kind`.
-        """
+        """Runs a method of the extension on every rank; returns rank 0's answer, a `kind`. Raises VllmOmniError."""
         results = self._await(self._omni.collective_rpc(method, timeout=self._timeout, args=args), self._timeout)
         return reply(method, results, kind)
 
@@ -195,10 +179,6 @@ async def _start(arguments: Mapping[str, Any]) -> Any:
 
 
 def _started(config: Config, model: ResolvedModel) -> Client:
-    """Starts vllm-omni with a store in this process, at which its ranks form their process group.
-
-    vllm-omni would choose a free port for that itself, which another process can take before the ranks use it.
-    """
     ranks = tensor_parallel(config.rollout.gpus_per_worker, torch.cuda.device_count())
     port = open_store(ranks, config.deadlines.load)
     arguments = engine_arguments(config, folder=model.path, family=model.family, ranks=ranks, port=port)
@@ -206,10 +186,7 @@ def _started(config: Config, model: ResolvedModel) -> Client:
 
 
 def reply(method: str, results: Any, kind: type[T]) -> T:
-    """Returns the one answer in the nested lists of `collective_rpc`, which returns failures as ordinary answers.
-
-    Raises VllmOmniError for a failure, for more or fewer answers than one, and for one that is not of type `kind`.
-    """
+    """Returns the one answer, of type `kind`, in the nested lists of `collective_rpc`. Raises VllmOmniError."""
     answer = results
     while isinstance(answer, list | tuple):
         if len(answer) != 1:

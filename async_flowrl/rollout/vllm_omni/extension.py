@@ -24,7 +24,7 @@ from vllm_omni.platforms import current_omni_platform
 from async_flowrl.config.schema import Config, LoraConfig
 from async_flowrl.policies.registry import ResolvedModel
 from async_flowrl.rollout.vllm_omni.settings import STORE_PORT, Names, NetworkShapes, unpacked
-from async_flowrl.types import EMA, POLICY, Conditioning, Wording
+from async_flowrl.types import EMA, POLICY, Conditioning, EncoderInput
 from checkpoint_engine import (
     EVALUATION,
     Activation,
@@ -42,10 +42,7 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):  # type: ignore[mis
     """Mixin before vllm-omni's worker class. Methods named `rollout_*` run on every rank, between two requests."""
 
     def init_device(self) -> None:
-        """Joins the process group at the rollout worker's store, then runs vllm-omni's own `init_device`.
-
-        It is the first call in a rank; vllm-omni uses a process group that exists already.
-        """
+        """Joins the process group at the rollout worker's store, which vllm-omni's own `init_device` then uses."""
         end_with_parent()
         port, world = self.od_config.custom_pipeline_args[STORE_PORT], self.od_config.num_gpus
         store = PrefixStore("engine", TCPStore("localhost", port, world, is_master=False))
@@ -53,10 +50,7 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):  # type: ignore[mis
         super().init_device()
 
     def rollout_open(self, config: Config, model: ResolvedModel, shapes: NetworkShapes) -> str:
-        """Prepares the loaded pipeline for tickets. Returns the digest of the base weights, under diffusers' names.
-
-        Raises ValueError if `lora.targets` names layers for which vllm-omni has no adapters.
-        """
+        """Prepares the pipeline; returns the base's digest. Raises ValueError for targets without adapters."""
         pipeline = self.model_runner.pipeline
         network = pipeline.transformer
         live = {name: parameter.detach() for name, parameter in network.named_parameters()}
@@ -81,17 +75,13 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):  # type: ignore[mis
         """Returns `checkpoint_engine.binding_probe` of the live layers; see `Adapters.layers`."""
         return binding_probe(self._rollout_adapters.layers(adapter))
 
-    def rollout_encode(self, texts: list[Wording]) -> dict[int, Conditioning]:
+    def rollout_encode(self, texts: list[EncoderInput]) -> dict[int, Conditioning]:
         """Returns position → embeddings; vllm-omni would take a list for one answer per rank."""
         return dict(enumerate(self.model_runner.pipeline.engine.encode(texts)))
 
 
 def end_with_parent() -> None:
-    """Kills this process when the process that started it ends; does nothing if multiprocessing did not start it.
-
-    So no rank outlives its rollout worker. vllm-omni itself only asks for SIGTERM then, which a rank inside a
-    collective cannot handle.
-    """
+    """Kills this process when its parent ends; vllm-omni's SIGTERM reaches no rank inside a collective."""
     parent = multiprocessing.parent_process()
     if parent is None:
         return
@@ -116,8 +106,7 @@ def check_adaptable(network: torch.nn.Module, modules: Mapping[str, str]) -> Non
 class Adapters:
     """Adapters of a rank, one per delivered version, each known by stream, version and digest.
 
-    `manager` is vllm-omni's table of adapters. The receiver verifies the bytes of a version and holds only the one
-    that came last, in its evaluation slot.
+    `manager` is vllm-omni's table of adapters. The receiver holds only the version that came last.
     """
 
     def __init__(self, manager: Any, names: Names, shapes: NetworkShapes, lora: LoraConfig) -> None:
@@ -134,10 +123,7 @@ class Adapters:
         return {name: self._names.slice(name)[0] for name in self._layers}
 
     def receive(self, header: Header, buffer: ByteArray, adapter: int) -> Activation:
-        """Verifies a version, makes it adapter number `adapter` and binds it to the layers.
-
-        Raises what checkpoint_engine's receiver raises, and ValueError if a tensor belongs to no layer.
-        """
+        """Verifies a version and binds it as adapter number `adapter`. Raises the receiver's errors, and ValueError."""
         self._receiver.receive(header, buffer, slot=EVALUATION)
         digest = self._receiver.activate(header.stream, header.version, slot=EVALUATION)
         self._manager.remove_adapter(adapter)
@@ -152,10 +138,7 @@ class Adapters:
         return active
 
     def load(self, adapter: int, dtype: torch.dtype) -> tuple[Any, Any]:
-        """Returns vllm's LoRA model and its description for an adapter; vllm-omni calls it for one that it lacks.
-
-        Raises WeightsMismatch for any adapter but the one that was received last.
-        """
+        """Returns vllm's LoRA model and description of the last adapter. Raises WeightsMismatch for another."""
         if adapter not in self._known or self._receiver.active != self._known[adapter]:
             raise WeightsMismatch(f"adapter {adapter} was not delivered to this worker, or is gone")
         helper = PEFTHelper(
@@ -173,10 +156,9 @@ class Adapters:
         return active
 
     def layers(self, adapter: int) -> Mapping[str, LoraModule]:
-        """Returns module name → layer of the adapter received last, after a check that the live layers hold it.
+        """Returns module name → layer of the last adapter, after a check that the live layers hold it bit for bit.
 
-        A live layer stores A and scaling * B, rounded, and only its rank's shard. Each stored buffer must equal, bit
-        for bit, what the layer would store of the received tensors. Raises WeightsMismatch, naming the module, if not.
+        A live layer stores A and scaling * B, rounded, and only its rank's shard. Raises WeightsMismatch.
         """
         if not self.active() == self._known.get(adapter) == self._receiver.active:
             raise WeightsMismatch(f"adapter {adapter} is not the one that was received last")
@@ -206,14 +188,10 @@ class Adapters:
 
 
 def lora_request(active: Activation, adapter: int) -> Any:
-    """Returns vllm-omni's request for adapter number `adapter`.
-
-    vllm-omni requires a folder. It is never opened; an absolute path keeps vllm-omni from asking a model hub for it.
-    """
+    """Returns vllm-omni's request for adapter number `adapter`; the absolute path, never opened, avoids the hub."""
     return LoRARequest(f"{active.stream}-{active.version}", adapter, f"/async_flowrl/adapter-{adapter}")
 
 
 def _same(stacked: Tensor, tensor: Tensor) -> bool:
-    """Whether `stacked` [1, 1, at least rows, at least columns] begins with `tensor` [rows, columns], bit for bit."""
     rows, columns = tensor.shape
     return torch.equal(stacked[0, 0, :rows, :columns].cpu(), tensor.to(stacked.dtype))

@@ -1,8 +1,7 @@
 """Pipeline class that vllm-omni runs in its engine processes; it makes the images of tickets.
 
-Only the network (the transformer) is vllm-omni's. The denoising loop is `TogetherEngine`, which is also used without
-vllm-omni, so noise and log-probs are computed by the same code as in the trainer. A ticket is a RolloutRequest: the
-images of one prompt that are made in one call.
+Only the transformer is vllm-omni's. The denoising loop is `BatchingEngine`, so noise and log-probs are computed by the
+same code as in the trainer.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,17 +21,14 @@ from async_flowrl.config.schema import Config
 from async_flowrl.policies.pipeline import PipelinePolicy
 from async_flowrl.policies.pipeline_family import PipelineFamily, load_whole, quiet, weight_options
 from async_flowrl.policies.registry import DTYPES, ResolvedModel, load_family
-from async_flowrl.rollout.together import TogetherEngine
+from async_flowrl.rollout.batching import BatchingEngine
 from async_flowrl.rollout.vllm_omni.extension import Adapters
 from async_flowrl.rollout.vllm_omni.settings import FAMILIES, FAMILY, REQUEST, ROLLOUT
 from async_flowrl.types import RolloutRequest
 
 
 class RolloutPipeline(nn.Module):
-    """The pipeline that vllm-omni builds and calls in each of its processes; with tensor parallelism all make the same.
-
-    vllm-omni loads the network's weights; `open_rollout` then loads text encoders, VAE and scheduler with diffusers.
-    """
+    """The pipeline that vllm-omni builds in each of its processes; `open_rollout` loads what is not the network."""
 
     supports_request_batch = True  # vllm-omni passes a batch object to `forward`; here it always holds one request.
     _dit_modules: ClassVar[list[str]] = ["transformer"]
@@ -55,16 +51,12 @@ class RolloutPipeline(nn.Module):
     def open_rollout(
         self, adapters: Adapters, config: Config, model: ResolvedModel, network_config: Mapping[str, Any]
     ) -> None:
-        """Loads the parts that are not the network from the model's folder, and makes the engine.
-
-        `RolloutWorkerExtension.rollout_open` calls it once, before the first ticket. `adapters` holds the LoRA versions
-        of this process; `network_config` is the configuration of the network in diffusers.
-        """
+        """Loads the parts that are not the network, and makes the engine; called once, before the first ticket."""
         self.adapters = adapters
         network = as_in_diffusers(model.family, self.transformer, network_config)
         policy = around_network(network, model, self.device, offload=config.rollout.text_encoder == "offload")
         policy.decode_by_parts(images=config.rollout.vae_slicing, tiles=config.rollout.vae_tiling)
-        self.engine = TogetherEngine(
+        self.engine = BatchingEngine(
             policy,
             batch_size=config.rollout.batch_size,
             device=self.device,
@@ -72,10 +64,9 @@ class RolloutPipeline(nn.Module):
         )
 
     def forward(self, req: Any) -> list[DiffusionOutput]:
-        """Makes the images of all tickets of a request; returns one output, whose metadata has the rollouts.
+        """Makes the images of all tickets of a request; the output's metadata has the rollouts and the LoRA version.
 
-        Beside the rollouts, one per ticket, it has the LoRA version that was active. vllm-omni's warm-up request, which
-        comes before `open_rollout`, gets a black image. Raises ValueError as `whole_tickets`.
+        The warm-up request, before `open_rollout`, gets a black image. Raises ValueError as `whole_tickets`.
         """
         if req.is_dummy_run():
             return [DiffusionOutput(output={"payload": {"image": torch.zeros(1, 3, 32, 32)}})]
@@ -88,15 +79,11 @@ class RolloutPipeline(nn.Module):
         return [DiffusionOutput(output={"payload": payload, "metadata": {ROLLOUT: stamped}})]
 
     def _load_diffusion_lora_adapter(self, *, lora_request: Any, lora_path: str, dtype: torch.dtype) -> tuple[Any, Any]:
-        """Returns the adapter that the checkpoint engine has delivered; vllm-omni's own method reads `lora_path`."""
         return self.adapters.load(lora_request.lora_int_id, dtype)
 
 
 def around_network(network: Any, model: ResolvedModel, device: torch.device, *, offload: bool) -> PipelinePolicy:
-    """Returns a policy that has `network` and, from the model's folder, diffusers' text encoders, VAE and scheduler.
-
-    With `offload=True` the text encoders stay in host memory while they are not used.
-    """
+    """Returns a policy with `network` and diffusers' other parts; `offload`: text encoders stay in host memory."""
     family: Any = load_family(model.family)
     assert isinstance(family, PipelineFamily)
     dtype = DTYPES[model.dtype]
@@ -109,11 +96,7 @@ def around_network(network: Any, model: ResolvedModel, device: torch.device, *, 
 
 
 def whole_tickets(batch: Any) -> tuple[RolloutRequest, ...]:
-    """Returns the tickets of a batch of vllm-omni.
-
-    Raises ValueError if the batch has more than one request, if the request carries no ticket, or if it asks for
-    another number of images than its tickets have together.
-    """
+    """Returns the tickets of a batch. Raises ValueError for several requests, none, or another number of images."""
     if batch.num_reqs != 1:
         raise ValueError(f"one engine batch is one request's tickets, got {batch.num_reqs}: {batch.request_ids}")
     parameters = batch.sampling_params
@@ -130,17 +113,14 @@ def whole_tickets(batch: Any) -> tuple[RolloutRequest, ...]:
 
 
 def build_network(family: str, od_config: Any) -> nn.Module:
-    """Returns vllm-omni's network of `family`, sized by the model's configuration; its weights are not loaded yet.
-
-    `od_config` is vllm-omni's configuration of the engine.
-    """
+    """Returns vllm-omni's network of `family`, sized by the model's configuration, without weights."""
     from vllm_omni.diffusion.utils.tf_utils import get_transformer_config_kwargs
 
     kind = resolve_name(FAMILIES[family])
-    given = get_transformer_config_kwargs(od_config.tf_model_config, kind)
-    own = {"od_config": od_config, "quant_config": od_config.quantization_config}
-    known = kind.__init__.__code__.co_varnames[: kind.__init__.__code__.co_argcount]
-    network = kind(**given | {name: value for name, value in own.items() if name in known})
+    settings = get_transformer_config_kwargs(od_config.tf_model_config, kind)
+    engine_settings = {"od_config": od_config, "quant_config": od_config.quantization_config}
+    accepted = kind.__init__.__code__.co_varnames[: kind.__init__.__code__.co_argcount]
+    network = kind(**settings | {name: value for name, value in engine_settings.items() if name in accepted})
     if not hasattr(network, "stacked_params_mapping"):
         # The LoRA manager reads packed projections from here. Most networks set it while they load; FLUX.1's does not.
         packed: Mapping[str, Sequence[str]] = getattr(network, "packed_modules_mapping", {})
@@ -182,18 +162,15 @@ class _SD3(_View):
 
 class _ZImage(_View):
     def forward(self, x: Sequence[Tensor], t: Tensor, texts: Sequence[Tensor], **named: Any) -> tuple[list[Tensor]]:
-        """Runs the network once for each padded text length, because vllm-omni's network attends to padding.
-
-        Padding to the next multiple of 32 tokens belongs to the model, and diffusers attends to it as well.
-        """
-        made: dict[int, Tensor] = {}
+        """Runs the network once per padded text length, as vllm-omni's attends to more padding than the model's."""
+        outputs: dict[int, Tensor] = {}
         lengths = [-(-len(text) // 32) for text in texts]
         for length in sorted(set(lengths)):
-            rows = [row for row, own in enumerate(lengths) if own == length]
+            rows = [row for row, row_length in enumerate(lengths) if row_length == length]
             picked = t if len(rows) == len(x) else t[torch.tensor(rows, device=t.device)]
             out, _ = self.network([x[row] for row in rows], picked, [texts[row] for row in rows])
-            made |= dict(zip(rows, out, strict=True))
-        return ([made[row] for row in range(len(x))],)
+            outputs |= dict(zip(rows, out, strict=True))
+        return ([outputs[row] for row in range(len(x))],)
 
 
 _VIEWS: dict[str, type[_View]] = {"qwen_image": _QwenImage, "sd3": _SD3, "z_image": _ZImage}

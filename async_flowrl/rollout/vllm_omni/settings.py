@@ -59,16 +59,11 @@ def check_installed() -> None:
 
 
 def _release(installed: str) -> str:
-    """Returns "0.32" for "0.32.0rc1"."""
     return ".".join(installed.split(".")[:2])
 
 
 def check_model(config: Config, model: ResolvedModel) -> None:
-    """Raises ValueError if vllm-omni cannot generate with the model.
-
-    The reasons are a model family without a network, a LoRA rank above MAX_RANK, and a number of GPUs that does not
-    divide the network (see `spread_sizes`). Only the network's configuration file is read.
-    """
+    """Raises ValueError if vllm-omni cannot generate with the model: its family, LoRA rank, or number of GPUs."""
     check_family(model.family)
     if config.lora.rank > MAX_RANK:
         raise ValueError(f"lora.rank must be at most {MAX_RANK} with rollout.engine=vllm_omni, got {config.lora.rank}")
@@ -86,11 +81,7 @@ def check_model(config: Config, model: ResolvedModel) -> None:
 
 
 def spread_sizes(family: str, network: Mapping[str, Any]) -> dict[str, int]:
-    """Returns what vllm-omni divides among the ranks of a network, name → size; each size must divide evenly.
-
-    `network` is the content of the network's configuration file; a size that it doesn't name is left out. Of several
-    patch sizes, the outputs are the greatest common divisor of theirs.
-    """
+    """Returns name → size of what ranks divide evenly among them, from `network`, its configuration file."""
     heads = network.get("n_heads", network.get("num_attention_heads"))
     spread = {} if heads is None else {"attention heads": int(heads)}
     if family == "z_image" and "dim" in network:
@@ -111,11 +102,7 @@ def check_family(family: str) -> None:
 
 
 def tensor_parallel(gpus_per_worker: float, devices: int) -> int:
-    """Returns the number of ranks among which a rollout worker's network is divided, one per GPU.
-
-    `devices` is the number of GPUs that the worker sees. Raises ValueError if it is smaller than `gpus_per_worker`;
-    without GPUs there is one rank.
-    """
+    """Returns the number of ranks of a worker's network, one per GPU. Raises ValueError for too few `devices`."""
     if gpus_per_worker <= 1 or devices == 0:
         return 1
     if devices < gpus_per_worker:
@@ -124,11 +111,7 @@ def tensor_parallel(gpus_per_worker: float, devices: int) -> int:
 
 
 def engine_arguments(config: Config, *, folder: str, family: str, ranks: int, port: int) -> dict[str, Any]:
-    """Returns the keyword arguments of `AsyncOmni`.
-
-    `folder` is the local folder of the model. `port` is that of a TCP store in the rollout worker, at which the
-    engine's `ranks` form their process group.
-    """
+    """Returns the arguments of `AsyncOmni`; its `ranks` meet at the TCP store on `port` of the rollout worker."""
     check_family(family)
     return {
         "model": folder,
@@ -172,10 +155,7 @@ class NetworkShapes:
 
 
 def network_shapes(config: Config, model: ResolvedModel) -> NetworkShapes:
-    """Returns the shapes, from the model's configuration files without its weights.
-
-    Raises ValueError if `lora.targets` names no layer of the network.
-    """
+    """Returns the shapes by the model's configuration files. Raises ValueError if `lora.targets` names no layer."""
     policy = load_family(model.family).load(
         model.path,
         dtype=DTYPES[model.dtype],
@@ -222,10 +202,7 @@ class Names:
 def unpacked(
     live: Mapping[str, Tensor], shapes: Mapping[str, Shape], names: Names, gather: Gather
 ) -> dict[str, Tensor]:
-    """Returns the network's parameters under diffusers' names and in its `shapes`, from the engine's `live` parameters.
-
-    `gather` concatenates the shards of all ranks. Raises ValueError for a missing parameter or another shape.
-    """
+    """Returns the `live` parameters under diffusers' names and in its `shapes`; `gather` joins shards. ValueError."""
     packed = names.packed
     shards = {part: shard for name, tensor in live.items() for part, shard in _parts(name, tensor, shapes, packed)}
     return {name: _whole(name, shards.get(names.engine(name)), shape, gather) for name, shape in shapes.items()}

@@ -22,12 +22,12 @@ from async_flowrl.rollout.text_encoder import (
     StoredEmbeddings,
     encoder_digest,
 )
-from async_flowrl.types import Asked, Conditioning, Wording
+from async_flowrl.types import Conditioning, EmbeddingKey, EncoderInput
 from tests.support.shared_models import SharedModels
 from tests.support.tiny import tiny_policy
 
-RED: Asked = ("red", None, False)
-NEGATIVE: Asked = ("red", None, True)
+RED: EmbeddingKey = ("red", None, False)
+NEGATIVE: EmbeddingKey = ("red", None, True)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -36,7 +36,7 @@ def little_to_search() -> None:
     gc.freeze()
 
 
-def prompts(count: int) -> list[Asked]:
+def prompts(count: int) -> list[EmbeddingKey]:
     return [(f"prompt {index}", None, False) for index in range(count)]
 
 
@@ -44,21 +44,21 @@ class Scribe:
     """A policy that encodes a prompt as its letters, and counts how often it was loaded."""
 
     def __init__(self) -> None:
-        self.loaded, self.encoded = 0, list[Asked]()
+        self.loaded, self.encoded = 0, list[EmbeddingKey]()
 
     def load(self) -> Any:
         self.loaded += 1
         return self
 
     def encode(
-        self, texts: Sequence[Wording], system: str | None = None, *, negative: bool = False
+        self, texts: Sequence[EncoderInput], system: str | None = None, *, negative: bool = False
     ) -> list[Conditioning]:
         self.encoded += [(text, system, negative) for text in texts]
         letters = str((*texts, system, negative)).encode()
         return [{"prompt_embeds": np.frombuffer(letters, np.uint8).astype(np.float32)} for _ in texts]
 
 
-def stored(folder: Path, scribe: Scribe, upcoming: Sequence[Asked] = (), **options: Any) -> StoredEmbeddings:
+def stored(folder: Path, scribe: Scribe, upcoming: Sequence[EmbeddingKey] = (), **options: Any) -> StoredEmbeddings:
     return StoredEmbeddings(EmbeddingFiles(folder, "e" * 64), scribe.load, upcoming, **options)
 
 
@@ -174,7 +174,7 @@ def test_a_visit_ends_when_encoding_fails(tmp_path: Path) -> None:
 
 def test_the_real_encoder_gives_the_bits_of_the_resident_one(tmp_path: Path, shared_models: SharedModels) -> None:
     """Lengths and system prompts mixed; what is loaded for it has neither VAE nor transformer weights."""
-    asked: list[Asked] = [
+    asked: list[EmbeddingKey] = [
         RED,
         NEGATIVE,
         ("a green field under a wide blue sky", None, False),

@@ -16,7 +16,7 @@ from async_flowrl.rollout import text_encoder
 from async_flowrl.rollout.diffusers_engine import DiffusersEngine
 from async_flowrl.rollout.registry import load_engine
 from async_flowrl.rollout.text_encoder import Offloaded, PolicyEncoder, Prompts
-from async_flowrl.types import Conditioning, Wording
+from async_flowrl.types import Conditioning, EncoderInput
 from tests.support.tiny import adapted_policy, request, sampling
 
 
@@ -35,7 +35,7 @@ class Visited:
 
     def __init__(self) -> None:
         self.visits, self.inside = 0, False
-        self.encoded: list[tuple[int, Wording, str | None, bool]] = []
+        self.encoded: list[tuple[int, EncoderInput, str | None, bool]] = []
 
     @contextmanager
     def visit(self) -> Iterator[None]:
@@ -44,7 +44,7 @@ class Visited:
         self.inside = False
 
     def encode(
-        self, texts: Sequence[Wording], system: str | None = None, *, negative: bool = False
+        self, texts: Sequence[EncoderInput], system: str | None = None, *, negative: bool = False
     ) -> list[Conditioning]:
         assert self.inside
         self.encoded += [(self.visits, text, system, negative) for text in texts]

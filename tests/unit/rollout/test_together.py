@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from async_flowrl.policies import pipeline
+from async_flowrl.rollout.batching import BatchingEngine, check_shareable, merged_spans
 from async_flowrl.rollout.diffusers_engine import DiffusersEngine
-from async_flowrl.rollout.together import TogetherEngine, check_shareable, merged_spans
 from async_flowrl.seeds import derive
 from async_flowrl.types import Prompt, RolloutRequest, Span
 from tests.support.tiny import request, sampling
@@ -34,7 +34,7 @@ def tickets(cfg: float = 1.0) -> list[RolloutRequest]:
 
 @pytest.mark.parametrize(("cfg", "chunk"), [(1.0, None), (4.0, None), (4.0, 1)])
 def test_tickets_of_a_batch_are_what_they_are_alone(policy: Any, cfg: float, chunk: int | None) -> None:
-    engine, alone = (kind(policy, batch_size=chunk) for kind in (TogetherEngine, DiffusersEngine))
+    engine, alone = (kind(policy, batch_size=chunk) for kind in (BatchingEngine, DiffusersEngine))
     made = engine.generate_together(tickets(cfg))
     for one, ticket in zip(made, tickets(cfg), strict=True):
         expected = trajectory_of(alone.generate(ticket))
@@ -55,7 +55,7 @@ def test_the_network_runs_once_per_step_for_all(policy: Any, monkeypatch: pytest
         return network(latents, *others)
 
     monkeypatch.setattr(policy, "_network", counted)
-    made = TogetherEngine(policy).generate_together(tickets())
+    made = BatchingEngine(policy).generate_together(tickets())
     assert rows == [6] * 6
     spans = [span for one in made for span in one.spans if span.name == "generate"]
     assert len({span.flops for span in spans}) == 1 and spans[0].flops
@@ -64,7 +64,7 @@ def test_the_network_runs_once_per_step_for_all(policy: Any, monkeypatch: pytest
 def test_negative_prompts_may_have_a_pass_of_their_own(policy: Any) -> None:
     """As they have on CUDA, where those of all tickets are alike and need no padding."""
     asked, lengths = tickets(4.0), list[set[int]]()
-    expected = TogetherEngine(policy).generate_together(asked)
+    expected = BatchingEngine(policy).generate_together(asked)
     network = policy._network
 
     def noted(latents: torch.Tensor, sigma: torch.Tensor, branches: Any, *others: Any) -> torch.Tensor:
@@ -72,7 +72,7 @@ def test_negative_prompts_may_have_a_pass_of_their_own(policy: Any) -> None:
         return network(latents, sigma, branches, *others)
 
     with patch.object(policy, "_network", noted), patch.object(pipeline, "apart", return_value=True):
-        made = TogetherEngine(policy).generate_together(asked)
+        made = BatchingEngine(policy).generate_together(asked)
     assert len(lengths) == 2 * 6 and all(len(texts) == 3 for texts in lengths[::2])
     assert all(len(texts) == 1 for texts in lengths[1::2])
     for one, other in zip(made, expected, strict=True):
@@ -80,7 +80,7 @@ def test_negative_prompts_may_have_a_pass_of_their_own(policy: Any) -> None:
 
 
 def test_a_ticket_that_fails_is_named_and_leaves_the_engine_whole(policy: Any) -> None:
-    engine, asked = TogetherEngine(policy), tickets()
+    engine, asked = BatchingEngine(policy), tickets()
     wrong = replace(asked[1], train_steps=(5,), noise_steps=(1,))
     with pytest.raises(ValueError, match=r"request of ticket 1: train_steps \(5,\)"):
         engine.generate_together([asked[0], wrong, asked[2]])
@@ -93,14 +93,14 @@ def test_a_network_that_fails_fails_every_ticket(policy: Any, monkeypatch: pytes
 
     monkeypatch.setattr(policy, "_network", broken)
     with pytest.raises(RuntimeError, match="out of memory"):
-        TogetherEngine(policy).generate_together(tickets())
+        BatchingEngine(policy).generate_together(tickets())
 
 
 def test_tickets_that_differ_cannot_share(policy: Any) -> None:
     one, other, _ = tickets()
     for different in (replace(other, version=9), replace(other, sampling=sampling(cfg=2.0)), request(3)):
         with pytest.raises(ValueError, match=r"tickets 0 and \d cannot share a batch"):
-            TogetherEngine(policy).generate_together([one, different])
+            BatchingEngine(policy).generate_together([one, different])
     with pytest.raises(ValueError, match="built on PipelinePolicy, own is not"):
         check_shareable(type("Own", (), {"family": "own"})())
 

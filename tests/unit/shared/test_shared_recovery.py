@@ -56,7 +56,7 @@ def calm(tmp_path_factory: pytest.TempPathFactory) -> Path:
         return ran(tmp_path_factory.mktemp("calm") / "run", 1)
 
 
-PLACES = ("generate", "train", "add_up", "take_step", "stage", "keep_own", "kept_state", "save")
+PLACES = ("generate", "train", "add_up", "take_step", "stage", "keep_local", "kept_state", "save")
 
 
 @pytest.mark.chaos
@@ -69,7 +69,7 @@ PLACES = ("generate", "train", "add_up", "take_step", "stage", "keep_own", "kept
         (1, [once("shared-0", "train_last", 4, "kill")]),
         (1, [once("shared-0", "save", 2, "kill")]),
         (2, [once("shared-0", "generate", 9, "hang")]),
-        (3, [once("shared-1", "keep_own", 2, "hang")]),
+        (3, [once("shared-1", "keep_local", 2, "hang")]),
         (2, [once("shared-0", "add_up", 4, "kill"), once("shared-0.1", "take_step", 1, "kill")]),
         (3, [once("shared-0", "take_step", 4, "kill"), once("shared-2", "train", 3, "kill")]),
         (2, [once("shared-0", "take_step", 4, "kill"), once("shared-1", "take_step", 4, "kill")]),

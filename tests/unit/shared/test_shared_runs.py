@@ -38,11 +38,11 @@ def test_no_version_is_sent(workers: int) -> None:
     calls: list[str] = []
 
     def heard(worker: str, method: str, number: int) -> None:
-        calls.extend([method] * (method in ("receive", "keep_own")))
+        calls.extend([method] * (method in ("receive", "keep_local")))
 
     found = shared("one step off", workers, heard)
     assert calls.count("receive") == workers
-    assert calls.count("keep_own") == workers * len(found.published())
+    assert calls.count("keep_local") == workers * len(found.published())
 
 
 def test_training_is_never_behind_a_ticket_that_was_given_ahead() -> None:
@@ -86,7 +86,7 @@ def test_one_worker_hides_the_time_of_rewards() -> None:
     assert seconds["sync"] > work + 6 * slow.score
 
 
-@pytest.mark.parametrize("method", ["generate", "train", "add_up", "take_step", "keep_own"])
+@pytest.mark.parametrize("method", ["generate", "train", "add_up", "take_step", "keep_local"])
 @pytest.mark.parametrize("victim", [0, 1])
 def test_the_death_of_a_process_ends_the_attempt_by_name(victim: int, method: str) -> None:
     """Also of one whose trainer rank has nothing to do. The run then goes on (test_shared_recovery.py)."""

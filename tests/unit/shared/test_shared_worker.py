@@ -120,14 +120,14 @@ def test_it_keeps_the_versions_that_it_makes() -> None:
     assert isinstance(one.trainer.sender, SharedStreams)
     one.trainer.sender.stage(0)
     header = one.trainer.sender.policy.seal(0)
-    assert one.rollout.keep_own(replace(header, version=7)) is None, "that one it has not made"
-    ack = one.rollout.keep_own(header)
+    assert one.rollout.keep_local(replace(header, version=7)) is None, "that one it has not made"
+    ack = one.rollout.keep_local(header)
     assert ack is not None and (ack.version, ack.digest) == (0, header.digest)
     one.rollout.receiver.activate("policy", 0)
     assert one.rollout.receiver.live_digest() == header.digest
     one.trainer.versions.of(0)[3] += 1.0
     with pytest.raises(WeightsMismatch, match="trainer-0 made other weights of version 0 than the first rank"):
-        one.rollout.keep_own(header, "evaluation")
+        one.rollout.keep_local(header, "evaluation")
 
 
 def test_it_says_how_long_a_ticket_has_been_at_work(loaded: SharedWorker) -> None:
@@ -158,7 +158,7 @@ def in_a_thread(work: Callable[[], object]) -> threading.Thread:
 def keep(one: SharedWorker, version: int) -> None:
     """Has the rollout worker keep a version that the trainer rank retains."""
     one.trainer.sender.stage(version)
-    assert one.rollout.keep_own(one.trainer.sender.policy.seal(version)) is not None
+    assert one.rollout.keep_local(one.trainer.sender.policy.seal(version)) is not None
 
 
 def test_versions_are_exchanged_only_in_the_turn_of_a_ticket() -> None:

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from async_flowrl.config.schema import Config
-from async_flowrl.controller.replicas import Owners
+from async_flowrl.controller.replicas import Assignment
 from async_flowrl.policies.registry import resolve_model
 from async_flowrl.training import update
 from async_flowrl.training.exact import FIRST_EXPONENT, ExactSum
@@ -85,7 +85,7 @@ def _train(worker: TrainerWorker, job: Job, exponent: int) -> Outcome:
     config, batches = job
     info, stats, counted = worker.load(), [], []
     worker.update.exponent = exponent
-    owners = Owners(worker.world.size, info["ranks_per_replica"], by_group=worker.world.by_group)
+    owners = Assignment(worker.world.size, info["ranks_per_replica"], by_group=worker.world.by_group)
     updates = config.trainer.updates_per_batch
     if config.rollout.true_cfg_scale > 1:
         worker.update.set_negatives(rig.Sampler(config).negatives())
@@ -114,7 +114,7 @@ def _train(worker: TrainerWorker, job: Job, exponent: int) -> Outcome:
     }
 
 
-def _owned(owners: Owners, batch: list[rig.Handed], config: Config) -> list[rig.Handed]:
+def _owned(owners: Assignment, batch: list[rig.Handed], config: Config) -> list[rig.Handed]:
     """One optimizer step's groups with the owners that the controller would give them."""
     owners.begin(len(batch))
     samples = config.trainer.micro_batch_size

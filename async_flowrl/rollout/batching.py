@@ -1,8 +1,7 @@
 """An engine for `rollout.tickets_per_batch` above 1: several tickets go through the network in one batch.
 
-Each ticket has a thread that runs the reference engine's denoising loop. Whenever all of them wait for a velocity, one
-forward pass computes it for all, in the order of the tickets, so timing does not change results. The noise of an image
-is the same as in a ticket that runs alone; the other images of the batch change at most its last bits.
+Each ticket has a thread with the reference engine's denoising loop. When all of them wait for a velocity, one forward
+pass computes it for all, in the order of the tickets, so timing does not change results.
 """
 
 import queue
@@ -85,7 +84,7 @@ class BatchEngine(Protocol):
         """Returns the result of each request, in order."""
 
 
-class TogetherEngine(DiffusersEngine):
+class BatchingEngine(DiffusersEngine):
     """The reference engine, which can also denoise several tickets in one batch; equal batches give equal bits."""
 
     def __init__(self, policy: Policy, **options: Any) -> None:
@@ -101,41 +100,38 @@ class TogetherEngine(DiffusersEngine):
     def generate_together(self, requests: Sequence[RolloutRequest]) -> list[Rollout]:
         """Returns the images and trajectories of the requests, in order.
 
-        Raises ValueError for requests that differ in version, sampling, kind or number of images, and the error of the
-        first failed ticket after all have ended.
+        Raises ValueError for requests that are not alike, and the error of the first failed ticket after all have
+        ended.
         """
         check_alike(requests)
-        made: list[Future[Rollout]] = [Future() for _ in requests]
+        futures: list[Future[Rollout]] = [Future() for _ in requests]
         threads = torch.get_num_threads()
         for index, request in enumerate(requests):
-            work = (index, request, made[index], threads)
+            work = (index, request, futures[index], threads)
             threading.Thread(target=self._run, args=work, name=f"ticket {request.ordinal}", daemon=True).start()
         flops = self._serve(len(requests))
-        rollouts = [each.result() for each in made]
+        rollouts = [future.result() for future in futures]
         return [
-            replace(each, spans=tuple(replace(s, flops=flops) if s.name == "generate" else s for s in each.spans))
-            for each in rollouts
+            replace(future, spans=tuple(replace(s, flops=flops) if s.name == "generate" else s for s in future.spans))
+            for future in rollouts
         ]
 
-    def _run(self, index: int, request: RolloutRequest, made: "Future[Rollout]", threads: int) -> None:
+    def _run(self, index: int, request: RolloutRequest, future: "Future[Rollout]", threads: int) -> None:
         """Runs one ticket. `threads` is torch's number of threads, a setting per thread that can change rounding."""
         try:
             torch.set_num_threads(threads)
             if self.device.type == "cuda":
                 torch.cuda.set_device(self.device)
             self._shared.enter(index)
-            made.set_result(self._member.generate(request))
+            future.set_result(self._member.generate(request))
         except BaseException as error:
-            made.set_exception(error)
+            future.set_exception(error)
         finally:
             self._waiting.put(index)
 
     def _serve(self, tickets: int) -> float | None:
-        """Answers the tickets until all have ended. Returns the FLOPs of all passes divided by the number of tickets.
-
-        Returns None if they were not counted.
-        """
-        asked: list[_Asked] = []
+        """Answers the tickets until all have ended. Returns the FLOPs per ticket, if they were counted."""
+        calls: list[_Asked] = []
         total: float | None = 0.0
         left = tickets
         while left:
@@ -143,39 +139,38 @@ class TogetherEngine(DiffusersEngine):
             if isinstance(came, int):
                 left -= 1
             else:
-                asked.append(came)
-            if asked and len(asked) == left:
-                asked.sort(key=lambda each: each.index)
-                flops = self._answer(asked)
+                calls.append(came)
+            if calls and len(calls) == left:
+                calls.sort(key=lambda call: call.index)
+                flops = self._answer(calls)
                 total = None if total is None or flops is None else total + flops
-                asked = []
+                calls = []
         return None if total is None else total / tickets
 
-    def _answer(self, asked: Sequence[_Asked]) -> float | None:
-        branches = [(each.latents.shape, each.positive, each.negative or {}) for each in asked]
+    def _answer(self, calls: Sequence[_Asked]) -> float | None:
+        branches = [(call.latents.shape, call.positive, call.negative or {}) for call in calls]
         shape = tuple((latents, shapes_by_name(one), shapes_by_name(other)) for latents, one, other in branches)
         try:
             with self._meter.measure(shape):
-                answers = velocities(cast("PipelinePolicy", self.policy), asked)
+                answers = velocities(cast("PipelinePolicy", self.policy), calls)
         except BaseException as error:
-            for each in asked:
-                each.answer.set_exception(error)
+            for call in calls:
+                call.answer.set_exception(error)
             return None
-        for each, velocity in zip(asked, answers, strict=True):
-            each.answer.set_result(velocity)
+        for call, velocity in zip(calls, answers, strict=True):
+            call.answer.set_result(velocity)
         return self._meter.flops(shape)
 
 
-def velocities(policy: PipelinePolicy, asked: Sequence[_Asked]) -> list[Tensor]:
+def velocities(policy: PipelinePolicy, calls: Sequence[_Asked]) -> list[Tensor]:
     """Returns the velocity of each call from one forward pass; with guidance, negative prompts follow all prompts.
 
-    On CUDA negative prompts of other lengths have a pass of their own: they are mostly alike, and short, so that they
-    would be padded most.
+    On CUDA negative prompts of other lengths have a pass of their own, since they would be padded most.
     """
-    latents, sigma = torch.cat([each.latents for each in asked]), torch.cat([each.sigma for each in asked])
-    prompts = [each.positive for each in asked]
-    negatives = [each.negative for each in asked if each.negative is not None]
-    return list(policy.velocity_of(latents, sigma, prompts, negatives, asked[0].sampling).chunk(len(asked)))
+    latents, sigma = torch.cat([call.latents for call in calls]), torch.cat([call.sigma for call in calls])
+    prompts = [call.positive for call in calls]
+    negatives = [call.negative for call in calls if call.negative is not None]
+    return list(policy.velocity_of(latents, sigma, prompts, negatives, calls[0].sampling).chunk(len(calls)))
 
 
 def check_shareable(policy: Policy) -> PipelinePolicy:
@@ -190,7 +185,7 @@ def check_shareable(policy: Policy) -> PipelinePolicy:
 def merged_spans(spans: Sequence[Sequence[Span]]) -> tuple[Span, ...]:
     """Returns one span per name, from the first start to the last end of all tickets, with sums of flops and bytes."""
     named: dict[str, list[Span]] = {}
-    for span in (span for each in spans for span in each):
+    for span in (span for of_ticket in spans for span in of_ticket):
         named.setdefault(span.name, []).append(span)
     return tuple(
         Span(
