@@ -10,12 +10,9 @@ from async_flowrl.config.schema import SHARED, Config
 class Separate:
     """Trainer ranks and rollout workers are processes of their own and work at the same time."""
 
-    together = False
-    """Whether a process samples and trains."""
-    pools: tuple[str, ...] = (TRAINER, ROLLOUT)
-    """Names of the pools whose processes hold the model."""
-    note = ""
-    """Addition to a list of the pools."""
+    together = False  # Whether a process samples and trains.
+    pools: tuple[str, ...] = (TRAINER, ROLLOUT)  # Names of the pools whose processes hold the model.
+    note = ""  # Addition to a list of the pools.
 
     def step_seconds(self, generation: float, update: float) -> float:
         """Returns the least seconds of a step of so many seconds of generation and of training."""
@@ -40,8 +37,8 @@ class Shared(Separate):
         return trainers
 
 
+# Value of `placement` → what follows; None for records of a run that lack it.
 PLACEMENTS: dict[str | None, Separate] = {"separate": Separate(), SHARED: Shared(), None: Separate()}
-"""Value of `placement` → what follows; None for records of a run that lack it."""
 
 
 def placement_of(config: Config) -> Separate:

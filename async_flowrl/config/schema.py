@@ -741,8 +741,8 @@ class Config:
 
     def __post_init__(self) -> None:
         rollout, trainer, model = self.rollout, self.trainer, self.model
-        given = (self.lora.rank, rollout.resolution, rollout.num_inference_steps, rollout.true_cfg_scale)
-        if None in (*given, rollout.guidance_scale, trainer.learning_rate):
+        of_rollout = (rollout.resolution, rollout.num_inference_steps, rollout.true_cfg_scale, rollout.guidance_scale)
+        if None in (self.lora.rank, *of_rollout, trainer.learning_rate):
             family = model.tiny.family if (model.family, model.path) == ("auto", TINY) else model.family
             defaults = model_defaults(model.path, family, model.revision)
             if self.tune == FULL:
